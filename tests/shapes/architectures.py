@@ -82,45 +82,35 @@ _MODULE = '''\
 Written by `python -m tests.shapes.architectures`.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.word_table import word_pairs, word_set
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-def _pairs(text: str) -> Mapping[str, str]:
-    words = text.split()
-    return MappingProxyType(dict(zip(words[::2], words[1::2], strict=True)))
-
-
-GENERATES: Final = _names(
+GENERATES: Final = word_set(
     """
 {generates}
     """
 )
 """vLLM has them, and they generate text."""
-BY_TRANSFORMERS: Final = _names(
+BY_TRANSFORMERS: Final = word_set(
     """
 {by_transformers}
     """
 )
 """vLLM runs transformers' own."""
-OTHER_TASKS: Final = _names(
+OTHER_TASKS: Final = word_set(
     """
 {other_tasks}
     """
 )
 """For embeddings or scores, or drafts of other models."""
-ENDINGS: Final = _pairs(
+ENDINGS: Final = word_pairs(
     """
 {endings}
     """
 )
 """What vLLM takes a class for by the end of its name, the first that fits."""
-UNTIL: Final = _pairs(
+UNTIL: Final = word_pairs(
     """
 {until}
     """

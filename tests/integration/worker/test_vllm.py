@@ -2,13 +2,16 @@
 
 import functools
 import json
+import shlex
 from typing import Any
 
 import pytest
 
+from heteroinfer_contract.given_options import SHORT, given_options
 from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
 from heteroinfer_operator.api.env_vars import ALLOWED_ENV
-from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, SHORT, VALUES, WHY
+from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, VALUES, WHY
+from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON
 from tests.seams import SEAMS
@@ -22,6 +25,106 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 print(json.dumps([o for action in parser._actions for o in action.option_strings]))
 """
+
+PARSER = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+class Parser(FlexibleArgumentParser):
+    def error(self, message):
+        raise ValueError(message)
+parser = make_arg_parser(Parser())
+"""
+
+TAKEN_FOR = f"""{PARSER}
+def taken_for(arg):
+    try:
+        action, option, *_ = parser._parse_optional(arg)
+    except ValueError:
+        return ""
+    return option if action is not None else ""
+options = [option for action in parser._actions for option in action.option_strings]
+beginnings = {{option[:end] for option in options for end in range(2, len(option) + 1)}} - {{"--", "-h"}}
+print(json.dumps({{beginning: taken_for(beginning) for beginning in sorted(beginnings)}}))
+"""
+
+CHOSEN = f"""{PARSER}
+def chosen(args):
+    try:
+        parsed = parser.parse_args(args)
+    except ValueError as error:
+        return str(error)
+    return {{field: getattr(parsed, field) for field in json.loads(sys.argv[1])}}
+print(json.dumps([chosen(args) for args in [[], *json.loads(sys.argv[2])]]))
+"""
+
+CHOSEN_AS = {
+    "kv_cache_dtype": "kv_cache_dtype",
+    "quantization": "quantization",
+    "moe_backend": "moe_backend",
+    "mamba_ssm_cache_dtype": "state_dtype",
+    "load_format": "load_format",
+    "model_impl": "model_impl",
+    "cpu_offload_gb": "offloaded_gib",
+    "offload_group_size": "offloaded_layers",
+    "language_model_only": "is_text_only",
+    "allow_deprecated_quantization": "allows_deprecated",
+}
+"""Attribute of vLLM's arguments -> field of EngineOptions."""
+SPELLINGS = [
+    shlex.split(line)
+    for line in """
+    --kv-cache-dtype fp8
+    --kv_cache-dtype=fp8
+    --kv-cache-dtype auto --kv_cache_dtype=fp8
+    --compilation_config.custom_ops+ none,+rms_norm --kv_cache_dtype fp8
+    --quantization fp8
+    --quantization=fp8 --quantization=awq
+    -q awq
+    -q=awq
+    -qawq
+    -qa=b
+    '-q a'
+    -qfp8 --quantization awq
+    -q fp8 --allow-deprecated-quantization
+    --allow-dep --no-allow-deprecated-q
+    --moe-backend triton
+    --moe_b triton
+    --moe=triton
+    -cc.mode 0 --moe-backend triton
+    --mamba-ssm-cache-dtype float16
+    --mamba_ssm-c=bfloat16
+    --load-format dummy
+    --load dummy
+    -O3 --load-format=dummy
+    -O 2 -O=1 --load-format=dummy
+    -cc '{"mode": 0}' --load_format dummy
+    --model-impl vllm
+    --model-im vllm
+    --cpu-offload-gb 2
+    --cpu_offload-g=2.5
+    --offload-group-size 4
+    --offload-g 4
+    --language-model-only
+    --lang
+    --no-language-model-only
+    --language-model-only --no-lang
+    --no_language-model-only --language-m
+    --max-logprobs -1 --language-model-only
+    --chat-template '- x y' --lang
+    - --language-model-only
+    -- x
+    """.strip().splitlines()
+]
+REFUSED_SPELLINGS = [
+    ["--kv-cache-d", "fp8"],
+    ["--quant", "fp8"],
+    ["--kv-cache-dtype"],
+    ["--kv-cache-dtype", "--lang"],
+    ["--language-model-only=x"],
+    ["-d", "2"],
+]
+"""By the parser: as ambiguous, or for want of a value."""
 
 ENVIRONMENT = """
 import json
@@ -60,17 +163,42 @@ def ask(script: str, *args: str) -> Any:
     return run_script(WORKER_PYTHON, script, *args).answer()
 
 
+REFUSED = set(PLAN_OWNED) | {option for entry in UNSUPPORTED for option in entry.options}
+
+
 def test_options_are_vllms_and_no_other_is_refused() -> None:
     options = set(ask(OPTIONS))
-    refused = set(PLAN_OWNED) | {option for entry in UNSUPPORTED for option in entry.options}
-    assert refused <= options, "names that this vLLM does not have"
-    free = {option for option in options if find_refused([option]) is None}
-    assert free == options - refused, "options refused by mistake, as a prefix of another"
+    assert options >= REFUSED, "names that this vLLM does not have"
+    assert {o for o in options if not o.startswith("--")} == set(SHORT) - {"-O"} | {"-h"}
+    refused = {option for option in options if any(find_refused([option]))}
+    assert {SHORT.get(option, option) for option in refused} == REFUSED, "others are refused by mistake"
+
+
+def test_beginnings_are_taken_for_the_options_that_vllm_takes_them_for() -> None:
+    taken = {beginning: SHORT.get(option, option) for beginning, option in ask(TAKEN_FOR).items() if option}
+    assert len(taken) > 1000
+    found = {beginning: [each.option for each in find_refused([beginning])] for beginning in taken}
+    assert found == {beginning: [option] if option in REFUSED else [] for beginning, option in taken.items()}
+    assert all(given_options([beginning])[0].may_be(option) for beginning, option in taken.items())
+
+
+def test_options_are_chosen_as_vllm_chooses_them() -> None:
+    spelled = json.dumps([*SPELLINGS, *REFUSED_SPELLINGS])
+    default, *chosen = ask(CHOSEN, json.dumps(list(CHOSEN_AS)), spelled)
+    assert all(isinstance(each, str) for each in chosen[len(SPELLINGS) :])
+    for args, of_vllm in zip(SPELLINGS, chosen, strict=False):
+        assert isinstance(of_vllm, dict), (args, of_vllm)
+        options = EngineOptions.of(args)
+        for attribute, field in CHOSEN_AS.items():
+            ours, theirs = getattr(options, field), of_vllm[attribute]
+            if isinstance(ours, str) and isinstance(theirs, int | float):
+                ours = float(ours)
+            assert ours == theirs or (not ours and theirs == default[attribute]), (args, field)
 
 
 def test_what_is_allowed_is_vllms() -> None:
     options = set(ask(OPTIONS))
-    listed = {*ALLOWED_ARGS, *SHORT, *(option for entry in WHY for option in entry.options)} - {"-O"}
+    listed = {*ALLOWED_ARGS, *(option for entry in WHY for option in entry.options)}
     assert listed <= options, "names that this vLLM does not have"
     known = set(ask(ENVIRONMENT))
     assert {name for name in ALLOWED_ENV if name.startswith("VLLM_")} <= known

@@ -49,8 +49,8 @@ def write(tmp_path: Path, directory: Path, **fields: Any) -> str:
     return str(file)
 
 
-def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 1
+def error(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
+    assert main(["plan", *arguments]) == code
     out, err = capsys.readouterr()
     assert out == ""
     return err
@@ -111,6 +111,7 @@ def test_json_and_yaml_hold_the_plan(
     value = parse(capsys.readouterr().out)
     plan = codec.from_mapping(Plan, value["plan"])
     assert plan.hash == value["hash"]
+    assert (value["outcome"], value["exitCode"], value["errors"], value["refused"]) == ("fits", 0, [], [])
     assert [rank.device for rank in plan.ranks] == ["CPU", "CPU"]
     assert "runs on CPUs" in value["notes"][0]
 
@@ -253,11 +254,104 @@ def test_names_each_argument_and_annotation_that_the_chart_refuses(
 def test_names_each_argument_that_no_plan_takes(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path, model, engine={"args": ["--tensor-parallel-size=2", "--max-log-len", "5", "-n2"]})
-    lines = error(capsys, "-f", file).splitlines()
-    assert len(lines) == 2
-    assert "--tensor-parallel-size" in lines[0]
-    assert "'-n2'" in lines[1]
+    args = ["--foo", "--tensor-parallel-size=2", "--max-log-len", "5", "-n2"]
+    lines = error(capsys, "-f", write(tmp_path, model, engine={"args": args})).splitlines()
+    assert [line.partition(", ")[0] for line in lines] == [
+        "error: engine.args: got '--tensor-parallel-size=2'",
+        "error: engine.args: got '-n2'",
+        "refused by an operator with the chart's default values: engine.args: got '--foo'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "expected"),
+    [
+        ({}, [], ("fits", 0, [], [])),
+        ({"args": ["--foo"]}, [], ("refused by policy", 4, [], ["ArgumentNotAllowed"])),
+        (
+            {"args": ["--foo", "--seed=1", "--trust-remote-code"]},
+            [],
+            (
+                "invalid",
+                1,
+                ["RefusedArgument"],
+                ["RefusedArgument", "ArgumentNotAllowed", "RemoteCodeNotAllowed"],
+            ),
+        ),
+        (
+            {"args": ["--foo"]},
+            ["--gpus", "0"],
+            ("does not fit", 3, ["InsufficientGPU"], ["ArgumentNotAllowed"]),
+        ),
+        ({"maxModelLen": 10**6}, [], ("invalid", 1, ["MaxModelLenTooLong"], [])),
+        ({"maxModelLenght": 1}, [], ("invalid", 1, ["InvalidSpec"], [])),
+        ({}, ["--model-dir", "/nowhere"], ("invalid", 1, ["ModelNotReadable"], [])),
+    ],
+)
+def test_json_has_the_outcome_and_all_that_is_refused(
+    engine: dict[str, Any],
+    arguments: list[str],
+    expected: tuple[str, int, list[str], list[str]],
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main(["plan", "-f", write(tmp_path, model, engine=engine), "-o", "json", *arguments])
+    out, err = capsys.readouterr()
+    value = json.loads(out)
+    errors, refused = ([each["reason"] for each in value[field]] for field in ("errors", "refused"))
+    assert (value["outcome"], value["exitCode"], errors, refused) == expected
+    assert code == value["exitCode"]
+    assert ("plan" in value) == (code in (0, 4))
+    assert all(each["message"] in err for each in (*value["errors"], *value["refused"]))
+
+
+def test_a_model_that_does_not_fit_the_memory_does_not_fit(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roles = [{"name": "gpu", "device": "GPU", "deviceMemory": "100Ki"}]
+    assert "error: " in error(capsys, "-f", write(tmp_path, model, roles=roles), code=3)
+
+
+def test_values_of_the_chart_are_the_policy(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    annotated = {"template": {"annotations": {"example.org/note": "x"}}}
+    roles = [{"name": "cpu", "device": "CPU", **annotated}]
+    args = ["--runner", "generate", "--trust-remote-code"]
+    file = write(tmp_path, model, engine={"args": args}, roles=roles)
+    assert main(["plan", "-f", file]) == 4
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    values = tmp_path / "values.yaml"
+    allowed = {
+        "allowRemoteCode": True,
+        "allowedArguments": ["--runner"],
+        "allowedAnnotations": ["example.org/"],
+        "replicas": 2,
+    }
+    values.write_text(yaml.safe_dump(allowed))
+    assert main(["plan", "-f", file, "--chart-values", str(values)]) == 0
+    values.write_text(yaml.safe_dump({**allowed, "allowedArguments": []}))
+    capsys.readouterr()
+    assert main(["plan", "-f", file, "--chart-values", str(values)]) == 4
+    line = capsys.readouterr().err
+    assert line.startswith(f"refused by an operator with the values of {values}: engine.args: got '--runner'")
+    values.write_text("null")
+    assert main(["plan", "-f", file, "--chart-values", str(values)]) == 4
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+@pytest.mark.parametrize("text", ["[1]", "allowedArguments: --runner", "a: [", "allowRemoteCode: maybe"])
+def test_what_holds_no_values_of_the_chart_is_refused(
+    text: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(text)
+    file = write(tmp_path, model)
+    reported = error(capsys, "-f", file, "--chart-values", str(values))
+    assert reported.startswith(f"error: --chart-values: {values} holds no values of the chart (")
+    assert "Create the file with `helm get values RELEASE --all -o yaml`" in reported
+    assert "No such file" in error(capsys, "-f", file, "--chart-values", str(tmp_path / "none"))
 
 
 def test_reports_the_line_at_which_a_file_of_nodes_is_no_yaml(
@@ -297,7 +391,7 @@ def test_a_role_has_no_pods(tmp_path: Path, model: Path, capsys: pytest.CaptureF
 def test_a_gpu_role_and_no_gpu_anywhere(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0") == (
+    assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0", code=3) == (
         "error: needs 1 pod (role gpu) with 1 nvidia.com/gpu; node (--gpus) has no nvidia.com/gpu; the group "
         "waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly (expected step time on CPUs"
         ": 2.1 ms (1.89 to 2.74) instead of 2.1 ms (1.89 to 2.73))\n"
@@ -340,7 +434,8 @@ def test_given_nodes_say_where_the_pods_fit(
         "status": {"phase": "Running"},
     }
     nodes.write_text(json.dumps(kubectl(gpu_node, stored_node("b"), taken)))
-    assert "node a has 0 free of 1 nvidia.com/gpu" in error(capsys, "-f", file, "--nodes", str(nodes))
+    reported = error(capsys, "-f", file, "--nodes", str(nodes), code=3)
+    assert "node a has 0 free of 1 nvidia.com/gpu" in reported
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "kind: List", "{kind: List, items: []}"])

@@ -1,4 +1,7 @@
-"""vLLM's options are found in every spelling that its parser takes."""
+"""What arguments choose is found in every spelling that vLLM's parser takes.
+
+tests/integration/worker/test_vllm.py holds the spellings to vLLM's own parser.
+"""
 
 import pytest
 
@@ -11,21 +14,41 @@ from heteroinfer_operator.vllm_support.engine_options import EngineOptions
         ["--kv-cache-dtype", "fp8"],
         ["--kv-cache-dtype=fp8"],
         ["--kv_cache_dtype", "fp8"],
-        ["--kv-cache-d", "fp8"],
-        ["--kv_cache=fp8"],
+        ["--kv_cache-dtype=fp8"],
         ["--kv-cache-dtype", "auto", "--kv-cache-dtype", "fp8"],
+        ["--kv-cache-dtype", "fp8", "--kv-cache-dtype.x", "auto"],
     ],
 )
 def test_finds_the_value_in_each_spelling(args: list[str]) -> None:
     assert EngineOptions.of(args) == EngineOptions(kv_cache_dtype="fp8")
 
 
-@pytest.mark.parametrize("args", [["-q", "awq"], ["-q=awq"], ["-qawq"], ["--quant", "awq"]])
+@pytest.mark.parametrize("args", [["-q", "awq"], ["-q=awq"], ["-qawq"], ["--quantiz", "awq"]])
 def test_finds_the_value_of_a_short_form(args: list[str]) -> None:
     assert EngineOptions.of(args) == EngineOptions(quantization="awq")
 
 
-@pytest.mark.parametrize("args", [[], ["--", "x"], ["-", "x"], ["--kv-cache-dtype-x", "fp8"], ["fp8"]])
+@pytest.mark.parametrize("args", [["--moe-b", "triton"], ["--moe=triton"], ["--moe_backend=triton"]])
+def test_finds_the_value_of_an_abbreviation(args: list[str]) -> None:
+    assert EngineOptions.of(args) == EngineOptions(moe_backend="triton")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--", "x"],
+        ["-", "x"],
+        ["--=x"],
+        ["-=x"],
+        ["--kv-cache-dtype-x", "fp8"],
+        ["fp8"],
+        ["--kv-cache-dtype"],
+        ["--kv-cache-dtype", "--moe-backend"],
+        ["--max-logprobs", "-1"],
+        ["-tp", "2"],
+    ],
+)
 def test_other_arguments_are_not_the_option(args: list[str]) -> None:
     assert EngineOptions.of(args) == EngineOptions()
 
@@ -36,6 +59,7 @@ def test_other_arguments_are_not_the_option(args: list[str]) -> None:
         (["--language-model-only"], True),
         (["--language-model"], True),
         (["--language_model_only", "--no-language-model-only"], False),
+        (["--language_model_only", "--no-lang"], False),
         (["--no-language-model-only", "--language-model-only"], True),
         (["--no-"], False),
     ],

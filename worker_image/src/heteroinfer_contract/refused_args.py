@@ -1,13 +1,15 @@
 """Which of vLLM's options a user may not give in `engine.args`, and what to do instead.
 
-Stdlib only; pure: data and one function. The operator refuses such options while planning,
-the worker once more before it builds its configuration.
+Stdlib only; pure. The operator refuses such options while planning, the worker once more before it builds
+its configuration.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
+
+from heteroinfer_contract.given_options import GivenOption, given_options
 
 PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -22,9 +24,7 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "--block-size": "leave it to the plan: it must be equal on GPU and CPU ranks",
         "--seed": "leave it to the plan: it must be equal on every rank",
         "--tensor-parallel-size": "set spec.parallelism.tensor",
-        "-tp": "set spec.parallelism.tensor",
         "--pipeline-parallel-size": "set spec.parallelism.pipeline",
-        "-pp": "set spec.parallelism.pipeline",
         "--kv-cache-memory-bytes": "set the memory of the role's pods; the plan gives each rank its KV cache",
         "--gpu-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV cache",
         "--device-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV cache",
@@ -35,9 +35,7 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "--worker-cls": "leave it out: the role's device chooses the worker",
         "--scheduler-cls": "leave it out: HeteroInfer's scheduler decides what is in flight",
         "--nnodes": "set spec.roles[].pods",
-        "-n": "set spec.roles[].pods",
         "--node-rank": "leave it out: the plan numbers the ranks",
-        "-r": "leave it out: the plan numbers the ranks",
         "--master-addr": "leave it out: the plan knows the leader",
         "--master-port": "set spec.network.rendezvousPort",
         "--headless": "leave it out: followers run ranks only",
@@ -60,14 +58,7 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsupported:
-    """Something that vLLM does and a HeteroInfer group does not do yet.
-
-    Attributes:
-        feature: its name, for people.
-        options: vLLM's options that turn it on.
-        why: what stands in the way.
-        remedy: what to do instead.
-    """
+    """Something that vLLM does and a HeteroInfer group does not do yet."""
 
     feature: str
     options: tuple[str, ...]
@@ -105,7 +96,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     ),
     Unsupported(
         feature="speculative decoding",
-        options=("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+        options=("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens"),
         why="draft tokens across pipeline stages are untested",
         remedy="leave it out",
     ),
@@ -125,29 +116,19 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
             "--no-data-parallel-external-lb",
             "--data-parallel-multi-port-external-lb",
             "--data-parallel-supervisor-port",
-            "-dp",
-            "-dpn",
-            "-dpr",
-            "-dpl",
-            "-dpa",
-            "-dpp",
-            "-dpb",
-            "-dph",
-            "-dpe",
-            "-dpm",
         ),
         why="a group is one copy of the model",
         remedy="set spec.replicas",
     ),
     Unsupported(
         feature="expert parallelism",
-        options=("--enable-expert-parallel", "-ep", "--enable-eplb", "--enable-elastic-ep"),
+        options=("--enable-expert-parallel", "--enable-eplb", "--enable-elastic-ep"),
         why="experts over GPU and CPU ranks need collectives that are not built yet",
         remedy="leave it out: each stage holds its layers' experts",
     ),
     Unsupported(
         feature="context parallelism",
-        options=("--decode-context-parallel-size", "-dcp", "--prefill-context-parallel-size", "-pcp"),
+        options=("--decode-context-parallel-size", "--prefill-context-parallel-size"),
         why="its collectives between GPU and CPU ranks are not built yet",
         remedy="leave it out",
     ),
@@ -184,7 +165,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     ),
     Unsupported(
         feature="several API servers",
-        options=("--api-server-count", "-asc", "--grpc", "--grpc-port"),
+        options=("--api-server-count", "--grpc", "--grpc-port"),
         why="the leader runs one OpenAI server",
         remedy="set spec.replicas for more throughput",
     ),
@@ -202,7 +183,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     ),
     Unsupported(
         feature="diffusion language models",
-        options=("--diffusion-config", "-dc"),
+        options=("--diffusion-config",),
         why="they feed tokens back between stages in another way",
         remedy="serve the model with plain vLLM",
     ),
@@ -224,6 +205,15 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     MIXED_STAGE_IN_PIPELINE,
 )
 """What is refused in words; decided here alone."""
+_REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {option: (f"{option} belongs to the plan", remedy) for option, remedy in PLAN_OWNED.items()}
+    | {
+        option: (f"{entry.feature} is not supported ({entry.why})", entry.remedy)
+        for entry in UNSUPPORTED
+        for option in entry.options
+    }
+)
+"""Option -> why it is refused, what to do instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +223,6 @@ class RefusedArg:
     Attributes:
         option: the option it sets, as vLLM spells it.
         given: the argument as the user wrote it.
-        reason: why it is refused.
-        remedy: what to do instead.
     """
 
     option: str
@@ -243,68 +231,18 @@ class RefusedArg:
     remedy: str
 
     def __str__(self) -> str:
-        """Returns the refusal as one line: got, why, what to do."""
         return f"engine.args: got {self.given!r}, but {self.reason}: {self.remedy}"
 
 
-def find_refused(args: Sequence[str]) -> RefusedArg | None:
-    """Returns the first argument that may not be given, or None; `args` as of find_all_refused."""
-    return next(find_all_refused(args), None)
+def find_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
+    """Finds the arguments that may not be given: the plan owns them, or groups do not support them."""
+    return filter(None, map(refusal_of, given_options(args)))
 
 
-def find_all_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
-    """Finds the arguments that may not be given: the plan owns them, or groups do not support them.
-
-    Args:
-        args: as given to vLLM. Every spelling that vLLM's parser takes is found:
-            `--opt value`, `--opt=value`, underscores, unique prefixes, short forms,
-            and `--opt.key` for options that hold JSON.
-    """
-    unsupported = {option: entry for entry in UNSUPPORTED for option in entry.options}
-    for arg in args:
-        option = _match(arg, PLAN_OWNED)
-        if option is not None:
-            yield RefusedArg(
-                option=option,
-                given=arg,
-                reason=f"{option} belongs to the plan",
-                remedy=PLAN_OWNED[option],
-            )
-            continue
-        option = _match(arg, unsupported)
-        if option is not None:
-            entry = unsupported[option]
-            yield RefusedArg(
-                option=option,
-                given=arg,
-                reason=f"{entry.feature} is not supported ({entry.why})",
-                remedy=entry.remedy,
-            )
-
-
-def _match(arg: str, options: Mapping[str, object]) -> str | None:
-    """Returns the option in `options` that vLLM's parser may take `arg` for, or None.
-
-    A prefix is taken for any option it begins: argparse would take it for the option, or
-    refuse it as ambiguous. Source: vllm/utils/argparse_utils.py::FlexibleArgumentParser@v0.32.0.
-    """
-    if not arg.startswith("-") or arg in ("-", "--"):
+def refusal_of(given: GivenOption) -> RefusedArg | None:
+    """Finds the first refused option that vLLM's parser may take an argument for."""
+    option = next(filter(given.may_be, _REFUSED), None)
+    if option is None:
         return None
-    name = arg.split("=", 1)[0].split(".", 1)[0]
-    if name.startswith("--"):
-        name = name.replace("_", "-")
-        if name in _FREE_OPTIONS:
-            return None
-        return next((option for option in options if option.startswith(name)), None)
-    for option in options:
-        if option.startswith("--"):
-            continue
-        # `-n2` is `-n 2`; longer short forms take their value apart.
-        if option.startswith(name) or (len(option) == 2 and name.startswith(option) and name not in _FREE):
-            return option
-    return None
-
-
-_FREE_OPTIONS: Final = frozenset({"--no-async-scheduling", "--no-enable-lora", "--no-enable-dbo"})
-"""Options that begin like a refused one, or say what is so anyway."""
-_FREE: Final = frozenset({"-ac", "-cc", "-q", "-O", "-h"})
+    reason, remedy = _REFUSED[option]
+    return RefusedArg(option=option, given=given.arg, reason=reason, remedy=remedy)

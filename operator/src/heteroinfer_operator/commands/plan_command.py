@@ -4,10 +4,15 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
+from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -35,16 +40,66 @@ from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from heteroinfer_operator.planning.engine_settings import refused_arguments
 from heteroinfer_operator.planning.prediction import overhead_s, predict
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile import Allowed
 
 _FILE_SCHEME = "file://"
 _NO_CALIBRATION = "none"
-EXIT_REFUSED_BY_POLICY: Final = 4
 _NODE_OF_OPTIONS = "(--gpus)"
 """The only node where --gpus says what there is."""
+_SHORT_OF: Final = frozenset(
+    {PlanReason.INSUFFICIENT_CAPACITY, PlanReason.INSUFFICIENT_GPU, PlanReason.INSUFFICIENT_MEMORY}
+)
+
+
+class PlanExit(IntEnum):
+    """Exit codes of `heteroinfer plan`, without 2, which argparse has for wrong options."""
+
+    FITS = 0
+    INVALID = 1
+    """No plan takes the spec or the model, or a file cannot be read."""
+    DOES_NOT_FIT = 3
+    """Memory, GPUs or other capacity is missing."""
+    REFUSED_BY_POLICY = 4
+    """There is a plan, but the installation refuses an argument or an annotation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """What is found out about a file.
+
+    Attributes:
+        name: of the resource.
+        planned: the plan, or None.
+        calibrations: what was measured of the machines that are planned for.
+        errors: why there is no plan.
+        refused: each argument and annotation that is refused, by every plan or by the installation.
+    """
+
+    name: str = ""
+    planned: Planned | None = None
+    calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
+    errors: tuple[HeteroInferError, ...] = ()
+    refused: tuple[HeteroInferError, ...] = ()
+
+    @property
+    def exit_code(self) -> PlanExit:
+        """The first that holds: invalid, does not fit, refused, fits."""
+        if self.errors:
+            short = all(error.reason in _SHORT_OF for error in self.errors)
+            return PlanExit.DOES_NOT_FIT if short else PlanExit.INVALID
+        return PlanExit.REFUSED_BY_POLICY if self.refused else PlanExit.FITS
+
+
+class ChartValues(BaseModel):
+    """What an installation allows, as the values of its chart have it."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel)
+
+    allow_remote_code: bool = False
+    allowed_arguments: tuple[str, ...] = ()
+    allowed_annotations: tuple[str, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,36 +132,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory", type=_size, help="memory of one GPU, such as 80Gi, for roles without deviceMemory"
     )
+    parser.add_argument(
+        "--chart-values",
+        metavar="FILE",
+        help="values of the chart as `helm get values RELEASE --all -o yaml` prints them, for what the "
+        "installation allows; default: the chart's own",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0, or 4 if an operator with the chart's default values refuses the spec.
+    """Prints the plan, or why there is none, and all that is refused. Returns the exit code."""
+    answer = _answer(arguments)
+    sys.stdout.write(_render(answer, arguments.output))
+    file = arguments.chart_values
+    policy = "the chart's default values" if file is None else f"the values of {file}"
+    by_policy = [error for error in answer.refused if error not in answer.errors]
+    for what, errors in (("error", answer.errors), (f"refused by an operator with {policy}", by_policy)):
+        for line in (line for error in errors for line in error.message.splitlines()):
+            sys.stderr.write(f"{what}: {printable(line)}\n")
+    return answer.exit_code
 
-    Raises:
-        HeteroInferError: the file is no good, the model can't be read, or there is no plan.
-    """
-    resource = load_resource(arguments.filename)
-    impossible = [refused.message for refused in refused_arguments(resource.spec.engine.args)]
-    if impossible:
-        raise PlanError("\n".join(impossible), reason=PlanReason.REFUSED_ARGUMENT)
+
+def _answer(arguments: argparse.Namespace) -> PlanAnswer:
+    refused: tuple[PlanError, ...] = ()
+    try:
+        resource = load_resource(arguments.filename)
+        refused = tuple(_allowed(arguments.chart_values).find_all_forbidden(resource.spec))
+        impossible = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
+        if impossible:
+            return PlanAnswer(errors=impossible, refused=refused)
+        calibrations = _calibrations(arguments)
+        return PlanAnswer(
+            name=resource.metadata.name,
+            planned=_plan(resource, calibrations, arguments),
+            calibrations=calibrations,
+            refused=refused,
+        )
+    except HeteroInferError as error:
+        return PlanAnswer(errors=(error,), refused=refused)
+
+
+def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argparse.Namespace) -> Planned:
     request = GroupRequest(
         spec=resource.spec,
         profile=_profile(resource, arguments.model_dir),
         served_name=resource.served_name,
         model_path=names.MODEL_MOUNT,
     )
-    calibrations = _calibrations(arguments)
     capacity = Capacity(
         free_nodes=_free_nodes(resource, arguments),
         calibrations=calibrations,
         resource=ResourceKey(namespace=resource.metadata.namespace, name=resource.metadata.name),
     )
-    planned = plan_group(request, capacity)
-    sys.stdout.write(_render(planned, calibrations, arguments.output, resource.metadata.name))
-    refused = [error.message for error in Allowed().find_all_forbidden(resource.spec)]
-    for message in refused:
-        sys.stderr.write(f"refused by an operator with the chart's default values: {printable(message)}\n")
-    return EXIT_REFUSED_BY_POLICY if refused else 0
+    return plan_group(request, capacity)
+
+
+def _allowed(file: str | None) -> Allowed:
+    """What an installation allows by the values of its chart, or by the chart's defaults."""
+    try:
+        stored = yaml.safe_load(Path(file).read_text()) if file is not None else None
+        values = ChartValues.model_validate({} if stored is None else stored)
+    except OSError as error:
+        raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise HeteroInferError(
+            f"--chart-values: {file} holds no values of the chart ({' '.join(str(error).split())}). "
+            "Create the file with `helm get values RELEASE --all -o yaml`",
+            reason="Usage",
+        ) from error
+    return Allowed(
+        remote_code=values.allow_remote_code,
+        arguments=values.allowed_arguments,
+        annotations=values.allowed_annotations,
+    )
 
 
 def _calibrations(arguments: argparse.Namespace) -> Calibrations:
@@ -172,10 +270,28 @@ def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> lis
     return build_free_nodes([node])
 
 
-def _render(planned: Planned, calibrations: Calibrations, output: str, name: str) -> str:
+def _render(answer: PlanAnswer, output: str) -> str:
+    planned = answer.planned
     if output == "table":
-        return describe_plan(planned, calibrations, name)
+        return "" if planned is None else describe_plan(planned, answer.calibrations, answer.name)
     value = {
+        "exitCode": int(answer.exit_code),
+        "outcome": answer.exit_code.name.lower().replace("_", " "),
+        "errors": _problems(answer.errors),
+        "refused": _problems(answer.refused),
+        **({} if planned is None else _plan_fields(planned)),
+    }
+    if output == "json":
+        return json.dumps(value, indent=2) + "\n"
+    return yaml.safe_dump(value, sort_keys=False)
+
+
+def _problems(errors: Iterable[HeteroInferError]) -> list[dict[str, str]]:
+    return [{"reason": error.reason, "message": error.message} for error in errors]
+
+
+def _plan_fields(planned: Planned) -> dict[str, Any]:
+    return {
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),
         "notes": list(planned.notes),
@@ -184,9 +300,6 @@ def _render(planned: Planned, calibrations: Calibrations, output: str, name: str
         "predictedStepMs": _step_ms(planned),
         "rates": {rank.role: planned.rates[rank.rank].source for rank in planned.plan.ranks},
     }
-    if output == "json":
-        return json.dumps(value, indent=2) + "\n"
-    return yaml.safe_dump(value, sort_keys=False)
 
 
 _HEADINGS = ("RANK", "POD", "ROLE", "DEVICE", "STAGE", "LAYERS", "WEIGHTS", "KV CACHE", "STEP")

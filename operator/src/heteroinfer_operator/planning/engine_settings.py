@@ -7,7 +7,7 @@ from typing import Final
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
-from heteroinfer_contract.refused_args import find_all_refused
+from heteroinfer_contract.refused_args import find_refused
 from heteroinfer_operator.api import DType, HeteroInferenceSpec, When
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.kv_cache import state_bytes, token_bytes
@@ -23,7 +23,7 @@ _DEFAULT_MAX_MODEL_LEN: Final = 8192
 
 def refused_arguments(args: Sequence[str]) -> Iterator[PlanError]:
     """Finds those of these arguments for vLLM that no plan takes, whatever the model."""
-    for refused in find_all_refused(args):
+    for refused in find_refused(args):
         yield PlanError(str(refused), reason=PlanReason.REFUSED_ARGUMENT)
 
 

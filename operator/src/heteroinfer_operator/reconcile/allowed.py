@@ -48,11 +48,8 @@ class Allowed:
     def forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
         """Finds those of these arguments for vLLM that are refused here."""
         yield from refused_arguments(args)
-        if self.arguments is None:
-            return
-        for found in find_unlisted(args, more=self.arguments, remote_code=self.remote_code):
-            reason = "RemoteCodeNotAllowed" if found.is_remote_code else "ArgumentNotAllowed"
-            yield PlanError(str(found), reason=reason)
+        if self.arguments is not None:
+            yield from find_unlisted(args, more=self.arguments, remote_code=self.remote_code)
 
     def _forbidden_annotations(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         for role in spec.roles:

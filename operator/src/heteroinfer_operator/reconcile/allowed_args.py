@@ -7,20 +7,18 @@ that was made by an older list starts again by its own plan.
 """
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from heteroinfer_contract.given_options import GivenOption, given_options
+from heteroinfer_contract.refused_args import refusal_of
+from heteroinfer_contract.word_table import word_set
+from heteroinfer_operator.errors import PlanError
+
 REMOTE_CODE: Final = "--trust-remote-code"
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-ALLOWED_ARGS: Final = _words(
+ALLOWED_ARGS: Final = word_set(
     """
     --chat-template --chat-template-content-format --default-chat-template-kwargs --response-role
     --return-tokens-as-token-ids --enable-auto-tool-choice --exclude-tools-when-tool-choice-none
@@ -66,30 +64,22 @@ ALLOWED_ARGS: Final = _words(
     """
 )
 """Options, of flags without their `no-`."""
-SHORT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "-q": "--quantization",
-        "-cc": "--compilation-config",
-        "-ac": "--attention-config",
-        "-O": "--optimization-level",
-    }
-)
 KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "--compilation-config": _words(
+        "--compilation-config": word_set(
             """
             mode custom_ops splitting_ops compile_sizes compile_ranges_endpoints cudagraph_mode
             cudagraph_capture_sizes cudagraph_num_of_warmups cudagraph_copy_inputs
             max_cudagraph_capture_size use_inductor_graph_partition pass_config
             """
         ),
-        "--attention-config": _words(
+        "--attention-config": word_set(
             """
             backend flash_attn_version flash_attn_max_num_splits_for_cuda_graph use_trtllm_attention
             disable_flashinfer_q_quantization
             """
         ),
-        "--structured-outputs-config": _words(
+        "--structured-outputs-config": word_set(
             """
             backend disable_any_whitespace disable_additional_properties reasoning_parser
             enable_in_reasoning
@@ -152,92 +142,29 @@ _NOT_LISTED: Final = "is not on the list of options"
 _IN_FULL: Final = (
     "write an option of docs/operations.md in full, or have the chart's allowedArguments name this one"
 )
-_NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
+_UNLISTED_REASON: Final = "ArgumentNotAllowed"
+_REMOTE_CODE_REASON: Final = "RemoteCodeNotAllowed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unlisted:
-    """An argument that is not allowed.
+def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bool) -> Iterator[PlanError]:
+    """Finds the arguments that are not allowed here, of those that some plan takes.
 
-    Attributes:
-        given: as the user wrote it.
-        why: what it does.
-        remedy: what to do instead.
-        is_remote_code: whether only code that comes with models is to be allowed for it.
-    """
-
-    given: str
-    why: str
-    remedy: str
-    is_remote_code: bool = False
-
-    def __str__(self) -> str:
-        """Returns the refusal as one line: got, why, what to do."""
-        return f"engine.args: got {self.given!r}, which {self.why}: {self.remedy}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """An option as it was given.
-
-    Attributes:
-        arg: the argument.
-        option: in full, of flags without `no-`.
-        is_taken_back: whether it was given with `no-`.
-        path: keys inside its JSON, of `--option.key.key`.
-        value: of it, or None.
-    """
-
-    arg: str
-    option: str
-    is_taken_back: bool
-    path: tuple[str, ...]
-    value: str | None
-
-
-def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bool) -> Iterator[Unlisted]:
-    """Finds the arguments that are not allowed.
-
-    Only options that are spelled in full are: with hyphens or underscores, `--opt value` or `--opt=value`,
-    and `--opt.key` or JSON for options that hold JSON.
+    Only options that are spelled in full are allowed: with hyphens or underscores, `--opt value` or
+    `--opt=value`, and `--opt.key` or JSON for options that hold JSON.
 
     Args:
         args: as given to vLLM.
         more: options that an installation allows beside those listed.
         remote_code: whether code that comes with models may run.
     """
-    for given in _options(args):
-        unlisted = _refuse(given, more, remote_code)
-        if unlisted is not None:
-            yield unlisted
+    for given in given_options(args):
+        if refusal_of(given) is None:
+            unlisted = _refuse(given, more, remote_code)
+            if unlisted is not None:
+                yield unlisted
 
 
-def _options(args: Sequence[str]) -> Iterator[_Given]:
-    """Returns the options among arguments, as vLLM's parser tells them from values.
-
-    Source: vllm/utils/argparse_utils.py::FlexibleArgumentParser.parse_args@v0.32.0.
-    """
-    for index, arg in enumerate(args):
-        if not arg.startswith("-") or arg == "-" or _NUMBER.fullmatch(arg):
-            continue
-        head, equals, value = arg.partition("=")
-        name, *path = head.removesuffix("+").split(".")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-        elif name.startswith("-O"):
-            name = "-O"  # and its level, as in -O3
-        following = args[index + 1] if index + 1 < len(args) else None
-        bare = name.replace("--no-", "--", 1) if name.startswith("--no-") else name
-        yield _Given(
-            arg=arg,
-            option=SHORT.get(bare, bare),
-            is_taken_back=bare != name,
-            path=tuple(path),
-            value=value if equals else following,
-        )
-
-
-def _refuse(given: _Given, more: Collection[str], remote_code: bool) -> Unlisted | None:
+def _refuse(given: GivenOption, more: Collection[str], remote_code: bool) -> PlanError | None:
     if given.option == REMOTE_CODE and not given.path:
         return None if remote_code or given.is_taken_back else _remote_code(given)
     if given.option in more:
@@ -245,18 +172,17 @@ def _refuse(given: _Given, more: Collection[str], remote_code: bool) -> Unlisted
     if given.option not in ALLOWED_ARGS:
         known = next((entry for entry in WHY if given.option in entry.options), None)
         why, remedy = (known.why, known.remedy) if known is not None else (_NOT_LISTED, _IN_FULL)
-        return Unlisted(given=given.arg, why=why, remedy=remedy)
+        return _error(given.arg, why, remedy)
     return _refuse_value(given, remote_code)
 
 
-def _refuse_value(given: _Given, remote_code: bool) -> Unlisted | None:
+def _refuse_value(given: GivenOption, remote_code: bool) -> PlanError | None:
     values = VALUES.get(given.option)
     if values is not None and given.value not in values:
-        expected = ", ".join(sorted(values))
-        return Unlisted(
-            given=f"{given.option} {given.value}",
-            why="makes a KV cache that the plan cannot count",
-            remedy=f"set one of {expected}",
+        return _error(
+            f"{given.option} {given.value}",
+            "makes a KV cache that the plan cannot count",
+            f"set one of {', '.join(sorted(values))}",
         )
     inside = _read_json(given.value)
     deep = {*given.path, *_keys(inside)}
@@ -266,25 +192,24 @@ def _refuse_value(given: _Given, remote_code: bool) -> Unlisted | None:
     if keys is None:
         return None
     if not given.path and not isinstance(inside, Mapping):
-        return Unlisted(given=given.arg, why="holds no JSON object", remedy="write one behind it")
-    top = given.path[:1] or tuple(inside)
-    odd = next((key for key in top if key not in keys), None)
+        return _error(given.arg, "holds no JSON object", "write one behind it")
+    odd = next((key for key in given.path[:1] or tuple(inside) if key not in keys), None)
     if odd is None:
         return None
-    return Unlisted(
-        given=f"{given.option}.{odd}",
-        why="is not on the list of this option's keys",
-        remedy=f"leave it out; {', '.join(sorted(keys))} are allowed",
+    return _error(
+        f"{given.option}.{odd}",
+        "is not on the list of this option's keys",
+        f"leave it out; {', '.join(sorted(keys))} are allowed",
     )
 
 
-def _remote_code(given: _Given) -> Unlisted:
-    return Unlisted(
-        given=given.arg,
-        why="runs code that comes with the model",
-        remedy="leave it out, or have the chart installed with allowRemoteCode=true",
-        is_remote_code=True,
-    )
+def _remote_code(given: GivenOption) -> PlanError:
+    remedy = "leave it out, or have the chart installed with allowRemoteCode=true"
+    return _error(given.arg, "runs code that comes with the model", remedy, reason=_REMOTE_CODE_REASON)
+
+
+def _error(given: str, why: str, remedy: str, *, reason: str = _UNLISTED_REASON) -> PlanError:
+    return PlanError(f"engine.args: got {given!r}, which {why}: {remedy}", reason=reason)
 
 
 def _read_json(text: str | None) -> Any:

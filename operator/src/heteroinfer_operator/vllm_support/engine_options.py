@@ -1,10 +1,11 @@
-"""What `engine.args` choose of vLLM, as far as a plan counts with it: parsed once. Pure."""
+"""What `engine.args` choose of vLLM, as far as a plan counts with it. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Final
+
+from heteroinfer_contract.given_options import GivenOption, given_options
 
 ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of an element, by `--dtype` or `--kv-cache-dtype`."""
@@ -16,7 +17,6 @@ LOAD_FORMAT: Final = "--load-format"
 MODEL_IMPL: Final = "--model-impl"
 OFFLOADED_GIB: Final = "--cpu-offload-gb"
 OFFLOADED_LAYERS: Final = "--offload-group-size"
-_SHORT: Final[Mapping[str, str]] = MappingProxyType({QUANTIZATION: "-q"})
 _TEXT_ONLY: Final = "--language-model-only"
 _DEPRECATED: Final = "--allow-deprecated-quantization"
 
@@ -51,16 +51,11 @@ class EngineOptions:
 
     @staticmethod
     def of(args: Sequence[str]) -> "EngineOptions":
-        """Returns what arguments choose; of an option that is given twice, the last one.
-
-        Args:
-            args: as given to vLLM, in any spelling that its parser takes: `--opt value`, `--opt=value`,
-                underscores or hyphens, a prefix such as `--quant`, and `-q value`, `-q=value` or `-qvalue`.
-        """
+        """Reads arguments as vLLM's parser does; of an option that is given twice, the last one counts."""
         return _parse(tuple(args))
 
     def given(self, option: str) -> str | None:
-        """Returns the value of an option that feed-forward ranks check, or None if it is not given."""
+        """The value of an option that feed-forward ranks check, or None if it is not given."""
         values = {
             LOAD_FORMAT: self.load_format,
             MODEL_IMPL: self.model_impl,
@@ -72,47 +67,27 @@ class EngineOptions:
 
 @lru_cache(maxsize=256)
 def _parse(args: tuple[str, ...]) -> EngineOptions:
+    given = given_options(args)
     return EngineOptions(
-        kv_cache_dtype=_value(args, KV_CACHE_DTYPE) or "auto",
-        quantization=_value(args, QUANTIZATION) or "",
-        moe_backend=_value(args, MOE_BACKEND) or "auto",
-        state_dtype=_value(args, STATE_DTYPE),
-        load_format=_value(args, LOAD_FORMAT),
-        model_impl=_value(args, MODEL_IMPL),
-        offloaded_gib=_value(args, OFFLOADED_GIB),
-        offloaded_layers=_value(args, OFFLOADED_LAYERS),
-        is_text_only=_has_flag(args, _TEXT_ONLY),
-        allows_deprecated=_has_flag(args, _DEPRECATED),
+        kv_cache_dtype=_value(given, KV_CACHE_DTYPE) or "auto",
+        quantization=_value(given, QUANTIZATION) or "",
+        moe_backend=_value(given, MOE_BACKEND) or "auto",
+        state_dtype=_value(given, STATE_DTYPE),
+        load_format=_value(given, LOAD_FORMAT),
+        model_impl=_value(given, MODEL_IMPL),
+        offloaded_gib=_value(given, OFFLOADED_GIB),
+        offloaded_layers=_value(given, OFFLOADED_LAYERS),
+        is_text_only=_is_set(given, _TEXT_ONLY),
+        allows_deprecated=_is_set(given, _DEPRECATED),
     )
 
 
-def _value(args: Sequence[str], option: str) -> str | None:
-    found, short = None, _SHORT.get(option)
-    for index, arg in enumerate(args):
-        name, has_value, value = arg.partition("=")
-        following = next(iter(args[index + 1 : index + 2]), "")
-        if _means(name, option) or name == short:
-            found = value if has_value else following
-        elif short is not None and arg.startswith(short):
-            found = arg[len(short) :]
-    return found
+def _value(given: Sequence[GivenOption], option: str) -> str | None:
+    return next((each.value for each in reversed(given) if each.may_be(option) and not each.path), None)
 
 
-def _has_flag(args: Sequence[str], flag: str) -> bool:
-    """Returns whether a flag is given and no later argument takes it back."""
+def _is_set(given: Sequence[GivenOption], flag: str) -> bool:
+    """Whether a flag is given and no later argument takes it back."""
     negated = f"--no-{flag.removeprefix('--')}"
-    given = False
-    for arg in args:
-        if _means(arg, flag):
-            given = True
-        elif _means(arg, negated) and len(arg) > len("--no-"):
-            given = False
-    return given
-
-
-def _means(name: str, option: str) -> bool:
-    """Returns whether vLLM's parser takes a name for an option: argparse accepts prefixes.
-
-    Source: vllm/utils/argparse_utils.py::FlexibleArgumentParser@v0.32.0. It refuses an ambiguous prefix.
-    """
-    return name.startswith("--") and len(name) > len("--") and option.startswith(name.replace("_", "-"))
+    last = next((each for each in reversed(given) if each.may_be(flag) or each.may_be(negated)), None)
+    return last is not None and not last.is_taken_back

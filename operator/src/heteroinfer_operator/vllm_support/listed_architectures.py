@@ -3,21 +3,11 @@
 Written by `python -m tests.shapes.architectures`.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
+from heteroinfer_contract.word_table import word_pairs, word_set
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-def _pairs(text: str) -> Mapping[str, str]:
-    words = text.split()
-    return MappingProxyType(dict(zip(words[::2], words[1::2], strict=True)))
-
-
-GENERATES: Final = _names(
+GENERATES: Final = word_set(
     """
     AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM AriaForConditionalGeneration
     AudioFlamingo3ForConditionalGeneration BagelForConditionalGeneration BailingMoeForCausalLM
@@ -88,7 +78,7 @@ GENERATES: Final = _names(
     """
 )
 """vLLM has them, and they generate text."""
-BY_TRANSFORMERS: Final = _names(
+BY_TRANSFORMERS: Final = word_set(
     """
     AXK2ForCausalLM ArceeForCausalLM AriaTextForCausalLM AyaVisionForConditionalGeneration BambaForCausalLM
     BartForCausalLM BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM BigBirdPegasusForCausalLM
@@ -128,7 +118,7 @@ BY_TRANSFORMERS: Final = _names(
     """
 )
 """vLLM runs transformers' own."""
-OTHER_TASKS: Final = _names(
+OTHER_TASKS: Final = word_set(
     """
     BailingMoeV25MTPModel BailingMoeV3MTPModel BertForMaskedLM BertForSequenceClassification
     BertForTokenClassification BertModel BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel CLIPModel
@@ -163,7 +153,7 @@ OTHER_TASKS: Final = _names(
     """
 )
 """For embeddings or scores, or drafts of other models."""
-ENDINGS: Final = _pairs(
+ENDINGS: Final = word_pairs(
     """
     ForCausalLM generate ForConditionalGeneration generate ChatModel generate LMHeadModel generate
     ForTextEncoding pooling EmbeddingModel pooling ForSequenceClassification pooling
@@ -173,7 +163,7 @@ ENDINGS: Final = _pairs(
     """
 )
 """What vLLM takes a class for by the end of its name, the first that fits."""
-UNTIL: Final = _pairs(
+UNTIL: Final = word_pairs(
     """
     AquilaForCausalLM 0.24.0 AquilaModel 0.24.0 ArcticForCausalLM 0.28.0
     AyaVisionForConditionalGeneration 0.24.0 BaiChuanForCausalLM 0.23.0 BaichuanForCausalLM 0.23.0

@@ -38,8 +38,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
             the plan asks for what is not built; the message says what to do.
     """
     engine = plan.engine
-    refused = find_refused(engine.extra_args)
-    if refused is not None:
+    for refused in find_refused(engine.extra_args):
         raise ContractError(str(refused))
     _check_stages(plan)
     remote_parts.check_plan(plan)

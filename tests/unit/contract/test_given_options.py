@@ -1,0 +1,64 @@
+"""Options are told from values, with their names in full, keys and values."""
+
+import pytest
+
+from heteroinfer_contract.given_options import GivenOption, given_options
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "path", "value"),
+    [
+        (["--max-log-len", "5"], "--max-log-len", (), "5"),
+        (["--max_log_len=5"], "--max-log-len", (), "5"),
+        (["--max-log-len="], "--max-log-len", (), ""),
+        (["--max-log-len"], "--max-log-len", (), None),
+        (["--max-logprobs", "-1"], "--max-logprobs", (), "-1"),
+        (["--chat-template", "-"], "--chat-template", (), "-"),
+        (["--hf_overrides.rope_theta", "1"], "--hf-overrides", ("rope_theta",), "1"),
+        (["--hf-overrides.a_b.c=x.y"], "--hf-overrides", ("a_b", "c"), "x.y"),
+        (["-cc.custom_ops+", "a,b"], "--compilation-config", ("custom_ops",), "a,b"),
+        (["-cc", "{}"], "--compilation-config", (), "{}"),
+        (["-tp=2"], "--tensor-parallel-size", (), "2"),
+        (["-n2"], "--nnodes", (), "2"),
+        (["-n 2"], "--nnodes", (), " 2"),
+        (["-qa=b"], "--quantization", (), "a=b"),
+        (["-O3"], "--optimization-level", (), "3"),
+        (["-O=3"], "--optimization-level", (), "3"),
+        (["-O", "3"], "--optimization-level", (), "3"),
+        (["-dpx"], "-dpx", (), None),
+        (["--max-log-len+", "5"], "--max-log-len+", (), "5"),
+    ],
+)
+def test_reads_each_spelling(args: list[str], name: str, path: tuple[str, ...], value: str | None) -> None:
+    assert given_options(args) == (GivenOption(arg=args[0], name=name, path=path, value=value),)
+
+
+@pytest.mark.parametrize("hiding", [["--"], ["--hf-overrides.x"], ["--chat-template"]])
+def test_no_argument_hides_the_next(hiding: list[str]) -> None:
+    """The parser looks for --config among all arguments, behind -- and as the value of a key, too."""
+    assert [each.name for each in given_options([*hiding, "--config", "x"])][-1] == "--config"
+
+
+def test_a_flag_is_taken_back_by_no() -> None:
+    (given,) = given_options(["--no_enable_lora"])
+    assert (given.option, given.is_taken_back) == ("--enable-lora", True)
+    (given,) = given_options(["--nnodes=1"])
+    assert (given.option, given.is_taken_back) == ("--nnodes", False)
+
+
+@pytest.mark.parametrize(
+    ("arg", "option", "may_be"),
+    [
+        ("--tensor", "--tensor-parallel-size", True),
+        ("-t", "--tensor-parallel-size", True),
+        ("-d", "--data-parallel-size", True),
+        ("-tp", "--pipeline-parallel-size", False),
+        ("--tensor-parallel-size-x", "--tensor-parallel-size", False),
+        ("--enforce-eager", "--no-enforce-eager", False),
+        ("--", "--tensor-parallel-size", False),
+        ("-=2", "--tensor-parallel-size", False),
+    ],
+)
+def test_a_beginning_may_be_any_option_that_has_it(arg: str, option: str, may_be: bool) -> None:
+    (given,) = given_options([arg])
+    assert given.may_be(option) is may_be
