@@ -340,12 +340,11 @@ class LocalCluster:
                 group = await _or_none(self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s))
             if pod.fetches:
                 fetch = await _or_none(self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s))
-            if pod.termination is not None:  # it has ended while it was asked
-                return
-            changed = (ready, _readiness(group)) != (pod.ready, _readiness(pod.group_report))
-            pod.ready, pod.group_report, pod.fetch = ready, group, fetch
-            if changed:
-                self._on_change()
+            if pod.termination is None:  # it may have ended while it was asked
+                changed = (ready, _readiness(group)) != (pod.ready, _readiness(pod.group_report))
+                pod.ready, pod.group_report, pod.fetch = ready, group, fetch
+                if changed:
+                    self._on_change()
             await asyncio.sleep(PROBE_EVERY_S)
 
     def _start_task(self, pod: StoredPod, work: Coroutine[Any, Any, None]) -> None:
