@@ -20,17 +20,12 @@ from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import MAX_WORLD_SIZE
 from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SCHEME, ReportGuard
 from heteroinfer_operator.cluster import PodView, ResourceKey
-from heteroinfer_operator.kube.leader_client import (
-    KEEP_S,
-    MOST_BYTES,
-    UNREADY_TIMEOUT_S,
-    WATCH_S,
-    LeaderClient,
-)
+from heteroinfer_operator.kube.leader_client import KEEP_S, UNREADY_TIMEOUT_S, WATCH_S, LeaderClient
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
+from heteroinfer_operator.report_client import MOST_BYTES
 from tests.ports import free_port
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 
@@ -369,7 +364,7 @@ async def test_a_lack_of_descriptors_neither_ends_the_watch_nor_accuses_a_leader
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(client.watch(changed.put_nowait))
             with monkeypatch.context() as patch:
-                patch.setattr("heteroinfer_operator.kube.leader_client.socket.socket", no_socket)
+                patch.setattr("heteroinfer_operator.report_client.socket.socket", no_socket)
                 await asyncio.sleep(2 * WATCH_S)
             assert (changed.empty(), client.silences([known])) == (True, {})
             await leader.stop()

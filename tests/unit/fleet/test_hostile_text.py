@@ -56,7 +56,7 @@ def shown(renderable: object) -> str:
 
 
 def test_top_shows_no_terminal_sequence() -> None:
-    line = build_line(ResourceKey(namespace="a", name="b"), parse_status(status(HOSTILE)))
+    line = build_line(ResourceKey(namespace="a", name="b"), parse_status(status(HOSTILE)), {})
     text = shown(build_screen([line], f"note {HOSTILE}"))
     assert "\\x1b]52;c;cm0=\\x07" in text
     assert text.replace("\n", "").isprintable()

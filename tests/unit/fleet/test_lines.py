@@ -9,8 +9,8 @@ from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.fleet_reader import kv_use_of
-from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_cells, build_line, waits
-from heteroinfer_operator.fleet.screen import build_screen
+from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_line
+from heteroinfer_operator.fleet.screen import TOP_COLUMNS, build_rows, build_screen, waits
 
 KEY = ResourceKey(namespace="ml", name="llama")
 SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()
@@ -65,11 +65,11 @@ def report(epoch: int = 3) -> GroupReport:
 
 
 def rows(line: ResourceLine) -> list[list[str]]:
-    return [[cell.strip() for cell in cells] for cells in build_cells([line])]
+    return [[row.get(column, "").strip() for column in TOP_COLUMNS] for row in build_rows(line)]
 
 
 def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
-    resource, group, first, second = rows(build_line(KEY, status()))
+    resource, group, first, second = rows(build_line(KEY, status(), {}))
     assert resource[:3] == ["ml/llama", "", "Available, GroupsReady 1/1"]
     culprit = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
     assert group == [
@@ -91,7 +91,7 @@ def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
 def test_whether_requests_are_answered_is_shown_beside_the_reason(
     ready: str, available: str, words: str
 ) -> None:
-    line = build_line(KEY, status(ready, "RollingOut", available))
+    line = build_line(KEY, status(ready, "RollingOut", available), {})
     assert rows(line)[0][2] == words
     assert (line.dump()["available"], line.dump()["ready"]) == (available, ready)
 
@@ -105,7 +105,7 @@ def test_a_leaders_word_is_newer_than_the_status() -> None:
 
 def test_a_leader_of_another_epoch_is_not_believed() -> None:
     line = build_line(KEY, status(), {0: Live(report=report(epoch=2), kv_use=0.5)})
-    assert line == build_line(KEY, status())
+    assert line == build_line(KEY, status(), {})
     assert not line.lines[0].live
 
 
@@ -122,9 +122,9 @@ def test_json_has_the_same_and_nothing_empty() -> None:
 
 
 def test_what_is_not_ready_is_reported_in_words() -> None:
-    assert list(waits([build_line(KEY, status())])) == []
-    waiting = build_line(KEY, status("False", "Starting"))
-    new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus())
+    assert list(waits([build_line(KEY, status(), {})])) == []
+    waiting = build_line(KEY, status("False", "Starting"), {})
+    new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus(), {})
     assert list(waits([waiting, new])) == [
         "ml/llama: Starting: as it is",
         "ml/new: not seen by the operator yet",
@@ -134,7 +134,7 @@ def test_what_is_not_ready_is_reported_in_words() -> None:
 def test_the_table_shows_text_as_it_is() -> None:
     console = Console(width=160, record=True, file=None)
     with console.capture() as said:
-        console.print(build_screen([build_line(KEY, status())], "a note [bold]as it is[/bold]"))
+        console.print(build_screen([build_line(KEY, status(), {})], "a note [bold]as it is[/bold]"))
     assert "rank 1 gpu" in said.get()
     assert "a note [bold]as it is[/bold]" in said.get()
     with console.capture() as nothing:

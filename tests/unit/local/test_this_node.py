@@ -8,8 +8,7 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
-from heteroinfer_operator.local import cores
-from heteroinfer_operator.local.pod_process import PodProcess
+from heteroinfer_operator.local.pod_process import PodProcess, share_cores, threads_per_rank
 from heteroinfer_operator.local.this_node import observe_gpus, observe_node
 from heteroinfer_operator.local.worker_python import ENV_WORKER_PYTHON, WorkerPythonError, find_worker_python
 from tests.unit.local.plans import plan
@@ -73,12 +72,12 @@ def test_machine_without_a_driver_has_no_gpu(tmp_path: Path) -> None:
     ("count", "groups", "expected"), [(2, 1, 1), (7, 1, 3), (16, 1, 7), (16, 2, 3), (1, 1, 1)]
 )
 def test_cores_are_shared_evenly_less_the_engines(count: float, groups: int, expected: int) -> None:
-    assert cores.threads_per_rank(CPU_PAIR, cores=count, groups=groups) == expected
+    assert threads_per_rank(CPU_PAIR, cores=count, groups=groups) == expected
 
 
 def test_gpu_ranks_keep_a_core_each() -> None:
     hybrid = plan(("a", Device.CPU, 1), ("b", Device.GPU, 2))
-    assert cores.threads_per_rank(hybrid, cores=16, groups=1) == 12
+    assert threads_per_rank(hybrid, cores=16, groups=1) == 12
 
 
 def test_threads_that_the_user_chose_stay() -> None:
@@ -91,12 +90,12 @@ def test_threads_that_the_user_chose_stay() -> None:
         health_port=None,
         readiness_path="",
     )
-    shared = cores.share_cores(process, cores=16, groups=2, env={})
+    shared = share_cores(process, cores=16, groups=2, env={})
     assert shared.env[names.ENV_OMP_THREADS] == "3"
     assert shared.env[names.ENV_CPU_BINDING] == "Never"  # both groups would take the same cores
-    kept = cores.share_cores(process, cores=16, groups=2, env={names.ENV_OMP_THREADS: "3"})
+    kept = share_cores(process, cores=16, groups=2, env={names.ENV_OMP_THREADS: "3"})
     assert names.ENV_OMP_THREADS not in kept.env
-    assert cores.share_cores(process, cores=16, groups=1, env={}) is process  # its supervisor knows
+    assert share_cores(process, cores=16, groups=1, env={}) is process  # its supervisor knows
 
 
 def test_named_worker_python_wins_and_must_be_a_program(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ async def _show(arguments: argparse.Namespace) -> None:
     async def look() -> list[ResourceLine]:
         resources = await read_resources(server, namespace, arguments.name)
         live = await leaders.read(resources)
-        return [build_line(each.key, each.status, live.get(each.key)) for each in resources]
+        return [build_line(each.key, each.status, live.get(each.key, {})) for each in resources]
 
     try:
         if arguments.output == "json":

@@ -18,18 +18,15 @@ from rich.logging import RichHandler
 from heteroinfer_operator.commands.printable_logs import PrintableFormatter
 from heteroinfer_operator.commands.resource_file import read_resource
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.local import (
-    LocalOptions,
-    calibration_file,
-    find_worker_python,
-    observe_gpus,
-    observe_node,
-)
+from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.local.adapter import LocalOptions
 from heteroinfer_operator.local.calibration_file import cache_folder
+from heteroinfer_operator.local.this_node import observe_gpus, observe_node
 from heteroinfer_operator.local.worker_python import HELP as WORKER_PYTHON_HELP
+from heteroinfer_operator.local.worker_python import find_worker_python
 from heteroinfer_operator.nodes.calibrations import Calibrations
-from heteroinfer_operator.up import Session, SessionOptions
 from heteroinfer_operator.up.console import Display
+from heteroinfer_operator.up.session import Session
 
 EXIT_OK: Final = 0
 _LONGEST_TEMPORARY_FOLDER: Final = 40
@@ -87,25 +84,27 @@ def run(arguments: argparse.Namespace) -> int:
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with _folders(arguments.log_dir) as (scratch, log_dir):
-        options = SessionOptions(
-            document=document,
-            resource=resource,
-            api_port=arguments.port or resource.spec.engine.port,
-            model_cache=(arguments.model_cache or cache_folder() / "models").resolve(),
-            local=LocalOptions(
-                worker_python=worker_python,
-                scratch=scratch,
-                log_dir=log_dir,
-                node=observe_node(),
-                gpus=observe_gpus(),
-                env=dict(os.environ),
-                calibrations=calibrations,
-            ),
+        local = LocalOptions(
+            worker_python=worker_python,
+            scratch=scratch,
+            log_dir=log_dir,
+            node=observe_node(),
+            gpus=observe_gpus(),
+            env=dict(os.environ),
+            calibrations=calibrations,
         )
         with Display(console, live=console.is_terminal and not arguments.no_table) as display:
             display.line(f"output of each pod: {log_dir}/POD.log")
+            session = Session(
+                document,
+                resource,
+                api_port=arguments.port or resource.spec.engine.port,
+                model_cache=(arguments.model_cache or cache_folder() / "models").resolve(),
+                local=local,
+                display=display,
+            )
             try:
-                asyncio.run(_serve(options, display))
+                asyncio.run(session.run())
             except HeteroInferError:
                 if any(log_dir.iterdir()):
                     display.line(f"the output of each pod is kept: {log_dir}")
@@ -121,10 +120,6 @@ def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
         calibration_file.write(calibration_file.measure(worker_python), folder / calibration_file.FILE)
     own, missing = calibration_file.read_own(folder)
     return Calibrations(this_machine=own, missing=missing)
-
-
-async def _serve(options: SessionOptions, display: Display) -> None:
-    await Session(options, display).run()
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from kubernetes.aio.config import ConfigException
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.lines import Live
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer, find_kubeconfigs
+from heteroinfer_operator.report_client import parse_report
 
 PROXY_TIMEOUT_S: Final = 3.0
 """For a leader's answer: a table must not wait for a group that fails."""
@@ -28,13 +28,7 @@ _KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A HeteroInference as stored.
-
-    Attributes:
-        key: its name.
-        api_port: of its leaders.
-        status: parsed.
-    """
+    """A HeteroInference as stored; its leaders serve on `api_port`."""
 
     key: ResourceKey
     api_port: int
@@ -93,9 +87,6 @@ class LeaderReader:
 
     Attributes:
         problem: why the last round left out groups, in words, or "".
-
-    Args:
-        server: the API server, as the user.
     """
 
     def __init__(self, server: ApiServer) -> None:
@@ -120,7 +111,7 @@ class LeaderReader:
             if text is None:
                 return Live()
             try:
-                report = GroupReport.from_json(text)
+                report = parse_report(text)
             except ContractError as error:
                 self.problem = f"pod {leader}: its answer is of another version: {error}"
                 return Live()

@@ -1,12 +1,14 @@
 """What is shown of HeteroInferences: resources, their groups, their ranks. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from pydantic.alias_generators import to_camel
 
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
+from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import (
     ConditionStatus,
     ConditionType,
@@ -14,10 +16,10 @@ from heteroinfer_operator.api import (
     GroupStatus,
     HeteroInferenceStatus,
     PlanStatus,
-    RankEntry,
 )
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.rank_progress import describe_progress, format_ms, step_times_ms
+
+_NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,31 +37,33 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLine:
-    """One rank.
+    """One rank; None is what is not known, and "" as `node` or `pod`.
 
     Attributes:
-        rank: global rank.
-        role: its role.
-        pod: its pod.
-        node: of its pod, or "".
-        phase: how far it has come.
-        steps: model steps since warm-up, or None where only the status is known.
-        step_ms: a decode step, in milliseconds, or None while there was none.
+        phase: how far it has come, with the share of its weights that is read.
+        steps: model steps since warm-up.
+        step_ms: a decode step, in milliseconds.
         compute_ms: of which its own compute.
         wait_ms: of which waiting for peers.
-        predicted_ms: its compute in a step of one request, as planned, or None.
+        predicted_ms: its compute in a step of one request, as planned.
+        layers: first and last one that it holds.
+        seen_s: since its last heart-beat, in seconds.
     """
 
     rank: int
     role: str
-    pod: str
-    node: str
     phase: str
+    pod: str = ""
+    node: str = ""
     steps: int | None = None
     step_ms: float | None = None
     compute_ms: float | None = None
     wait_ms: float | None = None
     predicted_ms: float | None = None
+    stage: int | None = None
+    device: str | None = None
+    layers: str | None = None
+    seen_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +71,6 @@ class GroupLine:
     """One group.
 
     Attributes:
-        index: from 0.
-        epoch: its incarnation.
-        phase: what it does.
         message: what it waits for, or "".
         live: whether its ranks are reported by its leader now, not by the status.
         restarts: because of failures that count.
@@ -78,7 +79,6 @@ class GroupLine:
         predicted_ms: a step of one request as predicted, in milliseconds, or None.
         calibration: what that was made of, or "".
         failure: its last failure, or None.
-        ranks: by rank.
     """
 
     index: int
@@ -109,11 +109,8 @@ class ResourceLine:
     """One HeteroInference.
 
     Attributes:
-        key: its name.
         available: status of its condition Available: whether a request would be answered.
-        ready: status of its condition Ready.
-        reason: of Ready.
-        message: of Ready.
+        ready: status of its condition Ready, which `reason` and `message` are of, too.
         groups: ready of all, as 1/2.
         lines: its groups, by index.
     """
@@ -140,18 +137,22 @@ class ResourceLine:
 
 
 def build_line(
-    key: ResourceKey, status: HeteroInferenceStatus, live: Mapping[int, Live] | None = None
+    key: ResourceKey,
+    status: HeteroInferenceStatus,
+    live: Mapping[int, Live],
+    plans: Mapping[str, Plan] = _NO_PLANS,
 ) -> ResourceLine:
     """Returns what is shown of a resource.
 
     Args:
         key: its name.
         status: as stored.
-        live: by group index: what its leader says; one of another epoch is left out.
+        live: by group index: what its leader says; a report of another epoch is left out.
+        plans: in use, by hash; a group has the ranks of its plan, or else those that the status names.
     """
     available = status.condition(ConditionType.AVAILABLE.value)
     ready = status.condition(ConditionType.READY.value)
-    reported = live or {}
+    predictions = {plan.hash: plan for plan in status.plans}
     return ResourceLine(
         key=key,
         available=available.status.value if available else ConditionStatus.UNKNOWN.value,
@@ -160,22 +161,24 @@ def build_line(
         message=ready.message if ready else "",
         groups=(status.summary.groups if status.summary else None) or "",
         lines=tuple(
-            _group(group, reported.get(group.index, Live()), _plan_of(group, status))
+            _group(
+                group,
+                live.get(group.index, Live()),
+                predictions.get(group.plan_hash or ""),
+                plans.get(group.plan_hash or ""),
+            )
             for group in status.groups
         ),
     )
 
 
-def _plan_of(group: GroupStatus, status: HeteroInferenceStatus) -> PlanStatus | None:
-    return next((plan for plan in status.plans if plan.hash == group.plan_hash), None)
-
-
-def _group(group: GroupStatus, live: Live, plan: PlanStatus | None) -> GroupLine:
+def _group(group: GroupStatus, live: Live, predicted: PlanStatus | None, plan: Plan | None) -> GroupLine:
     # Without the group's key a leader does not say which epoch it is of; its pod's name did.
     fits = live.report is not None and live.report.epoch in {0, group.epoch}
     report = live.report if fits else None
     reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
-    predicted = {rank.rank: rank.predicted_step_ms for rank in plan.ranks} if plan is not None else {}
+    predicted_ms = {rank.rank: rank.predicted_step_ms for rank in predicted.ranks} if predicted else {}
+    ranks = _ranks(group) if plan is None else _planned_ranks(group, plan)
     return GroupLine(
         index=group.index,
         epoch=group.epoch,
@@ -185,103 +188,68 @@ def _group(group: GroupStatus, live: Live, plan: PlanStatus | None) -> GroupLine
         restarts=group.restarts,
         kv_tokens=group.kv.tokens if group.kv else None,
         kv_use=live.kv_use if report is not None else None,
-        predicted_ms=plan.predicted_step_ms if plan is not None else None,
-        calibration=(plan.calibration if plan is not None else None) or "",
+        predicted_ms=predicted.predicted_step_ms if predicted else None,
+        calibration=(predicted.calibration if predicted else None) or "",
         failure=group.failures[-1] if group.failures else None,
         ranks=tuple(
-            replace(_rank(entry, reported.get(entry.rank)), predicted_ms=predicted.get(entry.rank))
-            for entry in group.members
+            replace(_reported(rank, reported.get(rank.rank)), predicted_ms=predicted_ms.get(rank.rank))
+            for rank in ranks
         ),
     )
 
 
-def _rank(entry: RankEntry, reported: RankStatus | None) -> RankLine:
-    line = RankLine(
-        rank=entry.rank,
-        role=entry.role,
-        pod=entry.pod,
-        node=entry.node or "",
-        phase=RankPhase.READY.value if entry.ready else "NotReady",
-        step_ms=entry.step_ms,
-        compute_ms=entry.compute_ms,
-        wait_ms=entry.wait_ms,
-    )
+def _ranks(group: GroupStatus) -> Iterable[RankLine]:
+    """Yields the ranks whose pods a status names, with their last known times."""
+    for entry in group.members:
+        yield RankLine(
+            rank=entry.rank,
+            role=entry.role,
+            pod=entry.pod,
+            node=entry.node or "",
+            phase=RankPhase.READY.value if entry.ready else "NotReady",
+            step_ms=entry.step_ms,
+            compute_ms=entry.compute_ms,
+            wait_ms=entry.wait_ms,
+        )
+
+
+def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
+    for rank in plan.ranks:
+        yield RankLine(
+            rank=rank.rank,
+            role=rank.role,
+            phase=group.phase.value,
+            stage=rank.stage,
+            device=rank.device.value,
+            layers=f"{rank.first_layer}-{rank.end_layer - 1}",
+        )
+
+
+def _reported(line: RankLine, reported: RankStatus | None) -> RankLine:
+    """Returns a rank with what its leader says of it now, where it does."""
     if reported is None:
         return line
-    step_ms, compute_ms, wait_ms = step_times_ms(reported)
+    phase = reported.phase.value
+    if reported.phase is RankPhase.LOADING and reported.total_bytes:
+        phase = f"{phase} {100 * reported.loaded_bytes // reported.total_bytes} %"
+    times = (reported.step_s, reported.compute_s, reported.wait_s)
+    step_ms, compute_ms, wait_ms = (1e3 * time_s if reported.steps else None for time_s in times)
     return replace(
         line,
-        phase=describe_progress(reported),
+        phase=phase,
         steps=reported.steps,
         step_ms=step_ms,
         compute_ms=compute_ms,
         wait_ms=wait_ms,
+        seen_s=reported.heartbeat_age_s,
     )
 
 
 def _dump(line: GroupLine | RankLine) -> dict[str, Any]:
-    value = {to_camel(field.name): getattr(line, field.name) for field in fields(line)}
+    """Returns JSON values of what is known; a heart-beat is of the moment, for a table alone."""
+    known = {field.name: getattr(line, field.name) for field in fields(line) if field.name != "seen_s"}
+    value = {to_camel(name): each for name, each in known.items()}
     if isinstance(line, GroupLine):
         value["ranks"] = [_dump(rank) for rank in line.ranks]
         value["failure"] = line.failure and line.failure.dump()
     return {key: each for key, each in value.items() if each is not None}
-
-
-HEADINGS = (
-    "name", "node", "phase", "steps", "step", "compute", "wait", "predicted", "kv", "restarts",
-    "last failure",
-)  # fmt: skip
-"""Of the cells of a row; times in ms. Predicted is a group's step and a rank's compute, of one request."""
-
-
-def build_cells(resources: Sequence[ResourceLine]) -> Iterable[tuple[str, ...]]:
-    """Yields rows of text under HEADINGS: each resource, under it its groups, under them their ranks."""
-    for resource in resources:
-        available = {"True": "Available", "False": "not Available"}.get(resource.available, "")
-        why = f"{resource.reason} {resource.groups}".strip()
-        words = ", ".join(each for each in (available, why) if each)
-        yield (str(resource.key), "", words, *_empty(8))
-        for group in resource.lines:
-            yield (
-                f"  group {group.index} epoch {group.epoch}", "", group.phase, "", _step(group), "", "",
-                format_ms(group.predicted_ms),
-                _kv(group), str(group.restarts), group.culprit,
-            )  # fmt: skip
-            for rank in group.ranks:
-                steps = "" if rank.steps is None else str(rank.steps)
-                measured = (rank.step_ms, rank.compute_ms, rank.wait_ms)
-                times = (format_ms(each) for each in (*measured, rank.predicted_ms))
-                yield (f"    rank {rank.rank} {rank.role}", rank.node, rank.phase, steps, *times, *_empty(3))
-
-
-def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields in words what each resource that is not Ready waits for."""
-    for resource in resources:
-        if resource.ready != "True":
-            reported = {group.message for group in resource.lines if group.message}
-            words = "; ".join(sorted(reported) or filter(None, [resource.message]))
-            yield f"{resource.key}: {resource.reason or 'not seen by the operator yet'}" + (
-                f": {words}" if words else ""
-            )
-
-
-def predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields what the predictions of each resource were made of."""
-    for resource in resources:
-        for made_of in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
-            yield f"{resource.key}: predicted by {made_of}"
-
-
-def _step(group: GroupLine) -> str:
-    return format_ms(max((rank.step_ms for rank in group.ranks if rank.step_ms is not None), default=None))
-
-
-def _empty(count: int) -> tuple[str, ...]:
-    return ("",) * count
-
-
-def _kv(group: GroupLine) -> str:
-    if group.kv_tokens is None:
-        return ""
-    use = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "
-    return f"{use}{group.kv_tokens} tokens"

@@ -1,15 +1,28 @@
-"""The table of `heteroinfer top`."""
+"""The table of resources, groups and ranks that `heteroinfer up` and `heteroinfer top` show."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from heteroinfer_contract.printable import printable
-from heteroinfer_operator.fleet.lines import HEADINGS, ResourceLine, build_cells, predictions, waits
-from heteroinfer_operator.tables import build_table
+from heteroinfer_operator.fleet.lines import GroupLine, ResourceLine
 
-_CAPTION = (
+Row = Mapping[str, str]
+"""Text by column; a column that a row lacks stays empty."""
+
+TOP_COLUMNS: Final = (
+    "name", "node", "phase", "steps", "step", "compute", "wait", "predicted", "kv", "restarts",
+    "last failure",
+)  # fmt: skip
+UP_COLUMNS: Final = (
+    "name", "stage", "device", "layers", "phase", "steps", "step", "compute", "wait", "predicted", "seen",
+)  # fmt: skip
+_TEXTS: Final = frozenset({"name", "node", "device", "layers", "phase", "last failure"})
+"""Columns that are aligned at their first letter; numbers are at their last digit."""
+_CAPTION: Final = (
     "times in ms; step = compute + wait + transfer: a straggler's compute is long; predicted: a group's "
     "step, a rank's compute, with one request"
 )
@@ -19,7 +32,84 @@ def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType
     """Returns the table, what it waits for, and a note on where the values are from."""
     if not resources:
         return Text("no HeteroInference here; -A looks in all namespaces")
-    table = build_table(HEADINGS, build_cells(resources), caption=_CAPTION)
+    rows = [row for resource in resources for row in build_rows(resource)]
     lines = (*waits(resources), *predictions(resources), *([note] if note else ()))
-    words = [Text(printable(line)) for line in lines]
-    return Group(table, *words)
+    return Group(build_table(rows, TOP_COLUMNS), *(Text(printable(line)) for line in lines))
+
+
+def build_table(rows: Iterable[Row], columns: Sequence[str]) -> Table:
+    """Returns a table of cells that are shown as they are, without a line broken or marked up."""
+    seen = "; seen: s since the last heart-beat" if "seen" in columns else ""
+    table = Table(box=None, pad_edge=False, caption=f"{_CAPTION}{seen}", caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(printable(row.get(column, ""))) for column in columns))
+    return table
+
+
+def build_rows(resource: ResourceLine) -> Iterable[Row]:
+    """Yields a resource, and under it its groups."""
+    available = {"True": "Available", "False": "not Available"}.get(resource.available, "")
+    why = f"{resource.reason} {resource.groups}".strip()
+    yield {"name": str(resource.key), "phase": ", ".join(each for each in (available, why) if each)}
+    for group in resource.lines:
+        yield from build_group_rows(group)
+
+
+def build_group_rows(group: GroupLine) -> Iterable[Row]:
+    """Yields a group, and under it its ranks."""
+    steps_ms = (rank.step_ms for rank in group.ranks if rank.step_ms is not None)
+    yield {
+        "name": f"  group {group.index} epoch {group.epoch}",
+        "phase": group.phase,
+        "step": _tenths(max(steps_ms, default=None)),
+        "predicted": _tenths(group.predicted_ms),
+        "kv": _kv(group),
+        "restarts": str(group.restarts),
+        "last failure": group.culprit,
+    }
+    for rank in group.ranks:
+        yield {
+            "name": f"    rank {rank.rank} {rank.role}",
+            "node": rank.node,
+            "stage": "" if rank.stage is None else str(rank.stage),
+            "device": rank.device or "",
+            "layers": rank.layers or "",
+            "phase": rank.phase,
+            "steps": "" if rank.steps is None else str(rank.steps),
+            "step": _tenths(rank.step_ms),
+            "compute": _tenths(rank.compute_ms),
+            "wait": _tenths(rank.wait_ms),
+            "predicted": _tenths(rank.predicted_ms),
+            "seen": _tenths(rank.seen_s),
+        }
+
+
+def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
+    """Yields in words what each resource that is not Ready waits for."""
+    for resource in resources:
+        if resource.ready != "True":
+            reported = {group.message for group in resource.lines if group.message}
+            words = "; ".join(sorted(reported) or filter(None, [resource.message]))
+            yield f"{resource.key}: {resource.reason or 'not seen by the operator yet'}" + (
+                f": {words}" if words else ""
+            )
+
+
+def predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
+    """Yields what the predictions of each resource were made of."""
+    for resource in resources:
+        for made_of in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
+            yield f"{resource.key}: predicted by {made_of}"
+
+
+def _tenths(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _kv(group: GroupLine) -> str:
+    if group.kv_tokens is None:
+        return ""
+    use = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "
+    return f"{use}{group.kv_tokens} tokens"

@@ -14,7 +14,6 @@ class PodStory:
     """One pod of a group.
 
     Attributes:
-        name: its name.
         title: who it is, for the line above its log.
         prefix: short, for each line of its log.
         ended: how it ended, in words, or "".

@@ -1,16 +1,11 @@
 """What running leaders say of their groups, over HTTP."""
 
 import asyncio
-import errno
 import logging
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
-
-import aiohttp
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -22,6 +17,7 @@ from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import group_key_secret, key_of
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
+from heteroinfer_operator.report_client import NO_ANSWER, ReportClient, is_reached, is_unreached
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +39,6 @@ MOST_TRIED: Final = 200
 """Most leaders that are tried within one WATCH_S; if there are more, they take turns."""
 TRY_S: Final = 0.3
 """Time for one such connection: SURE_TRIES of them and WATCH_S are less than 2 s."""
-_CONNECT_SHARE: Final = 0.8
-"""Of the time for an answer. The kernel accepts a connection however busy the leader itself is."""
-MOST_BYTES: Final = 2**20
-_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
-_OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors that this machine causes when it connects: they prove nothing about the leader."""
-_NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +50,7 @@ class _Answer:
 
     at_s: float
     status: GroupReport | None
-    silent: bool
+    silent: bool = False
     unreached: bool = False
     ready: bool = True
 
@@ -97,12 +86,11 @@ class LeaderClient:
         self._silences: dict[str, _Silence] = {}
         self._ignored: dict[str, float] = {}
         self._nonsense: list[tuple[ResourceKey, str]] = []
-        self._session: aiohttp.ClientSession | None = None
+        self._client = ReportClient()
 
     async def close(self) -> None:
         """Closes all connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
 
     async def observe(self, pods: Iterable[PodRecord], *, anew: bool = False) -> dict[int, GroupReport]:
         """Returns by group index what each leader says of its group.
@@ -111,11 +99,8 @@ class LeaderClient:
         the decision about the group must not wait for that. One whose pods are not Ready is
         asked anew each time, and not for long: it may sleep, which only it can tell. One that
         let the time pass is not waited for again within KEEP_S: where pods cannot be reached at
-        all, a reconcile must not wait for each of them.
-
-        Args:
-            pods: of a resource.
-            anew: whether each leader is asked again after ASK_AGAIN_S, since nobody watches the pods.
+        all, a reconcile must not wait for each of them. With `anew` each leader is asked again after
+        ASK_AGAIN_S, since nobody watches the pods.
         """
         known = tuple(pods)
         ended = {_group(pod) for pod in known if pod.view.ended}
@@ -148,10 +133,8 @@ class LeaderClient:
         """Connects to the leaders of Ready groups that answered before, again and again, until cancelled.
 
         An idle group sends nothing. If its only node loses power, Kubernetes reports that up to 50 s later,
-        and nothing else shows it.
-
-        Args:
-            changed: called with the resource of a leader that can no longer be reached, or can be again.
+        and nothing else shows it. `changed` gets the resource of a leader that can no longer be reached, or
+        can be again.
         """
         while True:
             leaders = list(self._watched.values())
@@ -162,7 +145,7 @@ class LeaderClient:
     async def _try(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
         uid, tried_s = pod.view.uid, self._clock()
         for _ in range(SURE_TRIES):
-            if await _is_reached(pod):
+            if await is_reached(pod.ip, pod.health_port, timeout_s=TRY_S):
                 if self._silences.pop(uid, None) is not None:
                     self._answers.pop(uid, None)
                     changed(pod.key)
@@ -170,16 +153,11 @@ class LeaderClient:
         before = self._silences.get(uid, _Silence(tried_s, 0))
         if uid in self._watched and before.tries < SURE_TRIES:
             self._silences[uid] = _Silence(before.since_s, SURE_TRIES)
-            self._answers[uid] = _Answer(self._clock(), None, silent=False, unreached=True)
+            self._answers[uid] = _Answer(self._clock(), None, unreached=True)
             changed(pod.key)
 
     def watch_only(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
-        """Watches only the leaders of the resource's Ready groups.
-
-        Args:
-            key: of the resource.
-            pods: of the resource; none if it is gone.
-        """
+        """Watches only the leaders of the resource's Ready groups; `pods` is empty if it is gone."""
         known = {pod.view.uid: pod for pod in pods}
         unready = {_epoch(pod) for pod in known.values() if not pod.view.ready}
         self._answered = {uid: of for uid, of in self._answered.items() if of != key or uid in known}
@@ -188,11 +166,11 @@ class LeaderClient:
             if uid in self._answered and _led_group(pod) is not None and _epoch(pod) not in unready:
                 self._watched[uid] = pod
 
-    def _note(self, pod: PodRecord, asked_s: float, answer: _Answer, *, ready: bool) -> None:
+    def _note(self, pod: PodRecord, asked_s: float, answer: _Answer) -> None:
         uid = pod.view.uid
         if answer.status is not None:
             self._answered[uid] = pod.key
-            if ready:
+            if answer.ready:
                 self._watched[uid] = pod
         if not answer.unreached:
             self._silences.pop(uid, None)
@@ -226,10 +204,10 @@ class LeaderClient:
             if not old and not self._is_due(pod.view.uid, kept):
                 return kept.status
         asked_s = self._clock()
-        answer = await self._fetch(pod, TIMEOUT_S if ready else UNREADY_TIMEOUT_S)
-        self._note(pod, asked_s, answer, ready=ready)
+        answer = await self._fetch(pod, ready=ready)
+        self._note(pod, asked_s, answer)
         if ready or answer.silent:
-            self._answers[pod.view.uid] = replace(answer, ready=ready)
+            self._answers[pod.view.uid] = answer
         return answer.status
 
     async def observe_fetch(self, pods: Iterable[PodRecord]) -> FetchProgress | None:
@@ -238,36 +216,25 @@ class LeaderClient:
             fetches = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
             if fetches and pod.view.started and not pod.view.ended and pod.ip and pod.health_port:
                 try:
-                    return FetchProgress.from_json((await self._get(pod, names.PATH_FETCH, TIMEOUT_S))[0])
-                except _NO_ANSWER as error:
+                    return await self._client.read_fetch(pod.ip, pod.health_port, timeout_s=TIMEOUT_S)
+                except NO_ANSWER as error:
                     logger.debug("%s: pod %s gave no progress: %r", pod.key, pod.view.name, error)
         return None
 
-    async def _fetch(self, pod: PodRecord, timeout_s: float) -> _Answer:
-        try:
-            async with asyncio.timeout(timeout_s):
-                text = await self._get_report(pod, timeout_s)
-            return _Answer(self._clock(), GroupReport.from_json(text), silent=False)
-        except _NO_ANSWER as error:
-            logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
-            if isinstance(error, ContractError | UnicodeDecodeError):
-                self._note_nonsense(pod, error)
-            unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-            unreached = unreached and getattr(error, "errno", None) not in _OWN_FAULTS
-            return _Answer(self._clock(), None, silent=isinstance(error, TimeoutError), unreached=unreached)
-
-    async def _get_report(self, pod: PodRecord, timeout_s: float) -> str:
-        """Returns what a leader says, whole if it takes its group's key; raises one of _NO_ANSWER."""
+    async def _fetch(self, pod: PodRecord, *, ready: bool) -> _Answer:
         _, reader = self._readers.get(pod.view.uid, (0.0, None))
         reader = reader or ReportReader(self._key_of(pod))
         self._readers[pod.view.uid] = (self._clock(), reader)
-        text = ""
-        for _ in range(2):
-            text, headers = await self._get(pod, names.PATH_GROUP, timeout_s, reader.headers())
-            whole = reader.read(headers, text)
-            if whole is not None:
-                return whole
-        return text
+        try:
+            limit_s = TIMEOUT_S if ready else UNREADY_TIMEOUT_S
+            status = await self._client.read_group(pod.ip, pod.health_port, reader, timeout_s=limit_s)
+            return _Answer(self._clock(), status, ready=ready)
+        except NO_ANSWER as error:
+            logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
+            if isinstance(error, ContractError | UnicodeDecodeError):
+                self._note_nonsense(pod, error)
+            silent, unreached = isinstance(error, TimeoutError), is_unreached(error)
+            return _Answer(self._clock(), None, silent=silent, unreached=unreached, ready=ready)
 
     def _key_of(self, pod: PodRecord) -> EpochKey | None:
         index, epoch = _group(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
@@ -291,57 +258,6 @@ class LeaderClient:
         found = [text for of, text in self._nonsense if of == key]
         self._nonsense = [(of, text) for of, text in self._nonsense if of != key]
         return found
-
-    async def _get(
-        self, pod: PodRecord, path: str, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS
-    ) -> tuple[str, Mapping[str, str]]:
-        """Returns what a pod's health port answers, and its headers; raises one of _NO_ANSWER."""
-        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-        if self._session is None:
-            # Pods are reached directly: no proxy of the environment, and no redirects below.
-            # Each question has a connection of its own: a kept one would not tell that the node is gone.
-            connector = aiohttp.TCPConnector(force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SHARE * timeout_s)
-        url = f"http://{host}:{pod.health_port}{path}"
-        async with self._session.get(
-            url, headers=headers, allow_redirects=False, timeout=timeout
-        ) as response:
-            response.raise_for_status()
-            body = bytearray()
-            async for piece in response.content.iter_any():  # read(n) gives what has arrived, not n bytes
-                body += piece
-                if len(body) > MOST_BYTES:
-                    raise ContractError(f"got more than {MOST_BYTES} bytes, expected the report of a group")
-            return body.decode(), response.headers
-
-
-async def _is_reached(pod: PodRecord) -> bool:
-    """Returns whether a pod's health port takes a connection, as the kernel does for a busy process too."""
-    family = socket.AF_INET6 if ":" in pod.ip else socket.AF_INET
-    try:
-        connection = socket.socket(family, socket.SOCK_STREAM)
-    except OSError:  # of this process: it says nothing of the leader
-        return True
-    with connection:
-        connection.setblocking(False)
-        try:
-            async with asyncio.timeout(TRY_S):
-                await asyncio.get_running_loop().sock_connect(connection, (pod.ip, pod.health_port))
-        except TimeoutError:
-            return _is_connected(connection)
-        except (OSError, ValueError, OverflowError) as error:  # nobody listens, no address, no port
-            return getattr(error, "errno", None) in _OWN_FAULTS
-    return True
-
-
-def _is_connected(connection: socket.socket) -> bool:
-    """Returns whether a connection was made that this process, being busy, has not seen in time."""
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return True
 
 
 def _group(pod: PodRecord) -> str:

@@ -1,16 +1,18 @@
 """LocalCluster: one HeteroInference and its children in memory, its pods as processes."""
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.report_access import ReportReader
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import (
     Action,
@@ -28,15 +30,21 @@ from heteroinfer_operator.cluster import (
     TryObjects,
 )
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.local.cores import share_cores
-from heteroinfer_operator.local.pod_process import parse_pod
+from heteroinfer_operator.local.loopback_addressing import LOOPBACK
+from heteroinfer_operator.local.pod_process import parse_pod, share_cores
 from heteroinfer_operator.local.process import PodFolder, RunningPod
 from heteroinfer_operator.local.stored_pod import StoredPod
-from heteroinfer_operator.local.supervisor_client import SupervisorClient
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.report_client import NO_ANSWER, ReportClient
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLOSE_TIMEOUT_S: Final = 10.0
+PROBE_EVERY_S: Final = 0.25
+PROBE_TIMEOUT_S: Final = 1.0
 
 
 class LocalClusterError(HeteroInferError):
@@ -59,10 +67,8 @@ class LocalOptions:
         worker_python: the Python that has vLLM.
         scratch: private folder of the pods; short, since socket names go into it.
         log_dir: where each pod's output goes, as POD.log.
-        node: this machine.
         gpus: that pods may have, as CUDA_VISIBLE_DEVICES names them.
         env: that pods inherit.
-        calibrations: what was measured of this machine.
     """
 
     worker_python: Path
@@ -80,11 +86,7 @@ class LocalCluster:
     Use from one event loop, whose thread must live as long as the pods shall: they die
     with it.
 
-    Args:
-        resource: the HeteroInference as the user wrote it, valid.
-        options: of this run.
-        on_change: called when the next reconcile may decide something new.
-        on_event: called with each event.
+    `on_change` is called when the next reconcile may decide something new, `on_event` with each event.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class LocalCluster:
         self._pods: dict[str, StoredPod] = {}
         self._pods_made = 0
         self._free_gpus = list(options.gpus)
-        self._supervisors = SupervisorClient()
+        self._reports = ReportClient()
         self._tasks: set[asyncio.Task[None]] = set()
         self._leftover: HeteroInferError | None = None
 
@@ -197,9 +199,9 @@ class LocalCluster:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
         for task in self._tasks:
             task.cancel()
-        await self._supervisors.close()
+        await self._reports.close()
         for pod in self._pods.values():
-            pod.running.remove_folder()
+            pod.running.folder.remove()
         if self._leftover is not None:
             raise self._leftover
 
@@ -323,16 +325,27 @@ class LocalCluster:
             self._on_change()
 
     def _remove(self, pod: StoredPod) -> None:
-        pod.running.remove_folder()
+        pod.running.folder.remove()
         self._pods.pop(pod.name, None)
         self._on_change()
 
     async def _probe(self, pod: StoredPod) -> None:
-        async for answer in self._supervisors.watch(pod):
-            changed = (answer.ready, _readiness(answer.group)) != (pod.ready, _readiness(pod.group_report))
-            pod.ready, pod.group_report, pod.fetch = answer.ready, answer.group, answer.fetch
-            if changed:
-                self._on_change()
+        """Asks a pod again and again until it ends; a pod without a readiness probe is never asked."""
+        port, path = pod.running.pod.health_port, pod.running.pod.readiness_path
+        reader, limit_s = ReportReader(pod.key), PROBE_TIMEOUT_S
+        while port is not None and pod.termination is None:
+            ready = await self._reports.is_ready(LOOPBACK, port, path, timeout_s=limit_s)
+            group, fetch = None, None
+            if pod.leads:
+                group = await _or_none(self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s))
+            if pod.fetches:
+                fetch = await _or_none(self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s))
+            if pod.termination is None:  # it may have ended while it was asked
+                changed = (ready, _readiness(group)) != (pod.ready, _readiness(pod.group_report))
+                pod.ready, pod.group_report, pod.fetch = ready, group, fetch
+                if changed:
+                    self._on_change()
+            await asyncio.sleep(PROBE_EVERY_S)
 
     def _start_task(self, pod: StoredPod, work: Coroutine[Any, Any, None]) -> None:
         """Starts a task of a pod. Its exception ends this run, since nobody looks after the pod any more."""
@@ -347,6 +360,15 @@ class LocalCluster:
         task = start_task(work, name=f"pod {pod.name}", failed=failed)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _or_none(answer: Awaitable[T]) -> T | None:
+    """Returns an answer, or None while the pod gives none: it starts, it is busy, or it ends."""
+    try:
+        return await answer
+    except NO_ANSWER as error:
+        logger.debug("no answer of a pod: %r", error)
+        return None
 
 
 def _readiness(status: GroupReport | None) -> bool:

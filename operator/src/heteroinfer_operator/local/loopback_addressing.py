@@ -34,13 +34,8 @@ class PortsTakenError(PlanError):
 class LocalAddressing:
     """Addresses of the groups of one resource on this machine.
 
-    An epoch keeps the ports that it was first given, since each reconcile
-    asks again.
-
-    Args:
-        api_port: of group 0; group i serves on this plus i.
-        model_cache: folder of this machine that models of a hub are fetched into.
-        rng: chooses ports.
+    An epoch keeps the ports that it was first given, since each reconcile asks again. Group i serves on
+    `api_port` plus i; models of a hub are fetched into the folder `model_cache`.
     """
 
     def __init__(self, *, api_port: int, model_cache: Path, rng: random.Random | None = None) -> None:

@@ -15,11 +15,13 @@ There are no containers here, so every field of a Pod is in one of three lists:
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.pod_launch import CpuBinding, engine_cpus
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.errors import HeteroInferError
@@ -33,38 +35,17 @@ DEFAULT_GRACE_S: Final = 30
 _POD_FIELDS: Final = frozenset({"apiVersion", "kind", "metadata", "spec"})
 _SPEC_FIELDS: Final = frozenset(
     {
-        "automountServiceAccountToken",
-        "containers",
-        "enableServiceLinks",
-        "hostname",
-        "restartPolicy",
-        "securityContext",
-        "subdomain",
-        "terminationGracePeriodSeconds",
-        "tolerations",
-        "volumes",
+        "automountServiceAccountToken", "containers", "enableServiceLinks", "hostname", "restartPolicy",
+        "securityContext", "subdomain", "terminationGracePeriodSeconds", "tolerations", "volumes",
     }
-)
+)  # fmt: skip
 _CONTAINER_FIELDS: Final = frozenset(
     {
-        "args",
-        "command",
-        "env",
-        "image",
-        "imagePullPolicy",
-        "livenessProbe",
-        "name",
-        "ports",
-        "readinessProbe",
-        "resources",
-        "securityContext",
-        "terminationMessagePolicy",
-        "volumeMounts",
+        "args", "command", "env", "image", "imagePullPolicy", "livenessProbe", "name", "ports",
+        "readinessProbe", "resources", "securityContext", "terminationMessagePolicy", "volumeMounts",
     }
-)
+)  # fmt: skip
 _ENFORCED_BY_NOBODY: Final = frozenset({"cpu", "memory", "ephemeral-storage"})
-
-
 _NO_SECRETS: Final[Mapping[str, Manifest]] = MappingProxyType({})
 
 
@@ -87,11 +68,9 @@ class PodProcess:
     """What runs as one pod.
 
     Attributes:
-        name: of the pod.
         arguments: of the worker's command line, after the command itself.
         env: set besides the environment of `heteroinfer up`.
-        num_gpus: GPUs of its own.
-        grace_s: seconds between SIGTERM and SIGKILL.
+        grace_s: between SIGTERM and SIGKILL, in seconds.
         health_port: where readiness is asked for, or None if the pod has no readinessProbe.
         readiness_path: what is asked for there.
     """
@@ -108,12 +87,7 @@ class PodProcess:
 def parse_pod(
     manifest: Manifest, config_maps: Mapping[str, Manifest], secrets: Mapping[str, Manifest] = _NO_SECRETS
 ) -> PodProcess:
-    """Returns the process that a Pod is.
-
-    Args:
-        manifest: of the Pod.
-        config_maps: those of its namespace, by name.
-        secrets: those that were made for it, by name; a user's own are not here.
+    """Returns the process that a Pod is; ConfigMaps and Secrets are by name, a user's own Secrets not here.
 
     Raises:
         UnsupportedPodFieldError: it has a field that is neither run nor met here.
@@ -145,6 +119,31 @@ def parse_pod(
         health_port=port,
         readiness_path=path,
     )
+
+
+def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
+    """Returns the pod with its ranks' threads limited to their share of this machine's cores.
+
+    Supervisors share the cores between the pods of their group, and know of no other group;
+    ranks that wait for each other while spinning on the same cores are many times slower. What
+    the user set, in engine.env or around `heteroinfer up` (`env`), stays.
+    """
+    if names.ENV_PLAN not in pod.env or groups == 1:
+        return pod
+    plan = Plan.from_json(pod.env[names.ENV_PLAN])
+    added = {names.ENV_CPU_BINDING: CpuBinding.NEVER.value}
+    if names.ENV_OMP_THREADS not in {**env, **pod.env}:
+        added[names.ENV_OMP_THREADS] = str(threads_per_rank(plan, cores=cores, groups=groups))
+    return replace(pod, env={**pod.env, **added})
+
+
+def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
+    """Returns the threads of each CPU rank, at least 1: what is left of a group's cores, evenly."""
+    own = int(cores / groups)
+    gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
+    cpu_ranks = plan.world_size - gpu_ranks
+    reserved = engine_cpus(own) + gpu_ranks
+    return max(1, (own - reserved) // max(1, cpu_ranks))
 
 
 def _is_met_here(field: str, value: Any) -> bool:

@@ -34,12 +34,7 @@ class LeftoverProcessError(HeteroInferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFolder:
-    """What a pod has to itself on disk; its processes are given it.
-
-    Attributes:
-        path: private; removed with the pod.
-        log: standard output and error of all its processes.
-    """
+    """What a pod has to itself on disk: a private folder, and the log of all its processes' output."""
 
     path: Path
     log: Path
@@ -80,14 +75,7 @@ class RunningPod:
 
         It runs in a session of its own, so that Ctrl-C reaches `heteroinfer up` alone, in
         its own folder, and dies with this process. Its environment is `env` less what
-        belongs to another Python or another pod, and the pod's own.
-
-        Args:
-            pod: what to run.
-            worker_python: the Python that has vLLM.
-            folder: made here.
-            gpus: what CUDA_VISIBLE_DEVICES shall name.
-            env: of this process.
+        belongs to another Python or another pod, and the pod's own. `folder` is made here.
 
         Raises:
             OSError: the program could not be started, or the folder not be made.
@@ -145,18 +133,10 @@ class RunningPod:
             async with asyncio.timeout(grace_s):
                 await self._process.wait()
         except TimeoutError:
-            await self.kill()
-
-    async def kill(self) -> None:
-        """Ends all processes of the pod by SIGKILL; raises LeftoverProcessError as wait()."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-        await self._kill_rest()
-
-    def remove_folder(self) -> None:
-        """Removes what the pod had to itself on disk, but not its log."""
-        self.folder.remove()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+            await self._kill_rest()
 
     def _termination_message(self) -> str:
         try:

@@ -1,5 +1,6 @@
 """A pod in the memory of LocalCluster: what the API server would keep of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -16,11 +17,7 @@ class StoredPod:
     """One pod; changed by LocalCluster only.
 
     Attributes:
-        manifest: as created.
-        uid: its identity.
-        running: its processes.
         gpus: its own, as CUDA names them.
-        created: when.
         deleting: whether it was asked to end.
         ready: what its readiness probe last said.
         termination: how it ended, or None while it runs.
@@ -42,12 +39,18 @@ class StoredPod:
     @property
     def name(self) -> str:
         """Returns its name."""
-        return str(self.manifest["metadata"]["name"])
+        return self.running.pod.name
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Returns the labels of its manifest."""
+        labels: Mapping[str, str] = self.manifest["metadata"].get("labels", {})
+        return labels
 
     @property
     def group_index(self) -> int | None:
         """Returns the index of its group, or None for an inspect pod."""
-        index = self.manifest["metadata"].get("labels", {}).get(names.LABEL_GROUP)
+        index = self.labels.get(names.LABEL_GROUP)
         return None if index is None else int(index)
 
     @property
@@ -59,30 +62,27 @@ class StoredPod:
     @property
     def fetches(self) -> bool:
         """Returns whether it fetches a model."""
-        labels = self.manifest["metadata"].get("labels", {})
-        return bool(labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH)
+        return self.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
 
     @property
     def leads(self) -> bool:
         """Returns whether it is the pod of rank 0."""
-        return bool(self.manifest["metadata"].get("labels", {}).get(names.LABEL_LEADER) == "true")
+        return self.labels.get(names.LABEL_LEADER) == "true"
 
     def view(self, node: str) -> PodView:
         """Returns it as decisions read it, on this node."""
+        phase = "Running"
+        if self.termination is not None:
+            phase = "Succeeded" if self.termination.exit_code == 0 else "Failed"
         return PodView(
             name=self.name,
             uid=self.uid,
-            labels=self.manifest["metadata"].get("labels", {}),
+            labels=self.labels,
             created=self.created,
             deleting=self.deleting,
             started=True,
-            phase=self._phase(),
+            phase=phase,
             ready=self.ready,
             node=node,
             termination=self.termination,
         )
-
-    def _phase(self) -> str:
-        if self.termination is None:
-            return "Running"
-        return "Succeeded" if self.termination.exit_code == 0 else "Failed"

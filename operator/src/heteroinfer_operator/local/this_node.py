@@ -19,12 +19,8 @@ def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, s
     """Returns what is free on this machine now: cores, bytes of memory, GPUs.
 
     Cores are those this process may run on, and no more than its CPU quota; memory is what
-    the kernel calls available, and no more than its cgroup's limit leaves.
-
-    Args:
-        proc: procfs.
-        cgroup: where cgroups are mounted, v1 or v2; where they are not, there is no limit.
-        env: of this process.
+    the kernel calls available, and no more than its cgroup's limit leaves. Where no cgroups, v1 or v2, are
+    mounted, there is no limit.
     """
     own_cgroups = (proc / "self" / "cgroup").read_text()
     memory_bytes = available_memory(cgroup, own_cgroups, (proc / "meminfo").read_text())

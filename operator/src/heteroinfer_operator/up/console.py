@@ -1,8 +1,6 @@
 """What `heteroinfer up` prints: lines as things happen, and on a terminal a live table of ranks."""
 
-from collections.abc import Sequence
 from datetime import datetime
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -10,20 +8,14 @@ from rich.live import Live
 from rich.table import Table
 
 from heteroinfer_contract.printable import printable
-from heteroinfer_operator.tables import build_table
-from heteroinfer_operator.up.rank_rows import HEADINGS, RankRow
-
-_CAPTION = "times in ms; predicted: compute of one request; seen: s since the last heart-beat"
+from heteroinfer_operator.fleet.lines import GroupLine, RankLine, ResourceLine
+from heteroinfer_operator.fleet.screen import UP_COLUMNS, build_group_rows, build_table
 
 
 class Display:
     """Lines, and a table below them where the output is a terminal.
 
-    Without a terminal the progress of each rank becomes lines, one for each change.
-
-    Args:
-        console: where to.
-        live: whether to draw the table.
+    Without a terminal (`live` is False) the progress of each rank becomes lines, one for each change.
     """
 
     def __init__(self, console: Console, *, live: bool) -> None:
@@ -33,17 +25,12 @@ class Display:
 
     def __enter__(self) -> Self:
         if self._live is not None:
-            self._live.__enter__()
+            self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, traceback)
+            self._live.stop()
 
     def line(self, text: str, *, warning: bool = False) -> None:
         """Prints a line with the time of day."""
@@ -54,20 +41,22 @@ class Display:
         """Prints text as it is, to be copied."""
         self._print(text, None)
 
-    def show(self, rows: Sequence[RankRow]) -> None:
+    def show(self, resource: ResourceLine) -> None:
         """Shows the ranks as they are now."""
         if self._live is not None:
-            self._live.update(_table(rows), refresh=True)
+            self._live.update(_table(resource), refresh=True)
             return
-        for row in rows:
-            if self._reported.get(row.name) != row.state:
-                self._reported[row.name] = row.state
-                self.line(f"{row.name}: {row.state}")
+        for group in resource.lines:
+            for rank in group.ranks:
+                name = _name(group, rank)
+                if self._reported.get(name) != rank.phase:
+                    self._reported[name] = rank.phase
+                    self.line(f"{name}: {rank.phase}")
 
-    def table(self, rows: Sequence[RankRow]) -> None:
-        """Prints the table once; on a terminal it stands there already."""
-        if self._live is None and rows:
-            self._console.print(_table(rows))
+    def table(self, resource: ResourceLine) -> None:
+        """Prints the table once, if there are ranks; on a terminal it stands there already."""
+        if self._live is None and any(group.ranks for group in resource.lines):
+            self._console.print(_table(resource))
 
     def _print(self, text: str, style: str | None) -> None:
         # Never wrapped or marked up: lines are read by programs as well.
@@ -76,5 +65,11 @@ class Display:
         )
 
 
-def _table(rows: Sequence[RankRow]) -> Table:
-    return build_table(HEADINGS, (row.cells for row in rows), caption=_CAPTION)
+def _table(resource: ResourceLine) -> Table:
+    rows = (row for group in resource.lines for row in build_group_rows(group))
+    return build_table(rows, UP_COLUMNS)
+
+
+def _name(group: GroupLine, rank: RankLine) -> str:
+    of_group = f"group {group.index} " if group.index else ""
+    return f"{of_group}rank {rank.rank} ({rank.role}, {rank.device}, layers {rank.layers})"

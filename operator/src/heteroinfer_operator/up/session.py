@@ -4,14 +4,14 @@ import asyncio
 import functools
 import os
 import signal
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
 from heteroinfer_contract.group_key import KEY_BYTES
+from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import (
@@ -27,12 +27,13 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import RecordEvent, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError, Shortage
-from heteroinfer_operator.local import LocalAddressing, LocalCluster, LocalOptions
+from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_line
+from heteroinfer_operator.local.adapter import LocalCluster, LocalOptions
+from heteroinfer_operator.local.loopback_addressing import LocalAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, termination_grace_s
 from heteroinfer_operator.reconcile import Allowed, Options, reconcile
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.up.console import Display
-from heteroinfer_operator.up.rank_rows import RankRow, build_rows
 from heteroinfer_operator.workqueue import WorkQueue, build_process
 
 REFRESH_S: Final = 0.5
@@ -50,25 +51,6 @@ _FINAL: Final = (
 """Conditions that only a change of the resource, which cannot happen here, would end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """What the command line decides.
-
-    Attributes:
-        document: the resource as JSON values.
-        resource: the same, as its models read it.
-        api_port: of group 0's OpenAI API.
-        local: of the cluster.
-        model_cache: folder that models of a hub are fetched into.
-    """
-
-    document: dict[str, Any]
-    resource: HeteroInference
-    api_port: int
-    local: LocalOptions
-    model_cache: Path
-
-
 class SessionFailedError(HeteroInferError):
     """The resource came to an end by itself; the message is its culprit's."""
 
@@ -76,16 +58,27 @@ class SessionFailedError(HeteroInferError):
 
 
 class Session:
-    """Starts the groups, tells what happens, and ends them all."""
+    """Starts the groups, tells what happens, and ends them all.
 
-    def __init__(self, options: SessionOptions, display: Display) -> None:
+    `document` is the resource as JSON values, `resource` the same as its models read it; `api_port` is of
+    group 0's OpenAI API, and models of a hub are fetched into the folder `model_cache`.
+    """
+
+    def __init__(
+        self,
+        document: dict[str, Any],
+        resource: HeteroInference,
+        *,
+        api_port: int,
+        model_cache: Path,
+        local: LocalOptions,
+        display: Display,
+    ) -> None:
         self._display = display
-        self._served_name = options.resource.served_name
-        self._spec = options.resource.spec
-        self._addressing = LocalAddressing(api_port=options.api_port, model_cache=options.model_cache)
-        self._cluster = LocalCluster(
-            options.document, options.local, on_change=self._look, on_event=self._tell_event
-        )
+        self._served_name = resource.served_name
+        self._spec = resource.spec
+        self._addressing = LocalAddressing(api_port=api_port, model_cache=model_cache)
+        self._cluster = LocalCluster(document, local, on_change=self._look, on_event=self._tell_event)
         # Nobody adds a GPU to this machine while we wait.
         fixed = Options(
             addressing=self._addressing,
@@ -101,7 +94,7 @@ class Session:
         self._reported: dict[str, tuple[str, str]] = {}
         self._serving: frozenset[int] = frozenset()
         self._predicted: set[str] = set()
-        self._missing_calibration = options.local.calibrations.missing
+        self._missing_calibration = local.calibrations.missing
         self._tenths_reported: int | None = None
         self._stops = 0
         self._stop = asyncio.Event()
@@ -125,7 +118,7 @@ class Session:
         try:
             self._look()
             await self._stop.wait()
-            self._display.table(self._rows())
+            self._display.table(self._resource())
             await self._tear_down()
         finally:
             for task in tasks:
@@ -182,7 +175,7 @@ class Session:
         serves = available is not None and available.status is ConditionStatus.TRUE
         serving = frozenset(g.index for g in status.groups if g.phase is GroupPhase.READY)
         if serves and serving - self._serving:
-            self._tell_endpoints(serving)
+            self._tell_endpoints(status, serving)
         self._serving = serving if serves else frozenset()
         for kind, state in _FINAL:
             condition = status.condition(kind.value)
@@ -223,15 +216,18 @@ class Session:
         kind = "Warning" if event.warning else "Normal"
         self._display.line(f"{kind} {event.reason}: {event.message}", warning=event.warning)
 
-    def _tell_endpoints(self, serving: frozenset[int]) -> None:
+    def _tell_endpoints(self, status: HeteroInferenceStatus, serving: frozenset[int]) -> None:
         """Tells where the groups that serve are reached."""
         model = self._served_name
-        self._display.table(self._rows())
-        current = self._addressing.current()
-        for index, pods in sorted((index, current[index]) for index in serving & current.keys()):
-            url = self._addressing.group_endpoint(index)
-            self._display.plain(f"OpenAI API of group {index}: {url} (model {model})")
-            for line in _urls(pods, self._rows(), index):
+        self._display.table(self._resource())
+        current, plans = self._addressing.current(), self._cluster.plans()
+        for group in status.groups:
+            if group.index not in serving & current.keys():
+                continue
+            url = self._addressing.group_endpoint(group.index)
+            self._display.plain(f"OpenAI API of group {group.index}: {url} (model {model})")
+            plan = plans.get(group.plan_hash or "")
+            for line in _urls(current[group.index], plan.ranks if plan else ()):
                 self._display.plain(line)
         first = self._addressing.group_endpoint(min(serving))
         self._display.plain(
@@ -239,23 +235,22 @@ class Session:
             f'-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
         )
 
-    def _rows(self) -> tuple[RankRow, ...]:
+    def _resource(self) -> ResourceLine:
         status = parse_status(self._cluster.status)
-        return build_rows(status, self._cluster.plans(), self._cluster.groups())
+        live = {index: Live(report=report) for index, report in self._cluster.groups().items()}
+        return build_line(self._cluster.key, status, live, self._cluster.plans())
 
     async def _refresh(self) -> None:
         while True:
-            self._display.show(self._rows())
+            self._display.show(self._resource())
             await asyncio.sleep(REFRESH_S)
 
 
-def _urls(pods: tuple[PodAddress, ...], rows: Iterable[RankRow], group: int) -> Iterable[str]:
+def _urls(pods: Sequence[PodAddress], ranks: Iterable[RankAssignment]) -> Iterable[str]:
     yield f"  status: http://{pods[0].host}:{pods[0].health_port}{names.PATH_GROUP}"
-    for row in rows:
-        if row.group == group:
-            pod = pods[row.assignment.pod]
-            port = pod.metrics_port + row.assignment.local_rank
-            yield f"  metrics of rank {row.assignment.rank}: http://{pod.host}:{port}/metrics"
+    for rank in ranks:
+        pod = pods[rank.pod]
+        yield f"  metrics of rank {rank.rank}: http://{pod.host}:{pod.metrics_port + rank.local_rank}/metrics"
 
 
 def _is_final(condition: Condition) -> bool:
