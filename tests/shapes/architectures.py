@@ -116,28 +116,28 @@ UNTIL: Final = word_pairs(
     """
 )
 """The last version of vLLM that served a class."""
-NO_PIPELINE: Final = _names(
+NO_PIPELINE: Final = word_set(
     """
 {no_pipeline}
     """
 )
 """Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
 (vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
-GPU_CLASSES: Final = _names(
+GPU_CLASSES: Final = word_set(
     """
 {gpu_classes}
     """
 )
 """Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
 (vllm/models@v0.32.0)."""
-GPU_STATES: Final = _names(
+GPU_STATES: Final = word_set(
     """
 {gpu_states}
     """
 )
 """Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
 (vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
-GATED_DELTA_NETS: Final = _names(
+GATED_DELTA_NETS: Final = word_set(
     """
 {gated_delta_nets}
     """

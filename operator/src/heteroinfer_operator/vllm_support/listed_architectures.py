@@ -185,7 +185,7 @@ UNTIL: Final = word_pairs(
     """
 )
 """The last version of vLLM that served a class."""
-NO_PIPELINE: Final = _names(
+NO_PIPELINE: Final = word_set(
     """
     AriaForConditionalGeneration CohereAsrForConditionalGeneration DiffusionGemmaForBlockDiffusion
     FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration Gemma3nForCausalLM
@@ -198,7 +198,7 @@ NO_PIPELINE: Final = _names(
 )
 """Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
 (vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
-GPU_CLASSES: Final = _names(
+GPU_CLASSES: Final = word_set(
     """
     DeepseekV41ForCausalLM DeepseekV4ForConditionalGeneration Dots3NoteForCausalLM HYV4ForCausalLM
     InklingForCausalLM InklingForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM
@@ -208,7 +208,7 @@ GPU_CLASSES: Final = _names(
 )
 """Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
 (vllm/models@v0.32.0)."""
-GPU_STATES: Final = _names(
+GPU_STATES: Final = word_set(
     """
     BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration
     FalconMambaForCausalLM JambaForCausalLM MambaForCausalLM OlmoHybridForCausalLM
@@ -216,7 +216,7 @@ GPU_STATES: Final = _names(
 )
 """Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
 (vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
-GATED_DELTA_NETS: Final = _names(
+GATED_DELTA_NETS: Final = word_set(
     """
     InternS2MobiusForConditionalGeneration Qwen3NextForCausalLM Qwen3_5ForCausalLM
     Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
