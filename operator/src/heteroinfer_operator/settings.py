@@ -62,7 +62,7 @@ class InstallationSettings:
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
     http_port: int = 8080
-    workers: int = 16
+    workers: int = 6
     resync_s: float = 300.0
     watch_silence_s: float = 100.0
     leader_election: bool = False
@@ -106,7 +106,7 @@ class InstallationSettings:
                 "ALLOWED_ANNOTATIONS", _ANNOTATION, "keys of annotations, or prefixes that end with a slash"
             ),
             http_port=read.number("HTTP_PORT", 8080, least=0, most=65535),
-            workers=read.number("WORKERS", 16, least=1, most=64),
+            workers=read.number("WORKERS", 6, least=1, most=64),
             resync_s=read.number("RESYNC_SECONDS", 300, least=1, most=86400),
             watch_silence_s=read.number("WATCH_SILENCE_SECONDS", 100, least=1, most=3600),
             leader_election=read.flag("LEADER_ELECTION", default=False),

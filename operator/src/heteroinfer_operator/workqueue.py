@@ -154,7 +154,7 @@ class WorkQueue:
         self,
         process: Process,
         *,
-        workers: int = 16,
+        workers: int = 6,
         backoff: Backoff | None = None,
         reconcile_timeout_s: float = RECONCILE_TIMEOUT_S,
         slow_s: float = SLOW_S,

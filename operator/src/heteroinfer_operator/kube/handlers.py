@@ -10,6 +10,7 @@ handlers, so that kopf writes nothing to resources: no annotation, no finalizer,
 """
 
 import asyncio
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -45,9 +46,12 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     """Returns the handlers.
 
     kopf calls `announce` in its own thread, with each resource that came, changed or went, and the
-    resourceVersion at which it did.
+    resourceVersion at which it did. A change of the status alone is not announced: the operator wrote it,
+    and takes in the API server's answer.
     """
     registry = kopf.OperatorRegistry()
+    announced: dict[ResourceKey, tuple[object, ...]] = {}
+    """What was last announced of each resource besides its status."""
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.ConnectionInfo:
@@ -69,8 +73,18 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
         )
 
     @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
-    async def changed(namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any) -> None:
+    async def changed(
+        event: kopf.RawEvent, namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any
+    ) -> None:
         key = ResourceKey(namespace=namespace or "", name=name or "")
+        fields = ("uid", "generation", "deletionTimestamp", "labels", "annotations")
+        seen = tuple(copy.deepcopy(meta.get(field)) for field in fields)
+        if event["type"] == "DELETED":
+            announced.pop(key, None)
+        elif announced.get(key) == seen:
+            return
+        else:
+            announced[key] = seen
         announce(key, version_number(meta["resourceVersion"]))
 
     return registry
