@@ -189,3 +189,10 @@ def test_a_loader_of_other_files_is_refused_where_there_are_feed_forward_ranks()
     alone = build_plan(Path("/model"), layers=[4], pods=[1])
     arguments.choose_reader(alone, alone.ranks[0], args)
     assert args.load_format == "tensorizer"
+
+
+@pytest.mark.parametrize("arg", ["--=1", "-=1", "--.a=1", "-.a=1", "---"])
+def test_an_argument_without_a_name_is_refused(arg: str) -> None:
+    (refused,) = find_refused([arg])
+    assert str(refused) == f"engine.args: got '{arg}', but it names no option: take it out"
+    assert not list(find_refused(["--", "x"]))

@@ -240,7 +240,9 @@ def find_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
 
 
 def refusal_of(given: GivenOption) -> RefusedArg | None:
-    """Finds the first refused option that vLLM's parser may take an argument for."""
+    """Finds the first refused option that vLLM's parser may take an argument for; a name must have letters."""
+    if not given.name.strip("-") and given.arg != "--":
+        return RefusedArg(option="", given=given.arg, reason="it names no option", remedy="take it out")
     option = next(filter(given.may_be, _REFUSED), None)
     if option is None:
         return None
