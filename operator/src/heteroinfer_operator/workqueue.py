@@ -57,7 +57,7 @@ class Backoff:
 
 RECONCILE_TIMEOUT_S: Final = 120.0
 """Of one reconcile: some dozens of requests at 30 s each never all hang."""
-SLOW_S: Final = 0.5
+SLOW_S: Final = 0.25
 """A reconcile that takes longer waits for an API server or a webhook: others start meanwhile."""
 
 

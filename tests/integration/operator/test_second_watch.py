@@ -1,4 +1,4 @@
-"""kopf announces what others do to a resource, and no change of the status alone."""
+"""kopf announces what a decision reads of a resource, and not what the operator itself writes."""
 
 import asyncio
 
@@ -30,16 +30,15 @@ async def test_all_but_a_change_of_the_status_is_announced(
         await until("the new resource is announced", lambda: announced == expected)
         changed = {**stored, "status": {"observedGeneration": 1}}
         await server.update(HETERO_INFERENCE.path(namespace, "tiny", "status"), changed)
-        for change in (
-            {"metadata": {"annotations": {"by": "others"}}},
-            {"spec": {"suspend": True}},
-            {"metadata": {"labels": {"team": "a"}}},
-        ):
+        await server.merge(path, {"metadata": {"annotations": {"by": "others"}, "labels": {"team": "a"}}})
+        for change in ({"spec": {"suspend": True}}, {"metadata": {"finalizers": ["example.com/others"]}}):
             stored = await server.merge(path, change)
             expected.append(version_number(stored["metadata"]["resourceVersion"]))
             await until(f"{change} is announced", lambda: announced == expected)
+        await server.merge(path, {"metadata": {"finalizers": None}})
+        await until("the finalizer's end is announced", lambda: len(announced) == len(expected) + 1)
         await server.delete(path, {})
-        await until("the deletion is announced", lambda: len(announced) == len(expected) + 1)
+        await until("the deletion is announced", lambda: len(announced) == len(expected) + 2)
     finally:
         task.cancel()
         await asyncio.wait({task})

@@ -44,13 +44,18 @@ def test_finds_the_value_of_an_abbreviation(args: list[str]) -> None:
         ["--kv-cache-dtype-x", "fp8"],
         ["fp8"],
         ["--kv-cache-dtype"],
-        ["--kv-cache-dtype", "--moe-backend"],
         ["--max-logprobs", "-1"],
         ["-tp", "2"],
     ],
 )
 def test_other_arguments_are_not_the_option(args: list[str]) -> None:
     assert EngineOptions.of(args) == EngineOptions()
+
+
+def test_a_dotted_option_in_front_of_a_value_hides_it_from_nobody() -> None:
+    """The parser takes dotted options out first, and reads `--quantization fp8` here."""
+    options = EngineOptions.of(["--quantization", "--compilation-config.mode=3", "fp8"])
+    assert options.quantization == "--compilation-config.mode=3"
 
 
 @pytest.mark.parametrize(

@@ -196,3 +196,10 @@ def test_an_argument_without_a_name_is_refused(arg: str) -> None:
     (refused,) = find_refused([arg])
     assert str(refused) == f"engine.args: got '{arg}', but it names no option: take it out"
     assert not list(find_refused(["--", "x"]))
+
+
+@pytest.mark.parametrize("args", [["-cc.mode"], ["--otlp-traces-endpoint", "--compilation-config.mode"]])
+def test_a_dotted_option_at_the_end_would_take_the_plans_first_argument(args: list[str]) -> None:
+    (refused,) = find_refused(args)
+    assert str(refused) == f"engine.args: got '{args[-1]}', but it has no value: give it one"
+    assert not list(find_refused([*args, "3"]))

@@ -23,7 +23,7 @@ SHORT: Final[Mapping[str, str]] = word_pairs(
     """
 )
 """Short form -> option. Those of one letter take a value behind them without a blank, too."""
-_NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
+_NUMBER: Final = re.compile(r"-\d+(\.\d*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,8 @@ def _is_option(arg: str) -> bool:
 def _given(arg: str, following: str | None) -> GivenOption:
     head, equals, text = arg.partition("=")
     name, *path = head.split(".")
-    value = None if following is None or _is_option(following) else following
-    if equals:
-        value = text
+    # An option may be the value: vLLM takes dotted ones out first, and what is behind them moves up.
+    value = text if equals else following
     if path:
         path[-1] = path[-1].removesuffix("+")
     if name.startswith("--"):

@@ -240,9 +240,11 @@ def find_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
 
 
 def refusal_of(given: GivenOption) -> RefusedArg | None:
-    """Finds the first refused option that vLLM's parser may take an argument for; a name must have letters."""
+    """Finds the first refused option that vLLM's parser may take an argument for."""
     if not given.name.strip("-") and given.arg != "--":
         return RefusedArg(option="", given=given.arg, reason="it names no option", remedy="take it out")
+    if given.path and given.value is None:  # vLLM would take the plan's next argument for its value
+        return RefusedArg(option="", given=given.arg, reason="it has no value", remedy="give it one")
     option = next(filter(given.may_be, _REFUSED), None)
     if option is None:
         return None

@@ -172,7 +172,7 @@ class ActionRun:
         await asyncio.wait({task}, timeout=self._ways.patience_s)
         if not task.done():
             self._hold(due)
-            self._not_written(self._kept.status_tries.again_s)
+            self._not_written(self._kept.status_tries.wait_s())
         elif not task.cancelled():
             task.result()
 

@@ -47,7 +47,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
 
     kopf calls `announce` in its own thread, with each resource that came, changed or went, and the
     resourceVersion at which it did. A change of the status alone is not announced: the operator wrote it,
-    and takes in the API server's answer.
+    and takes in the API server's answer. Nor is one of labels or annotations: no decision reads them.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}
@@ -77,7 +77,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
         event: kopf.RawEvent, namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any
     ) -> None:
         key = ResourceKey(namespace=namespace or "", name=name or "")
-        fields = ("uid", "generation", "deletionTimestamp", "labels", "annotations")
+        fields = ("uid", "generation", "deletionTimestamp", "finalizers")
         seen = tuple(copy.deepcopy(meta.get(field)) for field in fields)
         if event["type"] == "DELETED":
             announced.pop(key, None)

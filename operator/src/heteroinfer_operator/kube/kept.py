@@ -15,11 +15,8 @@ from heteroinfer_operator.reconcile.refusals import Acting, Subject, asked_anew
 
 WRITES_AT_ONCE: Final = 16
 """Creates and applies of one resource: the others wait, so that one slow webhook does not hold up all."""
-STATUS_AGAIN_S: Final = 0.75
-"""From the first try to write a status to the second, while the API server has not answered; then twice that.
-
-A busy API server gets few tries, and one that was away has the status within 2 s of its return.
-"""
+STATUS_AGAIN_S: Final = 1.0
+"""From one try to write a status to the next, while the API server has not answered the first."""
 WITHIN: Final = timedelta(seconds=60)
 """Two writes of the same that are further apart are not in a row."""
 MOST: Final = 5
@@ -72,11 +69,6 @@ class StatusTries:
     _tries: list[tuple[float, asyncio.Task[object]]] = field(default_factory=list)
 
     @property
-    def again_s(self) -> float:
-        """Returns the seconds from the newest try to the next one."""
-        return STATUS_AGAIN_S if len(self._tries) < 2 else 2 * STATUS_AGAIN_S
-
-    @property
     def are_under_way(self) -> bool:
         """Returns whether a try may still be stored."""
         return any(not task.done() for _, task in self._tries)
@@ -86,7 +78,7 @@ class StatusTries:
         self._tries = [each for each in self._tries if not each[1].done()]
         if not self._tries:
             return 0.0
-        return max(0.0, self._tries[-1][0] + self.again_s - asyncio.get_running_loop().time())
+        return max(0.0, self._tries[-1][0] + STATUS_AGAIN_S - asyncio.get_running_loop().time())
 
     def add(self, task: asyncio.Task[object]) -> None:
         """Takes a new try in, and gives up those between the first one and this one."""
