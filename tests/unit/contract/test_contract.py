@@ -40,6 +40,13 @@ def test_group_report_round_trip(report: GroupReport) -> None:
     assert GroupReport.from_json(report.to_json()) == report
 
 
+@given(group_reports)
+def test_a_group_report_of_a_newer_version_is_read_by_what_is_known(report: GroupReport) -> None:
+    raw = {**json.loads(report.to_json()), "colour": "blue"}
+    raw["ranks"] = [{**rank, "temperature": [1]} for rank in raw["ranks"]]
+    assert GroupReport.from_json(json.dumps(raw)) == report
+
+
 @given(profiles)
 def test_profile_round_trip(profile: ModelProfile) -> None:
     assert ModelProfile.from_json(profile.to_json()) == profile

@@ -38,6 +38,8 @@ class Mode(StrEnum):
     """GPU ranks keep attention; CPU ranks of their pods compute experts and MLPs."""
 
 
+_SIZES = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "batches_in_flight")
+"""Settings of the engine that are at least 1."""
 BY_RATE: Final = 0
 """Share of a feed-forward rank that is not planned."""
 
@@ -165,8 +167,8 @@ class Plan(codec.JsonValue):
 
         Raises:
             ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
-                not together, sizes are below 1 or do not multiply to the number of vLLM's ranks, a rank is not
-                in the stage that its number says, the stages' layers leave a gap, or
+                not together, sizes are below 1 or do not multiply to the number of vLLM's ranks, a rank
+                is not in the stage that its number says, the stages' layers leave a gap, or
                 feed-forward ranks don't fit the mode or their stage.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
@@ -185,13 +187,7 @@ class Plan(codec.JsonValue):
 
     def check(self) -> None:
         """Checks that no number is one that there cannot be; raises ContractError naming it."""
-        for name in (
-            "block_size",
-            "max_model_len",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "batches_in_flight",
-        ):
+        for name in _SIZES:
             codec.at_least(1, "Plan.engine", **{name: getattr(self.engine, name)})
         for rank in self.ranks:
             for name in ("kv_cache_bytes", "weight_bytes", "predicted_step_s"):
