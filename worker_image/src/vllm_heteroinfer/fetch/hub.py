@@ -94,7 +94,9 @@ class HubModel:
         Raises:
             FetchError: it is not complete; what came is kept.
         """
+        from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers
 
         if file.size_bytes > self._most_http_bytes:
             raise FetchError(
@@ -104,28 +106,21 @@ class HubModel:
                 "protocol, which cannot go on where it stopped. Put the model into a volume "
                 "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
             )
+        hub = self._hub
+        url = hf_hub_url(hub.repository, file.path, revision=commit, endpoint=hub.endpoint)
+        # Compressed, a part of a file cannot be asked for.
+        headers = {**build_hf_headers(token=hub.token or None), "accept-encoding": "identity"}
         with self._in_words(), into.open("r+b") as target:
             have_bytes = target.seek(0, os.SEEK_END)
             http_get(
-                self._url(commit, file),
+                url,
                 BoundedFile(target, file),
                 resume_size=have_bytes,
-                headers=self._headers(),
+                headers=headers,
                 expected_size=file.size_bytes,
             )
             target.flush()
             os.fsync(target.fileno())
-
-    def _url(self, commit: str, file: FetchedFile) -> str:
-        from huggingface_hub import hf_hub_url
-
-        return str(hf_hub_url(self._hub.repository, file.path, revision=commit, endpoint=self._hub.endpoint))
-
-    def _headers(self) -> dict[str, str]:
-        from huggingface_hub.utils import build_hf_headers
-
-        # Compressed, a part of a file cannot be asked for.
-        return {**build_hf_headers(token=self._hub.token or None), "accept-encoding": "identity"}
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:
