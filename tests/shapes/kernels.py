@@ -337,12 +337,13 @@ def four_bits_compute() -> dict[str, bool]:
 def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
     found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
-    from vllm_heteroinfer.patches import cpu_router, replacing
+    from tests.integration.kernels.reverting import revert
+    from vllm_heteroinfer.patches import cpu_router
 
     found["routers"] = [routers()]
     cpu_router.install()
     found["routers"].append(routers())
-    replacing.revert("cpu_router")
+    revert("cpu_router")
     for amx in (True, False):
         with cpu_with(amx=amx):
             found["experts"].append(experts_run())

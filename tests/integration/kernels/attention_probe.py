@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from vllm_heteroinfer.patches import cpu_attention, replacing
+from tests.integration.kernels.reverting import revert
+from vllm_heteroinfer.patches import cpu_attention
 
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 64, 32, 12
 LENGTHS = ([1, 40, 33], [5], [17, 1])
@@ -53,7 +54,7 @@ def attention() -> Any:
     cpu_attention.install()
     cpu_attention.install()
     applied = Attention.forward is not original
-    replacing.revert("cpu_attention")
+    revert("cpu_attention")
     return {
         "taken": found,
         "left": left,

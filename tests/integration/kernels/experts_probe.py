@@ -15,6 +15,7 @@ import torch
 
 from tests.integration.kernels.answering import serve
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_experts
+from tests.integration.kernels.tuning import tune
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8, PackedExperts, experts, pack_experts
 from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, NAME, WeightMemory, used
@@ -57,7 +58,7 @@ class Layer:
     def compute(self, case: dict[str, Any]) -> torch.Tensor:
         """Returns what the kernels make of it."""
         library = linear.prepare(LIBRARY)
-        library.tune(case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
+        tune(library, case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
         torch.set_num_threads(case["threads"])
         packed = PackedExperts(
             w13=pack_experts(library, self.w13, gates=True),
@@ -68,7 +69,7 @@ class Layer:
         y = torch.full((rows, hidden + 8), 7.0, dtype=torch.bfloat16)
         experts(library, y[:, :hidden], self.x, packed, weights=self.weights, ids=self.ids)
         assert bool((y[:, hidden:] == 7.0).all()), "it wrote beside its rows"
-        library.tune()
+        tune(library)
         return y[:, :hidden]
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,6 +29,7 @@ from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_e
 from tests.integration.kernels.mixture_probe import choice, mixture
 from tests.integration.kernels.norms_probe import patched_norms
 from tests.integration.kernels.packing_probe import kernels_of_4_bits, packed_bytes
+from tests.integration.kernels.reverting import revert
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8
@@ -129,7 +130,7 @@ def patch() -> Any:
         "applied": first is not original,
         "twice": utils.dispatch_cpu_unquantized_gemm is first,
     }
-    replacing.revert("cpu_linear")
+    revert("cpu_linear")
     answer["reverted"] = utils.dispatch_cpu_unquantized_gemm is original
     refusals = []
     for found, version in ((None, None), (lambda layer: None, None), (original, "0.33.0+cpu")):
@@ -307,7 +308,7 @@ def experts() -> Any:
             stored[name] = weight_bytes(part) / loaded
     kernel = type(part.quant_method.moe_kernel.fused_experts).__name__
     limited = refused_limits(part, x, ids, weights)
-    replacing.revert("cpu_experts")
+    revert("cpu_experts")
     return {
         "ours": ours,
         "gaps": gaps,
@@ -356,7 +357,7 @@ def rope() -> Any:
     cpu_rope.install()
     found.append(gaps())
     in_part = {pairs: turned_in_part(RotaryEmbedding, pairs) for pairs in (8, 10, 12, 16, 20)}
-    replacing.revert("cpu_rope")
+    revert("cpu_rope")
     return [*found, gaps() == found[0], in_part]
 
 
@@ -480,7 +481,7 @@ def router() -> Any:
             scale = (factor if biased else 1.0) / (float(score[chosen].sum()) if normalize else 1.0)
             expected[row, chosen] = score[chosen] * scale
         gaps[f"{scoring}, {biased}, {normalize}, {dtype}"] = float((got - expected).abs().max())
-    replacing.revert("cpu_router")
+    revert("cpu_router")
     return gaps
 
 
@@ -565,7 +566,7 @@ def packing() -> dict[str, Any]:
     cpu_packing.install()
     in_slices = everything()
     peaks.append(peak(lambda: awq(*large)))
-    replacing.revert("cpu_packing")
+    revert("cpu_packing")
     same = [
         a.dtype == b.dtype and torch.equal(a, b) and a.is_contiguous() == b.is_contiguous()
         for a, b in zip(at_once, in_slices, strict=True)

@@ -11,12 +11,13 @@ from unittest import mock
 import torch
 
 from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales
+from tests.integration.kernels.reverting import revert
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import PackedExperts
 from vllm_heteroinfer.kernels.library import KernelLibrary
 from vllm_heteroinfer.kernels.routing import SCORES, Chooser, ExpertChoice, Mixture
-from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_mixture, cpu_router, replacing
+from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_mixture, cpu_router
 
 HIDDEN, INNER, EXPERTS, TOPK = 64, 64, 20, 3
 ROWS = (1, 5, 40, 300)
@@ -162,7 +163,7 @@ def compared(runner: Any, logits: str | torch.Tensor = "") -> list[Any]:
             x, given = x[:5], logits[: len(x)]
         elif not gated:
             given = torch.randn(rows, EXPERTS).to(getattr(torch, logits) if logits else dtype)
-        replacing.revert("cpu_mixture")
+        revert("cpu_mixture")
         expected = runner(hidden_states=x.clone(), router_logits=given)
         cpu_mixture.install()
         with mock.patch.object(Mixture, "compute", count):
@@ -291,5 +292,5 @@ def mixture() -> Any:
     applied = MoERunner.forward is not original
     with torch.inference_mode(), set_forward_context(None, get_current_vllm_config()):
         answer = {"taken": taken(), "left": left(), "followed": followed()}
-    replacing.revert("cpu_mixture")
+    revert("cpu_mixture")
     return {**answer, "applied": applied, "reverted": MoERunner.forward is original}

@@ -5,8 +5,9 @@ from unittest import mock
 
 import torch
 
+from tests.integration.kernels.reverting import revert
 from vllm_heteroinfer.kernels import norms
-from vllm_heteroinfer.patches import cpu_norm, replacing
+from vllm_heteroinfer.patches import cpu_norm
 
 ULP = 2.0**-7
 """The largest step between neighbours in bf16, as a share of them."""
@@ -46,7 +47,7 @@ def patched_norms() -> Any:
     cpu_norm.install()
     cpu_norm.install()
     applied = RMSNorm.forward_native is not original
-    replacing.revert("cpu_norm")
+    revert("cpu_norm")
     return {
         "taken": taken,
         "left": left,
@@ -67,7 +68,7 @@ def compared(x: torch.Tensor, residual: torch.Tensor | None = None, **options: A
     norm = RMSNorm(x.shape[-1], dtype=x.dtype, **options)
     if norm.has_weight:
         norm.weight.data = (torch.randn(x.shape[-1]) + 1).to(x.dtype)
-    replacing.revert("cpu_norm")
+    revert("cpu_norm")
     expected = outputs(norm, x, residual)
     cpu_norm.install()
     with (

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from heteroinfer_contract.model import SchemeName
+from tests.integration.kernels.reverting import revert
 from tests.integration.served_models.quantized import CONFIGS, GROUP
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
-from vllm_heteroinfer.patches import cpu_packing, replacing
+from vllm_heteroinfer.patches import cpu_packing
 
 INPUTS, OUTPUTS, EXPERTS = 1024, 512, 4
 GROUPS = (32, 64, 128)
@@ -39,7 +40,7 @@ def packed_bytes() -> list[tuple[str, int, bool, str, float]]:
                     found.append(
                         (name.value, group, amx, "experts", part_of_loaded(build_experts(config, prefix)))
                     )
-    replacing.revert("cpu_packing")
+    revert("cpu_packing")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.integration.kernels.answering import serve
+from tests.integration.kernels.tuning import tune
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 
@@ -31,7 +32,7 @@ def compute(case: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor
     """Returns the product of a case, the exact one, and the sum of its terms' sizes."""
     library = linear.prepare(LIBRARY)
     generator = torch.Generator().manual_seed(seed)
-    library.tune(case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
+    tune(library, case.get("path"), case.get("streams", -1), case.get("prefetch", -1))
     torch.set_num_threads(case["threads"])
     rows, columns, inputs, scale = case["rows"], case["columns"], case["inputs"], case.get("scale", 1.0)
 
@@ -42,7 +43,7 @@ def compute(case: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor
     weight = draw(columns, inputs)
     bias = draw(columns) if case["bias"] else None
     got = linear.linear(x, linear.pack(weight), bias, columns)
-    library.tune()
+    tune(library)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
     return got, exact, size
@@ -74,9 +75,9 @@ def special(question: dict[str, Any]) -> Any:
     library = linear.prepare(LIBRARY)
     weight = torch.tensor(question["weights"]).reshape(-1, 1).to(torch.bfloat16)
     x = torch.tensor(question["inputs"]).reshape(-1, 1).to(torch.bfloat16)
-    library.tune(question["path"])
+    tune(library, question["path"])
     got = linear.linear(x, linear.pack(weight), None, weight.shape[0])
-    library.tune()
+    tune(library)
     exact = (x.double() @ weight.double().t()).float().to(torch.bfloat16)
     return {
         "inputs": x.flatten().tolist(),

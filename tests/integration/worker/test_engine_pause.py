@@ -9,7 +9,8 @@ SCRIPT = """
 import time
 from types import SimpleNamespace
 from vllm.v1.engine import core
-from vllm_heteroinfer.patches import engine_pause, replacing
+from tests.integration.kernels.reverting import revert
+from vllm_heteroinfer.patches import engine_pause
 from vllm_heteroinfer.patches.registry import PatchError
 
 engine_class = core.EngineCoreProc
@@ -43,7 +44,7 @@ assert pauses({0: "answer"}) == 0
 assert pauses({}) == 1, "nothing happened: others may run"
 engine_pause.install()
 assert engine_class._process_engine_step is patched is not original
-replacing.revert("engine_pause")
+revert("engine_pause")
 assert engine_class._process_engine_step is original
 engine_class._process_engine_step = lambda self, other: None
 assert "got parameters (self, other) in vLLM 0.32.0" in refusal()

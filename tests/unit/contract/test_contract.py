@@ -40,6 +40,13 @@ def test_group_report_round_trip(report: GroupReport) -> None:
     assert GroupReport.from_json(report.to_json()) == report
 
 
+@given(group_reports)
+def test_a_group_report_of_a_newer_version_is_read_by_what_is_known(report: GroupReport) -> None:
+    raw = {**json.loads(report.to_json()), "colour": "blue"}
+    raw["ranks"] = [{**rank, "temperature": [1]} for rank in raw["ranks"]]
+    assert GroupReport.from_json(json.dumps(raw)) == report
+
+
 @given(profiles)
 def test_profile_round_trip(profile: ModelProfile) -> None:
     assert ModelProfile.from_json(profile.to_json()) == profile
@@ -154,6 +161,16 @@ PLAN = json.loads(
         (("engine", "extra_args"), [1], r"Plan.engine.extra_args\[0\]: got 1, expected str"),
         (("tensor_parallel_size",), 2, "got 1 ranks, expected tensor_parallel_size 2 x"),
         (("ranks",), [], r"expected ranks 0..world_size-1"),
+        (("tensor_parallel_size",), 0, "Plan.tensor_parallel_size: got 0, expected at least 1"),
+        (("pipeline_parallel_size",), -1, "Plan.pipeline_parallel_size: got -1, expected at least 1"),
+        (("ranks", 0, "kv_cache_bytes"), -1, r"Plan.ranks\[0\].kv_cache_bytes: got -1, expected at least 0"),
+        (("ranks", 0, "weight_bytes"), -7, r"Plan.ranks\[0\].weight_bytes: got -7, expected at least 0"),
+        (("ranks", 0, "predicted_step_s"), -0.5, "predicted_step_s: got -0.5, expected at least 0"),
+        (("engine", "block_size"), 0, "Plan.engine.block_size: got 0, expected at least 1"),
+        (("engine", "max_model_len"), 0, "Plan.engine.max_model_len: got 0, expected at least 1"),
+        (("engine", "max_num_batched_tokens"), 0, "max_num_batched_tokens: got 0, expected at least 1"),
+        (("engine", "max_num_seqs"), -1, "Plan.engine.max_num_seqs: got -1, expected at least 1"),
+        (("engine", "batches_in_flight"), 0, "Plan.engine.batches_in_flight: got 0, expected at least 1"),
     ],
 )
 def test_mistake_in_a_plan_is_named(path: tuple[str | int, ...], value: object, message: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.model import Scheme, SchemeName
+from heteroinfer_contract.model import AttentionKind, LayerKind, Scheme, SchemeName
 from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
@@ -205,6 +205,33 @@ def test_explicit_layers_that_do_not_fit_say_by_how_much() -> None:
     assert f"28 layers need {need:.2f} GiB" in error.message
     assert f"{need - 7.2:.2f} GiB missing" in error.message
     assert "move layers to another stage" in error.message
+
+
+@pytest.mark.parametrize("first", [cpu(layers=[2]), {**gpu(layers=[2]), "name": "first"}])
+def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, Any]) -> None:
+    """A CPU rank divided by the 0 bytes of its plan, and vLLM's cache manager does by those of a block."""
+    kinds = (LayerKind(attention=AttentionKind.NONE), profile().layer(0))
+    model = profile(kinds=kinds, kind_of_layer=(0, 0, *(1,) * 30))
+    last = {"parallelism": {"stageOrder": "AsListed"}}
+    error = refusal(spec(first, gpu(layers=[30]), **last), model=model)
+    assert error.reason == "LayersMismatch"
+    assert error.message == (
+        f"stage 0 (role {first['name']}): none of its layers 0..1 keeps keys, values or a state, and vLLM "
+        "cannot give a stage no KV cache; change layers of the roles so that each stage has such a layer"
+    )
+    planned = plan(spec({**first, "layers": [3]}, gpu(layers=[29]), **last), model).plan
+    assert planned.layers_by_stage == (3, 29)
+
+
+def test_each_planned_stage_has_a_layer_with_a_cache() -> None:
+    kinds = (LayerKind(attention=AttentionKind.NONE), profile().layer(0))
+    model = profile(kinds=kinds, kind_of_layer=(0, 0, 1, *(0,) * 20, *(1,) * 9))
+    parsed = spec(gpu(deviceMemory="80Gi"), cpu(memory="64Gi"))
+    assert plan(parsed, model).plan.layers_by_stage == (3, 29), "and no CPU stage of one layer"
+    assert plan(spec(cpu(pods=3, memory="32Gi")), model).plan.layers_by_stage == (12, 12, 8)
+    error = refusal(spec(gpu(pods=11)), model=model)
+    assert error.reason == "TooManyStages"
+    assert "got 11 stages, the model has 10 layers that keep keys" in error.message
 
 
 def test_the_gpu_is_filled_first() -> None:

@@ -76,6 +76,7 @@ class RankStatus:
 class GroupReport(codec.JsonValue):
     """A group now, as its leader sees it."""
 
+    reads_tolerantly = True
     group_uid: str
     epoch: int
     plan_hash: str

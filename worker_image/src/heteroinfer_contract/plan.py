@@ -38,6 +38,8 @@ class Mode(StrEnum):
     """GPU ranks keep attention; CPU ranks of their pods compute experts and MLPs."""
 
 
+_SIZES = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "batches_in_flight")
+"""Settings of the engine that are at least 1."""
 BY_RATE: Final = 0
 """Share of a feed-forward rank that is not planned."""
 
@@ -165,12 +167,14 @@ class Plan(codec.JsonValue):
 
         Raises:
             ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
-                not together, sizes do not multiply to the number of vLLM's ranks, a rank is not
-                in the stage that its number says, the stages' layers leave a gap, or
+                not together, sizes are below 1 or do not multiply to the number of vLLM's ranks, a rank
+                is not in the stage that its number says, the stages' layers leave a gap, or
                 feed-forward ranks don't fit the mode or their stage.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise ContractError("Plan.ranks: expected ranks 0..world_size-1 in order")
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        codec.at_least(1, "Plan", **{f"{name}_parallel_size": size for name, size in sizes.items()})
         if self.tensor_parallel_size * self.pipeline_parallel_size != len(self.stage_ranks):
             raise ContractError(
                 f"Plan: got {len(self.stage_ranks)} ranks, expected tensor_parallel_size "
@@ -180,6 +184,14 @@ class Plan(codec.JsonValue):
         for rank in self.stage_ranks:
             self._check_assignment(rank)
         self._check_feed_forward()
+
+    def check(self) -> None:
+        """Checks that no number is one that there cannot be; raises ContractError naming it."""
+        for name in _SIZES:
+            codec.at_least(1, "Plan.engine", **{name: getattr(self.engine, name)})
+        for rank in self.ranks:
+            for name in ("kv_cache_bytes", "weight_bytes", "predicted_step_s"):
+                codec.at_least(0, f"Plan.ranks[{rank.rank}]", **{name: getattr(rank, name)})
 
     @property
     def world_size(self) -> int:

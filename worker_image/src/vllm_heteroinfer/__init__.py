@@ -1,7 +1,7 @@
 """Out-of-tree vLLM plugin: GPU and CPU ranks in one group. Imports nothing of torch or vLLM here.
 
-The two functions are vLLM's entry points (`vllm.platform_plugins`, `vllm.general_plugins`).
-Without a plan in the environment both do nothing, and vLLM alone stays untouched.
+The function is vLLM's entry point `vllm.platform_plugins`. All else comes through the executor, worker and
+scheduler classes (docs/patches.md). Without a plan in the environment vLLM alone stays untouched.
 """
 
 _PLATFORMS = {
@@ -33,11 +33,3 @@ def platform_plugin() -> str | None:
             "the supervisor sets it for each process that it starts"
         )
     return _PLATFORMS[device]
-
-
-def general_plugin() -> None:
-    """Called by vLLM in every process of its own; nothing needs to be changed there.
-
-    Everything of HeteroInfer comes through the platform, the executor class, the worker
-    class and the scheduler class; see docs/patches.md.
-    """

@@ -83,6 +83,14 @@ def _check_explicit(
     ends = list(accumulate(layers))
     for index, (stage, count, end) in enumerate(zip(budgets, layers, ends, strict=True)):
         rank = stage.neediest(sizes, end - count, end)
+        if not sizes.kv.block_bytes(end - count, end):
+            # vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0 divides by a block.
+            raise PlanError(
+                f"stage {index} (role {rank.role}): none of its layers {end - count}..{end - 1} keeps keys, "
+                "values or a state, and vLLM cannot give a stage no KV cache; change layers of the roles so "
+                "that each stage has such a layer",
+                reason=PlanReason.LAYERS_MISMATCH,
+            )
         missing = rank.missing_bytes(sizes, end - count, end)
         if missing is not None and missing > 0:
             have, span = rank.budget or 0, (end - count, end, rank.kernels)
@@ -117,6 +125,13 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
             "use fewer pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
+    keeping = [layer for layer in range(num_layers) if sizes.kv.block_bytes(layer, layer + 1)]
+    if len(keeping) < len(budgets):
+        raise PlanError(
+            f"roles: got {len(budgets)} stages, the model has {len(keeping)} layers that keep keys, values "
+            "or a state, and a stage needs one; use fewer pods or ranksPerPod, or set parallelism.tensor",
+            reason=PlanReason.TOO_MANY_STAGES,
+        )
     prefer_gpu = any(stage.is_known for stage in budgets)
     # best[n]: cost and layers of the cheapest split of the first n layers over the stages so far.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
@@ -124,7 +139,8 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
         dear = _CPU_LAYER_COST if prefer_gpu and stage.device is Device.CPU else 0
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, split) in best.items():
-            for count in range(least[index], _capacity(stage, sizes, first) + 1):
+            shortest = next((layer + 1 - first for layer in keeping if layer >= first), num_layers)
+            for count in range(max(least[index], shortest), _capacity(stage, sizes, first) + 1):
                 total, end = cost + dear * count + count * count, first + count
                 known = following.get(end)
                 # Among equal splits earlier stages get more: the last has the head.

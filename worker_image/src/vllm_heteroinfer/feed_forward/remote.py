@@ -9,7 +9,7 @@ vllm/model_executor/models/utils.py::make_layers@v0.32.0.
 """
 
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -152,7 +152,13 @@ def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
             found.add_experts(layer)
             return RemoteMethod(moe_config, layer)
 
-    set_offloader(_Swapping(layers, found))
+    def swap(index: int, layer: torch.nn.Module) -> None:
+        # A layer may have both, experts beside a dense MLP (Gemma-4); then that one stays.
+        if index in layers and index not in found.experts and (name := mlp_name(layer)):
+            setattr(layer, name, RemoteMlp(index))
+            found.mlps.add(index)
+
+    set_offloader(VisitingOffloader(swap))
     try:
         with registered(WithRemoteExperts):
             yield found
@@ -180,23 +186,19 @@ def registered(mixin: type) -> Iterator[None]:
                 op_registry_oot[name] = old
 
 
-class _Swapping(NoopOffloader):
-    """Takes the MLP out of each dense layer just built, so that at most one is there too much."""
+class VisitingOffloader(NoopOffloader):
+    """Visits each layer just built: of what is taken out, at most one is there too much."""
 
-    def __init__(self, layers: frozenset[int], found: RemoteParts) -> None:
-        self._layers, self._found = layers, found
+    def __init__(self, visit: Callable[[int, torch.nn.Module], None]) -> None:
+        self._visit = visit
 
     def wrap_modules(
         self, modules_generator: Generator[torch.nn.Module, None, None], prefix: str = ""
     ) -> list[torch.nn.Module]:
-        """Returns the layers, with ours in place of the MLPs that are computed elsewhere."""
+        """Returns the layers, as the visits leave them."""
         built: list[torch.nn.Module] = []
         for index, layer in enumerate(modules_generator):
-            # A layer may have both, experts beside a dense MLP (Gemma-4); then that one stays.
-            has_experts = index in self._found.experts
-            if index in self._layers and not has_experts and (name := mlp_name(layer)):
-                setattr(layer, name, RemoteMlp(index))
-                self._found.mlps.add(index)
+            self._visit(index, layer)
             built.append(layer)
         return built
 

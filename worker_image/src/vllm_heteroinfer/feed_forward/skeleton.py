@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.model_executor.offloader import NoopOffloader, set_offloader
+from vllm.model_executor.offloader import set_offloader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from heteroinfer_contract.column_shares import Span, share_experts, share_out, unit_of
@@ -172,7 +172,7 @@ class SkeletonBuilder:
 
         self._leave_linears_alone()
         dtype = self._config.model_config.dtype
-        set_offloader(_Materializing(self))
+        set_offloader(remote.VisitingOffloader(self._materialize))
         try:
             with set_default_torch_dtype(dtype), torch.device("meta"), remote.registered(WithOwnExperts):
                 return initialize_model(self._config)
@@ -196,7 +196,7 @@ class SkeletonBuilder:
         self._found.add_experts(layer)
         self._parts[layer] = part
 
-    def materialize(self, layer: int, module: torch.nn.Module) -> None:
+    def _materialize(self, layer: int, module: torch.nn.Module) -> None:
         """Gives memory to a dense layer's MLP, if it is one that this rank has."""
         name = remote.mlp_name(module) if layer in self._layers else ""
         if not name or layer in self._found.experts:
@@ -343,21 +343,6 @@ class SkeletonBuilder:
                 f"from {self._loaded_bytes} of the checkpoint ({self._config.model_config.quantization}), "
                 "expected them to stay as they are: this format has no CPU kernels; use bf16 or int4"
             )
-
-
-class _Materializing(NoopOffloader):
-    """Gives memory to MLPs as their layers are built."""
-
-    def __init__(self, builder: SkeletonBuilder) -> None:
-        self._builder = builder
-
-    def wrap_modules(self, modules_generator: Any, prefix: str = "") -> list[torch.nn.Module]:
-        """Returns the layers as they are, but for MLPs of ours."""
-        built = []
-        for index, module in enumerate(modules_generator):
-            self._builder.materialize(index, module)
-            built.append(module)
-        return built
 
 
 def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:

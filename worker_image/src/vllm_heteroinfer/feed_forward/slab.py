@@ -114,7 +114,7 @@ def _pages(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(codec.JsonValue):
     """Where the asking rank's slab is.
 
     Attributes:
@@ -125,15 +125,6 @@ class Offer:
     fd: int
     name: str
     shape: Shape
-
-    def to_json(self) -> str:
-        """Returns the one JSON text of this offer."""
-        return codec.to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Offer":
-        """Returns the offer that `text` holds; raises ContractError naming the field."""
-        return codec.from_json(cls, text)
 
 
 class Slab:

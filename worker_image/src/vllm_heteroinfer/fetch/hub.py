@@ -15,17 +15,15 @@ from typing import Any, BinaryIO, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import COMMIT, HUB_SCHEME, FetchedFile
+from heteroinfer_contract.model_fetch import COMMIT, FetchedFile
 from heteroinfer_contract.printable import format_bytes
+from vllm_heteroinfer.fetch.asked_hub import AskedHub
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file
 
 REQUEST_TIMEOUT_S: Final = 30.0
 PIECE_BYTES: Final = 2**20
 """What the client gathers before it writes; with its own 10 MiB a slow hub would seem to send nothing."""
-_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-_QUERY: Final = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
-"""Of a URL: a content network's holds a signature that is as good as a token for a while."""
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _HOW_TO_GIVE_A_TOKEN: Final = (
     "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
@@ -47,11 +45,15 @@ class HubModel:
         utils.disable_progress_bars()
         # Read at each fetch (huggingface_hub/file_download.py::http_get@2.4.0); there is no option for it.
         constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
-        self._repository = repository
-        self._revision = revision
-        self._endpoint: str = constants.ENDPOINT
         self._most_http_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
-        self._token: str | None = get_token()
+        self._hub = AskedHub(
+            endpoint=constants.ENDPOINT,
+            repository=repository,
+            revision=revision,
+            token=get_token() or "",
+            give_a_token=_HOW_TO_GIVE_A_TOKEN,
+            environment=" in spec.engine.env",
+        )
 
     def files(self) -> tuple[str, list[FetchedFile]]:
         """Returns the commit that the revision means now, and all files of it.
@@ -61,18 +63,21 @@ class HubModel:
         """
         from huggingface_hub import HfApi
 
-        api = HfApi(endpoint=self._endpoint, token=self._token)
+        api = HfApi(endpoint=self._hub.endpoint, token=self._hub.token or None)
         try:
             with self._in_words():
                 found = api.model_info(
-                    self._repository, revision=self._revision, files_metadata=True, timeout=REQUEST_TIMEOUT_S
+                    self._hub.repository,
+                    revision=self._hub.revision,
+                    files_metadata=True,
+                    timeout=REQUEST_TIMEOUT_S,
                 )
         except (AttributeError, LookupError, RecursionError, TypeError) as error:
-            raise self._no_hub(f"its listing cannot be read: {self._clean(error)}") from error
+            raise self._hub.no_hub(f"its listing cannot be read: {self._hub.clean(error)}") from error
         if not found.sha or not found.siblings:
-            raise self._no_hub("its answer names no commit or no files")
+            raise self._hub.no_hub("its answer names no commit or no files")
         if not COMMIT.fullmatch(str(found.sha)):
-            raise self._no_hub(f"got {reprlib.repr(found.sha)} for a commit")
+            raise self._hub.no_hub(f"got {reprlib.repr(found.sha)} for a commit")
         # Names that no file can have here are of no model.
         return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
 
@@ -80,7 +85,7 @@ class HubModel:
         path, size_bytes = sibling.rfilename, sibling.lfs.size if sibling.lfs else sibling.size
         digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git:{sibling.blob_id}"
         if not isinstance(size_bytes, int) or size_bytes < 0 or not _HASH.fullmatch(digest):
-            raise self._no_hub(f"it does not tell size and hash of {path}")
+            raise self._hub.no_hub(f"it does not tell size and hash of {path}")
         return FetchedFile(path=path, size_bytes=size_bytes, digest=digest)
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
@@ -89,132 +94,59 @@ class HubModel:
         Raises:
             FetchError: it is not complete; what came is kept.
         """
+        from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers
 
         if file.size_bytes > self._most_http_bytes:
             raise FetchError(
                 FailureReason.MODEL_NOT_READABLE,
-                f"{HUB_SCHEME}{self._repository}: {file.path} has {format_bytes(file.size_bytes)}, expected "
+                f"{self._hub.model}: {file.path} has {format_bytes(file.size_bytes)}, expected "
                 f"at most {format_bytes(self._most_http_bytes)}: a hub serves larger files by its own "
                 "protocol, which cannot go on where it stopped. Put the model into a volume "
                 "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
             )
+        hub = self._hub
+        url = hf_hub_url(hub.repository, file.path, revision=commit, endpoint=hub.endpoint)
+        # Compressed, a part of a file cannot be asked for.
+        headers = {**build_hf_headers(token=hub.token or None), "accept-encoding": "identity"}
         with self._in_words(), into.open("r+b") as target:
             have_bytes = target.seek(0, os.SEEK_END)
             http_get(
-                self._url(commit, file),
+                url,
                 BoundedFile(target, file),
                 resume_size=have_bytes,
-                headers=self._headers(),
+                headers=headers,
                 expected_size=file.size_bytes,
             )
             target.flush()
             os.fsync(target.fileno())
-
-    def _url(self, commit: str, file: FetchedFile) -> str:
-        from huggingface_hub import hf_hub_url
-
-        return str(hf_hub_url(self._repository, file.path, revision=commit, endpoint=self._endpoint))
-
-    def _headers(self) -> dict[str, str]:
-        from huggingface_hub.utils import build_hf_headers
-
-        # Compressed, a part of a file cannot be asked for.
-        return {**build_hf_headers(token=self._token), "accept-encoding": "identity"}
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:
         import httpx2
         from huggingface_hub import errors
 
-        model = f"{HUB_SCHEME}{self._repository}"
-        page = f"{self._endpoint}/{self._repository}"
         try:
             yield
-        except errors.GatedRepoError as error:
-            raise FetchError(
-                FailureReason.MODEL_ACCESS_DENIED,
-                f"{model} is gated: accept its licence at {page} with the account of the token"
-                + ("" if self._token else f", and {_HOW_TO_GIVE_A_TOKEN}"),
-            ) from error
-        except errors.RevisionNotFoundError as error:
-            raise FetchError(
-                FailureReason.MODEL_NOT_FOUND,
-                f"{model} has no revision {self._revision} at {self._endpoint}: correct spec.model.revision",
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            raise FetchError(
-                FailureReason.MODEL_NOT_FOUND,
-                f"{self._endpoint} shows no model {self._repository}: correct spec.model.uri; "
-                + (
-                    "a private one must be readable with the token that is set"
-                    if self._token
-                    else f"if it is private, {_HOW_TO_GIVE_A_TOKEN}"
-                ),
-            ) from error
         except errors.HfHubHTTPError as error:
-            raise self._refusal(error) from error
+            # The client takes some answers without a code for those of a model that is not shown.
+            hidden = type(error) is errors.RepositoryNotFoundError
+            code = "RepoNotFound" if hidden else error.response.headers.get("X-Error-Code", "")
+            raise self._hub.refusal(error.response.status_code, code, self._hub.clean(error)) from error
         except errors.OfflineModeIsEnabled as error:
-            raise FetchError(
-                FailureReason.MODEL_HUB_UNREACHABLE,
-                f"{names.ENV_HUB_OFFLINE} forbids to ask {self._endpoint} for {model}: unset it",
-            ) from error
+            raise self._hub.offline() from error
         except httpx2.HTTPError as error:
-            raise FetchError(
-                FailureReason.MODEL_HUB_UNREACHABLE,
-                f"{self._endpoint} does not answer ({type(error).__name__}: {self._clean(error)}): check the "
-                "pods' way out, and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
-                may_heal=True,
-            ) from error
+            raise self._hub.silence(error) from error
         except OSError as error:
             if error.errno is not None:
                 raise  # of the cache, not of the hub
-            raise FetchError(
-                FailureReason.MODEL_HUB_UNREACHABLE, f"{model}: {self._clean(error)}", may_heal=True
-            ) from error
+            raise self._hub.away(f"did not send {self._hub.model}: {self._hub.clean(error)}") from error
+        except errors.HFValidationError as error:
+            said = f"{self._hub.model}: {self._hub.clean(error)}; correct spec.model.uri"
+            raise FetchError(FailureReason.MODEL_NOT_FOUND, said) from error
         except ValueError as error:
-            raise self._not_understood(error) from error
-
-    def _refusal(self, error: Any) -> FetchError:
-        status, said = error.response.status_code, self._clean(error)
-        model = f"{HUB_SCHEME}{self._repository}"
-        if status in _BUSY:
-            return FetchError(
-                FailureReason.MODEL_HUB_UNREACHABLE,
-                f"{self._endpoint} answers {status} for {model}: {said}",
-                may_heal=True,
-            )
-        if status in (401, 403):
-            remedy = "check the token of spec.model.tokenSecretRef" if self._token else _HOW_TO_GIVE_A_TOKEN
-            return FetchError(
-                FailureReason.MODEL_ACCESS_DENIED,
-                f"{self._endpoint} answers {status} for {model}: {said}; {remedy}",
-            )
-        return FetchError(
-            FailureReason.MODEL_NOT_FOUND, f"{self._endpoint} answers {status} for {model}: {said}"
-        )
-
-    def _not_understood(self, error: ValueError) -> FetchError:
-        from huggingface_hub.errors import HFValidationError
-
-        if not isinstance(error, HFValidationError):
-            return self._no_hub(self._clean(error))
-        return FetchError(
-            FailureReason.MODEL_NOT_FOUND,
-            f"{HUB_SCHEME}{self._repository}: {self._clean(error)}; correct spec.model.uri",
-        )
-
-    def _no_hub(self, why: str) -> FetchError:
-        return FetchError(
-            FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{self._endpoint} does not answer as a model hub does: {why}; "
-            "check HF_ENDPOINT in spec.engine.env",
-        )
-
-    def _clean(self, error: BaseException) -> str:
-        text = " ".join(str(error).split()) or "no further word"
-        text = _QUERY.sub(r"\1", text)
-        return (text.replace(self._token, "***") if self._token else text)[:300]
+            raise self._hub.no_hub(self._hub.clean(error)) from error
 
 
 class BoundedFile:

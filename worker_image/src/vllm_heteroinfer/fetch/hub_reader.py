@@ -7,7 +7,6 @@
 import http.client
 import json
 import os
-import re
 import reprlib
 import time
 import urllib.error
@@ -19,8 +18,9 @@ from urllib.parse import quote, urlsplit
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
-from heteroinfer_contract.model_fetch import COMMIT, HUB_SCHEME, FetchedFile
+from heteroinfer_contract.model_fetch import COMMIT, FetchedFile
 from heteroinfer_contract.model_files import MAX_HEADER_BYTES
+from vllm_heteroinfer.fetch.asked_hub import AskedHub
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file
 
@@ -31,10 +31,7 @@ FIRST_BYTES: Final = 64 * 2**10
 _MOST_LISTING_BYTES: Final = 64 * 2**20
 _PAUSES_S: Final = (0.5, 2.0)
 """Before a request is sent again to a hub that is busy or cut the connection."""
-_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TRUE: Final = frozenset({"1", "ON", "TRUE", "YES"})
-_QUERY: Final = re.compile(r"\?\S*")
-"""Of a URL: that of a content network holds a signature."""
 _GIVE_A_TOKEN: Final = f"export {names.ENV_HUB_TOKEN} with a token of an account that may read it"
 
 
@@ -48,11 +45,14 @@ class HubReader:
     """
 
     def __init__(self, repository: str, revision: str, env: Mapping[str, str] = os.environ) -> None:
-        self._repository = repository
-        self._revision = revision
-        self._endpoint = (env.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+        self._hub = AskedHub(
+            endpoint=(env.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
+            repository=repository,
+            revision=revision,
+            token=_token(env),
+            give_a_token=_GIVE_A_TOKEN,
+        )
         self._offline = env.get(names.ENV_HUB_OFFLINE, "").upper() in _TRUE
-        self._token = _token(env)
         self._opener = urllib.request.build_opener(TokenForOneHost())
         self._fronts: dict[str, bytes] = {}
 
@@ -62,7 +62,8 @@ class HubReader:
         Raises:
             FetchError: the hub does not list them.
         """
-        url = f"{self._endpoint}/api/models/{self._repository}/revision/{quote(self._revision, safe='')}"
+        revision = quote(self._hub.revision, safe="")
+        url = f"{self._hub.endpoint}/api/models/{self._hub.repository}/revision/{revision}"
         text = self._read(f"{url}?blobs=true", _MOST_LISTING_BYTES)
         try:
             listing = json.loads(text)
@@ -73,9 +74,9 @@ class HubReader:
                 if can_be_a_file(each["rfilename"])
             ]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise self._no_hub(f"its listing cannot be read ({type(error).__name__})") from error
+            raise self._hub.no_hub(f"its listing cannot be read ({type(error).__name__})") from error
         if not COMMIT.fullmatch(commit):
-            raise self._no_hub(f"got {reprlib.repr(commit)} for a commit")
+            raise self._hub.no_hub(f"got {reprlib.repr(commit)} for a commit")
         return commit, files
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
@@ -87,7 +88,7 @@ class HubReader:
         if file.size_bytes > MAX_HEADER_BYTES:
             raise FetchError(
                 FailureReason.MODEL_NOT_READABLE,
-                f"{HUB_SCHEME}{self._repository}: {file.path} has {file.size_bytes} bytes, expected at most "
+                f"{self._hub.model}: {file.path} has {file.size_bytes} bytes, expected at most "
                 f"{MAX_HEADER_BYTES}; take another model",
             )
         into.write_bytes(self.front(commit, file, file.size_bytes))
@@ -102,7 +103,7 @@ class HubReader:
         known = self._fronts.pop(file.path, b"")
         if len(known) < size_bytes:
             wanted = max(size_bytes, min(FIRST_BYTES, file.size_bytes))
-            url = f"{self._endpoint}/{self._repository}/resolve/{commit}/{quote(file.path)}"
+            url = f"{self._hub.endpoint}/{self._hub.repository}/resolve/{commit}/{quote(file.path)}"
             known = self._read(url, wanted, is_front=True)
         if size_bytes < len(known):
             self._fronts[file.path] = known  # for the next call, which asks for more
@@ -111,11 +112,7 @@ class HubReader:
     def _read(self, url: str, most_bytes: int, *, is_front: bool = False) -> bytes:
         """Returns an answer, or exactly so many bytes of a file's front; asks a busy hub again."""
         if self._offline:
-            raise FetchError(
-                FailureReason.MODEL_HUB_UNREACHABLE,
-                f"{names.ENV_HUB_OFFLINE} forbids to ask {self._endpoint} for "
-                f"{HUB_SCHEME}{self._repository}: unset it",
-            )
+            raise self._hub.offline()
         for pause_s in _PAUSES_S:
             try:
                 return self._read_once(url, most_bytes, is_front)
@@ -130,65 +127,18 @@ class HubReader:
             request = urllib.request.Request(url, headers={"User-Agent": "heteroinfer"})  # noqa: S310 - the hub is the user's choice
             if is_front:
                 request.add_header("Range", f"bytes=0-{most_bytes - 1}")
-            if self._token:
-                request.add_header("Authorization", f"Bearer {self._token}")
+            if self._hub.token:
+                request.add_header("Authorization", f"Bearer {self._hub.token}")
             with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
                 content = bytes(answer.read(most_bytes))  # a server without ranges sends more
         except urllib.error.HTTPError as error:
             with error:
-                raise self._refusal(error.code, error.headers.get("X-Error-Code", "")) from error
+                raise self._hub.refusal(error.code, error.headers.get("X-Error-Code", "")) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._away(f"does not answer ({type(error).__name__}: {self._clean(error)})") from error
+            raise self._hub.silence(error) from error
         if is_front and len(content) < most_bytes:
-            raise self._away(f"sent {len(content)} of {most_bytes} bytes of {self._clean(url)}")
+            raise self._hub.away(f"sent {len(content)} of {most_bytes} bytes of {self._hub.clean(url)}")
         return content
-
-    def _refusal(self, status: int, code: str) -> FetchError:
-        model = f"{HUB_SCHEME}{self._repository}"
-        if code == "GatedRepo":
-            page = f"{self._endpoint}/{self._repository}"
-            return FetchError(
-                FailureReason.MODEL_ACCESS_DENIED,
-                f"{model} is gated: accept its licence at {page} with the account of the token"
-                + ("" if self._token else f", and {_GIVE_A_TOKEN}"),
-            )
-        if code == "RevisionNotFound":
-            return FetchError(
-                FailureReason.MODEL_NOT_FOUND,
-                f"{model} has no revision {self._revision} at {self._endpoint}: correct spec.model.revision",
-            )
-        if code == "RepoNotFound" or (status == 401 and not self._token):
-            readable = "must be readable with the token that is set" if self._token else _GIVE_A_TOKEN
-            return FetchError(
-                FailureReason.MODEL_NOT_FOUND,
-                f"{self._endpoint} shows no model {self._repository}: correct spec.model.uri; "
-                f"if it is private: {readable}",
-            )
-        if status in (401, 403):
-            return FetchError(
-                FailureReason.MODEL_ACCESS_DENIED,
-                f"{self._endpoint} answers {status} for {model}: check the token; {_GIVE_A_TOKEN}",
-            )
-        if status in _BUSY:
-            return self._away(f"answers {status} for {model}")
-        return FetchError(FailureReason.MODEL_NOT_FOUND, f"{self._endpoint} answers {status} for {model}")
-
-    def _no_hub(self, why: str) -> FetchError:
-        return FetchError(
-            FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{self._endpoint} does not answer as a model hub does: {why}; check HF_ENDPOINT",
-        )
-
-    def _away(self, what: str) -> FetchError:
-        return FetchError(
-            FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{self._endpoint} {what}; check the network, and HTTPS_PROXY or HF_ENDPOINT",
-            may_heal=True,
-        )
-
-    def _clean(self, words: object) -> str:
-        text = _QUERY.sub("", " ".join(str(words).split()))
-        return (text.replace(self._token, "***") if self._token else text)[:300]
 
 
 class TokenForOneHost(urllib.request.HTTPRedirectHandler):

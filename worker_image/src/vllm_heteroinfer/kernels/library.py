@@ -71,23 +71,6 @@ class KernelLibrary:
         """Returns the name of the instruction set that multiplies so many rows."""
         return bytes(self.calls.heteroinfer_kernel(rows)).decode()
 
-    def tune(self, path: str | None = None, streams: int = -1, prefetch: int = -1) -> None:
-        """Forces a path, a number of streams or a prefetch distance, for measurements and tests.
-
-        Args:
-            path: one of PATHS; None for the default.
-            streams: positions that a thread reads at once: 1, 2 or 4; -1 for the default.
-            prefetch: distance in 2 KiB of a stream, in 4 KiB of one of FP8; -1 for the default.
-
-        Raises:
-            ValueError: this CPU or this library cannot do that.
-        """
-        index = -1 if path is None else PATHS.index(path)
-        if not self.calls.heteroinfer_tune(index, streams, prefetch):
-            raise ValueError(
-                f"got {path=} {streams=} {prefetch=}, expected a path of {self.paths}, 1, 2 or 4 streams"
-            )
-
 
 def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> Any:
     """Returns functions of the library, by name: what each returns, and its arguments.

@@ -1,4 +1,4 @@
-"""How a function of vLLM is replaced and put back: guarded, once, with the original kept. Imports vLLM."""
+"""How a function of vLLM is replaced: guarded, once, with the original kept. Imports vLLM."""
 
 import functools
 import importlib
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_heteroinfer.patches.registry import PATCHES, Patch, build_refusal
+from vllm_heteroinfer.patches.registry import Patch, build_refusal
 
 _ORIGINAL = "heteroinfer_original"
 
@@ -25,16 +25,6 @@ def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
     replacement = functools.wraps(original)(build(original))
     setattr(replacement, _ORIGINAL, original)
     setattr(owner, name, replacement)
-
-
-def revert(patch_id: str) -> None:
-    """Puts vLLM's own functions back in place of a patch's; a no-op where it is not applied."""
-    for patch in PATCHES:
-        if patch.id == patch_id:
-            owner, name = _find(patch)
-            original = getattr(getattr(owner, name), _ORIGINAL, None)
-            if original is not None:
-                setattr(owner, name, original)
 
 
 def check(patch: Patch, target: Any) -> None:

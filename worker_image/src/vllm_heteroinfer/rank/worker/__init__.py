@@ -1,1 +1,1 @@
-"""vLLM workers of a group: cpu.py and gpu.py over common.py. Importing cpu.py in a GPU process breaks it."""
+"""vLLM workers of a group, by device. Importing cpu_worker.py in a GPU process breaks it."""

@@ -1,7 +1,7 @@
 """Sleep and wake of a rank: what it gives back to its machine, and its phase meanwhile.
 
 `SleepMixin` comes before vLLM's worker on either device; `CpuSleepMixin` between them on a
-CPU, where vLLM 0.32.0 only logs. Must not import the CPU worker (see common.py).
+CPU, where vLLM 0.32.0 only logs. Must not import the CPU worker (see group_worker.py).
 """
 
 import ctypes

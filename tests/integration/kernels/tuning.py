@@ -1,0 +1,21 @@
+"""Forces how the kernels compute, for measurements and tests."""
+
+from vllm_heteroinfer.kernels.library import PATHS, KernelLibrary
+
+
+def tune(library: KernelLibrary, path: str | None = None, streams: int = -1, prefetch: int = -1) -> None:
+    """Forces a path, a number of streams or a prefetch distance; the defaults where nothing is given.
+
+    Args:
+        path: one of PATHS.
+        streams: positions that a thread reads at once: 1, 2 or 4.
+        prefetch: distance in 2 KiB of a stream, in 4 KiB of one of FP8.
+
+    Raises:
+        ValueError: this CPU or this library cannot do that.
+    """
+    index = -1 if path is None else PATHS.index(path)
+    if not library.calls.heteroinfer_tune(index, streams, prefetch):
+        raise ValueError(
+            f"got {path=} {streams=} {prefetch=}, expected a path of {library.paths}, 1, 2 or 4 streams"
+        )

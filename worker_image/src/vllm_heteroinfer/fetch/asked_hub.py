@@ -1,0 +1,95 @@
+"""What is said of a hub that refuses, in words without a token. Stdlib and the contract only; pure."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_contract.model_fetch import HUB_SCHEME
+from vllm_heteroinfer.fetch.errors import FetchError
+
+_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_QUERY: Final = re.compile(r"\?[^\s'\"]*")
+"""Of a URL: a content network's holds a signature that is as good as a token for a while."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedHub:
+    """A hub, and the revision of a model that it is asked for.
+
+    Attributes:
+        token: that it is asked with, or "".
+        give_a_token: how a token is given, to a user who has given none.
+        environment: " in" and the field where its variables are set, or "".
+    """
+
+    endpoint: str
+    repository: str
+    revision: str
+    token: str = field(repr=False)
+    give_a_token: str
+    environment: str = ""
+
+    @property
+    def model(self) -> str:
+        """Returns the model as users write it."""
+        return f"{HUB_SCHEME}{self.repository}"
+
+    def refusal(self, status: int, code: str, said: str = "") -> FetchError:
+        """Returns the error of an answer.
+
+        Args:
+            status: of HTTP.
+            code: of the hub's header X-Error-Code, or "".
+            said: what the answer says for people, or "".
+        """
+        answers = f"answers {status} for {self.model}{said and ': '}{said}"
+        if status in _BUSY:
+            return self.away(answers)
+        reason, what = FailureReason.MODEL_NOT_FOUND, f"{self.endpoint} {answers}"
+        if code == "GatedRepo":
+            reason = FailureReason.MODEL_ACCESS_DENIED
+            page = f"{self.endpoint}/{self.repository}"
+            what = f"{self.model} is gated: accept its licence at {page} with the account of the token"
+            what += "" if self.token else f", and {self.give_a_token}"
+        elif code == "RevisionNotFound":
+            what = f"{self.model} has no revision {self.revision} at {self.endpoint}: correct "
+            what += "spec.model.revision"
+        elif code == "RepoNotFound" or (status == 401 and not self.token):
+            readable = "it must be readable with the token that is set" if self.token else self.give_a_token
+            what = f"{self.endpoint} shows no model {self.repository}: correct spec.model.uri; "
+            what += f"if it is private, {readable}"
+        elif status in (401, 403):
+            reason = FailureReason.MODEL_ACCESS_DENIED
+            what += f"; {'check the token, or ' if self.token else ''}{self.give_a_token}"
+        return FetchError(reason, what)
+
+    def silence(self, error: Exception) -> FetchError:
+        """Returns the error of a connection that there is not, or no more."""
+        return self.away(f"does not answer ({type(error).__name__}: {self.clean(error)})")
+
+    def away(self, what: str) -> FetchError:
+        """Returns the error of a hub that may answer later."""
+        return FetchError(
+            FailureReason.MODEL_HUB_UNREACHABLE,
+            f"{self.endpoint} {what}; check the network, and HTTPS_PROXY or HF_ENDPOINT{self.environment}",
+            may_heal=True,
+        )
+
+    def no_hub(self, why: str) -> FetchError:
+        """Returns the error of a server that is no hub."""
+        said = f"does not answer as a model hub does: {why}; check HF_ENDPOINT{self.environment}"
+        return FetchError(FailureReason.MODEL_HUB_UNREACHABLE, f"{self.endpoint} {said}")
+
+    def offline(self) -> FetchError:
+        """Returns the error of an environment that forbids to ask."""
+        return FetchError(
+            FailureReason.MODEL_HUB_UNREACHABLE,
+            f"{names.ENV_HUB_OFFLINE} forbids to ask {self.endpoint} for {self.model}: unset it",
+        )
+
+    def clean(self, words: object) -> str:
+        """Returns a client's words on one line, without the token and without queries of URLs."""
+        text = _QUERY.sub("", " ".join(str(words).split())) or "no further word"
+        return (text.replace(self.token, "***") if self.token else text)[:300]
