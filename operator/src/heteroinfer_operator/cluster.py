@@ -290,9 +290,8 @@ class RecordEvent:
     warning: bool = False
 
 
-Action: TypeAlias = (
-    CreateObject | TryObjects | ApplyObject | DeleteObject | PatchStatus | SetFinalizer | RecordEvent
-)
+Write: TypeAlias = CreateObject | TryObjects | ApplyObject | DeleteObject | PatchStatus | SetFinalizer
+Action: TypeAlias = Write | RecordEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

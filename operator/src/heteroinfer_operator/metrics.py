@@ -59,7 +59,7 @@ class OperatorMetrics:
         )
         self.held_back = Counter(
             metric_names.OPERATOR_HELD_BACK_TOTAL,
-            "Actions that a resource's budget of new pods, status writes or events held back.",
+            "Actions that a resource's budget of new pods or status writes held back.",
             ("kind",),
             registry=self.registry,
         )

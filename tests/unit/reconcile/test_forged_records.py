@@ -155,7 +155,7 @@ def test_a_forged_object_ends_nothing_and_decides_nothing(
 
 def test_a_record_that_is_forged_again_and_again_is_not_deleted_as_often() -> None:
     world = served()
-    world.calm = False  # each forgery is an event until the budget of events is spent
+    world.calm = False  # each forgery is an event
     key = config_map(world, "revision")
     forged = with_code(evil(world.objects[key]), None)
     pods = world.workers()

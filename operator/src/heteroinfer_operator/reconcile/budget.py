@@ -1,4 +1,4 @@
-"""Bounds what one resource causes: new pods, status writes and events, whatever a decision wants. Pure.
+"""Bounds what one resource causes: new pods and status writes, whatever a decision wants. Pure.
 
 A defect, a webhook or another controller can undo each write, and each undone write wakes the next reconcile.
 Back-offs slow the causes that are known; this budget bounds all others. Deletes are never held back, except
@@ -20,15 +20,12 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     Manifest,
     PatchStatus,
-    RecordEvent,
     ResourceView,
 )
 
 PODS_WITHIN: Final = timedelta(minutes=1)
 STATUS_WRITES: Final = 2
 STATUS_WRITES_WITHIN: Final = timedelta(seconds=1)
-EVENTS: Final = 10
-EVENTS_WITHIN: Final = timedelta(minutes=1)
 UNDONE_BY_OTHERS: Final = 5
 """Status writes in a row that somebody else changed, after which two writers are at odds."""
 _SENT_KEPT: Final = 8
@@ -101,7 +98,6 @@ class Budget:
 
     pods: Window = field(default_factory=lambda: Window(PODS_WITHIN))
     status_writes: Window = field(default_factory=lambda: Window(STATUS_WRITES_WITHIN))
-    events: Window = field(default_factory=lambda: Window(EVENTS_WITHIN))
     held_back: Counter[str] = field(default_factory=Counter)
     undone: int = 0
     report: Callable[[str], None] = lambda kind: None
@@ -173,8 +169,6 @@ class Spending:
                 if not wait:
                     budget.note_status(self.resource.status, status, now)
                 return self._count("status writes", budget.status_writes, wait)
-            case RecordEvent():
-                return self._count("events", budget.events, budget.events.wait(1, EVENTS, now))
         return 0.0
 
     def _pods_wait(self, scopes: frozenset[str]) -> timedelta:
