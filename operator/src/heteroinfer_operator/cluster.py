@@ -225,13 +225,10 @@ class ApplyObject:
 
     Attributes:
         scopes: as of CreateObject.
-        taken_out: paths of fields that are not in the manifest and shall not be in the object: the API
-            server would leave them there, since they are not ours.
     """
 
     manifest: Manifest
     scopes: frozenset[str] = frozenset()
-    taken_out: tuple[tuple[str | int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
