@@ -115,6 +115,7 @@ class World:
     Attributes:
         writes: actions of the last reconcile that would write to the API server.
         events: reasons of all events so far.
+        recorded: all events so far, the same ones once.
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
@@ -163,6 +164,7 @@ class World:
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
     writes: list[Write] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    recorded: set[RecordEvent] = field(default_factory=set)
     created: list[str] = field(default_factory=list)
     graces: dict[str, int | None] = field(default_factory=dict)
     uids: int = 0
@@ -246,8 +248,7 @@ class World:
         acting = Acting("demo", self.refusals, self.now, spending)
         for action in decision.actions:
             if isinstance(action, RecordEvent):
-                self._note_caused(action)
-                self.events.append(action.reason)
+                self._record(action)
                 continue
             self._note_wanted(action)
             if not acting.may(action):
@@ -262,6 +263,13 @@ class World:
         self.look_again_s = min(due, default=None)
         self._meddle()
         return decision
+
+    def _record(self, event: RecordEvent) -> None:
+        """Records an event; EventRecorder counts the same again in the first one's series."""
+        if event not in self.recorded:
+            self._note_caused(event)
+        self.recorded.add(event)
+        self.events.append(event.reason)
 
     def _meddle(self) -> None:
         """Does what others do after each reconcile."""
