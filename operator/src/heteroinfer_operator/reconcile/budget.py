@@ -22,6 +22,7 @@ from heteroinfer_operator.cluster import (
     PatchStatus,
     ResourceView,
 )
+from heteroinfer_operator.reconcile.scopes import group_scope
 
 PODS_WITHIN: Final = timedelta(minutes=1)
 STATUS_WRITES: Final = 2
@@ -204,7 +205,7 @@ class Spending:
 
     def _last_failure(self, scopes: frozenset[str]) -> str:
         groups = [group for group in self.resource.status.get("groups") or () if isinstance(group, Mapping)]
-        ours = [group for group in groups if f"group/{group.get('index')}" in scopes]
+        ours = [group for group in groups if group_scope(group.get("index", -1)) in scopes]
         failures = [failure for group in ours for failure in group.get("failures") or ()]
         if not failures or not isinstance(failures[-1], Mapping):
             return ""

@@ -6,9 +6,9 @@ the spec says by then: its policy, its Service, its plan.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest, PodView
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
@@ -24,11 +24,9 @@ from heteroinfer_operator.manifests.service import build_client_service, build_g
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.made import revision_of
-from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE, Context, group_scope
+from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
-
-MODEL_SCOPE: Final = "model"
-"""Scope of the actions that look at the model."""
+from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, MODEL_SCOPE, group_scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +130,7 @@ def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> 
     ]
     pods = sum(role.pods for role in revision.spec.roles)
     if pods > 1 and index < context.replicas:
-        asleep = decision.status.phase.value == "Sleeping"
+        asleep = decision.status.phase is GroupPhase.SLEEPING
         found.append(Child(manifest=build_disruption_budget(group, pods=pods, asleep=asleep), last=True))
     return found
 

@@ -10,8 +10,9 @@ from heteroinfer_operator.manifests.group_key_secret import build_group_key, key
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
 from heteroinfer_operator.planning import EpochPlan
-from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
+from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
+from heteroinfer_operator.reconcile.scopes import group_scope
 
 
 def name_epoch(status: GroupStatus) -> str:

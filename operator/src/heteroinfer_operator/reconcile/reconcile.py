@@ -36,7 +36,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import believe
-from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
+from heteroinfer_operator.reconcile.children import decide_children, find_children
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
 from heteroinfer_operator.reconcile.model_decision import COMPONENTS as MODEL_COMPONENTS
@@ -75,6 +75,7 @@ from heteroinfer_operator.reconcile.revisions import (
     read_records,
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted
+from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
