@@ -54,11 +54,12 @@ from heteroinfer_operator.reconcile.new_events import (
 )
 from heteroinfer_operator.reconcile.next_status import build_next_status, status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
-from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.stopping import stop_group
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.rank_entries import with_rank_entries
 from heteroinfer_operator.reconcile.reading import (
+    epoch_of,
     forged_plans,
     kept_plans,
     pods_by_group,
