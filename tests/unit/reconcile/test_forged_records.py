@@ -167,6 +167,25 @@ def test_a_record_that_is_forged_again_and_again_is_not_deleted_as_often() -> No
     assert world.workers() == pods
 
 
+def test_a_group_of_an_unknown_revision_keeps_what_is_its_own_under_any_name() -> None:
+    world = served()
+    service = world.objects["Service", "demo-0-ranks"]
+    for name, labels in {
+        "own": {},
+        "epoch": {names.LABEL_EPOCH: "1"},
+        "other": {names.LABEL_GROUP: "7"},
+    }.items():
+        metadata = {**service["metadata"], "name": name}
+        metadata["labels"] = {**metadata["labels"], **labels}
+        world.objects["Service", name] = {**service, "metadata": metadata}
+    world.change_spec(**REFUSED)
+    del world.objects[config_map(world, "revision")]
+    world.step()
+    services = {name for kind, name in world.objects if kind == "Service"}
+    assert services >= {"demo-0-ranks", "own"}
+    assert services.isdisjoint({"epoch", "other"})
+
+
 def forget_codes(world: World) -> None:
     """Has everything be as version 0.1.0 stored it."""
     for key in list(world.objects):

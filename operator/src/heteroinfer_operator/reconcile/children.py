@@ -48,6 +48,7 @@ class Children:
 
     Attributes:
         kept: names of those that stay as they are, since what they were made with is not known.
+        kept_groups: of which all that have no epoch stay, for the same reason.
         kept_kinds: of which all that there are stay: claims hold models, and a refused spec names none.
         readable: names of stored plans and revisions that can be read.
         forged: names of stored plans and revisions that somebody else wrote or damaged.
@@ -57,6 +58,7 @@ class Children:
 
     wanted: tuple[Child, ...] = ()
     kept: frozenset[str] = field(default=frozenset())
+    kept_groups: frozenset[str] = field(default=frozenset())
     kept_kinds: frozenset[str] = field(default=frozenset())
     readable: frozenset[str] = field(default=frozenset())
     forged: frozenset[str] = field(default=frozenset())
@@ -73,6 +75,7 @@ def find_children(
     in_use: dict[str, set[str]] = {}
     wanted: list[Child] = []
     kept: set[str] = set()
+    kept_groups: set[str] = set()
     for decision in decisions:
         index = decision.status.index
         pods = by_group.get(index, ())
@@ -82,7 +85,7 @@ def find_children(
         for name in {revision.name if revision else None, decision.status.revision} - {None}:
             in_use.setdefault(str(name), set()).add(group_scope(index))
         if revision is None:
-            kept.add(identity.group_service(owner, index))
+            kept_groups.add(str(index))
         else:
             wanted += _of_group(context, decision, revision)
         if decision.gang_object is not None:
@@ -106,6 +109,7 @@ def find_children(
     return Children(
         wanted=tuple(wanted),
         kept=frozenset(kept),
+        kept_groups=frozenset(kept_groups),
         kept_kinds=frozenset(kept_kinds),
         readable=frozenset({*plans, *records}),
         forged=frozenset(context.forged),
@@ -194,13 +198,16 @@ def decide_children(
         _delete(manifest)
         for manifest in by_name.values()
         if _is_forged(manifest, children.forged)
-        or (
-            _spare(manifest, used_plans)
-            and manifest["metadata"]["name"] not in children.kept
-            and manifest["kind"] not in children.kept_kinds
-        )
+        or (_spare(manifest, used_plans) and not _is_kept(manifest, children))
     ]
     return before, after
+
+
+def _is_kept(manifest: Manifest, children: Children) -> bool:
+    metadata = manifest["metadata"]
+    labels = metadata["labels"]
+    of_kept_group = labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
+    return of_kept_group or metadata["name"] in children.kept or manifest["kind"] in children.kept_kinds
 
 
 def _delete(manifest: Manifest) -> DeleteObject:
