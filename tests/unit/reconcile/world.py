@@ -131,6 +131,7 @@ class World:
         rival: what another operator makes of each status that is written.
         calm: whether the budget of pods must never hold anything back, nor the recorder drop an event.
         budget: what the resource caused of late.
+        held_back: kinds of all actions that it held back so far.
         caused: moments at which an action ran, by its kind: pods, status writes and events.
         meddler: does to stored objects what another controller does after each reconcile.
         written: what was written of late, of one generation.
@@ -183,6 +184,7 @@ class World:
     rival: Callable[[dict[str, Any]], dict[str, Any]] = lambda status: status
     calm: bool = True
     budget: Budget = field(default_factory=Budget)
+    held_back: list[str] = field(default_factory=list)
     caused: dict[str, list[datetime]] = field(default_factory=dict)
     meddler: Callable[[Objects], None] = lambda objects: None
     written: tuple[int, WrittenAgain] = field(default_factory=lambda: (0, WrittenAgain()))
@@ -244,6 +246,7 @@ class World:
         decision = reconcile(observation, self.now, self.options)
         self.connecting.keep(decision.connecting)
         self.writes = []
+        self.budget.report = self.held_back.append
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)
         acting = Acting("demo", self.refusals, self.now, spending)
         for action in decision.actions:
@@ -258,7 +261,7 @@ class World:
             else:
                 self._do(action, acting)
         self.refusals = tuple(acting.known.values())
-        assert not self.calm or not self.budget.held_back["pods"]
+        assert not self.calm or "pods" not in self.held_back
         due = [wait for wait in (decision.look_again_s, acting.look_again_s()) if wait is not None]
         self.look_again_s = min(due, default=None)
         self._meddle()

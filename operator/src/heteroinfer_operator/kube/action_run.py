@@ -288,7 +288,7 @@ class ActionRun:
     def _may_start(self, action: Write) -> bool:
         if not self._acting.may(action):
             return False
-        if self._subject(action) in self._kept.under_way:
+        if subject(action, self._resource.key.name) in self._kept.under_way:
             self._note_under_way([action])
             return False
         return True
@@ -303,16 +303,14 @@ class ActionRun:
         task = self._start(work, f"writes of {self._resource.key}")
         for action in actions:
             epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""
-            entry = self._launched[self._subject(action)] = UnderWay(task, scopes_of(action), epoch)
-            self._kept.under_way[self._subject(action)] = entry
+            found = subject(action, self._resource.key.name)
+            self._launched[found] = self._kept.under_way[found] = UnderWay(task, scopes_of(action), epoch)
         task.add_done_callback(lambda _: self._answered(actions))
         return task
 
-    def _subject(self, action: Write) -> Subject:
-        return subject(action, self._resource.key.name)
-
     def _answered(self, actions: Iterable[Write]) -> None:
-        for found in map(self._subject, actions):
+        for action in actions:
+            found = subject(action, self._resource.key.name)
             if self._kept.under_way.get(found) is self._launched.get(found):  # not that of a later try
                 self._kept.under_way.pop(found, None)
         if self._over:

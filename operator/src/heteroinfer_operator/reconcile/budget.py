@@ -92,14 +92,12 @@ class Budget:
     """What a resource caused of late; lives as long as the operator knows the resource.
 
     Attributes:
-        held_back: how often each kind had to wait, since the start of the operator.
         undone: stored status writes in a row each of which somebody else then changed.
         report: called with each kind of action of which one had to wait.
     """
 
     pods: Window = field(default_factory=lambda: Window(PODS_WITHIN))
     status_writes: Window = field(default_factory=lambda: Window(STATUS_WRITES_WITHIN))
-    held_back: Counter[str] = field(default_factory=Counter)
     undone: int = 0
     report: Callable[[str], None] = lambda kind: None
     _sent: list[tuple[datetime, bytes]] = field(default_factory=list)
@@ -184,7 +182,6 @@ class Spending:
 
     def _count(self, kind: str, window: Window, wait: timedelta) -> float:
         if wait:
-            self.budget.held_back[kind] += 1
             self.budget.report(kind)
         else:
             window.add(self.now)

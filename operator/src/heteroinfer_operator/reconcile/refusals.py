@@ -174,12 +174,11 @@ class Acting:
 
     def _is_within_budget(self, action: Write) -> bool:
         """Counts an action against the budget; one that must wait holds back what depends on it."""
-        wait_s = 0.0 if self.spending is None else self.spending.spend(action)
-        if not wait_s:
+        if self.spending is None or not (wait_s := self.spending.spend(action)):
             return True
         self._held_s.append(wait_s)
         self._block(action)
-        if self.spending is not None and is_pod(action):
+        if is_pod(action):
             words = self.spending.describe_pods(scopes_of(action))
             self._note(action, TOO_MANY_PODS, words, retry_at=self.now + timedelta(seconds=wait_s))
         return False
