@@ -225,13 +225,10 @@ class ApplyObject:
 
     Attributes:
         scopes: as of CreateObject.
-        taken_out: paths of fields that are not in the manifest and shall not be in the object: the API
-            server would leave them there, since they are not ours.
     """
 
     manifest: Manifest
     scopes: frozenset[str] = frozenset()
-    taken_out: tuple[tuple[str | int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,9 +287,8 @@ class RecordEvent:
     warning: bool = False
 
 
-Action: TypeAlias = (
-    CreateObject | TryObjects | ApplyObject | DeleteObject | PatchStatus | SetFinalizer | RecordEvent
-)
+Write: TypeAlias = CreateObject | TryObjects | ApplyObject | DeleteObject | PatchStatus | SetFinalizer
+Action: TypeAlias = Write | RecordEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Of each resource only a few small values are kept, and made into samples when th
 for: a thousand resources are some hundred kilobytes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,7 +59,7 @@ class OperatorMetrics:
         )
         self.held_back = Counter(
             metric_names.OPERATOR_HELD_BACK_TOTAL,
-            "Actions that a resource's budget of new pods, status writes or events held back.",
+            "Actions that a resource's budget of new pods or status writes held back.",
             ("kind",),
             registry=self.registry,
         )
@@ -103,18 +103,6 @@ class OperatorMetrics:
         else:
             self._resources.known[key] = _resource(parse_status(status))
 
-    def observe_write(self, verb: str, kind: str) -> None:
-        """Counts an accepted write: verb and plural as in RBAC."""
-        self.writes.labels(verb, kind).inc()
-
-    def observe_held_back(self, kind: str) -> None:
-        """Counts an action that a resource's budget held back: pods, status writes or events."""
-        self.held_back.labels(kind).inc()
-
-    def observe_unanswered(self, verb: str, kind: str) -> None:
-        """Counts a write that the API server could not answer: verb and plural as in RBAC."""
-        self.unanswered.labels(verb, kind).inc()
-
     def observe_status_write(self, key: ResourceKey, written: bool) -> None:
         """Notes whether the status of a resource could be written, or is true as it is stored."""
         (self._unwritten.discard if written else self._unwritten.add)(key)
@@ -123,6 +111,11 @@ class OperatorMetrics:
     def exposition(self) -> bytes:
         """Returns all metrics in Prometheus' text format; any thread may ask."""
         return generate_latest(self.registry)
+
+
+def counting(counter: Counter) -> Callable[..., None]:
+    """Returns a function that counts one more with the labels that it is called with."""
+    return lambda *labels: counter.labels(*labels).inc()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from heteroinfer_operator.kube.server import (
     load_configuration,
 )
 from heteroinfer_operator.kube.tls_buffers import shrink_tls_buffers
-from heteroinfer_operator.metrics import OperatorMetrics
+from heteroinfer_operator.metrics import OperatorMetrics, counting
 from heteroinfer_operator.settings import InstallationSettings
 from heteroinfer_operator.version import own_version
 from heteroinfer_operator.workqueue import Decide, WorkQueue, build_process
@@ -86,13 +86,13 @@ class Operator:
             configuration = await load_configuration()
             server = ApiServer(
                 configuration,
-                on_write=self._metrics.observe_write,
-                on_unanswered=self._metrics.observe_unanswered,
+                on_write=counting(self._metrics.writes),
+                on_unanswered=counting(self._metrics.unanswered),
                 before_write=self._require_lease,
                 watch_silence_s=self._settings.watch_silence_s,
             )
             # Renewals have connections of their own: no other request keeps them waiting.
-            lease_server = ApiServer(configuration, on_write=self._metrics.observe_write)
+            lease_server = ApiServer(configuration, on_write=counting(self._metrics.writes))
             try:
                 self._lease = self._build_lease(lease_server)
                 await _until(stop, self._work(server, configuration))
@@ -182,7 +182,7 @@ class Operator:
         callbacks = Callbacks(
             observed=self._observed,
             status_written=self._metrics.observe_status_write,
-            held_back=self._metrics.observe_held_back,
+            held_back=counting(self._metrics.held_back),
             wake=touched,
         )
         cluster = KubeCluster(server, cluster_state, recorder=recorder, groups=groups, callbacks=callbacks)

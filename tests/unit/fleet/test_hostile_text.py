@@ -18,6 +18,8 @@ from heteroinfer_operator.fleet.fleet_reader import kv_use_of
 from heteroinfer_operator.fleet.lines import build_line
 from heteroinfer_operator.fleet.screen import build_screen
 from heteroinfer_operator.fleet.story import build_stories, epochs
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.reconcile.reading import with_complete_labels
 from heteroinfer_operator.up.console import Display
 
 HOSTILE = "\x1b]0;title\x07\x1b]52;c;cm0=\x07\x1b[2J\x1b[1;1H\u202e\x9b2J"
@@ -85,7 +87,8 @@ def test_a_leader_that_reports_no_share_costs_its_own_cell(value: str, share: fl
 @given(st.text(), st.text())
 def test_labels_of_any_text_end_no_command(epoch: str, index: str) -> None:
     labels = {names.LABEL_EPOCH: epoch, names.LABEL_POD_INDEX: index, names.LABEL_GROUP: "0"}
-    pods = [PodView(name="p-0-3-0", uid="u", labels=labels, created=NOW)]
+    owner = Owner(key=ResourceKey(namespace="default", name="p"), uid="")
+    pods = with_complete_labels([PodView(name="p-0-3-0", uid="u", labels=labels, created=NOW)], owner)
     group = parse_status(status("starts")).groups[0]
-    for known in epochs(pods):
-        assert len(build_stories(group, pods, known)) == 1
+    assert epochs(pods) == (3,)
+    assert len(build_stories(group, pods, 3)) == 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_operator.cluster import CreateObject, PatchStatus, RecordEvent, ResourceKey, ResourceView
+from heteroinfer_operator.cluster import CreateObject, PatchStatus, ResourceKey, ResourceView
 from heteroinfer_operator.reconcile.budget import Budget, Spending, Window, wanted_pods
 from heteroinfer_operator.reconcile.refusals import TOO_MANY_PODS, Acting
 
@@ -147,18 +147,9 @@ def test_what_depends_on_a_status_waits_with_it() -> None:
     resource = build_resource({"roles": [{"pods": 1}]})
     for index in range(3):
         status = PatchStatus(status={"replicas": index}, resource_version="1")
-        event, pod = RecordEvent(reason="EpochStarted", message="x"), create_pod(f"demo-0-{index}-0")
-        acting = Acting("demo", (), NOW, Spending(budget, resource, [status, event, pod], NOW))
-        assert [acting.may(action) for action in (status, event, pod)] == [index < 2] * 3
+        pod = create_pod(f"demo-0-{index}-0")
+        acting = Acting("demo", (), NOW, Spending(budget, resource, [status, pod], NOW))
+        assert [acting.may(action) for action in (status, pod)] == [index < 2] * 2
     assert acting.look_again_s() == 1.0
     assert held == ["status writes"]
     assert Acting("demo", (), NOW, Spending(Budget(), resource, [], NOW)).may(status)
-
-
-def test_events_beyond_the_bound_are_left_out() -> None:
-    resource, budget = build_resource({}), Budget()
-    events = [RecordEvent(reason="PodWaits", message=str(index)) for index in range(30)]
-    for seconds, most in ((0, 10), (59, 0), (60, 10)):
-        now = NOW + timedelta(seconds=seconds)
-        acting = Acting("demo", (), now, Spending(budget, resource, events, now))
-        assert sum(acting.may(event) for event in events) == most

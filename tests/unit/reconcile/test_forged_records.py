@@ -155,7 +155,7 @@ def test_a_forged_object_ends_nothing_and_decides_nothing(
 
 def test_a_record_that_is_forged_again_and_again_is_not_deleted_as_often() -> None:
     world = served()
-    world.calm = False  # each forgery is an event until the budget of events is spent
+    world.calm = False  # each forgery is an event
     key = config_map(world, "revision")
     forged = with_code(evil(world.objects[key]), None)
     pods = world.workers()
@@ -165,6 +165,25 @@ def test_a_record_that_is_forged_again_and_again_is_not_deleted_as_often() -> No
     assert looks < 150
     assert world.events.count(EVENT) < 50
     assert world.workers() == pods
+
+
+def test_a_group_of_an_unknown_revision_keeps_what_is_its_own_under_any_name() -> None:
+    world = served()
+    service = world.objects["Service", "demo-0-ranks"]
+    for name, labels in {
+        "own": {},
+        "epoch": {names.LABEL_EPOCH: "1"},
+        "other": {names.LABEL_GROUP: "7"},
+    }.items():
+        metadata = {**service["metadata"], "name": name}
+        metadata["labels"] = {**metadata["labels"], **labels}
+        world.objects["Service", name] = {**service, "metadata": metadata}
+    world.change_spec(**REFUSED)
+    del world.objects[config_map(world, "revision")]
+    world.step()
+    services = {name for kind, name in world.objects if kind == "Service"}
+    assert services >= {"demo-0-ranks", "own"}
+    assert services.isdisjoint({"epoch", "other"})
 
 
 def forget_codes(world: World) -> None:

@@ -12,7 +12,7 @@ import pytest
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import GroupStatus, parse_status
-from heteroinfer_operator.cluster import Action, PatchStatus
+from heteroinfer_operator.cluster import PatchStatus, Write
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 EXIT = Failure(reason=FailureReason.RANK_EXITED, message="rank 1 exited", pod=1, rank=1).to_json()
@@ -44,7 +44,7 @@ class MortalWorld(World):
             self.restart_operator()
         return False
 
-    def _run(self, action: Action) -> None:
+    def _run(self, action: Write) -> None:
         if self.acts == 0:
             raise DiedError
         World._run(self, action)  # slots: no super() of a dataclass made anew

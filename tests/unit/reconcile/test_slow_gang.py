@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject
+from heteroinfer_operator.cluster import ApplyObject, CreateObject, Write
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, subject
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
@@ -23,10 +23,10 @@ class SlowGang(World):
     under_way: dict[tuple[str, str], tuple[datetime, dict[str, Any]]] = field(default_factory=dict)
     asked_for: set[str] = field(default_factory=set)
 
-    def _why_refused(self, action: Action) -> tuple[str, str] | None:
+    def _why_refused(self, action: Write) -> tuple[str, str] | None:
         found = subject(action, "demo")
         (gang,) = self.gangs
-        if found is None or found[0] != KINDS[gang] or found in self.objects:
+        if found[0] != KINDS[gang] or found in self.objects:
             return World._why_refused(self, action)
         if isinstance(action, ApplyObject | CreateObject):
             self.asked_for.add(found[1])
@@ -70,9 +70,9 @@ class Quota(World):
     others: int = 1
     made: list[str] = field(default_factory=list)
 
-    def _why_refused(self, action: Action) -> tuple[str, str] | None:
+    def _why_refused(self, action: Write) -> tuple[str, str] | None:
         found = subject(action, "demo")
-        if isinstance(action, ApplyObject) and found is not None and found[0] == "PodGroup":
+        if isinstance(action, ApplyObject) and found[0] == "PodGroup":
             if found not in self.objects and self.others + sum(
                 kind == "PodGroup" for kind, _ in self.objects
             ):

@@ -29,6 +29,7 @@ from heteroinfer_operator.cluster import (
     SetFinalizer,
     TryObjects,
     Waiting,
+    Write,
 )
 from heteroinfer_operator.kube.kept import WrittenAgain
 from heteroinfer_operator.kube.trim import find_key_secret
@@ -114,6 +115,7 @@ class World:
     Attributes:
         writes: actions of the last reconcile that would write to the API server.
         events: reasons of all events so far.
+        recorded: all events so far, the same ones once.
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
@@ -127,8 +129,9 @@ class World:
         status_managers: field managers that have written the status.
         pod_taker: whether another controller takes the labels off each pod right after it was created.
         rival: what another operator makes of each status that is written.
-        calm: whether the budget of pods and events must never hold anything back.
+        calm: whether the budget of pods must never hold anything back, nor the recorder drop an event.
         budget: what the resource caused of late.
+        held_back: kinds of all actions that it held back so far.
         caused: moments at which an action ran, by its kind: pods, status writes and events.
         meddler: does to stored objects what another controller does after each reconcile.
         written: what was written of late, of one generation.
@@ -160,8 +163,9 @@ class World:
     pods_unwatched: bool = False
     fetch: FetchProgress | None = None
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
-    writes: list[Action] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
+    recorded: set[RecordEvent] = field(default_factory=set)
     created: list[str] = field(default_factory=list)
     graces: dict[str, int | None] = field(default_factory=dict)
     uids: int = 0
@@ -180,6 +184,7 @@ class World:
     rival: Callable[[dict[str, Any]], dict[str, Any]] = lambda status: status
     calm: bool = True
     budget: Budget = field(default_factory=Budget)
+    held_back: list[str] = field(default_factory=list)
     caused: dict[str, list[datetime]] = field(default_factory=dict)
     meddler: Callable[[Objects], None] = lambda objects: None
     written: tuple[int, WrittenAgain] = field(default_factory=lambda: (0, WrittenAgain()))
@@ -241,9 +246,13 @@ class World:
         decision = reconcile(observation, self.now, self.options)
         self.connecting.keep(decision.connecting)
         self.writes = []
+        self.budget.report = self.held_back.append
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)
         acting = Acting("demo", self.refusals, self.now, spending)
         for action in decision.actions:
+            if isinstance(action, RecordEvent):
+                self._record(action)
+                continue
             self._note_wanted(action)
             if not acting.may(action):
                 continue
@@ -252,12 +261,18 @@ class World:
             else:
                 self._do(action, acting)
         self.refusals = tuple(acting.known.values())
-        held = self.budget.held_back
-        assert not self.calm or not held["pods"] + held["events"], held
+        assert not self.calm or "pods" not in self.held_back
         due = [wait for wait in (decision.look_again_s, acting.look_again_s()) if wait is not None]
         self.look_again_s = min(due, default=None)
         self._meddle()
         return decision
+
+    def _record(self, event: RecordEvent) -> None:
+        """Records an event; EventRecorder counts the same again in the first one's series."""
+        if event not in self.recorded:
+            self._note_caused(event)
+        self.recorded.add(event)
+        self.events.append(event.reason)
 
     def _meddle(self) -> None:
         """Does what others do after each reconcile."""
@@ -271,27 +286,27 @@ class World:
             self.status = wanted
             self.version += 1
 
-    def _why_refused(self, action: Action) -> tuple[str, str] | None:
+    def _why_refused(self, action: Write) -> tuple[str, str] | None:
         """Returns reason and words of why an action is refused, or None."""
         if isinstance(action, TryObjects) and self.silent:
             self.tried.append(action.revision)
             return NOT_ANSWERED, "the answer is awaited"
         if self._is_unanswered(action):
-            self.asked.add((subject(action, "demo") or ("", ""))[1])
+            self.asked.add(subject(action, "demo")[1])
             return NOT_ANSWERED, "no answer"
         if words := self._refused(action):
             return OBJECT_REFUSED, words
         if is_pod(action) and self._is_taken(action):
             return NAME_TAKEN, "a pod of this name belongs to somebody else"
-        if words := self.holds.get(subject(action, "demo") or ("", ""), ""):
+        if words := self.holds.get(subject(action, "demo"), ""):
             return NAME_HELD, words
         return None
 
-    def _do(self, action: Action, acting: Acting) -> None:
+    def _do(self, action: Write, acting: Acting) -> None:
         """Runs an action that nobody refuses."""
         if isinstance(action, TryObjects):
             self.admitted = frozenset({action.revision})
-        writes = not isinstance(action, RecordEvent) and not self._is_there(action)
+        writes = not self._is_there(action)
         was_there = subject(action, "demo") in self.objects
         self._run(action)
         self._note_caused(action)
@@ -305,16 +320,16 @@ class World:
             acting.done(action)
         self.writes += [action] if writes else []
 
-    def _note_wanted(self, action: Action) -> None:
-        kind, name = subject(action, "demo") or ("", "")
+    def _note_wanted(self, action: Write) -> None:
+        kind, name = subject(action, "demo")
         if kind != "Pod" or not isinstance(action, CreateObject):
             return
         self.unmade.add(name)
         if not self._is_unanswered(action) and (self._refused(action) or (kind, name) in self.holds):
             self.unmade.discard(name)
 
-    def _is_unanswered(self, action: Action) -> bool:
-        kind, name = subject(action, "demo") or ("", "")
+    def _is_unanswered(self, action: Write) -> bool:
+        kind, name = subject(action, "demo")
         return any(_is_meant(found, kind, name) for found in self.unanswered)
 
     def live(self, seconds: float) -> int:
@@ -330,9 +345,9 @@ class World:
             self.advance_time(min(wait_s, (end - self.now).total_seconds()))
         return looks
 
-    def _is_taken(self, action: Action) -> bool:
+    def _is_taken(self, action: Write) -> bool:
         """Returns whether somebody else's pod has the name of one that is to be created."""
-        name = (subject(action, "demo") or ("", ""))[1]
+        name = subject(action, "demo")[1]
         return name in self.strangers or (name in self.pods and self.pods[name].uid.startswith("forged"))
 
     def _note_caused(self, action: Action) -> None:
@@ -347,9 +362,10 @@ class World:
         self.caused[kind] = [*moments, self.now]
         if kind == "pods":
             most = most_pods(wanted_pods(self.observe().resource))
-        assert len(moments) < most, f"{len(moments) + 1} {kind} within {within}"
+        if kind != "events" or self.calm:  # EventRecorder drops the others
+            assert len(moments) < most, f"{len(moments) + 1} {kind} within {within}"
 
-    def _changed(self, action: Action) -> str:
+    def _changed(self, action: Write) -> str:
         """Returns in which words an object is said to be another one than was written, or ""."""
         if is_pod(action):
             assert isinstance(action, CreateObject)
@@ -360,7 +376,7 @@ class World:
         stored = self.objects[action.manifest["kind"], action.manifest["metadata"]["name"]]
         return "a webhook changes it" if find_drift(stored, action.manifest) else ""
 
-    def _is_written_again(self, action: Action) -> bool:
+    def _is_written_again(self, action: Write) -> bool:
         if self.written[0] != self.generation:
             self.written = self.generation, WrittenAgain()
         if isinstance(action, DeleteObject) and action.kind != "Pod":
@@ -370,13 +386,13 @@ class World:
         kind, name = action.manifest["kind"], action.manifest["metadata"]["name"]
         return self.written[1].note(kind, name, action.manifest, self.now)
 
-    def _refused(self, action: Action) -> str:
+    def _refused(self, action: Write) -> str:
         """Returns in which words an action is refused, or ""."""
         if isinstance(action, TryObjects):
             self.tried.append(action.revision)
             tried = (self._refused(CreateObject(manifest=manifest)) for manifest in action.manifests)
             return next(filter(None, tried), "")
-        kind, name = subject(action, "demo") or ("", "")
+        kind, name = subject(action, "demo")
         refused = [words for found, words in self.refuses.items() if _is_meant(found, kind, name)]
         if kind == "Pod" and isinstance(action, CreateObject):
             refused.append(self.refuses_pods)
@@ -386,9 +402,13 @@ class World:
         """Returns what a reconcile would do now, though nothing has changed; none in a world at rest."""
         acting = Acting("demo", self.refusals, self.now)
         decided = reconcile(self.observe(), self.now, self.options).actions
-        return [action for action in decided if not self._is_there(action) and acting.may(action)]
+        return [
+            action
+            for action in decided
+            if isinstance(action, RecordEvent) or (not self._is_there(action) and acting.may(action))
+        ]
 
-    def _is_there(self, action: Action) -> bool:
+    def _is_there(self, action: Write) -> bool:
         """Returns whether an action would create what exists, which is as good."""
         return (
             isinstance(action, CreateObject) and action.may_exist and subject(action, "demo") in self.objects
@@ -496,7 +516,7 @@ class World:
     def _change(self, change: Callable[[PodView], PodView]) -> None:
         self.pods = {name: change(pod) for name, pod in self.pods.items()}
 
-    def _run(self, action: Action) -> None:
+    def _run(self, action: Write) -> None:
         match action:
             case SetFinalizer(present=present):
                 # A reconcile follows the version through its own writes.
@@ -505,8 +525,6 @@ class World:
                 assert version == str(self.version), "status decided on an older resource"
                 self.status = dict(status)
                 self.version += 1
-            case RecordEvent(reason=reason):
-                self.events.append(reason)
             case CreateObject() if self._is_there(action):
                 pass
             case CreateObject(manifest=manifest) | ApplyObject(manifest=manifest):

@@ -340,17 +340,6 @@ class HeteroInferenceSpec(Model):
         """Returns the ranks of a group."""
         return sum(role.num_ranks for role in self.roles)
 
-    @property
-    def life(self) -> "LifeSpec":
-        """Returns what it says of the life of groups."""
-        return LifeSpec(
-            replicas=self.replicas,
-            suspend=self.suspend,
-            startup=self.startup,
-            restart=self.restart,
-            rollout=self.rollout,
-        )
-
 
 class LifeSpec(StatusModel):
     """What a spec says of how groups live, which holds though the rest of the spec is refused."""

@@ -73,7 +73,7 @@ class ModelPhase(StrEnum):
 
 
 class GroupPhase(StrEnum):
-    """What a group is doing; for people, never read back to decide."""
+    """What a group is doing, as last written; pods decide whether it still holds."""
 
     PENDING = "Pending"
     STARTING = "Starting"

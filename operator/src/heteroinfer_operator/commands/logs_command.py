@@ -16,6 +16,8 @@ from heteroinfer_operator.fleet.story import PodStory, build_stories, epochs, te
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, Query, load_configuration
 from heteroinfer_operator.kube.trim import pod_view
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.reconcile.reading import pods_by_group, with_complete_labels
 from heteroinfer_operator.stored_fields import UnreadableError
 
 _TAIL_LINES: Final = 50
@@ -61,9 +63,9 @@ async def _print_logs(arguments: argparse.Namespace) -> None:
     try:
         (resource,) = await read_resources(server, namespace, arguments.name)
         groups = _chosen(resource.status.groups, arguments.group, resource.key)
-        pods = await _read_pods(server, resource.key)
+        by_group = pods_by_group(await _read_pods(server, resource.key))
         for group in groups:
-            own = [pod for pod in pods if pod.labels.get(names.LABEL_GROUP) == str(group.index)]
+            own = by_group.get(group.index, ())
             if arguments.previous:
                 await _tell_previous(server, namespace, group, own, arguments.tail)
             else:
@@ -81,7 +83,7 @@ def _chosen(groups: Sequence[GroupStatus], index: int | None, key: ResourceKey) 
     return chosen
 
 
-async def _read_pods(server: ApiServer, key: ResourceKey) -> list[PodView]:
+async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]:
     selector = f"{names.LABEL_RESOURCE}={key.name},{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
     listed = await server.get(POD.path(key.namespace), {"labelSelector": selector})
     found = []
@@ -90,7 +92,7 @@ async def _read_pods(server: ApiServer, key: ResourceKey) -> list[PodView]:
             found.append(pod_view(item))
         except UnreadableError as error:
             _say(f"a pod is left out, since it cannot be read ({error.message})")
-    return found
+    return with_complete_labels(found, Owner(key=key, uid=""))
 
 
 async def _tell_current(

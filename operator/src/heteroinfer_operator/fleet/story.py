@@ -7,6 +7,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure
 from heteroinfer_operator.api import FailureStatus, GroupStatus
 from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.reconcile.reading import epoch_of, index_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class PodStory:
 
 
 def epochs(pods: Sequence[PodView]) -> tuple[int, ...]:
-    """Returns the epochs that pods are of, the newest last."""
-    return tuple(sorted({_epoch(pod) for pod in pods}))
+    """Returns the epochs that pods are of, the newest last; their labels are complete."""
+    return tuple(sorted({epoch_of(pod) for pod in pods}))
 
 
 def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tuple[PodStory, ...]:
@@ -37,15 +38,15 @@ def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tu
 
     In an epoch that runs, the rank that ended the last one comes first.
     """
-    current = [pod for pod in pods if _epoch(pod) == epoch]
+    current = [pod for pod in pods if epoch_of(pod) == epoch]
     ranks = _ranks_by_pod(group)
     culprit = _culprit(group, current, ranks)
 
     def order(pod: PodView) -> tuple[bool, bool, int]:
-        return _index(pod) != culprit, not _ended_badly(pod), _index(pod)
+        return index_of(pod) != culprit, not _ended_badly(pod), index_of(pod)
 
     return tuple(
-        _story(pod, ranks.get(pod.name, ()), culprit=_index(pod) == culprit and pod.termination is not None)
+        _story(pod, ranks.get(pod.name, ()), culprit=index_of(pod) == culprit and pod.termination is not None)
         for pod in sorted(current, key=order)
     )
 
@@ -67,20 +68,6 @@ def tell_group(group: GroupStatus) -> str:
     return f"group {group.index} epoch {group.epoch}: {group.phase.value}{waits}"
 
 
-def _index(pod: PodView) -> int:
-    return _number(pod, names.LABEL_POD_INDEX)
-
-
-def _epoch(pod: PodView) -> int:
-    return _number(pod, names.LABEL_EPOCH)
-
-
-def _number(pod: PodView, label: str) -> int:
-    """Returns the number in a label; 0 if somebody changed the label to other text."""
-    text = pod.labels.get(label, "")
-    return int(text) if text.isascii() and text.isdecimal() else 0
-
-
 def _ranks_by_pod(group: GroupStatus) -> Mapping[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for entry in group.members:
@@ -96,14 +83,14 @@ def _failures(pods: Iterable[PodView]) -> list[tuple[PodView, Failure]]:
 def _culprit(group: GroupStatus, pods: Sequence[PodView], ranks: Mapping[str, tuple[int, ...]]) -> int | None:
     """Returns the index of the culprit's pod by its own word, its peers', or the last failure's rank."""
     failures = _failures(pods)
-    own = [pod for pod, failure in failures if failure.pod == _index(pod)]
+    own = [pod for pod, failure in failures if failure.pod == index_of(pod)]
     if own:
-        return _index(own[0])
+        return index_of(own[0])
     blamed = [failure.pod for _, failure in failures if failure.pod is not None]
     if blamed:
         return blamed[0]
     last = group.failures[-1].rank if group.failures else None
-    return next((_index(pod) for pod in pods if last is not None and last in ranks.get(pod.name, ())), None)
+    return next((index_of(pod) for pod in pods if last is not None and last in ranks.get(pod.name, ())), None)
 
 
 def _ended_badly(pod: PodView) -> bool:
@@ -112,7 +99,7 @@ def _ended_badly(pod: PodView) -> bool:
 
 def _story(pod: PodView, ranks: tuple[int, ...], *, culprit: bool) -> PodStory:
     role = pod.labels.get(names.LABEL_ROLE, "")
-    who = f"rank {', '.join(map(str, ranks))}" if ranks else f"pod {_index(pod)}"
+    who = f"rank {', '.join(map(str, ranks))}" if ranks else f"pod {index_of(pod)}"
     where = f" on node {pod.node}" if pod.node else ""
     return PodStory(
         name=pod.name,

@@ -27,6 +27,7 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
     SetFinalizer,
     TryObjects,
+    Write,
 )
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.child_errors import ChildError, refused_words, unanswered_words
@@ -180,7 +181,7 @@ class ActionRun:
         self._ways.callbacks.status_written(self._resource.key, False)
         self._status_s = again_s
 
-    def _hold(self, actions: Iterable[Action]) -> None:
+    def _hold(self, actions: Iterable[Write]) -> None:
         for action in actions:
             self._acting.conflicted(action)
 
@@ -251,8 +252,8 @@ class ActionRun:
 
     # Children.
 
-    async def _run_stage(self, stage: Sequence[Action]) -> None:
-        started: dict[asyncio.Task[object], Sequence[Action]] = {}
+    async def _run_stage(self, stage: Sequence[Write]) -> None:
+        started: dict[asyncio.Task[object], Sequence[Write]] = {}
         pods: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
         for action in stage:
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name:
@@ -284,36 +285,32 @@ class ActionRun:
             return None
         return action if self._acting.may(action) else None
 
-    def _may_start(self, action: Action) -> bool:
+    def _may_start(self, action: Write) -> bool:
         if not self._acting.may(action):
             return False
-        if self._subject(action) in self._kept.under_way:
+        if subject(action, self._resource.key.name) in self._kept.under_way:
             self._note_under_way([action])
             return False
         return True
 
-    def _note_under_way(self, actions: Iterable[Action]) -> None:
+    def _note_under_way(self, actions: Iterable[Write]) -> None:
         """Has nothing made that needs an object of which the write is not answered yet."""
         for action in actions:
             if isinstance(action, CreateObject | ApplyObject):
                 self._refused(action, NOT_ANSWERED, unanswered_words(action, _UNDER_WAY))
 
-    def _launch(self, actions: Sequence[Action], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+    def _launch(self, actions: Sequence[Write], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = self._start(work, f"writes of {self._resource.key}")
         for action in actions:
             epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""
-            entry = self._launched[self._subject(action)] = UnderWay(task, scopes_of(action), epoch)
-            self._kept.under_way[self._subject(action)] = entry
+            found = subject(action, self._resource.key.name)
+            self._launched[found] = self._kept.under_way[found] = UnderWay(task, scopes_of(action), epoch)
         task.add_done_callback(lambda _: self._answered(actions))
         return task
 
-    def _subject(self, action: Action) -> Subject:
-        found = subject(action, self._resource.key.name)
-        assert found is not None  # events are no requests of a child
-        return found
-
-    def _answered(self, actions: Iterable[Action]) -> None:
-        for found in map(self._subject, actions):
+    def _answered(self, actions: Iterable[Write]) -> None:
+        for action in actions:
+            found = subject(action, self._resource.key.name)
             if self._kept.under_way.get(found) is self._launched.get(found):  # not that of a later try
                 self._kept.under_way.pop(found, None)
         if self._over:
@@ -336,7 +333,7 @@ class ActionRun:
             for create in together:
                 group.create_task(self._run_one(create))
 
-    async def _run_one(self, action: Action) -> bool:
+    async def _run_one(self, action: Write) -> bool:
         """Runs an action on a child; returns whether it was done. The action is not under way after that."""
         match action:
             case CreateObject():
@@ -356,7 +353,7 @@ class ActionRun:
         async with self._kept.slots:
             await work
 
-    async def _attempt(self, action: Action, work: Coroutine[Any, Any, None]) -> bool:
+    async def _attempt(self, action: Write, work: Coroutine[Any, Any, None]) -> bool:
         """Returns whether an action was done; why it was not is noted."""
         try:
             await work
@@ -381,15 +378,15 @@ class ActionRun:
             self._kept.acting.now = datetime.now(UTC)
         return self._kept.acting
 
-    def _met(self, action: Action, error: ConflictError) -> None:
+    def _met(self, action: Write, error: ConflictError) -> None:
         self._current().conflicted(action)
         self._conflict = self._conflict or error
 
-    def _unanswered(self, action: Action, error: HeteroInferError) -> None:
+    def _unanswered(self, action: Write, error: HeteroInferError) -> None:
         logger.warning("%s: %s", self._resource.key, unanswered_words(action, error.message))
         self._refused(action, NOT_ANSWERED, unanswered_words(action, error.message[:300]))
 
-    def _refused(self, action: Action, reason: str, message: str) -> None:
+    def _refused(self, action: Write, reason: str, message: str) -> None:
         if self._generation != self._kept.generation:  # the spec was changed: all is tried anew
             return
         news = self._current().refused(action, reason, message)
@@ -407,9 +404,9 @@ class ActionRun:
             logger.error("%s: a defect of the operator, please report it", self._resource.key, exc_info=error)
 
 
-def _stages(actions: Sequence[Action]) -> Iterator[list[Action]]:
+def _stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
     """Yields the actions on children in stages: those of one stage may run at once."""
-    stage: list[Action] = []
+    stage: list[Write] = []
     for action in actions:
         if not isinstance(action, CreateObject | ApplyObject | DeleteObject):
             continue
@@ -421,7 +418,7 @@ def _stages(actions: Sequence[Action]) -> Iterator[list[Action]]:
         yield stage
 
 
-def _kind(action: Action) -> str:
+def _kind(action: Write) -> str:
     if isinstance(action, DeleteObject):
         return "delete"
     is_pod = isinstance(action, CreateObject) and action.manifest["kind"] == POD.name

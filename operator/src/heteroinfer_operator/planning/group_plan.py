@@ -89,22 +89,13 @@ def _placed(
     key = spec.scheduling.topology_key
     asked = [demand for _, demand in demands]
     found = assign_nodes(asked, free_nodes, key)
-    if found is None and not capacity.others_wait:
-        # What can never be planned is reported first: capacity would not help.
-        make_plan(request, _inventory(spec, capacity, demands, None, on_cpus))
-        raise Shortage(
-            f"{explain(asked, free_nodes, key)}; {_WAITS}",
-            reason=PlanReason.INSUFFICIENT_CAPACITY,
-        )
     inventory = _inventory(spec, capacity, demands, found, on_cpus)
-    planned = make_plan(request, inventory)
+    planned = make_plan(request, inventory)  # what can never be planned is reported before what is missing
+    missing = _take(found, asked, capacity, free_nodes, key)
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes)
     )
-    if found is not None:
-        _take(found, asked, free_nodes)
     if found is None or capacity.others_wait:
-        missing = "" if found else explain(asked, free_nodes, key)
         return replace(planned, node_assignment=node_assignment, missing=missing)
     by_role: dict[str, list[str]] = {}
     for (role, _), node in zip(demands, found.nodes, strict=True):
@@ -133,16 +124,11 @@ def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> t
     asked = [role_demand(spec, roles[pod.role], pod.device, capacity.resource) for pod in plan.pods]
     key = spec.scheduling.topology_key
     found = assign_nodes(asked, capacity.free_nodes, key)
+    missing = _take(found, asked, capacity, capacity.free_nodes, key)
     labelled = labelled_roles(spec, [free_node.node for free_node in capacity.free_nodes])
     assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled))
-    if found is None:
-        missing = explain(asked, capacity.free_nodes, key)
-        if not capacity.others_wait:
-            raise Shortage(f"{missing}; {_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
+    if found is None or capacity.others_wait:
         return assignment, missing
-    _take(found, asked, capacity.free_nodes)
-    if capacity.others_wait:
-        return assignment, ""
     nodes = {pod.index: node for pod, node in zip(plan.pods, found.nodes, strict=True)}
     return replace(assignment, nodes=nodes, domain=(key, found.domain) if key else None), ""
 
@@ -180,10 +166,23 @@ def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> froz
     return frozenset(found)
 
 
-def _take(found: Placement, demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> None:
+def _take(
+    found: Placement | None,
+    demands: Sequence[PodDemand],
+    capacity: Capacity,
+    free_nodes: Sequence[FreeNode],
+    key: str,
+) -> str:
+    """Takes what a placement needs; without a placement, returns what others wait for or raises Shortage."""
+    if found is None:
+        missing = explain(demands, free_nodes, key)
+        if not capacity.others_wait:
+            raise Shortage(f"{missing}; {_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
+        return missing
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     for demand, node in zip(demands, found.nodes, strict=True):
         by_name[node].take(demand.requests)
+    return ""
 
 
 def _inventory(

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, Plan, RankAssignment
+from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, Mode, Plan, RankAssignment
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.feed_forward import (
@@ -161,13 +161,18 @@ PlanMode: TypeAlias = StagesMode | FeedForwardMode
 
 
 def choose_mode(
-    topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+    mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> PlanMode:
     """Returns the mode with what its ranks have of the model; raises PlanError as choose_remote."""
-    own = topology.stages[0][0].placed.role.feed_forward
-    if own is None:
-        return StagesMode(topology=topology, profile=profile, engine=engine, inventory=inventory)
-    remote = choose_remote(own, topology, profile, engine, inventory)
-    return FeedForwardMode(
-        topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
-    )
+    match mode:
+        case Mode.PIPELINE | Mode.TENSOR:
+            return StagesMode(topology=topology, profile=profile, engine=engine, inventory=inventory)
+        case Mode.FEED_FORWARD:
+            own = topology.stages[0][0].placed.role.feed_forward
+            assert own is not None  # a spec of this mode has it
+            remote = choose_remote(own, topology, profile, engine, inventory)
+            return FeedForwardMode(
+                topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
+            )
+        case _:
+            assert_never(mode)

@@ -111,7 +111,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     check_quantization(profile, engine)
     cpus = {role: inventory.cpu_features.get(role) for role in topology.cpu_roles}
     warnings += check_support(profile, engine, cpus, stages=stages, first=first)
-    mode = choose_mode(topology, profile, engine, inventory)
+    mode = choose_mode(spec.parallelism.mode, topology, profile, engine, inventory)
     warnings += mode.check()
     batches = batches_at_once(spec.parallelism.mode, stages, first)
     sizes = Sizes.of(mode.in_stages, engine, topology.tensor, batches=batches)

@@ -13,8 +13,8 @@ from heteroinfer_operator.api import GroupStatus, RankEntry
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.reconcile import transitions
-from heteroinfer_operator.reconcile.one_group.decision import epoch_of, index_of
 from heteroinfer_operator.reconcile.one_group.made import Made
+from heteroinfer_operator.reconcile.reading import epoch_of, index_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 

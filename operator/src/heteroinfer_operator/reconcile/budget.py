@@ -1,4 +1,4 @@
-"""Bounds what one resource causes: new pods, status writes and events, whatever a decision wants. Pure.
+"""Bounds what one resource causes: new pods and status writes, whatever a decision wants. Pure.
 
 A defect, a webhook or another controller can undo each write, and each undone write wakes the next reconcile.
 Back-offs slow the causes that are known; this budget bounds all others. Deletes are never held back, except
@@ -20,15 +20,13 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     Manifest,
     PatchStatus,
-    RecordEvent,
     ResourceView,
 )
+from heteroinfer_operator.reconcile.scopes import group_scope
 
 PODS_WITHIN: Final = timedelta(minutes=1)
 STATUS_WRITES: Final = 2
 STATUS_WRITES_WITHIN: Final = timedelta(seconds=1)
-EVENTS: Final = 10
-EVENTS_WITHIN: Final = timedelta(minutes=1)
 UNDONE_BY_OTHERS: Final = 5
 """Status writes in a row that somebody else changed, after which two writers are at odds."""
 _SENT_KEPT: Final = 8
@@ -94,15 +92,12 @@ class Budget:
     """What a resource caused of late; lives as long as the operator knows the resource.
 
     Attributes:
-        held_back: how often each kind had to wait, since the start of the operator.
         undone: stored status writes in a row each of which somebody else then changed.
         report: called with each kind of action of which one had to wait.
     """
 
     pods: Window = field(default_factory=lambda: Window(PODS_WITHIN))
     status_writes: Window = field(default_factory=lambda: Window(STATUS_WRITES_WITHIN))
-    events: Window = field(default_factory=lambda: Window(EVENTS_WITHIN))
-    held_back: Counter[str] = field(default_factory=Counter)
     undone: int = 0
     report: Callable[[str], None] = lambda kind: None
     _sent: list[tuple[datetime, bytes]] = field(default_factory=list)
@@ -173,8 +168,6 @@ class Spending:
                 if not wait:
                     budget.note_status(self.resource.status, status, now)
                 return self._count("status writes", budget.status_writes, wait)
-            case RecordEvent():
-                return self._count("events", budget.events, budget.events.wait(1, EVENTS, now))
         return 0.0
 
     def _pods_wait(self, scopes: frozenset[str]) -> timedelta:
@@ -189,7 +182,6 @@ class Spending:
 
     def _count(self, kind: str, window: Window, wait: timedelta) -> float:
         if wait:
-            self.budget.held_back[kind] += 1
             self.budget.report(kind)
         else:
             window.add(self.now)
@@ -210,7 +202,7 @@ class Spending:
 
     def _last_failure(self, scopes: frozenset[str]) -> str:
         groups = [group for group in self.resource.status.get("groups") or () if isinstance(group, Mapping)]
-        ours = [group for group in groups if f"group/{group.get('index')}" in scopes]
+        ours = [group for group in groups if group_scope(group.get("index", -1)) in scopes]
         failures = [failure for group in ours for failure in group.get("failures") or ()]
         if not failures or not isinstance(failures[-1], Mapping):
             return ""

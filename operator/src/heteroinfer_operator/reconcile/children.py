@@ -6,9 +6,9 @@ the spec says by then: its policy, its Service, its plan.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from heteroinfer_contract import names
+from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest, PodView
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
@@ -24,11 +24,9 @@ from heteroinfer_operator.manifests.service import build_client_service, build_g
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.made import revision_of
-from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE, Context, group_scope
+from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
-
-MODEL_SCOPE: Final = "model"
-"""Scope of the actions that look at the model."""
+from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, MODEL_SCOPE, group_scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +48,7 @@ class Children:
 
     Attributes:
         kept: names of those that stay as they are, since what they were made with is not known.
+        kept_groups: of which all that have no epoch stay, for the same reason.
         kept_kinds: of which all that there are stay: claims hold models, and a refused spec names none.
         readable: names of stored plans and revisions that can be read.
         forged: names of stored plans and revisions that somebody else wrote or damaged.
@@ -59,6 +58,7 @@ class Children:
 
     wanted: tuple[Child, ...] = ()
     kept: frozenset[str] = field(default=frozenset())
+    kept_groups: frozenset[str] = field(default=frozenset())
     kept_kinds: frozenset[str] = field(default=frozenset())
     readable: frozenset[str] = field(default=frozenset())
     forged: frozenset[str] = field(default=frozenset())
@@ -75,6 +75,7 @@ def find_children(
     in_use: dict[str, set[str]] = {}
     wanted: list[Child] = []
     kept: set[str] = set()
+    kept_groups: set[str] = set()
     for decision in decisions:
         index = decision.status.index
         pods = by_group.get(index, ())
@@ -84,7 +85,7 @@ def find_children(
         for name in {revision.name if revision else None, decision.status.revision} - {None}:
             in_use.setdefault(str(name), set()).add(group_scope(index))
         if revision is None:
-            kept.add(identity.group_service(owner, index))
+            kept_groups.add(str(index))
         else:
             wanted += _of_group(context, decision, revision)
         if decision.gang_object is not None:
@@ -108,6 +109,7 @@ def find_children(
     return Children(
         wanted=tuple(wanted),
         kept=frozenset(kept),
+        kept_groups=frozenset(kept_groups),
         kept_kinds=frozenset(kept_kinds),
         readable=frozenset({*plans, *records}),
         forged=frozenset(context.forged),
@@ -132,7 +134,7 @@ def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> 
     ]
     pods = sum(role.pods for role in revision.spec.roles)
     if pods > 1 and index < context.replicas:
-        asleep = decision.status.phase.value == "Sleeping"
+        asleep = decision.status.phase is GroupPhase.SLEEPING
         found.append(Child(manifest=build_disruption_budget(group, pods=pods, asleep=asleep), last=True))
     return found
 
@@ -196,13 +198,16 @@ def decide_children(
         _delete(manifest)
         for manifest in by_name.values()
         if _is_forged(manifest, children.forged)
-        or (
-            _spare(manifest, used_plans)
-            and manifest["metadata"]["name"] not in children.kept
-            and manifest["kind"] not in children.kept_kinds
-        )
+        or (_spare(manifest, used_plans) and not _is_kept(manifest, children))
     ]
     return before, after
+
+
+def _is_kept(manifest: Manifest, children: Children) -> bool:
+    metadata = manifest["metadata"]
+    labels = metadata["labels"]
+    of_kept_group = labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
+    return of_kept_group or metadata["name"] in children.kept or manifest["kind"] in children.kept_kinds
 
 
 def _delete(manifest: Manifest) -> DeleteObject:

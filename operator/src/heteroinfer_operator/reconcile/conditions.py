@@ -14,7 +14,7 @@ from heteroinfer_operator.errors import PlanReason, Shortage
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.life import Life
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
-from heteroinfer_operator.reconcile.reconcile_context import CLIENTS_SCOPE
+from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import REASON as LEADER_SILENT
 
 _RESTARTS_USED_UP: Final = "RestartsUsedUp"

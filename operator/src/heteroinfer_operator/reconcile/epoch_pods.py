@@ -1,20 +1,18 @@
 """The pods of an epoch, and what is said when it starts. Pure."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
-from heteroinfer_operator.cluster import CreateObject, PodView, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
-from heteroinfer_operator.manifests.group_key_secret import build_group_key, group_key_secret, key_of
+from heteroinfer_operator.manifests.group_key_secret import build_group_key, key_of
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
 from heteroinfer_operator.planning import EpochPlan
-from heteroinfer_operator.reconcile import startup
-from heteroinfer_operator.reconcile.epoch_end import IMAGE_CHANGED, EpochEnd
-from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
+from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
+from heteroinfer_operator.reconcile.scopes import group_scope
 
 
 def name_epoch(status: GroupStatus) -> str:
@@ -86,47 +84,3 @@ def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...
         return ()
     scopes = frozenset({group_scope(status.index)})
     return (CreateObject(manifest=build_group_key(group, key), may_exist=True, scopes=scopes),)
-
-
-def find_lost_key(
-    context: Context, status: GroupStatus, pods: Sequence[PodView], *, lacks_pods: bool
-) -> EpochEnd | None:
-    """Returns the end of an epoch with a key that nobody makes any more, of which something is to be made.
-
-    The operator's own key was lost, and it has another one now: that of the group is another one too. A
-    container would wait for the Secret of the old one for ever; a pod with the new one would meet nobody.
-
-    `lacks_pods` says whether some of the epoch's pods are to be made.
-    """
-    group = context.epoch_ref(status)
-    key = key_of(context.options.operator_key, group)
-    made = "" if key is None else group_key_secret(group, key)
-    waiting = (pod for pod in pods if lacks_pods or (startup.lacks_configuration(pod) and pod.key_secret))
-    old = next((pod for pod in waiting if pod.key_secret != made), None)
-    if old is None:
-        return None
-    key_of_pod = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"
-    message = (
-        f"pod {old.name} was made with {key_of_pod}, and the operator has another one now; a new epoch is "
-        "made with that"
-    )
-    return EpochEnd(reason="KeyLost", message=message, counted=False)
-
-
-def find_changed_images(
-    context: Context, revision: Revision, plan: Plan, pods: Sequence[PodView]
-) -> EpochEnd | None:
-    """Returns the end of an epoch of which a pod is to be made again, if its pods get other images now.
-
-    The operator has other defaults, after an upgrade of the chart. Pods of an older version don't say
-    what they were made with.
-    """
-    images = context.options.images.of_plan(revision.spec, plan)
-    old = next((pod for pod in pods if pod.images and pod.images != images), None)
-    if old is None:
-        return None
-    message = (
-        f"a pod is to be made again, with {images} now, and the epoch of pod {old.name} was made with "
-        f"{old.images}; a new epoch is made with what is new"
-    )
-    return EpochEnd(reason=IMAGE_CHANGED, message=message, counted=False)

@@ -12,7 +12,8 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile import older_statuses, transitions
-from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of, index_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
+from heteroinfer_operator.reconcile.reading import epoch_of, index_of
 
 REASON: Final = "PodLabelLost"
 _OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER})

@@ -21,7 +21,7 @@ from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_miss
 from heteroinfer_operator.reconcile.life import Life, find_serving, find_worst
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
-from heteroinfer_operator.reconcile.reconcile_context import Context, group_scope
+from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.refusals import (
     NOT_ANSWERED,
     OF_CHILDREN,
@@ -31,6 +31,7 @@ from heteroinfer_operator.reconcile.refusals import (
 )
 from heteroinfer_operator.reconcile.retired import retire
 from heteroinfer_operator.reconcile.rollout import find_rollout
+from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, MODEL_SCOPE, group_scope
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
 from heteroinfer_operator.reconcile.status_summary import plan_status, summary
 
@@ -116,7 +117,7 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
     found = [
         refusal
         for refusal in context.refusals
-        if scopes & refusal.scopes or not any(scope.startswith("group/") for scope in refusal.scopes)
+        if scopes & refusal.scopes or refusal.scopes <= {CLIENTS_SCOPE, MODEL_SCOPE}
         if refusal.kind != REVISION or refusal.name == context.target.name
         if refusal.kind == REVISION or refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
     ]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
-from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Plan
@@ -13,6 +12,7 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.epoch_end import has_run
+from heteroinfer_operator.reconcile.reading import index_of
 
 _MEASURE_EVERY: Final = timedelta(seconds=60)
 """Between two writes of step times."""
@@ -37,13 +37,13 @@ def with_rank_entries(
         by_name = {pod.name: pod for pod in pods}
         kept = [_of_pod(entry, by_name[entry.pod]) for entry in group.members if entry.pod in by_name]
         return transitions.with_members(group, kept)
-    by_index = {pod.labels[names.LABEL_POD_INDEX]: pod for pod in pods}
+    by_index = {index_of(pod): pod for pod in pods}
     reported = report is not None and report.epoch == group.epoch and report.covers(plan)
     times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
     due = _due(group, before, times, now)
     entries = []
     for rank in plan.ranks:
-        pod = by_index.get(str(rank.pod))
+        pod = by_index.get(rank.pod)
         if pod is None:
             continue
         entry = _of_pod(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)

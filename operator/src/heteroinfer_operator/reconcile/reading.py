@@ -42,6 +42,16 @@ def read_labels(pod: PodView, owner: Owner) -> PodView | None:
     return replace(pod, labels=labels, lost_labels={**pod.lost_labels, **lost})
 
 
+def epoch_of(pod: PodView) -> int:
+    """Returns the epoch in a pod's labels, which are complete."""
+    return int(pod.labels[names.LABEL_EPOCH])
+
+
+def index_of(pod: PodView) -> int:
+    """Returns the index of a pod in its group, by its complete labels."""
+    return int(pod.labels[names.LABEL_POD_INDEX])
+
+
 def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
     """Returns the workers of each group, whose labels are complete."""
     groups: dict[int, list[PodView]] = defaultdict(list)

@@ -36,7 +36,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import believe
-from heteroinfer_operator.reconcile.children import MODEL_SCOPE, decide_children, find_children
+from heteroinfer_operator.reconcile.children import decide_children, find_children
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
 from heteroinfer_operator.reconcile.model_decision import COMPONENTS as MODEL_COMPONENTS
@@ -54,11 +54,12 @@ from heteroinfer_operator.reconcile.new_events import (
 )
 from heteroinfer_operator.reconcile.next_status import build_next_status, status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
-from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.stopping import stop_group
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.rank_entries import with_rank_entries
 from heteroinfer_operator.reconcile.reading import (
+    epoch_of,
     forged_plans,
     kept_plans,
     pods_by_group,
@@ -75,6 +76,7 @@ from heteroinfer_operator.reconcile.revisions import (
     read_records,
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted
+from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 

@@ -16,15 +16,9 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED
 from heteroinfer_operator.reconcile.revisions import Revision, Target
+from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, group_scope
 
-CLIENTS_SCOPE: Final = "clients"
-"""Scope of the actions by which clients reach groups."""
 POD: Final = "Pod"
-
-
-def group_scope(index: int) -> str:
-    """Returns the scope of the actions that make a group."""
-    return f"group/{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,14 @@ from typing import Final, TypeAlias
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import (
-    Action,
     ApplyObject,
     CreateObject,
     DeleteObject,
     PatchStatus,
-    RecordEvent,
     Refusal,
     SetFinalizer,
     TryObjects,
+    Write,
 )
 from heteroinfer_operator.reconcile.budget import Spending, is_pod
 
@@ -81,8 +80,8 @@ _EPOCH: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
 """By kind: where the name of an object of an epoch has the epoch."""
 
 
-def subject(action: Action, resource: str) -> Subject | None:
-    """Returns which object an action writes, or None for events."""
+def subject(action: Write, resource: str) -> Subject:
+    """Returns which object an action writes."""
     match action:
         case CreateObject() | ApplyObject():
             return action.manifest["kind"], action.manifest["metadata"]["name"]
@@ -94,8 +93,6 @@ def subject(action: Action, resource: str) -> Subject | None:
             return STATUS, resource
         case SetFinalizer():
             return names.KIND, resource
-        case RecordEvent():
-            return None
 
 
 def _delay_s(kind: str, reason: str, tries: int) -> float:
@@ -164,52 +161,47 @@ class Acting:
         # The decision knew of it still: the next one says that it is over.
         self._lifted = len(kept) < len(before)
 
-    def may(self, action: Action) -> bool:
+    def may(self, action: Write) -> bool:
         """Returns whether an action can be done now; one that cannot blocks its scopes."""
         if self._is_blocked(action):
             return False
-        kept = self._refusal_of(action)
+        kept = self.known.get(self._key(action))
         if kept is None or kept.retry_at <= self.now or kept.reason == WRITTEN_BY_OTHERS:
             return self._is_within_budget(action)
         if kept.blocks:
             self._block(action)
         return False
 
-    def _is_within_budget(self, action: Action) -> bool:
+    def _is_within_budget(self, action: Write) -> bool:
         """Counts an action against the budget; one that must wait holds back what depends on it."""
-        wait_s = 0.0 if self.spending is None else self.spending.spend(action)
-        if not wait_s:
+        if self.spending is None or not (wait_s := self.spending.spend(action)):
             return True
-        if not isinstance(action, RecordEvent):  # an event is of its moment: it is left out
-            self._held_s.append(wait_s)
-            self._block(action)
-        if self.spending is not None and is_pod(action):
+        self._held_s.append(wait_s)
+        self._block(action)
+        if is_pod(action):
             words = self.spending.describe_pods(scopes_of(action))
             self._note(action, TOO_MANY_PODS, words, retry_at=self.now + timedelta(seconds=wait_s))
         return False
 
-    def done(self, action: Action) -> None:
+    def done(self, action: Write) -> None:
         """Notes that an action was done."""
         if self.spending is not None and isinstance(action, PatchStatus):
             self.spending.budget.note_stored()
         if self._is_of_two_writers(action):
             return
-        found = self._key(action)
-        if found is not None and self.known.pop(found, None) is not None:
+        if self.known.pop(self._key(action), None) is not None:
             self._lifted = True
 
-    def refused(self, action: Action, reason: str, message: str) -> Refusal | None:
+    def refused(self, action: Write, reason: str, message: str) -> Refusal | None:
         """Notes that an action was refused; returns the refusal if an event should tell it, else None."""
         if self.spending is not None and reason in _NOT_MADE:
             self.spending.give_back(action)
         return self._note(action, reason, message)
 
     def _note(
-        self, action: Action, reason: str, message: str, *, retry_at: datetime | None = None
+        self, action: Write, reason: str, message: str, *, retry_at: datetime | None = None
     ) -> Refusal | None:
         found, key = subject(action, self.resource), self._key(action)
-        assert found is not None  # nobody refuses an event
-        assert key is not None
         before = self.known.get(key)
         tries = before.tries + 1 if before is not None else 1
         delay = timedelta(seconds=_delay_s(found[0], reason, tries))
@@ -233,7 +225,7 @@ class Acting:
         is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_news
         return refusal if is_reported else None
 
-    def _is_of_two_writers(self, action: Action) -> bool:
+    def _is_of_two_writers(self, action: Write) -> bool:
         """Returns whether an action is a status write of those that another operator undoes; notes it."""
         if self.spending is None or not isinstance(action, PatchStatus):
             return False
@@ -242,12 +234,12 @@ class Acting:
             self._note(action, WRITTEN_BY_OTHERS, words)
         return bool(words)
 
-    def unsent(self, action: Action) -> None:
+    def unsent(self, action: Write) -> None:
         """Notes that an action that may run was not sent."""
         if self.spending is not None:
             self.spending.give_back(action)
 
-    def conflicted(self, action: Action) -> None:
+    def conflicted(self, action: Write) -> None:
         """Notes that an action met another state than it was decided on."""
         self._block(action)
 
@@ -263,15 +255,10 @@ class Acting:
         waits = [max((moment - self.now).total_seconds(), 0.0) for moment in due]
         return min([*waits, *self._held_s], default=None)
 
-    def _refusal_of(self, action: Action) -> Refusal | None:
-        found = self._key(action)
-        return self.known.get(found) if found is not None else None
+    def _key(self, action: Write) -> Subject:
+        return _kept_as(subject(action, self.resource), scopes_of(action))
 
-    def _key(self, action: Action) -> Subject | None:
-        found = subject(action, self.resource)
-        return None if found is None else _kept_as(found, scopes_of(action))
-
-    def _is_blocked(self, action: Action) -> bool:
+    def _is_blocked(self, action: Write) -> bool:
         match action:
             case CreateObject() | ApplyObject():
                 # What several groups need is made for those that are not blocked.
@@ -279,12 +266,9 @@ class Acting:
                 return self._makes_nothing or nobody_needs_it
             case DeleteObject():
                 return self._keeps_status and action.after_status
-            case RecordEvent():
-                # It reports what is new in the status: the next decision reports it again.
-                return self._keeps_status
         return False
 
-    def _block(self, action: Action) -> None:
+    def _block(self, action: Write) -> None:
         match action:
             case CreateObject() | ApplyObject():
                 self._blocked |= action.scopes
@@ -294,7 +278,7 @@ class Acting:
                 self._keeps_status = self._keeps_status or isinstance(action, PatchStatus)
 
 
-def scopes_of(action: Action) -> frozenset[str]:
+def scopes_of(action: Write) -> frozenset[str]:
     """Returns what an action is part of."""
     return action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
 

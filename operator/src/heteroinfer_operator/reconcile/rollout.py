@@ -13,8 +13,9 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.lost_labels import is_cut_off
 from heteroinfer_operator.reconcile.one_group.decide import decide_group
-from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.made import revision_of
+from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 

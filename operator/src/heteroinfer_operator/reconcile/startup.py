@@ -8,12 +8,12 @@ move; here is what it cannot see, since a pod that never speaks may as well be p
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
-from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import StartupPhase, StartupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.epoch_end import has_run
+from heteroinfer_operator.reconcile.reading import index_of
 
 LOOK_EVERY_S = 15.0
 """While ranks connect, load and warm up: nothing else tells that they moved."""
@@ -132,7 +132,7 @@ def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, Po
 
     `before` are those that were stuck when the status was last written.
     """
-    by_index = {int(pod.labels[names.LABEL_POD_INDEX]): pod for pod in pods}
+    by_index = {index_of(pod): pod for pod in pods}
     return {
         index: pod
         for index, pod in sorted(by_index.items())

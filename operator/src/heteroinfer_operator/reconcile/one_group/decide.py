@@ -16,7 +16,7 @@ from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.one_group.between_epochs import decide_between_epochs, next_revision
-from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.ends import find_epoch_end, find_overdue, pod_missing
 from heteroinfer_operator.reconcile.one_group.living import decide_living
 from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, Made, had_run
@@ -27,6 +27,7 @@ from heteroinfer_operator.reconcile.one_group.stopping import (
     replace_group,
     stop_group,
 )
+from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from heteroinfer_contract import names
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
-from heteroinfer_operator.cluster import CreateObject, DeleteObject, Manifest, PodView, RecordEvent
+from heteroinfer_operator.cluster import CreateObject, DeleteObject, Manifest, RecordEvent
 from heteroinfer_operator.errors import HeteroInferError
 
 
@@ -42,13 +41,3 @@ class GroupDecision:
     lost_labels: str = ""
     cut_off: bool = False
     silent: str = ""
-
-
-def epoch_of(pod: PodView) -> int:
-    """Returns the epoch in a pod's labels."""
-    return int(pod.labels[names.LABEL_EPOCH])
-
-
-def index_of(pod: PodView) -> int:
-    """Returns the index of a pod in its group."""
-    return int(pod.labels[names.LABEL_POD_INDEX])

@@ -7,12 +7,12 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import StartupStatus
 from heteroinfer_operator.errors import PlanReason
+from heteroinfer_operator.manifests.group_key_secret import group_key_secret, key_of
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import startup
-from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd, has_run
+from heteroinfer_operator.reconcile.epoch_end import IMAGE_CHANGED, POD_DELETED, POD_ENDED, EpochEnd, has_run
 from heteroinfer_operator.reconcile.epoch_end import find_epoch_end as find_end_of_pods
-from heteroinfer_operator.reconcile.epoch_pods import find_changed_images, find_lost_key
 from heteroinfer_operator.reconcile.group_planner import gang_of
 from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, had_run
 
@@ -74,17 +74,45 @@ def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
 
 
 def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """A pod must be created, and the operator no longer has the key of the other pods."""
-    lacks_pods = bool(epoch.pods and epoch.missing)
-    return find_lost_key(epoch.context, epoch.status, epoch.pods, lacks_pods=lacks_pods)
+    """A pod or its container must be made, and the operator no longer has the key of the other pods.
+
+    It has another key of its own now, and so has the group. A container would wait for the Secret of the old
+    one for ever; a pod with the new one would meet nobody.
+    """
+    group = epoch.context.epoch_ref(epoch.status)
+    key = key_of(epoch.context.options.operator_key, group)
+    made = "" if key is None else group_key_secret(group, key)
+    missing, lacks = epoch.missing, startup.lacks_configuration
+    waiting = (pod for pod in epoch.pods if missing or (lacks(pod) and pod.key_secret))
+    old = next((pod for pod in waiting if pod.key_secret != made), None)
+    if old is None:
+        return None
+    key_of_pod = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"
+    message = (
+        f"pod {old.name} was made with {key_of_pod}, and the operator has another one now; a new epoch is "
+        "made with that"
+    )
+    return EpochEnd(reason="KeyLost", message=message, counted=False)
 
 
 def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
-    """A spare pod must be created again, and would get another image than the other pods have."""
+    """A spare pod must be created again, and would get another image than the other pods have.
+
+    The operator has other defaults, after an upgrade of the chart. Pods of an older version don't say
+    what they were made with.
+    """
     made = epoch.made
     if made.plan is None or made.revision is None or not epoch.missing & set(epoch.status.spare_pods):
         return None
-    return find_changed_images(epoch.context, made.revision, made.plan, epoch.pods)
+    images = epoch.context.options.images.of_plan(made.revision.spec, made.plan)
+    old = next((pod for pod in epoch.pods if pod.images and pod.images != images), None)
+    if old is None:
+        return None
+    message = (
+        f"a pod is to be made again, with {images} now, and the epoch of pod {old.name} was made with "
+        f"{old.images}; a new epoch is made with what is new"
+    )
+    return EpochEnd(reason=IMAGE_CHANGED, message=message, counted=False)
 
 
 ENDS: Final[tuple[EndCheck, ...]] = (
@@ -96,7 +124,10 @@ ENDS: Final[tuple[EndCheck, ...]] = (
     key_lost,
     images_changed,
 )
-"""The first that finds a cause names it."""
+"""The first that finds a cause names it.
+
+The end of a Ready group must show in its pods: `believed_group` takes back any other.
+"""
 
 
 def find_overdue(

@@ -9,8 +9,9 @@ from heteroinfer_operator.cluster import CreateObject, Manifest, PodView, Record
 from heteroinfer_operator.reconcile import startup, transitions
 from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, name_epoch
 from heteroinfer_operator.reconcile.group_planner import gang_of
-from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, index_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.made import BegunEpoch
+from heteroinfer_operator.reconcile.reading import index_of
 
 
 def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecision:

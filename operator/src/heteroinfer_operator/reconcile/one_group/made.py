@@ -9,7 +9,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile import restarts, startup
-from heteroinfer_operator.reconcile.one_group.decision import index_of
+from heteroinfer_operator.reconcile.reading import index_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.revisions import Revision
 

@@ -14,7 +14,8 @@ from heteroinfer_operator.cluster import PodView, RecordEvent, Refusal
 from heteroinfer_operator.reconcile import restarts, startup, transitions
 from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd
 from heteroinfer_operator.reconcile.epoch_pods import name_epoch
-from heteroinfer_operator.reconcile.one_group.decision import GroupDecision, epoch_of
+from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
+from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 ENDED_EPOCH_GRACE_S: Final = 2
