@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,8 +23,8 @@ from tests.cluster.folders import REPOSITORY
 from tests.hub_server import HubServer, Repository
 from tests.unit.contract.test_model_files import CONFIG, TENSORS, write_model
 from vllm_heteroinfer.fetch.errors import FetchError
-from vllm_heteroinfer.fetch.headers import read_hub_profile
-from vllm_heteroinfer.fetch.hub_reader import FIRST_BYTES, HubReader
+from vllm_heteroinfer.fetch.headers import ended_after, read_hub_profile
+from vllm_heteroinfer.fetch.hub_reader import FIRST_BYTES, REQUEST_TIMEOUT_S, HubReader
 
 MODEL = "acme/tiny"
 TOKEN = "hf_secretTokenThatNobodyMaySee"
@@ -205,3 +206,12 @@ def test_a_redirect_to_another_scheme_is_not_followed(hub: HubServer, tmp_path: 
 def test_an_environment_that_forbids_hubs(hub: HubServer, tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE forbids to ask" in str(refused(hub, tmp_path, HF_HUB_OFFLINE="1"))
     assert hub.seen.requests == []
+
+
+def test_a_hub_that_pauses_each_time_it_is_asked_is_given_up(hub: HubServer, tmp_path: Path) -> None:
+    hub.pause_after_bytes = 100
+    began = time.monotonic()
+    with ended_after(0.5):
+        error = refused(hub, tmp_path)
+    assert "has not sent the model's description within 0.5 s" in str(error)
+    assert time.monotonic() - began < REQUEST_TIMEOUT_S

@@ -24,6 +24,8 @@ from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weig
 LIMIT_S: Final = 300.0
 """For all that is read here, some MB: a hub that sends a byte now and then is waited for no longer."""
 _LENGTH_BYTES = 8
+_AGAIN_S: Final = 1.0
+"""After the limit, how long what is tried again may take."""
 """Of the header's length, at the front of a safetensors file."""
 
 
@@ -68,7 +70,7 @@ def ended_after(limit_s: float) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
     try:
         yield
     finally:

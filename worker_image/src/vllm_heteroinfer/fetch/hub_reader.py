@@ -1,7 +1,7 @@
 """Reads descriptions and fronts of a hub's files by range requests. Stdlib and the contract only.
 
-`heteroinfer plan` runs it where neither huggingface_hub nor vLLM is installed. What the environment says
-(HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, proxies) is read as huggingface_hub reads it.
+`heteroinfer plan` runs it where neither huggingface_hub nor vLLM is installed. Of the environment it reads
+HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HTTPS_PROXY and NO_PROXY.
 """
 
 import http.client
@@ -63,7 +63,7 @@ class HubReader:
             FetchError: the hub does not list them.
         """
         revision = quote(self._hub.revision, safe="")
-        url = f"{self._hub.endpoint}/api/models/{self._hub.repository}/revision/{revision}"
+        url = f"{self._hub.endpoint}/api/models/{quote(self._hub.repository)}/revision/{revision}"
         text = self._read(f"{url}?blobs=true", _MOST_LISTING_BYTES)
         try:
             listing = json.loads(text)
@@ -103,7 +103,7 @@ class HubReader:
         known = self._fronts.pop(file.path, b"")
         if len(known) < size_bytes:
             wanted = max(size_bytes, min(FIRST_BYTES, file.size_bytes))
-            url = f"{self._hub.endpoint}/{self._hub.repository}/resolve/{commit}/{quote(file.path)}"
+            url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
             known = self._read(url, wanted, is_front=True)
         if size_bytes < len(known):
             self._fronts[file.path] = known  # for the next call, which asks for more
@@ -134,6 +134,8 @@ class HubReader:
         except urllib.error.HTTPError as error:
             with error:
                 raise self._hub.refusal(error.code, error.headers.get("X-Error-Code", "")) from error
+        except FetchError:  # the limit of time (`ended_after`), which is a ValueError too
+            raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._hub.silence(error) from error
         if is_front and len(content) < most_bytes:
