@@ -87,6 +87,8 @@ async def test_a_pod_that_its_node_rejects_is_replaced_alone(
         assert (group["epoch"], len(group["failures"])) == (nth_epoch(namespace, 2), 1)
         events = (await server.get(EVENT.path(namespace)))["items"]
         assert any(e["reason"] == "PodReplaced" and "OutOfcpu" in e["note"] for e in events)
+        started = {e["note"].partition(":")[0] for e in events if e["reason"] == "EpochStarted"}
+        assert started == {f"group 0 epoch {nth_epoch(namespace, nth)}" for nth in (1, 2)}
         assert "Traceback" not in process.said
 
 

@@ -119,10 +119,9 @@ class ActionRun:
         """
         try:
             self._promise(actions)
-            for action in actions:
-                if isinstance(action, RecordEvent):
-                    self._ways.recorder.record(self._resource, action)
-            await self._write_resource(actions)
+            if await self._write_resource(actions):
+                for event in (action for action in actions if isinstance(action, RecordEvent)):
+                    self._ways.recorder.record(self._resource, event)
             self._until_s = asyncio.get_running_loop().time() + self._ways.patience_s
             for stage in _stages(actions):
                 await self._run_stage(stage)
@@ -151,7 +150,8 @@ class ActionRun:
 
     # The resource itself: its status first, since it depends on nothing.
 
-    async def _write_resource(self, actions: Sequence[Action]) -> None:
+    async def _write_resource(self, actions: Sequence[Action]) -> bool:
+        """Returns whether the status was sent, or needs no write: else its events are not true yet."""
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
         finalizers = [action for action in actions if isinstance(action, SetFinalizer)]
         if not statuses and self._kept.status_tries.are_under_way:  # one may still change what is stored
@@ -164,10 +164,10 @@ class ActionRun:
         if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # nothing is sent, nor counted
             self._hold(writes)
             self._status_s = wait_s
-            return
+            return not statuses
         due = [action for action in writes if self._acting.may(action)]
         if not due:
-            return
+            return not statuses
         task = self._start(self._write_in_turn(due), f"status of {self._resource.key}")
         self._kept.status_tries.add(task)
         await asyncio.wait({task}, timeout=self._ways.patience_s)
@@ -176,6 +176,7 @@ class ActionRun:
             self._not_written(self._kept.status_tries.wait_s())
         elif not task.cancelled():
             task.result()
+        return not statuses or statuses[0] in due
 
     def _not_written(self, again_s: float) -> None:
         self._ways.callbacks.status_written(self._resource.key, False)
