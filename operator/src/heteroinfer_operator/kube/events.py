@@ -13,6 +13,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.cluster import RecordEvent, ResourceView
+from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE
 from heteroinfer_operator.kube.server import NAMESPACE_ENDS, NOT_FOUND, ApiError, ApiServer, RequestLane
 
@@ -144,13 +145,14 @@ class EventRecorder:
                 series = await self._create(resource, event, now)
             else:
                 series = await self._count(resource, replace(series, count=series.count + 1), now)
-        except ApiError as error:
-            if NAMESPACE_ENDS in error.causes:
+        except HeteroInferError as error:  # also a Lease that is not held any more
+            causes, status = (error.causes, error.status) if isinstance(error, ApiError) else ((), 0)
+            if NAMESPACE_ENDS in causes:
                 self._ending[resource.key.namespace] = now
                 return
             logger.warning("%s: event %s not recorded: %s", resource.key, event.reason, error.message)
             self._dropped()
-            series = series if error.status != NOT_FOUND else None
+            series = series if status != NOT_FOUND else None
         if series is not None:
             self._seen[same] = series
         while len(self._seen) > MOST_REMEMBERED:
