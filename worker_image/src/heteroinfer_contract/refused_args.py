@@ -221,7 +221,7 @@ class RefusedArg:
     """An argument that may not stand in `engine.args`.
 
     Attributes:
-        option: the option it sets, as vLLM spells it.
+        option: the option it sets, as vLLM spells it; "" if it sets none.
         given: the argument as the user wrote it.
     """
 

@@ -151,7 +151,7 @@ class ActionRun:
     # The resource itself: its status first, since it depends on nothing.
 
     async def _write_resource(self, actions: Sequence[Action]) -> bool:
-        """Returns whether the status was sent, or needs no write: else its events are not true yet."""
+        """Returns False if the new status was not sent: the events of this decision are not true yet."""
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
         finalizers = [action for action in actions if isinstance(action, SetFinalizer)]
         if not statuses and self._kept.status_tries.are_under_way:  # one may still change what is stored

@@ -46,12 +46,12 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     """Returns the handlers.
 
     kopf calls `announce` in its own thread, with each resource that came, changed or went, and the
-    resourceVersion at which it did. A change of the status alone is not announced: the operator wrote it,
-    and takes in the API server's answer. Nor is one of labels or annotations: no decision reads them.
+    resourceVersion at which it did. A change of the status alone is not announced, since the operator writes
+    the status and reads the API server's answer. Nor are labels and annotations: no decision reads them.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}
-    """What was last announced of each resource besides its status."""
+    """By resource, the fields that were last announced."""
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.ConnectionInfo:
