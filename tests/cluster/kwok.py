@@ -220,9 +220,13 @@ def _build_node(name: str, shape: NodeShape) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, LABEL: "true", **shape.labels}},
+        "metadata": {"name": name, "labels": {**_KUBELETS, "kubernetes.io/hostname": name, **shape.labels}},
         "status": {"allocatable": dict(shape.allocatable), "capacity": dict(shape.allocatable)},
     }
+
+
+_KUBELETS = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64", LABEL: "true"}
+"""Labels that every kubelet sets, which kwok does not for nodes that others make, and ours."""
 
 
 def _ready_nodes(cluster: Cluster) -> int:

@@ -27,6 +27,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.nodes.node_assignment import Gang
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 
 CrdName = f"{names.PLURAL}.{names.API_GROUP}"
 DEADLINE_S = 20.0
@@ -254,7 +255,8 @@ async def served_gangs(server: ApiServer) -> set[Gang]:
 
 async def add_node(server: ApiServer, name: str, *taints: dict[str, str]) -> None:
     """Stores a node that plans count on: Ready, as far as anybody says."""
-    body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"taints": list(taints)}}
+    metadata = {"name": name, "labels": dict(IMAGE_PLATFORM)}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {"taints": list(taints)}}
     await server.create(NODE.path(), body)
     status = {
         "allocatable": {"cpu": "32", "memory": "64Gi", "pods": "110"},

@@ -13,6 +13,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from tests.cluster.crds import apply_crds
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
 from tests.cluster.tools import source_folder
@@ -63,7 +64,7 @@ def install_crd(plane: Cluster, project: str) -> str:
 async def add_node(server: ApiServer, name: str, *, gpus: int = 0, **fields: Any) -> None:
     """Makes a node that is Ready, and that no kubelet runs pods on."""
     taints = fields.pop("taints", [])
-    labels = {"kubernetes.io/hostname": name, **fields.pop("labels", {})}
+    labels = {**IMAGE_PLATFORM, "kubernetes.io/hostname": name, **fields.pop("labels", {})}
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
     await server.create(NODE.path(), {**node, "spec": {"taints": taints}})
     await set_gpus(server, name, gpus)

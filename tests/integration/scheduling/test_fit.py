@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster.running_cluster import Cluster
@@ -83,6 +84,43 @@ async def test_capacity_is_waited_for_shared_and_given_back(
         (other,) = {"two", "three"} - {*placed}
         assert await pods_of(server, namespace, other) == [], "nothing of the other is created"
         assert (await capacity(server, namespace, other))[0] == "False"
+
+
+async def test_nodes_of_other_systems_and_architectures_are_neither_counted_nor_used(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """An arm64 and a Windows node have room, the amd64 node comes later; a user's own values win."""
+    await add_node(server, "arm", labels={"kubernetes.io/arch": "arm64", "pool": "mixed"})
+    await add_node(server, "win", labels={"kubernetes.io/os": "windows", "pool": "mixed"})
+    role = {"device": "CPU", "resources": {"requests": {"cpu": "2"}}}
+    template = {"nodeSelector": {"pool": "mixed"}}
+    roles = [{"name": name, **role, "template": template} for name in ("first", "second")]
+    own = {"nodeSelector": {"pool": "mixed", "kubernetes.io/arch": "arm64"}}
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "mixed", roles=roles)
+
+        async def refused() -> str:
+            _, reason, message = await capacity(server, namespace, "mixed")
+            return message if reason == "InsufficientCapacity" else ""
+
+        def said() -> str:
+            return plane.kubectl("get", "hinf,pods,nodes", "-n", namespace, "-o", "yaml") + process.said
+
+        words = await until("the refusal", refused, timeout_s=30, said=said)
+        assert "node arm is of architecture arm64, and the pod needs amd64" in words
+        assert "node win is of system windows, and the pod needs linux" in words
+        assert await pods_of(server, namespace, "mixed") == []
+
+        await apply(server, namespace, "ours", roles=[{**each, "template": own} for each in roles])
+        placed = await until("placed", lambda: nodes_of(server, namespace, "ours"), timeout_s=30, said=said)
+        assert placed == {"arm"}, "the user has images for it"
+        await add_node(server, "amd", labels={"pool": "mixed"})
+        placed = await until("placed", lambda: nodes_of(server, namespace, "mixed"), timeout_s=30, said=said)
+        assert placed == {"amd"}
+        (reader,) = await pods_of(server, namespace, "mixed", names.COMPONENT_INSPECT)
+        selector = reader["spec"]["nodeSelector"]
+        assert selector == {"pool": "mixed", "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
 
 
 async def all_wait(server: ApiServer, namespace: str, *resources: str) -> bool:

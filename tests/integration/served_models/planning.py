@@ -5,6 +5,7 @@ from typing import Final
 
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from tests.integration.served_models.cases import AMX, AVX512, LONGEST
@@ -36,7 +37,10 @@ def this_node() -> NodeView:
     return NodeView(
         name="this-machine",
         allocatable={"cpu": 64.0, "memory": float(2**40)},
-        labels={f"feature.node.kubernetes.io/cpu-cpuid.{name}": value for name, value in labels.items()},
+        labels={
+            **IMAGE_PLATFORM,
+            **{f"feature.node.kubernetes.io/cpu-cpuid.{name}": value for name, value in labels.items()},
+        },
     )
 
 

@@ -10,6 +10,7 @@ from heteroinfer_contract.model_fetch import HUB_SCHEME, FetchedModel
 from heteroinfer_operator.api import parse_resource
 from heteroinfer_operator.cluster import Refusal, ResourceKey, ResourceObservation
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
@@ -143,4 +144,7 @@ def _nodes(spec: Mapping[str, Any]) -> tuple[NodeView, ...]:
     """Returns nodes that hold anything but what no node has."""
     gpus = {role.get("deviceResourceName", "nvidia.com/gpu"): 16.0 for role in spec["roles"]}
     allocatable = {"cpu": 512.0, "memory": 16.0 * 2**40, "pods": 250.0, **gpus}
-    return tuple(NodeView(name=f"node-{i}", allocatable=allocatable) for i in range(_NODES))
+    return tuple(
+        NodeView(name=f"node-{i}", allocatable=allocatable, labels=dict(IMAGE_PLATFORM))
+        for i in range(_NODES)
+    )

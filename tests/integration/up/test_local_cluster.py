@@ -28,6 +28,7 @@ from heteroinfer_operator.cluster import (
 )
 from heteroinfer_operator.local.adapter import LocalCluster, LocalClusterError, LocalOptions, LocalPodError
 from heteroinfer_operator.local.process import PodFolder
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from tests.running_up import Processes
 from tests.unit.local.pods import pod
@@ -121,7 +122,7 @@ async def _cluster(
         worker_python=_worker(tmp_path, program),
         scratch=scratch,
         log_dir=log_dir,
-        node=NodeView(name="here", allocatable={"cpu": 2.0, "memory": 2.0**30}),
+        node=NodeView(name="here", allocatable={"cpu": 2.0, "memory": 2.0**30}, labels=dict(IMAGE_PLATFORM)),
         gpus=gpus,
         env={**os.environ, **env},
     )

@@ -28,6 +28,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodAddress
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.running_cluster import Cluster
@@ -50,7 +51,11 @@ VALUES = (
     "prometheusRule.enabled=true",
     "dashboards.enabled=true",
 )
-NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "spacious"}}
+NODE = {
+    "apiVersion": "v1",
+    "kind": "Node",
+    "metadata": {"name": "spacious", "labels": dict(IMAGE_PLATFORM)},
+}
 """What plans count on."""
 MAX_SEQS = 4
 """Of the group: more requests than this wait."""

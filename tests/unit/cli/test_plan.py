@@ -14,6 +14,7 @@ from heteroinfer_contract.calibration import Calibration, Versions
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.cli import main
 from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.planning.rates import CPU_DEFAULTS, GPU_UNKNOWN
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.cli.model_directory import write_model
@@ -405,7 +406,7 @@ def kubectl(*items: dict[str, Any]) -> dict[str, Any]:
 def stored_node(name: str, **allocatable: str) -> dict[str, Any]:
     return {
         "kind": "Node",
-        "metadata": {"name": name, "labels": {"nvidia.com/gpu.memory": "81920"}},
+        "metadata": {"name": name, "labels": {**IMAGE_PLATFORM, "nvidia.com/gpu.memory": "81920"}},
         "spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}
         if len(allocatable) > 2
         else {},

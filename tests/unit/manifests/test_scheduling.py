@@ -9,6 +9,7 @@ from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.nodes.demand import pod_demand
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.role_demand import role_fields
 from tests.unit.planning.planned_models import gpu, plan, spec
 
@@ -36,7 +37,7 @@ def test_a_group_stays_with_itself_and_where_all_of_it_has_capacity() -> None:
         NodeAssignment(domain=("zone", "2")),
         scheduling={"topologyKey": "zone"},
     )
-    assert made["nodeSelector"] == {"a": "b", "zone": "2"}
+    assert made["nodeSelector"] == {**IMAGE_PLATFORM, "a": "b", "zone": "2"}
     (term,) = made["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert term["topologyKey"] == "zone"
     assert term["labelSelector"]["matchLabels"]["heteroinfer.dev/epoch"] == "3"

@@ -13,6 +13,7 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind, describe, read_kept, slowest
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import (
     Capacity,
@@ -101,7 +102,7 @@ def test_a_group_that_is_placed_is_planned_by_the_only_machine_there_is() -> Non
     parsed = spec(cpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}}))
     request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
     allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
-    free_nodes = build_free_nodes([NodeView(name="here", allocatable=allocatable)])
+    free_nodes = build_free_nodes([NodeView(name="here", allocatable=allocatable, labels=IMAGE_PLATFORM)])
     for machine, words in ((CALIBRATION, CALIBRATION.hash), (None, "defaults")):
         calibrations = Calibrations(this_machine=machine)
         planned = plan_group(request, Capacity(free_nodes=free_nodes, calibrations=calibrations))
@@ -163,7 +164,9 @@ def test_a_group_is_planned_by_the_calibration_of_the_nodes_that_it_gets() -> No
     request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
     allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
     for kind, words in (("fast", CALIBRATION.hash), ("new", "defaults")):
-        free_nodes = build_free_nodes([NodeView(name="n", allocatable=allocatable, labels={KIND: kind})])
+        free_nodes = build_free_nodes(
+            [NodeView(name="n", allocatable=allocatable, labels={**IMAGE_PLATFORM, KIND: kind})]
+        )
         capacity = Capacity(free_nodes=free_nodes, calibrations=of_kinds(fast=CALIBRATION))
         assert words in plan_group(request, capacity).rates[0].source
 
@@ -183,7 +186,8 @@ def test_what_only_some_nodes_of_a_role_can_run_is_not_planned_for_it() -> None:
 
     def planned(*kinds: str) -> tuple[str, ...]:
         nodes = [
-            NodeView(name=f"n{i}", allocatable=allocatable, labels={KIND: k}) for i, k in enumerate(kinds)
+            NodeView(name=f"n{i}", allocatable=allocatable, labels={**IMAGE_PLATFORM, KIND: k})
+            for i, k in enumerate(kinds)
         ]
         return plan_group(request, Capacity(free_nodes=build_free_nodes(nodes), calibrations=measured)).notes
 
@@ -197,7 +201,9 @@ def test_what_is_said_of_missing_gpus_is_by_the_calibration_of_the_nodes_that_th
     role = gpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}})
     request = GroupRequest(spec=spec(role), profile=profile(), served_name="m", model_path="/model")
     allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
-    nodes = build_free_nodes([NodeView(name="n", allocatable=allocatable, labels={KIND: "slow"})])
+    nodes = build_free_nodes(
+        [NodeView(name="n", allocatable=allocatable, labels={**IMAGE_PLATFORM, KIND: "slow"})]
+    )
     tenth = {
         name: tuple(replace(each, bytes_per_s=each.bytes_per_s / 10) for each in getattr(CALIBRATION, name))
         for name in ("readings", "kernels")

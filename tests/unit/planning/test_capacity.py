@@ -1,5 +1,6 @@
 """Groups onto nodes: what starts, what waits, and what is said meanwhile."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,47 @@ def test_pods_are_placed_and_take_their_capacity() -> None:
         Shortage, match=r"node a has 0 free of 1 nvidia\.com/gpu, node b has no nvidia\.com/gpu"
     ):
         fit(spec(gpu(), cpu(memory="64Gi")), free_nodes)
+
+
+def test_nodes_of_another_system_or_architecture_do_not_count() -> None:
+    arm = big("arm", labels={"kubernetes.io/arch": "arm64"})
+    windows = big("windows", labels={"kubernetes.io/os": "windows"})
+    nameless = replace(big("nameless"), labels={})
+    error = refused(spec(cpu(memory="64Gi")), arm, windows, nameless)
+    assert "node arm is of architecture arm64, and the pod needs amd64" in error.message
+    assert "node windows is of system windows, and the pod needs linux" in error.message
+    assert "node nameless is not selected by the pod's node rules" in error.message, "as the scheduler says"
+    planned = fit(spec(cpu(memory="64Gi")), build_free_nodes([arm, windows, big("amd")]))
+    assert planned.node_assignment.nodes == {0: "amd"}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        {"nodeSelector": {"kubernetes.io/arch": "arm64"}},
+        {
+            "affinity": {
+                "nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {
+                        "nodeSelectorTerms": [
+                            {
+                                "matchExpressions": [
+                                    {"key": "kubernetes.io/arch", "operator": "In", "values": ["arm64"]}
+                                ]
+                            }
+                        ]
+                    }
+                }
+            }
+        },
+    ],
+    ids=["node selector", "node affinity"],
+)
+def test_an_architecture_that_the_user_names_wins(template: dict[str, Any]) -> None:
+    arm = big("arm", labels={"kubernetes.io/arch": "arm64"})
+    windows = big("windows", labels={"kubernetes.io/arch": "arm64", "kubernetes.io/os": "windows"})
+    asked = spec(cpu(memory="64Gi", template=template))
+    assert fit(asked, build_free_nodes([windows, big("amd"), arm])).node_assignment.nodes == {0: "arm"}
 
 
 def test_gpus_that_are_not_where_the_pod_needs_them_are_missing() -> None:

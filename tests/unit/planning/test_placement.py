@@ -21,6 +21,7 @@ from heteroinfer_operator.nodes.demand import (
     tolerates,
 )
 from heteroinfer_operator.nodes.missing_capacity import explain
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode, assign_nodes, build_free_nodes, obstacle
 
@@ -31,7 +32,10 @@ ZONE = "topology.kubernetes.io/zone"
 def node(name: str, **fields: Any) -> NodeView:
     gpus = fields.pop("gpus", 0)
     allocatable = {"cpu": 8.0, "memory": 32 * 2**30, "pods": 110.0} | ({GPU: float(gpus)} if gpus else {})
-    return NodeView(name=name, allocatable={**allocatable, **fields.pop("allocatable", {})}, **fields)
+    labels = {**IMAGE_PLATFORM, **fields.pop("labels", {})}
+    return NodeView(
+        name=name, allocatable={**allocatable, **fields.pop("allocatable", {})}, labels=labels, **fields
+    )
 
 
 def pod(**requests: float) -> PodDemand:

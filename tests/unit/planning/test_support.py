@@ -11,6 +11,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Inventory, build_free_nodes, plan_group
 from heteroinfer_operator.planning.kv_cache import cache_element_bytes
@@ -325,7 +326,9 @@ def test_gated_delta_nets_are_for_bfloat16_on_cpus() -> None:
 
 def test_features_are_read_from_the_labels_of_the_nodes() -> None:
     def node(name: str, **labels: str) -> NodeView:
-        found = {f"feature.node.kubernetes.io/cpu-cpuid.{key}": value for key, value in labels.items()}
+        found = {**IMAGE_PLATFORM} | {
+            f"feature.node.kubernetes.io/cpu-cpuid.{key}": value for key, value in labels.items()
+        }
         return NodeView(name=name, allocatable={"cpu": 64.0, "memory": 2.0**43, "pods": 110.0}, labels=found)
 
     request = GroupRequest(

@@ -9,6 +9,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import ApplyObject, CreateObject, ResourceObservation
 from heteroinfer_operator.nodes.demand import PodDemand, pod_demand
 from heteroinfer_operator.nodes.node_assignment import Gang
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -18,7 +19,10 @@ GPU = "nvidia.com/gpu"
 def node(name: str, gpus: int = 0, **fields: Any) -> NodeView:
     devices = {GPU: float(gpus)} if gpus else {}
     return NodeView(
-        name=name, allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100, **devices}, **fields
+        name=name,
+        allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100, **devices},
+        labels={**IMAGE_PLATFORM, **fields.pop("labels", {})},
+        **fields,
     )
 
 

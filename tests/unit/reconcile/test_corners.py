@@ -103,7 +103,7 @@ def test_a_group_that_would_not_be_planned_any_more_runs_on_by_its_own_plan() ->
     assert world.nodes is not None
     (unlabelled,) = world.nodes
     label = "feature.node.kubernetes.io/cpu-cpuid.AVX512F"
-    world.nodes = (replace(unlabelled, labels={label: "true"}),)
+    world.nodes = (replace(unlabelled, labels={**unlabelled.labels, label: "true"}),)
     world.settle()
     world.answer_inspection(profile.to_json())
     world.settle()

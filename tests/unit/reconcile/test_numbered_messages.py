@@ -11,12 +11,15 @@ import pytest
 
 from heteroinfer_operator.api import HeteroInferenceStatus
 from heteroinfer_operator.cluster import Action, CreateObject, DeleteObject, PatchStatus, RecordEvent
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair, waits
 
 _WORDS = ("message", "notes")
 """Fields of the status that are for people."""
-NODE = NodeView(name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100})
+NODE = NodeView(
+    name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}, labels=IMAGE_PLATFORM
+)
 SMALL = replace(NODE, allocatable={"cpu": 5, "memory": 16 * 2**30, "pods": 100})
 
 

@@ -11,6 +11,7 @@ from heteroinfer_operator.cluster import PatchStatus, ResourceKey, SetFinalizer
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.service import client_ports
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -309,7 +310,11 @@ def test_no_gpu_anywhere_waits_and_says_so(world: World) -> None:
     assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
     assert world.workers() == []
     world.nodes = (
-        NodeView(name="g", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100, "nvidia.com/gpu": 8}),
+        NodeView(
+            name="g",
+            allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100, "nvidia.com/gpu": 8},
+            labels=IMAGE_PLATFORM,
+        ),
     )
     world.settle()
     world.all_ready()

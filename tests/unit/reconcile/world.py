@@ -38,6 +38,7 @@ from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_assignment import Gang
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.reconcile import Options, reconcile
 from heteroinfer_operator.reconcile.budget import (
@@ -156,7 +157,11 @@ class World:
     manifests: dict[str, Any] = field(default_factory=dict)
     objects: Objects = field(default_factory=dict)
     nodes: tuple[NodeView, ...] | None = (
-        NodeView(name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}),
+        NodeView(
+            name="node",
+            allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100},
+            labels=dict(IMAGE_PLATFORM),
+        ),
     )
     reports: dict[int, GroupReport] = field(default_factory=dict)
     silences: dict[int, float] = field(default_factory=dict)

@@ -37,6 +37,7 @@ from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError,
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
@@ -266,7 +267,8 @@ def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> lis
     size = (
         {} if memory_bytes is None else {f"{name}.memory": str(memory_bytes // 2**20) for name in resources}
     )
-    node = NodeView(name=_NODE_OF_OPTIONS, allocatable=dict.fromkeys(resources, float(count)), labels=size)
+    labels = {**IMAGE_PLATFORM, **size}
+    node = NodeView(name=_NODE_OF_OPTIONS, allocatable=dict.fromkeys(resources, float(count)), labels=labels)
     return build_free_nodes([node])
 
 

@@ -26,6 +26,7 @@ from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.nodes.demand import REQUIRED, require_label
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.role_demand import unshared
 from heteroinfer_operator.quantity import parse_quantity
 
@@ -147,7 +148,12 @@ def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
 
 
 def _is_met_here(field: str, value: Any) -> bool:
-    """Returns whether a field only keeps a pod off GPUs that others share: nobody shares this machine's."""
+    """Returns whether a field only keeps a pod off what this machine is not.
+
+    Nobody shares its GPUs, and the plan compares its system and architecture with the node selector.
+    """
+    if field == "nodeSelector":
+        return bool(value.items() <= IMAGE_PLATFORM.items())
     return field == "affinity" and any(
         value == require_label({}, unshared(term["key"].removesuffix(".sharing-strategy")))
         for term in _first_expressions(value)

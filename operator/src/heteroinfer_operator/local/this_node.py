@@ -1,6 +1,7 @@
 """This machine as the one node of its own cluster."""
 
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -8,6 +9,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.cgroups import available_memory, cpu_quota
 from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
+from heteroinfer_operator.nodes.node_platform import ARCH_LABEL, OS_LABEL
 from heteroinfer_operator.nodes.node_view import NodeView
 
 NODE_NAME: Final = "localhost"
@@ -29,7 +31,20 @@ def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, s
     cores = cpus if quota is None else min(cpus, quota)
     gpus = len(observe_gpus(proc, env))
     devices = {DEFAULT_GPU_RESOURCE: float(gpus)} if gpus else {}
-    return NodeView(name=NODE_NAME, allocatable={"cpu": cores, "memory": float(memory_bytes), **devices})
+    return NodeView(
+        name=NODE_NAME,
+        allocatable={"cpu": cores, "memory": float(memory_bytes), **devices},
+        labels=_platform_labels(),
+    )
+
+
+def _platform_labels() -> dict[str, str]:
+    """Returns the labels of system and architecture that a kubelet here would set, as Go names them."""
+    machine = platform.machine().lower()
+    return {
+        OS_LABEL: platform.system().lower(),
+        ARCH_LABEL: {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine),
+    }
 
 
 def observe_gpus(proc: Path = _PROC, env: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from heteroinfer_operator.nodes.demand import PodDemand, selects_node, tolerates
+from heteroinfer_operator.nodes.node_platform import other_platform
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
 
@@ -135,6 +136,8 @@ def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
     if key is not None:
         return Obstacle(False, f"no label {key}, which the pod's podAffinity names")
+    if differs := other_platform(demand.node_selector, node.labels):
+        return Obstacle(True, differs)
     selected = selects_node(demand, node.name, node.labels)
     return None if selected else Obstacle(True, "not selected by the pod's node rules")
 

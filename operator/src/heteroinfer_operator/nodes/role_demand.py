@@ -8,15 +8,18 @@ from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import FeedForwardSpec, HeteroInferenceSpec, PodTemplate, ResourceKey, RoleSpec
 from heteroinfer_operator.nodes.demand import PodDemand, pod_demand, requests_of, require_label
+from heteroinfer_operator.nodes.node_platform import platform_selector
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 _NOT_OF_SPEC = {"labels", "annotations"}
 
 
 def template_fields(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns what a template sets in a pod's spec."""
+    """Returns what a template sets in a pod's spec, and which nodes run its images."""
     asked = template.dump() if template else {}
-    return {key: value for key, value in asked.items() if key not in _NOT_OF_SPEC and value}
+    fields = {key: value for key, value in asked.items() if key not in _NOT_OF_SPEC and value}
+    selector = {**platform_selector(template), **fields.get("nodeSelector", {})}
+    return {**fields, "nodeSelector": selector} if selector else fields
 
 
 def unshared(gpu_resource: str) -> dict[str, Any]:
