@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.cluster import processes
@@ -48,6 +49,30 @@ def pids(name: str) -> list[int]:
             for pid in _read(folder / "cgroup.procs").split()
         }
     )
+
+
+@contextlib.contextmanager
+def cpu_limit(pid: int, *, quota_us: int, period_us: int) -> Iterator[None]:
+    """Gives the cgroup of a process `quota_us` of CPU time in each `period_us`, until the context ends."""
+    groups = [line.split(":", 2)[1:] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    if unified():
+        path = next(path for controllers, path in groups if not controllers)
+        settings = {ROOT / path.lstrip("/") / "cpu.max": f"{quota_us} {period_us}"}
+    else:
+        mount, path = next(group for group in groups if "cpu" in group[0].split(","))
+        folder = ROOT / mount / path.lstrip("/")
+        settings = {
+            folder / "cpu.cfs_period_us": str(period_us),
+            folder / "cpu.cfs_quota_us": str(quota_us),
+        }
+    before = {file: file.read_text() for file in settings}
+    try:
+        for file, value in settings.items():
+            file.write_text(value)
+        yield
+    finally:
+        for file, text in before.items():
+            file.write_text(text)
 
 
 def remove(name: str) -> None:

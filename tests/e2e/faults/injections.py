@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tests.cluster import processes
+from tests.cluster import cluster_cgroup, processes
 from tests.cluster.control_plane import api_server_down
 from tests.cluster.node import CTR
 from tests.e2e.faults import resources
@@ -180,35 +180,17 @@ def kill_operator(scene: Scene) -> Iterator[float]:
     yield at
 
 
-BUSY = """
-import os, time
-for thread in os.listdir('/proc/{pid}/task'):
-    os.setpriority(os.PRIO_PROCESS, int(thread), 10)
-until = time.monotonic() + 120
-for _ in range(2 * len(os.sched_getaffinity(0))):
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.closerange(0, 3)
-        while time.monotonic() < until:
-            pass
-        os._exit(0)
-    print(child)
-"""
-
-
 def slow_rank(rank: int) -> Callable[[Scene], AbstractContextManager[float]]:
-    """Makes a rank slow without stopping it: it gets what others of its pod leave of the CPUs."""
+    """Makes a rank slow, and nothing else: its container gets a tenth of a CPU, as a small limit gives it.
+
+    Processes that keep its CPUs busy would slow the other rank too: both test nodes have the same CPUs.
+    """
 
     @contextlib.contextmanager
     def inject(scene: Scene) -> Iterator[float]:
-        pod, at = scene.pod(rank), time.time()
-        script = BUSY.format(pid=scene.pair.rank_pid(pod, rank))
-        busy = [int(line) for line in scene.pair.execute(pod, script).split()]
-        try:
+        at = time.time()
+        with cluster_cgroup.cpu_limit(scene.rank_process(rank), quota_us=5_000, period_us=50_000):
             yield at
-        finally:
-            scene.pair.execute(pod, f"import os; [os.kill(pid, 9) for pid in {busy}]")
 
     return inject
 

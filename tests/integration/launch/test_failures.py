@@ -11,6 +11,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from tests.integration.launch.groups import TinyGroup, tiny_group, wait_until
+from vllm_heteroinfer.launch.supervised_process import STOPPED_LIMIT_S
 
 LIMIT_S = 2.0
 """From a death to the exit of every supervisor of the group."""
@@ -67,6 +68,19 @@ def test_stopped_rank(tmp_path: Path) -> None:
         end_of(group, death, limit_s=3.0)
     failure = group.pods[0].failure()
     assert (failure.reason, failure.rank) == (FailureReason.RANK_STOPPED, 1)
+
+
+def test_a_rank_that_is_stopped_again_and_again_serves_on(tmp_path: Path) -> None:
+    """Whoever looks mostly sees it stopped, as with cpulimit."""
+    with tiny_group(tmp_path) as group:
+        group.start()
+        group.wait_ready()
+        rank, until = group.rank_pid(1), time.monotonic() + 3 * STOPPED_LIMIT_S
+        while time.monotonic() < until:
+            os.kill(rank, signal.SIGSTOP)
+            time.sleep(0.1)
+            os.kill(rank, signal.SIGCONT)
+        assert all(pod.is_ready() for pod in group.pods), group.logs()
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

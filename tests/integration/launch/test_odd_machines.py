@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from heteroinfer_contract import names
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.integration.launch.groups import REPOSITORY, addresses, pipeline_plan, tiny_group, wait_until
-from vllm_heteroinfer.launch.child_process import ChildProcess, ProcessState, child_pids, is_stopped
+from vllm_heteroinfer.launch.child_process import ChildProcess, ProcessState, StopClock, child_pids
 from vllm_heteroinfer.launch.cli import MOST_FILES
 from vllm_heteroinfer.rank import step_metrics
 
@@ -47,7 +47,7 @@ def renamed_process() -> Iterator[int]:
 def test_a_program_whose_name_the_kernel_cut_inside_of_a_letter() -> None:
     with renamed_process() as pid:
         assert pid in child_pids()
-        assert not is_stopped(pid)
+        assert StopClock().stopped_for_s(pid, 100.0) == 0.0
 
 
 def test_a_rank_of_such_a_name() -> None:

@@ -72,6 +72,44 @@ def _read_stat(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace")
 
 
+def read_switches(pid: int) -> int:
+    """Returns how often a process's first thread has left its CPU by itself, which each stop does once.
+
+    Raises:
+        OSError: the process is gone.
+    """
+    status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    name = "voluntary_ctxt_switches:"
+    return next((int(line.removeprefix(name)) for line in status.splitlines() if line.startswith(name)), 0)
+
+
+class StopClock:
+    """Measures how long a process has been in one stop.
+
+    A process that is stopped again and again (cpulimit does this) may be stopped at every look, and yet runs.
+    """
+
+    def __init__(self) -> None:
+        self._switches: int | None = None
+        self._since_s = 0.0
+
+    def stopped_for_s(self, pid: int, now_s: float) -> float:
+        """Returns the seconds since the first look that saw this stop; 0 if the process runs or has ended.
+
+        Args:
+            now_s: on a clock that stands still while this process has no turn: a stop of the whole pod
+                stops it too.
+        """
+        try:
+            stopped = parse_stat(_read_stat(pid)).state is ProcessState.STOPPED
+            switches = read_switches(pid) if stopped else None
+        except OSError:
+            switches = None
+        if switches is None or switches != self._switches:
+            self._switches, self._since_s = switches, now_s
+        return now_s - self._since_s
+
+
 class ForkedProcess:
     """A process that another one forked, and that became our child; the part of Popen that is needed."""
 
@@ -105,7 +143,7 @@ class ChildProcess:
         self.label = label
         self.output = OutputPump(pipe, prefix=f"[{label}] ")
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = process
-        self._stopped_since_s: float | None = None
+        self._stop_clock = StopClock()
 
     @classmethod
     def start(
@@ -168,19 +206,9 @@ class ChildProcess:
         """Returns whether nothing of it is left, and reaps it if it can be."""
         return self._process is None or self._process.poll() is not None
 
-    def stopped_for_s(self, observation: ProcessObservation, now_s: float) -> float:
-        """Returns for how long it has been seen stopped, in seconds; 0 if it runs.
-
-        Args:
-            now_s: on a clock that stands still while this process has no turn: a stop of the whole pod
-                stops it too.
-        """
-        if observation.state is not ProcessState.STOPPED:
-            self._stopped_since_s = None
-            return 0.0
-        if self._stopped_since_s is None:
-            self._stopped_since_s = now_s
-        return now_s - self._stopped_since_s
+    def stopped_for_s(self, now_s: float) -> float:
+        """Returns how many seconds it has been in one stop, as StopClock does."""
+        return 0.0 if self._process is None else self._stop_clock.stopped_for_s(self.pid, now_s)
 
     def terminate(self) -> None:
         """Asks it to end (SIGTERM to it alone: it ends its own children in its own order)."""
@@ -254,14 +282,6 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
             if found.si_pid in own:
                 return
             os.waitpid(found.si_pid, 0)
-
-
-def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped; one that has ended is not."""
-    try:
-        return parse_stat(_read_stat(pid)).state is ProcessState.STOPPED
-    except OSError:
-        return False
 
 
 def child_pids(parent: int | None = None) -> list[int]:

@@ -21,8 +21,8 @@ from vllm_heteroinfer.launch.child_process import (
     ChildProcess,
     ProcessObservation,
     ProcessState,
+    StopClock,
     child_pids,
-    is_stopped,
     kill_everything,
     reap_orphans,
 )
@@ -102,7 +102,7 @@ class PodProcesses:
         self._draining = False
         self._engine_pids: list[int] = []
         self._engine_looked_up_s = -ENGINE_LOOK_UP_S
-        self._engine_ran_at_s = 0.0
+        self._engine_stops: dict[int, StopClock] = {}
 
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
         """Starts every rank of the pod, and the API server on the leader's.
@@ -238,15 +238,16 @@ class PodProcesses:
             except OSError:  # no file is free: the next look comes soon
                 return
             self._engine_looked_up_s = math.inf if started else now_s
-        stopped = next((pid for pid in self._engine_pids if is_stopped(pid)), None)
-        if stopped is None:
-            self._engine_ran_at_s = now_s
-        elif now_s - self._engine_ran_at_s > STOPPED_LIMIT_S:
+        clocks = {pid: self._engine_stops.get(pid, StopClock()) for pid in self._engine_pids}
+        self._engine_stops = clocks
+        stops = {pid: clock.stopped_for_s(pid, now_s) for pid, clock in clocks.items()}
+        stopped = next((pid for pid, stopped_s in stops.items() if stopped_s > STOPPED_LIMIT_S), None)
+        if stopped is not None:
             server.blamed = True
             pod = self._launch.pod_index
             message = f"the engine (pod {pod}, process {stopped}) {STOPPED}"
             failure = Failure(reason=FailureReason.ENGINE_STOPPED, message=message, pod=pod, time=time.time())
-            self._on_evidence(Evidence(failure=failure, age_s=now_s - self._engine_ran_at_s))
+            self._on_evidence(Evidence(failure=failure, age_s=stops[stopped]))
 
     def watch(self) -> None:
         """Looks at every process, and reports each failure once."""
@@ -310,8 +311,8 @@ class PodProcesses:
         seen = process.child.observe()
         if seen.state is ProcessState.ENDED:
             self._readable(process)  # its last words are in the socket already
-        stopped_s = process.child.stopped_for_s(seen, now_s)
-        if stopped_s > STOPPED_LIMIT_S:
+        stopped = seen.state is ProcessState.STOPPED
+        if stopped and process.child.stopped_for_s(now_s) > STOPPED_LIMIT_S:
             self._blame(process, seen, now_s)
         elif seen.state is ProcessState.ENDED or process.reported is not None:
             if process.failing_since_s is None:
