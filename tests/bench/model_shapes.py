@@ -68,6 +68,18 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
     },
+    "gemma-vocabulary": {  # a dense model's layers under as large a vocabulary as published ones have
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
 }
 _FP8_BLOCK = {
     "quantization_config": {
