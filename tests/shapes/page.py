@@ -166,7 +166,9 @@ _FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 def _accounts() -> str:
     parts = ["\n## Ten that fit, as `heteroinfer plan` explains them\n"]
     for title, name, group, fields in _FITS:
-        said = describe_plan(ask(recorded_profiles()[name], group, **fields), Calibrations(), "m")
+        said = describe_plan(
+            ask(recorded_profiles()[name], group, **fields), Calibrations(), "m", explain=True
+        )
         parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}```\n")
     return "\n".join(parts)
 

@@ -63,6 +63,7 @@ CHOSEN_AS = {
     "quantization": "quantization",
     "moe_backend": "moe_backend",
     "mamba_ssm_cache_dtype": "state_dtype",
+    "mamba_cache_dtype": "convolution_dtype",
     "load_format": "load_format",
     "model_impl": "model_impl",
     "cpu_offload_gb": "offloaded_gib",
@@ -94,6 +95,8 @@ SPELLINGS = [
     -cc.mode 0 --moe-backend triton
     --mamba-ssm-cache-dtype float16
     --mamba_ssm-c=bfloat16
+    --mamba-cache-dtype float32
+    --mamba_cache_d=float32
     --load-format dummy
     --load dummy
     -O3 --load-format=dummy

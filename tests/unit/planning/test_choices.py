@@ -14,7 +14,7 @@ from heteroinfer_operator.commands.account import (
     kv_blocks,
     sequences_at_once,
 )
-from heteroinfer_operator.commands.choices import describe_choices
+from heteroinfer_operator.commands.choices import describe_choices, describe_waste
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.planner import Planned
 from heteroinfer_operator.planning.prediction import predict
@@ -121,8 +121,9 @@ def test_a_pod_less_or_more_is_planned_and_not_guessed() -> None:
     less = lines(planned, "cheaper")[0]
     assert less == (
         f"cheaper: with a pod of role gpu less a step takes {steps[1]} ms instead of {steps[0]}, "
-        f"and {held[1]} sequences of 8192 tokens fit at once instead of {held[0]}"
+        f"and as many sequences of 8192 tokens fit at once ({held[1]})"
     )
+    assert held[1] == held[0]
     (more, layer) = lines(planned, "faster")
     assert more.startswith(f"faster: with a pod more of role gpu a step takes {steps[2]} ms instead of")
     assert layer.startswith("faster: each layer that a GPU takes over from rank 0 (CPU) saves ")
@@ -134,6 +135,17 @@ def test_a_role_that_is_not_needed_is_named() -> None:
     assert without_cpu.startswith("cheaper: without role cpu a step takes ")
     assert " instead of " in without_gpu + without_cpu
     assert spare.startswith("cheaper: with one longest sequence at a time it needs ")
+
+
+def test_without_explain_a_choice_that_costs_something_is_not_shown() -> None:
+    hint = "choices: --explain shows the next cheaper, roomier and faster plans"
+    planned = plan(spec(*MIXED), LARGE)
+    assert len(describe_choices(planned)) > 2
+    assert describe_waste(planned) == (hint,)
+    *waste, last = describe_waste(ask(recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"], "B"))
+    assert last == hint
+    (line,) = waste
+    assert line.startswith("cheaper: with a pod of role cpu less a step takes as long (")
 
 
 def test_a_choice_that_changes_nothing_compares_no_equal_figures() -> None:

@@ -405,3 +405,13 @@ def test_states_have_one_type_on_every_rank_and_blocks_are_as_long_as_they_need(
     planned = plan(spec(*MIXED), recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"]).plan
     assert planned.engine.block_size == 1056
     assert planned.engine.extra_args == ("--mamba-ssm-cache-dtype", "float32")
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [("auto", 1056), ("bfloat16", 1056), ("float32", 1088)])
+def test_the_type_of_the_convolutions_states_counts(dtype: str, tokens: int) -> None:
+    """Blocks of vLLM 0.32 have so many tokens with `--mamba-cache-dtype` (as tests/shapes/oracle.py asks)."""
+    engine: dict[str, Any] = {"args": ["--mamba-cache-dtype", dtype]}
+    profile = recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"]
+    planned = plan(spec(*MIXED, engine=engine), profile)
+    assert planned.plan.engine.block_size == tokens
+    assert planned.sizes.kv.block_bytes(0, 24) == 6 * tokens * 2048

@@ -64,6 +64,14 @@ def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:
     ]
 
 
+def test_ranks_without_a_cache_share_memory_alike() -> None:
+    """A stage whose layers read the caches of others has none of its own."""
+    cpu = tuple(replace(rank, device=Device.CPU, kv_cache_bytes=0) for rank in PLAN.ranks)
+    plan = replace(PLAN, ranks=cpu)
+    shares = [headroom.share_of_memory(plan, replace(LEADER, pod_index=r.pod), r) for r in plan.ranks]
+    assert shares == [Fraction(1, 2)] * 4
+
+
 def test_host_headroom() -> None:
     measured_headroom = headroom.host_headroom(
         available_bytes=1000 * MIB, share=Fraction(1, 4), activations_bytes=30 * MIB
@@ -96,6 +104,10 @@ def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: in
             "planned: as measured; raise resources.limits.memory of the role, or give the rank fewer "
             "layers; until then every rank has only as many blocks as this one"
         )
+
+
+def test_a_rank_without_a_cache_needs_no_headroom() -> None:
+    assert headroom.grant(PLAN.ranks[1], 0, headroom.KvHeadroom(size_bytes=-MIB, words="")) == (0, "")
 
 
 def test_no_headroom_at_all_is_an_error_in_words() -> None:

@@ -1,7 +1,7 @@
 """The next cheaper, roomier and faster choice than a plan: each is planned, not guessed. Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from heteroinfer_contract.plan import Device, Mode
@@ -18,17 +18,33 @@ _FASTER: Final = 0.97
 """Of a step, at most, where another choice is called faster."""
 
 
+EXPLAIN: Final = "--explain"
+"""The option of `heteroinfer plan` that shows all choices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """What another plan changes.
+
+    Attributes:
+        costs_nothing: whether a step takes no longer and no fewer sequences fit at once, as printed.
+    """
+
+    words: str
+    costs_nothing: bool
+
+
 def describe_choices(planned: Planned) -> tuple[str, ...]:
     """Returns the next cheaper, the next roomier and the next faster choice, a line each."""
     lines = []
     for words, other in _cheaper(planned):
-        lines.append(f"cheaper: {words} {_compared(other, planned)}")
+        lines.append(f"cheaper: {words} {_compare(other, planned).words}")
     if (more := _roomier(planned)) is not None:
-        lines.append(f"roomier: {more[0]} {_compared(more[1], planned)}")
+        lines.append(f"roomier: {more[0]} {_compare(more[1], planned).words}")
     if spare := _spare(planned):
         lines.append(f"cheaper: with one longest sequence at a time it needs {spare} less")
     for words, other in _faster(planned):
-        lines.append(f"faster: {words} {_compared(other, planned)}")
+        lines.append(f"faster: {words} {_compare(other, planned).words}")
     plan = planned.plan
     on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
     if on_cpus and len(on_cpus) < len(plan.ranks):
@@ -42,20 +58,26 @@ def describe_choices(planned: Planned) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _compared(other: Planned, planned: Planned) -> str:
+def describe_waste(planned: Planned) -> tuple[str, ...]:
+    """Returns the pods and roles that give nothing, a line each, and how to see the other choices."""
+    found = [(words, _compare(other, planned)) for words, other in _cheaper(planned)]
+    lines = [f"cheaper: {words} {change.words}" for words, change in found if change.costs_nothing]
+    return (*lines, f"choices: {EXPLAIN} shows the next cheaper, roomier and faster plans")
+
+
+def _compare(other: Planned, planned: Planned) -> _Difference:
     steps = [predict(each.plan, each.rates).step_s * 1e3 for each in (other, planned)]
     held = [sequences_at_once(each) for each in (other, planned)]
     length = planned.plan.engine.max_model_len
     step, step_now = (f"{step:.3g}" for step in steps)
     room, room_now = (f"{sequences:.1f}" for sequences in held)
-    if step == step_now and room == room_now:
-        return (
-            f"a step takes as long ({step} ms), and as many sequences of {length} tokens fit at once ({room})"
-        )
-    return (
-        f"a step takes {step} ms instead of {step_now}, and {room} sequences of {length} tokens fit at once "
-        f"instead of {room_now}"
-    )
+    costs_nothing = float(step) <= float(step_now) and float(room) >= float(room_now)
+    time = f"as long ({step} ms)" if step == step_now else f"{step} ms instead of {step_now}"
+    as_many = room == room_now
+    fits = f"as many sequences of {length} tokens fit at once ({room})"
+    more = f"{room} sequences of {length} tokens fit at once instead of {room_now}"
+    words = f"a step takes {time}, and {fits if as_many else more}"
+    return _Difference(words=words, costs_nothing=costs_nothing)
 
 
 def _cheaper(planned: Planned) -> Iterator[tuple[str, Planned]]:

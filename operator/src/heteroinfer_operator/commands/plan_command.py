@@ -30,7 +30,7 @@ from heteroinfer_operator.commands.account import (
     describe_model,
     describe_speed,
 )
-from heteroinfer_operator.commands.choices import describe_choices
+from heteroinfer_operator.commands.choices import EXPLAIN, describe_choices, describe_waste
 from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.commands.resource_file import load_resource
 from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError, PlanReason
@@ -122,6 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
     parser.add_argument(
+        EXPLAIN,
+        action="store_true",
+        help="also show the next cheaper, roomier and faster plans: with a pod less or more, or a layer less "
+        "where memory is short",
+    )
+    parser.add_argument(
         "--nodes",
         metavar="FILE",
         help="nodes and pods as `kubectl get nodes,pods -A -o json` prints them; - for stdin: "
@@ -144,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan, or why there is none, and all that is refused. Returns the exit code."""
     answer = _answer(arguments)
-    sys.stdout.write(_render(answer, arguments.output))
+    sys.stdout.write(_render(answer, arguments.output, explain=arguments.explain))
     file = arguments.chart_values
     policy = "the chart's default values" if file is None else f"the values of {file}"
     by_policy = [error for error in answer.refused if error not in answer.errors]
@@ -272,16 +278,19 @@ def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> lis
     return build_free_nodes([node])
 
 
-def _render(answer: PlanAnswer, output: str) -> str:
+def _render(answer: PlanAnswer, output: str, *, explain: bool) -> str:
     planned = answer.planned
     if output == "table":
-        return "" if planned is None else describe_plan(planned, answer.calibrations, answer.name)
+        if planned is None:
+            return ""
+        return describe_plan(planned, answer.calibrations, answer.name, explain=explain)
     value = {
         "exitCode": int(answer.exit_code),
         "outcome": answer.exit_code.name.lower().replace("_", " "),
         "errors": _problems(answer.errors),
         "refused": _problems(answer.refused),
         **({} if planned is None else _plan_fields(planned)),
+        **({"choices": list(describe_choices(planned))} if explain and planned is not None else {}),
     }
     if output == "json":
         return json.dumps(value, indent=2) + "\n"
@@ -307,8 +316,12 @@ def _plan_fields(planned: Planned) -> dict[str, Any]:
 _HEADINGS = ("RANK", "POD", "ROLE", "DEVICE", "STAGE", "LAYERS", "WEIGHTS", "KV CACHE", "STEP")
 
 
-def describe_plan(planned: Planned, calibrations: Calibrations, name: str) -> str:
-    """Returns a plan in words: who has what, where each byte is, how fast it is, and what else there is."""
+def describe_plan(planned: Planned, calibrations: Calibrations, name: str, *, explain: bool) -> str:
+    """Returns a plan in words: who has what, where each byte is, how fast it is, and what else there is.
+
+    Args:
+        explain: whether other plans are shown that cost more than nothing.
+    """
     plan, engine = planned.plan, planned.plan.engine
     rows = [_HEADINGS, *map(_row, plan.ranks)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
@@ -341,7 +354,7 @@ def describe_plan(planned: Planned, calibrations: Calibrations, name: str) -> st
             *([f"not measured: {calibrations.missing}"] if calibrations.missing else []),
             describe_capacity(planned),
             *describe_bounds(planned),
-            *describe_choices(planned),
+            *(describe_choices if explain else describe_waste)(planned),
             every,
             *(f"note: {note}" for note in planned.notes),
             "",

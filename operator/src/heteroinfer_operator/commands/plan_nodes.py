@@ -1,11 +1,13 @@
 """Nodes and pods as kubectl prints them, to what is free."""
 
+import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -16,6 +18,10 @@ from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.planning import build_free_nodes
 from heteroinfer_operator.stored_fields import UnreadableError
 
+_JSON: Final = re.compile(r'\s*\{\s*["}]')
+"""How a JSON object begins; in YAML `{kind: List}` does not."""
+_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, ten times as fast, where PyYAML was built with it."""
 _HOW = "Create the file with `kubectl get nodes,pods -A -o json`"
 
 
@@ -29,9 +35,8 @@ def load_free_nodes(file: str) -> list[FreeNode]:
         HeteroInferError: it cannot be read, or holds no nodes.
     """
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text()
-        stored = yaml.safe_load(text)
-        items = _items(stored)
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        items = _items(_parse(text))
         nodes = [trim.node_view(item) for item in items if item.get("kind") == "Node"]
         pods = [trim.pod_requests(item) for item in items if item.get("kind") == "Pod"]
     except OSError as error:
@@ -53,8 +58,20 @@ def load_free_nodes(file: str) -> list[FreeNode]:
     )
 
 
+def _parse(text: str) -> Any:
+    """Returns the objects of a JSON or YAML text; raises ValueError or yaml.YAMLError.
+
+    YAML's reader takes JSON too, but 300 nodes with 4,500 pods (33 MB) took it 54 s and 1.1 GB.
+    """
+    if _JSON.match(text):
+        return json.loads(text)
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - both are safe loaders
+
+
 def _where(error: Exception) -> str:
-    """Returns line and problem of a file that is no YAML, in words, or ""."""
+    """Returns line and problem of a file that is no YAML or JSON, in words, or ""."""
+    if isinstance(error, json.JSONDecodeError):
+        return f" (line {error.lineno}: {error.msg})"
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None)
     return f" (line {mark.line + 1}: {problem})" if mark is not None and problem else ""

@@ -159,10 +159,14 @@ def token_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
 
 
 def state_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
-    """Returns what one rank keeps of a sequence in a layer's state, in bytes."""
-    conv = kind.conv_elements * ELEMENT_BYTES[engine.dtype]
-    asked = EngineOptions.of(engine.extra_args).state_dtype or "float32"
-    return (conv + kind.state_elements * ELEMENT_BYTES.get(asked, 4)) // tensor
+    """Returns what one rank keeps of a sequence in a layer's state, in bytes.
+
+    Source: vllm/model_executor/layers/mamba/mamba_utils.py::MambaStateDtypeCalculator@v0.32.0.
+    """
+    options = EngineOptions.of(engine.extra_args)
+    conv = ELEMENT_BYTES.get(options.convolution_dtype, ELEMENT_BYTES[engine.dtype])
+    state = ELEMENT_BYTES.get(options.state_dtype or "float32", 4)
+    return (kind.conv_elements * conv + kind.state_elements * state) // tensor
 
 
 def cache_element_bytes(dtype: str, extra_args: Sequence[str]) -> int:

@@ -47,8 +47,6 @@ ALLOWED_ARGS: Final = word_set(
 
     --kv-cache-dtype --mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-cache-mode
     --enable-prefix-caching --prefix-caching-hash-algo --kv-cache-metrics --kv-cache-metrics-sample
-    --offload-backend --cpu-offload-gb --cpu-offload-params --offload-group-size --offload-num-in-group
-    --offload-prefetch-step --offload-params
 
     --language-model-only --limit-mm-per-prompt --media-io-kwargs --mm-processor-kwargs
     --mm-processor-cache-gb --mm-hasher-algorithm --mm-encoder-attn-backend --interleave-mm-strings
@@ -131,6 +129,21 @@ WHY: Final = (
         options=("--api-key", "--hf-token"),
         why="would show a secret to everybody who may read the resource, the plan or a log",
         remedy="set VLLM_API_KEY by engine.env from a Secret; a hub's token is spec.model.tokenSecretRef",
+    ),
+    _Why(
+        options=(
+            "--cpu-offload-gb",
+            "--cpu-offload-params",
+            "--offload-backend",
+            "--offload-group-size",
+            "--offload-num-in-group",
+            "--offload-prefetch-step",
+            "--offload-params",
+        ),
+        why="copies weights from host memory to the GPU in each step: the plan counts neither the host "
+        "memory nor the time, and gives each rank layers that fit",
+        remedy="leave it out; a role of CPU pods holds layers that the GPUs lack memory for, and "
+        "parallelism.mode FeedForward their experts",
     ),
     _Why(
         options=("--runner",),

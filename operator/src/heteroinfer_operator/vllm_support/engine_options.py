@@ -13,6 +13,7 @@ KV_CACHE_DTYPE: Final = "--kv-cache-dtype"
 QUANTIZATION: Final = "--quantization"
 MOE_BACKEND: Final = "--moe-backend"
 STATE_DTYPE: Final = "--mamba-ssm-cache-dtype"
+CONVOLUTION_DTYPE: Final = "--mamba-cache-dtype"
 LOAD_FORMAT: Final = "--load-format"
 MODEL_IMPL: Final = "--model-impl"
 OFFLOADED_GIB: Final = "--cpu-offload-gb"
@@ -30,6 +31,7 @@ class EngineOptions:
         quantization: how weights are quantized at load, or how the checkpoint is, "" without one.
         moe_backend: kernels of experts, `auto` for vLLM's choice.
         state_dtype: type of recurrent states, or None if vLLM chooses it by device.
+        convolution_dtype: type of the convolutions' states, `auto` for the model's own.
         load_format: how weights are read, or None.
         model_impl: whose classes of models are used, or None.
         offloaded_gib: what vLLM offloads to the CPU, as given, or None.
@@ -42,6 +44,7 @@ class EngineOptions:
     quantization: str = ""
     moe_backend: str = "auto"
     state_dtype: str | None = None
+    convolution_dtype: str = "auto"
     load_format: str | None = None
     model_impl: str | None = None
     offloaded_gib: str | None = None
@@ -73,6 +76,7 @@ def _parse(args: tuple[str, ...]) -> EngineOptions:
         quantization=_value(given, QUANTIZATION) or "",
         moe_backend=_value(given, MOE_BACKEND) or "auto",
         state_dtype=_value(given, STATE_DTYPE),
+        convolution_dtype=_value(given, CONVOLUTION_DTYPE) or "auto",
         load_format=_value(given, LOAD_FORMAT),
         model_impl=_value(given, MODEL_IMPL),
         offloaded_gib=_value(given, OFFLOADED_GIB),

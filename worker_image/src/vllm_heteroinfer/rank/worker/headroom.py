@@ -39,7 +39,7 @@ def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tup
     Raises:
         MemoryError: there is no headroom at all.
     """
-    if headroom.size_bytes >= planned_bytes:
+    if headroom.size_bytes >= planned_bytes or not planned_bytes:
         return planned_bytes, ""
     got = (
         f"rank {rank.rank} (role {rank.role}, {rank.device}): got memory for "
@@ -92,10 +92,12 @@ def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Frac
     """Returns the part of this machine's memory that is a CPU rank's: as its KV cache in the plan.
 
     CPU ranks of one pod share its memory limit, and those of pods with one address
-    (`heteroinfer up`) the machine.
+    (`heteroinfer up`) the machine. They share alike where none has a KV cache, as a stage may whose layers
+    read the cache of others.
     """
     sharing = ranks_on_machine(plan, launch, Device.CPU)
-    return Fraction(rank.kv_cache_bytes, sum(r.kv_cache_bytes for r in sharing))
+    caches = sum(each.kv_cache_bytes for each in sharing)
+    return Fraction(rank.kv_cache_bytes, caches) if caches else Fraction(1, len(sharing))
 
 
 class PeakOfRun:
