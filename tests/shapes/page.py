@@ -138,7 +138,8 @@ def _answers() -> str:
         try:
             ask(recorded_profiles()[name], group, **fields)
         except PlanError as error:
-            parts.append(f"**{title}** ({name}, group {group}):\n```\nerror: {error.message}\n```\n")
+            said = "\n".join(f"error: {line}" for line in error.message.splitlines())
+            parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}\n```\n")
         else:
             raise AssertionError(f"{title}: expected a refusal")
     return "\n".join(parts)

@@ -38,7 +38,7 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
         (
             "Kimi-K2-Thinking",
             "its kernel is for groups of 128",
-            "in groups of 128, or in bf16, or use GPU roles only",
+            "in groups of 128, or in bf16 (about 1912 GiB), or use GPU roles only",
         ),
         ("MiniMax-M2", "chosen by MiniMax2 routing", "let a GPU choose (parallelism.mode: FeedForward)"),
         ("Nemotron-3-Nano-30B-A3B", "have no gate", "use GPU roles only"),
@@ -415,3 +415,28 @@ def test_the_type_of_the_convolutions_states_counts(dtype: str, tokens: int) -> 
     planned = plan(spec(*MIXED, engine=engine), profile)
     assert planned.plan.engine.block_size == tokens
     assert planned.sizes.kv.block_bytes(0, 24) == 6 * tokens * 2048
+
+
+@pytest.mark.parametrize("device", ["8Gi", "140Gi"])
+@pytest.mark.parametrize("memory", ["4Gi", "3000Gi"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("DeepSeek-V3.2", "with sparse attention"),
+        ("Kimi-K2-Thinking", "experts in int4, groups of 32"),
+        ("Nemotron-3-Nano-30B-A3B", "have no gate"),
+    ],
+)
+def test_what_no_memory_helps_is_said_before_memory(name: str, why: str, memory: str, device: str) -> None:
+    own = gpu(deviceMemory=device, feedForward={"cpu": "28", "memory": memory})
+    assert why in refusal(name, spec(own, parallelism={"mode": "FeedForward"}))
+
+
+def test_all_reasons_are_said_at_once() -> None:
+    """One by one they cost a user as many tries."""
+    sees = replace(recorded_profiles()["Kimi-K2-Thinking"], encoder="images", encoder_bytes=2**30)
+    with pytest.raises(PlanError) as caught:
+        plan(spec(*MIXED), sees)
+    images, experts = caught.value.message.splitlines()
+    assert "first stage is on a CPU" in images
+    assert "its kernel is for groups of 128" in experts

@@ -3,7 +3,7 @@
 The GPU then has a model without them, which the rest of the planner sees as any other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, sqrt
@@ -75,11 +75,16 @@ def choose_remote(
     profile: ModelProfile,
     engine: EngineSettings,
     inventory: Inventory,
+    check: Callable[[Remote], object],
 ) -> Remote:
     """Returns what feed-forward ranks get.
 
     As many layers as the user says; else as few as leave the role's own rank KV cache for one
     longest sequence, those first that cost least: whose step reads the smallest part of what they hold.
+
+    Args:
+        check: raises PlanError if CPU ranks cannot compute these layers. It runs before memory is
+            counted: no memory helps a model that no CPU rank runs.
 
     Raises:
         PlanError: the model has nothing that can go there, or what goes doesn't fit; the message says
@@ -100,6 +105,7 @@ def choose_remote(
     missing = 0
     for count in counts:
         remote = remote_of(own, profile, order[:count], by_experts=by_experts)
+        check(remote)
         missing = missing_bytes(topology, remote.kept, engine, inventory)
         if missing <= 0:
             _check_shares(role.name, remote)

@@ -170,9 +170,15 @@ def choose_mode(
         case Mode.FEED_FORWARD:
             own = topology.stages[0][0].placed.role.feed_forward
             assert own is not None  # a spec of this mode has it
-            remote = choose_remote(own, topology, profile, engine, inventory)
-            return FeedForwardMode(
-                topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
-            )
+
+            def with_remote(remote: Remote) -> FeedForwardMode:
+                return FeedForwardMode(
+                    topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
+                )
+
+            def check(remote: Remote) -> tuple[str, ...]:
+                return with_remote(remote).check()
+
+            return with_remote(choose_remote(own, topology, profile, engine, inventory, check))
         case _:
             assert_never(mode)

@@ -4,13 +4,13 @@ tests/integration/models asks vLLM's own kernels for it, so that it stays true. 
 load, or serve wrong, is refused here, with what to do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from heteroinfer_contract.load_formats import OF_GPUS, SAFETENSORS
-from heteroinfer_contract.model import AttentionKind, Routing, Scheme, SchemeName
+from heteroinfer_contract.model import AttentionKind, Routing, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
@@ -30,7 +30,7 @@ from heteroinfer_operator.vllm_support.listed_architectures import (
     GPU_STATES,
     NO_PIPELINE,
 )
-from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
+from heteroinfer_operator.vllm_support.quantization import FOUR_BITS, in_bf16
 
 _WHO_HAS_IT: Final = MappingProxyType(
     {
@@ -147,14 +147,35 @@ def check_support(
     if not cpus:
         return ()
     _check_classes(profile)
-    _check_attention(profile)
-    if profile.is_latent:
-        _check_latent(profile, engine)
-    _check_states(profile, engine)
-    _check_kv_cache(profile, engine)
-    _check_encoder(profile, engine, first)
-    warnings = (*_check_linear(profile, engine), *_check_experts(profile, engine))
+    warnings = _every_reason(
+        lambda: _check_attention(profile),
+        lambda: _check_latent(profile, engine),
+        lambda: _check_states(profile, engine),
+        lambda: _check_kv_cache(profile, engine),
+        lambda: _check_encoder(profile, engine, first),
+        lambda: _check_linear(profile, engine),
+        lambda: _check_experts(profile, engine),
+    )
     return (*warnings, *_check_instructions(_needs(profile, engine), cpus))
+
+
+def _every_reason(*checks: Callable[[], tuple[str, ...] | None]) -> tuple[str, ...]:
+    """Runs all checks; returns what users should know.
+
+    Raises:
+        PlanError: one or more of them failed; the message has a line for each, so that users fix all at once.
+    """
+    warnings: list[str] = []
+    errors: list[PlanError] = []
+    for check in checks:
+        try:
+            warnings += check() or ()
+        except PlanError as error:
+            errors.append(error)
+    if errors:
+        messages = dict.fromkeys(error.message for error in errors)
+        raise PlanError("\n".join(messages), reason=errors[0].reason)
+    return tuple(warnings)
 
 
 def check_load_format(engine: EngineSettings) -> None:
@@ -191,7 +212,9 @@ def check_remote_support(
     """
     _check_classes(profile)
     _check_sparse(profile)
-    warnings = (*_check_linear(moved, engine), *_check_experts(moved, engine, route=False))
+    warnings = _every_reason(
+        lambda: _check_linear(moved, engine), lambda: _check_experts(moved, engine, route=False)
+    )
     return (*warnings, *_check_instructions(_weights_need(moved), cpus))
 
 
@@ -254,6 +277,8 @@ def _check_attention(profile: ModelProfile) -> None:
 
 
 def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
+    if not profile.is_latent:
+        return
     what = f"{profile.architecture} (multi-head latent attention)"
     latents = {kind.kv_width for kind in profile.layers if kind.attention is AttentionKind.LATENT}
     for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):  # a layer may have several
@@ -344,7 +369,7 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
         return ()
     kernel = CPU_LINEAR.get(scheme.name)
     if kernel is None or (kernel.bits and scheme.bits not in kernel.bits):
-        raise _refuse(f"weights in {_format(profile)}", "vLLM has no such kernel", _other_format(scheme))
+        raise _refuse(f"weights in {_format(profile)}", "vLLM has no such kernel", _other_format(profile))
     _check_dtype(f"weights in {scheme}", kernel, engine)
     if scheme.name in FOUR_BITS and engine.dtype == "float16":
         raise _refuse(
@@ -370,10 +395,11 @@ def _format(profile: ModelProfile) -> str:
     return profile.quantization if unnamed else str(profile.scheme)
 
 
-def _other_format(scheme: Scheme) -> str:
-    if scheme.name is SchemeName.FP8_TENSOR:
-        return "take it in FP8 with blocks of 128, in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
-    return "take the same model in 4 bits (AWQ, GPTQ) or in bf16, or use GPU roles only"
+def _other_format(profile: ModelProfile) -> str:
+    others = "in 4 bits (AWQ, GPTQ)"
+    if profile.scheme.name is SchemeName.FP8_TENSOR:
+        others = f"in FP8 with blocks of 128, {others}"
+    return f"take the same model {others} or {in_bf16(profile)}, or use GPU roles only"
 
 
 def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool = True) -> tuple[str, ...]:
@@ -403,21 +429,21 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
     if not any(kind.experts_quantized for kind in kinds):
         return ()
     kernel, scheme = CPU_EXPERTS.get(profile.scheme.name), profile.scheme
-    plain = "take the same model in bf16, or use GPU roles only"
+    plain = f"take the same model {in_bf16(profile)}, or use GPU roles only"
     if kernel is None:
         raise _refuse(f"experts in {_format(profile)}", "vLLM has no such kernel", plain)
     if kernel.group and scheme.group != kernel.group:
         raise _refuse(
             f"experts in {scheme}",
             f"its kernel is for groups of {kernel.group}",
-            f"take the model in groups of {kernel.group}, or in bf16, or use GPU roles only",
+            f"take the model in groups of {kernel.group}, or {in_bf16(profile)}, or use GPU roles only",
         )
     _check_dtype(f"experts in {scheme}", kernel, engine)
     if route and kernel.routing is not None and profile.routing not in kernel.routing:
         raise _refuse(
             f"experts in {scheme} that are chosen by {profile.routing} routing",
             f"its kernel is for {', '.join(sorted(kernel.routing))}",
-            "take the same model in bf16, use GPU roles only, or let a GPU choose "
+            f"take the same model {in_bf16(profile)}, use GPU roles only, or let a GPU choose "
             "(parallelism.mode: FeedForward)",
         )
     return ()

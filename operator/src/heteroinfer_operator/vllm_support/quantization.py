@@ -39,6 +39,21 @@ _CHECKPOINT_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """What vLLM calls a checkpoint's method (vllm/.../quantization/inc/inc.py::INCConfig@v0.32.0,
 vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
+_SCALE_BITS: Final[Mapping[SchemeName, int]] = MappingProxyType({SchemeName.MXFP4: 8, SchemeName.NVFP4: 8})
+"""Of the scale of a group of weights; 16 in other formats."""
+
+
+def in_bf16(profile: ModelProfile) -> str:
+    """Returns the words for the same model in bf16, with about what its weights take if that is known."""
+    scheme = profile.scheme
+    if not scheme.bits:
+        return "in bf16"
+    stored = sum(profile.layer_bytes) + profile.embedding_bytes + profile.head_bytes + profile.other_bytes
+    quantized = sum(
+        kind.quantized_bytes + (kind.routed_bytes if kind.experts_quantized else 0) for kind in profile.layers
+    )
+    bits_each = scheme.bits + (_SCALE_BITS.get(scheme.name, 16) / scheme.group if scheme.group else 0)
+    return f"in bf16 (about {(stored + quantized * (16 / bits_each - 1)) / 2**30:.0f} GiB)"
 
 
 def check_quantization(profile: ModelProfile, engine: EngineSettings) -> None:
