@@ -6,7 +6,9 @@ Pure. Imports nothing of this project.
 import functools
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Final
 
 _SUFFIX: Final = {
@@ -24,6 +26,15 @@ RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti
 """Any resource of a container, as the schema of the resource has it."""
 DURATION_PATTERN: Final = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$"
 """A duration, as the schema of the resource has it (together with a length of at least 2)."""
+_UNITS: Final = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
+PATTERN_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        BYTES_PATTERN: f"expected a size in bytes such as 80Gi (units: {_UNITS})",
+        RESOURCE_PATTERN: f"expected an amount such as 64Gi, 500m or 2 (units: m, {_UNITS})",
+        DURATION_PATTERN: "expected a duration such as 30m, 60s or 1h30m",
+    }
+)
+"""What a text that does not match should be, for people."""
 
 _QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<part>[0-9]*+))?+"

@@ -151,6 +151,65 @@ def test_a_model_directory_stands_for_the_uri(
     assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0
 
 
+def test_a_folder_without_a_tokenizer_is_noted(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"note: {model} holds no tokenizer (tokenizer.json, or a file of another kind)"
+
+    def notes(**engine: Any) -> str:
+        assert main(["plan", "-f", write(tmp_path, model, roles=CPU_ROLE, **engine)]) == 0
+        return capsys.readouterr().out
+
+    assert words not in notes()
+    (model / "tokenizer.json").unlink()
+    assert words in notes()
+    assert words not in notes(engine={"args": ["--tokenizer", "/other"]})
+
+
+UNITS = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
+
+
+@pytest.mark.parametrize(
+    ("role", "path", "words"),
+    [
+        (
+            {"device": "CPU", "resources": {"limits": {"memory": "3GB"}}},
+            "resources.limits.memory",
+            f"expected an amount such as 64Gi, 500m or 2 (units: m, {UNITS}): got '3GB'",
+        ),
+        (
+            {"device": "GPU", "deviceMemory": "24gb"},
+            "deviceMemory",
+            f"expected a size in bytes such as 80Gi (units: {UNITS}): got '24gb'",
+        ),
+    ],
+)
+def test_an_amount_in_no_unit_names_the_units(
+    role: dict[str, Any],
+    path: str,
+    words: str,
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = write(tmp_path, model, roles=[{"name": "a", **role}])
+    assert error(capsys, "-f", file) == f"error: {file}: spec.roles[0].{path}: {words}\n"
+
+
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_memory_in_thousandths_of_bytes_is_refused(
+    device: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(
+        tmp_path,
+        model,
+        roles=[{"name": "a", "device": device, "resources": {"limits": {"memory": "1500m"}}}],
+    )
+    assert error(capsys, "-f", file, code=3) == (
+        "error: role a: got resources.limits.memory 1500m, which is thousandths of a byte; write 1500Mi\n"
+    )
+
+
 def of_this_machine() -> Calibration:
     cpuinfo = Path("/proc/cpuinfo").read_text()
     name = next(line.split(": ")[1] for line in cpuinfo.splitlines() if line.startswith("model name"))

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import struct
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.model.weights import INDEX_FILE
-from heteroinfer_contract.model_files import ModelFilesError, read_profile
+from heteroinfer_contract.model_file_content import ModelFilesError
+from heteroinfer_contract.model_files import has_tokenizer, read_profile
 
 LAYERS, HIDDEN, VOCAB = 3, 8, 16
 CONFIG: dict[str, Any] = {
@@ -464,3 +466,48 @@ def test_files_may_be_links_as_in_a_hubs_own_cache(tmp_path: Path) -> None:
     for path in (tmp_path / "blobs").iterdir():
         (linked / path.name).symlink_to(path)
     assert read_profile(linked) == expected
+
+
+def test_reports_a_link_that_leads_out_of_the_folder(tmp_path: Path) -> None:
+    """A copy of a hub's snapshot folder without the blobs that its links lead to."""
+    for missing in ("config.json", "model.safetensors", "shard"):
+        folder = tmp_path / missing
+        path = write_model(folder) / missing
+        if missing == "shard":
+            (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": missing}}))
+        path.unlink(missing_ok=True)
+        path.symlink_to("../../blobs/0123abcd")
+        message = error_of(folder)
+        assert f"{path}: got a link to ../../blobs/0123abcd, which does not exist here" in message
+        assert "cp -rL" in message
+        assert "chmod" not in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_reports_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
+    (write_model(tmp_path) / name).write_text(pointer)
+    message = error_of(tmp_path)
+    assert f"{tmp_path / name}: got a pointer of Git LFS in place of the file itself; run `git lfs" in message
+
+
+def test_reports_a_byte_order_mark(tmp_path: Path) -> None:
+    """Python's json takes it, transformers does not: the plan was made, and every rank ended."""
+    path = write_model(tmp_path) / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    message = error_of(tmp_path)
+    assert "config.json: begins with a byte order mark" in message
+    command = message.partition("(")[2].rpartition(")")[0]
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    assert read_profile(tmp_path) == read_profile(write_model(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "x.tiktoken", "vocab.txt"]
+)
+def test_finds_a_tokenizer_of_each_kind(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert not has_tokenizer(tmp_path)
+    (tmp_path / name).touch()
+    assert has_tokenizer(tmp_path)

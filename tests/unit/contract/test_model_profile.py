@@ -14,7 +14,8 @@ from heteroinfer_contract.model.attention import layer_attention
 from heteroinfer_contract.model.config import from_params, text_config
 from heteroinfer_contract.model.scheme import has_limited_experts, read_routing
 from heteroinfer_contract.model_fetch import FetchedModel
-from heteroinfer_contract.model_files import ModelFilesError, read_profile
+from heteroinfer_contract.model_file_content import ModelFilesError
+from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from tests.shapes.corpus import SHAPES, Shape, shape
 from tests.shapes.profiles import read_shape, recorded_profiles

@@ -5,19 +5,16 @@ the length of a JSON header that names every tensor's dtype, shape and offset
 (https://github.com/huggingface/safetensors, "Format").
 """
 
-import json
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, Final
 
 from heteroinfer_contract.column_shares import unit_of
-from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
 from heteroinfer_contract.model.config import (
@@ -35,6 +32,14 @@ from heteroinfer_contract.model.scheme import (
     read_scheme,
 )
 from heteroinfer_contract.model.weights import INDEX_FILE, LayerBytes, Tensor, Weights, sum_weights
+from heteroinfer_contract.model_file_content import (
+    MAX_HEADER_BYTES,
+    ModelFilesError,
+    dangling,
+    not_readable,
+    read_header,
+    read_json,
+)
 from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
 PARAMS_FILE = "params.json"
@@ -44,18 +49,26 @@ _CONSOLIDATED = "consolidated*.safetensors"
 _NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
 _MOST_SHARDS = 10_000
 """That are looked for by number, whatever a name says; published models have some hundred."""
-MAX_HEADER_BYTES = 100_000_000
-"""As in safetensors itself: a longer header is a broken or hostile file; an index is no longer."""
 MOST_CONFIG_BYTES = 16 * 2**20
 """Of config.json or params.json: those of published models have up to some hundred KB."""
+
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer*.model",
+    "tokenizer.model*",
+    "tekken.json",
+    "vocab.*",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.spm",
+    "tokenization_*.py",
+)
+"""Each is, or comes with, a vocabulary: of tokenizers, sentencepiece, tiktoken, Mistral, or own code."""
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_DTYPES = frozenset(_DTYPES.values())
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-
-class ModelFilesError(ContractError):
-    """A directory does not hold a model that can be read; the text says what is wrong and what to do."""
 
 
 def read_profile(directory: Path) -> ModelProfile:
@@ -71,7 +84,7 @@ def read_profile(directory: Path) -> ModelProfile:
     except ModelFilesError:
         raise
     except OSError as error:
-        raise _not_readable(directory, error) from error
+        raise not_readable(directory, error) from error
     except _NOT_UNDERSTOOD as error:
         raise ModelFilesError(
             f"{directory}: {CONFIG_FILE} or a header says what no model does ({type(error).__name__}: "
@@ -81,6 +94,11 @@ def read_profile(directory: Path) -> ModelProfile:
 
 _NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of a word where a number should be, and the like; config.json has a hundred fields."""
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Returns whether a directory holds a tokenizer, without which the API server cannot start."""
+    return any(fnmatch(name, pattern) for name in os.listdir(directory) for pattern in _TOKENIZER_FILES)
 
 
 def _read_profile(directory: Path) -> ModelProfile:
@@ -226,7 +244,7 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
             f"{directory}: got a file, expected the directory that holds {CONFIG_FILE}"
         ) from error
     except PermissionError as error:
-        raise _not_readable(directory, error) from error
+        raise not_readable(directory, error) from error
     own = any(fnmatch(name, _CONSOLIDATED) for name in entries)
     if own and PARAMS_FILE in entries:
         params = _read_object(directory / PARAMS_FILE)
@@ -248,7 +266,7 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    value = _read_json(path, MOST_CONFIG_BYTES)
+    value = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path}: expected a JSON object")
     return value
@@ -259,7 +277,7 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
         return sorted(directory.glob(_CONSOLIDATED))
     index = directory / INDEX_FILE
     if index.exists():
-        content = _read_json(index, MAX_HEADER_BYTES)
+        content = read_json(index, MAX_HEADER_BYTES)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFilesError(f"{index}: expected a weight_map from tensors to files")
@@ -270,6 +288,8 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
                 "download the model again, or take another one"
             )
         missing = [name for name in names if not (directory / name).exists()]
+        if links := [name for name in missing if (directory / name).is_symlink()]:
+            raise dangling(directory / links[0])
         if missing:
             raise ModelFilesError(
                 f"{directory}: {INDEX_FILE} names {len(names)} files, of which {_brief(missing)} "
@@ -307,33 +327,8 @@ def _leaves(name: str) -> bool:
     return path.is_absolute() or ".." in path.parts
 
 
-def _open(path: Path) -> BinaryIO:
-    """Returns a file to read; raises ModelFilesError for what has no end (a FIFO, a device), and OSError."""
-
-    def open_regular(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)  # a FIFO is opened at once, and then refused
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise ModelFilesError(f"{path}: expected a regular file; download the model again")
-        return descriptor
-
-    return open(path, "rb", opener=open_regular)
-
-
 def _read_header(path: Path) -> list[Tensor]:
-    try:
-        with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
-                raise ModelFilesError(
-                    f"{path}: got {size} bytes, expected a header of {length} bytes after the first 8; "
-                    "the file is cut short or not safetensors: download it again"
-                )
-            header = _parse_json(path, file.read(length))
-    except OSError as error:
-        raise _not_readable(path, error) from error
+    header, header_end, size = read_header(path)
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
@@ -350,40 +345,12 @@ def _read_header(path: Path) -> list[Tensor]:
         raise ModelFilesError(
             f"{path}: its header is not safetensors' ({error!r}); download it again"
         ) from error
-    if 8 + length + end != size:
+    if header_end + end != size:
         raise ModelFilesError(
-            f"{path}: got {size} bytes, expected {8 + length + end} as its header says; "
+            f"{path}: got {size} bytes, expected {header_end + end} as its header says; "
             "the download is not complete: finish it"
         )
     return tensors
-
-
-def _read_json(path: Path, most_bytes: int) -> Any:
-    try:
-        with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
-                raise ModelFilesError(
-                    f"{path}: got {size} bytes, expected at most {most_bytes}; download it again"
-                )
-            content = file.read(most_bytes)
-    except OSError as error:
-        raise _not_readable(path, error) from error
-    return _parse_json(path, content)
-
-
-def _parse_json(path: Path, content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path}: expected JSON: {error}; download it again") from error
-
-
-def _not_readable(path: Path, error: OSError) -> ModelFilesError:
-    return ModelFilesError(
-        f"{path}: cannot be read as user {os.getuid()}: {error.strerror}; "
-        "make the model readable for all (chmod -R a+rX)"
-    )
 
 
 def _number(config: Mapping[str, Any], directory: Path, name: str, default: int | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from heteroinfer_operator import quantity
 from heteroinfer_operator.api.base import AS_STORED, Model, ObjectName, ValidationRule
 from heteroinfer_operator.api.spec import HeteroInferenceSpec, LifeSpec
 from heteroinfer_operator.api.status import HeteroInferenceStatus
@@ -106,6 +107,9 @@ def parse_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
     found = _parse(HeteroInferenceSpec, raw, "spec")
     _check_length(raw)
     return found
+
+
+_OTHER_PATTERN: Final = "string_pattern_mismatch"
 
 
 def _check_length(spec: Mapping[str, Any]) -> None:
@@ -312,4 +316,5 @@ def _problem(where: str, error: Mapping[str, Any]) -> str:
         if error["type"] == "rule" or isinstance(error["input"], dict | list)
         else f": got {error['input']!r}"
     )
-    return f"{path or 'resource'}: {error['msg']}{got}"
+    words = quantity.PATTERN_WORDS.get(error["ctx"]["pattern"]) if error["type"] == _OTHER_PATTERN else None
+    return f"{path or 'resource'}: {words or error['msg']}{got}"

@@ -18,10 +18,6 @@ _FASTER: Final = 0.97
 """Of a step, at most, where another choice is called faster."""
 
 
-EXPLAIN: Final = "--explain"
-"""The option of `heteroinfer plan` that shows all choices."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
     """What another plan changes.
@@ -62,7 +58,7 @@ def describe_waste(planned: Planned) -> tuple[str, ...]:
     """Returns the pods and roles that give nothing, a line each, and how to see the other choices."""
     found = [(words, _compare(other, planned)) for words, other in _cheaper(planned)]
     lines = [f"cheaper: {words} {change.words}" for words, change in found if change.costs_nothing]
-    return (*lines, f"choices: {EXPLAIN} shows the next cheaper, roomier and faster plans")
+    return (*lines, "choices: --explain shows the next cheaper, roomier and faster plans")
 
 
 def _compare(other: Planned, planned: Planned) -> _Difference:

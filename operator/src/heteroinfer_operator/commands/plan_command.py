@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +15,6 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
 from heteroinfer_contract import names
-from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.model_fetch import HUB_SCHEME
-from heteroinfer_contract.model_files import read_profile
-from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_contract.printable import format_bytes, printable
 from heteroinfer_operator.api import HeteroInference
@@ -30,12 +26,12 @@ from heteroinfer_operator.commands.account import (
     describe_model,
     describe_speed,
 )
-from heteroinfer_operator.commands.choices import EXPLAIN, describe_choices, describe_waste
+from heteroinfer_operator.commands.choices import describe_choices, describe_waste
+from heteroinfer_operator.commands.model_to_plan import read_model
 from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.commands.resource_file import load_resource
-from heteroinfer_operator.errors import HeteroInferError, ModelError, PlanError, PlanReason
+from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
 from heteroinfer_operator.local import calibration_file
-from heteroinfer_operator.local.hub_profile import read_hub_profile
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
@@ -45,7 +41,6 @@ from heteroinfer_operator.planning.prediction import overhead_s, predict
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.reconcile import Allowed
 
-_FILE_SCHEME = "file://"
 _NO_CALIBRATION = "none"
 _NODE_OF_OPTIONS = "(--gpus)"
 """The only node where --gpus says what there is."""
@@ -122,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
     parser.add_argument(
-        EXPLAIN,
+        "--explain",
         action="store_true",
         help="also show the next cheaper, roomier and faster plans: with a pod less or more, or a layer less "
         "where memory is short",
@@ -180,9 +175,10 @@ def _answer(arguments: argparse.Namespace) -> PlanAnswer:
 
 
 def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argparse.Namespace) -> Planned:
+    profile, notes = read_model(resource, arguments.model_dir)
     request = GroupRequest(
         spec=resource.spec,
-        profile=_profile(resource, arguments.model_dir),
+        profile=profile,
         served_name=resource.served_name,
         model_path=names.MODEL_MOUNT,
     )
@@ -191,7 +187,8 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
         calibrations=calibrations,
         resource=ResourceKey(namespace=resource.metadata.namespace, name=resource.metadata.name),
     )
-    return plan_group(request, capacity)
+    planned = plan_group(request, capacity)
+    return replace(planned, notes=(*planned.notes, *notes))
 
 
 def _allowed(file: str | None) -> Allowed:
@@ -240,21 +237,6 @@ def _size(text: str) -> int:
     if size < 0:
         raise argparse.ArgumentTypeError(f"got {text}, expected a size of 0 or more")
     return size
-
-
-def _profile(resource: HeteroInference, model_dir: Path | None) -> ModelProfile:
-    uri = resource.spec.model.uri
-    if model_dir is None and uri.startswith(HUB_SCHEME):
-        return read_hub_profile(resource.spec.model)
-    if model_dir is None and not uri.startswith(_FILE_SCHEME):
-        raise ModelError(
-            f"model.uri: got {uri}, which is not on this machine; give its files with --model-dir DIR"
-        )
-    directory = model_dir or Path(uri.removeprefix(_FILE_SCHEME))
-    try:
-        return read_profile(directory)
-    except ContractError as error:
-        raise ModelError(f"{'--model-dir' if model_dir else 'model.uri'}: {error}") from error
 
 
 def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> list[FreeNode] | None:

@@ -9,6 +9,7 @@ from typing import Final
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import KvCache, build_kv_cache
@@ -42,9 +43,11 @@ def rank_budget(seat: Seat, inventory: Inventory) -> int | None:
     """Returns the bytes that a rank has for weights and KV cache, or None if that is unknown.
 
     Raises:
-        PlanError: a CPU pod's memory is less than its processes take without a model.
+        PlanError: a CPU pod's memory is less than its processes take without a model, or is in thousandths of
+            bytes.
     """
     role = seat.placed.role
+    _check_unit(role)
     if seat.placed.device is Device.GPU:
         memory = (
             parse_bytes(role.device_memory)
@@ -65,6 +68,18 @@ def rank_budget(seat: Seat, inventory: Inventory) -> int | None:
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
     return (pod - overhead) // role.ranks_per_pod
+
+
+def _check_unit(role: RoleSpec) -> None:
+    """Raises PlanError for a memory limit such as 1500m: Kubernetes takes it for 1.5 bytes."""
+    limits = role.resources.limits if role.resources else None
+    limit = (limits or {}).get("memory", "")
+    if limit.endswith("m"):
+        raise PlanError(
+            f"role {role.name}: got resources.limits.memory {limit}, which is thousandths of a byte; "
+            f"write {limit[:-1]}Mi",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
+        )
 
 
 def _pod_memory(seat: Seat, inventory: Inventory) -> int | None:

@@ -11,11 +11,8 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model.config import CONFIG_FILE
 from heteroinfer_contract.model.weights import INDEX_FILE
 from heteroinfer_contract.model_fetch import FetchedFile
-from heteroinfer_contract.model_files import (
-    MAX_HEADER_BYTES,
-    QUANTIZATION_FILE,
-    read_profile,
-)
+from heteroinfer_contract.model_file_content import MAX_HEADER_BYTES
+from heteroinfer_contract.model_files import QUANTIZATION_FILE, read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub_reader import HubReader

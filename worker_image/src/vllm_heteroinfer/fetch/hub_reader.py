@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import COMMIT, FetchedFile
-from heteroinfer_contract.model_files import MAX_HEADER_BYTES
+from heteroinfer_contract.model_file_content import MAX_HEADER_BYTES
 from vllm_heteroinfer.fetch.asked_hub import AskedHub
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file

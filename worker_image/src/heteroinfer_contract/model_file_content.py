@@ -1,0 +1,118 @@
+"""What one file of a model holds: JSON, or the header of safetensors; bounded, and of a regular file.
+
+Stdlib only. `model_files` makes a profile of it.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from heteroinfer_contract.errors import ContractError
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""As in safetensors itself: a longer header is a broken or hostile file; an index is no longer."""
+_LFS_POINTER: Final = b"version https://git-lfs"
+"""How the small text begins that Git LFS keeps in place of a large file."""
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_LENGTH_BYTES: Final = 8
+
+
+class ModelFilesError(ContractError):
+    """A directory does not hold a model that can be read; the text says what is wrong and what to do."""
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Returns the header of a safetensors file, the header's end, and the file's size, in bytes.
+
+    Raises:
+        ModelFilesError: the file is unreadable, cut short, or no safetensors.
+    """
+    try:
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            front = file.read(len(_LFS_POINTER))
+            length = int.from_bytes(front[:_LENGTH_BYTES], "little")
+            end = _LENGTH_BYTES + length
+            if front == _LFS_POINTER:
+                raise _lfs_pointer(path)
+            if len(front) < _LENGTH_BYTES or length > MAX_HEADER_BYTES or end > size:
+                raise ModelFilesError(
+                    f"{path}: got {size} bytes, expected a header of {length} bytes after the first 8; "
+                    "the file is cut short or not safetensors: download it again"
+                )
+            file.seek(_LENGTH_BYTES)
+            header = _parse_json(path, file.read(length))
+    except OSError as error:
+        raise not_readable(path, error) from error
+    return header, end, size
+
+
+def read_json(path: Path, most_bytes: int) -> Any:
+    """Returns the value in a JSON file of at most so many bytes; raises ModelFilesError."""
+    try:
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise ModelFilesError(
+                    f"{path}: got {size} bytes, expected at most {most_bytes}; download it again"
+                )
+            content = file.read(most_bytes)
+    except OSError as error:
+        raise not_readable(path, error) from error
+    return _parse_json(path, content)
+
+
+def not_readable(path: Path, error: OSError) -> ModelFilesError:
+    """Returns why a file or directory of a model cannot be opened."""
+    if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
+        return dangling(path)
+    return ModelFilesError(
+        f"{path}: cannot be read as user {os.getuid()}: {error.strerror}; "
+        "make the model readable for all (chmod -R a+rX)"
+    )
+
+
+def dangling(link: Path) -> ModelFilesError:
+    """Returns what is wrong with a link that leads nowhere."""
+    return ModelFilesError(
+        f"{link}: got a link to {os.readlink(link)}, which does not exist here; a snapshot folder of a hub's "
+        "cache holds only such links, to files outside of it. Copy the folder with its links followed "
+        "(cp -rL), and give the copy"
+    )
+
+
+def _open(path: Path) -> BinaryIO:
+    """Returns a file to read; raises ModelFilesError for what has no end (a FIFO, a device), and OSError."""
+
+    def open_regular(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)  # a FIFO is opened at once, and then refused
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ModelFilesError(f"{path}: expected a regular file; download the model again")
+        return descriptor
+
+    return open(path, "rb", opener=open_regular)
+
+
+def _parse_json(path: Path, content: bytes) -> Any:
+    if content.startswith(_LFS_POINTER):
+        raise _lfs_pointer(path)
+    if content.startswith(_BYTE_ORDER_MARK):  # json.loads takes it, and transformers does not
+        raise ModelFilesError(
+            f"{path}: begins with a byte order mark, which ranks cannot read; save it as UTF-8 without one "
+            rf"(sed -i '1s/^\xEF\xBB\xBF//' {path.name})"
+        )
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path}: expected JSON: {error}; download it again") from error
+
+
+def _lfs_pointer(path: Path) -> ModelFilesError:
+    return ModelFilesError(
+        f"{path}: got a pointer of Git LFS in place of the file itself; run `git lfs pull` in the model's "
+        "folder, or download the model again"
+    )
