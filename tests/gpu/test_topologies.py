@@ -81,6 +81,18 @@ def test_way_of_the_bridge(served: Served) -> None:
             assert seen.total(names.TRANSPORT_INFO, between="ranks", path=way) == 1, seen.text
 
 
+@topologies(lambda topology: topology.mode is Mode.PIPELINE and topology.tensor > 1)
+def test_way_of_nccl(served: Served, request: pytest.FixtureRequest) -> None:
+    """Metrics of GPUs that share a stage report what NCCL took; other ranks use none."""
+    as_cpu = request.config.getoption("--devices-as-cpu")
+    for rank in served.group.plan.ranks:
+        seen = scrape(served.group, rank.rank)
+        found = [labels["path"] for labels, _ in seen.samples(names.TRANSPORT_INFO, between="ranks")]
+        ways = [path for path in found if path.startswith("nccl_")]
+        assert bool(ways) == (rank.device is Device.GPU and not as_cpu), seen.text
+        assert seen.total(names.LOCKED_MEMORY_LIMIT_BYTES) > 0, seen.text
+
+
 @topologies(lambda topology: topology.dtype == "bfloat16")
 def test_bf16_logprobs(served: Served, references: References, report: Report) -> None:
     """Of the best token at every position of what stock vLLM answered on one GPU."""

@@ -1,5 +1,7 @@
 """A step's time is explained by its parts."""
 
+import ctypes
+import mmap
 import time
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,13 @@ from heteroinfer_contract import metric_names as names
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.integration.worker.groups import build_plan
 from vllm_heteroinfer.pod.channel import RankChannel, RankMessage, RankReporter
-from vllm_heteroinfer.rank.step_metrics import RankMetrics, Step, fit_transfer
+from vllm_heteroinfer.rank.step_metrics import (
+    RankMetrics,
+    Step,
+    fit_transfer,
+    locked_memory_bytes,
+    locked_memory_limit_bytes,
+)
 
 LAUNCH = PodLaunch(
     group="ns/x/0", group_uid="u", epoch=1, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)
@@ -45,6 +53,8 @@ def test_a_step_adds_up() -> None:
         assert parts == pytest.approx(value(names.STEP_SECONDS + "_sum", **decode))
         assert value(names.TRANSFER_BYTES_TOTAL, direction="send") == 4096
         assert value(names.TOKENS_TOTAL, **decode) == 4
+        assert value(names.LOCKED_MEMORY_BYTES) >= 0
+        assert value(names.LOCKED_MEMORY_LIMIT_BYTES) == locked_memory_limit_bytes() > 0
     finally:
         reporter.close()
         ours.close()
@@ -142,3 +152,15 @@ def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
     finally:
         reporter.close()
         ours.close()
+
+
+def test_locked_memory_is_what_the_kernel_counts(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tx\nVmLck:\t    8 kB\nVmPin:\t  16 kB\n")
+    assert locked_memory_bytes(tmp_path) == 24 * 1024
+    before = locked_memory_bytes()
+    with mmap.mmap(-1, 4 * mmap.PAGESIZE) as memory:
+        libc = ctypes.CDLL(None, use_errno=True)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert libc.mlock(ctypes.c_void_p(start), ctypes.c_size_t(len(memory))) == 0
+        assert locked_memory_bytes() == before + len(memory)
+        libc.munlock(ctypes.c_void_p(start), ctypes.c_size_t(len(memory)))

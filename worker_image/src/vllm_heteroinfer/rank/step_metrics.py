@@ -9,17 +9,20 @@ Imports prometheus_client; not torch or vLLM.
 import contextlib
 import http.server
 import logging
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from heteroinfer_contract import metric_names, names
+from heteroinfer_contract.cgroups import kernel_bytes
 from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.distributed.meter import Meter
@@ -110,6 +113,12 @@ class RankMetrics(Meter):
         self._gauge(metric_names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
             reporter.heartbeat_age_s
         )
+        self._gauge(metric_names.LOCKED_MEMORY_BYTES, "Locked or pinned memory").set_function(
+            locked_memory_bytes
+        )
+        self._gauge(metric_names.LOCKED_MEMORY_LIMIT_BYTES, "Most memory that may be locked").set(
+            locked_memory_limit_bytes()
+        )
         self._transport = Gauge(
             metric_names.TRANSPORT_INFO,
             "How this rank's tensors travel",
@@ -145,7 +154,7 @@ class RankMetrics(Meter):
             self._reporter.busy(self._busy, waiting_for_rank=rank)
 
     def travels(self, between: str, path: str) -> None:
-        """Says how tensors travel: between `stages` or `ranks` of a stage, by `shared_memory` or `gloo`."""
+        """Says how tensors travel: between `stages` or `ranks` of a stage, by a path of TRANSPORT_INFO."""
         self._transport.labels(*self.labels, between, path).set(1)
 
     def on_device(self, seconds: Callable[[], float]) -> None:
@@ -281,6 +290,18 @@ class RankMetrics(Meter):
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, metric_names.RANK_LABELS, registry=self.registry).labels(*self.labels)
+
+
+def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
+    """Returns the memory of a process that is locked (mlock) or pinned for a device (RDMA), in bytes."""
+    status = (process / "status").read_text()
+    return float(kernel_bytes(status, "VmLck") + kernel_bytes(status, "VmPin"))
+
+
+def locked_memory_limit_bytes() -> float:
+    """Returns the most memory that this process may lock, in bytes; infinite without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
 
 def fit_transfer(step: Step) -> None:

@@ -4,6 +4,7 @@ No hop sits inside the forward pass, but a collective with a CPU rank does.
 """
 
 import gc
+import os
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from heteroinfer_contract.plan import RankAssignment
+from vllm_heteroinfer.distributed.nccl_log import NcclLog
 from vllm_heteroinfer.rank.worker import headroom
 from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
 from vllm_heteroinfer.rank.worker.sleep import SleepMixin
@@ -26,12 +28,15 @@ _PAIRS = 8
 class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
     """vLLM's GPU worker as one rank of a group."""
 
+    _nccl_log: NcclLog | None = None
+
     def init_device(self) -> None:
         """Joins the process groups, once the GPU has the free memory that the plan counts on.
 
         vLLM would ask for 92 % of the whole GPU although the plan may count on a share of it.
         Source: vllm/v1/worker/utils.py::request_memory@v0.32.0.
         """
+        self._nccl_log = NcclLog.begin(os.environ)
         total = torch.cuda.get_device_properties(0).total_memory
         self.cache_config.gpu_memory_utilization = memory_share(self.context.rank, total)
         super().init_device()
@@ -41,6 +46,13 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         super().load_model(**kwargs)
         if self.context.metrics.counts:
             DeviceTimer(self.model_runner, self.context.metrics.on_device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warms up as the mixin does, and reports how tensors travelled between GPUs."""
+        times = super().compile_or_warm_up_model()
+        for way in sorted(self._nccl_log.ways()) if self._nccl_log else ():
+            self.context.metrics.travels("ranks", way)
+        return times
 
     def begin_profile(self) -> None:
         """Forgets torch's peak so far."""

@@ -1,0 +1,46 @@
+"""The way of NCCL's tensors is found in its log, which it writes as it does by itself."""
+
+import pytest
+
+from vllm_heteroinfer.distributed.nccl_log import NcclLog, find_ways
+
+LINE = "node-0:193:1176 [0] NCCL INFO "
+
+
+@pytest.mark.parametrize(
+    ("said", "ways"),
+    [
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read", {"nccl_p2p"}),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", {"nccl_p2p"}),
+        ("Channel 00 : 2[2] -> 3[3] via SHM/direct/direct", {"nccl_shm"}),
+        ("Channel 01/0 : 1[0] -> 0[0] [send] via NET/Socket/0", {"nccl_net_socket"}),
+        ("Channel 01/0 : 1[0] -> 0[0] [receive] via NET/IB/0(1)/GDRDMA", {"nccl_net_ib"}),
+        ("Channel 01/0 : 1[0] -> 0[0] [send] via NET/AWS Libfabric/3/GDRDMA", {"nccl_net_aws_libfabric"}),
+        ("Using network Socket", set()),
+        ("Bootstrap: Using eth0:10.0.0.1<0>", set()),
+        ("Channel 01/0 : 1[0] -> 0[0] via NETWORK", set()),
+    ],
+)
+def test_finds_each_way(said: str, ways: set[str]) -> None:
+    assert find_ways(f"{LINE}{said}\n") == ways
+
+
+def test_reads_what_is_logged_into_the_file_that_the_environment_names() -> None:
+    env: dict[str, str] = {}
+    log = NcclLog.begin(env)
+    assert log is not None
+    assert log.ways() == frozenset()
+    assert env["NCCL_DEBUG"] == "INFO"
+    with open(env["NCCL_DEBUG_FILE"], "w") as file:  # as NCCL opens it, once
+        for way in ("P2P/CUMEM", "P2P/CUMEM", "NET/IB/0"):
+            file.write(f"{LINE}Channel 00/0 : 0[0] -> 1[1] via {way}\n")
+            file.flush()
+        assert log.ways() == {"nccl_p2p", "nccl_net_ib"}
+    assert log.ways() == {"nccl_p2p", "nccl_net_ib"}
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "NCCL_DEBUG_FILE"])
+def test_a_log_that_the_user_asked_for_stays_theirs(name: str) -> None:
+    env = {name: "WARN"}
+    assert NcclLog.begin(env) is None
+    assert env == {name: "WARN"}
