@@ -24,6 +24,18 @@ COPY operator/src /source/operator/src
 COPY worker_image/src /source/worker_image/src
 RUN /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode /source
 
+# --- accounts: a second file of accounts for glibc. Clusters such as OpenShift choose the user id, and the root file
+# system is read-only: our commands write the account of their user into /tmp.
+FROM ${BASE} AS accounts
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libnss-extrausers \
+    && rm -rf /var/lib/apt/lists/* \
+    && mkdir -p /accounts/etc /accounts/usr/lib/x86_64-linux-gnu /accounts/var/lib/extrausers \
+    && cp /usr/lib/x86_64-linux-gnu/libnss_extrausers.so.2 /accounts/usr/lib/x86_64-linux-gnu/ \
+    && sed 's/^passwd:.*/& extrausers/' /etc/nsswitch.conf > /accounts/etc/nsswitch.conf \
+    && grep -q '^passwd:.*extrausers' /accounts/etc/nsswitch.conf \
+    && ln -s /tmp/.heteroinfer-passwd /accounts/var/lib/extrausers/passwd
+
 # --- runtime: what all images share. Nothing writes outside /tmp, so that the root file system may be
 # read-only; bytecode is compiled at build, since it could not be kept at run time.
 FROM ${BASE} AS runtime
@@ -56,6 +68,8 @@ RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
     && /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode \
     -r /opt/heteroinfer/requirements.txt \
     && rm -r /uv
+COPY --from=accounts /accounts /
+ENV USER=heteroinfer LOGNAME=heteroinfer
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
 USER 65532:65532
 ENTRYPOINT ["heteroinfer"]
@@ -84,6 +98,8 @@ RUN set -eu; cd /opt/heteroinfer; \
     fi; \
     rm -r /uv; \
     /opt/heteroinfer/bin/python -c 'import torch; print("torch", torch.__version__)'
+COPY --from=accounts /accounts /
+ENV USER=heteroinfer LOGNAME=heteroinfer
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
 COPY --from=kernels /kernels /opt/heteroinfer/lib/python3.11/site-packages/vllm_heteroinfer/kernels/compiled
 USER 65532:65532
@@ -108,6 +124,8 @@ RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
     && rm -r /uv
 COPY --from=cpu-libraries /overlay /opt/heteroinfer/lib/python3.11/site-packages/vllm
 RUN python -m compileall -q -f /opt/heteroinfer/lib/python3.11/site-packages/vllm/utils/cpu_triton_utils.py
+COPY --from=accounts /accounts /
+ENV USER=heteroinfer LOGNAME=heteroinfer
 COPY --from=package /opt/heteroinfer /opt/heteroinfer
 COPY --from=kernels /kernels /opt/heteroinfer/lib/python3.11/site-packages/vllm_heteroinfer/kernels/compiled
 USER 65532:65532

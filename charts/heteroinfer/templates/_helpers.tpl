@@ -64,17 +64,29 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: HETEROINFER_WORKERS, value: {{ .Values.workers | quote }}}
 - {name: HETEROINFER_LOG_LEVEL, value: {{ .Values.logLevel | quote }}}
 - {name: HETEROINFER_HTTP_PORT, value: "8080"}
+- {name: HETEROINFER_POD_SECURITY, value: {{ include "heteroinfer.workerSecurity" . | squote }}}
+{{- end }}
+
+{{/* A security context; takes root and context. */}}
+{{- define "heteroinfer.securityContext" -}}
+{{- if .root.Values.assignedUserIds -}}
+{{ toYaml (omit .context "runAsUser" "runAsGroup" "fsGroup") }}
+{{- else -}}
+{{ toYaml .context }}
+{{- end }}
 {{- end }}
 
 {{- define "heteroinfer.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-seccompProfile: {type: RuntimeDefault}
+{{ include "heteroinfer.securityContext" (dict "root" . "context" .Values.podSecurityContext) }}
 {{- end }}
 
 {{- define "heteroinfer.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{ include "heteroinfer.securityContext" (dict "root" . "context" .Values.containerSecurityContext) }}
+{{- end }}
+
+{{/* The security contexts of the pods that the operator makes, as it reads them. */}}
+{{- define "heteroinfer.workerSecurity" -}}
+{{- $pod := include "heteroinfer.securityContext" (dict "root" . "context" .Values.workerPods.podSecurityContext) | fromYaml }}
+{{- $container := include "heteroinfer.securityContext" (dict "root" . "context" .Values.workerPods.containerSecurityContext) | fromYaml }}
+{{- dict "pod" $pod "container" $container | toJson }}
 {{- end }}

@@ -52,6 +52,8 @@ class InstallationSettings:
         namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease, the key and the calibrations.
         identity: HETEROINFER_IDENTITY: tells this process from other replicas.
         log_level: HETEROINFER_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR.
+        pod_security: HETEROINFER_POD_SECURITY, in JSON: security contexts (pod, container) of workers, and
+            of pods that fetch or read a model; empty takes a fixed user id.
     """
 
     watch_namespaces: tuple[str, ...] = ()
@@ -73,6 +75,7 @@ class InstallationSettings:
     namespace: str = ""
     identity: str = ""
     log_level: str = "INFO"
+    pod_security: str = ""
 
     @property
     def lease_renew_s(self) -> float:
@@ -117,6 +120,7 @@ class InstallationSettings:
             namespace=read.text("NAMESPACE", ""),
             identity=read.text("IDENTITY", ""),
             log_level=read.choice("LOG_LEVEL", ("INFO", "DEBUG", "WARNING", "ERROR")),
+            pod_security=read.text("POD_SECURITY", ""),
         )
         if settings.key_secret and not settings.namespace:
             raise _bad(

@@ -164,6 +164,58 @@ def test_a_measurement_has_its_limit_and_waits_for_a_node(plane: Cluster) -> Non
         assert {each["terminationMessagePolicy"] for each in containers} == {"FallbackToLogsOnError"}
 
 
+POD_SECURITY = (
+    '{"container":{"allowPrivilegeEscalation":false,"capabilities":{"drop":["ALL"]},'
+    '"readOnlyRootFilesystem":true},"pod":{"fsGroup":65532,"fsGroupChangePolicy":"OnRootMismatch",'
+    '"runAsGroup":65532,"runAsNonRoot":true,"runAsUser":65532,"seccompProfile":{"type":"RuntimeDefault"}}}'
+)
+"""The security contexts that the operator takes if nothing is set."""
+
+
+def contexts(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the security contexts of all pods and containers of a release, and of the pods it has made."""
+    templates = [
+        each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("Deployment", "Job")
+    ]
+    found = []
+    for spec in (*templates, *(each["spec"] for each in of_kind(objects, "Pod"))):
+        containers = [*spec.get("initContainers", ()), *spec["containers"]]
+        found += [spec["securityContext"], *(each["securityContext"] for each in containers)]
+        for variable in (v for each in containers for v in each.get("env", ())):
+            if variable["name"] == "HETEROINFER_POD_SECURITY":
+                found += json.loads(variable["value"]).values()
+    return found
+
+
+def test_security_contexts_are_values(plane: Cluster) -> None:
+    ids = {"runAsUser", "runAsGroup", "fsGroup"}
+    fixed = contexts(render(plane, *KINDS))
+    assert len(fixed) == 14, "two Jobs of two containers, two pods of one, and what both operators make"
+    assert sum("runAsUser" in each for each in fixed) == 6, "of all pods, of no container"
+    for each in contexts(render(plane, *KINDS, "assignedUserIds=true")):
+        assert not ids & each.keys()
+    own = (
+        "podSecurityContext.runAsUser=1000680000",
+        "podSecurityContext.fsGroup=null",
+        "workerPods.podSecurityContext.supplementalGroups[0]=7",
+        "workerPods.containerSecurityContext.runAsUser=1000680001",
+    )
+    operators, checks, made = (contexts(render(plane, *own))[index] for index in (0, 4, 2))
+    assert (
+        operators
+        == checks
+        == {
+            "runAsNonRoot": True,
+            "runAsUser": 1000680000,
+            "runAsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    )
+    assert made["runAsUser"] == 1000680001
+    with pytest.raises(ClusterError, match="runAsUsr"):
+        render(plane, "workerPods.podSecurityContext.runAsUsr=1")
+
+
 def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
     objects = render(
         plane,
@@ -198,6 +250,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         leader_election=True,
         lease_name="rel-heteroinfer",
         lease_duration_s=30,
+        pod_security=POD_SECURITY,
         namespace="sys",
         identity="pod-1",
         log_level="DEBUG",

@@ -14,6 +14,7 @@ from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, LEASE, POD
 from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
+from tests.cluster.errors import ClusterError
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
 from tests.integration.operator.life import COLLECTED_S, Install, bring_up, nothing_left, stored
@@ -195,12 +196,18 @@ HUB = {
 }
 
 
-def check_chart_pods(cluster: Cluster, namespace: str) -> None:
-    """The operator's pod and that of `helm test` are admitted."""
+def rendered_chart(cluster: Cluster, namespace: str, *values: str) -> list[dict[str, Any]]:
+    """Returns the objects that the chart renders to."""
+    sets = [option for value in values for option in ("--set", value)]
     rendered = cluster.helm(
-        "template", "rel", str(CHART), "--namespace", namespace, "--kube-version", "1.35.4"
+        "template", "rel", str(CHART), "--namespace", namespace, "--kube-version", "1.35.4", *sets
     )
-    objects = [each for each in yaml.safe_load_all(rendered) if each]
+    return [each for each in yaml.safe_load_all(rendered) if each]
+
+
+def check_chart_pods(cluster: Cluster, namespace: str, *values: str) -> None:
+    """The operator's pod and that of `helm test` are admitted."""
+    objects = rendered_chart(cluster, namespace, *values)
     pods = [each for each in objects if each["kind"] == "Pod"]
     pods += [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "operator"}, **each["spec"]["template"]}
@@ -247,6 +254,102 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         token = yaml.safe_load(installed.kubeconfig.read_text())["users"][0]["user"]["token"]
         assert token not in process.said, "it logs all it can"
         for name in ("tiny", "hub", "path"):
+            await server.delete(HETERO_INFERENCE.path(namespace, name), {})
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
+
+
+NO_FIXED_IDS = """
+  size([object.spec.?securityContext, object.spec.containers[0].?securityContext].filter(c, c.hasValue() && (
+    has(c.value().runAsUser) || has(c.value().runAsGroup)))) == 0 &&
+  !has(object.spec.securityContext.fsGroup)
+"""
+
+
+def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
+    """Refuses pods of a namespace that name a user or group; returns what says whether that holds already.
+
+    OpenShift refuses those outside of the namespace's range, and fills in what is left out.
+    """
+    name = f"no-fixed-ids-{namespace}"
+    selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    pods = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+    kind = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": name}}
+    policy = {
+        **kind,
+        "kind": "ValidatingAdmissionPolicy",
+        "spec": {
+            "matchConstraints": {"namespaceSelector": selector, "resourceRules": [pods]},
+            "validations": [{"expression": NO_FIXED_IDS, "message": "user ids are given by the namespace"}],
+        },
+    }
+    binding = {
+        **kind,
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "spec": {"policyName": name, "validationActions": ["Deny"]},
+    }
+    cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all([policy, binding]))
+    context = {"runAsUser": 65532}
+    container = {"name": "c", "image": "none"}
+    fixed = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "fixed", "namespace": namespace},
+        "spec": {"securityContext": context, "containers": [container]},
+    }
+
+    def holds() -> bool:
+        try:
+            cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(fixed))
+        except ClusterError as error:
+            return "user ids are given by the namespace" in str(error)
+        return False
+
+    return holds
+
+
+async def test_pods_name_no_user_where_the_chart_says_so(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster
+) -> None:
+    """A policy refuses fixed user ids, as OpenShift's security context constraints do."""
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    await until("the policy", refuse_fixed_ids(control_plane, namespace), timeout_s=30)
+    settings = {"watch_namespaces": namespace, "resync_seconds": "1"}
+    async with operator(installed.kubeconfig, tmp_path / "fixed", **settings) as process:
+        await process.working()
+        await create_named(server, namespace, "hub", HUB)
+
+        async def refused() -> bool:
+            found = await server.get(HETERO_INFERENCE.path(namespace, "hub"))
+            said = [each["message"] for each in found.get("status", {}).get("conditions", ())]
+            return any("user ids are given by the namespace" in words for words in said)
+
+        await until("the policy's words", refused, timeout_s=30, said=lambda: process.said)
+        assert await process.stop() == 0
+
+    values = ("assignedUserIds=true", "allowHostPaths=true")
+    check_chart_pods(control_plane, namespace, *values)
+    (deployment,) = [
+        each for each in rendered_chart(control_plane, namespace, *values) if each["kind"] == "Deployment"
+    ]
+    env = deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    security = next(each["value"] for each in env if each["name"] == "HETEROINFER_POD_SECURITY")
+    settings["pod_security"] = security
+    async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
+        await process.working()
+        await until(
+            "the fetch pod", lambda: has_pod(server, namespace, "hub-fetch-"), timeout_s=30,
+            said=lambda: process.said,
+        )  # fmt: skip
+        await bring_up(server, namespace)
+        pods = await stored(server, POD, namespace)
+        assert len(pods) == 4, "of fetch and inspect, and two workers"
+        for each in pods:
+            assert each["spec"]["securityContext"] == {
+                "runAsNonRoot": True,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
+        for name in ("tiny", "hub"):
             await server.delete(HETERO_INFERENCE.path(namespace, name), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from heteroinfer_contract.own_account import ensure_own_account
 from heteroinfer_operator.commands.calibrate_command import describe_all
 from heteroinfer_operator.commands.printable_logs import PrintableFormatter
 from heteroinfer_operator.errors import HeteroInferError
@@ -20,6 +21,7 @@ from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.nodes.calibrations import (
     CalibrationError,
@@ -73,6 +75,7 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
             arguments=settings.allowed_arguments,
             annotations=settings.allowed_annotations,
         ),
+        pod_security=PodSecurity.from_json(settings.pod_security),
     )
 
 
@@ -82,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         HeteroInferError: the settings are wrong, or the API server cannot be reached at all.
     """
+    ensure_own_account()
     settings = InstallationSettings.from_env(os.environ)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter(LOG_FORMAT))
@@ -89,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
     # Its only warning is that it leaves signals alone in a thread, as it should.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+    build_options(settings)  # raises before anything is done
     if arguments.check:
         return _check(settings)
     if arguments.keep_calibration is not None:

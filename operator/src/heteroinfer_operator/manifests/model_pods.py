@@ -14,6 +14,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelFetch, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import (
     MODEL_VOLUME,
     WorkerImages,
@@ -34,7 +35,11 @@ _FETCH_RESOURCES: Final = {"requests": {"cpu": "250m", "memory": "512Mi"}, "limi
 
 
 def build_model_pod(
-    spec: HeteroInferenceSpec, owner: Owner, source: ModelSource, images: WorkerImages
+    spec: HeteroInferenceSpec,
+    owner: Owner,
+    source: ModelSource,
+    images: WorkerImages,
+    security: PodSecurity = PodSecurity(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
     """Returns the pod whose termination message tells of the model.
 
@@ -46,13 +51,13 @@ def build_model_pod(
     component = names.COMPONENT_INSPECT if source.fetch is None else names.COMPONENT_FETCH
     if source.fetch is None:
         container = {
-            **build_container(image, source),
+            **build_container(image, source, security),
             "args": ["inspect", "--model", source.path],
             "env": literals(_HOME),
             "resources": _INSPECT_RESOURCES,
         }
     else:
-        container = _fetch_container(spec, image, source, source.fetch)
+        container = _fetch_container(spec, build_container(image, source, security), source.fetch)
     volumes = build_volumes(spec, source)
     if source.fetch is not None:
         volumes = [_writable(volume) for volume in volumes]
@@ -62,7 +67,7 @@ def build_model_pod(
         "metadata": build_metadata(
             owner, model_pod_name(spec, owner), {names.LABEL_COMPONENT: component}, template
         ),
-        "spec": {**build_pod_spec(spec, template), "containers": [container], "volumes": volumes},
+        "spec": {**build_pod_spec(spec, template, security), "containers": [container], "volumes": volumes},
     }
 
 
@@ -79,9 +84,8 @@ def _template(spec: HeteroInferenceSpec) -> PodTemplate | None:
 
 
 def _fetch_container(
-    spec: HeteroInferenceSpec, image: str, source: ModelSource, fetch: ModelFetch
+    spec: HeteroInferenceSpec, container: dict[str, Any], fetch: ModelFetch
 ) -> dict[str, Any]:
-    container = build_container(image, source)
     mounts = [
         {key: value for key, value in mount.items() if key != "readOnly"}
         for mount in container["volumeMounts"]

@@ -19,14 +19,13 @@ from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
 from heteroinfer_operator.manifests.group_key_secret import build_key_variable
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
+from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.nodes.role_demand import role_resources, template_fields
 from heteroinfer_operator.quantity import parse_duration_s
 
 WORKER_COMMAND = "heteroinfer-worker"
-_USER = 65532
-"""Of the images' own user: `nonroot` by convention of distroless images."""
 _STOP_SIGNAL_GRACE_S = 30
 _SHM = "shm"
 _SCRATCH = "scratch"
@@ -63,6 +62,7 @@ class WorkerPods:
 
     Attributes:
         images: defaults of the operator.
+        security: security contexts of the installation.
         key: of the group, or None without one.
         kept_as: hash by which the plan is kept, where a version of its own has written it; "" is the plan's.
     """
@@ -74,6 +74,7 @@ class WorkerPods:
     addresses: tuple[PodAddress, ...]
     source: ModelSource
     images: WorkerImages
+    security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
     node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
     key: GroupKey | None = None
     kept_as: str = ""
@@ -102,7 +103,7 @@ class WorkerPods:
             "kind": "Pod",
             "metadata": {**metadata, "annotations": annotations},
             "spec": {
-                **build_pod_spec(self.spec, role.template),
+                **build_pod_spec(self.spec, role.template, self.security),
                 **assigned_fields(self.spec, self.group, role, pod, self.node_assignment),
                 **gang_fields(self.spec, self.group, self.node_assignment.gang),
                 "terminationGracePeriodSeconds": termination_grace_s(self.spec),
@@ -116,7 +117,7 @@ class WorkerPods:
     def _container(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
         address = self.addresses[pod.index]
         return {
-            **build_container(self.images.of_pod(self.spec, pod.device), self.source),
+            **build_container(self.images.of_pod(self.spec, pod.device), self.source, self.security),
             "args": ["run"],
             "env": self._env(pod.index, role),
             "ports": _ports(pod, address),
@@ -190,7 +191,9 @@ def build_metadata(
     return metadata
 
 
-def build_pod_spec(spec: HeteroInferenceSpec, template: PodTemplate | None) -> dict[str, Any]:
+def build_pod_spec(
+    spec: HeteroInferenceSpec, template: PodTemplate | None, security: PodSecurity
+) -> dict[str, Any]:
     """Returns what every pod's spec has: where it may run, whose it is, and no rights at all."""
     kept = template_fields(template)
     if spec.scheduling.priority_class_name:
@@ -201,18 +204,11 @@ def build_pod_spec(spec: HeteroInferenceSpec, template: PodTemplate | None) -> d
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _STOP_SIGNAL_GRACE_S,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": _USER,
-            "runAsGroup": _USER,
-            "fsGroup": _USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": dict(security.pod),
     }
 
 
-def build_container(image: str, source: ModelSource) -> dict[str, Any]:
+def build_container(image: str, source: ModelSource, security: PodSecurity) -> dict[str, Any]:
     """Returns what every container has: hardened, a scratch folder, the model read-only."""
     mounts = [{"name": _SCRATCH, "mountPath": "/tmp"}, {"name": _SHM, "mountPath": "/dev/shm"}]  # noqa: S108
     if source.volume is not None:
@@ -222,11 +218,7 @@ def build_container(image: str, source: ModelSource) -> dict[str, Any]:
         "image": image,
         "command": [WORKER_COMMAND],
         "terminationMessagePolicy": "File",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": dict(security.container),
         "volumeMounts": mounts,
     }
 

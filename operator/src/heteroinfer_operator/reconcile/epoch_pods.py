@@ -66,6 +66,7 @@ def decide_creates(
         addresses=context.options.addressing.pods(revision.spec, group, plan),
         source=revision.source,
         images=context.options.images,
+        security=context.options.pod_security,
         node_assignment=node_assignment,
         key=key,
     )

@@ -27,6 +27,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
+from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.epoch_end import OOM_KILLED, describe_exit
 from heteroinfer_operator.reconcile.lost_labels import find_lost
@@ -61,6 +62,7 @@ class ModelContext:
     owner: Owner
     source: ModelSource
     images: WorkerImages
+    pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
     node_loss: NodeLoss
     progress: FetchProgress | None
     unreadable_since: datetime | None
@@ -160,7 +162,7 @@ def _profile(text: str) -> ModelProfile:
 def _start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
     # What a revision means was looked up once; a later look at the same model is at the same commit.
     source = context.source.of_revision(kept.commit)
-    manifest = build_model_pod(context.spec, context.owner, source, context.images)
+    manifest = build_model_pod(context.spec, context.owner, source, context.images, context.pod_security)
     return replace(_on_its_way(context, kept, ""), creates=(CreateObject(manifest=manifest),))
 
 

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from heteroinfer_operator.manifests.addressing import Addressing
+from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.stored_fields import version_number
@@ -26,6 +27,7 @@ class Options:
         operator_key: of which groups' keys are made; None gives them none.
         nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
         names_come_again: whether a resource of the same name may have been here before.
+        pod_security: security contexts of workers, and of pods that fetch or read a model.
     """
 
     addressing: Addressing
@@ -34,6 +36,7 @@ class Options:
     nodes_may_come: bool = True
     allowed: Allowed = Allowed()  # noqa: RUF009 - frozen
     names_come_again: bool = True
+    pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:
         """Returns the lowest epoch that a group may begin now: no group of its name has had it.

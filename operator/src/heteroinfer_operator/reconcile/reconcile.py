@@ -184,6 +184,7 @@ def _model(
         owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
         source=target.source,
         images=options.images,
+        pod_security=options.pod_security,
         node_loss=node_loss,
         progress=observation.fetch,
         unreadable_since=unreadable_since(status.groups),

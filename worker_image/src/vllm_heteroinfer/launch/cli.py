@@ -24,6 +24,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError, ModelIncompleteError
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES, Failure, FailureReason
 from heteroinfer_contract.group_key import GroupKey
+from heteroinfer_contract.own_account import ensure_own_account
 from heteroinfer_contract.parent_death import adopt_orphans
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import MAX_PORT, MAX_SECONDS, PodLaunch
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
         )
     arguments, others = parser.parse_known_args(argv)
+    ensure_own_account()
     if others and arguments.command != "calibrate":
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if arguments.command == "inspect":

@@ -1,0 +1,71 @@
+"""Security contexts of the pods of resources, as the installation has them. Pure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_operator.errors import HeteroInferError
+
+_USER: Final = 65532
+"""Of the images' own user: `nonroot` by convention of distroless images."""
+_POD: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "runAsNonRoot": True,
+        "runAsUser": _USER,
+        "runAsGroup": _USER,
+        "fsGroup": _USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+)
+_CONTAINER: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+)
+_PARTS: Final = ("pod", "container")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodSecurity:
+    """Security contexts of workers, and of the pods that fetch or read a model.
+
+    Attributes:
+        pod: of the pod. Clusters that give each namespace a range of user ids fill in what it leaves out.
+        container: of its container.
+    """
+
+    pod: Mapping[str, Any] = field(default_factory=lambda: _POD)
+    container: Mapping[str, Any] = field(default_factory=lambda: _CONTAINER)
+
+    @classmethod
+    def from_json(cls, text: str) -> "PodSecurity":
+        """Returns what the chart's workerPods say; "" takes the defaults.
+
+        Raises:
+            HeteroInferError: the text says something else.
+        """
+        try:
+            parts = json.loads(text or "{}")
+        except (ValueError, RecursionError) as error:
+            raise _bad(text) from error
+        if (
+            not isinstance(parts, dict)
+            or parts.keys() - set(_PARTS)
+            or not all(isinstance(part, dict) for part in parts.values())
+        ):
+            raise _bad(text)
+        return cls(**parts)
+
+
+def _bad(text: str) -> HeteroInferError:
+    return HeteroInferError(
+        f"HETEROINFER_POD_SECURITY: got {text[:200]!r}, expected a JSON object with objects "
+        f"{' and '.join(_PARTS)}; set the chart's workerPods",
+        reason=FailureReason.BAD_SETTINGS.value,
+    )

@@ -1,0 +1,35 @@
+"""An account for a user id that a cluster chose."""
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract.own_account import ensure_own_account
+
+ASSIGNED = 1000680000
+
+
+def test_a_user_without_an_account_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounts, written = tmp_path / "passwd", tmp_path / "written"
+    accounts.symlink_to(written)
+    monkeypatch.setattr(os, "getuid", lambda: ASSIGNED)
+    monkeypatch.setattr(os, "getgid", lambda: 0)
+    monkeypatch.setenv("HOME", "/tmp")
+    ensure_own_account(accounts)
+    assert written.read_text() == "assigned:x:1000680000:0::/tmp:/usr/sbin/nologin\n"
+
+
+def test_elsewhere_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounts, written = tmp_path / "passwd", tmp_path / "folder" / "written"
+    ensure_own_account(accounts)  # its user has an account
+    assert not accounts.exists()
+    monkeypatch.setattr(os, "getuid", lambda: ASSIGNED)
+    with pytest.raises(KeyError):
+        pwd.getpwuid(ASSIGNED)
+    ensure_own_account(accounts)  # no image of ours
+    assert not accounts.exists()
+    accounts.symlink_to(written)
+    ensure_own_account(accounts)  # nobody may write there
+    assert not written.exists()

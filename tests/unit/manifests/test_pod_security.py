@@ -1,0 +1,19 @@
+"""Security contexts of pods as the chart sets them."""
+
+import pytest
+
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.manifests.pod_security import PodSecurity
+
+
+def test_what_is_not_set_is_restricted() -> None:
+    assert PodSecurity.from_json("") == PodSecurity.from_json("{}") == PodSecurity()
+    assert PodSecurity().pod["runAsNonRoot"] is True
+    own = PodSecurity.from_json('{"pod": {"runAsNonRoot": true}}')
+    assert (own.pod, own.container) == ({"runAsNonRoot": True}, PodSecurity().container)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null", '{"pods": {}}', '{"pod": []}', "[" * 100_000])
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(HeteroInferError, match=r"HETEROINFER_POD_SECURITY: got .*expected a JSON object"):
+        PodSecurity.from_json(text)
