@@ -30,8 +30,9 @@ FROM ${BASE} AS accounts
 RUN apt-get update \
     && apt-get install -y --no-install-recommends libnss-extrausers \
     && rm -rf /var/lib/apt/lists/* \
-    && mkdir -p /accounts/etc /accounts/usr/lib/x86_64-linux-gnu /accounts/var/lib/extrausers \
-    && cp /usr/lib/x86_64-linux-gnu/libnss_extrausers.so.2 /accounts/usr/lib/x86_64-linux-gnu/ \
+    && mkdir -p /accounts/etc /accounts/usr/lib /accounts/var/lib/extrausers \
+    && find /usr/lib -name libnss_extrausers.so.2 -exec cp {} /accounts/usr/lib/ \; \
+    && test -e /accounts/usr/lib/libnss_extrausers.so.2 \
     && sed 's/^passwd:.*/& extrausers/' /etc/nsswitch.conf > /accounts/etc/nsswitch.conf \
     && grep -q '^passwd:.*extrausers' /accounts/etc/nsswitch.conf \
     && ln -s /tmp/.heteroinfer-passwd /accounts/var/lib/extrausers/passwd

@@ -8,6 +8,8 @@ import functools
 import hashlib
 import json
 import re
+import ssl
+import sys
 import threading
 import time
 from collections import Counter
@@ -95,9 +97,16 @@ class HubServer:
         host: to listen on.
         content_host: another name of the same, where large files are fetched from.
         port: 0 takes a free one.
+        certificate: files of a certificate and its key, with which it speaks TLS; None speaks without.
     """
 
-    def __init__(self, host: str = "127.0.0.1", content_host: str = "localhost", port: int = 0) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        content_host: str = "localhost",
+        port: int = 0,
+        certificate: tuple[str, str] | None = None,
+    ) -> None:
         self.repositories: dict[str, Repository] = {}
         self.seen = Seen()
         self.closed = False
@@ -112,11 +121,20 @@ class HubServer:
         class Handler(_Handler):
             server_hub = hub
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server = _Server((host, port), Handler)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
-        self.endpoint = f"http://{host}:{self.port}"
-        self.content_endpoint = f"http://{content_host}:{self.port}"
+        scheme = "http"
+        if certificate is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*certificate)
+            # A client that distrusts it ends its own connection only: the handshake is in that one's thread.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+            scheme = "https"
+        self.endpoint = f"{scheme}://{host}:{self.port}"
+        self.content_endpoint = f"{scheme}://{content_host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
     def __enter__(self) -> "HubServer":
@@ -140,6 +158,13 @@ class HubServer:
                 if _sha256(content) == sha256:
                     return path, content
         return None
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keeps the tests' output free of clients that do not trust it."""
+        if not isinstance(sys.exception(), ssl.SSLError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

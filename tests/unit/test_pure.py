@@ -17,8 +17,8 @@ _SAYS_PURE = re.compile(r'\A"""(?:(?!""").)*\bpure[.:;]', re.S | re.I)
 VALUES = frozenset(
     {
         "base64", "bisect", "collections", "collections.abc", "dataclasses", "decimal", "enum", "fractions",
-        "functools", "hashlib", "hmac", "itertools", "json", "math", "re", "statistics", "struct", "types",
-        "typing", "urllib.parse", "zlib",
+        "functools", "hashlib", "hmac", "ipaddress", "itertools", "json", "math", "re", "statistics",
+        "struct", "types", "typing", "urllib.parse", "zlib",
         "datetime.UTC", "datetime.datetime", "datetime.timedelta", "pathlib.PurePosixPath", "signal.Signals",
     }
 )  # fmt: skip

@@ -14,6 +14,7 @@ from heteroinfer_operator.errors import HeteroInferError
 
 _ANNOTATION: Final = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{0,63}|[A-Za-z0-9._-]{1,63}")
 _OPTION: Final = re.compile(r"--[a-z0-9][a-z0-9-]*")
+_ACCOUNT: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -34,6 +35,8 @@ class InstallationSettings:
             `engine.args` may have beside those listed.
         allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS, separated by commas: keys of
             annotations, or prefixes that end with a slash, which pods may have beside those listed.
+        allowed_service_accounts: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS, separated by commas: service accounts
+            that pods may have.
         http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
         workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1; a reconcile that takes longer
             than half a second does not count.
@@ -63,6 +66,7 @@ class InstallationSettings:
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
+    allowed_service_accounts: tuple[str, ...] = ()
     http_port: int = 8080
     workers: int = 6
     resync_s: float = 300.0
@@ -107,6 +111,9 @@ class InstallationSettings:
             allowed_arguments=read.listed("ALLOWED_ARGUMENTS", _OPTION, "options such as --runner"),
             allowed_annotations=read.listed(
                 "ALLOWED_ANNOTATIONS", _ANNOTATION, "keys of annotations, or prefixes that end with a slash"
+            ),
+            allowed_service_accounts=read.listed(
+                "ALLOWED_SERVICE_ACCOUNTS", _ACCOUNT, "names of service accounts"
             ),
             http_port=read.number("HTTP_PORT", 8080, least=0, most=65535),
             workers=read.number("WORKERS", 6, least=1, most=64),

@@ -9,6 +9,8 @@ import pytest
 from heteroinfer_operator.api import parse_resource
 from heteroinfer_operator.errors import SpecError
 from tests.integration.crd.resource_requests import Refused, Server
+from tests.unit.api.test_template import PLATFORM
+from tests.unit.api.test_template import REFUSED as REFUSED_TEMPLATES
 
 SPEC: Final[dict[str, Any]] = {
     "model": {"uri": "pvc://models/tiny"},
@@ -125,6 +127,19 @@ REFUSED: Final = {
     "an image with a blank": ({"engine": {"image": " worker:1"}}, "image"),
     "a key of a Secret with a slash": (source("secretKeyRef", "a/b"), "key"),
     "a key of a Secret of dots": (source("secretKeyRef", "..a"), "key"),
+    "a file that is not there": (
+        {
+            "engine": {
+                "files": [{"name": "a.jinja", "configMapKeyRef": {"name": "a", "key": "b"}}],
+                "args": ["--max-log-len=1", "--chat-template=/etc/heteroinfer/files/b.jinja"],
+            }
+        },
+        "args: a file in /etc/heteroinfer/files must be one of engine.files; add it there",
+    ),
+    "authorities of nothing": (
+        {"model": {"uri": "pvc://models/tiny", "caBundle": {}}},
+        "caBundle: give exactly one of configMapKeyRef and secretKeyRef",
+    ),
 }
 TAKEN: Final = {
     "labels": template(labels={KEY: "", "a": "A.b-c_d", "x.example/A_b": "1"}),
@@ -162,6 +177,18 @@ TAKEN: Final = {
         }
     },
     "a key of a Secret": source("secretKeyRef", ".a_B-c"),
+    "what platforms need": template(**PLATFORM),
+    "addresses": template(dnsConfig={"nameservers": ["10.0.0.1", "fd00::1"]}),
+    "files and authorities": {
+        "model": {
+            "uri": "oci://registry.test:5000/a/B_c:1@sha256:0#models/a b",
+            "caBundle": {"secretKeyRef": {"name": "ca", "key": "ca.crt"}},
+        },
+        "engine": {
+            "files": [{"name": "a.jinja", "configMapKeyRef": {"name": "a", "key": "b"}}],
+            "args": ["--chat-template", "/etc/heteroinfer/files/a.jinja"],
+        },
+    },
 }
 
 
@@ -186,6 +213,13 @@ def said_by(accept: Callable[[dict[str, Any]], object], body: dict[str, Any]) ->
 def test_what_pods_refuse_is_refused_at_apply(name: str, server: Server) -> None:
     fields, words = REFUSED[name]
     body = resource(fields)
+    assert words in said_by(server.create, body)
+    assert words in said_by(parse_resource, body)
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED_TEMPLATES)
+def test_what_would_open_more_is_refused_at_apply(fields: dict[str, Any], words: str, server: Server) -> None:
+    body = resource(template(**fields))
     assert words in said_by(server.create, body)
     assert words in said_by(parse_resource, body)
 

@@ -35,6 +35,7 @@ class Fetch:
         command += ["--termination-message-path", str(self._message), *arguments]
         environment = {
             "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # the code of a second working tree
             "HOME": str(cache.parent),
             "HF_ENDPOINT": hub.endpoint,
             "NO_PROXY": "*",

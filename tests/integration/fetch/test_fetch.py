@@ -22,6 +22,7 @@ from heteroinfer_contract.model_fetch import MARKER_FILE, CompleteModel, model_f
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.cluster.folders import REPOSITORY
+from tests.cluster.pki import Pki
 from tests.hub_server import SIGNATURE, HubServer, Repository
 from tests.integration.fetch.fetching import MODEL, Fetch, fetching
 from tests.integration.launch.groups import addresses, pipeline_plan
@@ -422,6 +423,38 @@ def test_a_cache_without_space_is_refused_before_it_is_full(hub: HubServer, cach
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_CACHE_FULL
     assert "spec.model.cache.size" in failure.message
+
+
+@pytest.fixture
+def private_hub(tmp_path: Path) -> Iterator[HubServer]:
+    """The hub under TLS, with the certificate of an authority that no system knows: `tmp_path`/pki/ca.crt."""
+    pki = Pki(folder=tmp_path / "pki")
+    pki.folder.mkdir()
+    pki.create_authority("ca", "Company")
+    pki.issue("hub", "/CN=hub", server_names=("IP:127.0.0.1", "DNS:localhost"))
+    with HubServer(certificate=(pki.path("hub.crt"), pki.path("hub.key"))) as server:
+        server.repositories[MODEL] = Repository(files=model_files(tmp_path / "made"))
+        yield server
+
+
+def test_a_hub_with_a_private_authority_needs_its_bundle(
+    private_hub: HubServer, cache: Path, tmp_path: Path
+) -> None:
+    scratch = {"TMPDIR": str(tmp_path)}
+    with fetching(private_hub, cache, **scratch) as fetch:
+        failure = fetch.failure()
+    assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
+    assert "has a certificate of an authority that is not trusted here" in failure.message
+    assert "set spec.model.caBundle" in failure.message
+    bundle = tmp_path / "bundle"
+    bundle.write_text("not yet")
+    with fetching(private_hub, cache, HETEROINFER_CA_BUNDLE=str(bundle), **scratch) as fetch:
+        failure = fetch.failure()
+    assert "model.caBundle: the key that it names has no certificates" in failure.message
+    trusted = str(tmp_path / "pki" / "ca.crt")
+    with fetching(private_hub, cache, HETEROINFER_CA_BUNDLE=trusted, **scratch) as fetch:
+        fetch.model()
+    check_folder(private_hub, cache)
 
 
 def test_a_pod_without_its_model_says_so_before_it_starts_a_rank(hub: HubServer, cache: Path) -> None:

@@ -14,11 +14,16 @@ from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, LEASE, POD
 from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
+from heteroinfer_operator.manifests.drift import says
 from tests.cluster.errors import ClusterError
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
 from tests.integration.operator.life import COLLECTED_S, Install, bring_up, nothing_left, stored
 from tests.integration.operator.running_operator import SPEC, create_resource, operator, pod, until
+from tests.unit.api.test_template import PLATFORM
+from tests.unit.manifests.test_golden import RESOURCE
+from tests.unit.manifests.test_platform_fields import model_pod, worker
+from tests.unit.manifests.test_platform_fields import spec as platform_spec
 
 
 async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
@@ -230,6 +235,7 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
     control_plane.kubectl("label", "namespace", namespace, enforce)
     control_plane.kubectl("create", "-n", namespace, "secret", "generic", "hub", "--from-literal=token=x")
     check_chart_pods(control_plane, namespace)
+    check_platform_pods(control_plane, namespace)
     settings = {"watch_namespaces": namespace, "resync_seconds": "1", "allow_host_paths": "true"}
     async with operator(installed.kubeconfig, tmp_path / "log", log_level="debug", **settings) as process:
         await process.working()
@@ -256,6 +262,29 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         for name in ("tiny", "hub", "path"):
             await server.delete(HETERO_INFERENCE.path(namespace, name), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
+
+
+def check_platform_pods(cluster: Cluster, namespace: str) -> None:
+    """Pods with each field of a template, authorities, files and a model in an image are admitted."""
+    model = {
+        "uri": "oci://registry.test/llama:1#models",
+        "caBundle": {"secretKeyRef": {"name": "hub", "key": "token"}},
+    }
+    file = {"name": "chat.jinja", "configMapKeyRef": {"name": "a", "key": "b"}}
+    engine = {**RESOURCE.spec.engine.dump(), "files": [file]}
+    changed = platform_spec(PLATFORM, model=model, engine=engine, scheduling={})
+    cluster.kubectl("create", "serviceaccount", "-n", namespace, "models")
+    for made in (worker(changed), model_pod(changed)):
+        made["metadata"] = {"name": made["metadata"]["name"], "namespace": namespace}
+        answer = cluster.kubectl(
+            "create", "--dry-run=server", "-f", "-", "-o", "json", stdin=yaml.safe_dump(made)
+        )
+        admitted = json.loads(answer)["spec"]
+        mounts = [each["mountPath"] for each in admitted["containers"][0]["volumeMounts"]]
+        assert not [path for path in mounts if "serviceaccount" in path], "no token"
+        for field in ("dnsConfig", "serviceAccountName", "topologySpreadConstraints", "resourceClaims"):
+            assert field not in made["spec"] or says(admitted[field], made["spec"][field])
+        assert says(admitted["volumes"], made["spec"]["volumes"])
 
 
 NO_FIXED_IDS = """

@@ -15,10 +15,9 @@ def test_a_user_without_an_account_gets_one(tmp_path: Path, monkeypatch: pytest.
     accounts, written = tmp_path / "passwd", tmp_path / "written"
     accounts.symlink_to(written)
     monkeypatch.setattr(os, "getuid", lambda: ASSIGNED)
-    monkeypatch.setattr(os, "getgid", lambda: 0)
     monkeypatch.setenv("HOME", "/tmp")
     ensure_own_account(accounts)
-    assert written.read_text() == "assigned:x:1000680000:0::/tmp:/usr/sbin/nologin\n"
+    assert written.read_text() == "assigned:x:1000680000:100::/tmp:/usr/sbin/nologin\n"
 
 
 def test_elsewhere_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, ValidationRule, cel_text
+from heteroinfer_operator.api.env_vars import KeyReference
 from heteroinfer_operator.api.pod_fields import ClassName, KeyOfObject
 from heteroinfer_operator.quantity import parse_quantity
 
@@ -14,6 +15,7 @@ _URI_PATTERNS: Final = (
     "hf://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?",
     "pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[^/]+)*",
     "file://(/[^/]+)+",
+    "oci://[a-z0-9][A-Za-z0-9._:/@-]*(#[^/]+(/[^/]+)*)?",
 )
 """One a scheme; understood alike by RE2 (CEL) and Python."""
 
@@ -34,6 +36,23 @@ class TokenReference(Model):
     """Name of the Secret."""
     key: KeyOfObject = "token"
     """Key in it."""
+
+
+class CaBundle(Model):
+    """Certificate authorities in PEM: a key of a ConfigMap or of a Secret of the same namespace."""
+
+    rules: ClassVar[tuple[ValidationRule, ...]] = (
+        ValidationRule(
+            cel="has(self.secretKeyRef) != has(self.configMapKeyRef)",
+            message="caBundle: give exactly one of configMapKeyRef and secretKeyRef",
+            holds=lambda own: (own.secret_key_ref is None) != (own.config_map_key_ref is None),
+        ),
+    )
+
+    config_map_key_ref: KeyReference | None = None
+    """A key of a ConfigMap."""
+    secret_key_ref: KeyReference | None = None
+    """A key of a Secret."""
 
 
 class ModelCache(Model):
@@ -75,16 +94,17 @@ class ModelSpec(Model):
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel=" || ".join(f"self.uri.matches({cel_text(f'^{pattern}$')})" for pattern in _URI_PATTERNS),
-            message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH",
+            message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME:TAG#FOLDER or "
+            "file:///ABSOLUTE/PATH",
             holds=lambda model: any(re.fullmatch(pattern, model.uri) for pattern in _URI_PATTERNS),
             got="%s",
             got_cel=("self.uri",),
             got_values=lambda model: (model.uri,),
         ),
         ValidationRule(
-            cel="!self.uri.matches('(^|/)[.][.](/|$)')",
+            cel="!self.uri.matches('(^|[/#])[.][.](/|$)')",
             message="uri: expected a path without '..'; write it out",
-            holds=lambda model: ".." not in model.uri.split("/"),
+            holds=lambda model: ".." not in re.split("[/#]", model.uri),
             got="%s",
             got_cel=("self.uri",),
             got_values=lambda model: (model.uri,),
@@ -104,7 +124,8 @@ class ModelSpec(Model):
     )
 
     uri: Annotated[str, Field(min_length=1, max_length=512)]
-    """hf://ORG/MODEL, pvc://CLAIM/PATH or file:///ABSOLUTE/PATH on the node."""
+    """hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME:TAG#FOLDER (an image's files, Kubernetes 1.35 or
+    later; FOLDER may be left out) or file:///ABSOLUTE/PATH on the node."""
     revision: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
     ) = None
@@ -117,3 +138,5 @@ class ModelSpec(Model):
     """Token for a hub; only the pod that fetches the model sees it."""
     cache: ModelCache | None = None
     """Where a hub's model is kept; pods mount it read-only."""
+    ca_bundle: CaBundle | None = None
+    """Authorities that the pods that fetch and serve the model trust besides the system's."""

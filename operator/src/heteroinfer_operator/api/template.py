@@ -11,6 +11,7 @@ from pydantic import Field
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api.base import ATOMIC, Model, ObjectName, Text, ValidationRule, cel_text, map_list
+from heteroinfer_operator.api.label_selector import LabelSelector, values_rules
 from heteroinfer_operator.api.pod_fields import (
     SUBDOMAIN,
     ClassName,
@@ -22,6 +23,14 @@ from heteroinfer_operator.api.pod_fields import (
     annotation_keys_rule,
     label_keys_rule,
 )
+from heteroinfer_operator.api.pod_options import (
+    DnsConfig,
+    DnsPolicy,
+    ResourceClaim,
+    TemplateSecurityContext,
+)
+from heteroinfer_operator.api.pod_volumes import TemplateMount, TemplateVolume, unknown_mounts
+from heteroinfer_operator.api.topology_spread import SPREAD_KEYS, TopologySpread
 
 
 class NodeOperator(StrEnum):
@@ -33,15 +42,6 @@ class NodeOperator(StrEnum):
     DOES_NOT_EXIST = "DoesNotExist"
     GT = "Gt"
     LT = "Lt"
-
-
-class LabelOperator(StrEnum):
-    """Operators of a label selector."""
-
-    IN = "In"
-    NOT_IN = "NotIn"
-    EXISTS = "Exists"
-    DOES_NOT_EXIST = "DoesNotExist"
 
 
 class TolerationOperator(StrEnum):
@@ -92,28 +92,11 @@ class Toleration(Model):
     """For NoExecute: how long the pod stays, in seconds."""
 
 
-def _values_rules(*with_values: str) -> tuple[ValidationRule, ...]:
-    """Returns the rules that operators have values exactly if they compare with some."""
-    listed = f"[{', '.join(map(cel_text, with_values))}]"
-    return (
-        ValidationRule(
-            cel=f"!(self.operator in {listed}) || (has(self.values) && self.values.size() > 0)",
-            message=f"values: expected at least one for operator {' or '.join(with_values)}; add it",
-            holds=lambda own: own.operator not in with_values or bool(own.values),
-        ),
-        ValidationRule(
-            cel=f"self.operator in {listed} || !has(self.values) || self.values.size() == 0",
-            message="values: expected none for operator Exists or DoesNotExist; remove them",
-            holds=lambda own: own.operator in with_values or not own.values,
-        ),
-    )
-
-
 class NodeRequirement(Model):
     """A requirement on a node's label or field."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
-        *_values_rules("In", "NotIn", "Gt", "Lt"),
+        *values_rules("In", "NotIn", "Gt", "Lt"),
         ValidationRule(
             cel="!(self.operator in ['Gt', 'Lt']) || !has(self.values) || self.values.size() == 1",
             message="values: expected one for operator Gt or Lt; remove the others",
@@ -192,33 +175,6 @@ class NodeAffinity(Model):
     """Nodes that are preferred."""
 
 
-class LabelRequirement(Model):
-    """A requirement on an object's label."""
-
-    rules: ClassVar[tuple[ValidationRule, ...]] = _values_rules("In", "NotIn")
-
-    key: LabelKey
-    """Label."""
-    operator: LabelOperator
-    """How the values are compared."""
-    values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
-    """Values to compare with."""
-
-
-LabelRequirements = Annotated[tuple[LabelRequirement, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
-
-
-class LabelSelector(Model):
-    """Which objects are meant."""
-
-    rules: ClassVar[tuple[ValidationRule, ...]] = (label_keys_rule("matchLabels", "match_labels"),)
-
-    match_labels: Labels | None = None
-    """Labels that must be equal."""
-    match_expressions: LabelRequirements | None = None
-    """Requirements that must hold."""
-
-
 class PodAffinityTerm(Model):
     """Pods to be near to, or away from."""
 
@@ -295,6 +251,22 @@ class PodTemplate(Model):
         label_keys_rule("labels", "labels"),
         annotation_keys_rule("annotations", "annotations"),
         label_keys_rule("nodeSelector", "node_selector"),
+        ValidationRule(
+            cel="!has(self.volumeMounts) || (has(self.volumes) && "
+            "self.volumeMounts.all(m, self.volumes.exists(v, v.name == m.name))) "
+            "|| self.volumeMounts.size() == 0",
+            message="volumeMounts: each must name one of volumes; add the volume, or correct the name",
+            holds=lambda template: not any(unknown_mounts(template.volume_mounts, template.volumes)),
+        ),
+        ValidationRule(
+            cel="!has(self.dnsPolicy) || self.dnsPolicy != 'None' || (has(self.dnsConfig) && "
+            "has(self.dnsConfig.nameservers) && self.dnsConfig.nameservers.size() > 0)",
+            message="dnsPolicy None needs dnsConfig.nameservers that know the cluster's names; add them",
+            holds=lambda template: (
+                template.dns_policy is not DnsPolicy.NONE
+                or bool(template.dns_config is not None and template.dns_config.nameservers)
+            ),
+        ),
     )
 
     labels: Labels | None = None
@@ -315,3 +287,27 @@ class PodTemplate(Model):
         tuple[ObjectReference, ...], Field(max_length=8, json_schema_extra=map_list("name"))
     ] = ()
     """Secrets to pull the image with."""
+    service_account_name: ClassName | None = None
+    """Service account of the pods, one of the chart's allowedServiceAccounts; they never get its token."""
+    security_context: TemplateSecurityContext | None = None
+    """User and groups of the pods."""
+    topology_spread_constraints: Annotated[
+        tuple[TopologySpread, ...], Field(max_length=4, json_schema_extra=map_list(*SPREAD_KEYS))
+    ] = ()
+    """How the scheduler spreads the role's pods."""
+    resource_claims: Annotated[
+        tuple[ResourceClaim, ...], Field(max_length=8, json_schema_extra=map_list("name"))
+    ] = ()
+    """Devices of dynamic resource allocation (DRA)."""
+    volumes: Annotated[
+        tuple[TemplateVolume, ...], Field(max_length=16, json_schema_extra=map_list("name"))
+    ] = ()
+    """Further volumes."""
+    volume_mounts: Annotated[
+        tuple[TemplateMount, ...], Field(max_length=16, json_schema_extra=map_list("mountPath"))
+    ] = ()
+    """Where they are mounted."""
+    dns_policy: DnsPolicy | None = None
+    """Which name servers pods ask; ClusterFirst if not given."""
+    dns_config: DnsConfig | None = None
+    """Further name servers and search domains."""

@@ -74,6 +74,7 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
             remote_code=settings.allow_remote_code,
             arguments=settings.allowed_arguments,
             annotations=settings.allowed_annotations,
+            service_accounts=settings.allowed_service_accounts,
         ),
         pod_security=PodSecurity.from_json(settings.pod_security),
     )

@@ -96,6 +96,7 @@ class ChartValues(BaseModel):
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
+    allowed_service_accounts: tuple[str, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,6 +209,7 @@ def _allowed(file: str | None) -> Allowed:
         remote_code=values.allow_remote_code,
         arguments=values.allowed_arguments,
         annotations=values.allowed_annotations,
+        service_accounts=values.allowed_service_accounts,
     )
 
 

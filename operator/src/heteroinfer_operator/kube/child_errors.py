@@ -31,7 +31,20 @@ class ChildError(HeteroInferError):
 
 def refused_words(action: Action, said: str) -> str:
     """Returns who refuses what, in the API server's words."""
-    return f"the API server refuses {_written(action)}: {said}"
+    advice = _image_volume_advice(action, said)
+    return f"the API server refuses {_written(action)}: {said}" + (f". {advice}" if advice else "")
+
+
+def _image_volume_advice(action: Action, said: str) -> str:
+    """Returns what to do if the API server drops image volumes and then finds a volume of no kind, or ""."""
+    if not isinstance(action, CreateObject) or "must specify a volume type" not in said:
+        return ""
+    if not any("image" in each for each in action.manifest.get("spec", {}).get("volumes", ())):
+        return ""
+    return (
+        "This cluster has no image volumes: they need Kubernetes 1.35, or 1.33 with the feature gate "
+        "ImageVolume. Use hf:// or pvc:// in model.uri, and no volumes of kind image"
+    )
 
 
 def unanswered_words(action: Action, why: str) -> str:

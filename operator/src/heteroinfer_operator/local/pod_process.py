@@ -46,6 +46,7 @@ _CONTAINER_FIELDS: Final = frozenset(
         "readinessProbe", "resources", "securityContext", "terminationMessagePolicy", "volumeMounts",
     }
 )  # fmt: skip
+_SHARED_FOLDERS: Final = frozenset({"/tmp", "/dev/shm"})  # noqa: S108 - what an emptyDir of a worker is here
 _ENFORCED_BY_NOBODY: Final = frozenset({"cpu", "memory", "ephemeral-storage"})
 _NO_SECRETS: Final[Mapping[str, Manifest]] = MappingProxyType({})
 
@@ -147,6 +148,13 @@ def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
     return max(1, (own - reserved) // max(1, cpu_ranks))
 
 
+def _instead_of(kind: str) -> str:
+    """Returns what to do instead of a volume of this kind."""
+    if kind in ("persistentVolumeClaim", "image"):
+        return "give the model's folder with --model-dir"
+    return "remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
+
+
 def _is_met_here(field: str, value: Any) -> bool:
     """Returns whether a field only keeps a pod off what this machine is not.
 
@@ -192,9 +200,14 @@ class _FieldReader:
                 host_paths[volume["name"]] = (volume["hostPath"]["path"], f"spec.volumes[{index}].hostPath")
             elif "emptyDir" not in volume:
                 kind = next(iter(set(volume) - {"name"}), "")
-                self.refuse(f"spec.volumes[{index}].{kind}", "give the model's folder with --model-dir")
+                self.refuse(f"spec.volumes[{index}].{kind}", _instead_of(kind))
         for mount in spec["containers"][0].get("volumeMounts", ()):
             path, field = host_paths.get(mount["name"], (mount["mountPath"], ""))
+            if mount["name"] not in host_paths and mount["mountPath"] not in _SHARED_FOLDERS:
+                self.refuse(
+                    f"spec.containers[0].volumeMounts[{mount['name']}]",
+                    "remove it from the role's template, or use a cluster: there are no mounts here",
+                )
             if path != mount["mountPath"]:
                 self.refuse(
                     field, f"{path} cannot be mounted at {mount['mountPath']}: there are no mounts here"

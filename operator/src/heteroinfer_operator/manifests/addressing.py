@@ -125,6 +125,10 @@ class ClusterAddressing:
             claim, _, path = rest.partition("/")
             volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
             return ModelSource(path=f"{names.MODEL_MOUNT}/{path}".rstrip("/"), volume=volume)
+        if scheme == "oci":
+            image, _, folder = rest.partition("#")
+            volume = {"image": {"reference": image}}
+            return ModelSource(path=f"{names.MODEL_MOUNT}/{folder}".rstrip("/"), volume=volume)
         if scheme == "file":
             if not self.allow_host_paths:
                 raise PlanError(

@@ -232,9 +232,12 @@ def model_key(spec: HeteroInferenceSpec) -> str:
 
 
 def fetch_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of all that a fetch depends on: the model, and the token."""
-    token = spec.model.token_secret_ref
-    return _hash({"model": model_key(spec), "token": token.dump() if token else None})[:10]
+    """Returns a hash of all that a fetch depends on: the model, the token, and the authorities."""
+    token, bundle = spec.model.token_secret_ref, spec.model.ca_bundle
+    meant: dict[str, Any] = {"model": model_key(spec), "token": token.dump() if token else None}
+    if bundle is not None:
+        meant["caBundle"] = bundle.dump()
+    return _hash(meant)[:10]
 
 
 def is_hub_model(spec: HeteroInferenceSpec) -> bool:

@@ -14,6 +14,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelFetch, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.mounted_files import ca_bundle
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import (
     MODEL_VOLUME,
@@ -60,7 +61,7 @@ def build_model_pod(
         container = _fetch_container(spec, build_container(image, source, security), source.fetch)
     volumes = build_volumes(spec, source)
     if source.fetch is not None:
-        volumes = [_writable(volume) for volume in volumes]
+        volumes = [*map(_writable, volumes), *ca_bundle(spec).volumes]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -90,6 +91,7 @@ def _fetch_container(
         {key: value for key, value in mount.items() if key != "readOnly"}
         for mount in container["volumeMounts"]
     ]
+    mounts += ca_bundle(spec).mounts
     probe = {"httpGet": {"path": names.PATH_HEALTHZ, "port": names.PORT_HEALTH}, "periodSeconds": 10}
     return {
         **container,
@@ -111,7 +113,10 @@ def _fetch_container(
 
 def _fetch_env(spec: HeteroInferenceSpec, fetch: ModelFetch) -> list[dict[str, Any]]:
     """Returns the user's environment, which names a mirror or a proxy, and what wins over it."""
-    owned = {variable["name"]: variable for variable in literals({**_HOME, names.ENV_HUB_OFFLINE: "0"})}
+    owned = {
+        variable["name"]: variable
+        for variable in literals({**_HOME, names.ENV_HUB_OFFLINE: "0", **ca_bundle(spec).env})
+    }
     if fetch.token is not None:
         reference = {"name": fetch.token.name, "key": fetch.token.key}
         owned[names.ENV_HUB_TOKEN] = {

@@ -40,8 +40,8 @@ class PodSecurity:
         container: of its container.
     """
 
-    pod: Mapping[str, Any] = field(default_factory=lambda: _POD)
-    container: Mapping[str, Any] = field(default_factory=lambda: _CONTAINER)
+    pod: Mapping[str, Any] = field(default_factory=lambda: dict(_POD))
+    container: Mapping[str, Any] = field(default_factory=lambda: dict(_CONTAINER))
 
     @classmethod
     def from_json(cls, text: str) -> "PodSecurity":

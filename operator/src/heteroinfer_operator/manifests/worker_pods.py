@@ -19,6 +19,12 @@ from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
 from heteroinfer_operator.manifests.group_key_secret import build_key_variable
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
+from heteroinfer_operator.manifests.mounted_files import (
+    MountedFiles,
+    ca_bundle,
+    engine_files,
+    template_volumes,
+)
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
@@ -110,18 +116,27 @@ class WorkerPods:
                 "hostname": name,
                 "subdomain": identity.group_service(self.group.owner, self.group.index),
                 "containers": [self._container(pod, role)],
-                "volumes": build_volumes(self.spec, self.source),
+                **_spread_and_claims(role.template),
+                "volumes": [
+                    *build_volumes(self.spec, self.source),
+                    *self._files(role).volumes,
+                ],
             },
         }
 
+    def _files(self, role: RoleSpec) -> MountedFiles:
+        return ca_bundle(self.spec) + engine_files(self.spec) + template_volumes(role.template)
+
     def _container(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
         address = self.addresses[pod.index]
+        container = build_container(self.images.of_pod(self.spec, pod.device), self.source, self.security)
         return {
-            **build_container(self.images.of_pod(self.spec, pod.device), self.source, self.security),
+            **container,
+            "volumeMounts": [*container["volumeMounts"], *self._files(role).mounts],
             "args": ["run"],
             "env": self._env(pod.index, role),
             "ports": _ports(pod, address),
-            "resources": role_resources(role, pod.device),
+            "resources": {**role_resources(role, pod.device), **_claims(role.template)},
             "readinessProbe": {
                 "httpGet": {"path": names.PATH_READYZ, "port": names.PORT_HEALTH},
                 "periodSeconds": 1,
@@ -166,11 +181,32 @@ class WorkerPods:
         key = [build_key_variable(self.group, self.key)] if self.key is not None else []
         # From here and not from the ConfigMap, which others may replace before the container starts.
         made_for = {names.ENV_PLAN_HASH: self.plan_hash}
-        ours = [plan, *key, *literals({**made_for, **launch.to_env(), **fetched, **limit})]
+        ours = [
+            plan,
+            *key,
+            *literals({**made_for, **launch.to_env(), **fetched, **limit, **self._files(role).env}),
+        ]
         owned = {variable["name"]: variable for variable in ours}
         given = {v.name: v.dump() for v in self.spec.engine.env if v.name not in owned}
         defaults = [v for v in literals(_OFFLINE) if v["name"] not in given]
         return [*defaults, *given.values(), *owned.values()]
+
+
+def _spread_and_claims(template: PodTemplate | None) -> dict[str, Any]:
+    """Returns how a role's pods are spread, and the devices that they claim, as fields of their spec."""
+    if template is None:
+        return {}
+    given = {
+        "topologySpreadConstraints": [each.dump() for each in template.topology_spread_constraints],
+        "resourceClaims": [each.dump() for each in template.resource_claims],
+    }
+    return {field: entries for field, entries in given.items() if entries}
+
+
+def _claims(template: PodTemplate | None) -> dict[str, Any]:
+    """Returns which of the pod's claims its container has: all of them."""
+    claims = template.resource_claims if template is not None else ()
+    return {"claims": [{"name": each.name} for each in claims]} if claims else {}
 
 
 def termination_grace_s(spec: HeteroInferenceSpec) -> int:
@@ -196,6 +232,8 @@ def build_pod_spec(
 ) -> dict[str, Any]:
     """Returns what every pod's spec has: where it may run, whose it is, and no rights at all."""
     kept = template_fields(template)
+    context = template.security_context if template is not None else None
+    own = context.dump() if context is not None else {}
     if spec.scheduling.priority_class_name:
         kept["priorityClassName"] = spec.scheduling.priority_class_name
     return {
@@ -204,7 +242,7 @@ def build_pod_spec(
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _STOP_SIGNAL_GRACE_S,
-        "securityContext": dict(security.pod),
+        "securityContext": {**security.pod, **own},
     }
 
 

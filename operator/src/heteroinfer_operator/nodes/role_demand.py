@@ -11,13 +11,16 @@ from heteroinfer_operator.nodes.demand import PodDemand, pod_demand, requests_of
 from heteroinfer_operator.nodes.node_platform import platform_selector
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
-_NOT_OF_SPEC = {"labels", "annotations"}
+_NOT_OF_SPEC = {"labels", "annotations", "securityContext", "volumeMounts"}
+_OF_WORKERS = ("topologySpreadConstraints", "resourceClaims", "volumes")
+"""What pods that fetch or read a model have no use for."""
 
 
 def template_fields(template: PodTemplate | None) -> dict[str, Any]:
     """Returns what a template sets in a pod's spec, and which nodes run its images."""
     asked = template.dump() if template else {}
-    fields = {key: value for key, value in asked.items() if key not in _NOT_OF_SPEC and value}
+    left_out = {*_NOT_OF_SPEC, *_OF_WORKERS}
+    fields = {key: value for key, value in asked.items() if key not in left_out and value}
     selector = {**platform_selector(template), **fields.get("nodeSelector", {})}
     return {**fields, "nodeSelector": selector} if selector else fields
 

@@ -30,11 +30,13 @@ class Allowed:
         remote_code: whether a model's own Python code may run in its pods.
         arguments: options of vLLM beside those listed; None allows all.
         annotations: of pods, beside those listed: keys, or prefixes that end with a slash; None allows all.
+        service_accounts: names that pods may have, in any namespace; None allows all.
     """
 
     remote_code: bool = False
     arguments: tuple[str, ...] | None = ()
     annotations: tuple[str, ...] | None = ()
+    service_accounts: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
         """Returns the first reason why a spec is refused here, or None; the model need not be known."""
@@ -44,6 +46,7 @@ class Allowed:
         """Finds each argument and annotation that is refused here."""
         yield from self.forbidden_arguments(spec.engine.args)
         yield from self._forbidden_annotations(spec)
+        yield from self._forbidden_accounts(spec)
 
     def forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
         """Finds those of these arguments for vLLM that are refused here."""
@@ -61,6 +64,23 @@ class Allowed:
                         "allowedAnnotations name it",
                         reason="AnnotationNotAllowed",
                     )
+
+    def _forbidden_accounts(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+        """Finds service accounts that are not listed.
+
+        The pods get no token of theirs. But webhooks of clouds give pods the rights of an account by its
+        name, and admission allows pods more by it: who creates this resource need not have those rights.
+        """
+        for role in spec.roles:
+            name = role.template.service_account_name if role.template else None
+            allowed = self.service_accounts
+            if name is not None and allowed is not None and name not in allowed:
+                yield PlanError(
+                    f"roles[{role.name}].template.serviceAccountName: got {name}, which is not on the list "
+                    "of service accounts, since clouds give pods rights by it: remove it, or have the "
+                    "chart's allowedServiceAccounts name it",
+                    reason="ServiceAccountNotAllowed",
+                )
 
     def _allows(self, key: str) -> bool:
         is_plain = "/" not in key and "." not in key

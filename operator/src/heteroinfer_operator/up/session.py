@@ -86,7 +86,8 @@ class Session:
             operator_key=os.urandom(KEY_BYTES),
             nodes_may_come=False,
             names_come_again=False,
-            allowed=Allowed(arguments=None, annotations=None),  # the machine is the user's own
+            # The machine is the user's own.
+            allowed=Allowed(arguments=None, annotations=None, service_accounts=None),
         )
         decide = functools.partial(reconcile, options=fixed)
         self._reconcile = build_process(self._cluster, decide)

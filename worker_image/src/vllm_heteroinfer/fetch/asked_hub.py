@@ -22,6 +22,7 @@ class AskedHub:
         token: that it is asked with, or "".
         give_a_token: how a token is given, to a user who has given none.
         environment: " in" and the field where its variables are set, or "".
+        trust: how another authority is trusted.
     """
 
     endpoint: str
@@ -30,6 +31,7 @@ class AskedHub:
     token: str = field(repr=False)
     give_a_token: str
     environment: str = ""
+    trust: str = "export SSL_CERT_FILE with the certificates to trust"
 
     @property
     def model(self) -> str:
@@ -68,6 +70,14 @@ class AskedHub:
     def silence(self, error: Exception) -> FetchError:
         """Returns the error of a connection that there is not, or no more."""
         return self.away(f"does not answer ({type(error).__name__}: {self.clean(error)})")
+
+    def distrusted(self, error: Exception) -> FetchError:
+        """Returns the error of a hub, or a proxy before it, whose certificate nobody here trusts."""
+        return FetchError(
+            FailureReason.MODEL_HUB_UNREACHABLE,
+            f"{self.endpoint} has a certificate of an authority that is not trusted here: "
+            f"{self.clean(error)}; {self.trust}",
+        )
 
     def away(self, what: str) -> FetchError:
         """Returns the error of a hub that may answer later."""

@@ -53,6 +53,12 @@ def fetch_model(options: FetchOptions) -> int:
     return code
 
 
+def leave_failure(options: FetchOptions, error: ContractError) -> int:
+    """Leaves why nothing could be fetched as the termination message; returns the exit code."""
+    _leave(options, _failure(options, error).to_json())
+    return names.EXIT_FETCH_FAILED
+
+
 def _failure(options: FetchOptions, error: Exception) -> Failure:
     """Returns why the fetch failed, and logs it."""
     reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE

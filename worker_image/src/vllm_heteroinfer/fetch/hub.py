@@ -18,6 +18,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import COMMIT, FetchedFile
 from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.fetch.asked_hub import AskedHub
+from vllm_heteroinfer.fetch.distrust import is_distrusted
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file
 
@@ -53,6 +54,7 @@ class HubModel:
             token=get_token() or "",
             give_a_token=_HOW_TO_GIVE_A_TOKEN,
             environment=" in spec.engine.env",
+            trust="set spec.model.caBundle to a ConfigMap or Secret with the certificate of that authority",
         )
 
     def files(self) -> tuple[str, list[FetchedFile]]:
@@ -137,6 +139,8 @@ class HubModel:
         except errors.OfflineModeIsEnabled as error:
             raise self._hub.offline() from error
         except httpx2.HTTPError as error:
+            if is_distrusted(error):
+                raise self._hub.distrusted(error) from error
             raise self._hub.silence(error) from error
         except OSError as error:
             if error.errno is not None:

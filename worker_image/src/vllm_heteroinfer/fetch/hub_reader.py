@@ -21,6 +21,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import COMMIT, FetchedFile
 from heteroinfer_contract.model_file_content import MAX_HEADER_BYTES
 from vllm_heteroinfer.fetch.asked_hub import AskedHub
+from vllm_heteroinfer.fetch.distrust import is_distrusted
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.selection import can_be_a_file
 
@@ -137,6 +138,8 @@ class HubReader:
         except FetchError:  # the limit of time (`ended_after`), which is a ValueError too
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
+            if is_distrusted(error):
+                raise self._hub.distrusted(error) from error
             raise self._hub.silence(error) from error
         if is_front and len(content) < most_bytes:
             raise self._hub.away(f"sent {len(content)} of {most_bytes} bytes of {self._hub.clean(url)}")

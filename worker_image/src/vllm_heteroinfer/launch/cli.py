@@ -32,11 +32,13 @@ from vllm_heteroinfer.launch.output import BackgroundHandler
 from vllm_heteroinfer.launch.pod_processes import Commands
 from vllm_heteroinfer.launch.supervisor import Supervisor, SupervisorSettings
 from vllm_heteroinfer.pod import termination_message
+from vllm_heteroinfer.pod.certificates import trust_ca_bundle
 
 if TYPE_CHECKING:
     from heteroinfer_contract.model_profile import ModelProfile
 
 LOG_FINISH_TIMEOUT_S = 1.0
+_SCRATCH = Path(tempfile.gettempdir())
 MOST_FILES = 65536
 CALIBRATION_MODULE = "vllm_heteroinfer.calibration"
 
@@ -113,12 +115,15 @@ def _seconds(text: str) -> float:
 
 def _fetch(arguments: argparse.Namespace) -> int:
     _prepare_hub(os.environ)
-    from vllm_heteroinfer.fetch.fetch_pod import fetch_model
+    from vllm_heteroinfer.fetch.fetch_pod import fetch_model, leave_failure
     from vllm_heteroinfer.fetch.job import FetchOptions
 
-    return fetch_model(
-        FetchOptions(**{each.name: getattr(arguments, each.name) for each in fields(FetchOptions)})
-    )
+    options = FetchOptions(**{each.name: getattr(arguments, each.name) for each in fields(FetchOptions)})
+    try:
+        trust_ca_bundle(os.environ, _SCRATCH)  # before the hub's client is imported
+    except ContractError as error:
+        return leave_failure(options, error)
+    return fetch_model(options)
 
 
 def _calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
@@ -190,7 +195,7 @@ def _message_path(env: Mapping[str, str]) -> Path | None:
     return path if names.ENV_TERMINATION_MESSAGE_PATH in env or path.exists() else None
 
 
-def supervise(env: Mapping[str, str], commands: Commands) -> int:
+def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
     """Runs the supervisor of the pod that `env` describes; returns its exit code.
 
     A mistake in the environment is left as the termination message, like any failure.
@@ -200,6 +205,7 @@ def supervise(env: Mapping[str, str], commands: Commands) -> int:
     path = Path(env.get(names.ENV_TERMINATION_MESSAGE_PATH) or names.TERMINATION_MESSAGE_PATH)
     try:
         plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
+        trust_ca_bundle(env, _SCRATCH)
         settings = SupervisorSettings(
             base_env=env,
             commands=commands,

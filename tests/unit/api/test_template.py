@@ -1,0 +1,174 @@
+"""Volumes, users, name resolution and devices that a role's template may ask for, and what it may not."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
+from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.manifests import identity
+
+PLATFORM: dict[str, Any] = {
+    "serviceAccountName": "models",
+    "securityContext": {"runAsUser": 1000, "fsGroup": 2000, "supplementalGroups": [3000]},
+    "topologySpreadConstraints": [
+        {
+            "maxSkew": 1,
+            "topologyKey": "topology.kubernetes.io/zone",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"app": "x"}},
+        }
+    ],
+    "resourceClaims": [{"name": "nic", "resourceClaimTemplateName": "rdma"}],
+    "volumes": [
+        {"name": "one", "configMap": {"name": "c", "items": [{"key": "a", "path": "b/a"}]}},
+        {"name": "two", "secret": {"secretName": "s", "defaultMode": 0o440}},
+        {
+            "name": "three",
+            "projected": {"sources": [{"secret": {"name": "s"}}, {"configMap": {"name": "c"}}]},
+        },
+        {"name": "four", "emptyDir": {"sizeLimit": "1Gi"}},
+        {"name": "five", "image": {"reference": "registry.test/a:1", "pullPolicy": "Always"}},
+        {"name": "six", "persistentVolumeClaim": {"claimName": "p", "readOnly": True}},
+    ],
+    "volumeMounts": [
+        {"name": "one", "mountPath": "/mnt/one", "readOnly": True},
+        {"name": "six", "mountPath": "/mnt/six", "subPath": "deep/er"},
+    ],
+    "dnsPolicy": "None",
+    "dnsConfig": {"nameservers": ["10.0.0.10"], "options": [{"name": "ndots", "value": "2"}]},
+}
+
+
+def spec(**template: Any) -> HeteroInferenceSpec:
+    role = {"name": "cpu", "device": "CPU", "template": template}
+    return parse_spec({"model": {"uri": "hf://org/model"}, "roles": [role]})
+
+
+def volume(**kind: Any) -> dict[str, Any]:
+    return {"volumes": [{"name": "v", **kind}]}
+
+
+def mounted(path: str, **fields: Any) -> dict[str, Any]:
+    return {**volume(emptyDir={}), "volumeMounts": [{"name": "v", "mountPath": path, **fields}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (volume(hostPath={"path": "/"}), "hostPath"),
+    (volume(csi={"driver": "d"}), "csi"),
+    (volume(), "give exactly one of configMap, secret"),
+    (volume(emptyDir={}, secret={"secretName": "s"}), "give exactly one of configMap, secret"),
+    (volume(projected={"sources": [{"serviceAccountToken": {"path": "t"}}]}), "unknown field"),
+    (volume(projected={"sources": [{}]}), "exactly one of configMap and secret in each"),
+    (volume(configMap={"name": "c", "items": [{"key": "k", "path": "../k"}]}), "path"),
+    ({"volumes": [{"name": "model", "emptyDir": {}}]}, "the operator has volumes model"),
+    ({"volumes": [{"name": "v", "emptyDir": {}}] * 2}, "expected each name once"),
+    ({"volumeMounts": [{"name": "v", "mountPath": "/mnt"}]}, "each must name one of volumes"),
+    (mounted("/"), "mountPath"),
+    (mounted("mnt"), "mountPath"),
+    (mounted("/mnt/../etc"), "mountPath"),
+    (mounted("/mnt", subPath="../up"), "subPath"),
+    (mounted("/model"), "workers need"),
+    (mounted("/model/adapters"), "workers need"),
+    (mounted("/etc"), "workers need"),
+    (mounted("/opt/heteroinfer/lib"), "workers need"),
+    (mounted("/dev/shm"), "workers need"),
+    (mounted("/var/run/secrets/kubernetes.io/serviceaccount"), "workers need"),
+    ({"securityContext": {"runAsUser": 0}}, "runAsUser"),
+    ({"securityContext": {"supplementalGroups": [0]}}, "supplementalGroups"),
+    ({"securityContext": {"privileged": True}}, "unknown field"),
+    ({"automountServiceAccountToken": True}, "unknown field"),
+    ({"hostNetwork": True}, "unknown field"),
+    ({"resourceClaims": [{"name": "c"}]}, "either resourceClaimName or resourceClaimTemplateName"),
+    ({"dnsPolicy": "None"}, "dnsPolicy None needs dnsConfig.nameservers"),
+    ({"dnsPolicy": "Default"}, "dnsPolicy"),
+    ({"dnsConfig": {"nameservers": ["fe80::1%eth0"]}}, "each must be an IP address"),
+    ({"dnsConfig": {"nameservers": ["10.0.0.010"]}}, "each must be an IP address"),
+    ({"serviceAccountName": "a..b"}, "serviceAccountName"),
+    (volume(secret={"secretName": "s", "items": [{"key": "k", "path": "..data/k"}]}), "path"),
+    (
+        {
+            "topologySpreadConstraints": [
+                {"maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "ScheduleAnyway", "minDomains": 2}
+            ]
+        },
+        "minDomains is for whenUnsatisfiable DoNotSchedule",
+    ),
+]
+"""By models and CRD, with words of both."""
+
+
+def test_what_platforms_need_is_taken() -> None:
+    parsed = spec(**PLATFORM).roles[0].template
+    assert parsed is not None
+    dumped = parsed.dump()
+    assert {key: dumped[key] for key in PLATFORM} == PLATFORM
+
+
+def test_a_field_that_is_not_set_makes_no_revision() -> None:
+    assert identity.revision(spec(nodeSelector={"a": "b"})) == "0200e8941a", "as 5ba4481 named it"
+
+
+@pytest.mark.parametrize(("template", "words"), REFUSED)
+def test_what_opens_more_is_refused(template: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        spec(**template)
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize("path", ["/mnt", "/etc/ssl/private-ca", "/models", "/data/model", "/tmpfiles"])
+def test_other_folders_are_open(path: str) -> None:
+    spec(**mounted(path))
+
+
+def engine(args: list[str], *files: str) -> HeteroInferenceSpec:
+    named = [{"name": name, "configMapKeyRef": {"name": "c", "key": "k"}} for name in files]
+    return parse_spec(
+        {
+            "model": {"uri": "hf://org/model"},
+            "engine": {"args": args, "files": named},
+            "roles": [{"name": "cpu", "device": "CPU"}],
+        }
+    )
+
+
+def test_arguments_name_files_that_there_are() -> None:
+    engine(["--chat-template", "/etc/heteroinfer/files/a.jinja"], "a.jinja")
+    engine(["--chat-template=/etc/heteroinfer/files/a.jinja"], "b", "a.jinja")
+    engine(["--chat-template", "/opt/templates/a.jinja"])
+    for names in ((), ("b.jinja",), ("jinja",)):
+        with pytest.raises(SpecError, match=r"must be one of engine\.files; add it there.*: got /etc/hetero"):
+            engine(["--chat-template", "/etc/heteroinfer/files/a.jinja"], *names)
+
+
+@pytest.mark.parametrize(
+    "bundle", [{}, {"configMapKeyRef": {"name": "a", "key": "b"}, "secretKeyRef": {"name": "a", "key": "b"}}]
+)
+def test_a_bundle_comes_from_one_object(bundle: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="caBundle: give exactly one"):
+        parse_spec(
+            {
+                "model": {"uri": "hf://org/model", "caBundle": bundle},
+                "roles": [{"name": "cpu", "device": "CPU"}],
+            }
+        )
+
+
+@pytest.mark.parametrize(
+    ("uri", "good"),
+    [
+        ("oci://registry.test:5000/org/model:1", True),
+        ("oci://registry.test/model@sha256:abc#models/llama", True),
+        ("oci://registry.test/model:1#", False),
+        ("oci://registry.test/model:1#../up", False),
+        ("oci://registry.test/a/../b", False),
+        ("oci:///model", False),
+    ],
+)
+def test_images_are_named_as_containers_name_them(uri: str, good: bool) -> None:
+    value = {"model": {"uri": uri}, "roles": [{"name": "cpu", "device": "CPU"}]}
+    if good:
+        parse_spec(value)
+        return
+    with pytest.raises(SpecError, match="uri: expected"):
+        parse_spec(value)

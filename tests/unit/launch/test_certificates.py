@@ -1,0 +1,62 @@
+"""Authorities of a private network beside the system's."""
+
+import ssl
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.pod import certificates
+from vllm_heteroinfer.pod.certificates import VARIABLES, trust_ca_bundle
+
+SYSTEM = next(text for each in certificates.SYSTEM_BUNDLES if (text := Path(each).read_text()))
+END = "-----END CERTIFICATE-----\n"
+FIRST, SECOND = (f"{each}{END}" for each in SYSTEM.split(END)[:2])
+
+
+def trusted(file: str) -> int:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cafile=file)
+    return len(context.get_ca_certs())
+
+
+def bundled(folder: Path, text: str, **env: str) -> dict[str, str]:
+    bundle = folder / "ca.crt"
+    bundle.write_text(text)
+    found = {names.ENV_CA_BUNDLE: str(bundle), **env}
+    trust_ca_bundle(found, folder)
+    return found
+
+
+def test_without_a_bundle_nothing_changes(tmp_path: Path) -> None:
+    env: dict[str, str] = {}
+    trust_ca_bundle(env, tmp_path)
+    assert (env, list(tmp_path.iterdir())) == ({}, [])
+
+
+def test_a_bundle_is_added_to_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = tmp_path / "system"
+    system.write_text(FIRST)
+    monkeypatch.setattr(certificates, "SYSTEM_BUNDLES", (str(tmp_path / "none"), str(system)))
+    env = bundled(tmp_path, SECOND)
+    assert {env[name] for name in VARIABLES} == {str(tmp_path / "heteroinfer-ca.crt")}
+    assert trusted(env["SSL_CERT_FILE"]) == 2
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    monkeypatch.setattr(certificates, "SYSTEM_BUNDLES", ())
+    assert trusted(bundled(alone, SECOND)["SSL_CERT_FILE"]) == 1
+
+
+def test_a_file_that_the_user_names_counts_as_the_systems(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text(FIRST)
+    env = bundled(tmp_path, SECOND, SSL_CERT_FILE=str(own))
+    assert env["SSL_CERT_FILE"] != str(own)
+    assert trusted(env["SSL_CERT_FILE"]) == 2
+
+
+@pytest.mark.parametrize("text", ["", "no certificate", f"{FIRST[:200]}\n{END}"])
+def test_what_holds_no_certificates_is_said(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ContractError, match=r"model\.caBundle: the key that it names has no certificates"):
+        bundled(tmp_path, text)
