@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster.running_cluster import Cluster
@@ -118,9 +117,9 @@ async def test_nodes_of_other_systems_and_architectures_are_neither_counted_nor_
         await add_node(server, "amd", labels={"pool": "mixed"})
         placed = await until("placed", lambda: nodes_of(server, namespace, "mixed"), timeout_s=30, said=said)
         assert placed == {"amd"}
-        (reader,) = await pods_of(server, namespace, "mixed", names.COMPONENT_INSPECT)
-        selector = reader["spec"]["nodeSelector"]
-        assert selector == {"pool": "mixed", "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
+        wanted = {"pool": "mixed", "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
+        pods = await pods_of(server, namespace, "mixed")
+        assert [pod["spec"]["nodeSelector"] for pod in pods] == [wanted, wanted]
 
 
 async def all_wait(server: ApiServer, namespace: str, *resources: str) -> bool:
