@@ -267,10 +267,8 @@ class PatchStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetFinalizer:
-    """Add our finalizer, or remove it."""
-
-    present: bool
+class RemoveFinalizer:
+    """Remove the finalizer that earlier versions set: a resource without an operator could never go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +285,7 @@ class RecordEvent:
     warning: bool = False
 
 
-Write: TypeAlias = CreateObject | TryObjects | ApplyObject | DeleteObject | PatchStatus | SetFinalizer
+Write: TypeAlias = CreateObject | TryObjects | ApplyObject | DeleteObject | PatchStatus | RemoveFinalizer
 Action: TypeAlias = Write | RecordEvent
 
 

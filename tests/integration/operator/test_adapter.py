@@ -15,9 +15,9 @@ from heteroinfer_operator.cluster import (
     DeleteObject,
     PatchStatus,
     RecordEvent,
+    RemoveFinalizer,
     ResourceKey,
     ResourceObservation,
-    SetFinalizer,
 )
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
@@ -314,22 +314,21 @@ async def test_finalizer_and_status_of_one_reconcile_do_not_conflict(
 ) -> None:
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
-    await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs"]}})
+    await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs", names.FINALIZER]}})
     async with watching(server) as watched:
         first = await observe(watched, owner)
+        await server.delete(path, {})
+        deleting = await seen(watched, owner, lambda now: now.resource.deleting)
+        with pytest.raises(ConflictError):
+            await watched.cluster.run(first, [RemoveFinalizer()])
         after = await act(
             watched,
             owner,
-            SetFinalizer(present=True),
-            PatchStatus(status={"replicas": 1}, resource_version=first.resource.resource_version),
+            RemoveFinalizer(),
+            PatchStatus(status={"replicas": 1}, resource_version=deleting.resource.resource_version),
         )
-        assert after.resource.finalizers == ("example.com/theirs", names.FINALIZER)
-        await server.delete(path, {})
-        deleting = await seen(watched, owner, lambda now: now.resource.deleting)
-        after = await act(watched, owner, SetFinalizer(present=False))
         assert after.resource.finalizers == ("example.com/theirs",)
-        with pytest.raises(ConflictError):
-            await watched.cluster.run(deleting, [SetFinalizer(present=False)])
+        assert after.resource.status["replicas"] == 1
         await server.merge(path, {"metadata": {"finalizers": []}})
         await until("it is gone", lambda: gone(watched, owner))
 
@@ -353,13 +352,14 @@ async def test_into_a_namespace_that_is_being_deleted_no_events_are_written(
 ) -> None:
     """Each was refused, and warned of."""
     owner = await create_resource(server, namespace)
+    path = HETERO_INFERENCE.path(namespace, "tiny")
+    await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs"]}})
     async with watching(server) as watched:
-        await act(watched, owner, SetFinalizer(present=True))
         control_plane.kubectl("delete", "namespace", namespace, "--wait=false")
         await seen(watched, owner, lambda observation: observation.resource.deleting)
         for rank in range(3):
             await act(watched, owner, RecordEvent(reason="GroupFailed", message=f"rank {rank}", warning=True))
-        await watched.cluster.run(await observe(watched, owner), [SetFinalizer(present=False)])
+        await server.merge(path, {"metadata": {"finalizers": []}})
     assert "not recorded" not in caplog.text
 
 

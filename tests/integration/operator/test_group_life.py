@@ -16,6 +16,7 @@ from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S
 from tests.integration.operator.life import (
+    COLLECTED_S,
     Install,
     bind,
     bring_up,
@@ -143,7 +144,8 @@ async def test_pods_that_end_on_purpose_have_the_time_to_drain(
         leader, follower = pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)
         for name in (leader, follower):
             await bind(server, namespace, name, node)
-        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        waits = {"propagationPolicy": "Foreground"}
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), waits)
         await until("the pods go", lambda: are_deleting(server, namespace, leader, follower))
         found = await pods(server, namespace)
         assert {found[n]["metadata"]["deletionGracePeriodSeconds"] for n in (leader, follower)} == {90}
@@ -153,6 +155,36 @@ async def test_pods_that_end_on_purpose_have_the_time_to_drain(
 
         await until("the status says so", reported)
         await remove(server, namespace, leader, follower)
+
+
+async def test_a_pod_that_outlives_its_resource_on_a_lost_node_goes_by_force(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    """Garbage collection deletes it, and no kubelet is left to say that it has ended."""
+    await add_node(server, "lost", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        await process.working()
+        await bring_up(server, namespace)
+        leader, follower = pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)
+        await bind(server, namespace, leader, node)
+        await bind(server, namespace, follower, "lost")
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        assert (await server.get(HETERO_INFERENCE.path(namespace)))["items"] == [], "nothing holds it"
+        await until(
+            "the pods go", lambda: are_deleting(server, namespace, leader, follower), timeout_s=COLLECTED_S
+        )
+        for name in (leader, follower):
+            await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 1})
+        await server.delete(NODE.path(None, "lost"), {})
+
+        async def has_gone() -> bool:
+            return follower not in await pods(server, namespace)
+
+        # Kubernetes itself takes 40 s (pkg/controller/podgc, quarantineTime).
+        await until("the pod of the lost node goes", has_gone, timeout_s=25, said=lambda: process.said)
+        assert leader in await pods(server, namespace), "its node lives"
+        await remove(server, namespace, leader)
+        assert "Traceback" not in process.said
 
 
 @pytest.mark.parametrize("value", [None, "somebody"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_contract import metric_names, names
+from heteroinfer_contract import metric_names
 from heteroinfer_operator.kube.lease import (
     LeaderLease,
     LeaseLostError,
@@ -93,14 +93,14 @@ async def test_another_replica_takes_over(
 
             async def adopted() -> bool:
                 resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
-                return names.FINALIZER in resource["metadata"].get("finalizers", ())
+                return bool(resource["status"]["observedGeneration"] != -1)
 
             await until("the new leader works", adopted)
             await delete(server, namespace)
 
 
 async def delete(server: ApiServer, namespace: str) -> None:
-    """Deletes the resource while there is an operator to remove its finalizer."""
+    """Deletes the resource, and waits until its children are gone."""
     await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
     await until("it is gone", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 

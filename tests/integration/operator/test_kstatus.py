@@ -135,7 +135,8 @@ async def test_a_life(server: ApiServer, namespace: str, install: Install, tmp_p
         await end_rank(server, namespace, follower, index=1)
         await becomes(server, namespace, FAILED, ("Stalled", "True", "RestartsUsedUp"))
 
-        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        waits = {"propagationPolicy": "Foreground"}
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), waits)
         assert await kstatus(server, namespace) == TERMINATING
         await see_the_end(server, namespace)
         assert "Traceback" not in process.said, process.said

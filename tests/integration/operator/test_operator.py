@@ -31,7 +31,7 @@ from tests.integration.operator.running_operator import OperatorProcess, end_pod
 
 
 async def forget_earlier_tests(server: ApiServer) -> None:
-    """Takes away what earlier tests left: namespaces wait for finalizers of operators that have ended."""
+    """Takes away what earlier tests left."""
 
     async def none_left() -> bool:
         left = (await server.get(HETERO_INFERENCE.path()))["items"]
@@ -39,7 +39,6 @@ async def forget_earlier_tests(server: ApiServer) -> None:
             metadata = resource["metadata"]
             path = HETERO_INFERENCE.path(metadata["namespace"], metadata["name"])
             with contextlib.suppress(ApiError):  # it went meanwhile
-                await server.merge(path, {"metadata": {"finalizers": None}})
                 await server.delete(path, {})
         return not left
 
@@ -129,7 +128,7 @@ async def test_a_restarted_operator_writes_nothing_where_all_is_right(
         assert await second.writes() == {}
         assert await versions(server, namespace) == before
         resource = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
-        assert resource["metadata"]["finalizers"] == [names.FINALIZER]
+        assert "finalizers" not in resource["metadata"]
         assert not any("kopf" in note for note in resource["metadata"].get("annotations", {}))
 
 

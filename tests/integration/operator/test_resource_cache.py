@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 import pytest
 
-from heteroinfer_operator.cluster import ConflictError, PatchStatus, ResourceObservation, SetFinalizer
+from heteroinfer_operator.cluster import ConflictError, PatchStatus, ResourceObservation
 from heteroinfer_operator.kube.installation import list_resources
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
@@ -179,12 +179,13 @@ async def test_a_resource_that_was_made_anew_is_another(server: ApiServer, names
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         again = await create_resource(server, namespace)
         await server.create(POD.path(namespace), pod(owner, "tiny-0-1-0"))
+        status = PatchStatus(status={"replicas": 2}, resource_version=old.resource.resource_version)
         with pytest.raises(ConflictError):
-            await watched.cluster.run(old, [SetFinalizer(present=True)])
+            await watched.cluster.run(old, [status])
         now = await observe(watched, owner)
         assert now.resource.uid == again.uid != owner.uid
         assert now.pods == (), "a pod of the resource that is gone"
         stored = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
-        assert "finalizers" not in stored["metadata"]
+        assert stored["status"].get("replicas") != 2
         watched.cluster_state.resources.doubt(owner.key)
         assert (await observe(watched, owner)).resource.uid == again.uid

@@ -38,7 +38,7 @@ async def test_namespaced_scope_serves_its_namespaces_with_a_role_only(
         pods = await bring_up(server, namespace)
         assert len(pods) == 2
         untouched = await server.get(HETERO_INFERENCE.path(elsewhere, "tiny"))
-        assert "finalizers" not in untouched["metadata"]
+        assert untouched["status"]["observedGeneration"] == -1
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
         assert await process.stop() == 0

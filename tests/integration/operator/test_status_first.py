@@ -169,7 +169,9 @@ async def inject(server: ApiServer, proxy: ApiProxy, site: Site) -> None:
                 await server.delete(CONFIG_MAP.path(site.namespace, stored["metadata"]["name"]), {})
         await until(f"{site}: the request is sent", lambda: fault.hits, timeout_s=60)
     if "heteroinferences/tiny\\b" in case.path:
-        await server.merge(HETERO_INFERENCE.path(site.namespace, "tiny"), {"metadata": {"finalizers": None}})
+        await server.merge(
+            HETERO_INFERENCE.path(site.namespace, "tiny"), {"metadata": {"finalizers": [names.FINALIZER]}}
+        )
         await until(f"{site}: the request is sent", lambda: fault.hits, timeout_s=60)
 
 

@@ -113,7 +113,8 @@ async def pods_of(
 
 async def delete(server: ApiServer, namespace: str, name: str) -> None:
     """Deletes a resource, and ends its pods for the kubelet, which is not here."""
-    await server.delete(HETERO_INFERENCE.path(namespace, name), {})
+    # So that the operator ends the pods: the garbage collector needs a while to learn of a new kind.
+    await server.delete(HETERO_INFERENCE.path(namespace, name), {"propagationPolicy": "Foreground"})
 
     async def ended() -> bool:
         pods = await pods_of(server, namespace, name)

@@ -208,7 +208,8 @@ class Resource:
 
     async def remove(self) -> None:
         """Deletes it; returns once nothing of it or of its scheduler's objects is left."""
-        await self.server.delete(HETERO_INFERENCE.path(self.namespace, self.name), {})
+        path = HETERO_INFERENCE.path(self.namespace, self.name)
+        await self.server.delete(path, {"propagationPolicy": "Foreground"})
         await until("the end of it all", self._gone, timeout_s=GONE_S, said=self.everything)
 
     async def _gone(self) -> bool:

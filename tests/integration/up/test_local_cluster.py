@@ -24,7 +24,6 @@ from heteroinfer_operator.cluster import (
     PatchStatus,
     PodView,
     ResourceObservation,
-    SetFinalizer,
 )
 from heteroinfer_operator.local.adapter import LocalCluster, LocalClusterError, LocalOptions, LocalPodError
 from heteroinfer_operator.local.process import PodFolder
@@ -300,13 +299,18 @@ async def test_status_of_an_old_observation_is_not_written(tmp_path: Path) -> No
         assert running.cluster.status == {"a": 1}
 
 
-async def test_deleted_resource_is_gone_once_nobody_holds_it(tmp_path: Path) -> None:
+async def test_deleted_resource_is_gone_once_its_last_pod_is(tmp_path: Path) -> None:
     async with _cluster(tmp_path, SLEEPS) as running:
-        await running.run(SetFinalizer(present=True))
+        await running.run(CreateObject(manifest=pod()))
+        await running.wait_started()
         running.cluster.request_deletion()
         observation = await running.observe()
-        assert (observation.resource.deleting, observation.resource.finalizers) == (True, (names.FINALIZER,))
-        await running.run(SetFinalizer(present=False))
+        (living,) = observation.pods
+        assert (observation.resource.deleting, running.cluster.gone.is_set()) == (True, False)
+        await running.run(DeleteObject(kind="Pod", name=living.name, uid=living.uid, grace_s=0))
+        async with asyncio.timeout(TIMEOUT_S):
+            while await running.cluster.observe(running.cluster.key) is not None:
+                await asyncio.sleep(0.02)
         assert running.cluster.gone.is_set()
         assert await running.cluster.observe(running.cluster.key) is None
 

@@ -498,7 +498,8 @@ def test_an_argument_that_the_plan_owns_is_refused(args: list[str], remedy: str)
 
 def test_other_arguments_reconcile() -> None:
     args = ["--enable-prefix-caching", "--tokenizer", "x"]
-    assert plan(spec(cpu(), engine={"args": args})).plan.engine.extra_args == tuple(args)
+    planned = plan(spec(cpu(), engine={"args": args})).plan
+    assert planned.engine.extra_args == (*args, "--sse-keep-alive-interval", "15")
 
 
 # Speed

@@ -16,7 +16,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from heteroinfer_contract import names
 from heteroinfer_operator import cluster
 from tests.unit.reconcile import world as worlds
 from tests.unit.reconcile.world import World, cpu_pair
@@ -146,12 +145,14 @@ def to_json(world: World) -> dict[str, Any]:
     refuses = [[*key, words] for key, words in getattr(world, "refuses", {}).items()]
     objects, nodes = list(world.objects.values()), world.nodes is not None
     kept = {field: getattr(world, field) for field in FIELDS}
-    return {**kept, "now": world.now, "pods": pods, "objects": objects, "refuses": refuses, "nodes": nodes}
+    others = {"now": world.now, "finalizers": list(world.finalizers), "nodes": nodes}
+    return {**kept, **others, "pods": pods, "objects": objects, "refuses": refuses}
 
 
 def from_json(value: dict[str, Any]) -> World:
     kept = {field: value[field] for field in FIELDS}
-    world = World(**kept, now=datetime.fromisoformat(value["now"]), finalizers=(names.FINALIZER,))
+    finalizers = tuple(value["finalizers"])
+    world = World(**kept, now=datetime.fromisoformat(value["now"]), finalizers=finalizers)
     if not value["nodes"]:
         world.nodes = None
     world.objects = {(item["kind"], item["metadata"]["name"]): item for item in value["objects"]}

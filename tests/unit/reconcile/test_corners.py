@@ -190,9 +190,6 @@ def test_deletion_does_not_depend_on_a_writable_status(world: World) -> None:
     world.deleting = True
     world.step()
     assert all(world.pods[name].deleting for name in world.workers())
-    world.reap()
-    world.step()
-    assert world.finalizers == ()
 
 
 def test_suspension_does_not_depend_on_a_writable_status(world: World) -> None:

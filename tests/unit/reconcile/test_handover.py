@@ -93,8 +93,9 @@ def test_a_status_of_before_typed_transitions_stays(packages: Path, state: str, 
     assert taken["events"] == []
     assert taken["touched"] == []
     if state != "cut off":  # its refused Service is tried again
-        added = taken["status"] != before
-        assert [kind for kind in taken["writes"] if kind != "TryObjects"] == ["PatchStatus"] * added
+        finalizer = ["SetFinalizer" if back else "RemoveFinalizer"]
+        added = ["PatchStatus"] * (taken["status"] != before)
+        assert [kind for kind in taken["writes"] if kind != "TryObjects"] == finalizer + added
 
 
 @both_ways

@@ -7,7 +7,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
-from heteroinfer_operator.cluster import PatchStatus, ResourceKey, SetFinalizer
+from heteroinfer_operator.cluster import PatchStatus, RemoveFinalizer, ResourceKey
 from heteroinfer_operator.manifests.drift import find_drift
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.service import client_ports
@@ -25,13 +25,31 @@ def world() -> World:
     return World(spec=cpu_pair())
 
 
-def test_the_finalizer_is_the_first_write_of_all(world: World) -> None:
+def hold(world: World, *finalizers: str) -> None:
+    """Has others set these finalizers on the resource."""
+    world.finalizers = finalizers
+
+
+def test_the_finalizer_of_earlier_versions_is_taken_off(world: World) -> None:
+    """Nothing but an operator could take it off: without one, neither the resource nor its namespace went."""
+    world.serve()
+    before = dict(world.pods)
+    assert not world.finalizers, "none of its own"
+    hold(world, "example.test/theirs", names.FINALIZER)
     world.step()
-    assert isinstance(world.writes[0], SetFinalizer)
+    assert world.writes == [RemoveFinalizer()]
+    assert world.finalizers == ("example.test/theirs",)
+    assert world.pods == before
+    world.step()
+    assert world.writes == []
+
+
+def test_a_finalizer_that_cannot_be_taken_off_keeps_nothing_from_being_made(world: World) -> None:
+    world.finalizers = (names.FINALIZER,)
+    world.refuses = {("HeteroInference", "demo"): "admission webhook denied the request"}
+    world.serve()
+    assert world.condition("Ready") == ("True", "Serving")
     assert world.finalizers == (names.FINALIZER,)
-    assert len(world.pods) == 1, "the model is inspected in the same reconcile"
-    world.step()
-    assert not any(isinstance(write, SetFinalizer) for write in world.writes)
 
 
 def test_the_model_is_inspected_before_anything_is_planned(world: World) -> None:
@@ -268,15 +286,25 @@ def test_suspend_and_resume(world: World) -> None:
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
 
 
-def test_delete_ends_pods_then_the_finalizer(world: World) -> None:
+def test_a_deletion_of_before_the_upgrade_goes_on(world: World) -> None:
     world.serve()
     world.reap()
     world.deleting = True
+    hold(world, names.FINALIZER)
     world.settle()
-    assert world.finalizers == (names.FINALIZER,), "pods are still there"
+    assert all(world.pods[name].deleting for name in world.workers())
+    assert world.finalizers == ()
+
+
+def test_a_deletion_that_leaves_the_children_ends_no_pod(world: World) -> None:
+    world.serve()
     world.reap()
-    world.settle()
-    assert not world.finalizers
+    before = dict(world.pods)
+    world.deleting = True
+    hold(world, "orphan")
+    world.step()
+    assert world.writes == []
+    assert world.pods == before
 
 
 def test_a_spec_that_cannot_be_read_touches_nothing_that_runs(world: World) -> None:

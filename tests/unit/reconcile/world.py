@@ -23,10 +23,10 @@ from heteroinfer_operator.cluster import (
     PodView,
     RecordEvent,
     Refusal,
+    RemoveFinalizer,
     ResourceKey,
     ResourceObservation,
     ResourceView,
-    SetFinalizer,
     TryObjects,
     Waiting,
     Write,
@@ -523,9 +523,9 @@ class World:
 
     def _run(self, action: Write) -> None:
         match action:
-            case SetFinalizer(present=present):
+            case RemoveFinalizer():
                 # A reconcile follows the version through its own writes.
-                self.finalizers = (names.FINALIZER,) if present else ()
+                self.finalizers = tuple(name for name in self.finalizers if name != names.FINALIZER)
             case PatchStatus(status=status, resource_version=version):
                 assert version == str(self.version), "status decided on an older resource"
                 self.status = dict(status)

@@ -13,6 +13,7 @@ PLURAL: Final = "heteroinferences"
 SINGULAR: Final = "heteroinference"
 SHORT_NAME: Final = "hinf"
 FINALIZER: Final = f"{API_GROUP}/group-teardown"
+"""What 0.1.0 and later versions set on resources; it is only removed now."""
 
 # Labels of every object that belongs to a resource
 LABEL_RESOURCE: Final = f"{API_GROUP}/resource"

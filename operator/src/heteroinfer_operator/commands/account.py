@@ -9,7 +9,8 @@ from typing import Final
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
 from heteroinfer_contract.printable import format_bytes
-from heteroinfer_operator.planning.feed_forward import beside_weights_bytes, feed_forward_seconds
+from heteroinfer_operator.planning.feed_forward import beside_weights_bytes
+from heteroinfer_operator.planning.first_token import waits_elsewhere
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
 from heteroinfer_operator.planning.planner import Planned, block_capacities
@@ -180,11 +181,7 @@ def describe_speed(planned: Planned) -> tuple[str, ...]:
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
     contexts = [context for context in CONTEXTS if context < plan.engine.max_model_len]
     lines = []
-
-    def elsewhere(load: Load) -> float:
-        remote = planned.remote
-        return 0.0 if remote is None else feed_forward_seconds(remote, plan.engine, rates[-1], load)
-
+    elsewhere = waits_elsewhere(plan, rates, planned.remote)
     for context in contexts or [max(plan.engine.max_model_len // 2, 1)]:
         steps = [
             f"{requests}: {forecast(plan, sizes, rates, Load(requests=requests, context=context), elsewhere)}"

@@ -23,9 +23,9 @@ from heteroinfer_operator.cluster import (
     Manifest,
     PatchStatus,
     RecordEvent,
+    RemoveFinalizer,
     ResourceKey,
     ResourceObservation,
-    SetFinalizer,
     TryObjects,
     Write,
 )
@@ -153,14 +153,14 @@ class ActionRun:
     async def _write_resource(self, actions: Sequence[Action]) -> bool:
         """Returns False if the new status was not sent: the events of this decision are not true yet."""
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
-        finalizers = [action for action in actions if isinstance(action, SetFinalizer)]
+        finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
         if not statuses and self._kept.status_tries.are_under_way:  # one may still change what is stored
             self._kept.status_tries.cancel()
             self._hold([PatchStatus(status={}, resource_version="")])
             self._status_s = STATUS_AGAIN_S
         elif not statuses:  # what is stored is true
             self._ways.callbacks.status_written(self._resource.key, True)
-        writes: list[PatchStatus | SetFinalizer] = [*statuses, *finalizers]
+        writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
         if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # nothing is sent, nor counted
             self._hold(writes)
             self._status_s = wait_s
@@ -186,13 +186,13 @@ class ActionRun:
         for action in actions:
             self._acting.conflicted(action)
 
-    async def _write_in_turn(self, actions: Sequence[PatchStatus | SetFinalizer]) -> None:
+    async def _write_in_turn(self, actions: Sequence[PatchStatus | RemoveFinalizer]) -> None:
         for action in actions:
             try:
                 if isinstance(action, PatchStatus):
                     await self._patch_status(action)
                 else:
-                    await self._set_finalizer(present=action.present)
+                    await self._remove_finalizer()
             except ConflictError as error:
                 self._met(action, error)
                 break
@@ -217,9 +217,8 @@ class ActionRun:
         body = self._body({"status": action.status}, self._version if observed else action.resource_version)
         await self._write(self._ways.server.update(path, body, lane=RequestLane.STATUS))
 
-    async def _set_finalizer(self, *, present: bool) -> None:
-        others = tuple(f for f in self._finalizers if f != names.FINALIZER)
-        wanted = (*others, names.FINALIZER) if present else others
+    async def _remove_finalizer(self) -> None:
+        wanted = tuple(f for f in self._finalizers if f != names.FINALIZER)
         if wanted == self._finalizers:
             return
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name)

@@ -274,6 +274,12 @@ class ClusterState:
         found = cache.under(key) if cache is not None else []
         return [self._by_own_clock(pod) for pod in found if pod.owner_uid == uid]
 
+    def left_pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
+        """Returns the pods of earlier resources of this name; `uid` is of the one of now, or ""."""
+        cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
+        found = cache.under(key) if cache is not None else []
+        return [self._by_own_clock(pod) for pod in found if pod.owner_uid != uid]
+
     def _by_own_clock(self, pod: PodRecord) -> PodRecord:
         view = pod.view
         if not view.ended:

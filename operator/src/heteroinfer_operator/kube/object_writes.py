@@ -93,7 +93,7 @@ class ObjectWrites:
 
     async def _delete_stray(self, name: NamespacedName, uid: str) -> None:
         """Deletes a pod that others have changed so that it is none of its group."""
-        options = _delete_options(uid, _STRAY_GRACE_S)
+        options = delete_options(uid, _STRAY_GRACE_S)
         for pause_s in (*_STRAY_PAUSES_S, None):
             try:
                 await self._server.delete(POD.path(name.namespace, name.name), options)
@@ -182,7 +182,7 @@ class ObjectWrites:
         name = NamespacedName(namespace=resource.key.namespace, name=action.name)
         try:
             stored = await self._server.delete(
-                kind.path(name.namespace, action.name), _delete_options(action.uid, action.grace_s)
+                kind.path(name.namespace, action.name), delete_options(action.uid, action.grace_s)
             )
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # conflict: the name has another uid now
@@ -206,7 +206,8 @@ def _address(manifest: Manifest) -> tuple[Kind, NamespacedName]:
     return writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)
 
 
-def _delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
+def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
+    """Returns the options that delete exactly this object; `grace_s` None takes a pod's own."""
     options: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "DeleteOptions",

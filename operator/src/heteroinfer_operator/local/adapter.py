@@ -23,10 +23,10 @@ from heteroinfer_operator.cluster import (
     Manifest,
     PatchStatus,
     RecordEvent,
+    RemoveFinalizer,
     ResourceKey,
     ResourceObservation,
     ResourceView,
-    SetFinalizer,
     TryObjects,
 )
 from heteroinfer_operator.errors import HeteroInferError
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S: Final = 10.0
+WAITS_FOR_CHILDREN: Final = "foregroundDeletion"
+"""Finalizer of a resource whose deletion waits for its pods, as Kubernetes names it."""
 PROBE_EVERY_S: Final = 0.25
 PROBE_TIMEOUT_S: Final = 1.0
 
@@ -106,7 +108,6 @@ class LocalCluster:
         self._uid = str(uuid.uuid4())
         self._spec: Manifest = resource["spec"]
         self._status: Manifest = {}
-        self._finalizers: tuple[str, ...] = ()
         self._deleting = False
         self._version = 1
         self._objects: dict[tuple[str, str], Manifest] = {}
@@ -135,7 +136,7 @@ class LocalCluster:
         return {plan.hash: plan for plan in plans}
 
     def request_deletion(self) -> None:
-        """Has the resource deleted, as `kubectl delete` does; `gone` is set when it is."""
+        """Has the resource deleted, and its pods with it; `gone` is set when it is."""
         self._deleting = True
         self._written()
 
@@ -147,6 +148,9 @@ class LocalCluster:
         """
         if self._leftover is not None:
             raise self._leftover
+        if self._deleting and not self._pods:  # here, since no reconcile starts a pod now
+            self._objects.clear()
+            self.gone.set()
         if key != self.key or self.gone.is_set():
             return None
         return ResourceObservation(
@@ -155,7 +159,7 @@ class LocalCluster:
                 uid=self._uid,
                 generation=1,
                 resource_version=str(self._version),
-                finalizers=self._finalizers,
+                finalizers=(WAITS_FOR_CHILDREN,) if self._deleting else (),
                 deleting=self._deleting,
                 spec=self._spec,
                 status=self._status,
@@ -220,23 +224,14 @@ class LocalCluster:
                     raise ConflictError(f"{self.key} has changed since it was observed")
                 self._status = action.status
                 self._written()
-            case SetFinalizer():
-                kept = tuple(name for name in self._finalizers if name != names.FINALIZER)
-                self._finalizers = (*kept, names.FINALIZER) if action.present else kept
-                self._notify()  # a status that was decided with it is still of this state
+            case RemoveFinalizer():
+                pass  # no resource here has it
             case RecordEvent():
                 self._on_event(action)
 
     def _written(self) -> None:
         """Notes a write of the resource: what was decided before it does not stand any more."""
         self._version += 1
-        self._notify()
-
-    def _notify(self) -> None:
-        """Tells of a change of the resource, which is gone once it is deleted and nobody holds it."""
-        if self._deleting and not self._finalizers:
-            self._objects.clear()
-            self.gone.set()
         self._on_change()
 
     async def _create(self, manifest: Manifest) -> None:

@@ -19,6 +19,7 @@ from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.planning.engine_settings import engine_settings
 from heteroinfer_operator.planning.feed_forward import Remote
+from heteroinfer_operator.planning.first_token import with_keep_alive
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
@@ -124,7 +125,8 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         ranks=(*_assign(topology, layers, budgets, sizes, engine), *mode.ranks_beside()),
         engine=engine,
     )
-    plan, rates = predict_ranks(without_times, spec, sizes, mode.remote, inventory)
+    predicted, rates = predict_ranks(without_times, spec, sizes, mode.remote, inventory)
+    plan = with_keep_alive(predicted, sizes, rates, mode.remote)
     advice = mode.advise(plan, rates)
     return Planned(
         plan=plan,

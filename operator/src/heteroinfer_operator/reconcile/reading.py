@@ -15,6 +15,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning.engine_settings import with_state_dtype
+from heteroinfer_operator.planning.first_token import add_keep_alive
 from heteroinfer_operator.reconcile.allowed import Allowed
 
 _PLANS_AT_HAND: Final = 4096
@@ -102,9 +103,14 @@ def has_only(args: tuple[str, ...], given: Collection[tuple[str, ...]], allowed:
 
     Planning appends to the arguments of a spec (`given`).
     """
-    if any(args in (own, with_state_dtype(own)) for own in given):
+    if any(args in _planned(own) for own in given):
         return True
     return next(allowed.forbidden_arguments(args), None) is None
+
+
+def _planned(own: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    with_state = with_state_dtype(own)
+    return own, with_state, add_keep_alive(own), add_keep_alive(with_state)
 
 
 def _plan_text(manifest: Manifest, owner: Owner) -> tuple[str, str | None]:

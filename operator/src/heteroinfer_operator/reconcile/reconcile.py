@@ -24,9 +24,9 @@ from heteroinfer_operator.cluster import (
     Action,
     Decision,
     PodView,
+    RemoveFinalizer,
     ResourceKey,
     ResourceObservation,
-    SetFinalizer,
 )
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests.identity import Owner
@@ -91,11 +91,12 @@ def reconcile(observation: ResourceObservation, now: datetime, options: Options)
     resource = observation.resource
     status = parse_status(resource.status)
     if resource.deleting:
-        return decide_teardown(observation, status, now)
-    decision = _decide(observation, status, now, options)
-    if names.FINALIZER in resource.finalizers:
+        decision = decide_teardown(observation, status, now)
+    else:
+        decision = _decide(observation, status, now, options)
+    if names.FINALIZER not in resource.finalizers:
         return decision
-    return replace(decision, actions=(SetFinalizer(present=True), *decision.actions))
+    return replace(decision, actions=(RemoveFinalizer(), *decision.actions))
 
 
 def _decide(

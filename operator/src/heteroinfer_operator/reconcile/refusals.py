@@ -19,7 +19,7 @@ from heteroinfer_operator.cluster import (
     DeleteObject,
     PatchStatus,
     Refusal,
-    SetFinalizer,
+    RemoveFinalizer,
     TryObjects,
     Write,
 )
@@ -91,7 +91,7 @@ def subject(action: Write, resource: str) -> Subject:
             return action.kind, action.name
         case PatchStatus():
             return STATUS, resource
-        case SetFinalizer():
+        case RemoveFinalizer():
             return names.KIND, resource
 
 
@@ -272,10 +272,10 @@ class Acting:
         match action:
             case CreateObject() | ApplyObject():
                 self._blocked |= action.scopes
-            case PatchStatus() | SetFinalizer():
+            case PatchStatus():
                 # An epoch that the status does not have would be begun a second time.
                 self._makes_nothing = True
-                self._keeps_status = self._keeps_status or isinstance(action, PatchStatus)
+                self._keeps_status = True
 
 
 def scopes_of(action: Write) -> frozenset[str]:

@@ -1,15 +1,20 @@
-"""The end of a resource: its pods first, then its finalizer. Pure."""
+"""The end of a resource that somebody else's finalizer still keeps. Pure.
+
+The operator sets no finalizer: garbage collection ends the children of a resource by their owner references,
+also where no operator is left. A resource is seen while it is being deleted if the user waits for its
+children (`kubectl delete --cascade=foreground`), or another controller holds it.
+"""
 
 from datetime import datetime
+from typing import Final
 
-from heteroinfer_contract import names
 from heteroinfer_operator.api import (
     ConditionType,
     HeteroInferenceStatus,
     merge_conditions,
     parse_life,
 )
-from heteroinfer_operator.cluster import Decision, ResourceObservation, SetFinalizer
+from heteroinfer_operator.cluster import Decision, ResourceObservation
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.conditions import ENDING, HELD
 from heteroinfer_operator.reconcile.life import condition
@@ -17,16 +22,16 @@ from heteroinfer_operator.reconcile.next_status import status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 
 _REASON = "Deleting"
+_LEAVES_CHILDREN: Final = "orphan"
+"""Finalizer of a deletion that leaves the children (`kubectl delete --cascade=orphan`)."""
 
 
 def decide_teardown(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
 ) -> Decision:
     """Returns what a resource that is being deleted needs; running requests may end first."""
-    if names.FINALIZER not in observation.resource.finalizers:
+    if not observation.pods or _LEAVES_CHILDREN in observation.resource.finalizers:
         return Decision()
-    if not observation.pods:
-        return Decision(actions=(SetFinalizer(present=False),))
     node_loss = NodeLoss.of(observation, parse_life(observation.resource.spec).restart, now)
     return Decision(
         actions=(

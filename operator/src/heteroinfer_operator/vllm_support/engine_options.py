@@ -15,6 +15,7 @@ MOE_BACKEND: Final = "--moe-backend"
 STATE_DTYPE: Final = "--mamba-ssm-cache-dtype"
 CONVOLUTION_DTYPE: Final = "--mamba-cache-dtype"
 LOAD_FORMAT: Final = "--load-format"
+KEEP_ALIVE: Final = "--sse-keep-alive-interval"
 MODEL_IMPL: Final = "--model-impl"
 OFFLOADED_GIB: Final = "--cpu-offload-gb"
 OFFLOADED_LAYERS: Final = "--offload-group-size"
@@ -32,6 +33,7 @@ class EngineOptions:
         moe_backend: kernels of experts, `auto` for vLLM's choice.
         state_dtype: type of recurrent states, or None if vLLM chooses it by device.
         convolution_dtype: type of the convolutions' states, `auto` for the model's own.
+        keep_alive: seconds after which a silent stream sends a comment, as given, or None.
         load_format: how weights are read, or None.
         model_impl: whose classes of models are used, or None.
         offloaded_gib: what vLLM offloads to the CPU, as given, or None.
@@ -45,6 +47,7 @@ class EngineOptions:
     moe_backend: str = "auto"
     state_dtype: str | None = None
     convolution_dtype: str = "auto"
+    keep_alive: str | None = None
     load_format: str | None = None
     model_impl: str | None = None
     offloaded_gib: str | None = None
@@ -77,6 +80,7 @@ def _parse(args: tuple[str, ...]) -> EngineOptions:
         moe_backend=_value(given, MOE_BACKEND) or "auto",
         state_dtype=_value(given, STATE_DTYPE),
         convolution_dtype=_value(given, CONVOLUTION_DTYPE) or "auto",
+        keep_alive=_value(given, KEEP_ALIVE),
         load_format=_value(given, LOAD_FORMAT),
         model_impl=_value(given, MODEL_IMPL),
         offloaded_gib=_value(given, OFFLOADED_GIB),

@@ -1,0 +1,79 @@
+"""Pods of resources that are gone: those that a lost node keeps are deleted by force."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final
+
+from heteroinfer_contract.background import start_task
+from heteroinfer_operator.cluster import DeleteObject, ResourceKey
+from heteroinfer_operator.kube.cluster_state import ClusterState
+from heteroinfer_operator.kube.object_writes import delete_options
+from heteroinfer_operator.kube.paths import POD
+from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.reconcile.left_pods import decide_left_pods
+
+logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S: Final = 10.0
+"""No change of a node wakes a resource that is gone."""
+
+
+class LeftPods:
+    """Looks after the pods that resources leave behind.
+
+    Use from one event loop.
+
+    Args:
+        wake: called with the name of a resource once its left pods are to be looked at again.
+    """
+
+    def __init__(
+        self, server: ApiServer, cluster_state: ClusterState, *, wake: Callable[[ResourceKey], None]
+    ) -> None:
+        self._server = server
+        self._cluster_state = cluster_state
+        self._wake = wake
+        self._timers: dict[ResourceKey, asyncio.TimerHandle] = {}
+        self._deletions: dict[str, asyncio.Task[None]] = {}
+
+    def look(self, key: ResourceKey, uid: str) -> None:
+        """Begins to delete what must go by force. Waits for nothing.
+
+        Args:
+            uid: of the resource that has this name now, "" if there is none.
+        """
+        pods = [pod.view for pod in self._cluster_state.left_pods(key, uid)]
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
+        if not any(pod.deleting for pod in pods):
+            return
+        for delete in decide_left_pods(pods, self._cluster_state.nodes(), datetime.now(UTC)):
+            if delete.uid not in self._deletions:
+                self._begin(key, delete)
+        self._timers[key] = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._wake, key)
+
+    def _begin(self, key: ResourceKey, delete: DeleteObject) -> None:
+        task = start_task(self._delete(key, delete), name=f"pod {delete.name}", failed=_report)
+        self._deletions[delete.uid] = task
+        task.add_done_callback(lambda _: self._deletions.pop(delete.uid, None))
+
+    async def _delete(self, key: ResourceKey, delete: DeleteObject) -> None:
+        try:
+            await self._server.delete(
+                POD.path(key.namespace, delete.name), delete_options(delete.uid, delete.grace_s)
+            )
+        except ApiError as error:
+            if error.status not in (NOT_FOUND, CONFLICT):  # gone, or another pod has the name
+                logger.warning(
+                    "pod %s/%s: its resource is gone and its node is lost, but it cannot be deleted: %s; "
+                    "trying again",
+                    key.namespace,
+                    delete.name,
+                    error.message,
+                )
+
+
+def _report(error: BaseException) -> None:
+    logger.error("deleting a pod of a lost node: a defect of the operator, please report it", exc_info=error)
