@@ -67,6 +67,8 @@ def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:
     spec = dict(body["spec"]) if isinstance(body.get("spec"), dict) else body.get("spec")
     if isinstance(spec, dict) and isinstance(spec.get("replicas"), int):
         spec["replicas"] = min(spec["replicas"], MOST_REPLICAS)
+    if isinstance(spec, dict):
+        spec.pop("operatorClass", None)  # nobody would serve it
     return {**body, "metadata": {"name": f"life-{number}"}, "spec": spec}
 
 

@@ -54,7 +54,9 @@ def experts(node_cluster: NodeCluster, folder: Path) -> Iterator[Resource]:
     resource = Resource(cluster=node_cluster, namespace=NAMESPACE, name="moe")
     resource.wait_ready(START_S)
     yield resource
-    node_cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    node_cluster.kubectl(
+        "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
+    )
     node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
 
 

@@ -54,7 +54,9 @@ def cache() -> Iterator[Path]:
 def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
     install(node_cluster)
     yield node_cluster
-    node_cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    node_cluster.kubectl(
+        "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
+    )
     node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
     node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
     node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=60s", timeout_s=70)
@@ -147,7 +149,16 @@ def test_a_hubs_model_is_fetched_with_its_token_and_served_without_the_hub(
     for text in (said, events, operator, stored, env, resource.logs()):
         assert TOKEN not in text
 
-    installed.kubectl("delete", "hinf", "-n", NAMESPACE, resource.name, "--timeout=60s", timeout_s=70)
+    installed.kubectl(
+        "delete",
+        "hinf",
+        "-n",
+        NAMESPACE,
+        resource.name,
+        "--cascade=foreground",
+        "--timeout=60s",
+        timeout_s=70,
+    )
 
     def claims() -> list[Any]:
         return list(resource.get("pvc")["items"])

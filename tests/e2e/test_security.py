@@ -72,7 +72,9 @@ def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator
     resource = Resource(cluster=installed, namespace=NAMESPACE, name="cpu-pair")
     resource.wait_ready(START_S)
     yield resource
-    installed.kubectl("delete", "hinf", "-n", NAMESPACE, "cpu-pair", "--timeout=60s", timeout_s=70)
+    installed.kubectl(
+        "delete", "hinf", "-n", NAMESPACE, "cpu-pair", "--cascade=foreground", "--timeout=60s", timeout_s=70
+    )
 
 
 def operators(cluster: NodeCluster) -> list[str]:

@@ -34,7 +34,7 @@ OPTIONS_OF_OTHERS = {
     },
     "kubectl apply": {"--server-side"},
     "kubectl create secret generic": {"--from-literal"},
-    "kubectl delete": {"--all"},
+    "kubectl delete": {"--all", "--cascade"},
     "kubectl explain": {"--recursive"},
     "kubectl get": {"--raw"},
     "kubectl label": {"--overwrite"},

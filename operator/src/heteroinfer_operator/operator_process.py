@@ -178,6 +178,7 @@ class Operator:
             nodes_changed=nodes_changed,
             capacity_freed=lambda: self._look_soon(queue, "capacity", self._without_capacity),
             kept=self._build_kept(server, changed=nodes_changed),
+            operator_class=self._settings.operator_class,
         )
         callbacks = Callbacks(
             observed=self._observed,

@@ -25,6 +25,8 @@ class InstallationSettings:
     Attributes:
         watch_namespaces: HETEROINFER_WATCH_NAMESPACES, separated by commas: the namespaces
             served; empty serves all, which also lets plans read nodes.
+        operator_class: HETEROINFER_OPERATOR_CLASS: the `spec.operatorClass` of the resources that are served;
+            empty serves those that have none.
         worker_image_cpu: HETEROINFER_WORKER_IMAGE_CPU: image of CPU pods whose spec names none.
         worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: image of GPU pods whose spec names none.
         allow_host_paths: HETEROINFER_ALLOW_HOST_PATHS: whether `file://` may mount a path of
@@ -60,6 +62,7 @@ class InstallationSettings:
     """
 
     watch_namespaces: tuple[str, ...] = ()
+    operator_class: str = ""
     worker_image_cpu: str = ""
     worker_image_gpu: str = ""
     allow_host_paths: bool = False
@@ -104,6 +107,7 @@ class InstallationSettings:
         read = _EnvReader(env)
         settings = cls(
             watch_namespaces=read.listed("WATCH_NAMESPACES", _NAMESPACE, "names of namespaces"),
+            operator_class=read.name("OPERATOR_CLASS"),
             worker_image_cpu=read.text("WORKER_IMAGE_CPU", ""),
             worker_image_gpu=read.text("WORKER_IMAGE_GPU", ""),
             allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
@@ -153,6 +157,12 @@ class _EnvReader:
 
     def text(self, name: str, default: str) -> str:
         return self._env.get(f"HETEROINFER_{name}", "").strip() or default
+
+    def name(self, name: str) -> str:
+        text = self.text(name, "")
+        if text and not _NAMESPACE.fullmatch(text):
+            raise _wrong(name, text, "lower case letters, digits and -, at most 63")
+        return text
 
     def flag(self, name: str, *, default: bool) -> bool:
         text = self.text(name, "true" if default else "false").lower()

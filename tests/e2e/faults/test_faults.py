@@ -74,7 +74,9 @@ def scene(node_cluster: NodeCluster, second: JoinedNode, model: Model) -> Iterat
 
 def _remove(cluster: NodeCluster) -> None:
     """Takes everything away, and looks whether it went: nothing of any row may be left."""
-    cluster.kubectl("delete", "hinf", "-n", NAMESPACE, "--all", "--timeout=60s", timeout_s=70)
+    cluster.kubectl(
+        "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
+    )
     kinds = "pods,services,configmaps,networkpolicies,poddisruptionbudgets"
 
     def left() -> list[str]:
@@ -239,7 +241,16 @@ def check_waiting(scene: Scene, fault: Fault, expected: Waits) -> Measured:
     broken = Resource(cluster=scene.cluster, namespace=NAMESPACE, name=expected.resource)
     assert condition_of({"status": broken.status}, "Ready")["status"] != "True"
     assert all(not group.get("failures") for group in broken.status.get("groups", ()))
-    scene.cluster.kubectl("delete", "hinf", "-n", NAMESPACE, expected.resource, "--timeout=60s", timeout_s=70)
+    scene.cluster.kubectl(
+        "delete",
+        "hinf",
+        "-n",
+        NAMESPACE,
+        expected.resource,
+        "--cascade=foreground",
+        "--timeout=60s",
+        timeout_s=70,
+    )
     assert broken.pods() == []
     return Measured(said_s=said.at - at)
 

@@ -50,6 +50,8 @@ ClassName = Annotated[str, *_text(SUBDOMAIN, most=253)]
 """Name of a RuntimeClass or StorageClass."""
 ClassNameOrNone = Annotated[str, *_text(f"({SUBDOMAIN})?", most=253)]
 """Name of a PriorityClass, or ""."""
+OperatorClass = NamespaceName
+"""Which operator serves a resource: not of pods, but with the same characters."""
 QueueName = Annotated[str, *_text(LABEL_VALUE, most=253)]
 """Name of a queue, which pods have as a label, or ""."""
 KeyOfObject = Annotated[str, *_text("[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*", most=253)]

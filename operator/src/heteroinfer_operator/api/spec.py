@@ -22,7 +22,7 @@ from heteroinfer_operator.api.base import (
 )
 from heteroinfer_operator.api.engine import EngineSpec
 from heteroinfer_operator.api.model_source import ModelSpec
-from heteroinfer_operator.api.pod_fields import ClassNameOrNone, LabelKeyOrNone, QueueName
+from heteroinfer_operator.api.pod_fields import ClassNameOrNone, LabelKeyOrNone, OperatorClass, QueueName
 from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 
 MAX_ROLES: Final = 16
@@ -273,6 +273,13 @@ class HeteroInferenceSpec(Model):
             "add or remove entries",
             holds=_layers_match_stages,
         ),
+        ValidationRule(
+            cel="has(self.operatorClass) == has(oldSelf.operatorClass) "
+            "&& (!has(self.operatorClass) || self.operatorClass == oldSelf.operatorClass)",
+            message="operatorClass: cannot be changed, since two operators would act on one resource; "
+            "delete the resource, and create it with the other class",
+            holds=lambda spec: True,  # a rule over two versions, which only the API server has
+        ),
         duration_rule("drainTimeout", "drain_timeout", least="0s", most="24h"),
         duration_rule("stepTimeout", "step_timeout", least="10s", most="24h"),
         ValidationRule(
@@ -296,6 +303,9 @@ class HeteroInferenceSpec(Model):
     """Groups: copies of the model, each served by its own pods."""
     suspend: bool = False
     """true removes all pods and keeps the resource."""
+    operator_class: OperatorClass | None = None
+    """Which operator serves the resource: that whose chart has this `operatorClass`; left out: that which has
+    none. It cannot be changed."""
     restarted_at: (
         Annotated[
             str,

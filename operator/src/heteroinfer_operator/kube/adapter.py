@@ -21,8 +21,8 @@ from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.kept import Kept
 from heteroinfer_operator.kube.leader_client import LeaderClient
-from heteroinfer_operator.kube.outliving_pods import LeftPods
 from heteroinfer_operator.kube.object_writes import ObjectWrites
+from heteroinfer_operator.kube.outliving_pods import LeftPods
 from heteroinfer_operator.kube.paths import NamespacedName, writable_kind
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
@@ -78,7 +78,7 @@ class KubeCluster:
             ApiError: what was last seen is known to be old, and the API server did not answer, or refused.
         """
         resource = await self._read(key)
-        self._left.look(key, resource.uid if resource is not None else "")
+        self._left.look(key, self._cluster_state.resources.uid(key))
         if resource is None:
             self._callbacks.observed(key, None)
             self._forget(key)

@@ -49,9 +49,10 @@ class ClusterState:
         touched: called with each resource that changed, or of which a child did.
         nodes_changed: called when a node came, went, or changed in what a plan reads.
         capacity_freed: called when a pod gave back what it had of a node.
+        operator_class: as of ResourceCache.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is kept, and whom it wakes
         self,
         server: ApiServer,
         *,
@@ -60,6 +61,7 @@ class ClusterState:
         nodes_changed: Callable[[], None],
         capacity_freed: Callable[[], None] = lambda: None,
         kept: KeptCalibrations | None = None,
+        operator_class: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cluster_scope = not namespaces
@@ -72,7 +74,7 @@ class ClusterState:
         )
         scopes: list[str | None] = [*namespaces] or [None]
 
-        self.resources = ResourceCache(server, scopes, touched)
+        self.resources = ResourceCache(server, scopes, touched, operator_class=operator_class)
 
         def touch(before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None) -> None:
             for record in (before, after):

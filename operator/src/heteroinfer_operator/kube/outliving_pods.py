@@ -42,7 +42,7 @@ class LeftPods:
         """Begins to delete what must go by force. Waits for nothing.
 
         Args:
-            uid: of the resource that has this name now, "" if there is none.
+            uid: of the resource that has this name now, whoever serves it; "" if there is none.
         """
         pods = [pod.view for pod in self._cluster_state.left_pods(key, uid)]
         if (timer := self._timers.pop(key, None)) is not None:

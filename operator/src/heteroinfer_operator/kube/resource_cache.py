@@ -6,6 +6,7 @@ here, or it is read; so must what a write met that it was not decided on; and a 
 the version that it was decided on, before anything that depends on it is made.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 from heteroinfer_operator.cluster import Manifest, ResourceKey, ResourceView
@@ -22,10 +23,17 @@ class ResourceCache:
     Args:
         scopes: namespaces to keep; None for all.
         touched: called with each resource that came, changed or went.
+        operator_class: of the resources that this operator serves, "" for those without one. Of all others
+            is known that they are there.
     """
 
     def __init__(
-        self, server: ApiServer, scopes: Sequence[str | None], touched: Callable[[ResourceKey], None]
+        self,
+        server: ApiServer,
+        scopes: Sequence[str | None],
+        touched: Callable[[ResourceKey], None],
+        *,
+        operator_class: str = "",
     ) -> None:
         def changed(before: ResourceRecord | None, after: ResourceRecord | None) -> None:
             for record in {record.key: record for record in (before, after) if record is not None}.values():
@@ -40,7 +48,7 @@ class ResourceCache:
                     path=HETERO_INFERENCE.path(scope),
                     namespace=scope,
                 ),
-                trim=trim.resource_record,
+                trim=functools.partial(trim.resource_record, operator_class=operator_class),
                 changed=changed,
             )
             for scope in scopes
@@ -62,11 +70,11 @@ class ResourceCache:
         return {scope: cache.version for scope, cache in self._by_scope.items()}
 
     def keys(self) -> set[ResourceKey]:
-        """Returns the resources that there are, as far as is known here."""
-        return {record.key for cache in self.caches for record in cache.values()}
+        """Returns the resources that this operator serves, as far as is known here."""
+        return {record.key for cache in self.caches for record in cache.values() if record.is_ours}
 
     def uid(self, key: ResourceKey) -> str:
-        """Returns the uid of a resource, or "" if there is none, as far as is known here."""
+        """Returns the uid of a resource, whoever serves it, or "" if none is known here."""
         cache = self._cache(key)
         return cache.uid_of(_name(key)) if cache is not None else ""
 
@@ -85,7 +93,7 @@ class ResourceCache:
             self._doubted[key] = version
 
     async def read(self, key: ResourceKey) -> ResourceView | None:
-        """Returns a resource, or None if there is none.
+        """Returns a resource, or None if there is none, or another operator serves it.
 
         Raises:
             ApiError: what is kept here is old, and the API server did not answer.
@@ -102,7 +110,7 @@ class ResourceCache:
         if self._doubted.get(key, 0) == doubted:
             self._doubted.pop(key, None)
         record = cache.get(name)
-        return record.view if record is not None else None
+        return record.view if record is not None and record.is_ours else None
 
     def note_written(self, stored: Manifest) -> None:
         """Takes in the API server's answer to a write."""

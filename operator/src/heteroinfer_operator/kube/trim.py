@@ -52,10 +52,19 @@ _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRecord:
-    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed."""
+    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed.
+
+    Attributes:
+        text: "" of a resource that another operator serves.
+    """
 
     key: ResourceKey
     text: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Returns whether this operator serves it."""
+        return self.text != ""
 
     @property
     def view(self) -> ResourceView:
@@ -115,9 +124,11 @@ class ChildRecord:
     owner_uid: str
 
 
-def resource_record(stored: Manifest) -> ResourceRecord:
-    """Returns a HeteroInference as kept in the cache."""
+def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRecord:
+    """Returns a HeteroInference as kept in the cache of the operator of a class."""
     view = resource_view(stored)
+    if view.spec.get("operatorClass", "") != operator_class:
+        return ResourceRecord(key=view.key, text="")
     metadata = {name: value for name, value in stored["metadata"].items() if name in _METADATA_READ}
     metadata["managedFields"] = [
         {"manager": manager, "subresource": "status"} for manager in sorted(view.status_managers)

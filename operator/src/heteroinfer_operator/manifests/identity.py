@@ -182,7 +182,7 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 _REVISION_CHARS: Final = 10
 """40 bits tell revisions apart. They prove nothing: another spec with the same hash can be computed."""
-_LIFE = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout"})
+_LIFE = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
 """What no version has ever counted as a part of a revision."""
 _NOT_OF_PODS = _LIFE | {"planning", "startup"}
 

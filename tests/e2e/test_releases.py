@@ -1,0 +1,136 @@
+"""Releases that come and go, on a real node: two side by side, and namespaces with all in them."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import names
+from tests.cluster import processes
+from tests.cluster.folders import REPOSITORY
+from tests.cluster.node import NodeCluster
+from tests.cluster.volumes import volume_manifests
+from tests.e2e.serving import OPERATOR_LABELS, VALUES, Resource
+
+NAMESPACE = "served-by-two"
+GONE_S = 120.0
+"""Of a namespace: pods have their time, and the garbage collector learns of a new kind within 50 s."""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def cluster(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
+    yield node_cluster
+    node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
+
+
+def install(cluster: NodeCluster, release: str, *values: str) -> None:
+    """Installs a release in a namespace of its own name; the first one brings the CRD."""
+    crds = f"{names.PLURAL}.{names.API_GROUP}" in cluster.kubectl("get", "crd", "-o", "name")
+    sets = (*values, *(["crds.install=false"] if crds else []))
+    cluster.helm(
+        "install", release, str(REPOSITORY / "charts/heteroinfer"), "--namespace", release,
+        "--create-namespace", "--values", str(VALUES), *(word for each in sets for word in ("--set", each)),
+        "--wait", "--timeout", "120s",
+    )  # fmt: skip
+
+
+def apply(cluster: NodeCluster, namespace: str, name: str, **spec: Any) -> Resource:
+    document = yaml.safe_load((REPOSITORY / "examples/cpu-pair.yaml").read_text())
+    document["metadata"]["name"] = name
+    document["spec"] |= spec
+    cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=yaml.safe_dump(document))
+    return Resource(cluster=cluster, namespace=namespace, name=name)
+
+
+def namespaces(cluster: NodeCluster) -> dict[str, Any]:
+    items = json.loads(cluster.kubectl("get", "namespaces", "-o", "json"))["items"]
+    return {item["metadata"]["name"]: item for item in items}
+
+
+def is_gone(cluster: NodeCluster, namespace: str) -> Callable[[], bool]:
+    return lambda: namespace not in namespaces(cluster)
+
+
+@pytest.mark.parametrize("operator_ends", ["at the same time", "before"])
+def test_a_namespace_goes_with_the_operator_and_its_resource_in_it(
+    cluster: NodeCluster, model: tuple[Path, dict[str, Any]], operator_ends: str
+) -> None:
+    namespace = "all-in-one"
+    install(cluster, namespace, "scope=Namespaced")
+    cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(namespace, model[0]))
+    pair = apply(cluster, namespace, "cpu-pair")
+    processes.wait_until("pods of the group", lambda: len(pair.pods()) == 2, timeout_s=120)
+    if operator_ends == "before":
+        cluster.helm("uninstall", namespace, "--namespace", namespace, "--wait", "--timeout", "60s")
+    cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+    if operator_ends == "at the same time":
+        ends = ("--grace-period=0", "--force", "--ignore-not-found")
+        cluster.kubectl("delete", "pods", "-n", namespace, "-l", OPERATOR_LABELS, *ends)
+    processes.wait_until(
+        f"the end of namespace {namespace}: {json.dumps(namespaces(cluster).get(namespace))}",
+        is_gone(cluster, namespace),
+        timeout_s=GONE_S,
+    )
+    cluster.kubectl("delete", "pv", f"models-{namespace}", "--timeout=30s")
+
+
+SEEN_S = 30.0
+
+
+def seen(resource: Resource) -> bool:
+    stored = resource.get(names.SINGULAR, resource.name)
+    return bool(stored.get("status", {}).get("observedGeneration") == stored["metadata"]["generation"])
+
+
+def scale(resource: Resource, replicas: int) -> None:
+    resource.cluster.kubectl(
+        "scale", "-n", resource.namespace, f"hinf/{resource.name}", f"--replicas={replicas}"
+    )
+
+
+@pytest.mark.parametrize("first_to_go", ["default", "beta"])
+def test_two_releases_side_by_side_go_in_either_order(cluster: NodeCluster, first_to_go: str) -> None:
+    """The default release serves all namespaces; the other one, with a class, this namespace alone."""
+    releases = {"default": "release-default", "beta": "release-beta"}
+    cluster.kubectl("create", "namespace", NAMESPACE)
+    install(cluster, releases["default"])
+    install(
+        cluster,
+        releases["beta"],
+        "operatorClass=beta",
+        "scope=Namespaced",
+        f"watchNamespaces={{{NAMESPACE}}}",
+    )
+    resources = {
+        "default": apply(cluster, NAMESPACE, "plain", replicas=0),
+        "beta": apply(cluster, NAMESPACE, "classed", replicas=0, operatorClass="beta"),
+    }
+    for resource in resources.values():
+        processes.wait_until(f"{resource.name} is served", lambda r=resource: seen(r), timeout_s=SEEN_S)
+    for name, release in releases.items():
+        log = cluster.kubectl("logs", "-n", release, "-l", OPERATOR_LABELS, "--tail=-1")
+        assert not [line for line in log.splitlines() if "Traceback" in line or " 403 " in line]
+        for other, resource in resources.items():
+            assert other == name or f"{NAMESPACE}/{resource.name}" not in log
+    (stays,) = releases.keys() - {first_to_go}
+    cluster.helm("uninstall", releases[first_to_go], "--namespace", releases[first_to_go], "--wait")
+    for resource in resources.values():
+        scale(resource, 1)
+        scale(resource, 0)
+    processes.wait_until("the other release works on", lambda: seen(resources[stays]), timeout_s=SEEN_S)
+    assert not seen(resources[first_to_go]), "nobody serves it now"
+    # Without its operator, the resource goes by itself; so does the other one, whose operator is there.
+    for resource in resources.values():
+        cluster.kubectl("delete", "hinf", "-n", NAMESPACE, resource.name, "--timeout=20s")
+    cluster.helm("uninstall", releases[stays], "--namespace", releases[stays], "--wait")
+    for namespace in (NAMESPACE, *releases.values()):
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+    for namespace in (NAMESPACE, *releases.values()):
+        processes.wait_until(f"the end of {namespace}", is_gone(cluster, namespace), timeout_s=GONE_S)
+    left = cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name")
+    assert "heteroinfer" not in left
