@@ -20,7 +20,10 @@ from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.api import HeteroInference
 from tests.unit.pages import CODE, PAGES, ROOT, TODAY, name_of
 
-OF_KUBERNETES = {"backendRequest", "fsGroup", "minReplicas", "timeoutSec", "workloadRef"}
+OF_KUBERNETES = {"fsGroup", "minReplicas", "workloadRef"} | {
+    *("backendRequest", "timeoutSec"),  # of routes
+    *("conditionWait", "responseHeader", "scaledownPeriod"),  # of KEDA's HTTPScaledObject
+}
 """Fields that stand in the documents and in no resource or value of ours."""
 NAMING_THE_WIRE = [*TODAY, ROOT / "CHANGELOG.md"]
 """Pages whose reasons, values and labels must be there: on the wire names stay."""
