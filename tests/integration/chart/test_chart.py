@@ -221,6 +221,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         plane,
         "scope=Namespaced",
         "watchNamespaces={b,a}",
+        "operatorClass=beta",
         "allowHostPaths=true",
         "allowRemoteCode=true",
         "allowedArguments={--runner,--api-key}",
@@ -239,6 +240,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
     }
     assert InstallationSettings.from_env(env) == InstallationSettings(
         watch_namespaces=("a", "b"),
+        operator_class="beta",
         worker_image_cpu="cpu:1",
         worker_image_gpu=f"heteroinfer/worker:{VERSION}",
         allow_host_paths=True,
@@ -278,6 +280,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         ("workers=0", "/workers"),
         ("replicas=two", "/replicas"),
         ("watchNamespaces={Not_A_Name}", "/watchNamespaces/0"),
+        ("operatorClass=Not_A_Name", "/operatorClass"),
         ("watchNamespaces={a}", "watchNamespaces: needs scope=Namespaced"),
         (
             "replicas=2,leaderElection.enabled=false",

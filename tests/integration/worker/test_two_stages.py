@@ -6,6 +6,7 @@ A feature of vLLM works here, or is refused in words (tests/unit/worker).
 import json
 import re
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,8 @@ SCHEMA = {
     "required": ["device", "ready", "ranks"],
     "additionalProperties": False,
 }
+KEEP_ALIVE = ("--sse-keep-alive-interval", "1")
+"""What the operator gives plans with slow first tokens, but each second."""
 CHOICES = ["pipeline", "tensor", "one rank after another"]
 
 
@@ -43,7 +46,8 @@ CHOICES = ["pipeline", "tensor", "one rank after another"]
 def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     # Compact, so that a model that knows nothing ends its object within the tokens it has.
     compact = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
-    plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=compact, max_model_len=2048)
+    args = (*compact, *KEEP_ALIVE)
+    plan = build_plan(model, layers=[4, 4], pods=[1, 1], extra_args=args, max_model_len=2048)
     env = {**ONE_THREAD, ENV_DRAIN_TIMEOUT: "240"}  # on a busy machine a stream may take minutes
     with start_group(plan, tmp_path_factory.mktemp("group"), env=env) as group:
         group.wait_ready()
@@ -172,6 +176,42 @@ def prompt_tokens(group: Group, rank: int) -> float:
     text = fetch(group.metrics_url(rank) + "/metrics")
     assert text is not None
     return samples(text, names.TOKENS_TOTAL).get(names.PHASE_PREFILL, 0.0)
+
+
+def test_a_stream_that_waits_for_its_first_token_is_kept_alive(group: Group) -> None:
+    """All seats are taken: what a proxy sees of a stream whose prompt takes long to read."""
+    seats = group.plan.engine.max_num_seqs
+    with ThreadPoolExecutor(seats) as pool:
+        others = [pool.submit(group.complete, [3 + i], 600) for i in range(seats)]
+        deadline = time.monotonic() + 60
+        while running(group) < seats and time.monotonic() < deadline:
+            time.sleep(0.01)
+        lines = [line for line in stream(group, [400, 7], 4) if line]
+        assert all(len(other.result()) == 600 for other in others)
+    first = next(i for i, line in enumerate(lines) if line.startswith("data: "))
+    assert first >= 1, lines
+    assert set(lines[:first]) == {": keep-alive"}
+    assert lines[-1] == "data: [DONE]"
+    assert sum('"finish_reason":"length"' in line for line in lines) == 1
+
+
+def running(group: Group) -> float:
+    """Returns how many requests the engine works on."""
+    text = fetch(group.url + "/metrics")
+    assert text is not None
+    (value,) = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+def stream(group: Group, prompt: list[int], max_tokens: int) -> Iterator[str]:
+    """Yields the lines of an answer as they come."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        group.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            yield line.decode().strip()
 
 
 def test_a_stream_under_way_gets_all_of_its_tokens(group: Group, reference: Reference) -> None:
