@@ -1,5 +1,6 @@
 """Releases that come and go, on a real node: two side by side, and namespaces with all in them."""
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.cluster.node import NodeCluster
 from tests.cluster.volumes import volume_manifests
 from tests.e2e.serving import OPERATOR_LABELS, VALUES, Resource
 
+CRD = f"{names.PLURAL}.{names.API_GROUP}"
 NAMESPACE = "served-by-two"
 GONE_S = 120.0
 """Of a namespace: pods have their time, and the garbage collector learns of a new kind within 50 s."""
@@ -25,12 +27,12 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def cluster(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
     yield node_cluster
-    node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
+    node_cluster.kubectl("delete", "crd", CRD, "--timeout=30s", "--ignore-not-found")
 
 
 def install(cluster: NodeCluster, release: str, *values: str) -> None:
     """Installs a release in a namespace of its own name; the first one brings the CRD."""
-    crds = f"{names.PLURAL}.{names.API_GROUP}" in cluster.kubectl("get", "crd", "-o", "name")
+    crds = CRD in cluster.kubectl("get", "crd", "-o", "name")
     sets = (*values, *(["crds.install=false"] if crds else []))
     cluster.helm(
         "install", release, str(REPOSITORY / "charts/heteroinfer"), "--namespace", release,
@@ -111,7 +113,9 @@ def test_two_releases_side_by_side_go_in_either_order(cluster: NodeCluster, firs
         "beta": apply(cluster, NAMESPACE, "classed", replicas=0, operatorClass="beta"),
     }
     for resource in resources.values():
-        processes.wait_until(f"{resource.name} is served", lambda r=resource: seen(r), timeout_s=SEEN_S)
+        processes.wait_until(
+            f"{resource.name} is served", functools.partial(seen, resource), timeout_s=SEEN_S
+        )
     for name, release in releases.items():
         log = cluster.kubectl("logs", "-n", release, "-l", OPERATOR_LABELS, "--tail=-1")
         assert not [line for line in log.splitlines() if "Traceback" in line or " 403 " in line]
@@ -134,3 +138,26 @@ def test_two_releases_side_by_side_go_in_either_order(cluster: NodeCluster, firs
         processes.wait_until(f"the end of {namespace}", is_gone(cluster, namespace), timeout_s=GONE_S)
     left = cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name")
     assert "heteroinfer" not in left
+
+
+def test_the_crd_goes_first_and_takes_everything_along(
+    cluster: NodeCluster, model: tuple[Path, dict[str, Any]]
+) -> None:
+    """The last test: neither the resource nor its pods wait for the operator, which is gone."""
+    namespace = "without-crd"
+    install(cluster, namespace)
+    cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(namespace, model[0]))
+    pair = apply(cluster, namespace, "cpu-pair")
+    processes.wait_until("pods of the group", lambda: len(pair.pods()) == 2, timeout_s=120)
+    cluster.kubectl("delete", "pods", "-n", namespace, "-l", OPERATOR_LABELS, "--grace-period=0", "--force")
+    cluster.kubectl("delete", "crd", CRD, "--timeout=60s", timeout_s=70)
+
+    def left() -> list[str]:
+        kinds = "pods,services,configmaps,networkpolicies,poddisruptionbudgets"
+        selector = f"{names.LABEL_RESOURCE}={pair.name}"
+        return cluster.kubectl("get", "-n", namespace, kinds, "-l", selector, "-o", "name").split()
+
+    processes.wait_until("the end of all children", lambda: not left(), timeout_s=GONE_S)
+    cluster.helm("uninstall", namespace, "--namespace", namespace, "--wait", "--timeout", "60s")
+    cluster.kubectl("delete", "namespace", namespace, "--timeout=60s", timeout_s=70)
+    cluster.kubectl("delete", "pv", f"models-{namespace}", "--timeout=30s")

@@ -1,5 +1,6 @@
 """Two operators in one cluster: each resource belongs to the one of its class, and to no other."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ async def test_each_operator_serves_its_class_and_looks_at_no_other(
             )
             for name in ("plain", "classed"):
                 await scale(server, namespace, name, 1)
-                await until(f"{name} is seen", lambda name=name: generation_seen(server, namespace, name))
+                await until(f"{name} is seen", functools.partial(generation_seen, server, namespace, name))
             pods = {pod["metadata"]["name"].split("-")[0] for pod in await stored(server, POD, namespace)}
             assert pods == {"plain", "classed"}
             for process, others in ((default, "classed"), (beta, "plain")):
