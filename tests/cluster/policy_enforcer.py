@@ -1,10 +1,10 @@
-"""The test node's own NetworkPolicy enforcer: ingress rules of the cluster -> nftables of the node.
+"""The test node's own NetworkPolicy enforcer: rules of the cluster -> nftables of the node.
 
 CNI's reference plugins enforce no policy, and the usual enforcers want kernel modules or images
-that a test machine may lack. This one covers what its users' policies say: `podSelector`, and
-ingress by pod, namespace and IP block, by port, port range and named port. What the node itself
-sends (kubelet's probes) always passes, as on any node. Egress rules are not enforced; the log
-says so. Policies and pods are read twice a second, so that a change takes that long.
+that a test machine may lack. This one covers what its users' policies say: `podSelector`, ingress and
+egress by pod, namespace and IP block, by port, port range and (ingress) named port. What the node itself
+sends (kubelet's probes) always passes, as on any node; what a pod sends to the node is egress, too.
+Policies and pods are read twice a second, so that a change takes that long.
 """
 
 import http.client
@@ -46,24 +46,38 @@ def build_ruleset(policies: Sequence[Object], pods: Sequence[Object], namespaces
     """Returns the nftables script that makes these policies so, instead of those before.
 
     A pod that some policy selects for ingress takes only what one of its policies lets in; every
-    other pod takes everything.
+    other pod takes everything. Likewise what it sends, if a policy selects it for egress.
     """
     labels = {each["metadata"]["name"]: each["metadata"].get("labels", {}) for each in namespaces}
-    living = [pod for pod in pods if _address(pod)]
-    verdicts, chains = [], []
-    for pod in sorted(living, key=_address):
-        own = [policy for policy in policies if _isolates(policy, pod)]
-        if own:
-            name = f"to_{_address(pod).replace('.', '_')}"
-            rules = [f"    {rule}" for policy in own for rule in _rules(policy, pod, living, labels)]
-            chains.append("\n".join([f"  chain {name} {{", *sorted(set(rules)), "    drop", "  }"]))
-            verdicts.append(f"{_address(pod)} : goto {name}")
-    hook = ["  chain forward {", "    type filter hook forward priority filter; policy accept;"]
-    hook.append("    ct state established,related accept")
-    if verdicts:
-        hook.append(f"    ip daddr vmap {{ {', '.join(verdicts)} }}")
-    body = "\n".join([*chains, *hook, "  }"])
+    living = sorted((pod for pod in pods if _address(pod)), key=_address)
+    chains: list[str] = []
+    verdicts: dict[str, list[str]] = {"Ingress": [], "Egress": []}
+    for pod in living:
+        for direction, found in verdicts.items():
+            own = [policy for policy in policies if _isolates(policy, pod, direction)]
+            if own:
+                name = f"{'to' if direction == 'Ingress' else 'from'}_{_address(pod).replace('.', '_')}"
+                lines = {
+                    f"    {rule}" for each in own for rule in _rules(each, pod, living, labels, direction)
+                }
+                chains.append("\n".join([f"  chain {name} {{", *sorted(lines), "    drop", "  }"]))
+                found.append(f"{_address(pod)} : goto {name}")
+    # What one base chain accepts goes on to the next one: what is sent must pass both.
+    hooks = [
+        _hook("leaving", "forward", "filter - 1", "saddr", verdicts["Egress"]),
+        _hook("to_node", "input", "filter - 1", "saddr", verdicts["Egress"]),
+        _hook("forward", "forward", "filter", "daddr", verdicts["Ingress"]),
+    ]
+    body = "\n".join([*chains, *hooks])
     return f"table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n{body}\n}}\n"
+
+
+def _hook(name: str, hook: str, priority: str, address: str, verdicts: Sequence[str]) -> str:
+    lines = [f"  chain {name} {{", f"    type filter hook {hook} priority {priority}; policy accept;"]
+    lines.append("    ct state established,related accept")
+    if verdicts:
+        lines.append(f"    ip {address} vmap {{ {', '.join(verdicts)} }}")
+    return "\n".join([*lines, "  }"])
 
 
 def _address(pod: Object) -> str:
@@ -74,31 +88,39 @@ def _address(pod: Object) -> str:
     return str(pod.get("status", {}).get("podIP", ""))
 
 
-def _isolates(policy: Object, pod: Object) -> bool:
+def _isolates(policy: Object, pod: Object, direction: str) -> bool:
     if policy["metadata"]["namespace"] != pod["metadata"]["namespace"]:
         return False
-    if "Ingress" not in policy["spec"].get("policyTypes", ["Ingress"]):
+    if direction not in policy["spec"].get("policyTypes", ["Ingress"]):
         return False
     return matches(policy["spec"].get("podSelector", {}), pod["metadata"].get("labels", {}))
 
 
 def _rules(
-    policy: Object, pod: Object, pods: Sequence[Object], labels: Mapping[str, Mapping[str, str]]
+    policy: Object,
+    pod: Object,
+    pods: Sequence[Object],
+    labels: Mapping[str, Mapping[str, str]],
+    direction: str,
 ) -> Iterator[str]:
-    for rule in policy["spec"].get("ingress", []):
-        sources = list(_sources(rule.get("from", []), policy, pods, labels))
-        for port in _ports(rule.get("ports", []), pod):
-            for source in sources:
-                yield " ".join(word for word in (source, port, "accept") if word)
+    into = direction == "Ingress"
+    for rule in policy["spec"].get(direction.lower(), []):
+        peers = list(
+            _peers(rule.get("from" if into else "to", []), policy, pods, labels, "saddr" if into else "daddr")
+        )
+        for port in _ports(rule.get("ports", []), pod if into else None):
+            for peer in peers:
+                yield " ".join(word for word in (peer, port, "accept") if word)
 
 
-def _sources(
+def _peers(
     peers: Iterable[Object],
     policy: Object,
     pods: Sequence[Object],
     labels: Mapping[str, Mapping[str, str]],
+    address: str,
 ) -> Iterator[str]:
-    """Yields matches of the sender; one empty match for a rule that lets everybody in."""
+    """Yields matches of the other side; one empty match for a rule about everybody."""
     peers = list(peers)
     if not peers:
         yield ""
@@ -106,12 +128,12 @@ def _sources(
         if "ipBlock" in peer:
             block = peer["ipBlock"]
             if ipaddress.ip_network(block["cidr"]).version == 4:
-                but = f" ip saddr != {{ {', '.join(block['except'])} }}" if block.get("except") else ""
-                yield f"ip saddr {block['cidr']}{but}"
+                but = f" ip {address} != {{ {', '.join(block['except'])} }}" if block.get("except") else ""
+                yield f"ip {address} {block['cidr']}{but}"
             continue
-        sent_by = [_address(pod) for pod in pods if _is_peer(peer, policy, pod, labels)]
-        if sent_by:
-            yield f"ip saddr {{ {', '.join(sorted(sent_by))} }}"
+        named = [_address(pod) for pod in pods if _is_peer(peer, policy, pod, labels)]
+        if named:
+            yield f"ip {address} {{ {', '.join(sorted(named))} }}"
 
 
 def _is_peer(peer: Object, policy: Object, pod: Object, labels: Mapping[str, Mapping[str, str]]) -> bool:
@@ -124,14 +146,17 @@ def _is_peer(peer: Object, policy: Object, pod: Object, labels: Mapping[str, Map
     return matches(peer.get("podSelector", {}), pod["metadata"].get("labels", {}))
 
 
-def _ports(ports: Iterable[Object], pod: Object) -> Iterator[str]:
-    """Yields matches of the port at `pod`; one empty match for a rule that opens all of them."""
+def _ports(ports: Iterable[Object], pod: Object | None) -> Iterator[str]:
+    """Yields matches of the port at `pod`; one empty match for a rule that opens all of them.
+
+    Without a pod no port has a name.
+    """
     ports = list(ports)
     if not ports:
         yield ""
     named = {
         port["name"]: port["containerPort"]
-        for container in pod["spec"]["containers"]
+        for container in (pod["spec"]["containers"] if pod is not None else ())
         for port in container.get("ports", [])
         if "name" in port
     }
@@ -165,14 +190,6 @@ def _read(
         connection.close()
 
 
-def _tell_unenforced(policies: Sequence[Object], reported: set[str]) -> None:
-    """Says once for each policy with egress rules that they are not enforced; adds its uid to `reported`."""
-    for policy in policies:
-        if "Egress" in policy["spec"].get("policyTypes", []) and policy["metadata"]["uid"] not in reported:
-            reported.add(policy["metadata"]["uid"])
-            print(f"egress of NetworkPolicy {policy['metadata']['name']} is not enforced here", flush=True)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Keeps the node's table as the API server has the policies; never returns.
 
@@ -181,7 +198,6 @@ def main(arguments: Sequence[str]) -> None:
     folder, address, port = arguments
     context = Pki(folder=Path(folder)).client_context("network-policy")
     made = ""
-    reported: set[str] = set()
     while True:
         try:
             policies, pods, namespaces = _read(address, int(port), context)
@@ -192,7 +208,6 @@ def main(arguments: Sequence[str]) -> None:
             if ruleset != made:
                 subprocess.run(["nft", "-f", "-"], input=ruleset, text=True, check=True)
                 made = ruleset
-            _tell_unenforced(policies, reported)
         time.sleep(INTERVAL_S)
 
 

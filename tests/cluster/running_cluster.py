@@ -107,7 +107,7 @@ def start_control_plane_only(*, gang_scheduling: bool = False) -> Cluster:
             etcd_peer_port=ports[2],
             controller_manager_port=ports[3],
             scheduler_port=ports[4],
-            service_range="10.96.0.0/16",
+            service_range="10.96.0.0/16,fd00:10:96::/112",  # of both families
             gang_scheduling=gang_scheduling,
             node_grace_s=3600,
         )

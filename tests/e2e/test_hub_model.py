@@ -1,11 +1,16 @@
-"""A model of a hub on a real node: fetched into a volume with a token, then served without the hub."""
+"""A model of a hub on a real node: fetched into a volume with a token, then served without the hub.
+
+In a namespace in which nothing may be reached and nothing may be sent, but for what NetworkPolicies allow,
+and whose pods get a sidecar unless they opt out.
+"""
 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -16,6 +21,7 @@ from heteroinfer_contract.model_fetch import model_folder
 from tests.cluster import processes
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
+from tests.e2e.mesh_injector import SIDECAR, mesh_injector
 from tests.e2e.serving import OPERATOR_LABELS, RELEASE, SYSTEM, Resource, install
 from tests.hub_server import HubServer, Repository
 from tests.models import PROMPTS, REFERENCE_TOKENS
@@ -102,16 +108,95 @@ def manifests(cache: Path, endpoint: str) -> str:
     return yaml.safe_dump_all([volume, secret, resource])
 
 
+WORKER_IMAGE = "localhost/heteroinfer/worker-cpu:test"
+DENY_ALL = json.dumps(
+    {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "default-deny"},
+        "spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]},
+    }
+)
+STRANGER = json.dumps(
+    {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "stranger"},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": WORKER_USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "main",
+                    "image": WORKER_IMAGE,
+                    "command": ["sleep", "infinity"],
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                }
+            ],
+        },
+    }
+)
+
+
+def cut_off(cluster: NodeCluster, hub: HubServer) -> None:
+    """Denies all traffic of the namespace; returns when a pod that reached hub and DNS reaches neither."""
+    apply = ("apply", "-n", NAMESPACE, "-f", "-")
+    cluster.kubectl(*apply, stdin=STRANGER)
+    cluster.kubectl("wait", "-n", NAMESPACE, "--for=condition=Ready", "pod/stranger", "--timeout=60s")
+    node = Addresses(number=cluster.state.number)
+    to_hub, to_dns = f"('{node.machine}', {urlsplit(hub.endpoint).port})", f"('{node.node}', 53)"
+
+    def reaches(where: str) -> bool:
+        script = f"import socket; socket.create_connection({where}, timeout=1)"
+        shell = f'python3 -c "{script}" 2>/dev/null && echo 1 || echo 0'
+        in_pod = ("stranger", "-c", "main", "--", "sh", "-c", shell)
+        said = cluster.kubectl("exec", "-n", NAMESPACE, *in_pod)
+        return bool(int(said))
+
+    assert reaches(to_hub)
+    assert reaches(to_dns)
+    cluster.kubectl(*apply, stdin=DENY_ALL)
+    processes.wait_until("the policy that denies", lambda: not reaches(to_hub), timeout_s=10)
+    assert not reaches(to_dns)
+
+
+def containers(pods: Iterable[dict[str, Any]]) -> set[str]:
+    """Returns the names of all containers of pods."""
+    return {container["name"] for pod in pods for container in pod["spec"]["containers"]}
+
+
 def fetch_log(resource: Resource) -> str:
     selector = f"{names.LABEL_COMPONENT}={names.COMPONENT_FETCH}"
     return resource.cluster.kubectl("logs", "-n", NAMESPACE, "-l", selector, "--tail=-1")
 
 
 def test_a_hubs_model_is_fetched_with_its_token_and_served_without_the_hub(
-    installed: NodeCluster, hub: HubServer, cache: Path, model: tuple[Path, dict[str, Any]]
+    installed: NodeCluster,
+    hub: HubServer,
+    cache: Path,
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     installed.kubectl("create", "namespace", NAMESPACE)
     installed.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
+    with mesh_injector(installed, NAMESPACE, tmp_path, WORKER_IMAGE):
+        cut_off(installed, hub)
+        stranger = json.loads(installed.kubectl("get", "pod", "-n", NAMESPACE, "stranger", "-o", "json"))
+        assert SIDECAR in containers([stranger]), "who does not opt out gets one"
+        check_fetched_and_served(installed, hub, cache, model)
+
+
+def check_fetched_and_served(
+    installed: NodeCluster, hub: HubServer, cache: Path, model: tuple[Path, dict[str, Any]]
+) -> None:
     hub.bytes_per_s = SLOW_BYTES_PER_S
     installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=manifests(cache, hub.endpoint))
     resource = Resource(cluster=installed, namespace=NAMESPACE, name="fetched")
@@ -133,6 +218,7 @@ def test_a_hubs_model_is_fetched_with_its_token_and_served_without_the_hub(
     hub.close()  # from here on nobody answers: what is served comes from the volume
 
     resource.wait_ready(START_S)
+    assert containers(resource.pods()) == {names.CONTAINER_WORKER}
     reference = model[1][PROMPTS[0]]
     assert resource.complete(reference["prompt_token_ids"], REFERENCE_TOKENS) == reference["token_ids"]
     leader = resource.pods()[0]["metadata"]["name"]

@@ -54,6 +54,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: HETEROINFER_WORKER_IMAGE_CPU, value: {{ include "heteroinfer.workerImage.cpu" . | quote }}}
 - {name: HETEROINFER_WORKER_IMAGE_GPU, value: {{ include "heteroinfer.workerImage.gpu" . | quote }}}
 - {name: HETEROINFER_ALLOW_HOST_PATHS, value: {{ .Values.allowHostPaths | quote }}}
+- {name: HETEROINFER_POD_EGRESS, value: {{ .Values.podEgress | quote }}}
 - {name: HETEROINFER_ALLOW_REMOTE_CODE, value: {{ .Values.allowRemoteCode | quote }}}
 - {name: HETEROINFER_ALLOWED_ARGUMENTS, value: {{ join "," .Values.allowedArguments | quote }}}
 - {name: HETEROINFER_ALLOWED_ANNOTATIONS, value: {{ join "," .Values.allowedAnnotations | quote }}}

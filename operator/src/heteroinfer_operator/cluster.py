@@ -92,6 +92,8 @@ class PodView:
         termination: how its worker container ended, or None while it has not.
         key_secret: name of the Secret with its group's key, or "" for a pod without one.
         images: that the workers of its epoch were asked to run; "" where it does not say so.
+        still_running: containers of others, such as a mesh's sidecar, that run on though the worker's has
+            ended: until they end, so does not the pod.
         lost_owner: whether somebody took off its ownerReference to the HeteroInference.
         unknown: why nothing is known of it now, or "": it may run or be gone, so it does not serve.
     """
@@ -115,6 +117,7 @@ class PodView:
     termination: ContainerTermination | None = None
     key_secret: str = ""
     images: str = ""
+    still_running: tuple[str, ...] = ()
     lost_labels: Mapping[str, str | None] = field(default_factory=dict)
     lost_owner: bool = False
     unknown: str = ""
@@ -145,6 +148,8 @@ class ResourceObservation:
         unmade: names of pods that were to be made, and that have never existed: nobody asked the API server
             for them yet, or it has not answered.
         unasked: those of them that the API server was not asked for.
+        kept_in: the `podSelector` of each policy of others in the namespace that allows its pods only some
+            egress; None while they are not known.
     """
 
     resource: ResourceView
@@ -163,6 +168,7 @@ class ResourceObservation:
     connecting_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     unmade: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
+    kept_in: tuple[Manifest, ...] | None = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

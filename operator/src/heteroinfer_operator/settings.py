@@ -45,6 +45,8 @@ class InstallationSettings:
         resync_s: HETEROINFER_RESYNC_SECONDS: between resyncs, above 0.
         watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: a watch on which nothing comes for so
             long is dead; above the API server's minute between bookmarks.
+        pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether NetworkPolicies let pods reach
+            their group, DNS and hub.
         leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the
             Lease.
         lease_name: HETEROINFER_LEASE_NAME.
@@ -74,6 +76,7 @@ class InstallationSettings:
     workers: int = 6
     resync_s: float = 300.0
     watch_silence_s: float = 100.0
+    pod_egress: str = "Auto"
     leader_election: bool = False
     lease_name: str = "heteroinfer-operator"
     lease_duration_s: int = 15
@@ -123,6 +126,7 @@ class InstallationSettings:
             workers=read.number("WORKERS", 6, least=1, most=64),
             resync_s=read.number("RESYNC_SECONDS", 300, least=1, most=86400),
             watch_silence_s=read.number("WATCH_SILENCE_SECONDS", 100, least=1, most=3600),
+            pod_egress=read.choice("POD_EGRESS", ("Auto", "Always", "Never")),
             leader_election=read.flag("LEADER_ELECTION", default=False),
             lease_name=read.text("LEASE_NAME", "heteroinfer-operator"),
             lease_duration_s=read.number("LEASE_SECONDS", 15, least=3, most=3600),
@@ -177,10 +181,11 @@ class _EnvReader:
         return int(text)
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
-        text = self.text(name, choices[0]).upper()
-        if text not in choices:
-            raise _wrong(name, text, f"one of {', '.join(choices)}")
-        return text
+        text = self.text(name, choices[0])
+        found = next((choice for choice in choices if choice.lower() == text.lower()), None)
+        if found is None:
+            raise _wrong(name, text, f"one of {', '.join(filter(None, choices))}")
+        return found
 
     def listed(self, name: str, pattern: re.Pattern[str], expected: str) -> tuple[str, ...]:
         found = {part.strip() for part in self.text(name, "").split(",") if part.strip()}

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster import processes
 from tests.cluster.image_store import PAUSE
+from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster, start_node_cluster
 from tests.cluster.traces import observe_traces
 
@@ -151,6 +152,47 @@ def test_a_network_policy_lets_in_whom_it_names_and_nobody_else(
     assert node_cluster.pod_http(address, 8000, "/passwd")[0] == 200
     node_cluster.kubectl("delete", "-n", namespace, "networkpolicy", "group-only")
     processes.wait_until("the end of the policy", lambda: reaches("stranger"), timeout_s=10)
+
+
+def test_a_network_policy_lets_out_to_whom_it_names_and_nobody_else(
+    node_cluster: NodeCluster, namespace: str
+) -> None:
+    for name in ("server", "client"):
+        pod = build_pod(name, WEB, {"role": name})
+        node_cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=pod)
+    node_cluster.kubectl("wait", "-n", namespace, "--for=condition=Ready", "pod", "--all", "--timeout=30s")
+    address = pod_address(node_cluster, namespace, "server")
+    apply = ("apply", "-n", namespace, "-f", "-")
+
+    def reaches(what: str) -> bool:
+        script = f'python3 -c "import socket; {what}; print(1)" 2>/dev/null || echo 0'
+        said = node_cluster.kubectl("exec", "-n", namespace, "client", "--", "sh", "-c", script).strip()
+        assert said in ("0", "1")
+        return said == "1"
+
+    to_pod = f"socket.create_connection(('{address}', 8000), timeout=1)"
+    resolver = Addresses(number=node_cluster.state.number).node
+    to_node = f"socket.create_connection(('{resolver}', 53), timeout=1)"
+    assert reaches(to_pod)
+    assert reaches(to_node)
+    node_cluster.kubectl(*apply, stdin=build_egress_policy("nothing"))
+    processes.wait_until("the policy", lambda: not reaches(to_pod), timeout_s=10)
+    assert not reaches(to_node)
+    server = {"to": [{"podSelector": {"matchLabels": {"role": "server"}}}]}
+    node_cluster.kubectl(*apply, stdin=build_egress_policy("server-only", server))
+    processes.wait_until("the policy for the server", lambda: reaches(to_pod), timeout_s=10)
+    assert not reaches(to_node)
+    dns = {"ports": [{"port": 53, "protocol": "TCP"}]}
+    node_cluster.kubectl(*apply, stdin=build_egress_policy("dns", dns))
+    processes.wait_until("the policy for DNS", lambda: reaches(to_node), timeout_s=10)
+
+
+def build_egress_policy(name: str, *rules: dict[str, Any]) -> str:
+    spec = {"podSelector": {}, "policyTypes": ["Egress"], "egress": list(rules)}
+    api_version = "networking.k8s.io/v1"
+    return json.dumps(
+        {"apiVersion": api_version, "kind": "NetworkPolicy", "metadata": {"name": name}, "spec": spec}
+    )
 
 
 def test_a_node_offers_devices_that_it_does_not_have(node_cluster: NodeCluster) -> None:

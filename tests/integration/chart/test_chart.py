@@ -14,6 +14,7 @@ import yaml
 from heteroinfer_contract import names
 from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.rights import AccessRule
+from heteroinfer_operator.manifests.worker_pods import NO_MESH_ANNOTATIONS, NO_MESH_LABELS
 from heteroinfer_operator.settings import InstallationSettings
 from tests.cluster.crds import is_established, wait_established
 from tests.cluster.errors import ClusterError
@@ -131,6 +132,18 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
         assert not {j["metadata"]["name"] for j in renamed} & {j["metadata"]["name"] for j in jobs}, value
 
 
+def test_pods_that_measure_take_no_sidecar_and_reach_the_api_server(plane: Cluster) -> None:
+    objects = render(plane, *KINDS)
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    assert policy["spec"]["egress"][0]["ports"][0] == {"protocol": "TCP"}
+    for job in of_kind(objects, "Job"):
+        metadata = job["spec"]["template"]["metadata"]
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= metadata["labels"].items()
+        assert NO_MESH_LABELS.items() <= metadata["labels"].items()
+        assert NO_MESH_ANNOTATIONS.items() <= metadata["annotations"].items()
+    assert of_kind(render(plane, *KINDS, "podEgress=Never"), "NetworkPolicy") == []
+
+
 def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_token(plane: Cluster) -> None:
     namespace = "restricted"
     plane.kubectl("create", "namespace", namespace)
@@ -223,6 +236,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         "watchNamespaces={b,a}",
         "operatorClass=beta",
         "allowHostPaths=true",
+        "podEgress=Always",
         "allowRemoteCode=true",
         "allowedArguments={--runner,--api-key}",
         "allowedAnnotations={example.com/}",
@@ -244,6 +258,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         worker_image_cpu="cpu:1",
         worker_image_gpu=f"heteroinfer/worker:{VERSION}",
         allow_host_paths=True,
+        pod_egress="Always",
         allow_remote_code=True,
         allowed_arguments=("--api-key", "--runner"),
         allowed_annotations=("example.com/",),

@@ -28,6 +28,7 @@ from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.ports import contiguous_ports, free_ports
 from vllm_heteroinfer.launch.environment import rank_environment
 from vllm_heteroinfer.launch.host import observe_host
+from vllm_heteroinfer.pod.addresses import host_in_url
 from vllm_heteroinfer.pod.channel import RankChannel
 
 REPOSITORY = Path(__file__).parents[3]
@@ -158,12 +159,12 @@ class Group:
 
     @property
     def url(self) -> str:
-        return f"http://{self.addresses[0].host}:{self.addresses[0].api_port}"
+        return f"http://{host_in_url(self.addresses[0].host)}:{self.addresses[0].api_port}"
 
     def health_url(self, path: str, pod: int = 0) -> str:
         """Returns where a pod's supervisor answers."""
         address = self.addresses[pod]
-        return f"http://{address.host}:{address.health_port}{path}"
+        return f"http://{host_in_url(address.host)}:{address.health_port}{path}"
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> float:
         """Returns after how many seconds a request would be answered; raises when a pod ends."""
@@ -223,7 +224,7 @@ class Group:
     def metrics_url(self, rank: int) -> str:
         assignment = self.plan.ranks[rank]
         address = self.addresses[assignment.pod]
-        return f"http://{address.host}:{address.metrics_port + assignment.local_rank}"
+        return f"http://{host_in_url(address.host)}:{address.metrics_port + assignment.local_rank}"
 
     def failure(self, pod: int) -> Failure | None:
         """Returns the failure that a pod's supervisor left."""
@@ -267,6 +268,7 @@ def start_group(
     env: Mapping[str, str] | None = None,
     pod_env: Mapping[int, Mapping[str, str]] | None = None,
     directories: Mapping[int, Path] | None = None,
+    wrappers: Mapping[int, Sequence[str]] | None = None,
     startup_timeout_s: float = READY_TIMEOUT_S,
 ) -> Iterator[Group]:
     """Starts every pod of a group, each with its supervisor; stops them all at the end.
@@ -278,6 +280,7 @@ def start_group(
         env: added to every pod's environment.
         pod_env: added to the environment of some pods, by index; wins over `env`.
         directories: where some pods run, by index: what they see at a relative path.
+        wrappers: what starts some pods, by index: words before their command, that become it.
         startup_timeout_s: of the pods' launch.
     """
     launch = _launch(plan, log_dir, addresses, startup_timeout_s)
@@ -295,7 +298,8 @@ def start_group(
                 **(env or {}),
                 **(pod_env or {}).get(pod.index, {}),
             }
-            command = [str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "run"]
+            wrapper = (wrappers or {}).get(pod.index, ())
+            command = [*wrapper, str(WORKER_PYTHON), "-m", "vllm_heteroinfer.launch.cli", "run"]
             where = (directories or {}).get(pod.index, log_dir)
             group.children.append(_start(f"pod-{pod.index}", command, environment, log_dir, cwd=where))
         yield group

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from heteroinfer_contract import names
-from tests.integration.worker.groups import WORKER_PYTHON
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 from tests.ports import free_port
 
 SCRIPT = """
@@ -97,3 +97,52 @@ def test_a_strangers_queue_address_is_refused() -> None:
     )
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["executor", "rank/1"]
     assert done.stdout.count("no process of this epoch has signed") == 2
+
+
+REACH = """
+import os, sys, threading
+from pathlib import Path
+from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
+from tests.integration.worker.groups import build_plan
+from vllm_heteroinfer.group import reach
+from vllm_heteroinfer.group.rendezvous import Deadline, GroupStore
+
+plan, port, closed = build_plan(Path("m"), layers=[4, 4], pods=[1, 1]), *map(int, sys.argv[1:])
+hosts = ("127.0.0.1", "tiny-0-1-1.tiny-0-ranks.ns.svc")
+addresses = tuple(PodAddress(host=host, executor_port=port) for host in hosts)
+launches = [
+    PodLaunch(group="ns/x/0", group_uid="u", epoch=3, pod_index=pod, addresses=addresses) for pod in (0, 1)
+]
+end = Deadline.after(30)
+stores = [GroupStore.host(launches[0], end), GroupStore.connect(launches[1], end)]
+other = threading.Thread(target=reach.check_pods, args=(plan, launches[1], plan.ranks[1], stores[1], end))
+other.start()
+reach.check_pods(plan, launches[0], plan.ranks[0], stores[0], end)
+other.join()
+print("reached")
+reach.PATIENCE_S = 0.5
+stores[1].put("reach/1", f'["127.0.0.1", {closed}]')
+try:
+    reach.check_pods(plan, launches[0], plan.ranks[0], stores[0], end)
+except reach.UnreachableError as error:
+    print(error)
+"""
+
+
+def test_a_pod_that_cannot_be_reached_is_named() -> None:
+    closed = free_port()
+    done = subprocess.run(
+        [str(WORKER_PYTHON), "-c", REACH, str(free_port()), str(closed)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=REPOSITORY,
+        env={**os.environ, names.ENV_OWN_ADDRESS: "127.0.0.1"},
+    )
+    reached, words = done.stdout.splitlines()
+    assert reached == "reached"
+    assert words.startswith(
+        "pod 1 (tiny-0-1-1.tiny-0-ranks.ns.svc, 127.0.0.1): pod 0 does not reach it at "
+        f"port {closed} ([Errno 111] Connection refused)."
+    )

@@ -76,10 +76,21 @@ def test_a_pod_that_has_no_address_any_more_is_left_out(change: dict[str, str]) 
     assert "10.0.0.3" not in build_ruleset([policy], [PODS[0], gone], NAMESPACES)
 
 
-def test_an_egress_policy_isolates_nobody_from_ingress() -> None:
+def test_an_egress_policy_isolates_what_a_pod_sends_and_nothing_else() -> None:
     policy = build_policy(role="server")
-    policy["spec"]["policyTypes"] = ["Egress"]
-    assert "drop" not in build_ruleset([policy], PODS, NAMESPACES)
+    policy["spec"] |= {
+        "policyTypes": ["Egress"],
+        "egress": [
+            {"to": [{"podSelector": {"matchLabels": {"role": "friend"}}}]},
+            {"ports": [{"port": 53, "protocol": "UDP"}]},
+        ],
+    }
+    script = build_ruleset([policy], PODS, NAMESPACES)
+    assert "ip daddr vmap" not in script
+    assert script.count("ip saddr vmap { 10.0.0.2 : goto from_10_0_0_2 }") == 2  # to pods, and to the node
+    chain = script.partition("chain from_10_0_0_2 {\n")[2].partition("}\n  chain")[0]
+    rules = ["ip daddr { 10.0.0.3 } accept", "udp dport 53 accept", "drop"]
+    assert [line.strip() for line in chain.splitlines() if line.strip()] == rules
 
 
 @pytest.mark.parametrize(

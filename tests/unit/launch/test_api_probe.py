@@ -10,7 +10,9 @@ import pytest
 from vllm_heteroinfer.launch import api_probe
 
 
-async def results(answer: bytes | None, awake_s: Callable[[], float], count: int) -> tuple[list[bool], int]:
+async def results(
+    answer: bytes | None, awake_s: Callable[[], float], count: int, *, address: str = "127.0.0.1"
+) -> tuple[list[bool], int]:
     """Returns what is said after each of some probes, and how often the server was asked."""
     said: list[bool] = []
     asked = open_connections = 0
@@ -29,7 +31,9 @@ async def results(answer: bytes | None, awake_s: Callable[[], float], count: int
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    probe = asyncio.ensure_future(api_probe.probe_api("127.0.0.1", port, said.append, awake_s))
+    own = asyncio.get_running_loop().create_future()
+    own.set_result(address)
+    probe = asyncio.ensure_future(api_probe.probe_api(own, port, said.append, awake_s))
     async with asyncio.timeout(10):
         while len(said) < count:
             await asyncio.sleep(0.01)
@@ -53,6 +57,13 @@ async def test_an_answer_is_an_answer_whatever_turns_there_were(answer: bytes, h
     said, asked = await results(answer, lambda: 0.0, 2)
     assert said == [healthy] * 2
     assert asked <= 3
+
+
+async def test_a_server_that_answers_on_loopback_alone_is_not_healthy() -> None:
+    """A pod without IPv4 whose server listens on 0.0.0.0 refuses every client of its Service."""
+    said, asked = await results(b"HTTP/1.1 200 OK\r\n", lambda: 0.0, 2, address="::1")
+    assert said == [False] * 2
+    assert asked == 0
 
 
 async def test_no_answer_in_time_is_none() -> None:

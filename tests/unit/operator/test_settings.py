@@ -34,6 +34,7 @@ def test_every_setting_is_read() -> None:
         "CALIBRATION_CONFIG_MAP": "calibration",
         "NAMESPACE": "sys",
         "IDENTITY": "pod-1",
+        "POD_EGRESS": "never",
         "LOG_LEVEL": "debug",
     }
     settings = InstallationSettings.from_env({f"HETEROINFER_{name}": value for name, value in env.items()})
@@ -42,6 +43,7 @@ def test_every_setting_is_read() -> None:
         worker_image_cpu="cpu:1",
         worker_image_gpu="gpu:1",
         allow_host_paths=True,
+        pod_egress="Never",
         allow_remote_code=True,
         allowed_arguments=("--api-key", "--runner"),
         allowed_annotations=("cpu-quota.crio.io", "example.com/"),

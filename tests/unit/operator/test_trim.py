@@ -115,6 +115,16 @@ def test_the_workers_own_end_is_reported_before_any_other_containers() -> None:
     assert init_done.termination is None, "an init container that succeeded ends nothing"
 
 
+def test_containers_of_others_that_outlive_the_worker_keep_its_pod() -> None:
+    proxy = {"name": "istio-proxy", "state": {"running": {}}}
+    serving = stored_pod(containerStatuses=[proxy, {"name": "worker", "state": {"running": {}}}])
+    assert trim.pod_view(serving).still_running == ()
+    held = stored_pod(containerStatuses=[proxy, terminated("worker", 0)])
+    assert trim.pod_view(held).still_running == ("istio-proxy",)
+    over = stored_pod(containerStatuses=[terminated("istio-proxy", 0), terminated("worker", 0)])
+    assert trim.pod_view(over).still_running == ()
+
+
 def test_a_sidecar_that_the_kubelet_restarts_ends_no_pod() -> None:
     """As service meshes inject them: containers that begin before the others and are restarted."""
     running = {"name": "worker", "state": {"running": {}}}

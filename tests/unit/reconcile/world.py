@@ -19,6 +19,7 @@ from heteroinfer_operator.cluster import (
     CreateObject,
     Decision,
     DeleteObject,
+    Manifest,
     PatchStatus,
     PodView,
     RecordEvent,
@@ -142,6 +143,7 @@ class World:
         silent: whether it says nothing of a revision that it is asked about.
         gangs: gang schedulers that the cluster has.
         look_again_s: when the next look is due, should nothing happen before.
+        kept_in: which pods of the namespace policies of others keep in; None while that is not known.
         passed_s: by a clock that is never set; `now` is of one that may be.
         connecting: how long the operator has seen ranks of groups connect.
     """
@@ -198,6 +200,7 @@ class World:
     tried: list[str] = field(default_factory=list)
     silent: bool = False
     gangs: frozenset[Gang] = frozenset()
+    kept_in: tuple[Manifest, ...] | None = ()
     look_again_s: float | None = None
     passed_s: float = 0.0
     connecting: SeenTime[tuple[int, int]] = field(default_factory=SeenTime)
@@ -235,6 +238,7 @@ class World:
             connecting_s=self.connecting.look(self.passed_s),
             unmade=frozenset(self.unmade),
             unasked=frozenset(self.unmade - self.asked),
+            kept_in=self.kept_in,
         )
 
     def step(self, *, in_real_time: bool = False) -> Decision:

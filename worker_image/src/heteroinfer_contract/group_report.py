@@ -74,7 +74,11 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport(codec.JsonValue):
-    """A group now, as its leader sees it."""
+    """A group now, as its leader sees it.
+
+    Attributes:
+        missing_pods: indices of the pods that have not connected to the leader.
+    """
 
     reads_tolerantly = True
     group_uid: str
@@ -83,6 +87,7 @@ class GroupReport(codec.JsonValue):
     ready: bool
     message: str
     ranks: tuple[RankStatus, ...]
+    missing_pods: tuple[int, ...] = ()
 
     def check(self) -> None:
         """Checks what every reader relies on.
@@ -91,7 +96,9 @@ class GroupReport(codec.JsonValue):
             ContractError: ranks are not 0..n-1 in order, or a number is one that there cannot be.
         """
         codec.at_least(0, "GroupReport", epoch=self.epoch)
-        codec.at_most(MAX_WORLD_SIZE, "GroupReport", ranks=len(self.ranks))
+        codec.at_most(
+            MAX_WORLD_SIZE, "GroupReport", ranks=len(self.ranks), missing_pods=len(self.missing_pods)
+        )
         if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
             raise ContractError("GroupReport.ranks: expected ranks 0..n-1 in order")
         for rank in self.ranks:

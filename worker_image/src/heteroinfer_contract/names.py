@@ -148,6 +148,8 @@ ENV_HUB_TOKEN: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable
 """Token for a model hub; huggingface_hub's own name. Set in fetch pods only."""
 ENV_HUB_OFFLINE: Final = "HF_HUB_OFFLINE"
 """`1`: huggingface_hub asks no hub for anything; its own name."""
+ENV_HUB_ENDPOINT: Final = "HF_ENDPOINT"
+"""URL of a hub or mirror; huggingface_hub's own name."""
 ENV_CACHE_HOME: Final = "XDG_CACHE_HOME"
 """Where users keep what can be made again; the XDG's own name, read on the command line alone."""
 

@@ -20,6 +20,7 @@ from heteroinfer_operator.kube.lease import LeaseLostError
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.manifests import egress_policy
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
@@ -70,6 +71,7 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
         addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
         images=WorkerImages(cpu=settings.worker_image_cpu, gpu=settings.worker_image_gpu),
         operator_key=operator_key,
+        egress=egress_policy.Egress(settings.pod_egress),
         allowed=Allowed(
             remote_code=settings.allow_remote_code,
             arguments=settings.allowed_arguments,

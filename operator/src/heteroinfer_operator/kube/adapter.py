@@ -123,6 +123,7 @@ class KubeCluster:
             admitted=self._dry_runs.admitted(resource),
             unmade=unmade.names(),
             unasked=unmade.unasked(),
+            kept_in=self._cluster_state.kept_in(key.namespace),
         )
 
     async def _read(self, key: ResourceKey) -> ResourceView | None:

@@ -13,6 +13,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
+from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
 from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock
 from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, NODE, POD, SERVICE, Kind, NamespacedName
@@ -115,6 +116,7 @@ class ClusterState:
 
         self._pods = {scope: build_pods(scope) for scope in scopes}
         self._children = {kind: build_children(kind) for kind in CHILDREN}
+        self._isolating = IsolatingPolicies(server, scopes, self._touch_namespace)
         self._gangs = GangSchedulers(server, build_children, changed=self._touch_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._requests: WatchCache[PodRequests] | None = None
@@ -147,7 +149,12 @@ class ClusterState:
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
         children = [cache for kind in self._kinds.values() for cache in kind.values()]
         kept = [self._kept.cache] if self._kept is not None else []
-        return [*self.resources.caches, *self._pods.values(), *children, *capacity, *kept]
+        pods, isolating = self._pods.values(), self._isolating.caches
+        return [*self.resources.caches, *pods, *isolating, *children, *capacity, *kept]
+
+    def kept_in(self, namespace: str) -> tuple[Manifest, ...] | None:
+        """Returns which pods of a namespace policies of others keep in, as selectors; None if not known."""
+        return self._isolating.selectors(namespace)
 
     @property
     def calibrations(self) -> Calibrations:
@@ -256,9 +263,7 @@ class ClusterState:
                         await cache.synced.wait()
         self._ready.add(scope)
         self._some_ready.set()
-        for key in sorted(self.resources.keys()):
-            if scope in (None, key.namespace):
-                self._touched(key)
+        self._touch_namespace(scope)
 
     def _needed(self, scope: str | None) -> list[WatchCache[Any]]:
         """Returns the caches without which no resource of a scope can be decided."""
@@ -267,8 +272,12 @@ class ClusterState:
         return [self.resources.of(scope), self._pods[scope], *children, *capacity]
 
     def _touch_all(self) -> None:
+        self._touch_namespace(None)
+
+    def _touch_namespace(self, namespace: str | None) -> None:
         for key in sorted(self.resources.keys()):
-            self._touched(key)
+            if namespace in (None, key.namespace):
+                self._touched(key)
 
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of a resource, in order of their names."""

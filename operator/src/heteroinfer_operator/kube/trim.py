@@ -328,6 +328,7 @@ def pod_view(stored: Manifest) -> PodView:
         termination=_termination(containers, _restarted(stored)),
         key_secret=find_key_secret(stored),
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
+        still_running=_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
     )
 
 
@@ -395,6 +396,17 @@ def _termination(containers: Iterable[Manifest], restarted: Collection[str]) -> 
             message=as_text(how.get("message"), "message"),
         )
     return None
+
+
+def _still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
+    """Returns the containers that run though the worker's has ended.
+
+    Sidecars that are init containers are not among them: the kubelet ends those itself.
+    """
+    by_name = {as_text(each.get("name"), "containerStatuses.name"): _state(each) for each in containers}
+    if "terminated" not in by_name.get(names.CONTAINER_WORKER, {}):
+        return ()
+    return tuple(sorted(name for name, state in by_name.items() if "running" in state))
 
 
 def node_view(stored: Manifest) -> NodeView:

@@ -33,6 +33,12 @@ _FILLED_IN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 belong to other projects, any may be."""
 
 
+_ONLY_MADE_SO: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {"Service": frozenset({"ipFamilies", "ipFamilyPolicy"})}
+)
+"""By kind: fields of the spec that a new object gets, and that stay in an older one as they are: whoever
+administers the cluster's network, or an older version, chose them."""
+
 _TAKEN_OFF: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
 """By kind: labels that change what an object does, and that no object of ours has."""
 
@@ -44,7 +50,9 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
         if key == "metadata":
             found = _metadata_drift(stored.get(key) or {}, value, _TAKEN_OFF.get(wanted["kind"], frozenset()))
         elif key == "spec" and wanted["kind"] in _FILLED_IN:
-            found = _spec_drift(stored.get(key) or {}, value, _FILLED_IN[wanted["kind"]])
+            made = _ONLY_MADE_SO.get(wanted["kind"], frozenset())
+            compared = {field: each for field, each in value.items() if field not in made}
+            found = _spec_drift(stored.get(key) or {}, compared, _FILLED_IN[wanted["kind"]])
         elif says(stored.get(key), value):
             continue
         else:
@@ -52,6 +60,16 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
         if found:
             patch[key] = found
     return patch
+
+
+def as_made(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a manifest that mends a stored object and leaves what only a new object gets as it is."""
+    spec, stored_spec = wanted.get("spec"), stored.get("spec") or {}
+    made = _ONLY_MADE_SO.get(wanted["kind"])
+    if not made or spec is None:
+        return wanted
+    kept = {field: stored_spec[field] for field in sorted(made) if field in stored_spec}
+    return {**wanted, "spec": {**{field: v for field, v in spec.items() if field not in made}, **kept}}
 
 
 def _metadata_drift(

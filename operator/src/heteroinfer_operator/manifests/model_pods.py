@@ -47,7 +47,7 @@ def build_model_pod(
     It is a FetchedModel of a pod that fetches, a ModelProfile of one that reads config.json and
     the headers of the weight files, or a Failure.
     """
-    template = _template(spec)
+    template = model_template(spec)
     image = spec.engine.image or images.cpu
     component = names.COMPONENT_INSPECT if source.fetch is None else names.COMPONENT_FETCH
     if source.fetch is None:
@@ -79,7 +79,7 @@ def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
     return f"{owner.key.name}-inspect-{identity.model_key(spec)}"
 
 
-def _template(spec: HeteroInferenceSpec) -> PodTemplate | None:
+def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
     """Returns the template to take node selector, tolerations and pull secrets from: it needs no GPU."""
     return next((role for role in spec.roles if role.device is Device.CPU), spec.roles[0]).template
 

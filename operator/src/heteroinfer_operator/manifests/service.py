@@ -32,6 +32,8 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
         "metadata": identity.metadata(owner, identity.client_service(owner), {}),
         "spec": {
             "type": "ClusterIP",
+            # On a cluster of one family it is that one.
+            "ipFamilyPolicy": "PreferDualStack",
             "internalTrafficPolicy": _EVERYWHERE,
             "selector": identity.leader_labels(owner),
             "ports": [

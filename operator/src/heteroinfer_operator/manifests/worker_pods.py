@@ -7,7 +7,8 @@ in the pod's name, so that no old address or rank is ever taken for a new one.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.group_key import GroupKey
@@ -38,6 +39,17 @@ _SCRATCH = "scratch"
 _SCRATCH_LIMIT = "16Gi"
 """Of compiled code, sockets and what libraries leave: a pod that writes more is evicted, and no neighbour."""
 MODEL_VOLUME = "model"
+NO_MESH_LABELS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "istio.io/dataplane-mode": "none",
+        "kuma.io/sidecar-injection": "disabled",
+        "sidecar.istio.io/inject": "false",
+    }
+)
+"""By which pods opt out of Istio (ambient, sidecars) and Kuma: a proxy between ranks costs each step twice,
+and a sidecar would keep a pod from ending."""
+NO_MESH_ANNOTATIONS: Final[Mapping[str, str]] = MappingProxyType({"linkerd.io/inject": "disabled"})
+"""The same of Linkerd, which reads no label."""
 _OFFLINE = {names.ENV_HUB_OFFLINE: "1"}
 """The model is on a volume: nothing is asked of a hub, unless the user says so in engine.env."""
 
@@ -217,13 +229,11 @@ def termination_grace_s(spec: HeteroInferenceSpec) -> int:
 def build_metadata(
     owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None
 ) -> dict[str, Any]:
-    """Returns a pod's metadata: the user's labels and annotations, and ours, which win."""
+    """Returns a pod's metadata: no mesh, the user's labels and annotations, and ours; the later win."""
     metadata = identity.metadata(owner, name, labels)
-    if template is None:
-        return metadata
-    metadata["labels"] = {**(template.labels or {}), **metadata["labels"]}
-    if template.annotations:
-        metadata["annotations"] = dict(template.annotations)
+    given = (template.labels or {}, template.annotations or {}) if template is not None else ({}, {})
+    metadata["labels"] = {**NO_MESH_LABELS, **given[0], **metadata["labels"]}
+    metadata["annotations"] = {**NO_MESH_ANNOTATIONS, **given[1]}
     return metadata
 
 

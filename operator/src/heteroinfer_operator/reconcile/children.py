@@ -12,7 +12,8 @@ from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest, PodView
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
-from heteroinfer_operator.manifests.drift import find_drift
+from heteroinfer_operator.manifests.drift import as_made, find_drift
+from heteroinfer_operator.manifests.egress_policy import POLICY_KIND, build_fetch_policies, build_group_egress
 from heteroinfer_operator.manifests.gang import gang_name
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.model_claim import KIND as CLAIM
@@ -100,7 +101,7 @@ def find_children(
             wanted.append(Child(manifest=record, scopes=frozenset(scopes)))
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _of_resource(context, sorted(in_use), ports)
-    kept_kinds: set[str] = set()
+    kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
     if context.target.refusal is not None:
         kept.add(identity.client_service(owner))
         kept_kinds.add(CLAIM)
@@ -132,6 +133,9 @@ def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> 
         Child(manifest=build_group_service(group), scopes=scopes),
         Child(manifest=build_network_policy(revision.spec, group), scopes=scopes),
     ]
+    if context.isolation is not None:
+        policies = build_group_egress(revision.spec, group, context.isolation)
+        found += [Child(manifest=policy, scopes=scopes) for policy in policies]
     pods = sum(role.pods for role in revision.spec.roles)
     if pods > 1 and index < context.replicas:
         asleep = decision.status.phase is GroupPhase.SLEEPING
@@ -154,13 +158,16 @@ def _plans(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
 
 
 def _of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
-    """Returns the clients' Service and the claims of models."""
+    """Returns the clients' Service, the claims of models, and the policies of a pod that fetches one."""
     spec = context.target.spec if context.target.refusal is None else None
     found: list[Child] = []
     port = spec.engine.port if spec is not None else next(iter(ports), None)
     if port is not None:
         service = build_client_service(context.owner, (port, *ports))
         found.append(Child(manifest=service, scopes=frozenset({CLIENTS_SCOPE})))
+    if spec is not None and context.fetches and context.isolation is not None:
+        policies = build_fetch_policies(spec, context.owner, context.isolation)
+        found += [Child(manifest=policy, scopes=frozenset({MODEL_SCOPE})) for policy in policies]
     specs = [spec] if spec is not None else []
     specs += [context.revisions[name].spec for name in in_use if name in context.revisions]
     claims = [build_model_claim(each, context.owner) for each in specs]
@@ -249,7 +256,7 @@ def _write(child: Child, old: Manifest | None, signer: Signer) -> Action | None:
         drift = find_drift(old, kept).get("metadata")
         return ApplyObject(manifest=kept, scopes=child.scopes) if drift else None
     drift = find_drift(old, manifest)
-    return ApplyObject(manifest=manifest, scopes=child.scopes) if drift else None
+    return ApplyObject(manifest=as_made(old, manifest), scopes=child.scopes) if drift else None
 
 
 def _spare(manifest: Manifest, used_plans: Collection[str]) -> bool:

@@ -9,11 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from heteroinfer_contract import names
 from heteroinfer_operator.api import RestartSpec
 from heteroinfer_operator.cluster import DeleteObject, PodView, ResourceObservation
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
+
+
+def find_still_running(pods: Sequence[PodView]) -> str:
+    """Returns which container of others keeps which pod from ending, "" if none does."""
+    pod = next((pod for pod in pods if pod.still_running), None)
+    if pod is None:
+        return ""
+    who = ", ".join(pod.still_running)[:512]
+    return (
+        f"pod {pod.name}: its worker has ended, but container {who} still runs and keeps the pod (somebody "
+        "added it when the pod was created, such as a service mesh). Keep such containers out of pods with "
+        f"the label {names.LABEL_RESOURCE}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +89,9 @@ class NodeLoss:
         return min((wait for wait in waits if wait > 0), default=None)
 
     def message(self, pods: Sequence[PodView]) -> str:
-        """Returns which pod's node is silent, or who holds which pod that shall go, "" if none is so."""
+        """Returns which pod's node is silent, or what keeps which pod from going, "" if nothing does."""
         silent = (self._describe(pod) for pod in pods if self._given_up(pod) is not None)
-        return next(silent, "") or self.find_held(pods)
+        return next(silent, "") or self.find_held(pods) or find_still_running(pods)
 
     def find_held(self, pods: Sequence[PodView]) -> str:
         """Returns which pod is past its grace period and held by whom, "" if none is."""

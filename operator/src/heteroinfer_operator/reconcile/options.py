@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from heteroinfer_operator.manifests import egress_policy
 from heteroinfer_operator.manifests.addressing import Addressing
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
@@ -25,6 +26,7 @@ class Options:
 
     Attributes:
         operator_key: of which groups' keys are made; None gives them none.
+        egress: whether policies let pods out.
         nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
         names_come_again: whether a resource of the same name may have been here before.
         pod_security: security contexts of workers, and of pods that fetch or read a model.
@@ -33,6 +35,7 @@ class Options:
     addressing: Addressing
     images: WorkerImages
     operator_key: bytes | None = field(default=None, repr=False)
+    egress: egress_policy.Egress = egress_policy.Egress.AUTO
     nodes_may_come: bool = True
     allowed: Allowed = Allowed()  # noqa: RUF009 - frozen
     names_come_again: bool = True

@@ -29,6 +29,7 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
 )
 from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.manifests.egress_policy import Isolation
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
@@ -148,8 +149,17 @@ def _decide(
         refusals=due_in_time(observation.refusals, now),
         unmade=observation.unmade,
         unasked=observation.unasked,
+        isolation=None if observation.kept_in is None else Isolation.of(options.egress, observation.kept_in),
+        fetches=_fetches(observation, model),
     )
     return _act(observation, status, context, model)
+
+
+def _fetches(observation: ResourceObservation, model: ModelDecision) -> bool:
+    """Returns whether a pod fetches the model, or is about to."""
+    pods = [pod.labels.get(names.LABEL_COMPONENT) for pod in observation.pods if not pod.ended]
+    created = [each.manifest["metadata"]["labels"][names.LABEL_COMPONENT] for each in model.creates]
+    return names.COMPONENT_FETCH in (*pods, *created)
 
 
 def _group_request(

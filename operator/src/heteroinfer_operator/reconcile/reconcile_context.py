@@ -9,6 +9,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus, LifeSpec
 from heteroinfer_operator.cluster import Refusal, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.manifests.egress_policy import Isolation
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner
@@ -54,6 +55,8 @@ class Context:
         connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
         unmade: names of pods that were to be made, and have never existed.
         unasked: those of them that the API server was not asked for.
+        isolation: which pods of the namespace are kept in; None while that is not known.
+        fetches: whether a pod fetches the model, or is about to.
     """
 
     life: LifeSpec
@@ -78,6 +81,8 @@ class Context:
     admission: Admission = Admission()
     unmade: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
+    isolation: Isolation | None = None
+    fetches: bool = False
 
     @property
     def problem(self) -> HeteroInferError | None:

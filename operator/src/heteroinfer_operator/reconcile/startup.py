@@ -8,6 +8,7 @@ move; here is what it cannot see, since a pod that never speaks may as well be p
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
+from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import StartupPhase, StartupStatus
@@ -102,12 +103,30 @@ def describe(
     late = sorted((pod for pod in pods if not pod.started and pod.node), key=waits_in_vain, reverse=True)
     if late:
         return describe_wait(late[0])
-    if startup.phase is StartupPhase.CONNECTING and report is None:
-        return "the ranks connect; their leader does not answer the operator yet"
+    if startup.phase is StartupPhase.CONNECTING:
+        return _describe_connecting(pods, report)
     if startup.phase is StartupPhase.LOADING and startup.bytes_total:
         done, total = format_bytes(startup.bytes_done or 0), format_bytes(startup.bytes_total)
         return f"reading weights: {done} of {total}"
     return _DOING.get(startup.phase) or f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
+
+
+def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) -> str:
+    """Returns who does not reach whom, as far as the leader answers."""
+    words, by_index = _DOING[StartupPhase.CONNECTING], {index_of(pod): pod.name for pod in pods}
+    if report is None:
+        leader = by_index.get(0, "that is not there")
+        port = names.DEFAULT_HEALTH_PORT
+        return f"{words}; their leader, pod {leader}, does not answer the operator at port {port} yet"
+    missing = [by_index[index] for index in report.missing_pods if index in by_index]
+    if not missing:
+        return words
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return (
+        f"{words}; pod {missing[0]}{more} does not reach the leader, pod {by_index.get(0)}, at port "
+        f"{names.DEFAULT_CONTROL_PORT} yet. If that lasts, check the NetworkPolicies of the namespace, the "
+        "network between the two nodes, and the log of the first pod"
+    )
 
 
 def describe_wait(pod: PodView) -> str:

@@ -19,7 +19,7 @@ from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.conditions import ENDING, HELD
 from heteroinfer_operator.reconcile.life import condition
 from heteroinfer_operator.reconcile.next_status import status_write
-from heteroinfer_operator.reconcile.node_loss import NodeLoss
+from heteroinfer_operator.reconcile.node_loss import NodeLoss, find_still_running
 
 _REASON = "Deleting"
 _LEAVES_CHILDREN: Final = "orphan"
@@ -48,7 +48,7 @@ def _ending(
 ) -> HeteroInferenceStatus:
     generation, now = observation.resource.generation, node_loss.now
     held = node_loss.find_held(observation.pods)
-    words = held or ENDING
+    words = held or find_still_running(observation.pods) or ENDING
     reported = {
         ConditionType.AVAILABLE: False,
         ConditionType.READY: False,

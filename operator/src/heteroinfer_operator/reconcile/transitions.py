@@ -110,9 +110,11 @@ def ended(
     return failed(status) if for_good else stopping(status, message=held or describe_failure(last))
 
 
-def failed(status: GroupStatus) -> GroupStatus:
-    """Returns the status of a group that has used up its restarts."""
-    return status.changed(phase=GroupPhase.FAILED, message=describe_failure(status.failures[-1]))
+def failed(status: GroupStatus, *, held: str = "") -> GroupStatus:
+    """Returns the status of a group that has used up its restarts; `held` is why a pod does not end."""
+    words = describe_failure(status.failures[-1])
+    message = f"{words[: MAX_TEXT - len(held) - 2]}; {held}" if held else words
+    return status.changed(phase=GroupPhase.FAILED, message=message)
 
 
 def stopping(status: GroupStatus, *, message: str | None) -> GroupStatus:

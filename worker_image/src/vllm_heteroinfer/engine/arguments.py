@@ -68,7 +68,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         "--disable-custom-all-reduce",
         *("--distributed-timeout-seconds", timeout_s),
         *("--cpu-distributed-timeout-seconds", timeout_s),
-        *("--host", addresses.bind_host_ipv4(launch.leader.host)),
+        *("--host", addresses.bind_address(launch.leader.host)),
         *("--port", str(launch.leader.api_port)),
     ]
 

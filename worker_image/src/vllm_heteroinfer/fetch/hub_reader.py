@@ -47,7 +47,7 @@ class HubReader:
 
     def __init__(self, repository: str, revision: str, env: Mapping[str, str] = os.environ) -> None:
         self._hub = AskedHub(
-            endpoint=(env.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
+            endpoint=(env.get(names.ENV_HUB_ENDPOINT) or DEFAULT_ENDPOINT).rstrip("/"),
             repository=repository,
             revision=revision,
             token=_token(env),

@@ -41,7 +41,8 @@ def world_init_method(launch: PodLaunch) -> str:
     if not _registered:
         register_rendezvous_handler(WORLD_SCHEME, _meet)
         _registered = True
-    return f"{WORLD_SCHEME}://{launch.leader.host}:{launch.leader.rendezvous_port}"
+    host = addresses.host_in_url(launch.leader.host)
+    return f"{WORLD_SCHEME}://{host}:{launch.leader.rendezvous_port}"
 
 
 _registered = False
@@ -78,12 +79,9 @@ def _listen(host: str, port: int, what: str) -> int:
     Raises:
         OSError: the port is taken.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((addresses.bind_host_ipv4(host), port))
+        listener = addresses.open_listener(host, port)
     except OSError as error:
-        listener.close()
         raise OSError(f"{what} port {port}: {error}; the leader needs this port for its group") from error
     listener.listen(1024)
     return listener.detach()

@@ -1,10 +1,10 @@
 """The leader's supervisor asks its API server for its health. Stdlib and the contract only."""
 
 import asyncio
-import ipaddress
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from heteroinfer_contract import names
+from vllm_heteroinfer.pod.addresses import host_in_url
 
 PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 1.0
@@ -13,7 +13,7 @@ MOST_TRIES = 3
 
 
 async def probe_api(
-    host: str, port: int, on_result: Callable[[bool], None], awake_s: Callable[[], float]
+    address: Awaitable[str], port: int, on_result: Callable[[bool], None], awake_s: Callable[[], float]
 ) -> None:
     """Asks the API server for its health for ever, and says after each try whether it answered 200.
 
@@ -21,13 +21,11 @@ async def probe_api(
     unread, and who shares the machine had no turn either. Then it asks again at once.
 
     Args:
-        host: the pod's own host name or address; the server listens on it or on all.
+        address: the pod's own, at which the clients' Service sends requests. An answer on loopback alone
+            would make a pod Ready that refuses every client, such as one without IPv4.
         awake_s: a time that goes on only while this process has its turns (LoopClock), in seconds.
     """
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        host = "127.0.0.1"  # the server listens on all addresses when the pod has a name
+    host = await address
     while True:
         healthy: bool | None = None
         for _ in range(MOST_TRIES):
@@ -45,7 +43,10 @@ async def _api_is_healthy(host: str, port: int) -> bool | None:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                request = f"GET {names.PATH_API_HEALTH} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                server = host_in_url(host)
+                request = (
+                    f"GET {names.PATH_API_HEALTH} HTTP/1.1\r\nHost: {server}\r\nConnection: close\r\n\r\n"
+                )
                 writer.write(request.encode())
                 return (await reader.readline()).split(b" ")[1:2] == [b"200"]
             finally:

@@ -6,8 +6,9 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from heteroinfer_contract import names
 from heteroinfer_contract.cgroups import cpu_quota
@@ -16,6 +17,8 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.cpu_allocation import Cpu
 from vllm_heteroinfer.launch.environment import Host
 from vllm_heteroinfer.pod.addresses import look_up
+
+IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 RESOLVE_INTERVAL_S = 0.5
 LOOPBACK_INTERFACE = "lo"
@@ -30,7 +33,7 @@ def observe_host(launch: PodLaunch, address: str) -> Host:
     names an interface.
 
     Raises:
-        ContractError: the named interface is not there or has no IPv4 address, or no
+        ContractError: the named interface is not there or has no address, or no
             interface has `address`.
     """
     if launch.network_interface == "auto":
@@ -110,7 +113,7 @@ def interface_of(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """Returns the first address of an interface.
+    """Returns the first address of an interface: IPv4, or IPv6 that is not of its link only.
 
     Raises:
         ContractError: there is no such interface, or it has no address.
@@ -120,16 +123,22 @@ def address_of(interface: str) -> str:
             f"got network interface {interface!r} ({names.ENV_NETWORK_INTERFACE}), expected one of "
             f"{', '.join(_interfaces())}, or auto"
         )
-    for address in _addresses(interface):
-        return str(address)
-    raise ContractError(f"network interface {interface!r} has no address; choose another one, or auto")
+    address = first_routed(_addresses(interface))
+    if address is None:
+        raise ContractError(f"network interface {interface!r} has no address; choose another one, or auto")
+    return str(address)
+
+
+def first_routed(addresses: Iterable[IpAddress]) -> IpAddress | None:
+    """Returns the first address that is not of its link only, None if there is none."""
+    return next((address for address in addresses if not address.is_link_local), None)
 
 
 def _interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def _addresses(interface: str) -> Iterator[IpAddress]:
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -111,6 +111,7 @@ class GroupView:
             ready=not message,
             message=message,
             ranks=self.statuses(),
+            missing_pods=self.missing_pods,
         )
 
     def _words(self, status: RankStatus) -> str:

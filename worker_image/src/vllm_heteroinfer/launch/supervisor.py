@@ -114,6 +114,7 @@ class Supervisor:
         self._evidence: list[tuple[float, Evidence]] = []
         self._stopping_pods: set[int] = set()
         self._hurry = asyncio.Event()
+        self._own_address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._outcome: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
@@ -151,8 +152,8 @@ class Supervisor:
     def _work(self) -> list[Coroutine[Any, Any, None]]:
         work = [self._start_pod(), self._beat_for_ever(), self._watch_for_ever()]
         if self._launch.pod_index == 0 and self._settings.commands.api_server:
-            address = self._launch.address
-            work.append(probe_api(address.host, address.api_port, self._on_api_health, self._awake_s))
+            port = self._launch.address.api_port
+            work.append(probe_api(self._own_address, port, self._on_api_health, self._awake_s))
         return work
 
     def _failed(self, error: BaseException) -> None:
@@ -173,6 +174,7 @@ class Supervisor:
         except Refused as refusal:
             self._conclude(refusal.failure)
             return
+        self._own_address.set_result(address)
         host = observe_host(self._launch, address)
         # Commands may take long to load.
         listening = start_task(self._listen_to_leader(), name="leader", failed=self._failed)

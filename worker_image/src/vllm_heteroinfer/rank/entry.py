@@ -102,6 +102,7 @@ def run(
 ) -> None:
     """Builds this rank's configuration, agrees with the others, loads, and serves calls."""
     from vllm_heteroinfer.engine import arguments
+    from vllm_heteroinfer.group import reach
     from vllm_heteroinfer.group.rendezvous import GroupStore
     from vllm_heteroinfer.rank import step_metrics
 
@@ -128,6 +129,7 @@ def run(
         prefer_nodes_or_warn(memory_nodes(os.environ))
         read_rate.publish(plan, rank, store, startup)
     agree(plan, rank, config, store, startup)
+    reach.check_pods(plan, launch, rank, store, startup)
 
     from vllm_heteroinfer.rank.context import RankContext
 

@@ -321,10 +321,15 @@ class MetricsServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         self._open: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
-        super().__init__(*args)
+        super().__init__((host, port), handler, bind_and_activate=False)
+        self.socket.close()
+        # HTTPServer's own bind looks its host up, for seconds where a resolver does not answer.
+        self.socket = addresses.open_listener(host, port)
+        self.server_address = self.socket.getsockname()[:2]
+        self.server_activate()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answers in a thread; ends the oldest connection if there are too many."""
@@ -388,7 +393,7 @@ def serve(
 
     port = launch.address.metrics_port + rank.local_rank
     try:
-        server = MetricsServer((addresses.bind_host_ipv4(launch.address.host), port), Handler)
+        server = MetricsServer(launch.address.host, port, Handler)
     except OSError as error:
         _logger.error(
             "rank %d: metrics port %d: %s; this rank runs on without metrics, free the port and restart the "

@@ -14,6 +14,7 @@ from heteroinfer_operator.cluster import PodView, RecordEvent, Refusal
 from heteroinfer_operator.reconcile import restarts, startup, transitions
 from heteroinfer_operator.reconcile.epoch_end import POD_DELETED, POD_ENDED, EpochEnd
 from heteroinfer_operator.reconcile.epoch_pods import name_epoch
+from heteroinfer_operator.reconcile.node_loss import find_still_running
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
@@ -30,7 +31,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
     return GroupDecision(
         status=transitions.stopped(
             status,
-            message=context.node_loss.find_held(pods) or message,
+            message=context.node_loss.find_held(pods) or find_still_running(pods) or message,
             has_pods=bool(pods),
             had_epoch=had_epoch,
         ),
@@ -93,7 +94,7 @@ def go_on_stopping(
 ) -> GroupDecision:
     """Returns how a group between two epochs waits for its old pods to go; one that has failed keeps logs."""
     if restarts.used_up(status.failures, context.life.restart):
-        status = transitions.failed(status)
+        status = transitions.failed(status, held=find_still_running(pods))
         pods = [pod for pod in pods if not _has_logs(pod)]
     else:
         status = transitions.stopping(status, message=context.node_loss.message(pods) or status.message)

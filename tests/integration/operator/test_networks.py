@@ -1,0 +1,95 @@
+"""What the operator makes for networks of others, on a real API server that serves both families."""
+
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NETWORK_POLICY, POD, SERVICE
+from heteroinfer_operator.kube.server import ApiServer
+from tests.integration.operator.life import Install, bind, bring_up, status_of, stored
+from tests.integration.operator.running_operator import operator, until
+
+
+def default_deny(namespace: str) -> dict[str, Any]:
+    return {
+        "apiVersion": NETWORK_POLICY.api_version,
+        "kind": NETWORK_POLICY.name,
+        "metadata": {"name": "default-deny", "namespace": namespace},
+        "spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]},
+    }
+
+
+async def egress(server: ApiServer, namespace: str) -> list[dict[str, Any]]:
+    """Returns the policies of ours about what pods send."""
+    found = await stored(server, NETWORK_POLICY, namespace)
+    return [policy for policy in found if policy["spec"]["policyTypes"] == ["Egress"]]
+
+
+async def untouched_pods(server: ApiServer, namespace: str) -> list[dict[str, Any]]:
+    """Returns of each pod all but what the scheduler may write meanwhile."""
+    changing = ("resourceVersion", "managedFields")
+    return [
+        {"spec": pod["spec"], **{key: each for key, each in pod["metadata"].items() if key not in changing}}
+        for pod in await stored(server, POD, namespace)
+    ]
+
+
+async def outlive(server: ApiServer, namespace: str, pod: str, container: str) -> None:
+    """Says for the kubelet that a worker has ended, and another container of its pod has not."""
+    base = {"image": "none", "imageID": "", "restartCount": 0, "ready": False}
+    ended = {**base, "name": names.CONTAINER_WORKER, "state": {"terminated": {"exitCode": 0}}}
+    running = {**base, "name": container, "state": {"running": {}}}
+    await server.merge(
+        POD.path(namespace, pod, "status"), {"status": {"containerStatuses": [ended, running]}}
+    )
+
+
+async def test_policies_families_and_sidecars(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    kubeconfig = install().kubeconfig
+    async with operator(kubeconfig, tmp_path / "log") as process:
+        await process.working()
+        pods = await bring_up(server, namespace)
+        service = await server.get(SERVICE.path(namespace, "tiny"))
+        assert service["spec"]["ipFamilies"] == ["IPv4", "IPv6"]
+        headless = await server.get(SERVICE.path(namespace, "tiny-0-ranks"))
+        assert headless["spec"]["ipFamilyPolicy"] == "SingleStack"
+        assert await egress(server, namespace) == []
+        before = await untouched_pods(server, namespace)
+
+        await server.create(NETWORK_POLICY.path(namespace), default_deny(namespace))
+        [policy] = await until("the policy that lets pods out", lambda: egress(server, namespace))
+        assert policy["spec"]["podSelector"]["matchLabels"][names.LABEL_GROUP] == "0"
+        # An administrator's choice stays, whatever else is mended.
+        single = {"spec": {"ipFamilyPolicy": "SingleStack"}}
+        await server.merge(SERVICE.path(namespace, "tiny"), single)
+        assert await process.stop() == 0
+    async with operator(kubeconfig, tmp_path / "log again") as process:
+        await process.working()
+        [kept] = await egress(server, namespace)
+        assert kept["metadata"]["uid"] == policy["metadata"]["uid"]
+        await server.delete(NETWORK_POLICY.path(namespace, "default-deny"), {})
+
+        async def gone() -> bool:
+            return not await egress(server, namespace)
+
+        await until("the end of the policy", gone)
+        service = await server.get(SERVICE.path(namespace, "tiny"))
+        assert service["spec"]["ipFamilyPolicy"] == "SingleStack"
+        assert await untouched_pods(server, namespace) == before
+
+        for pod in pods:
+            await bind(server, namespace, pod, node)  # from now on its deletion waits for a kubelet
+        await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"suspend": True}})
+        await outlive(server, namespace, pods[1], "istio-proxy")
+
+        async def named() -> bool:
+            words = f"pod {pods[1]}: its worker has ended, but container istio-proxy"
+            [group] = (await status_of(server, namespace))["groups"]
+            return words in str(group.get("message"))
+
+        await until("the container that keeps a pod", named, said=lambda: process.said)
+        for pod in pods:
+            await server.delete(POD.path(namespace, pod), {"gracePeriodSeconds": 0})
+        assert await process.stop() == 0

@@ -1,0 +1,129 @@
+"""A group whose pods have network namespaces of their own; run as a process in namespaces of its own.
+
+`python -m tests.integration.worker.pod_networks PLAN LOGS REFERENCE RANGE...`: pod N gets the N-th pair of
+addresses of each range, and names as headless Services give them. It asks the group from a third namespace,
+as clients do, and prints what it saw as JSON. See `test_address_families.py`.
+"""
+
+import contextlib
+import ipaddress
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import Plan
+from heteroinfer_contract.pod_launch import PodAddress
+from tests.integration.worker.answers import ONE_THREAD, answer_all
+from tests.integration.worker.groups import Group, fetch, start_group
+from vllm_heteroinfer.pod.addresses import host_in_url
+
+DOMAIN = "tiny-0-ranks.test.svc"
+START_S = 10.0
+
+
+def run(*command: str) -> None:
+    """Runs a short command; raises if it fails."""
+    subprocess.run(command, check=True, timeout=START_S, stdout=sys.stderr)
+
+
+def pair(prefix: str, pod: int) -> tuple[str, str, int]:
+    """Returns the router's address and the pod's of a link, and the length of their prefix."""
+    network = ipaddress.ip_network(prefix)
+    half = network.prefixlen + 8
+    own = list(network.subnets(new_prefix=half))[pod] if network.version == 4 else _nth(network, half, pod)
+    return str(own[1]), str(own[2]), half
+
+
+def _nth(network: Any, half: int, pod: int) -> ipaddress.IPv6Network:
+    first = int(network.network_address) + (pod << (128 - half))
+    return ipaddress.IPv6Network((first, half))
+
+
+@contextlib.contextmanager
+def pod_namespace(pod: int, prefixes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields the words that start a command in a new network namespace, linked with this one."""
+    holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+    try:
+        deadline = time.monotonic() + START_S
+        while Path(f"/proc/{holder.pid}/comm").read_text() != "sleep\n":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        inside = ("nsenter", f"--target={holder.pid}", "--net", "--")
+        run(
+            "ip", "link", "add", f"pod{pod}", "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid)
+        )
+        run("ip", "link", "set", f"pod{pod}", "up")
+        run(*inside, "ip", "link", "set", "lo", "up")
+        run(*inside, "ip", "link", "set", "eth0", "up")
+        for prefix in prefixes:
+            router, own, length = pair(prefix, pod)
+            version = ipaddress.ip_address(own).version
+            # Without the second in which the kernel looks for another one with this address.
+            nodad = ("nodad",) if version == 6 else ()
+            run("ip", "address", "add", f"{router}/{length}", "dev", f"pod{pod}", *nodad)
+            run(*inside, "ip", "address", "add", f"{own}/{length}", "dev", "eth0", *nodad)
+            run(*inside, "ip", f"-{version}", "route", "add", "default", "via", router)
+        yield inside
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves a plan's group, each pod in a namespace of its own, and prints what clients of it see."""
+    plan = Plan.from_env({names.ENV_PLAN: Path(arguments[0]).read_text()})
+    logs = Path(arguments[1])
+    reference, prefixes = json.loads(Path(arguments[2]).read_text()), arguments[3:]
+    run("ip", "link", "set", "lo", "up")
+    run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+    hosts = [f"tiny-0-1-{pod.index}.{DOMAIN}" for pod in plan.pods]
+    table = [f"{pair(each, pod)[1]} {host}" for pod, host in enumerate(hosts) for each in prefixes]
+    (logs / "hosts").write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *table, ""]))
+    run("mount", "--bind", str(logs / "hosts"), "/etc/hosts")
+    with contextlib.ExitStack() as stack:
+        wrappers = {p.index: stack.enter_context(pod_namespace(p.index, prefixes)) for p in plan.pods}
+        addresses = tuple(PodAddress(host=host) for host in hosts)
+        group = stack.enter_context(
+            start_group(plan, logs / "group", addresses=addresses, env=ONE_THREAD, wrappers=wrappers)
+        )
+        group.wait_ready()
+        answer_all(group, reference)
+        print(json.dumps({"answers": answers_at(group, prefixes), "listening": listening(wrappers)}))
+
+
+def answers_at(group: Group, prefixes: Sequence[str]) -> dict[str, bool]:
+    """Returns which of a pod's ports answer, by address and port."""
+    found = {}
+    for prefix in prefixes:
+        for pod in group.plan.pods:
+            host = pair(prefix, pod.index)[1]
+            paths = {names.DEFAULT_HEALTH_PORT: names.PATH_READYZ, names.DEFAULT_METRICS_PORT: "/metrics"}
+            if pod.index == 0:
+                paths[names.DEFAULT_API_PORT] = names.PATH_API_HEALTH
+            for port, path in paths.items():
+                url = f"http://{host_in_url(host)}:{port}{path}"
+                found[f"{host} {port}"] = fetch(url) is not None
+    return found
+
+
+def listening(wrappers: dict[int, tuple[str, ...]]) -> list[str]:
+    """Returns the local addresses of the connections between pods, each with its family's."""
+    found = set()
+    for inside in wrappers.values():
+        table = subprocess.run(
+            [*inside, "ss", "-Htn", "state", "established"], check=True, stdout=subprocess.PIPE, text=True
+        )
+        for line in table.stdout.splitlines():
+            host = line.split()[2].rpartition(":")[0].strip("[]").removeprefix("::ffff:")
+            if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+                found.add(host)
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,21 @@
+"""Which address of an interface a pod tells its peers."""
+
+import ipaddress
+
+import pytest
+
+from vllm_heteroinfer.launch.host import first_routed
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (["10.0.0.7", "fe80::1", "fd00::7"], "10.0.0.7"),
+        (["fe80::1", "fd00::7"], "fd00::7"),  # the kernel may list that of the link first
+        (["fe80::1"], None),
+        ([], None),
+    ],
+)
+def test_an_address_that_other_links_reach(found: list[str], told: str | None) -> None:
+    expected = None if told is None else ipaddress.ip_address(told)
+    assert first_routed(map(ipaddress.ip_address, found)) == expected

@@ -1,0 +1,132 @@
+"""Networks of others: policies that keep pods in, address families, pods that nobody reaches, meshes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
+from heteroinfer_operator.cluster import ApplyObject, ContainerTermination
+from tests.unit.reconcile.test_model import fetched, hub_model, run_fetch
+from tests.unit.reconcile.world import World, cpu_pair
+
+POLICY = "NetworkPolicy"
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(spec=cpu_pair())
+    world.serve()
+    return world
+
+
+def policies(world: World) -> list[str]:
+    """Returns the names of the policies besides that of the group's own ports, without their hashes."""
+    found = sorted(name for kind, name in world.objects if kind == POLICY and name != "demo-0-ranks")
+    return [name.rpartition("-")[0] if "-egress-" in name else name for name in found]
+
+
+def test_policies_let_pods_out_as_long_as_others_keep_them_in(world: World) -> None:
+    assert policies(world) == []
+    pods = dict(world.pods)
+    world.kept_in = ({},)
+    world.settle()
+    assert policies(world) == ["demo-0-ranks-egress"]
+    world.kept_in = ({}, {"matchLabels": {names.LABEL_LEADER: "true"}}, {"matchLabels": {"app": "db"}})
+    world.settle()
+    assert policies(world) == ["demo-0-ranks-egress"] * 2
+    world.kept_in = None  # an operator that has just started: what is there stays
+    world.settle()
+    assert policies(world) == ["demo-0-ranks-egress"] * 2
+    world.kept_in = ()
+    world.settle()
+    assert policies(world) == []
+    assert world.pods == pods
+
+
+def test_a_group_waits_for_the_policy_that_lets_it_out() -> None:
+    world = World(spec=cpu_pair(), kept_in=({},))
+    world.refuses = {(POLICY, "demo-0-ranks-egress-*"): "no policies here"}
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    assert world.workers() == []
+    assert world.condition("Ready") == ("False", "ObjectRefused")
+
+
+def test_a_fetch_has_its_policies_from_before_its_pod_to_its_end() -> None:
+    world = World(spec=cpu_pair(model=hub_model()), kept_in=({},))
+    world.settle()
+    assert [name for name in policies(world) if "fetch" in name] == ["demo-fetch", "demo-fetch-egress"]
+    run_fetch(world)
+    world.settle()
+    assert [name for name in policies(world) if "fetch" in name] == ["demo-fetch", "demo-fetch-egress"]
+    world.answer_inspection(fetched())
+    world.settle()
+    world.reap()
+    world.settle()
+    assert [name for name in policies(world) if "fetch" in name] == []
+
+
+def test_the_clients_service_of_an_older_version_keeps_its_families(world: World) -> None:
+    service: dict[str, Any] = world.objects["Service", "demo"]
+    assert service["spec"]["ipFamilyPolicy"] == "PreferDualStack"
+    old = {**service["spec"], "ipFamilyPolicy": "SingleStack", "ipFamilies": ["IPv6"]}
+    world.objects["Service", "demo"] = {**service, "spec": old}
+    world.settle()
+    assert not world.writes
+    assert world.objects["Service", "demo"]["spec"] == old
+    world.objects["Service", "demo"] = {**service, "spec": {**old, "ports": []}}
+    [write] = [each for each in world.step().actions if isinstance(each, ApplyObject)]
+    assert write.manifest["spec"]["ipFamilyPolicy"] == "SingleStack"
+    assert write.manifest["spec"]["ipFamilies"] == ["IPv6"]
+
+
+def test_a_start_that_does_not_reach_a_pod_names_it() -> None:
+    world = World(spec=cpu_pair())
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    world.all_started()
+    world.settle()
+    leader, follower = world.workers()
+    [group] = world.status["groups"]
+    assert f"their leader, pod {leader}, does not answer the operator at port 8081" in group["message"]
+    ranks = tuple(RankStatus(rank=rank, pod=rank, phase=RankPhase.STARTING) for rank in range(2))
+    report = GroupReport(
+        group_uid="u", epoch=1, plan_hash="h", ready=False, message="", ranks=ranks, missing_pods=(1, 7)
+    )
+    world.reports[0] = report
+    world.settle()
+    [group] = world.status["groups"]
+    assert f"pod {follower} does not reach the leader, pod {leader}, at port 29499" in group["message"]
+    world.reports[0] = replace(report, missing_pods=())
+    world.settle()
+    assert world.status["groups"][0]["message"] == "the ranks connect"
+
+
+def held(world: World, name: str) -> None:
+    """Has a pod's worker end, and a sidecar beside it go on."""
+    ended = ContainerTermination(exit_code=70)
+    world.pods[name] = replace(world.pods[name], termination=ended, still_running=("istio-proxy",))
+
+
+def test_a_container_of_others_that_keeps_a_pod_from_ending_is_named(world: World) -> None:
+    world.change_spec(replicas=0)
+    name = world.workers()[1]
+    held(world, name)
+    world.settle()
+    [group] = world.status["groups"]
+    words = f"pod {name}: its worker has ended, but container istio-proxy still runs"
+    assert words in group["message"]
+
+
+def test_so_is_one_in_a_group_that_has_used_up_its_restarts(world: World) -> None:
+    world.change_spec(restart={"maxRestarts": 0})
+    held(world, world.workers()[1])
+    world.settle()
+    [group] = world.status["groups"]
+    assert group["phase"] == "Failed"
+    assert "container istio-proxy still runs" in group["message"]
+    assert "exit code 70" in group["message"]

@@ -1,0 +1,78 @@
+"""Whether the pods of a group reach each other at free ports, tried before any library connects there.
+
+torch's process groups and vLLM's queues listen at ports that the kernel chooses. Where a firewall or a
+NetworkPolicy drops what goes there, they wait until the start has taken too long, and name nobody.
+"""
+
+import json
+import os
+import socket
+import time
+from typing import Final
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import Plan, RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
+from vllm_heteroinfer.group.deadline import Deadline, Patience
+from vllm_heteroinfer.group.rendezvous import GroupStore
+from vllm_heteroinfer.pod import addresses
+
+PATIENCE_S: Final = 30.0
+"""For one pod to be reached: a CNI may need seconds to let in a pod that has just started."""
+_TRY_S: Final = 3.0
+"""Of one try: a lost first packet is sent again after one second."""
+_NAP_S: Final = 0.2
+
+
+class UnreachableError(RuntimeError):
+    """A pod of the group takes no connection from this one."""
+
+
+def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: GroupStore, end: Deadline) -> None:
+    """Returns once this pod has reached each other one; the first rank of each pod calls this.
+
+    Raises:
+        UnreachableError: a pod that is there cannot be reached; the message names it.
+    """
+    if len(plan.pods) == 1 or rank.local_rank != 0:
+        return
+    own = addresses.own_address(os.environ)
+    with socket.socket(addresses.family_of(own), socket.SOCK_STREAM) as listener:
+        listener.bind((own, 0))
+        listener.listen(len(plan.pods))  # the kernel takes the connections; nobody reads from them
+        store.put(f"reach/{rank.pod}", json.dumps([own, listener.getsockname()[1]]))
+        others = [pod.index for pod in plan.pods if pod.index != rank.pod]
+        for pod in others:
+            first = plan.pods[pod].ranks[0].rank
+            text = store.get(f"reach/{pod}", end, what=f"address of pod {pod}", rank=first)
+            _reach(launch, pod, *_parse(text, pod))
+        store.put(f"reached/{rank.pod}", "")
+        for pod in others:
+            first = plan.pods[pod].ranks[0].rank
+            store.get(f"reached/{pod}", end, what=f"word that pod {pod} reaches all others", rank=first)
+
+
+def _parse(text: str, pod: int) -> tuple[str, int]:
+    match json.loads(text):
+        case [str(host), int(port)]:
+            return host, port
+    raise ContractError(f"got {text!r} as address of pod {pod}, expected a host and a port")
+
+
+def _reach(launch: PodLaunch, pod: int, host: str, port: int) -> None:
+    patience = Patience(PATIENCE_S)
+    while True:
+        began_s = time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=_TRY_S).close()
+        except OSError as error:
+            time.sleep(_NAP_S)
+            patience.napped(time.monotonic() - began_s)
+            if patience.left_s > 0:
+                continue
+            raise UnreachableError(
+                f"pod {pod} ({launch.addresses[pod].host}, {host}): pod {launch.pod_index} does not reach it "
+                f"at port {port} ({error}). Let the pods of a group reach each other at all ports: check the "
+                "NetworkPolicies of the namespace and the firewalls between the nodes"
+            ) from error
+        return
