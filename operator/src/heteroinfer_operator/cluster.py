@@ -5,7 +5,7 @@ this machine's processes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -44,6 +44,10 @@ class ResourceView:
     spec: Manifest
     status: Manifest
     status_managers: frozenset[str] = frozenset()
+
+    def without_fields(self) -> "ResourceView":
+        """Returns it without spec and status, for what outlives a decision: parsed they take 15 KB."""
+        return replace(self, spec={}, status={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

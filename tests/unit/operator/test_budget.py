@@ -153,3 +153,20 @@ def test_what_depends_on_a_status_waits_with_it() -> None:
     assert acting.look_again_s() == 1.0
     assert held == ["status writes"]
     assert Acting("demo", (), NOW, Spending(Budget(), resource, [], NOW)).may(status)
+
+
+def test_what_is_kept_of_a_decision_has_neither_the_resource_nor_the_actions() -> None:
+    """Each resource keeps its last one until the next look at it; answers may come in between."""
+    budget, long = Budget(), "what takes memory"
+    resource = build_resource({"roles": [{"pods": 1, "name": long}]}, {"groups": [{"message": long}]})
+    status = PatchStatus(status={"replicas": 1}, resource_version="1")
+    pod = create_pod(f"demo-0-1-{long}")
+    acting = Acting("demo", (), NOW, Spending(budget, resource, [status, pod], NOW))
+    assert acting.may(status)
+    assert acting.may(pod)
+    assert long in repr(acting)
+    acting.end()
+    assert long not in repr(acting)
+    acting.done(status)
+    acting.refused(pod, "ObjectRefused", "exceeded quota")
+    assert not budget.pods.wait(1, 1, NOW), "a refused pod costs nothing"

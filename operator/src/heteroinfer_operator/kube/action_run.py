@@ -95,7 +95,7 @@ class ActionRun:
 
     def __init__(self, ways: Ways, observation: ResourceObservation, kept: Kept) -> None:
         self._ways = ways
-        self._resource = observation.resource
+        self._resource = observation.resource.without_fields()  # requests may be under way for long
         self._kept = kept
         self._acting = kept.acting
         self._generation = kept.generation
@@ -130,6 +130,7 @@ class ActionRun:
                     await self._attempt(action, self._try_objects(action))
         finally:
             self._over = True
+            self._acting.end()
         if self._conflict is not None:
             raise self._conflict
         waits = [self._acting.look_again_s(), self._status_s]

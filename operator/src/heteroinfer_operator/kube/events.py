@@ -94,7 +94,7 @@ class EventRecorder:
             logger.debug("%s: event %s is one too many", resource.key, event.reason)
             self._dropped()
             return
-        self._waiting.append((resource, event))
+        self._waiting.append((resource.without_fields(), event))
         if len(self._workers) < AT_ONCE:
             task = start_task(self._work(), name="events", failed=_report)
             self._workers.add(task)

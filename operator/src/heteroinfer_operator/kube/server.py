@@ -44,8 +44,8 @@ PAGE_OBJECTS: Final = 500
 PAGE_FIRST_OBJECTS: Final = 2
 PAGE_GROWTH: Final = 4
 """A page has at most so many times the objects of the one before: what comes may be larger."""
-PAGE_BYTES: Final = 4 * 2**20
-"""Of a list; it takes several times as much once it is parsed."""
+PAGE_BYTES: Final = 2**20
+"""Of a list; it takes ten times as much once it is parsed, and caches list at the same time."""
 
 WATCH_SILENCE_S: Final = 100.0
 """A server sends a bookmark each minute (`k8s.io/apiserver` defaultBookmarkFrequency): more means dead."""

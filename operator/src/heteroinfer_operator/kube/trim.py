@@ -117,11 +117,16 @@ class PodRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildRecord:
-    """A Service, NetworkPolicy or ConfigMap as stored, without its managedFields and status."""
+    """A Service, NetworkPolicy or ConfigMap as stored, without its managedFields and status; as text."""
 
-    stored: Manifest
+    text: str
     key: ResourceKey
     owner_uid: str
+
+    @property
+    def stored(self) -> Manifest:
+        """Returns the object."""
+        return as_object(json.loads(self.text), "object")
 
 
 def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRecord:
@@ -202,7 +207,8 @@ def child_record(stored: Manifest) -> ChildRecord | None:
     for port in as_objects(as_object(stored.get("spec"), "spec").get("ports"), "ports"):
         as_integer(port.get("port"), "ports.port")
     read = {name: value for name, value in stored.items() if name != "status"}
-    return ChildRecord(stored={**read, "metadata": metadata}, key=key, owner_uid=uid)
+    text = json.dumps({**read, "metadata": metadata}, separators=(",", ":"))
+    return ChildRecord(text=text, key=key, owner_uid=uid)
 
 
 def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:

@@ -1,10 +1,12 @@
 """Which pods of a resource were to be made and have never existed, and what each is made of. Pure."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.stored_fields import as_object
 
 _SAME_LABELS = (names.LABEL_EPOCH, names.LABEL_PLAN, names.LABEL_REVISION)
 
@@ -14,12 +16,17 @@ class _UnmadePod:
     """A pod that was to be made.
 
     Attributes:
-        manifest: of the first decision to make it: it has the hints at nodes of all pods of its epoch.
+        text: its manifest, which parsed takes three times as much: thousands of pods may wait.
         asked: whether the API server was asked for it and may have made it: it has not answered.
     """
 
-    manifest: Manifest
+    text: str
     asked: bool = False
+
+    @property
+    def manifest(self) -> Manifest:
+        """Returns that of the first decision to make it, with hints at the nodes of all pods of its epoch."""
+        return as_object(json.loads(self.text), "pod")
 
 
 @dataclass(slots=True)
@@ -44,8 +51,9 @@ class UnmadePods:
         name = manifest["metadata"]["name"]
         before = self._wanted.get(name)
         if before is None or _labels(before.manifest) != _labels(manifest):
-            self._wanted[name] = _UnmadePod(manifest)
-        return self._wanted[name].manifest
+            self._wanted[name] = _UnmadePod(json.dumps(manifest, separators=(",", ":")))
+            return manifest
+        return before.manifest
 
     def note_asked(self, name: str) -> None:
         """Notes that the API server is asked for a pod."""

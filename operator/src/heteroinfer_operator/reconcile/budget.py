@@ -192,6 +192,10 @@ class Spending:
         if is_pod(action):
             self.budget.pods.take_back()
 
+    def end(self) -> None:
+        """Lets go of what only `spend` reads: each resource keeps its last spending."""
+        self.resource, self.actions = self.resource.without_fields(), ()
+
     def describe_pods(self, scopes: frozenset[str]) -> str:
         """Returns in words why the pods of a group wait, and the failure that led to it."""
         wanted = wanted_pods(self.resource)

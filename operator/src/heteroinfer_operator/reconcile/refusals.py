@@ -243,6 +243,11 @@ class Acting:
         """Notes that an action met another state than it was decided on."""
         self._block(action)
 
+    def end(self) -> None:
+        """Notes that no more actions begin; answers to those that have may still come."""
+        if self.spending is not None:
+            self.spending.end()
+
     def look_again_s(self) -> float | None:
         """Returns when something that was refused may be tried again, in seconds; at once for news.
 
