@@ -110,8 +110,8 @@ models: setup  ## attention of every kind and weights of every format on two CPU
 	$(PYTEST) $(LONGEST) tests/integration/served_models
 .PHONY: models
 
-gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-scheduler, which it builds; root
-	@$(BIN)/python -m tests.cluster build
+gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-schedulers, which it builds; root
+	@$(BIN)/python -m tests.cluster build gangs
 	$(PYTEST) tests/integration/scheduling -m gang_schedulers
 .PHONY: gangs
 

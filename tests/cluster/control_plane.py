@@ -17,8 +17,12 @@ from tests.cluster.state import State
 READY_TIMEOUT_S = 60.0
 API_SERVER = "kube-apiserver"
 SCHEDULER = "kube-scheduler"
+CONTROLLER_MANAGER = "kube-controller-manager"
 GO_ENVIRONMENT = {"GOGC": "300"}
 """Memory for time: the control plane shares two cores with all that is tested."""
+
+_GANG_VERSIONS = {"": "v1alpha1", "1.36": "v1alpha2", "1.37": "v1beta1"}
+"""Of the API of gangs, by `Site.kubernetes`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class Site:
 
     `prefix` is what starts a program in the cluster's own namespaces; empty: on the machine itself.
     `node_grace_s`: a node without a sign of life for so long is NotReady.
-    `gang_scheduling`: whether kube-scheduler places the pods of a Workload together (alpha).
+    `gang_scheduling`: whether kube-scheduler places the pods of a gang together (alpha or beta).
+    `kubernetes`: minor version of what is started, as in `1.36`; empty: the one that all tests have.
     """
 
     address: str
@@ -41,6 +46,33 @@ class Site:
     prefix: tuple[str, ...] = ()
     reachable_by_pods: bool = False
     gang_scheduling: bool = False
+    kubernetes: str = ""
+
+    def program(self, name: str) -> str:
+        """Returns the path of a program of Kubernetes."""
+        tool = tools.LATER_KUBERNETES[self.kubernetes] if self.kubernetes else tools.KUBERNETES
+        return str(tools.program(tool, name))
+
+    @property
+    def api_flags(self) -> tuple[str, ...]:
+        """Flags of the API server for gangs."""
+        if not self.gang_scheduling:
+            return ()
+        version = _GANG_VERSIONS[self.kubernetes]
+        return ("--feature-gates=GenericWorkload=true", f"--runtime-config=scheduling.k8s.io/{version}=true")
+
+    @property
+    def controller_flags(self) -> tuple[str, ...]:
+        """Flags of the controller manager for gangs; before 1.36 it has no part in them."""
+        return ("--feature-gates=GenericWorkload=true",) if self.gang_scheduling and self.kubernetes else ()
+
+    @property
+    def scheduler_flags(self) -> tuple[str, ...]:
+        """Flags of the scheduler for gangs; from 1.37 on one gate stands for both."""
+        if not self.gang_scheduling:
+            return ()
+        more = "" if self.kubernetes == "1.37" else ",GangScheduling=true"
+        return (f"--feature-gates=GenericWorkload=true{more}",)
 
     @property
     def server(self) -> str:
@@ -85,7 +117,7 @@ def build_etcd_command(site: Site, folder: Path) -> list[str]:
 def build_apiserver_command(site: Site, pki: Pki) -> list[str]:
     """Returns kube-apiserver's command line: certificates, Node and RBAC authorization, as kubeadm has it."""
     return [
-        str(tools.program(tools.KUBERNETES, "kube-apiserver")),
+        site.program("kube-apiserver"),
         f"--etcd-servers=http://127.0.0.1:{site.etcd_port}",
         f"--bind-address={site.address}",
         f"--advertise-address={site.address}",
@@ -114,11 +146,7 @@ def build_apiserver_command(site: Site, pki: Pki) -> list[str]:
         "--requestheader-extra-headers-prefix=X-Remote-Extra-",
         f"--proxy-client-cert-file={pki.path('front.crt')}",
         f"--proxy-client-key-file={pki.path('front.key')}",
-        *(
-            ("--feature-gates=GenericWorkload=true", "--runtime-config=scheduling.k8s.io/v1alpha1=true")
-            if site.gang_scheduling
-            else ()
-        ),
+        *site.api_flags,
     ]
 
 
@@ -137,7 +165,7 @@ def _client_flags(kubeconfig: str, port: int) -> list[str]:
 def build_controller_manager_command(site: Site, pki: Pki) -> list[str]:
     """Returns kube-controller-manager's command line."""
     return [
-        str(tools.program(tools.KUBERNETES, "kube-controller-manager")),
+        site.program("kube-controller-manager"),
         *_client_flags(pki.path("kube-controller-manager.kubeconfig"), site.controller_manager_port),
         f"--service-account-private-key-file={pki.path('sa.key')}",
         f"--root-ca-file={pki.path('ca.crt')}",
@@ -148,15 +176,16 @@ def build_controller_manager_command(site: Site, pki: Pki) -> list[str]:
         "--kube-api-qps=300",
         "--kube-api-burst=600",
         f"--node-monitor-grace-period={site.node_grace_s}s",
+        *site.controller_flags,
     ]
 
 
 def build_scheduler_command(site: Site, pki: Pki) -> list[str]:
     """Returns kube-scheduler's command line."""
     return [
-        str(tools.program(tools.KUBERNETES, "kube-scheduler")),
+        site.program("kube-scheduler"),
         *_client_flags(pki.path("kube-scheduler.kubeconfig"), site.scheduler_port),
-        *(("--feature-gates=GenericWorkload=true,GangScheduling=true",) if site.gang_scheduling else ()),
+        *site.scheduler_flags,
     ]
 
 
@@ -223,18 +252,34 @@ def start_control_plane(state: State, site: Site, pki: Pki) -> None:
         ClusterError: one of them did not come up; the message ends with its log.
     """
     pki.write_kubeconfig("admin", site.server, state.kubeconfig)
-    for name in ("kube-controller-manager", "kube-scheduler"):
+    for name in (CONTROLLER_MANAGER, SCHEDULER):
         pki.write_kubeconfig(name, site.server, pki.folder / f"{name}.kubeconfig")
     _start(state, site, "etcd", build_etcd_command(site, state.folder / "etcd"))
+    _start_kubernetes(state, site, pki)
+
+
+def upgrade_control_plane(state: State, kubernetes: str) -> None:
+    """Ends the programs of Kubernetes, and starts those of another minor version on the same etcd.
+
+    Raises:
+        ClusterError: one of them did not end, or did not come up.
+    """
+    site, pki = site_of(state)
+    for name in (SCHEDULER, CONTROLLER_MANAGER, API_SERVER):
+        Program.of(state, name).kill()
+    _start_kubernetes(state, dataclasses.replace(site, kubernetes=kubernetes), pki)
+
+
+def _start_kubernetes(state: State, site: Site, pki: Pki) -> None:
     apiserver = _start(state, site, API_SERVER, build_apiserver_command(site, pki))
     _wait_api_server(state, site, pki, apiserver)
     _start(state, site, SCHEDULER, build_scheduler_command(site, pki))
-    manager = _start(state, site, "kube-controller-manager", build_controller_manager_command(site, pki))
+    manager = _start(state, site, CONTROLLER_MANAGER, build_controller_manager_command(site, pki))
     processes.wait_until(
         "the service account of namespace default",
         lambda: api_status(site, pki, "/api/v1/namespaces/default/serviceaccounts/default") == http.client.OK,
         timeout_s=READY_TIMEOUT_S,
         process=manager,
-        log=state.log("kube-controller-manager"),
+        log=state.log(CONTROLLER_MANAGER),
     )
     (state.folder / "site.json").write_text(json.dumps(dataclasses.asdict(site)))

@@ -85,19 +85,21 @@ def removed_on_failure(state: State) -> Iterator[None]:
         raise
 
 
-def start_control_plane_only(*, gang_scheduling: bool = False) -> Cluster:
+def start_control_plane_only(*, gang_scheduling: bool = False, kubernetes: str = "") -> Cluster:
     """Returns a ready control plane on free loopback ports; up to 32 run side by side on one machine.
 
     No kubelet tells that its nodes live: a node and its pods stay for an hour what a test says of them.
 
     Args:
-        gang_scheduling: whether kube-scheduler places the pods of a Workload together (alpha).
+        gang_scheduling: whether kube-scheduler places the pods of a gang together (alpha or beta).
+        kubernetes: minor version of another Kubernetes than all tests have, as in `1.36`.
 
     Raises:
         ClusterError: it did not come up; nothing of it is left.
     """
     debian.ensure_packages(debian.CONTROL_PLANE_NEEDS)
-    ensure_tools((tools.ETCD, tools.KUBERNETES))
+    later = (tools.LATER_KUBERNETES[kubernetes],) if kubernetes else ()
+    ensure_tools((tools.ETCD, tools.KUBERNETES, *later))
     state = State.claim("control-plane", CONTROL_PLANE_LIMIT)
     with removed_on_failure(state), reserved_ports(5) as ports:
         site = Site(
@@ -109,6 +111,7 @@ def start_control_plane_only(*, gang_scheduling: bool = False) -> Cluster:
             scheduler_port=ports[4],
             service_range="10.96.0.0/16,fd00:10:96::/112",  # of both families
             gang_scheduling=gang_scheduling,
+            kubernetes=kubernetes,
             node_grace_s=3600,
         )
         pki = create_pki(state.folder / "pki", site.address, "10.96.0.1", node=None)

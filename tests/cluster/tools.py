@@ -67,6 +67,15 @@ KUBERNETES = _common(
     *(f"k8s.io/kubernetes/cmd/{program}" for program in ("kubectl", "kubelet", "kubemark")),
     stamped=True,
 )
+LATER_KUBERNETES = {
+    minor: Tool(
+        name=f"kubernetes-{minor}",
+        programs=tuple(f"kube-{part}" for part in ("apiserver", "controller-manager", "scheduler")),
+        stamped=True,
+    )
+    for minor in ("1.36", "1.37")
+}
+"""Control planes of later versions, whose API of gangs is another one; by their minor version."""
 ETCD = _common("etcd", "go.etcd.io/etcd/server/v3", programs=["etcd"])
 HELM = _common("helm", "helm.sh/helm/v3/cmd/helm")
 COREDNS = _common("coredns", "./coredns")
@@ -93,7 +102,9 @@ NODE = (*CONTROL_PLANE, COREDNS)
 """What tests of a real node need."""
 WATCHING = (PROMETHEUS, PROMETHEUS_OPERATOR, PROMETHEUS_ADAPTER)
 """What the tests of dashboards, alerts and autoscaling need besides."""
-SETS = {"control-plane": CONTROL_PLANE, "node": NODE, "all": (*NODE, *WATCHING)}
+GANGS = (*CONTROL_PLANE, *LATER_KUBERNETES.values(), KWOK, KUEUE, VOLCANO, COSCHEDULING)
+"""What `make gangs` needs."""
+SETS = {"control-plane": CONTROL_PLANE, "node": NODE, "all": (*NODE, *WATCHING), "gangs": GANGS}
 """By the name that `python -m tests.cluster build` takes; the others are built where they are used."""
 
 

@@ -20,7 +20,7 @@ from heteroinfer_contract import metric_names, names
 from heteroinfer_operator.api import HeteroInference
 from tests.unit.pages import CODE, PAGES, ROOT, TODAY, name_of
 
-OF_KUBERNETES = {"fsGroup", "minReplicas", "workloadRef"} | {
+OF_KUBERNETES = {"fsGroup", "minReplicas", "preemptionPolicy", "schedulingGroup", "workloadRef"} | {
     *("backendRequest", "timeoutSec"),  # of routes
     *("conditionWait", "responseHeader", "scaledownPeriod"),  # of KEDA's HTTPScaledObject
 }

@@ -17,6 +17,7 @@ from heteroinfer_operator.nodes.demand import Manifest as Manifest  # noqa: PLC0
 from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.priorities import PriorityClassView
 
 OVER_PHASES: Final = frozenset({"Succeeded", "Failed"})
 """Of a pod none of whose containers runs again."""
@@ -141,6 +142,8 @@ class ResourceObservation:
         objects: its other children as stored (Service, NetworkPolicy, ConfigMap).
         nodes: of the cluster; None where nodes may not be read.
         promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
+        priority_classes: of the cluster; None where they may not be read.
+        unknown_gangs: API versions of gang schedulers that are served, and that the operator does not know.
         groups: by group index: what a running leader says of its group now.
         silences: by group index and epoch: for how many seconds no connection to its leader, which answered
             before, has succeeded.
@@ -161,7 +164,9 @@ class ResourceObservation:
     objects: tuple[Manifest, ...] = ()
     nodes: tuple[NodeView, ...] | None = None
     promised: tuple[PodDemand, ...] = ()
+    priority_classes: tuple[PriorityClassView, ...] | None = None
     gangs: frozenset[Gang] = frozenset()
+    unknown_gangs: tuple[str, ...] = ()
     groups: Mapping[int, GroupReport] = field(default_factory=dict)
     silences: Mapping[tuple[int, int], float] = field(default_factory=dict)
     pods_unwatched: bool = False

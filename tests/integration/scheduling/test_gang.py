@@ -8,11 +8,13 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.kube.gangs import ask_unknown
 from heteroinfer_operator.kube.paths import COSCHEDULING_POD_GROUP, WORKLOAD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.manifests.gang import build_gang_object
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 from heteroinfer_operator.nodes.node_assignment import Gang
+from tests.cluster.crds import apply_crds
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import SPEC, operator, served_gangs, until
 from tests.integration.scheduling.conftest import (
@@ -120,3 +122,38 @@ async def test_objects_say_nothing_that_their_schema_does_not_know(
     assert (await server.create(kind.path(namespace), built, strict))["metadata"]["name"] == "strict-0-1"
     with pytest.raises(ApiError, match="unknown field"):
         await server.create(kind.path(namespace), {**built, "spec": {**built["spec"], "more": 1}}, strict)
+
+
+async def test_a_version_that_nobody_knows_is_named_and_not_used(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """Volcano's API in a version of the future."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v9", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    group, plural = "scheduling.volcano.sh", "podgroups"
+    names_ = {"plural": plural, "singular": "podgroup", "kind": "PodGroup", "listKind": "PodGroupList"}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {"group": group, "scope": "Namespaced", "names": names_, "versions": [version]},
+    }
+    apply_crds(plane, definition)
+
+    async def is_named() -> bool:
+        return await ask_unknown(server) == (f"{group}/v9",)
+
+    try:
+        await until("its discovery", is_named, timeout_s=30)
+        assert Gang.VOLCANO not in await served_gangs(server)
+        async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+            await process.working()
+            roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]
+            await apply(server, namespace, "native", roles=roles)
+            pods = await until("its pods", lambda: pods_of(server, namespace, "native"), timeout_s=30)
+            used = {pod["metadata"]["labels"][names.LABEL_GANG] for pod in pods}
+            assert used < {Gang.NATIVE.value, Gang.COSCHEDULING.value}, (
+                "the CRD of a test before may be there"
+            )
+    finally:
+        plane.kubectl("delete", "crd", f"{plural}.{group}", "--wait=false")

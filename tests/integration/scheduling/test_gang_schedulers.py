@@ -19,6 +19,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.nodes.node_assignment import Gang
 from tests.cluster import kwok
+from tests.cluster.control_plane import upgrade_control_plane
 from tests.cluster.crds import apply_crds
 from tests.cluster.gang_schedulers import (
     KUEUE_QUEUE,
@@ -51,7 +52,13 @@ GANG_OBJECTS = {
     Gang.VOLCANO: "podgroups.scheduling.volcano.sh",
     Gang.COSCHEDULING: "podgroups.scheduling.x-k8s.io",
     Gang.NATIVE: "workloads.scheduling.k8s.io",
+    Gang.NATIVE_ALPHA2: "podgroups.scheduling.k8s.io",
+    Gang.NATIVE_BETA: "podgroups.scheduling.k8s.io",
 }
+KUBERNETES = {Gang.NATIVE: "", Gang.NATIVE_ALPHA2: "1.36", Gang.NATIVE_BETA: "1.37"}
+"""Versions whose own scheduler knows gangs; the others have the one that all tests have."""
+NEXT = {Gang.NATIVE: Gang.NATIVE_ALPHA2, Gang.NATIVE_ALPHA2: Gang.NATIVE_BETA}
+"""What Kubernetes of the next minor version has instead."""
 OTHER_NODE = "kwok-0001"
 PLACED_S = 90.0
 """A scheduler tries again what did not fit; kube-scheduler and its like do so after up to a minute."""
@@ -87,7 +94,8 @@ class Site:
 @pytest.fixture(scope="module", params=list(Gang), ids=lambda gang: gang.value)
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     gang: Gang = request.param
-    with start_control_plane_only(gang_scheduling=gang is Gang.NATIVE) as plane:
+    version = KUBERNETES.get(gang, "")
+    with start_control_plane_only(gang_scheduling=gang in KUBERNETES, kubernetes=version) as plane:
         made = Site(plane, gang)
         apply_crds(plane, build_crd())
         kwok.start_kwok(plane, nodes=2, profile=json.dumps(PROFILE), shape=NODE, finalizers=True)
@@ -295,3 +303,31 @@ async def test_pods_on_a_lost_node_go_once_the_node_is_deleted(site: Site, resou
     site.plane.kubectl("delete", "node", OTHER_NODE)
     await resource.waiting(epoch=2)
     await resource.remove()
+
+
+@pytest.mark.parametrize("site", list(NEXT), indirect=True, ids=lambda gang: gang.value)
+async def test_a_cluster_upgraded_under_a_group_loses_nothing(
+    site: Site, resource: Resource, tmp_path: Path
+) -> None:
+    """Kubernetes of the next version, on the same etcd. The last test: the site is another one then."""
+    site.open_quota(both=True)
+    await resource.create()
+    await resource.ready(epoch=1)
+    before = {pod["metadata"]["uid"] for pod in await resource.pods()}
+    upgrade_control_plane(site.plane.state, KUBERNETES[NEXT[site.gang]])
+    site.gang = NEXT[site.gang]
+    # The operator asks every 5 minutes which APIs are served; one that starts asks at once.
+    await resource.process.stop()
+    log = tmp_path / "log of the next"
+    async with operator(site.plane.kubeconfig, log, allow_host_paths="true") as process:
+        resource.process = process
+        await process.working()
+        await until("discovery", lambda: f"gang scheduler: {site.gang.value}" in process.said, PLACED_S)
+        await resource.ready(epoch=1)
+        assert {pod["metadata"]["uid"] for pod in await resource.pods()} == before
+        (first, _) = sorted(pod["metadata"]["name"] for pod in await resource.pods())
+        await end_rank(resource.server, resource.namespace, first, index=0)
+        await resource.ready(epoch=2)
+        gangs = {pod["metadata"]["labels"][names.LABEL_GANG] for pod in await resource.pods()}
+        assert gangs == {site.gang.value}
+        await resource.remove()

@@ -20,7 +20,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, parse_resource, parse_
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
-from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
+from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget, build_shared_budget
 from heteroinfer_operator.manifests.drift import says
 from heteroinfer_operator.manifests.group_key_secret import build_group_key
 from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
@@ -88,6 +88,7 @@ def _manifests() -> dict[str, Any]:
         build_group_service(GROUP),
         build_network_policy(RESOURCE.spec, GROUP),
         build_disruption_budget(GROUP, pods=len(PLAN.pods), asleep=False),
+        build_shared_budget(OWNER, min_available=2 * len(PLAN.pods) - 1, asleep=False),
         build_plan_config_map(OWNER, PLAN),
         build_revision_record(OWNER, record),
     ):

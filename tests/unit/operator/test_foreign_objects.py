@@ -24,6 +24,7 @@ from heteroinfer_operator.manifests.service import build_client_service, build_g
 from heteroinfer_operator.nodes.demand import PodDemand, Taint, selects_node, selects_pod, tolerates
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import Obstacle, build_free_nodes, lasting_obstacle
+from heteroinfer_operator.nodes.priorities import PriorityClassView, preempting_priority
 from heteroinfer_operator.stored_fields import UnreadableError, as_moment, version_number
 
 Manifest = dict[str, Any]
@@ -105,6 +106,12 @@ NODE: Manifest = {
         "allocatable": {"cpu": "8", "memory": "64Gi"},
         "conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-11-21T01:02:03Z"}],
     },
+}
+PRIORITY_CLASS: Manifest = {
+    "metadata": {**METADATA, "name": "urgent", "namespace": ""},
+    "value": 1000,
+    "preemptionPolicy": "Never",
+    "globalDefault": True,
 }
 RESOURCE: Manifest = {"metadata": METADATA, "spec": {"replicas": 1}, "status": {"groups": []}}
 CONFIG_MAP: Manifest = {"kind": "ConfigMap", "metadata": METADATA, "data": {"plan.json": "{}"}}
@@ -230,6 +237,14 @@ def use_promise(requests: trim.PodRequests | None) -> None:
         assert isinstance(selects_pod(term.get("labelSelector"), {"a": "b"}), bool)
     assert isinstance(lasting_obstacle(demand, node), Obstacle | None)
     assert build_free_nodes([node], [demand])
+
+
+@given(any_object(PRIORITY_CLASS))
+def test_any_priority_class_is_read_or_left_out(stored: Manifest) -> None:
+    view = read(PriorityClassView.of, stored)
+    if view is not None:
+        check_types(view)
+        assert isinstance(preempting_priority("", (view,)), int | None)
 
 
 @given(any_object(NODE))

@@ -201,11 +201,16 @@ def test_what_a_pod_takes_of_its_node_and_what_is_promised_to_ours() -> None:
     pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
     placed = trim.pod_requests(pod)
     assert placed == PodRequests(node="n1", requests={"nvidia.com/gpu": 1, "pods": 1})
+    pod["spec"]["priority"] = -10
+    assert trim.pod_requests(pod) == PodRequests(
+        node="n1", requests={"nvidia.com/gpu": 1, "pods": 1}, priority=-10
+    )
     del pod["spec"]["nodeName"]
     waiting = trim.pod_requests(pod)
     assert waiting is not None
     assert waiting.promise is not None
     assert (waiting.node, waiting.promise.demand.name) == ("", "ns/llama-0-1-0")
+    assert waiting.promise.demand.priority == -10
     assert waiting.promise.demand.requests == {"nvidia.com/gpu": 1, "pods": 1}
     assert (waiting.promise.uid, waiting.promise.owner.uid) == ("u", "owner")
     pod["spec"]["schedulingGates"] = [{"name": "example.com/never"}]

@@ -20,10 +20,11 @@ from heteroinfer_operator.nodes.demand import (
     selects_node,
     tolerates,
 )
+from heteroinfer_operator.nodes.group_placement import assign_nodes
 from heteroinfer_operator.nodes.missing_capacity import explain
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
-from heteroinfer_operator.nodes.placement import FreeNode, assign_nodes, build_free_nodes, obstacle
+from heteroinfer_operator.nodes.placement import FreeNode, build_free_nodes, obstacle
 
 GPU = "nvidia.com/gpu"
 ZONE = "topology.kubernetes.io/zone"

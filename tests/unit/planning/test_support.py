@@ -45,8 +45,6 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
         ("Llama-3.3-70B-Instruct-NVFP4", "weights in NVFP4, groups of 16", "AWQ, GPTQ"),
         ("Llama-3.1-8B-Instruct-FP8", "weights in FP8 per tensor", "blocks of 128"),
         ("gemma-3-27b-it", "in both directions", "--language-model-only"),
-        ("Qwen2.5-VL-7B-Instruct", "first stage is on a CPU", "stageOrder: AsListed"),
-        ("Mistral-Small-3.2-24B-Instruct", "first stage is on a CPU", "--language-model-only"),
     ],
 )
 def test_what_cpu_ranks_cannot_run_says_what_to_do(name: str, why: str, remedy: str) -> None:
@@ -94,6 +92,35 @@ def test_text_alone_is_planned_without_the_encoder(name: str) -> None:
         assert first.num_layers >= profile.first_stage_layers
         without = replace(profile, encoder="", encoder_bytes=0)
         assert first.weight_bytes - plan(listed, without).plan.ranks[0].weight_bytes == profile.encoder_bytes
+
+
+@pytest.mark.parametrize(
+    ("roles", "order"),
+    [
+        ([cpu(memory="64Gi"), gpu(deviceMemory="80Gi")], "GC"),
+        ([gpu(deviceMemory="80Gi"), cpu(memory="64Gi")], "GC"),
+        ([cpu(memory="64Gi", pods=2), gpu(deviceMemory="80Gi", pods=2)], "GCCG"),
+        ([cpu(memory="64Gi"), gpu(deviceMemory="80Gi", ranksPerPod=2)], "GGC"),
+    ],
+    ids=["CPU listed first", "GPU listed first", "two GPU pods", "two GPUs of a pod"],
+)
+def test_a_gpu_comes_first_for_an_encoder_and_another_one_last_for_the_head(
+    roles: list[dict[str, Any]], order: str
+) -> None:
+    profile = recorded_profiles()["Qwen2.5-VL-7B-Instruct"]
+    ranks = plan(spec(*roles), profile).plan.ranks
+    assert "".join(rank.device.value[0] for rank in ranks) == order
+    text = plan(spec(*roles, **TEXT_ONLY), profile).plan.ranks
+    assert "".join(rank.device.value[0] for rank in text) == "".join(sorted(order)), "the head on a GPU"
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B-Instruct", "Mistral-Small-3.2-24B-Instruct"])
+def test_an_encoder_that_no_gpu_may_run_is_refused(name: str) -> None:
+    roles = [cpu(memory="64Gi"), gpu(deviceMemory="80Gi")]
+    for refused in (spec(roles[0]), spec(*roles, parallelism={"stageOrder": "AsListed"})):
+        message = refusal(name, refused)
+        assert "first stage is on a CPU" in message
+        assert "give it a GPU role and leave parallelism.stageOrder out, or serve text alone" in message
 
 
 def test_a_first_stage_with_too_few_layers_for_an_encoder_is_refused() -> None:
@@ -436,7 +463,7 @@ def test_all_reasons_are_said_at_once() -> None:
     """One by one they cost a user as many tries."""
     sees = replace(recorded_profiles()["Kimi-K2-Thinking"], encoder="images", encoder_bytes=2**30)
     with pytest.raises(PlanError) as caught:
-        plan(spec(*MIXED), sees)
+        plan(spec(*reversed(MIXED), parallelism={"stageOrder": "AsListed"}), sees)
     images, experts = caught.value.message.splitlines()
     assert "first stage is on a CPU" in images
     assert "its kernel is for groups of 128" in experts

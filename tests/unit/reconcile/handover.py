@@ -179,12 +179,25 @@ def taken(world: World) -> dict[str, Any]:
     """Returns what an operator does that has just started."""
     before = dict(world.pods)
     writes: list[str] = []
+    budgets: list[str] = []
     for _ in range(4):
         world.step()
-        writes += [type(action).__name__ for action in world.writes]
+        writes += [type(action).__name__ for action in world.writes if not _is_of_budget(action)]
+        budgets += [type(action).__name__ for action in world.writes if _is_of_budget(action)]
     same = {name for name, pod in before.items() if world.pods.get(name) == pod}
     pods = sorted(same ^ (before.keys() | world.pods.keys()))
-    return {"status": world.status, "events": world.events, "writes": writes, "touched": pods}
+    return {
+        "status": world.status,
+        "events": world.events,
+        "writes": writes,
+        "budgets": budgets,
+        "touched": pods,
+    }
+
+
+def _is_of_budget(action: Any) -> bool:
+    kind = getattr(action, "kind", "") or getattr(action, "manifest", {}).get("kind")
+    return bool(kind == "PodDisruptionBudget")
 
 
 def keep(file: Path) -> None:

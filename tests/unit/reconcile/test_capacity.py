@@ -35,11 +35,14 @@ class CapacityWorld(World):
     """A world with gang schedulers, and with capacity promised to its own pods and to others."""
 
     gangs: frozenset[Gang] = frozenset()
+    unknown: tuple[str, ...] = ()
     promised: tuple[PodDemand, ...] = ()
 
     def observe(self) -> ResourceObservation:
         ours = [pod_demand(name, {}, self.manifests[name]["spec"]) for name in self.workers()]
-        return replace(super().observe(), gangs=self.gangs, promised=(*self.promised, *ours))
+        return replace(
+            super().observe(), gangs=self.gangs, unknown_gangs=self.unknown, promised=(*self.promised, *ours)
+        )
 
 
 def started(spec: dict[str, Any], *nodes: NodeView, gangs: frozenset[Gang] = frozenset()) -> CapacityWorld:
@@ -144,6 +147,12 @@ def test_cpu_only_tells_when_it_happens() -> None:
         (Gang.VOLCANO, "PodGroup", {"minMember": 2, "queue": "team"}),
         (Gang.COSCHEDULING, "PodGroup", {"minMember": 2}),
         (Gang.NATIVE, "Workload", None),
+        (Gang.NATIVE_ALPHA2, "PodGroup", {"schedulingPolicy": {"gang": {"minCount": 2}}}),
+        (
+            Gang.NATIVE_BETA,
+            "PodGroup",
+            {"schedulingPolicy": {"gang": {"minCount": 2}}, "disruptionMode": {"all": {}}},
+        ),
         (Gang.KUEUE, None, None),
     ],
 )
@@ -208,6 +217,40 @@ def test_a_living_group_keeps_its_own_gang() -> None:
     assert ("Workload", "demo-0-1") in world.objects
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [(Gang.NATIVE, Gang.NATIVE_ALPHA2), (Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA)]
+)
+def test_a_group_lives_on_in_an_upgraded_cluster_and_its_next_epoch_has_the_new_api(
+    old: Gang, new: Gang
+) -> None:
+    world = started(cpu_pair(), node("a"), gangs=frozenset({old}))
+    world.all_ready()
+    world.settle()
+    pods, objects = world.workers(), dict(world.objects)
+    world.gangs = frozenset({new})
+    world.settle()
+    assert (world.workers(), world.objects) == (pods, objects)
+    assert world.condition("Ready")[0] == "True"
+    world.end_pod(pods[0])
+    world.settle()
+    world.reap()
+    world.advance_time(60)
+    world.settle()
+    made = [world.manifests[name] for name in world.workers()]
+    assert {pod["metadata"]["labels"][names.LABEL_GANG] for pod in made} == {new.value}
+    group = {"podGroupName": "demo-0-2"}
+    assert [(pod["spec"].get("schedulingGroup"), pod["spec"].get("workloadRef")) for pod in made] == [
+        (group, None)
+    ] * 2
+
+
+def test_of_several_versions_of_kube_schedulers_gangs_the_newest_is_taken() -> None:
+    both = frozenset({Gang.NATIVE, Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
+    world = started(cpu_pair(), node("a"), gangs=both)
+    assert [name for kind, name in world.objects if kind in ("Workload", "PodGroup")] == ["demo-0-1"]
+    assert world.objects["PodGroup", "demo-0-1"]["apiVersion"] == "scheduling.k8s.io/v1beta1"
+
+
 def test_no_object_is_wanted_of_a_gang_scheduler_whose_api_is_gone() -> None:
     world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
     pods = world.workers()
@@ -224,6 +267,11 @@ def test_always_needs_a_gang_scheduler_and_never_takes_none() -> None:
     world.gangs = frozenset({Gang.KUEUE})
     world.settle()
     assert "Kueue is there, but scheduling.queueName is not set" in message(world, "Planned")
+    world.unknown = ("scheduling.k8s.io/v1",)
+    world.settle()
+    words = message(world, "Planned")
+    assert "the cluster serves scheduling.k8s.io/v1, which this operator does not know" in words
+    assert "scheduling.k8s.io/v1alpha1 of Kubernetes 1.35, v1alpha2 of 1.36, v1beta1 of 1.37" in words
     alone = started(cpu_pair(scheduling={"gang": "Never"}), gangs=frozenset({Gang.NATIVE}))
     assert len(alone.workers()) == 2, "created without any node"
     assert names.LABEL_GANG not in alone.manifests[alone.workers()[0]]["metadata"]["labels"]

@@ -30,6 +30,13 @@ NEW_REASONS = {
 }
 """Events from or to 0.1.0, by state and whether it is a rollback: it has other reasons for the same."""
 
+BUDGETS = {
+    (state, back): ["ApplyObject"] * (1 + back) + ["DeleteObject"] * (2 - back)
+    for state in ("serving", "rolling")
+    for back in (False, True)
+}
+"""Writes of budgets where there are two groups, which share one since then."""
+
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -96,6 +103,7 @@ def test_a_status_of_before_typed_transitions_stays(packages: Path, state: str, 
         finalizer = ["SetFinalizer" if back else "RemoveFinalizer"]
         added = ["PatchStatus"] * (taken["status"] != before)
         assert [kind for kind in taken["writes"] if kind != "TryObjects"] == finalizer + added
+    assert sorted(taken["budgets"]) == BUDGETS.get((state, back), [])
 
 
 @both_ways

@@ -22,7 +22,7 @@ def create_model(world: World) -> None:
     world.answer_inspection()
 
 
-@pytest.mark.parametrize("gang", [Gang.VOLCANO, Gang.COSCHEDULING, Gang.NATIVE])
+@pytest.mark.parametrize("gang", [Gang.VOLCANO, Gang.COSCHEDULING, Gang.NATIVE, Gang.NATIVE_BETA])
 def test_a_refused_gang_object_is_tried_again_later_and_later(gang: Gang) -> None:
     """Its name has the epoch: each was refused as another, 5 epochs a second, all of them kept."""
     world = World(spec=cpu_pair(), gangs=frozenset({gang}))

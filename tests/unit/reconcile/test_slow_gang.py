@@ -11,7 +11,12 @@ from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, subject
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
-KINDS = {Gang.VOLCANO: "PodGroup", Gang.COSCHEDULING: "PodGroup", Gang.NATIVE: "Workload"}
+KINDS = {
+    Gang.VOLCANO: "PodGroup",
+    Gang.COSCHEDULING: "PodGroup",
+    Gang.NATIVE: "Workload",
+    Gang.NATIVE_BETA: "PodGroup",
+}
 AGAIN = replace(OPTIONS, names_come_again=True)
 
 

@@ -70,7 +70,7 @@ MULTIMODAL_CPU_FIRST: Final = Unsupported(
     feature="a multimodal model whose first stage is on a CPU",
     options=(),
     why="vLLM runs the encoder on the first rank only, and its CPU encoder is untested in a group",
-    remedy="put a GPU role first (parallelism.stageOrder: AsListed), or add --language-model-only",
+    remedy="give it a GPU role and leave parallelism.stageOrder out, or add --language-model-only",
 )
 TENSOR_CPU_FIRST: Final = Unsupported(
     feature="a stage shared by GPU and CPU ranks whose first rank is on a CPU",

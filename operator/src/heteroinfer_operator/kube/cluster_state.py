@@ -16,7 +16,16 @@ from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
 from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock
-from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, NODE, POD, SERVICE, Kind, NamespacedName
+from heteroinfer_operator.kube.paths import (
+    CHILDREN,
+    CONFIG_MAP,
+    NODE,
+    POD,
+    PRIORITY_CLASS,
+    SERVICE,
+    Kind,
+    NamespacedName,
+)
 from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodPromise, PodRecord, PodRequests
@@ -25,6 +34,7 @@ from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.demand import PodDemand, total
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.priorities import PriorityClassView
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +130,8 @@ class ClusterState:
         self._gangs = GangSchedulers(server, build_children, changed=self._touch_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._requests: WatchCache[PodRequests] | None = None
+        # Not one of `all`: nothing waits for it, and an operator without the right to read it works.
+        self._classes: WatchCache[PriorityClassView] | None = None
         if self.cluster_scope:
             self._nodes = WatchCache(
                 server,
@@ -133,6 +145,12 @@ class ClusterState:
                 trim=trim.pod_requests,
                 changed=self._requests_changed,
                 index=lambda pod: pod.node,
+            )
+            self._classes = WatchCache(
+                server,
+                Collection(label="priority classes", path=PRIORITY_CLASS.path()),
+                trim=PriorityClassView.of,
+                changed=lambda before, after: nodes_changed(),
             )
         self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
         self._kept = kept
@@ -165,6 +183,11 @@ class ClusterState:
     def gangs(self) -> frozenset[Gang]:
         """Returns the gang schedulers that the cluster has, as last asked."""
         return self._gangs.found
+
+    @property
+    def unknown_gangs(self) -> tuple[str, ...]:
+        """Returns API versions of gang schedulers that the cluster serves and the operator does not know."""
+        return self._gangs.unknown
 
     @property
     def _kinds(self) -> dict[Kind, dict[str | None, WatchCache[ChildRecord]]]:
@@ -247,6 +270,8 @@ class ClusterState:
         async with asyncio.TaskGroup() as group:
             for cache in self.all():
                 group.create_task(cache.run(), name=cache.collection.label)
+            if self._classes is not None:
+                group.create_task(self._classes.run(), name=self._classes.collection.label)
             group.create_task(self._gangs.run(), name="gang schedulers")
             group.create_task(self._awake.run(), name="clock")
             for scope in self._pods:
@@ -329,12 +354,19 @@ class ClusterState:
             return None
         return tuple(self._view_of(node) for node in self._nodes.values())
 
+    def priority_classes(self) -> tuple[PriorityClassView, ...] | None:
+        """Returns the priority classes; None outside cluster scope, and before they were listed."""
+        if self._classes is None or not self._classes.synced.is_set():
+            return None
+        return tuple(self._classes.values())
+
     def _view_of(self, node: NodeView) -> NodeView:
         view = self._views.get(node.name)
         if view is None:
             view = self._views[node.name] = replace(
                 node,
                 requested=self._requested_of(node.name),
+                by_priority=self._by_priority_of(node.name),
                 unreachable_since=self._silences.moment(node.name),
             )
         return view
@@ -382,6 +414,13 @@ class ClusterState:
             known = total(pod.requests for pod in self._requests.under(node))
             self._requested[node] = known
         return known
+
+    def _by_priority_of(self, node: str) -> Mapping[int, Mapping[str, float]]:
+        assert self._requests is not None
+        found: dict[int, list[Mapping[str, float]]] = {}
+        for pod in self._requests.under(node):
+            found.setdefault(pod.priority, []).append(pod.requests)
+        return {priority: total(requests) for priority, requests in found.items()}
 
     def _requests_changed(self, before: PodRequests | None, after: PodRequests | None) -> None:
         for pod in (before, after):

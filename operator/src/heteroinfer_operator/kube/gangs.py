@@ -33,6 +33,8 @@ _SIGNS: Final = MappingProxyType(
         Gang.VOLCANO: (("scheduling.volcano.sh/v1beta1",), "podgroups"),
         Gang.COSCHEDULING: (("scheduling.x-k8s.io/v1alpha1",), "podgroups"),
         Gang.NATIVE: (("scheduling.k8s.io/v1alpha1",), "workloads"),
+        Gang.NATIVE_ALPHA2: (("scheduling.k8s.io/v1alpha2",), "podgroups"),
+        Gang.NATIVE_BETA: (("scheduling.k8s.io/v1beta1",), "podgroups"),
     }
 )
 """Group versions, of which one must serve this resource."""
@@ -45,6 +47,40 @@ async def ask_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
     """Asks for each gang scheduler whether its API is served now; an error answers for that one only."""
     answers = await asyncio.gather(*(_is_served(server, gang) for gang in _SIGNS))
     return dict(zip(_SIGNS, answers, strict=True))
+
+
+async def ask_unknown(server: ApiServer) -> tuple[str, ...]:
+    """Asks which API versions of gang schedulers are served that no operator of this version knows.
+
+    Raises:
+        ApiError: the API server refuses, or does not answer.
+    """
+    known: dict[str, tuple[set[str], set[str]]] = {}
+    for group_versions, plural in _SIGNS.values():
+        for each in group_versions:
+            group, _, version = each.partition("/")
+            found = known.setdefault(group, (set(), set()))
+            found[0].add(version)
+            found[1].add(plural)
+    unknown = [
+        f"{group}/{version}"
+        for group, (versions, plurals) in known.items()
+        for version in await _versions(server, group)
+        if version not in versions and plurals & await _resources(server, f"{group}/{version}")
+    ]
+    return tuple(sorted(unknown))
+
+
+async def _versions(server: ApiServer, group: str) -> list[str]:
+    try:
+        answer = await server.get(f"/apis/{group}")
+    except ApiError as error:
+        if error.status == NOT_FOUND:
+            return []
+        raise
+    versions = answer.get("versions")
+    found = versions if isinstance(versions, list) else []
+    return [str(version.get("version")) for version in found if isinstance(version, dict)]
 
 
 async def _is_served(server: ApiServer, gang: Gang) -> bool | ApiError:
@@ -76,6 +112,7 @@ class GangSchedulers:
 
     Attributes:
         found: those whose objects were listed.
+        unknown: API versions of gang schedulers that are served, and that this operator does not know.
         kinds: the caches of these, by kind and scope.
         known: set once the API server answered for each, and the objects of those that it serves were listed.
 
@@ -87,6 +124,7 @@ class GangSchedulers:
         self, server: ApiServer, build: Callable[[Kind], Caches], changed: Callable[[], None]
     ) -> None:
         self.found: frozenset[Gang] = frozenset()
+        self.unknown: tuple[str, ...] = ()
         self.kinds: dict[Kind, Caches] = {}
         self.known = asyncio.Event()
         self._server = server
@@ -103,6 +141,8 @@ class GangSchedulers:
         try:
             while True:
                 failed, self._failed = self._failed.is_set(), asyncio.Event()
+                with contextlib.suppress(ApiError):  # it says what only a message needs
+                    self.unknown = await ask_unknown(self._server)
                 self._update(await ask_gangs(self._server))
                 if failed or self._unanswered:
                     await asyncio.sleep(retry_s)

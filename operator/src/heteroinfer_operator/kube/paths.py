@@ -51,6 +51,9 @@ NETWORK_POLICY: Final = Kind(
 CLAIM: Final = Kind(name="PersistentVolumeClaim", api_version="v1", plural="persistentvolumeclaims")
 SECRET: Final = Kind(name="Secret", api_version="v1", plural="secrets")
 NODE: Final = Kind(name="Node", api_version="v1", plural="nodes", namespaced=False)
+PRIORITY_CLASS: Final = Kind(
+    name="PriorityClass", api_version="scheduling.k8s.io/v1", plural="priorityclasses", namespaced=False
+)
 EVENT: Final = Kind(name="Event", api_version="events.k8s.io/v1", plural="events")
 LEASE: Final = Kind(name="Lease", api_version="coordination.k8s.io/v1", plural="leases")
 
@@ -64,6 +67,8 @@ COSCHEDULING_POD_GROUP: Final = Kind(
     name="PodGroup", api_version="scheduling.x-k8s.io/v1alpha1", plural="podgroups"
 )
 WORKLOAD: Final = Kind(name="Workload", api_version="scheduling.k8s.io/v1alpha1", plural="workloads")
+POD_GROUP_ALPHA2: Final = Kind(name="PodGroup", api_version="scheduling.k8s.io/v1alpha2", plural="podgroups")
+POD_GROUP_BETA: Final = Kind(name="PodGroup", api_version="scheduling.k8s.io/v1beta1", plural="podgroups")
 
 CHILDREN: Final = (SERVICE, NETWORK_POLICY, CONFIG_MAP, DISRUPTION_BUDGET, CLAIM)
 """Children besides pods: kept as stored, and written by server-side apply."""
@@ -72,6 +77,8 @@ GANG_CHILDREN: Final[Mapping[Gang, Kind]] = MappingProxyType(
         Gang.VOLCANO: VOLCANO_POD_GROUP,
         Gang.COSCHEDULING: COSCHEDULING_POD_GROUP,
         Gang.NATIVE: WORKLOAD,
+        Gang.NATIVE_ALPHA2: POD_GROUP_ALPHA2,
+        Gang.NATIVE_BETA: POD_GROUP_BETA,
     }
 )
 """Children that tell a gang scheduler of an epoch, where the cluster serves their kind."""

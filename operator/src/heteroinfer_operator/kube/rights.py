@@ -52,11 +52,16 @@ SERVED: Final = (
     AccessRule(group="scheduling.volcano.sh", resource="podgroups", verbs=_ALL),
     AccessRule(group="scheduling.x-k8s.io", resource="podgroups", verbs=_ALL),
     AccessRule(group="scheduling.k8s.io", resource="workloads", verbs=_ALL),
+    AccessRule(group="scheduling.k8s.io", resource="podgroups", verbs=_ALL),
     AccessRule(group="events.k8s.io", resource="events", verbs=("create", "patch")),
 )
 """In every namespace that is served."""
 
-CLUSTER: Final = (AccessRule(group="", resource="nodes", verbs=("list", "watch")),)
+CLUSTER: Final = (
+    AccessRule(group="", resource="nodes", verbs=("list", "watch")),
+    # Which pods the scheduler preempts for a group; without this right, no pod counts as preempted.
+    AccessRule(group="scheduling.k8s.io", resource="priorityclasses", verbs=("list", "watch")),
+)
 """In cluster scope only: what plans read of the nodes."""
 
 

@@ -108,11 +108,13 @@ class PodRequests:
         node: its node, or "" while a pod of ours has none.
         requests: by resource name: bytes for memory, cores for cpu, counts for devices; one of `pods`.
         promise: of a pod of ours that has no node yet, or None.
+        priority: of the pod.
     """
 
     node: str
     requests: Mapping[str, float]
     promise: PodPromise | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -464,7 +466,8 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
     spec, metadata = _spec(stored), _metadata(stored)
     node = as_text(spec.get("nodeName"), "nodeName")
     if node:
-        return PodRequests(node=node, requests={**effective_requests(spec), PODS: 1.0})
+        priority = as_integer(spec.get("priority"), "priority")
+        return PodRequests(node=node, requests={**effective_requests(spec), PODS: 1.0}, priority=priority)
     owner = _maker(stored)
     if owner is None or "deletionTimestamp" in metadata or _gates(spec):
         return None

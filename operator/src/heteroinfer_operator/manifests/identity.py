@@ -91,6 +91,11 @@ def group_service(owner: Owner, index: int) -> str:
     return f"{owner.key.name}-{index}-ranks"
 
 
+def shared_budget(owner: Owner) -> str:
+    """Returns the name of the PodDisruptionBudget of all groups."""
+    return f"{owner.key.name}-groups"
+
+
 def plan_config_map(owner: Owner, plan_hash: str) -> str:
     """Returns the name of the ConfigMap that keeps a plan."""
     return f"{owner.key.name}-plan-{plan_hash}"

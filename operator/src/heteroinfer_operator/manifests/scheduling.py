@@ -9,6 +9,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.nodes.demand import REQUIRED, preferred_node, require_label
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.nodes.other_groups import apart_terms
 from heteroinfer_operator.nodes.role_demand import role_fields
 
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -36,6 +37,12 @@ def assigned_fields(
     if node_assignment.domain is not None:
         key, value = node_assignment.domain
         fields["nodeSelector"] = {**fields.get("nodeSelector", {}), key: value}
+    if node_assignment.apart:
+        apart = affinity.setdefault("podAntiAffinity", {})
+        apart[_PREFERRED] = [
+            *apart.get(_PREFERRED, ()),
+            *apart_terms(group.owner.key.name, group.index),
+        ]
     if pod.index in node_assignment.gpu_memory_mib:
         more_than = str(node_assignment.gpu_memory_mib[pod.index] - 1)
         label = {"key": f"{role.gpu_resource}.memory", "operator": "Gt", "values": [more_than]}

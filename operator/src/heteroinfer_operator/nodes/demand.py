@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from heteroinfer_operator.stored_fields import (
     as_amounts,
+    as_integer,
     as_name,
     as_object,
     as_objects,
@@ -61,6 +62,7 @@ class PodDemand:
         away: required pod anti-affinity terms.
         node: a node that it will be placed on if it has free capacity, or "".
         namespace: of the pod, or "" where it is not known.
+        priority: of the pod, or None where it is not known.
     """
 
     name: str
@@ -73,6 +75,7 @@ class PodDemand:
     away: tuple[Manifest, ...] = ()
     node: str = ""
     namespace: str = ""
+    priority: int | None = None
 
 
 def pod_demand(
@@ -103,6 +106,7 @@ def pod_demand(
         near=_terms(affinity, "podAffinity"),
         away=_terms(affinity, "podAntiAffinity"),
         node=_hint(as_objects(nodes.get(_PREFERRED), _PREFERRED)),
+        priority=as_integer(spec["priority"], "priority") if "priority" in spec else None,
     )
 
 

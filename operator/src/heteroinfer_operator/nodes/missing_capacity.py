@@ -89,12 +89,13 @@ def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
         found = obstacle(demand, free_node.node) or _lack(demand, free_node)
         by_obstacle.setdefault(found, []).append(free_node.node.name)
     order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
-    reported = [f"{_nodes(names)} {found.of(len(names))}" for found, names in order[:_MOST_REASONS]]
+    reported = [f"{name_nodes(names)} {found.of(len(names))}" for found, names in order[:_MOST_REASONS]]
     rest = sum(len(names) for _, names in order[_MOST_REASONS:])
     return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
 
 
-def _nodes(names: Sequence[str]) -> str:
+def name_nodes(names: Sequence[str]) -> str:
+    """Returns nodes by name, the first few of many."""
     if len(names) == 1:
         return f"node {names[0]}"
     more = f" and {len(names) - _MOST_NODES} more" if len(names) > _MOST_NODES else ""

@@ -14,6 +14,7 @@ class NodeView:
     Attributes:
         allocatable: by resource name: bytes for memory, cores for cpu, counts for devices.
         requested: of that, by the pods on it.
+        by_priority: the same by the priority of the pods; empty where it is not known.
         schedulable: Ready and not cordoned.
         unreachable_since: since when it is known that its kubelet sends no heartbeat, by the clock of
             this process, or None while it does.
@@ -22,6 +23,7 @@ class NodeView:
     name: str
     allocatable: Mapping[str, float]
     requested: Mapping[str, float] = field(default_factory=dict)
+    by_priority: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     schedulable: bool = True
     problem: str = "not Ready"
     labels: Mapping[str, str] = field(default_factory=dict)

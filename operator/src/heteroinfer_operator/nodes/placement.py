@@ -11,9 +11,10 @@ from itertools import islice, product
 from math import prod
 from typing import Final, NamedTuple
 
-from heteroinfer_operator.nodes.demand import PodDemand, selects_node, tolerates
+from heteroinfer_operator.nodes.demand import PodDemand, selects_node, tolerates, total
 from heteroinfer_operator.nodes.node_platform import other_platform
 from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
 
 MOST_TRIES: Final = 5000
@@ -28,10 +29,15 @@ _LEAST: Final = 1e-6
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FreeNode:
-    """A node and what is free on it; `take` uses it up. Equal to itself only."""
+    """A node and what is free on it; `take` uses it up. Equal to itself only.
+
+    Attributes:
+        by_priority: what is not free, by the priority of the pods that have it.
+    """
 
     node: NodeView
     free: dict[str, float]
+    by_priority: dict[int, dict[str, float]] = field(default_factory=dict)
     promised: list[str] = field(default_factory=list)
     """Names of the pods without a node for which some of it is kept."""
 
@@ -41,7 +47,18 @@ class FreeNode:
         return cls(
             node=node,
             free={name: whole - node.requested.get(name, 0.0) for name, whole in node.allocatable.items()},
+            by_priority={priority: dict(taken) for priority, taken in node.by_priority.items()},
         )
+
+    def has_lower(self, priority: int) -> bool:
+        """Returns whether pods of lower priority are on it."""
+        return any(other < priority for other in self.by_priority)
+
+    def without_lower(self, priority: int) -> "FreeNode":
+        """Returns the node as it is once the scheduler preempted all pods of lower priority."""
+        freed = total(taken for other, taken in self.by_priority.items() if other < priority)
+        free = {name: left + freed.get(name, 0.0) for name, left in self.free.items()}
+        return FreeNode(node=self.node, free=free, promised=self.promised)
 
     def has(self, requests: Mapping[str, float]) -> bool:
         """Returns whether so much is free."""
@@ -54,6 +71,11 @@ class FreeNode:
         (cpu, memory, pods) is not bounded: `heteroinfer up` and `plan --gpus` know devices only.
         """
         return self.free.get(resource, 0.0 if "/" in resource else float("inf"))
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether more is taken of it than it has: pods of lower priority are preempted there."""
+        return any(left < -_LEAST for left in self.free.values())
 
     def take(self, requests: Mapping[str, float], *, times: int = 1) -> None:
         """Uses it up; `times` -1 gives it back."""
@@ -88,16 +110,25 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
             while full < len(free_nodes) and not _may_take(demand, free_nodes[full]):
                 full += 1
             searched[kind] = full
-            if full == len(free_nodes):
+            if full < len(free_nodes):
+                chosen = free_nodes[full]
+            elif chosen is None or not _may_preempt(demand, chosen):
                 continue
-            chosen = free_nodes[full]
         chosen.take(demand.requests)
         chosen.promised.append(demand.name)
+        if demand.priority is not None:
+            taken = chosen.by_priority.get(demand.priority, {})
+            chosen.by_priority[demand.priority] = total((taken, demand.requests))
     return free_nodes
 
 
 def _may_take(demand: PodDemand, free_node: FreeNode) -> bool:
     return free_node.has(demand.requests) and not obstacle(demand, free_node.node)
+
+
+def _may_preempt(demand: PodDemand, free_node: FreeNode) -> bool:
+    priority = demand.priority
+    return priority is not None and _may_take(demand, free_node.without_lower(priority))
 
 
 def _kind(demand: PodDemand) -> Hashable:
@@ -142,37 +173,6 @@ def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     return None if selected else Obstacle(True, "not selected by the pod's node rules")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """A node for each pod.
-
-    Attributes:
-        nodes: names, in the order of the demands.
-        domain: value of the topology key that all of them have; "" without a key.
-    """
-
-    nodes: tuple[str, ...]
-    domain: str = ""
-
-
-def assign_nodes(
-    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = ""
-) -> Placement | None:
-    """Returns where all pods fit together, or None; takes nothing.
-
-    Args:
-        topology_key: a node label of which the group keeps to one value; "" for any nodes.
-    """
-    if not topology_key:
-        nodes = _search(demands, free_nodes)
-        return None if nodes is None else Placement(nodes=nodes)
-    for value, inside in domains_of(free_nodes, topology_key).items():
-        nodes = _search(demands, inside)
-        if nodes is not None:
-            return Placement(nodes=nodes, domain=value)
-    return None
-
-
 def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:
     """Returns the nodes by their value of a topology key, sorted; nodes without the label are left out."""
     domains: dict[str, list[FreeNode]] = {}
@@ -205,14 +205,17 @@ def alike_pods(demands: Sequence[PodDemand]) -> list[AlikePods]:
     return kinds
 
 
-def _search(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> tuple[str, ...] | None:
+def search_nodes(
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None = None
+) -> tuple[str, ...] | None:
+    """Returns the names of nodes where all pods fit together, in the order of the demands, or None."""
     kinds = alike_pods(demands)
     terms = GroupTerms(kinds=[kind.demand for kind in kinds])
     for kind in kinds:
         kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
         if not _is_enough(kind, kind.free_nodes):
             return None
-        kind.free_nodes.sort(key=lambda free_node, kind=kind: _preference(kind.demand, free_node))  # type: ignore[misc]  # bound at once
+        kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
     choices = [places_of(series, kinds) for series in terms.series]
     tries = max(MOST_TRIES // max(prod(map(len, choices)), 1), _FEWEST_TRIES)
     for chosen in islice(product(*choices), _MOST_CHOICES):
@@ -263,14 +266,20 @@ def _search_within(
     return _Search(demands=demands, kinds=limited, terms=terms, kind_of=kind_of, tries_left=tries).run()
 
 
-def _preference(demand: PodDemand, free_node: FreeNode) -> tuple[float, ...]:
-    """Returns what orders nodes for a pod: large GPUs, then full nodes first; without GPUs those without."""
+def preference(
+    demand: PodDemand, free_node: FreeNode, others: OtherGroups | None = None
+) -> tuple[float, ...]:
+    """Returns what orders nodes for a pod: large GPUs, and without GPUs those without; then full nodes.
+
+    Nodes of other groups of the resource come after those that are alike.
+    """
+    nearness = 0 if others is None else others.nearness(free_node.node)
     devices = [name for name in demand.requests if "/" in name]
     if devices:
         memory = sum(device_memory_mib(free_node.node, name) or 0 for name in devices)
-        return (-memory, sum(free_node.left(name) for name in devices), free_node.left("memory"))
+        return (-memory, nearness, sum(free_node.left(name) for name in devices), free_node.left("memory"))
     spare = sum(left for name, left in free_node.free.items() if "/" in name)
-    return (float(spare > 0), free_node.left("memory"))
+    return (float(spare > 0), nearness, free_node.left("memory"))
 
 
 def device_memory_mib(node: NodeView, resource: str) -> int | None:

@@ -16,16 +16,12 @@ from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.nodes.calibrations import Calibrations, slowest
 from heteroinfer_operator.nodes.cpu_features import labelled_features, measured_features, roles_without_amx
 from heteroinfer_operator.nodes.demand import PodDemand
-from heteroinfer_operator.nodes.missing_capacity import explain
+from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes
+from heteroinfer_operator.nodes.missing_capacity import explain, name_nodes
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.nodes.node_view import NodeView
-from heteroinfer_operator.nodes.placement import (
-    FreeNode,
-    Placement,
-    assign_nodes,
-    device_memory_mib,
-    obstacle,
-)
+from heteroinfer_operator.nodes.other_groups import OtherGroups
+from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, obstacle
 from heteroinfer_operator.nodes.role_demand import role_demand
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import GPU_USABLE
@@ -47,6 +43,8 @@ class Capacity:
         shortage_age_s: how long GPUs have been missing, in seconds; None where waiting is of no
             use, so that CPUOnly is done at once.
         resource: name of the resource, by which affinity terms may select its pods; None if it has none.
+        others: groups of the resource that this one prefers to be apart from; None where there are none.
+        priority: pods of a lower one are preempted by the scheduler; None: no pod is.
     """
 
     free_nodes: Sequence[FreeNode] | None = None
@@ -54,6 +52,26 @@ class Capacity:
     others_wait: bool = False
     shortage_age_s: float | None = None
     resource: ResourceKey | None = None
+    others: OtherGroups | None = None
+    priority: int | None = None
+
+    def assign(self, demands: Sequence[PodDemand], key: str) -> Placement | None:
+        """Returns where all pods fit, by preempting pods of lower priority only if there is no other way."""
+        found = assign_nodes(demands, self.free_nodes or (), key, self.others)
+        if found is None and self._can_preempt():
+            found = assign_nodes(demands, self.preempted(), key, self.others)
+        return found
+
+    def _can_preempt(self) -> bool:
+        priority = self.priority
+        return priority is not None and any(each.has_lower(priority) for each in self.free_nodes or ())
+
+    def preempted(self) -> Sequence[FreeNode]:
+        """Returns the nodes as they are once the scheduler preempted what it can."""
+        free_nodes, priority = self.free_nodes or (), self.priority
+        if priority is None:
+            return free_nodes
+        return [each.without_lower(priority) if each.has_lower(priority) else each for each in free_nodes]
 
 
 def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
@@ -65,7 +83,7 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     """
     if capacity.free_nodes is None:
         return make_plan(request, _anywhere(request.spec, capacity.calibrations))
-    short = _short_roles(request.spec, capacity.free_nodes, capacity.resource)
+    short = _short_roles(request.spec, capacity)
     gpus_are_awaited = request.spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
     if short and not (capacity.others_wait and gpus_are_awaited):
         return _without_gpus(request, capacity, capacity.free_nodes, short)
@@ -88,15 +106,16 @@ def _placed(
     ]
     key = spec.scheduling.topology_key
     asked = [demand for _, demand in demands]
-    found = assign_nodes(asked, free_nodes, key)
+    found = capacity.assign(asked, key)
     inventory = _inventory(spec, capacity, demands, found, on_cpus)
     planned = make_plan(request, inventory)  # what can never be planned is reported before what is missing
     missing = _take(found, asked, capacity, free_nodes, key)
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes)
     )
+    planned = replace(planned, missing=missing)
     if found is None or capacity.others_wait:
-        return replace(planned, node_assignment=node_assignment, missing=missing)
+        return replace(planned, node_assignment=node_assignment)
     by_role: dict[str, list[str]] = {}
     for (role, _), node in zip(demands, found.nodes, strict=True):
         by_role.setdefault(role.name, []).append(node)
@@ -123,14 +142,14 @@ def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> t
         return NodeAssignment(), ""
     asked = [role_demand(spec, roles[pod.role], pod.device, capacity.resource) for pod in plan.pods]
     key = spec.scheduling.topology_key
-    found = assign_nodes(asked, capacity.free_nodes, key)
+    found = capacity.assign(asked, key)
     missing = _take(found, asked, capacity, capacity.free_nodes, key)
     labelled = labelled_roles(spec, [free_node.node for free_node in capacity.free_nodes])
     assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled))
     if found is None or capacity.others_wait:
         return assignment, missing
     nodes = {pod.index: node for pod, node in zip(plan.pods, found.nodes, strict=True)}
-    return replace(assignment, nodes=nodes, domain=(key, found.domain) if key else None), ""
+    return replace(assignment, nodes=nodes, domain=(key, found.domain) if key else None), missing
 
 
 def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[str]) -> dict[int, int]:
@@ -173,16 +192,23 @@ def _take(
     free_nodes: Sequence[FreeNode],
     key: str,
 ) -> str:
-    """Takes what a placement needs; without a placement, returns what others wait for or raises Shortage."""
+    """Takes what a placement needs; returns what the pods wait for once they are created, or "".
+
+    Raises:
+        Shortage: there is no placement, and nobody else waits for one.
+    """
     if found is None:
-        missing = explain(demands, free_nodes, key)
+        missing = explain(demands, capacity.preempted(), key)
         if not capacity.others_wait:
             raise Shortage(f"{missing}; {_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
         return missing
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     for demand, node in zip(demands, found.nodes, strict=True):
         by_name[node].take(demand.requests)
-    return ""
+    full = [node for node in dict.fromkeys(found.nodes) if by_name[node].is_overfull]
+    return (
+        f"waiting until the scheduler preempts pods of lower priority on {name_nodes(full)}" if full else ""
+    )
 
 
 def _inventory(
@@ -251,9 +277,7 @@ def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventor
     )
 
 
-def _short_roles(
-    spec: HeteroInferenceSpec, free_nodes: Sequence[FreeNode], resource: ResourceKey | None
-) -> dict[str, str]:
+def _short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
     """Returns the GPU roles that usable GPUs are missing for, with what is missing where.
 
     Roles are counted in order, and by their GPUs only: one whose pods lack memory lacks no GPUs.
@@ -264,11 +288,11 @@ def _short_roles(
     for role in spec.roles:
         if role.device is not Device.GPU:
             continue
-        demand = role_demand(spec, role, Device.GPU, resource)
+        demand = role_demand(spec, role, Device.GPU, capacity.resource)
         gpus = {role.gpu_resource: demand.requests[role.gpu_resource]}
         pods = [replace(demand, requests=gpus)] * role.pods
-        if assign_nodes([*placed, *pods], free_nodes, key) is None:
-            short[role.name] = explain([*placed, *pods], free_nodes, key)
+        if capacity.assign([*placed, *pods], key) is None:
+            short[role.name] = explain([*placed, *pods], capacity.preempted(), key)
         else:
             placed += pods
     return short

@@ -28,6 +28,7 @@ from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.planning.topology import Topology, lay_out
 from heteroinfer_operator.vllm_support.cpu_ranks import check_support
+from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 from heteroinfer_operator.vllm_support.quantization import check_quantization
 from heteroinfer_operator.vllm_support.served_architectures import check_architecture
 
@@ -96,7 +97,8 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         PlanError: there is no plan; the message says what is missing and by how much.
     """
     spec, profile = request.spec, request.profile
-    topology = lay_out(spec, inventory)
+    has_encoder = bool(profile.encoder) and not EngineOptions.of(spec.engine.args).is_text_only
+    topology = lay_out(spec, inventory, has_encoder=has_encoder)
     _check_tensor(topology.tensor, profile)
     engine = engine_settings(
         spec,

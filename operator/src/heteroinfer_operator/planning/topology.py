@@ -71,18 +71,21 @@ class Topology:
         return any(len({seat.placed.device for seat in stage}) > 1 for stage in self.stages)
 
 
-def lay_out(spec: HeteroInferenceSpec, inventory: Inventory) -> Topology:
+def lay_out(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: bool = False) -> Topology:
     """Returns the seats of a group.
 
     Pods number in rank order, so that pod 0 holds rank 0 and the ranks of a pod are
     together; ranks number through the stages, then within a stage.
+
+    Args:
+        has_encoder: whether an encoder is served, which runs on the first rank.
 
     Raises:
         PlanError: the sizes don't fit the roles.
     """
     placed, notes = _place(spec, inventory)
     tensor = tensor_size(spec)
-    pods = _order(spec, placed, tensor)
+    pods = _order(spec, placed, tensor, has_encoder=has_encoder)
     seats = [
         Seat(pod=pod, local_rank=local_rank, placed=p)
         for pod, p in enumerate(pods)
@@ -99,10 +102,23 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory) -> Topology:
     return topology
 
 
-def _order(spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int) -> list[PlacedRole]:
+def _order(
+    spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int, *, has_encoder: bool
+) -> list[PlacedRole]:
     """Returns the role of each pod, in the order of pods."""
     if spec.parallelism.stage_order is StageOrder.AS_LISTED:
         return _pods(placed)
+    pods = _order_by_device(spec, placed, tensor)
+    first_gpu = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
+    if not has_encoder or not first_gpu:
+        return pods
+    # A GPU first for the encoder; all others keep their places, so that the head is on another GPU if any.
+    return [pods[first_gpu], *pods[:first_gpu], *pods[first_gpu + 1 :]]
+
+
+def _order_by_device(
+    spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int
+) -> list[PlacedRole]:
     # The head (1 GB for an 8B model) is read each step: on the CPU that costs 16-20 ms
     # more (H200 host, 2026-11-20), so that the last stage is a GPU's.
     gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)

@@ -11,7 +11,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest, PodView
 from heteroinfer_operator.manifests import identity
-from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget
+from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget, build_shared_budget
 from heteroinfer_operator.manifests.drift import as_made, find_drift
 from heteroinfer_operator.manifests.egress_policy import POLICY_KIND, build_fetch_policies, build_group_egress
 from heteroinfer_operator.manifests.gang import gang_name
@@ -93,6 +93,7 @@ def find_children(
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         elif decision.runs:
             kept.add(gang_name(context.epoch_ref(decision.status)))
+    wanted += _shared_budget(context, decisions, by_group)
     wanted += _plans(owner, decisions)
     for name, scopes in sorted(in_use.items()):
         kept.add(identity.revision_record(owner, name))
@@ -137,10 +138,35 @@ def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> 
         policies = build_group_egress(revision.spec, group, context.isolation)
         found += [Child(manifest=policy, scopes=scopes) for policy in policies]
     pods = sum(role.pods for role in revision.spec.roles)
-    if pods > 1 and index < context.replicas:
+    if pods > 1 and index < context.replicas == 1:
         asleep = decision.status.phase is GroupPhase.SLEEPING
         found.append(Child(manifest=build_disruption_budget(group, pods=pods, asleep=asleep), last=True))
     return found
+
+
+def _shared_budget(
+    context: Context, decisions: Sequence[GroupDecision], by_group: Mapping[int, Sequence[PodView]]
+) -> list[Child]:
+    """Returns the budget of several groups: one pod may go while all groups with pods serve, and two do.
+
+    A group without pods, which waits for capacity or for its next try, is not counted: it keeps no drain from
+    the second of two others that serve. Nor is one that sleeps, which somebody put to sleep. No pod may go
+    while a rollout takes down a group.
+    """
+    wanted = [decision for decision in decisions if decision.status.index < context.replicas]
+    if len(wanted) < 2:
+        return []
+    awake = [decision for decision in wanted if decision.status.phase is not GroupPhase.SLEEPING]
+    sizes = [
+        len(decision.plan.pods) if decision.plan is not None else len(by_group.get(decision.status.index, ()))
+        for decision in awake
+        if decision.runs and (decision.creates or by_group.get(decision.status.index))
+    ]
+    spared = (len(sizes) > 1 or len(awake) == 1) and not context.closing.wanted
+    manifest = build_shared_budget(
+        context.owner, min_available=max(sum(sizes) - spared, 0), asleep=len(awake) < len(wanted)
+    )
+    return [Child(manifest=manifest, last=True)]
 
 
 def _plans(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:

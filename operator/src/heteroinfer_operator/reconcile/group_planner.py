@@ -1,6 +1,7 @@
 """What there is to plan with, counted once a reconcile and used up by the groups that it starts. Pure."""
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -24,7 +25,9 @@ from heteroinfer_operator.manifests.gang import choose_gang
 from heteroinfer_operator.nodes.calibrations import slowest
 from heteroinfer_operator.nodes.cpu_features import roles_without_amx
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
+from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode
+from heteroinfer_operator.nodes.priorities import preempting_priority
 from heteroinfer_operator.planning import (
     Capacity,
     EpochPlan,
@@ -37,6 +40,7 @@ from heteroinfer_operator.planning import (
 )
 from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
 from heteroinfer_operator.planning.predicted_plan import PredictedPlan, predict_again
+from heteroinfer_operator.reconcile.reading import pods_by_group
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 WAITING_FOR_MODEL = "WaitingForModel"
@@ -59,6 +63,7 @@ class GroupPlanner:
         waits_for: what is said while it is not.
         shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
         hints: whether pods name the node that was found for them: not where there is one machine.
+        groups: how many are wanted.
     """
 
     request: GroupRequest | None
@@ -66,45 +71,53 @@ class GroupPlanner:
     observation: ResourceObservation
     shortage_age_s: float | None
     hints: bool = True
+    groups: int = 1
     _free_nodes: Sequence[FreeNode] | None = field(init=False, default=None)
     _problem: PlanError | None = field(init=False, default=None)
     _asked: bool = field(init=False, default=False)
+    _occupied: dict[int, set[str]] | None = field(init=False, default=None)
+    """By group: names of the nodes that have its pods, or will."""
 
-    def make(self) -> EpochPlan:
+    def make(self, group: int) -> EpochPlan:
         """Returns the plan of one more group; what it takes of the nodes is not given to the next.
+
+        Args:
+            group: its index.
 
         Raises:
             Shortage: GPUs or other capacity are missing now.
             PlanError: there is no plan, or the model is not known yet.
         """
         request = self._known_request()
-        gang = choose_gang(request.spec, self.observation.gangs)
+        gang = self._choose_gang(request.spec)
         try:
-            planned = plan_group(request, self._capacity(request.spec, gang))
+            planned = plan_group(request, self._capacity(request.spec, gang, group))
         except Shortage as shortage:
             raise self._with_promises(shortage) from None
-        return replace(planned, node_assignment=self._hinted(planned.node_assignment, gang))
+        return replace(planned, node_assignment=self._hinted(planned.node_assignment, gang, group))
 
     def make_for_any_nodes(self) -> EpochPlan:
         """Returns a plan however much is free: as sizes go, and not where its pods belong; raises as make."""
         request = self._known_request()
-        gang = choose_gang(request.spec, self.observation.gangs)
+        gang = self._choose_gang(request.spec)
         planned = make_plan(request, Inventory(without_amx=self._without_amx(request)))
         return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang))
 
-    def make_again(self, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
+    def make_again(self, group: int, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
         """Returns the plan that a group had, for its next epoch; raises as make.
 
         Args:
+            group: its index.
             spec: that the group was made with.
             plan: of its last epoch.
         """
-        gang = choose_gang(spec, self.observation.gangs)
+        gang = self._choose_gang(spec)
         try:
-            assignment, missing = assign_again(spec, plan, self._capacity(spec, gang))
+            assignment, missing = assign_again(spec, plan, self._capacity(spec, gang, group))
         except Shortage as shortage:
             raise self._with_promises(shortage) from None
-        return EpochPlan(plan=plan, node_assignment=self._hinted(assignment, gang), missing=missing)
+        hinted = self._hinted(assignment, gang, group)
+        return EpochPlan(plan=plan, node_assignment=hinted, missing=missing)
 
     def node_assignment_again(
         self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
@@ -116,7 +129,8 @@ class GroupPlanner:
             pods: those others.
         """
         labelled = labelled_roles(spec, self.observation.nodes or ())
-        return NodeAssignment(gang=gang_of(pods), gpu_memory_mib=gpu_memory_mib(spec, plan, labelled))
+        memory = gpu_memory_mib(spec, plan, labelled)
+        return NodeAssignment(gang=gang_of(pods), gpu_memory_mib=memory, apart=self._are_apart)
 
     @property
     def profile(self) -> ModelProfile | None:
@@ -151,7 +165,7 @@ class GroupPlanner:
             self._asked = True
             try:
                 request = self._known_request()
-                choose_gang(request.spec, self.observation.gangs)
+                self._choose_gang(request.spec)
             except PlanError as problem:
                 self._problem = problem
             else:
@@ -179,7 +193,14 @@ class GroupPlanner:
         words = describe_promises(promised, self.observation.resource.key.namespace)
         return Shortage(f"{shortage.message}; {words}", reason=shortage.reason) if words else shortage
 
-    def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None) -> Capacity:
+    def _choose_gang(self, spec: HeteroInferenceSpec) -> Gang | None:
+        return choose_gang(spec, self.observation.gangs, self.observation.unknown_gangs)
+
+    @property
+    def _are_apart(self) -> bool:
+        return self.groups > 1 and self.hints
+
+    def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None, group: int) -> Capacity:
         if self._free_nodes is None and self.observation.nodes is not None:
             self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.promised)
         return Capacity(
@@ -188,10 +209,24 @@ class GroupPlanner:
             others_wait=gang is not None or spec.scheduling.gang is When.NEVER,
             shortage_age_s=self.shortage_age_s,
             resource=self.observation.resource.key,
+            others=self._other_groups(group) if self._are_apart else None,
+            priority=preempting_priority(
+                spec.scheduling.priority_class_name, self.observation.priority_classes
+            ),
         )
 
-    def _hinted(self, assignment: NodeAssignment, gang: Gang | None) -> NodeAssignment:
-        return replace(assignment, gang=gang, nodes=assignment.nodes if self.hints else {})
+    def _other_groups(self, group: int) -> OtherGroups:
+        """Returns where the pods of the resource's other groups are, or will be."""
+        if self._occupied is None:
+            self._occupied = occupied_nodes(self.observation)
+        occupied = [node for index, nodes in self._occupied.items() if index != group for node in nodes]
+        return OtherGroups.on(occupied, self.observation.nodes or ())
+
+    def _hinted(self, assignment: NodeAssignment, gang: Gang | None, group: int) -> NodeAssignment:
+        if self._occupied is not None:
+            self._occupied.setdefault(group, set()).update(assignment.nodes.values())
+        nodes = assignment.nodes if self.hints else {}
+        return replace(assignment, gang=gang, nodes=nodes, apart=self._are_apart)
 
 
 @lru_cache(maxsize=_MOST_ANSWERS)
@@ -231,6 +266,19 @@ def describe_promises(pods: Sequence[str], namespace: str) -> str:
         holders.append(f"{strangers} pod{'s' if strangers > 1 else ''} of other namespaces")
     words = "some of the capacity is kept for pods that have no node yet"
     return f"{words}: {', '.join(holders)}" if holders else ""
+
+
+def occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
+    """Returns the names of the nodes that each group's pods have, or are hinted at, by group."""
+    key, found = observation.resource.key, defaultdict[int, set[str]](set)
+    for index, pods in pods_by_group(observation.pods).items():
+        found[index] |= {pod.node for pod in pods if pod.node and not pod.ended}
+    for demand in observation.promised:
+        group = demand.labels.get(names.LABEL_GROUP, "")
+        own = demand.name.startswith(f"{key.namespace}/")
+        if own and demand.labels.get(names.LABEL_RESOURCE) == key.name and group.isdecimal() and demand.node:
+            found[int(group)].add(demand.node)
+    return dict(found)
 
 
 def gang_of(pods: Sequence[PodView]) -> Gang | None:

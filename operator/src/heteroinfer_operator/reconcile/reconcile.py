@@ -76,7 +76,7 @@ from heteroinfer_operator.reconcile.revisions import (
     find_target,
     read_records,
 )
-from heteroinfer_operator.reconcile.rollout import decide_wanted
+from heteroinfer_operator.reconcile.rollout import decide_wanted, find_closing
 from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
@@ -115,16 +115,18 @@ def _decide(
     commit = model.status.commit if target.refusal is None else None
     revisions = find_revisions(kept.records, target, commit, owner, options)
     accepted = revisions.get(target.name or "") if target.refusal is None else None
+    replicas = _replicas(life.replicas, status, observation.pods)
     planner = GroupPlanner(
         request=_group_request(resource.key, accepted, model.profile),
         waits_for=model.message,
         observation=observation,
         shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
         hints=options.nodes_may_come,
+        groups=replicas,
     )
     context = Context(
         life=life,
-        replicas=_replicas(life.replicas, status, observation.pods),
+        replicas=replicas,
         owner=owner,
         now=now,
         options=options,
@@ -228,6 +230,7 @@ def _act(
     by_group |= {index: list(believed[index].pods) for index in by_group if index in believed}
     old |= {index: believed[index].status for index in old if index in believed}
     context = replace(context, admission=find_admission(context, observation, old, by_group))
+    context = replace(context, closing=find_closing(context, old, by_group))
     wanted = decide_wanted(context, old, by_group, observation.groups)
     unwanted = [
         stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: no longer wanted")

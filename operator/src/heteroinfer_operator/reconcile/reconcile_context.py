@@ -38,6 +38,19 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """Whether no pod of several groups may be evicted, since a rollout takes down one of them.
+
+    Attributes:
+        wanted: whether the budget is to allow no eviction.
+        done: whether it allows none, or need not.
+    """
+
+    wanted: bool = False
+    done: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """One reconcile of one resource.
 
@@ -79,6 +92,7 @@ class Context:
     connecting_s: Mapping[tuple[int, int], float]
     refusals: Sequence[Refusal] = ()
     admission: Admission = Admission()
+    closing: Closing = Closing()
     unmade: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
     isolation: Isolation | None = None

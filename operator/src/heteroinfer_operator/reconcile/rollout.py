@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupPhase, GroupStatus
-from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.cluster import Manifest, PodView
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.disruption_budget import KIND as BUDGET_KIND
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.lost_labels import is_cut_off
 from heteroinfer_operator.reconcile.one_group.decide import decide_group
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.made import revision_of
 from heteroinfer_operator.reconcile.reading import epoch_of
-from heteroinfer_operator.reconcile.reconcile_context import Context
+from heteroinfer_operator.reconcile.reconcile_context import Closing, Context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,56 @@ class Rollout:
         return f"{self.wanted - self.outdated} of {self.wanted} groups have the new revision"
 
 
+def find_closing(
+    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+) -> Closing:
+    """Returns whether evictions must stop, and have stopped, before a rollout takes down a group that serves.
+
+    A group alone has nobody to leave to serve. Where the budget is refused, the rollout goes on without it.
+    """
+    if (
+        context.replicas == 1
+        or context.life.suspend
+        or context.problem is not None
+        or not _may_go_on(context)
+    ):
+        return Closing()
+    serving, outdated = _serving(context, old, by_group), _outdated(context, old, by_group)
+    if not serving & outdated or context.life.rollout.max_unavailable <= context.replicas - len(serving):
+        return Closing()
+    name, pods = identity.shared_budget(context.owner), sum(len(by_group.get(i, ())) for i in serving)
+    stored = [each for each in context.planner.observation.objects if each["metadata"]["name"] == name]
+    refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
+    is_closed = any(each["kind"] == BUDGET_KIND and _least(each) >= pods for each in stored)
+    return Closing(wanted=True, done=is_closed or refused)
+
+
+def _may_go_on(context: Context) -> bool:
+    return not context.target_failed and not context.waits_for_admission
+
+
+def _least(budget: Manifest) -> int:
+    found = (budget.get("spec") or {}).get("minAvailable")
+    return found if isinstance(found, int) else 0
+
+
+def _serving(
+    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+) -> set[int]:
+    return {i for i in range(context.replicas) if i in old and _serves(old[i], by_group.get(i, ()))}
+
+
+def _outdated(
+    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+) -> set[int]:
+    return {
+        i
+        for i in range(context.replicas)
+        if by_group.get(i)
+        and revision_of(context, old.get(i, GroupStatus(index=i)), by_group[i]) != context.target.name
+    }
+
+
 def decide_wanted(
     context: Context,
     old: Mapping[int, GroupStatus],
@@ -51,16 +103,10 @@ def decide_wanted(
 ) -> list[GroupDecision]:
     """Decides every wanted group, by index."""
     count = context.replicas
-    serving = {i for i in range(count) if i in old and _serves(old[i], by_group.get(i, ()))}
-    outdated = {
-        i
-        for i in range(count)
-        if by_group.get(i)
-        and revision_of(context, old.get(i, GroupStatus(index=i)), by_group[i]) != context.target.name
-    }
+    serving, outdated = _serving(context, old, by_group), _outdated(context, old, by_group)
     problem = context.problem if outdated and not context.life.suspend else None
-    goes_on = problem is None and not context.target_failed and not context.waits_for_admission
-    budget = context.life.rollout.max_unavailable - (count - len(serving))
+    goes_on = problem is None and _may_go_on(context)
+    budget = context.life.rollout.max_unavailable - (count - len(serving)) if context.closing.done else 0
     decisions = []
     for index in range(count):
         pods, serves = by_group.get(index, ()), index in serving

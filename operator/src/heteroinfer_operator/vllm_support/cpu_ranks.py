@@ -350,8 +350,7 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device)
     if first is Device.CPU:
         raise PlanError(
             f"model: got {MULTIMODAL_CPU_FIRST.feature} ({profile.architecture}, {profile.encoder}), but "
-            f"{MULTIMODAL_CPU_FIRST.why}; list a GPU role first and set parallelism.stageOrder: AsListed, "
-            f"{text_only}",
+            f"{MULTIMODAL_CPU_FIRST.why}; {MULTIMODAL_CPU_FIRST.remedy.partition(', or')[0]}, {text_only}",
             reason=PlanReason.UNSUPPORTED_MODEL,
         )
 

@@ -114,11 +114,12 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
     if own is None or not _keeps_own(context, status):
         if context.problem is not None:
             raise context.problem
-        planned = context.planner.make()
+        planned = context.planner.make(status.index)
         assert context.target.name is not None  # a spec that cannot be read is a problem
         return context.revisions[context.target.name], planned, planned.plan.hash
     revision, plan = own
-    return revision, context.planner.make_again(revision.spec, plan), status.plan_hash or plan.hash
+    planned = context.planner.make_again(status.index, revision.spec, plan)
+    return revision, planned, status.plan_hash or plan.hash
 
 
 def _start(context: Context, status: GroupStatus) -> GroupDecision:

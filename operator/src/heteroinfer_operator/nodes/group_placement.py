@@ -1,0 +1,76 @@
+"""Nodes for a group: within one value of a label, and apart from its resource's other groups. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from heteroinfer_operator.nodes.demand import PodDemand
+from heteroinfer_operator.nodes.other_groups import ZONE, OtherGroups
+from heteroinfer_operator.nodes.placement import FreeNode, domains_of, preference, search_nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A node for each pod.
+
+    Attributes:
+        nodes: names, in the order of the demands.
+        domain: value of the topology key that all of them have; "" without a key.
+    """
+
+    nodes: tuple[str, ...]
+    domain: str = ""
+
+
+def assign_nodes(
+    demands: Sequence[PodDemand],
+    free_nodes: Sequence[FreeNode],
+    topology_key: str = "",
+    others: OtherGroups | None = None,
+) -> Placement | None:
+    """Returns where all pods fit together, or None; takes nothing.
+
+    Args:
+        topology_key: a node label of which the group keeps to one value; "" for any nodes.
+        others: groups that this one prefers to be apart from; None where the resource has one group.
+    """
+    if topology_key:
+        domains = domains_of(free_nodes, topology_key)
+        for value in sorted(domains, key=lambda value: _nearness(domains[value], others)):
+            nodes = search_nodes(demands, domains[value], others)
+            if nodes is not None:
+                return Placement(nodes=nodes, domain=value)
+        return None
+    nodes = search_nodes(demands, free_nodes, others)
+    if nodes is None:
+        return None
+    if others is not None:
+        nodes = _in_one_zone(demands, free_nodes, others, nodes)
+    return Placement(nodes=nodes)
+
+
+def _nearness(inside: Sequence[FreeNode], others: OtherGroups | None) -> int:
+    return sum(others.nearness(each.node) > 1 for each in inside) if others is not None else 0
+
+
+def _in_one_zone(
+    demands: Sequence[PodDemand],
+    free_nodes: Sequence[FreeNode],
+    others: OtherGroups,
+    anywhere: tuple[str, ...],
+) -> tuple[str, ...]:
+    """Returns nodes of one zone, if the pods are as well there as `anywhere`, and no nearer to others.
+
+    A group of which each zone has a part ends with any of them, and leaves no zone to the next group.
+    """
+    zones = domains_of(free_nodes, ZONE)
+    if len(zones) < 2:
+        return anywhere
+    by_name = {free_node.node.name: free_node for free_node in free_nodes}
+
+    def rank(nodes: tuple[str, ...]) -> tuple[tuple[float, ...], int]:
+        chosen = [by_name[name] for name in nodes]
+        kinds = (preference(demand, each)[0] for demand, each in zip(demands, chosen, strict=True))
+        return tuple(kinds), sum(others.nearness(each.node) for each in chosen)
+
+    inside = [found for zone in zones.values() if (found := search_nodes(demands, zone, others)) is not None]
+    return min([*inside, anywhere], key=rank)

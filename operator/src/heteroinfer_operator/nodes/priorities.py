@@ -1,0 +1,56 @@
+"""Which pods the scheduler preempts for a group: those of lower priority. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from heteroinfer_operator.nodes.demand import Manifest
+from heteroinfer_operator.stored_fields import as_integer, as_name, as_object
+
+_NO_CLASS: Final = 0
+"""Priority of a pod without a class where no class is the default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorityClassView:
+    """A PriorityClass, trimmed to what plans read.
+
+    Attributes:
+        preempts: whether the scheduler preempts pods of lower priority for a pod of this class.
+        is_default: whether pods without a class get this one.
+    """
+
+    name: str
+    value: int
+    preempts: bool = True
+    is_default: bool = False
+
+    @classmethod
+    def of(cls, stored: Manifest) -> "PriorityClassView":
+        """Returns a stored PriorityClass; raises UnreadableError."""
+        return cls(
+            name=as_name(as_object(stored.get("metadata"), "metadata").get("name"), "name"),
+            value=as_integer(stored.get("value"), "value"),
+            preempts=stored.get("preemptionPolicy") != "Never",
+            is_default=bool(stored.get("globalDefault")),
+        )
+
+
+def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | None) -> int | None:
+    """Returns the priority below which pods are no obstacle for a pod, or None if every pod is one.
+
+    Args:
+        class_name: of the pod; "" for the cluster's default.
+        classes: of the cluster; None where they are not known.
+    """
+    if classes is None:
+        return None
+    if class_name:
+        found = next((each for each in classes if each.name == class_name), None)
+        return found.value if found is not None and found.preempts else None
+    # Of several defaults the API server takes the lowest
+    # (plugin/pkg/admission/priority/admission.go@v1.35.4).
+    default = min((each for each in classes if each.is_default), key=lambda each: each.value, default=None)
+    if default is None:
+        return _NO_CLASS
+    return default.value if default.preempts else None

@@ -1,0 +1,255 @@
+"""Several groups on several nodes: drains and lost nodes never leave clients without a group; priority.
+
+API server, scheduler, disruption and endpoint controllers are the real ones; `Kubelets` say how pods fare.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
+from heteroinfer_operator.kube.paths import DISRUPTION_BUDGET, HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.server import ApiServer
+from tests.cluster.errors import ClusterError
+from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.running_operator import operator, until
+from tests.integration.scheduling.conftest import add_node, apply, pods_of
+from tests.integration.scheduling.kubelets import Kubelets, kubelets
+
+GANG_SCHEDULING = False
+NODES = ("spread-a", "spread-b", "spread-c")
+POOL = {"template": {"nodeSelector": {"pool": "spread"}}, "resources": {"requests": {"cpu": "3"}}}
+ROLES = [{"name": name, "device": "CPU", **POOL} for name in ("first", "second")]
+SETTINGS: dict[str, Any] = {
+    "roles": ROLES,
+    "replicas": 2,
+    "drainTimeout": "2s",
+    "restart": {"nodeLostAfter": "1s", "backoffMax": "10s"},
+}
+ENDPOINT_SLICES = "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices"
+STEP_S = 60.0
+
+
+class Clients:
+    """Clients of a resource's Service: each asks a ready endpoint, and another one if that has just gone.
+
+    Attributes:
+        asked: requests so far.
+        failed: moments at which no endpoint answered twice in a row, with what was there.
+    """
+
+    def __init__(self, server: ApiServer, namespace: str, nodes: Kubelets) -> None:
+        self.asked = 0
+        self.failed: list[str] = []
+        self.slices: dict[str, list[str]] = {}
+        self._server, self._path, self._nodes = server, ENDPOINT_SLICES.format(namespace), nodes
+
+    async def watch(self, service: str) -> None:
+        """Follows the Service's endpoints, as kube-proxy does."""
+        query = {"labelSelector": f"kubernetes.io/service-name={service}"}
+        async for event in self._server.watch(self._path, query):
+            found = event["object"]
+            ready = [
+                endpoint["targetRef"]["name"]
+                for endpoint in (found.get("endpoints") or ())
+                if endpoint["conditions"].get("ready")
+            ]
+            self.slices[found["metadata"]["name"]] = [] if event["type"] == "DELETED" else ready
+
+    async def ask(self) -> None:
+        """Asks again and again."""
+        misses, at = 0, 0
+        while True:
+            ready = [name for names_ in self.slices.values() for name in names_]
+            at += 1
+            answered = bool(ready) and ready[at % len(ready)] in self._nodes.running
+            self.asked += 1
+            misses = 0 if answered else misses + 1
+            if misses and not set(ready) & self._nodes.running.keys():
+                self.failed.append(f"endpoints {ready}, running {sorted(self._nodes.running)}")
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def clients(server: ApiServer, namespace: str, nodes: Kubelets) -> AsyncIterator[Clients]:
+    """Runs clients once a group serves, for as long as the context lasts."""
+    found, problems = Clients(server, namespace, nodes), list[BaseException]()
+    watch = start_task(found.watch("pair"), name="endpoints", failed=problems.append)
+    tasks = {watch}
+    try:
+        await until("a ready endpoint", lambda: any(found.slices.values()), timeout_s=STEP_S)
+        tasks.add(start_task(found.ask(), name="clients", failed=problems.append))
+        yield found
+        assert not watch.done(), problems
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    assert not problems, problems
+
+
+class Pair:
+    """Resource `pair`: two groups of two pods."""
+
+    def __init__(self, plane: Cluster, server: ApiServer, namespace: str, nodes: Kubelets) -> None:
+        self.plane, self.server, self.namespace, self.nodes = plane, server, namespace, nodes
+
+    async def places(self) -> dict[str, set[str]]:
+        """Returns the nodes of each group, once both serve and neither shares a node; else nothing."""
+        found: dict[str, set[str]] = defaultdict(set)
+        pods = await pods_of(self.server, self.namespace, "pair")
+        for pod in pods:
+            if pod["metadata"]["name"] not in self.nodes.running or "deletionTimestamp" in pod["metadata"]:
+                return {}
+            found[pod["metadata"]["labels"][names.LABEL_GROUP]].add(pod["spec"]["nodeName"])
+        stored = await self.server.get(HETERO_INFERENCE.path(self.namespace, "pair"))
+        conditions = {c["type"]: c["status"] for c in stored["status"]["conditions"]}
+        whole = len(pods) == 4 and conditions.get("Ready") == "True"
+        return dict(found) if whole and await self.budget() == (3, 1) else {}
+
+    async def apart(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = await until("both groups", self.places, STEP_S, self.said)
+        assert not set.intersection(*found.values()), f"two groups on one node: {found}"
+        return found
+
+    async def budget(self) -> tuple[int, int]:
+        """Returns what the only budget asks for, and how many evictions it allows now."""
+        listed = await self.server.get(DISRUPTION_BUDGET.path(self.namespace))
+        (budget,) = listed["items"]
+        return budget["spec"]["minAvailable"], budget.get("status", {}).get("disruptionsAllowed", 0)
+
+    async def drain(self, node: str) -> None:
+        command = ("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
+        await asyncio.to_thread(self.plane.kubectl, *command, timeout_s=70)
+
+    def said(self) -> str:
+        return self.plane.kubectl("get", "hinf,pods,pdb,nodes", "-n", self.namespace, "-o", "wide")
+
+
+@pytest.mark.timeout(240)
+async def test_drains_and_lost_nodes_leave_a_group_at_all_times(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    for node in NODES:
+        await add_node(server, node, labels={"pool": "spread"})
+    async with (
+        operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process,
+        kubelets(server, namespace) as nodes,
+    ):
+        await process.working()
+        await apply(server, namespace, "pair", **SETTINGS)
+        pair = Pair(plane, server, namespace, nodes)
+        await pair.apart()
+        async with clients(server, namespace, nodes) as load:
+            for node in NODES:
+                await pair.drain(node)
+                assert not load.failed, node
+                await pair.apart()
+                plane.kubectl("uncordon", node)
+
+            # Two drains at once, of the nodes of both groups: the second waits for the first one's group.
+            first, second = [place.pop() for place in (await pair.apart()).values()]
+            await asyncio.gather(pair.drain(first), pair.drain(second))
+            assert not load.failed, "two drains at once"
+            for node in (first, second):
+                plane.kubectl("uncordon", node)
+            await until("both groups", pair.places, STEP_S, pair.said)
+
+            # A rollout has taken one group: the other one is not evicted before that serves again.
+            nodes.held = True
+            change = {"spec": {"engine": {"maxModelLen": 256}}}
+            await server.merge(HETERO_INFERENCE.path(namespace, "pair"), change)
+            serving = await until("one group is replaced", lambda: _lone_group(nodes), STEP_S, pair.said)
+            await until("the budget keeps the other", lambda: _is_kept(pair), STEP_S, pair.said)
+            with pytest.raises(ClusterError, match="disruption budget"):
+                plane.kubectl(
+                    "drain", serving, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=1s"
+                )
+            nodes.held = False
+            plane.kubectl("uncordon", serving)
+            await pair.apart()
+            await until("all of the new revision", lambda: _is_rolled_out(pair), STEP_S, pair.said)
+
+            for node in NODES:
+                await pair.apart()
+                lost = [name for name, pod in nodes.running.items() if pod["spec"]["nodeName"] == node]
+                await nodes.lose(node)
+                await until(
+                    "its pods are given up", functools.partial(_are_gone, pair, lost), STEP_S, pair.said
+                )
+                await pair.apart()
+                await nodes.find(node)
+            assert not load.failed, "lost nodes"
+            assert load.asked > 500
+
+
+async def _lone_group(nodes: Kubelets) -> str:
+    """Returns the node of the only group that runs, or ""."""
+    groups = {pod["metadata"]["labels"][names.LABEL_GROUP] for pod in nodes.running.values()}
+    places = {str(pod["spec"]["nodeName"]) for pod in nodes.running.values()}
+    return places.pop() if len(groups) == 1 and len(nodes.running) == 2 and len(places) == 1 else ""
+
+
+async def _is_kept(pair: Pair) -> bool:
+    return (await pair.budget())[1] == 0
+
+
+async def _is_rolled_out(pair: Pair) -> bool:
+    pods = await pods_of(pair.server, pair.namespace, "pair")
+    return len({pod["metadata"]["labels"][names.LABEL_REVISION] for pod in pods}) == 1 and len(pods) == 4
+
+
+async def _are_gone(pair: Pair, lost: list[str]) -> bool:
+    present = {pod["metadata"]["name"] for pod in await pods_of(pair.server, pair.namespace, "pair")}
+    return not present & set(lost)
+
+
+async def test_placeholder_pods_of_lower_priority_make_room(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    await add_node(server, "placed", labels={"pool": "placed"})
+    low = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "placeholder"}}
+    await server.create("/apis/scheduling.k8s.io/v1/priorityclasses", {**low, "value": -10})
+    selector = {"nodeSelector": {"pool": "placed"}, "terminationGracePeriodSeconds": 0}
+    requests = {"resources": {"requests": {"cpu": "7"}}}
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": f"placeholder-{number}", "namespace": namespace},
+            "spec": {
+                **selector,
+                "priorityClassName": "placeholder",
+                "containers": [{"name": "pause", "image": "pause:none", **requests}],
+            },
+        }
+        for number in range(2)
+    ]
+    for pod in pods:
+        await server.create(POD.path(namespace), pod)
+
+    async def placed(prefix: str) -> bool:
+        listed = await server.get(POD.path(namespace))
+        found = [pod for pod in listed["items"] if pod["metadata"]["name"].startswith(prefix)]
+        return len(found) == 2 and all(pod["spec"].get("nodeName") for pod in found)
+
+    await until("placeholders on the node", lambda: placed("placeholder"), timeout_s=30)
+    pool = {"template": {"nodeSelector": {"pool": "placed"}}, "resources": {"requests": {"cpu": "6"}}}
+    roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "urgent", roles=roles)
+
+        def said() -> str:
+            return plane.kubectl("get", "hinf,pods", "-n", namespace, "-o", "yaml") + process.said
+
+        await until("the group in their place", lambda: placed("urgent-0"), timeout_s=60, said=said)
+    listed = await server.get(POD.path(namespace))
+    assert not [pod for pod in listed["items"] if pod["metadata"]["name"].startswith("placeholder")]

@@ -1,0 +1,278 @@
+"""Several groups: apart on nodes and zones, one budget for all; and pods of lower priority."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import ResourceObservation
+from heteroinfer_operator.nodes.demand import PodDemand, pod_demand
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
+from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.other_groups import ZONE
+from heteroinfer_operator.nodes.priorities import PriorityClassView, preempting_priority
+from tests.unit.reconcile.world import World, cpu_pair
+
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+URGENT = PriorityClassView(name="urgent", value=1000)
+PLACEHOLDERS = {"cpu": 62.0}
+
+
+class SeveralNodes(World):
+    """A world whose pods run on the nodes that they are hinted at."""
+
+    promised: tuple[PodDemand, ...] = ()
+    classes: tuple[PriorityClassView, ...] | None = None
+
+    def observe(self) -> ResourceObservation:
+        hinted = {name: self.hint(name) for name in self.workers()}
+        unplaced = [name for name in hinted if not self.pods[name].node]
+        ours = [
+            pod_demand(
+                f"default/{name}",
+                self.manifests[name]["metadata"]["labels"],
+                {**self.manifests[name]["spec"], "priority": 0},
+            )
+            for name in unplaced
+        ]
+        found = super().observe()
+        promised = (*self.promised, *ours)
+        return replace(found, promised=promised, priority_classes=self.classes)
+
+    def hint(self, name: str) -> str:
+        affinity = self.manifests[name]["spec"].get("affinity", {}).get("nodeAffinity", {})
+        terms = [term["preference"]["matchFields"][0]["values"] for term in affinity.get(PREFERRED, ())]
+        return terms[0][0] if terms else ""
+
+    def place(self) -> None:
+        """Puts each pod onto the node that it is hinted at, and runs it."""
+        for name in self.workers():
+            self.pods[name] = replace(self.pods[name], node=self.pods[name].node or self.hint(name))
+        self.all_ready()
+        self.settle()
+
+    def nodes_of(self, group: int) -> set[str]:
+        return {self.pods[name].node for name in self.of_group(group)}
+
+    def of_group(self, group: int) -> list[str]:
+        return [name for name in self.workers() if self.pods[name].labels[names.LABEL_GROUP] == str(group)]
+
+    def end_group(self, group: int) -> None:
+        """Evicts a pod of a group, and lets the pods of its epoch go."""
+        name = self.of_group(group)[0]
+        self.pods[name] = replace(self.pods[name], disrupted="EvictionByEvictionAPI")
+        self.delete_pod(name)
+        self.settle()
+        self.reap()
+
+    def budgets(self) -> dict[str, tuple[int, str]]:
+        return {
+            name: (stored["spec"]["minAvailable"], stored["spec"]["unhealthyPodEvictionPolicy"])
+            for (kind, name), stored in self.objects.items()
+            if kind == "PodDisruptionBudget"
+        }
+
+
+def node(name: str, *, zone: str = "", **fields: Any) -> NodeView:
+    labels = {**IMAGE_PLATFORM, "kubernetes.io/hostname": name, **({ZONE: zone} if zone else {})}
+    return NodeView(
+        name=name, allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}, labels=labels, **fields
+    )
+
+
+def pairs(nodes: Iterable[NodeView], *, replicas: int = 2, **spec: Any) -> SeveralNodes:
+    world = SeveralNodes(spec=cpu_pair(replicas=replicas, **spec), nodes=tuple(nodes))
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    world.place()
+    return world
+
+
+# Apart
+
+
+def test_two_groups_are_on_different_nodes_and_stay_apart() -> None:
+    world = pairs(map(node, ("n0", "n1", "n2")))
+    assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n1"})
+    terms = world.manifests[world.of_group(1)[0]]["spec"]["affinity"]["podAntiAffinity"][PREFERRED]
+    assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == ["kubernetes.io/hostname", ZONE]
+    (other,) = terms[0]["podAffinityTerm"]["labelSelector"]["matchExpressions"]
+    assert other == {"key": names.LABEL_GROUP, "operator": "NotIn", "values": ["1"]}
+    world.nodes = (node("n0", schedulable=False, problem="cordoned"), node("n1"), node("n2"))
+    world.end_group(0)
+    world.settle()
+    world.place()
+    assert (world.nodes_of(0), world.nodes_of(1)) == ({"n2"}, {"n1"})
+
+
+def test_a_node_holds_two_groups_if_there_is_no_other() -> None:
+    world = pairs([node("n0")])
+    assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n0"})
+
+
+def test_one_group_says_nothing_of_others() -> None:
+    world = pairs(map(node, ("n0", "n1")), replicas=1)
+    assert "podAntiAffinity" not in world.manifests[world.of_group(0)[0]]["spec"]["affinity"]
+
+
+def test_each_group_has_a_zone_of_its_own() -> None:
+    """Each pod needs a node of its own: without zones the second group would be in both."""
+    roles = [
+        {"name": name, "device": "CPU", "resources": {"limits": {"cpu": "40", "memory": "8Gi"}}}
+        for name in ("first", "second")
+    ]
+    order = [node("n0", zone="a"), node("n1", zone="b"), node("n2", zone="b"), node("n3", zone="a")]
+    world = pairs(order, roles=roles)
+    assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0", "n3"}, {"n1", "n2"})
+
+
+def test_pods_of_a_value_of_the_topology_key_prefer_a_value_without_other_groups() -> None:
+    nodes = [node("n0", zone="a"), node("n1", zone="a"), node("n2", zone="b")]
+    world = pairs(nodes, scheduling={"topologyKey": ZONE})
+    assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n2"})
+
+
+# One budget
+
+
+def test_one_pod_of_all_groups_may_go_and_none_of_the_last_that_serves() -> None:
+    world = pairs(map(node, ("n0", "n1", "n2")))
+    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+    world.end_group(0)
+    assert world.budgets() == {"demo-groups": (2, "IfHealthyBudget")}
+    world.settle()
+    assert len(world.of_group(0)) == 2
+    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}, "before its pods can be ready"
+    world.place()
+    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+
+
+def test_a_group_without_capacity_keeps_no_drain_from_the_second_of_two_that_serve() -> None:
+    world = pairs(map(node, ("n0", "n1", "n2")), replicas=3)
+    assert world.budgets() == {"demo-groups": (5, "IfHealthyBudget")}
+    full = {"cpu": 64.0}
+    world.nodes = tuple(replace(node(name), requested=full) for name in ("n0", "n1", "n2"))
+    world.end_group(0)
+    world.settle()
+    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+    world.end_group(1)
+    world.settle()
+    assert world.budgets() == {"demo-groups": (2, "IfHealthyBudget")}, "the last one stays"
+
+
+def test_scaling_changes_whose_budget_it_is() -> None:
+    world = pairs(map(node, ("n0", "n1")), replicas=1)
+    assert world.budgets() == {"demo-0-ranks": (1, "IfHealthyBudget")}
+    world.change_spec(replicas=2)
+    world.settle()
+    world.place()
+    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+    world.change_spec(replicas=1)
+    world.settle()
+    assert world.budgets() == {"demo-0-ranks": (1, "IfHealthyBudget")}
+
+
+def test_evictions_stop_before_a_rollout_takes_a_group_down() -> None:
+    world = pairs(map(node, ("n0", "n1", "n2")))
+    before = world.workers()
+    world.change_spec(engine={"maxModelLen": 256})
+    while world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}:
+        world.step()
+    assert world.budgets() == {"demo-groups": (4, "IfHealthyBudget")}
+    assert not [name for name in before if world.pods[name].deleting], "the budget comes first"
+    world.step()
+    assert len([name for name in before if world.pods[name].deleting]) == 2
+    world.settle()
+    assert world.budgets() == {"demo-groups": (2, "IfHealthyBudget")}
+
+
+def test_an_eviction_that_came_first_holds_the_rollout_up() -> None:
+    world = pairs(map(node, ("n0", "n1", "n2")))
+    world.change_spec(engine={"maxModelLen": 256})
+    while world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}:
+        world.step()
+    evicted = world.of_group(1)[0]
+    world.pods[evicted] = replace(world.pods[evicted], disrupted="EvictionByEvictionAPI")
+    world.delete_pod(evicted)
+    world.settle()
+    assert not [name for name in world.of_group(0) if world.pods[name].deleting]
+
+
+def test_a_refused_budget_holds_no_rollout_up() -> None:
+    world = pairs(map(node, ("n0", "n1", "n2")))
+    world.refuses["PodDisruptionBudget", "*"] = "a webhook denies it"
+    world.change_spec(engine={"maxModelLen": 256})
+    world.live(10)
+    assert len([name for name in world.workers() if world.pods[name].deleting]) == 2
+
+
+# Priority
+
+
+@pytest.mark.parametrize(
+    ("class_name", "classes", "priority"),
+    [
+        ("", None, None),
+        ("", (), 0),
+        ("", (replace(URGENT, is_default=True),), 1000),
+        ("", (replace(URGENT, is_default=True, preempts=False),), None),
+        ("urgent", (URGENT,), 1000),
+        ("urgent", (replace(URGENT, preempts=False),), None),
+        ("another", (URGENT,), None),
+    ],
+)
+def test_whom_a_pod_preempts(
+    class_name: str, classes: tuple[PriorityClassView, ...] | None, priority: int | None
+) -> None:
+    assert preempting_priority(class_name, classes) == priority
+
+
+def full_of(priority: int, *, name: str = "n0") -> NodeView:
+    return replace(node(name), requested=PLACEHOLDERS, by_priority={priority: PLACEHOLDERS})
+
+
+def asked(world: SeveralNodes) -> SeveralNodes:
+    world.settle()
+    world.answer_inspection()
+    world.settle()
+    return world
+
+
+def test_pods_of_lower_priority_are_no_obstacle() -> None:
+    world = SeveralNodes(spec=cpu_pair(), nodes=(full_of(-10),))
+    world.classes = ()
+    assert len(asked(world).workers()) == 2
+    said = [event.message for event in world.recorded if event.reason == "Unschedulable"]
+    assert said == ["waiting until the scheduler preempts pods of lower priority on node n0"]
+
+
+@pytest.mark.parametrize("classes", [(), None, (replace(URGENT, is_default=True, preempts=False),)])
+def test_pods_that_nobody_preempts_are_an_obstacle(classes: tuple[PriorityClassView, ...] | None) -> None:
+    priority = 0 if classes == () else -10
+    world = SeveralNodes(spec=cpu_pair(), nodes=(full_of(priority),))
+    world.classes = classes
+    assert asked(world).workers() == []
+    assert world.condition("CapacityAvailable") == ("False", "InsufficientCapacity")
+
+
+def test_free_nodes_come_before_nodes_where_pods_are_preempted() -> None:
+    world = SeveralNodes(spec=cpu_pair(), nodes=(full_of(-10), node("n1")))
+    world.classes = ()
+    asked(world)
+    assert [world.hint(name) for name in world.workers()] == ["n1", "n1"]
+    assert world.condition("CapacityAvailable") == ("True", "Placed")
+
+
+def test_two_groups_do_not_count_the_same_pods_of_lower_priority() -> None:
+    """The node holds one group without its placeholders, and not two."""
+    small = replace(full_of(-10), allocatable={"cpu": 12, "memory": 512 * 2**30, "pods": 100})
+    small = replace(small, requested={"cpu": 12.0}, by_priority={-10: {"cpu": 12.0}})
+    world = SeveralNodes(spec=cpu_pair(replicas=2), nodes=(small,))
+    world.classes = ()
+    assert len(asked(world).workers()) == 2
+    world.restart_operator()
+    world.settle()
+    assert len(world.workers()) == 2, "what waits for its victims to go keeps their room"
