@@ -92,6 +92,7 @@ class HubServer:
         break_after_bytes: each connection is cut after so many bytes of a file, or None.
         corrupt: paths that are sent with a wrong byte.
         held: paths of which nothing is sent while they are in here.
+        refuse_ranges: whether parts of files are refused.
 
     Args:
         host: to listen on.
@@ -116,6 +117,7 @@ class HubServer:
         self.break_after_bytes: int | None = None
         self.corrupt: set[str] = set()
         self.held: set[str] = set()
+        self.refuse_ranges = False
         hub = self
 
         class Handler(_Handler):
@@ -246,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         start = int(asked[1]) if asked else 0
         end = min(int(asked[2]) + 1, len(content)) if asked and asked[2] else len(content)
-        if start >= len(content) > 0:
+        if start >= len(content) > 0 or (asked and self.server_hub.refuse_ranges):
             self._send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             return
         self.send_response(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK)

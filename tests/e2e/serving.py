@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from heteroinfer_contract import names
+from tests.cluster import processes
+from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
 
@@ -14,6 +16,19 @@ RELEASE = "heteroinfer"
 SYSTEM = "heteroinfer-system"
 OPERATOR_LABELS = "app.kubernetes.io/name=heteroinfer-operator"
 VALUES = REPOSITORY / "tests/cluster/values.yaml"
+QUOTA = {"limits.cpu": "16", "limits.memory": "24Gi", "limits.ephemeral-storage": "32Gi"}
+"""With it the API server takes no container that lacks one of these limits."""
+LIMITED = (
+    "resources.limits.cpu=1",
+    "resources.limits.ephemeral-storage=64Mi",
+    "podResources.fetch.limits.cpu=2",
+    "podResources.fetch.limits.ephemeral-storage=64Mi",
+    "podResources.inspect.limits.cpu=1",
+    "podResources.inspect.limits.ephemeral-storage=64Mi",
+    "podResources.worker.limits.cpu=2",
+    "podResources.worker.limits.ephemeral-storage=1Gi",
+)
+"""Values of the chart, as for --set, that give all pods those limits."""
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -24,6 +39,31 @@ def install(cluster: NodeCluster, *values: str) -> None:
         "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
         "--create-namespace", "--values", str(VALUES), *sets, "--wait", "--timeout", "120s",
     )  # fmt: skip
+
+
+def add_quota(cluster: NodeCluster, namespace: str) -> None:
+    """Bounds the limits of all pods of a namespace together, and shows that a pod without them is refused."""
+    hard = ",".join(f"{name}={amount}" for name, amount in QUOTA.items())
+    cluster.kubectl("create", "quota", "limits", "-n", namespace, f"--hard={hard}")
+
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    container = {"name": "unlimited", "image": "none", "securityContext": security}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "unlimited"}}
+    manifest = json.dumps({**pod, "spec": {"containers": [container]}})
+
+    def refuses() -> bool:
+        try:
+            cluster.kubectl("create", "-n", namespace, "--dry-run=server", "-f", "-", stdin=manifest)
+        except ClusterError as error:
+            return "must specify limits.cpu" in str(error)
+        return False
+
+    processes.wait_until("the quota holds", refuses, timeout_s=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,11 @@ from heteroinfer_contract import names
 from heteroinfer_contract.model_cache import read_marker
 from heteroinfer_contract.model_fetch import model_folder
 from tests.cluster import processes
+from tests.cluster.folders import REPOSITORY
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
 from tests.e2e.mesh_injector import SIDECAR, mesh_injector
-from tests.e2e.serving import OPERATOR_LABELS, RELEASE, SYSTEM, Resource, install
+from tests.e2e.serving import LIMITED, OPERATOR_LABELS, RELEASE, SYSTEM, Resource, add_quota, install
 from tests.hub_server import HubServer, Repository
 from tests.models import PROMPTS, REFERENCE_TOKENS
 
@@ -31,6 +32,7 @@ MODEL = "acme/small"
 TOKEN = "hf_e2eSecretThatNobodyMaySee"
 WORKER_USER = 65532
 SLOW_BYTES_PER_S = 4e6
+ROLE = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
 FETCH_S = 120.0
 START_S = 420.0
 
@@ -58,7 +60,7 @@ def cache() -> Iterator[Path]:
 
 @pytest.fixture
 def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
-    install(node_cluster)
+    install(node_cluster, *LIMITED)
     yield node_cluster
     node_cluster.kubectl(
         "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
@@ -66,11 +68,11 @@ def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
     node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
     node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
     node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=60s", timeout_s=70)
-    node_cluster.kubectl("delete", "pv", "hub-cache", "--timeout=30s", timeout_s=40)
+    node_cluster.kubectl("delete", "pv", "hub-cache", "--ignore-not-found", "--timeout=30s", timeout_s=40)
 
 
 def manifests(cache: Path, endpoint: str) -> str:
-    """Returns the volume, the Secret, and the resource that a user applies."""
+    """Returns the volume, the Secret, and examples/hub-model.yaml for the small model and CPUs alone."""
     volume = {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
@@ -89,22 +91,12 @@ def manifests(cache: Path, endpoint: str) -> str:
         "metadata": {"name": "hub"},
         "stringData": {"token": TOKEN},
     }
-    role = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
-    resource = {
-        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
-        "kind": names.KIND,
-        "metadata": {"name": "fetched"},
-        "spec": {
-            "model": {
-                "uri": f"hf://{MODEL}",
-                "revision": "main",
-                "tokenSecretRef": {"name": "hub"},
-                "cache": {"size": "1Gi"},
-            },
-            "engine": {"maxModelLen": 1024, "env": [{"name": "HF_ENDPOINT", "value": endpoint}]},
-            "roles": [{"name": "cpu", "device": "CPU", "pods": 2, "resources": role}],
-        },
-    }
+    resource = yaml.safe_load((REPOSITORY / "examples/hub-model.yaml").read_text())
+    spec = resource["spec"]
+    spec["model"] |= {"uri": f"hf://{MODEL}", "cache": {"size": "1Gi"}}
+    spec["engine"] |= {"maxModelLen": 1024, "env": [{"name": "HF_ENDPOINT", "value": endpoint}]}
+    # There is no GPU, and the model is small.
+    spec["roles"] = [{**spec["roles"][0], "pods": 2, "resources": ROLE}]
     return yaml.safe_dump_all([volume, secret, resource])
 
 
@@ -197,9 +189,10 @@ def test_a_hubs_model_is_fetched_with_its_token_and_served_without_the_hub(
 def check_fetched_and_served(
     installed: NodeCluster, hub: HubServer, cache: Path, model: tuple[Path, dict[str, Any]]
 ) -> None:
+    add_quota(installed, NAMESPACE)
     hub.bytes_per_s = SLOW_BYTES_PER_S
     installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=manifests(cache, hub.endpoint))
-    resource = Resource(cluster=installed, namespace=NAMESPACE, name="fetched")
+    resource = Resource(cluster=installed, namespace=NAMESPACE, name="hub-model")
 
     def model_status() -> dict[str, Any]:
         return dict(resource.status.get("model", {}))

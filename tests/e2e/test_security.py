@@ -1,4 +1,4 @@
-"""A namespaced installation of two operators under the restricted Pod Security Standard, on a real node.
+"""Two operators of a namespaced release under quotas and the restricted Pod Security Standard, on a node.
 
 What is open and what is closed, what is asked to people, and that a secret is asked to nobody.
 """
@@ -22,7 +22,7 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
 from tests.cluster.volumes import volume_manifests
-from tests.e2e.serving import Resource
+from tests.e2e.serving import LIMITED, Resource, add_quota
 
 RELEASE = "secured"
 OPERATOR = f"{RELEASE}-heteroinfer"
@@ -44,7 +44,9 @@ def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
     for namespace in (SYSTEM, NAMESPACE):
         node_cluster.kubectl("create", "namespace", namespace)
         node_cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
-    sets = ("scope=Namespaced", f"watchNamespaces={{{NAMESPACE}}}", "replicas=2", "logLevel=DEBUG")
+        add_quota(node_cluster, namespace)
+    namespaces = f"watchNamespaces={{{NAMESPACE}}}"
+    sets = ("scope=Namespaced", namespaces, "replicas=2", "logLevel=DEBUG", *LIMITED)
     node_cluster.helm(
         "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
         "--values", str(VALUES), *(word for each in sets for word in ("--set", each)),
@@ -75,6 +77,20 @@ def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator
     installed.kubectl(
         "delete", "hinf", "-n", NAMESPACE, "cpu-pair", "--cascade=foreground", "--timeout=60s", timeout_s=70
     )
+
+
+def test_pods_have_the_limits_that_a_quota_asks_for(pair: Resource) -> None:
+    for pod in pair.pods():
+        (container,) = pod["spec"]["containers"]
+        limits = {"cpu": "2", "memory": "3Gi", "ephemeral-storage": "1Gi"}
+        assert container["resources"] == {
+            "limits": limits,
+            "requests": {"cpu": "500m", "memory": "3Gi", "ephemeral-storage": "1Gi"},
+        }
+        (scratch,) = (each for each in pod["spec"]["volumes"] if each["name"] == "scratch")
+        assert scratch["emptyDir"] == {"sizeLimit": "1Gi"}
+    quota = pair.get("quota", "limits")["status"]["used"]
+    assert quota == {"limits.cpu": "4", "limits.memory": "6Gi", "limits.ephemeral-storage": "2Gi"}
 
 
 def operators(cluster: NodeCluster) -> list[str]:

@@ -58,6 +58,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: HETEROINFER_ALLOW_REMOTE_CODE, value: {{ .Values.allowRemoteCode | quote }}}
 - {name: HETEROINFER_ALLOWED_ARGUMENTS, value: {{ join "," .Values.allowedArguments | quote }}}
 - {name: HETEROINFER_ALLOWED_ANNOTATIONS, value: {{ join "," .Values.allowedAnnotations | quote }}}
+- {name: HETEROINFER_POD_RESOURCES, value: {{ toJson (.Values.podResources | default dict) | quote }}}
 - {name: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS, value: {{ join "," .Values.allowedServiceAccounts | quote }}}
 - {name: HETEROINFER_LEADER_ELECTION, value: {{ .Values.leaderElection.enabled | quote }}}
 - {name: HETEROINFER_LEASE_NAME, value: {{ include "heteroinfer.name" . | quote }}}

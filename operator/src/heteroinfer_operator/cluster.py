@@ -101,6 +101,7 @@ class PodView:
             ended: until they end, so does not the pod.
         lost_owner: whether somebody took off its ownerReference to the HeteroInference.
         unknown: why nothing is known of it now, or "": it may run or be gone, so it does not serve.
+        defaulted: requests and limits that a LimitRange gave its worker container, or "".
     """
 
     name: str
@@ -126,11 +127,20 @@ class PodView:
     lost_labels: Mapping[str, str | None] = field(default_factory=dict)
     lost_owner: bool = False
     unknown: str = ""
+    defaulted: str = ""
 
     @property
     def ended(self) -> bool:
         """Returns whether it will never serve again."""
         return self.deleting or self.termination is not None or self.phase in OVER_PHASES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another resource, with the ConfigMaps that keep its plans and revisions."""
+
+    resource: ResourceView
+    objects: tuple[Manifest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +167,7 @@ class ResourceObservation:
         unasked: those of them that the API server was not asked for.
         kept_in: the `podSelector` of each policy of others in the namespace that allows its pods only some
             egress; None while they are not known.
+        neighbours: other resources that name the claim of its model's cache; None if nobody asked for them.
     """
 
     resource: ResourceView
@@ -178,6 +189,7 @@ class ResourceObservation:
     unmade: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
     kept_in: tuple[Manifest, ...] | None = ()
+    neighbours: tuple[Neighbour, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ class InstallationSettings:
             `engine.args` may have beside those listed.
         allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS, separated by commas: keys of
             annotations, or prefixes that end with a slash, which pods may have beside those listed.
+        pod_resources: HETEROINFER_POD_RESOURCES: JSON with requests and limits of the pods that fetch and
+            read models, and those that roles leave out; empty takes defaults.
         allowed_service_accounts: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS, separated by commas: service accounts
             that pods may have.
         http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
@@ -71,6 +73,7 @@ class InstallationSettings:
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
+    pod_resources: str = ""
     allowed_service_accounts: tuple[str, ...] = ()
     http_port: int = 8080
     workers: int = 6
@@ -119,6 +122,7 @@ class InstallationSettings:
             allowed_annotations=read.listed(
                 "ALLOWED_ANNOTATIONS", _ANNOTATION, "keys of annotations, or prefixes that end with a slash"
             ),
+            pod_resources=read.text("POD_RESOURCES", ""),
             allowed_service_accounts=read.listed(
                 "ALLOWED_SERVICE_ACCOUNTS", _ACCOUNT, "names of service accounts"
             ),

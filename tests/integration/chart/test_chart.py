@@ -14,6 +14,7 @@ import yaml
 from heteroinfer_contract import names
 from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.rights import AccessRule
+from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.worker_pods import NO_MESH_ANNOTATIONS, NO_MESH_LABELS
 from heteroinfer_operator.settings import InstallationSettings
 from tests.cluster.crds import is_established, wait_established
@@ -144,12 +145,23 @@ def test_pods_that_measure_take_no_sidecar_and_reach_the_api_server(plane: Clust
     assert of_kind(render(plane, *KINDS, "podEgress=Never"), "NetworkPolicy") == []
 
 
+LIMITS = {"cpu", "memory", "ephemeral-storage"}
+LIMITED = tuple(
+    f"calibration.{container}.limits.{resource}={amount}"
+    for container in ("measureResources", "keepResources")
+    for resource, amount in (("cpu", "2"), ("memory", "4Gi"), ("ephemeral-storage", "1Gi"))
+)
+"""What a namespace asks for that has a ResourceQuota on limits."""
+
+
 def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_token(plane: Cluster) -> None:
     namespace = "restricted"
     plane.kubectl("create", "namespace", namespace)
     plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
     plane.kubectl("create", "serviceaccount", "-n", namespace, "rel-heteroinfer-calibration")
-    for job in of_kind(render(plane, *KINDS), "Job"):
+    hard = ",".join(f"limits.{name}=64Gi" for name in sorted(LIMITS))
+    plane.kubectl("create", "quota", "-n", namespace, "limits", f"--hard={hard}")
+    for job in of_kind(render(plane, *KINDS, *LIMITED), "Job"):
         spec = job["spec"]["template"]["spec"]
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "measures"}, "spec": spec}
         answer = plane.kubectl(
@@ -161,6 +173,8 @@ def test_pods_that_measure_are_restricted_and_only_the_last_container_has_a_toke
             for container in (*admitted["initContainers"], *admitted["containers"])
         ]
         assert [any("serviceaccount" in path for path in paths) for paths in mounts] == [False, True]
+        resources = [each["resources"] for each in (*admitted["initContainers"], *admitted["containers"])]
+        assert all(set(each["limits"]) >= LIMITS for each in resources), resources
         del spec["containers"][0]["securityContext"]
         with pytest.raises(ClusterError, match="violates PodSecurity"):
             plane.kubectl("create", "-n", namespace, "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(pod))
@@ -262,6 +276,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         allow_remote_code=True,
         allowed_arguments=("--api-key", "--runner"),
         allowed_annotations=("example.com/",),
+        pod_resources=env["HETEROINFER_POD_RESOURCES"],
         workers=2,
         key_secret="rel-heteroinfer-key",
         leader_election=True,
@@ -272,6 +287,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         identity="pod-1",
         log_level="DEBUG",
     )
+    assert PodResources.from_json(env["HETEROINFER_POD_RESOURCES"]) == PodResources(), "the same defaults"
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
@@ -291,6 +307,8 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         ("crds.instal=true", "additional properties 'instal' not allowed"),
         ("serviceAccount.nam=x", "additional properties 'nam' not allowed"),
         ("resources.limit.cpu=1", "additional properties 'limit' not allowed"),
+        ("podResources.workers.limits.cpu=1", "additional properties 'workers' not allowed"),
+        ("podResources.fetch.limit.cpu=1", "additional properties 'limit' not allowed"),
         ("scope=cluster", "/scope"),
         ("workers=0", "/workers"),
         ("replicas=two", "/replicas"),

@@ -4,11 +4,14 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model.weights import INDEX_FILE
 from heteroinfer_contract.model_cache import damaged_files, read_marker
-from heteroinfer_contract.model_fetch import MARKER_FILE, CompleteModel, model_folder
+from heteroinfer_contract.model_fetch import MARKER_FILE, CacheCleanup, CompleteModel, model_folder
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.cluster.folders import REPOSITORY
@@ -100,6 +103,38 @@ def check_folder(hub: HubServer, cache: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     assert damaged_files(folder, marker) == []
+
+
+def test_a_file_above_the_limit_of_content_networks_is_fetched_in_parts(
+    hub: HubServer, cache: Path, tmp_path: Path
+) -> None:
+    limit_bytes = SHARD_BYTES // 2
+    preset = tmp_path / "preset"
+    preset.mkdir()
+    # The client's own limit, which it reads at each request.
+    (preset / "sitecustomize.py").write_text(
+        f"from huggingface_hub import constants\nconstants.MAX_HTTP_DOWNLOAD_SIZE = {limit_bytes}\n"
+    )
+    env = {"PYTHONPATH": f"{preset}:{os.environ.get('PYTHONPATH', '')}"}
+    hub.pause_after_bytes = limit_bytes // 2 - 1_000_000
+    with fetching(hub, cache, **env) as fetch:
+        begun = fetch.wait_for(lambda progress: progress.done_bytes > limit_bytes // 4)
+        fetch.kill()
+    hub.pause_after_bytes = None
+    with fetching(hub, cache, **env) as fetch:
+        fetch.model()
+    check_folder(hub, cache)
+    assert begun.done_bytes < hub.seen.sent_bytes[SHARDS[1]] < SHARD_BYTES * 1.2, "what came is kept"
+    large = hub.repositories[MODEL].files[SHARDS[1]]
+    asked = [request for request in hub.seen.requests if sha256(large).hexdigest() in request]
+    assert len(asked) >= 5, "one that was cut off, and four parts"
+
+    hub.refuse_ranges = True
+    shutil.rmtree(cache)
+    with fetching(hub, cache, **env) as fetch:
+        failure = fetch.failure()
+    assert f"hf download {MODEL} --local-dir DIR" in failure.message
+    assert "pvc://CLAIM/PATH" in failure.message
 
 
 def test_what_serving_needs_is_fetched_and_nothing_else(hub: HubServer, cache: Path) -> None:
@@ -293,7 +328,24 @@ def test_the_next_commit_takes_over_what_it_shares(hub: HubServer, cache: Path) 
     assert first.commit != second.commit
     assert not set(SHARDS) & set(hub.seen.sent_bytes)
     check_folder(hub, cache)
-    assert (cache / model_folder(MODEL, first.commit) / MARKER_FILE).exists()
+    marker = cache / model_folder(MODEL, first.commit) / MARKER_FILE
+    assert marker.exists()
+
+    def clean(*in_use: str) -> None:
+        cleanup = CacheCleanup(keep=1, in_use=in_use, listed_s=time.time())
+        env = {names.ENV_CACHE_CLEANUP: cleanup.to_json()}
+        with fetching(hub, cache, "--revision", second.commit, **env) as fetch:
+            fetch.model()
+
+    clean()
+    assert marker.exists(), "it was fetched lately"
+    hours_ago_s = time.time() - 7200
+    os.utime(marker, (hours_ago_s, hours_ago_s))
+    clean(first.commit)
+    assert marker.exists(), "it is in use"
+    clean()
+    assert not marker.parent.exists()
+    check_folder(hub, cache)
 
 
 def refuse(hub: HubServer, cache: Path, *arguments: str, **env: str) -> Fetch:

@@ -284,3 +284,18 @@ async def test_an_object_that_loses_its_label_is_no_child_any_more(direct: ApiSe
             {"metadata": {"labels": {"heteroinfer.dev/resource": None}}},
         )
         await until("it is gone", lambda: not watched.cluster_state.children(owner.key, owner.uid))
+
+
+async def test_who_names_a_claim_is_known_unless_another_operators_resource_may(
+    server: ApiServer, namespace: str
+) -> None:
+    owner = await create_resource(server, namespace)
+    await create_resource(server, namespace, "other", model={"uri": "pvc://shared/small"})
+    async with watching(server, namespace) as watched:
+        found = watched.cluster_state.neighbours(owner.key, "shared")
+        assert found is not None
+        assert [each.resource.key.name for each in found] == ["other"]
+        await create_resource(server, namespace, "foreign", operatorClass="beta")
+        await until(
+            "the other operator's", lambda: watched.cluster_state.neighbours(owner.key, "shared") is None
+        )

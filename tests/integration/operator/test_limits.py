@@ -14,6 +14,7 @@ from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
 from tests.integration.operator.life import Install, condition, stored
 from tests.integration.operator.running_operator import (
     PROFILE,
+    SPEC,
     OperatorProcess,
     child,
     create_resource,
@@ -28,6 +29,7 @@ from tests.largest_status import build_largest_status
 ETCD_BYTES = 1_572_864
 """Of a request, by default (`etcd --max-request-bytes`)."""
 QUOTAS = "/api/v1/namespaces/{}/resourcequotas"
+LIMITS = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "1Gi"}
 STRANGERS = 100
 STRANGER_BYTES = 900_000
 MOST_GROWTH_BYTES = 45e6
@@ -68,15 +70,30 @@ async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -
 async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
+    # For one of two workers, and for the pod that reads the model.
+    await allow(server, namespace, "one-pod", {f"limits.{each}": amount for each, amount in LIMITS.items()})
     await create_resource(server, namespace)
-    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+    kubeconfig = install().kubeconfig
+    async with operator(kubeconfig, tmp_path / "unlimited", resync_seconds="1") as process:
+
+        async def told() -> bool:
+            text = json.dumps((await server.get(HETERO_INFERENCE.path(namespace, "tiny"))).get("status", {}))
+            return (
+                "must specify limits.cpu" in text
+                and "Set spec.model.resources, or podResources.inspect" in text
+            )
+
+        await until("what the pod that reads lacks", told, 60, lambda: process.said)
+        assert await process.stop() == 0
+    limited = json.dumps({"inspect": {"limits": LIMITS}, "worker": {"limits": LIMITS}})
+    async with operator(kubeconfig, tmp_path / "log", resync_seconds="1", pod_resources=limited) as process:
         inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
-        await allow(server, namespace, "one-pod", "pods", 1)
         await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
 
         async def refused() -> bool:
             text = json.dumps((await server.get(HETERO_INFERENCE.path(namespace, "tiny")))["status"])
-            return "exceeded quota" in text and not await living(server, namespace)
+            advice = "Raise the quota, or lower resources of role"
+            return "exceeded quota" in text and advice in text and not await living(server, namespace)
 
         await until("the refusal is said, and no pod held", refused, said=lambda: process.said)
         tried, since = await creates(process), time.monotonic()
@@ -97,6 +114,32 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
         assert await process.stop() == 0
 
 
+async def test_what_a_limit_range_gave_workers_is_reported(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    default = {"type": "Container", "default": {"cpu": "500m", "memory": "512Mi"}}
+    ranges = {"metadata": {"name": "defaults"}, "spec": {"limits": [default]}}
+    body = {"apiVersion": "v1", "kind": "LimitRange", **ranges}
+    await server.create(f"/api/v1/namespaces/{namespace}/limitranges", body)
+    await create_resource(server, namespace)
+
+    async def has(words: str) -> bool:
+        status = (await server.get(HETERO_INFERENCE.path(namespace, "tiny"))).get("status", {})
+        return any(words in each.get("message", "") for each in status.get("conditions", ()))
+
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
+        inspect = await until("the inspect pod", lambda: living(server, namespace), 60, lambda: process.said)
+        await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
+        values = "requests cpu=500m, memory=512Mi and limits cpu=500m, memory=512Mi"
+        words = f"role back: a LimitRange of the namespace gave its pods {values}"
+        await until("what they got", lambda: has(words), timeout_s=40, said=lambda: process.said)
+        roles = [{**role, "resources": {"requests": {"memory": "1Gi"}}} for role in SPEC["roles"]]
+        await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"roles": roles}})
+        words = "less than or equal to memory limit of 512Mi. Set resources of role front that the LimitRange"
+        await until("the refusal", lambda: has(words), timeout_s=40, said=lambda: process.said)
+        assert await process.stop() == 0
+
+
 async def living(server: ApiServer, namespace: str) -> list[str]:
     """Returns the names of the pods that are not over, nor about to go."""
     return [
@@ -107,9 +150,9 @@ async def living(server: ApiServer, namespace: str) -> list[str]:
     ]
 
 
-async def allow(server: ApiServer, namespace: str, name: str, what: str, number: int) -> None:
+async def allow(server: ApiServer, namespace: str, name: str, hard: dict[str, str]) -> None:
     """Makes a quota, and waits until it holds: its controller counts first."""
-    quota = {"metadata": {"name": name}, "spec": {"hard": {what: str(number)}}}
+    quota = {"metadata": {"name": name}, "spec": {"hard": hard}}
     await server.create(QUOTAS.format(namespace), {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
 
     async def holds() -> bool:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress
+from heteroinfer_contract.model_fetch import CacheCleanup, FetchedModel, FetchProgress
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
@@ -106,6 +106,70 @@ async def test_a_pod_that_reads_the_model_is_known_without_its_label(
             await server.get(POD.path(namespace, name))
 
 
+async def test_a_claim_that_cannot_bind_is_quoted_from_its_provisioner(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    storage_class: dict[str, Any] = {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": f"blocks-{namespace}"},
+        "provisioner": "blocks.example.test",
+    }
+    await server.create("/apis/storage.k8s.io/v1/storageclasses", storage_class)
+    said = "blocks.example.test only supports ReadWriteOnce"
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="60") as process:
+        await process.working()
+        cache = {"size": "1Gi", "storageClassName": storage_class["metadata"]["name"]}
+        await apply(server, namespace, hub_spec(cache=cache))
+
+        async def claims() -> list[dict[str, Any]]:
+            return await stored(server, CLAIM, namespace)
+
+        (claim,) = await until("the claim", claims, said=lambda: process.said)
+        # As external provisioners do: a Warning of their own, with the claim as its object.
+        about = {"kind": CLAIM.name, "namespace": namespace, "name": claim["metadata"]["name"]}
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": "claim-"},
+            "involvedObject": {"apiVersion": "v1", "uid": claim["metadata"]["uid"], **about},
+            "type": "Warning",
+            "reason": "ProvisioningFailed",
+            "message": said,
+            "source": {"component": "blocks.example.test_provisioner"},
+        }
+        await server.create(f"/api/v1/namespaces/{namespace}/events", event)
+
+        async def quoted() -> bool:
+            conditions = (await status_of(server, namespace)).get("conditions", ())
+            words = next((each.get("message", "") for each in conditions if each["type"] == "ModelReady"), "")
+            settings = f"storage class {cache['storageClassName']}, ReadWriteMany, 1Gi"
+            expected = (
+                f"claim {about['name']} ({settings}) is not bound",
+                f'blocks.example.test_provisioner reports ProvisioningFailed: "{said}"',
+                "Set spec.model.cache.storageClassName and accessMode",
+            )
+            return all(each in words for each in expected)
+
+        await until("the provisioner's words", quoted, timeout_s=40, said=lambda: process.said)
+        gone = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"made-{namespace}"}}
+        volume = {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": cache["storageClassName"],
+            "hostPath": {"path": "/none"},
+            "claimRef": {"namespace": namespace, "name": about["name"]},
+        }
+        await server.create("/api/v1/persistentvolumes", {**gone, "spec": volume})
+
+        async def bound() -> bool:
+            text = json.dumps((await status_of(server, namespace)).get("conditions", ()))
+            return "is not bound" not in text
+
+        await until("the claim binds", bound, timeout_s=40, said=lambda: process.said)
+        assert await process.stop() == 0
+
+
 async def test_from_a_hub_to_ready(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
@@ -117,6 +181,9 @@ async def test_from_a_hub_to_ready(
         (claim,) = await stored(server, CLAIM, namespace)
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
         mounted = {"claimName": claim["metadata"]["name"]}
+        (variables,) = (container["env"] for container in fetch["spec"]["containers"])
+        cleanup = next(each["value"] for each in variables if each["name"] == names.ENV_CACHE_CLEANUP)
+        assert CacheCleanup.from_json(cleanup).keep == 2
         assert fetch["spec"]["volumes"][-1]["persistentVolumeClaim"] == mounted
 
         failure = Failure(reason=FailureReason.MODEL_ACCESS_DENIED, message="gated: accept its licence")

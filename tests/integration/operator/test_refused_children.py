@@ -79,7 +79,7 @@ async def test_a_refused_gang_object_is_one_refusal(
     await server.create(CRDS, POD_GROUPS)
     try:
         await until("PodGroups", lambda: has_volcano(server), timeout_s=30)
-        await allow(server, namespace, "none", "count/podgroups.scheduling.volcano.sh", 0)
+        await allow(server, namespace, "none", {"count/podgroups.scheduling.volcano.sh": "0"})
         await create_resource(server, namespace, scheduling={"gang": "Always"})
         async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="5") as process:
             inspect = await until(

@@ -424,6 +424,23 @@ def test_values_of_the_chart_are_the_policy(
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
+def test_resources_that_the_chart_gives_roles_count(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, model, roles=[{"name": "cpu", "device": "CPU"}])
+    values = tmp_path / "values.yaml"
+    values.write_text("podResources: {worker: {limits: {memory: 1Gi}}}")
+    assert main(["plan", "-f", file, "--chart-values", str(values)]) == 3
+    assert "got 1.00 GiB of memory a pod" in capsys.readouterr().err
+    values.write_text("podResources: {worker: {limits: {memory: 8Gi}}}")
+    assert main(["plan", "-f", file, "--chart-values", str(values)]) == 0
+    capsys.readouterr()
+    values.write_text("podResources: {workers: {}}")
+    assert "expected an object with fetch, inspect, worker" in error(
+        capsys, "-f", file, "--chart-values", str(values)
+    )
+
+
 @pytest.mark.parametrize("text", ["[1]", "allowedArguments: --runner", "a: [", "allowRemoteCode: maybe"])
 def test_what_holds_no_values_of_the_chart_is_refused(
     text: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]

@@ -35,6 +35,9 @@ class SilentHub:
         weights = FetchedFile(path="model.safetensors", size_bytes=100, digest="sha256:" + "0" * 64)
         return "a" * 40, [config, weights]
 
+    def is_large(self, file: FetchedFile) -> bool:
+        return False
+
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
         if file.path == "config.json":
             into.write_bytes(b"{}")

@@ -59,6 +59,20 @@ def test_a_pod_says_what_its_epoch_was_made_with(annotations: dict[str, str] | N
     assert trim.pod_view(pod).images == (annotations or {}).get(names.ANNOTATION_IMAGES, "")
 
 
+def test_a_pod_says_what_a_limit_range_gave_it() -> None:
+    pod = stored_pod()
+    pod["spec"]["containers"][0]["resources"] = {
+        "requests": {"cpu": "500m", "memory": "1Gi"},
+        "limits": {"cpu": "500m", "memory": "2Gi"},
+    }
+    assert trim.pod_view(pod).defaulted == ""
+    pod["metadata"]["annotations"] = {
+        "kubernetes.io/limit-ranger": "LimitRanger plugin set: cpu request for container worker; memory "
+        "request for container mesh; cpu, memory limit for container worker; pods limit for container worker"
+    }
+    assert trim.pod_view(pod).defaulted == "requests cpu=500m and limits cpu=500m, memory=2Gi"
+
+
 def test_a_pod_whose_label_was_taken_off_is_not_ours() -> None:
     pod = stored_pod()
     del pod["metadata"]["labels"]

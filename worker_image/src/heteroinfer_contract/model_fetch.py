@@ -66,6 +66,26 @@ class CompleteModel(codec.JsonValue):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCleanup(codec.JsonValue):
+    """Which commits of its model a fetch may remove from a cache.
+
+    Attributes:
+        keep: commits that stay, the fetched one and those fetched last, beside those in use; at least 1.
+        in_use: commits that some resource uses.
+        listed_s: Unix time at which `in_use` was listed, in seconds.
+    """
+
+    reads_tolerantly = True
+    keep: int
+    in_use: tuple[str, ...]
+    listed_s: float
+
+    def check(self) -> None:
+        """Checks that one commit stays; raises ContractError."""
+        codec.at_least(1, "CacheCleanup", keep=self.keep)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress(codec.JsonValue):
     """How far a fetch is; served as JSON by its pod on /fetch.
 

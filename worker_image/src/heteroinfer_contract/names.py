@@ -142,6 +142,8 @@ ENV_OMP_PLACES: Final = "OMP_PLACES"
 """CPUs of a CPU rank's threads, where they are bound; OpenMP's own name."""
 ENV_MODEL_FETCHED: Final = "HETEROINFER_MODEL_FETCHED"
 """`1`: the model was fetched from a hub; the supervisor checks that it is complete before it starts ranks."""
+ENV_CACHE_CLEANUP: Final = "HETEROINFER_CACHE_CLEANUP"
+"""Which commits a fetch may remove from its cache; without it none. Set in fetch pods only."""
 ENV_CA_BUNDLE: Final = "HETEROINFER_CA_BUNDLE"
 """File with certificate authorities that are trusted besides the system's; unset without `model.caBundle`."""
 ENV_HUB_TOKEN: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable

@@ -26,6 +26,7 @@ from heteroinfer_operator.api.resource import (
     ResourceKey,
     parse_life,
     parse_resource,
+    parse_resources,
     parse_spec,
     parse_status,
     parse_stored_spec,

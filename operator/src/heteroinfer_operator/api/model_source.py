@@ -2,13 +2,14 @@
 
 import re
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
 from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, ValidationRule, cel_text
 from heteroinfer_operator.api.env_vars import KeyReference
 from heteroinfer_operator.api.pod_fields import ClassName, KeyOfObject
+from heteroinfer_operator.api.role import Resources
 from heteroinfer_operator.quantity import parse_quantity
 
 _URI_PATTERNS: Final = (
@@ -86,6 +87,14 @@ class ModelCache(Model):
     """Storage class of the claim to make."""
     access_mode: AccessMode | None = None
     """Access mode of the claim to make; ReadWriteMany if not given."""
+    keep: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Commits of the model that stay in the cache, the last ones, beside those in use; a fetch removes the
+    others. 2 if not given, for a claim that is made; of an existing claim nothing is removed then."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns what says which volume is meant."""
+        return {key: value for key, value in self.dump().items() if key != "keep"}
 
 
 class ModelSpec(Model):
@@ -138,5 +147,7 @@ class ModelSpec(Model):
     """Token for a hub; only the pod that fetches the model sees it."""
     cache: ModelCache | None = None
     """Where a hub's model is kept; pods mount it read-only."""
+    resources: Resources | None = None
+    """Resources of the pod that fetches or reads the model; what they leave out is the installation's."""
     ca_bundle: CaBundle | None = None
     """Authorities that the pods that fetch and serve the model trust besides the system's."""

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from heteroinfer_operator import quantity
 from heteroinfer_operator.api.base import AS_STORED, Model, ObjectName, ValidationRule
+from heteroinfer_operator.api.role import Resources
 from heteroinfer_operator.api.spec import HeteroInferenceSpec, LifeSpec
 from heteroinfer_operator.api.status import HeteroInferenceStatus
 from heteroinfer_operator.errors import SpecError
@@ -241,6 +242,11 @@ def _known_only(raw: object, cls: type[Model] | None) -> Any:
         fields = _fields(cls)
         return {key: _known_only(value, fields[key]) for key, value in raw.items() if key in fields}
     return [_known_only(value, cls) for value in raw] if isinstance(raw, list | tuple) else raw
+
+
+def parse_resources(raw: Mapping[str, Any], where: str) -> Resources:
+    """Returns requests and limits of a container; raises SpecError, in whose message `where` comes first."""
+    return _parse(Resources, raw, where)
 
 
 def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str, *, context: str | None = None) -> ModelT:

@@ -22,6 +22,7 @@ from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests import egress_policy
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.nodes.calibrations import (
@@ -78,6 +79,7 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
             annotations=settings.allowed_annotations,
             service_accounts=settings.allowed_service_accounts,
         ),
+        pod_resources=PodResources.from_json(settings.pod_resources),
         pod_security=PodSecurity.from_json(settings.pod_security),
     )
 

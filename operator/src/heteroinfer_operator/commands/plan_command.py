@@ -32,6 +32,7 @@ from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.commands.resource_file import load_resource
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
 from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
@@ -89,13 +90,14 @@ class PlanAnswer:
 
 
 class ChartValues(BaseModel):
-    """What an installation allows, as the values of its chart have it."""
+    """What an installation allows and gives, as the values of its chart have it."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel)
 
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
+    pod_resources: dict[str, Any] = {}
     allowed_service_accounts: tuple[str, ...] = ()
 
 
@@ -139,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chart-values",
         metavar="FILE",
         help="values of the chart as `helm get values RELEASE --all -o yaml` prints them, for what the "
-        "installation allows; default: the chart's own",
+        "installation allows, and the resources that it gives roles; default: the chart's own",
     )
 
 
@@ -160,7 +162,10 @@ def _answer(arguments: argparse.Namespace) -> PlanAnswer:
     refused: tuple[PlanError, ...] = ()
     try:
         resource = load_resource(arguments.filename)
-        refused = tuple(_allowed(arguments.chart_values).find_all_forbidden(resource.spec))
+        values = _chart_values(arguments.chart_values)
+        refused = tuple(_allowed(values).find_all_forbidden(resource.spec))
+        given = PodResources.from_json(json.dumps(values.pod_resources))
+        resource = resource.changed(spec=given.complete_roles(resource.spec))
         impossible = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
         if impossible:
             return PlanAnswer(errors=impossible, refused=refused)
@@ -192,11 +197,11 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
     return replace(planned, notes=(*planned.notes, *notes))
 
 
-def _allowed(file: str | None) -> Allowed:
-    """What an installation allows by the values of its chart, or by the chart's defaults."""
+def _chart_values(file: str | None) -> ChartValues:
+    """Returns the values of an installation's chart, or the chart's defaults."""
     try:
         stored = yaml.safe_load(Path(file).read_text()) if file is not None else None
-        values = ChartValues.model_validate({} if stored is None else stored)
+        return ChartValues.model_validate({} if stored is None else stored)
     except OSError as error:
         raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
     except (yaml.YAMLError, ValueError) as error:
@@ -205,6 +210,9 @@ def _allowed(file: str | None) -> Allowed:
             "Create the file with `helm get values RELEASE --all -o yaml`",
             reason="Usage",
         ) from error
+
+
+def _allowed(values: ChartValues) -> Allowed:
     return Allowed(
         remote_code=values.allow_remote_code,
         arguments=values.allowed_arguments,

@@ -10,6 +10,7 @@ from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.cluster import (
     Action,
     Manifest,
+    Neighbour,
     RecordEvent,
     ResourceKey,
     ResourceObservation,
@@ -24,11 +25,13 @@ from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.outliving_pods import LeftPods
 from heteroinfer_operator.kube.paths import NamespacedName, writable_kind
+from heteroinfer_operator.kube.pending_claims import PendingClaims
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, UnlabelledPods
 from heteroinfer_operator.kube.unmade_pods import UnmadePods
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.reconcile.cache_use import claim_to_clean
 from heteroinfer_operator.reconcile.reading import read_labels
 
 _READ_S: Final = 0.75
@@ -61,6 +64,7 @@ class KubeCluster:
         self._dry_runs = DryRuns(self._try_create)
         self._unlabelled = UnlabelledPods(server, wake=self._callbacks.wake)
         self._left = LeftPods(server, cluster_state, wake=self._callbacks.wake)
+        self._claims = PendingClaims(server, wake=self._callbacks.wake)
         self._ways = Ways(
             server=server,
             cluster_state=cluster_state,
@@ -84,6 +88,7 @@ class KubeCluster:
             self._forget(key)
             self._dry_runs.forget(key)
             self._unlabelled.forget(key)
+            self._claims.forget(key)
             self._groups.watch_only(key, ())
             return None
         self._callbacks.observed(key, resource.status)
@@ -109,7 +114,7 @@ class KubeCluster:
         unmade = self._unmade(resource, (pod.view.name for pod in pods))
         return ResourceObservation(
             resource=resource,
-            pods=tuple(pod.view for pod in pods),
+            pods=self._claims.explain(resource, pods),
             objects=tuple(child.stored for child in self._cluster_state.children(key, resource.uid)),
             nodes=self._cluster_state.nodes(),
             promised=self._cluster_state.promised(),
@@ -126,7 +131,14 @@ class KubeCluster:
             unmade=unmade.names(),
             unasked=unmade.unasked(),
             kept_in=self._cluster_state.kept_in(key.namespace),
+            neighbours=self._neighbours(resource, pods),
         )
+
+    def _neighbours(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[Neighbour, ...] | None:
+        """Returns the other resources that name the claim of a model's cache, if a fetch may begin now."""
+        fetches = any(pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods)
+        claim = "" if fetches else claim_to_clean(resource)
+        return self._cluster_state.neighbours(resource.key, claim) if claim else None
 
     async def _read(self, key: ResourceKey) -> ResourceView | None:
         """Returns the resource; raises ApiError if it must be read anew, and there is no answer soon."""
@@ -177,6 +189,7 @@ class KubeCluster:
         kept.begin(observation.resource, observation.refusals, actions)
         again_s = await ActionRun(self._ways, observation, kept).run_all(actions)
         waits = [again_s, LOOK_AGAIN_S if self._unlabelled.are_there(key) else None]
+        waits.append(self._claims.look_again_s(key))
         return min((wait for wait in waits if wait is not None), default=None)
 
 

@@ -1,5 +1,6 @@
 """Why a child is not as it should be, though the API server refuses nothing: what users read of it. Pure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -23,6 +24,11 @@ from heteroinfer_operator.reconcile.refusals import (
 )
 
 _NAMED_FIELDS: Final = 5
+_OF_LIMIT_RANGE: Final = re.compile(
+    r"(maximum|minimum) [a-z.-]+ usage per (Container|Pod) is|max limit to request ratio per|"
+    r"must be less than or equal to [a-z.-]+ limit"
+)
+"""Source: `plugin/pkg/admission/limitranger/admission.go`; the last is of a default limit below a request."""
 
 
 class ChildError(HeteroInferError):
@@ -31,8 +37,31 @@ class ChildError(HeteroInferError):
 
 def refused_words(action: Action, said: str) -> str:
     """Returns who refuses what, in the API server's words."""
-    advice = _image_volume_advice(action, said)
+    advice = _image_volume_advice(action, said) or _resources_advice(action, said)
     return f"the API server refuses {_written(action)}: {said}" + (f". {advice}" if advice else "")
+
+
+def _resources_advice(action: Action, said: str) -> str:
+    """Returns how to have a pod taken whose resources a ResourceQuota or LimitRange refuses, or ""."""
+    if not isinstance(action, CreateObject) or action.manifest["kind"] != "Pod":
+        return ""
+    labels = action.manifest["metadata"].get("labels", {})
+    component = labels.get(names.LABEL_COMPONENT)
+    if component == names.COMPONENT_WORKER:
+        role = f"role {labels.get(names.LABEL_ROLE)}"
+        limits = f"Set resources.limits of {role}, or podResources.worker of the chart"
+        lower = f"Raise the quota, or lower resources of {role}"
+        fitting = f"Set resources of {role} that the LimitRange of the namespace takes"
+    else:
+        what = "fetches" if component == names.COMPONENT_FETCH else "reads"
+        own = f"The operator makes this pod: it {what} the model. "
+        limits = fitting = f"{own}Set spec.model.resources, or podResources.{component} of the chart"
+        lower = f"{own}Raise the quota, or lower spec.model.resources"
+    if "exceeded quota:" in said:
+        return lower
+    if "must specify" in said:
+        return limits
+    return fitting if _OF_LIMIT_RANGE.search(said) else ""
 
 
 def _image_volume_advice(action: Action, said: str) -> str:

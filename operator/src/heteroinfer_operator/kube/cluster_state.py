@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.cluster import Manifest, ResourceKey
+from heteroinfer_operator.cluster import Manifest, Neighbour, ResourceKey
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
@@ -342,6 +342,22 @@ class ClusterState:
             kept = cache.under(key) if cache is not None else []
             found += [child for child in kept if child.owner_uid == uid]
         return found
+
+    def neighbours(self, key: ResourceKey, claim: str) -> tuple[Neighbour, ...] | None:
+        """Returns the other resources of a namespace that name a claim anywhere, with their ConfigMaps.
+
+        Returns None if a resource of the namespace is of another operator: what it names is not known here.
+        """
+        found = []
+        for record in self.resources.in_namespace(key.namespace):
+            if not record.is_ours:
+                return None
+            if record.key != key and claim in record.text:
+                view = record.view
+                kept = self.children(record.key, view.uid)
+                objects = (each.stored for each in kept if each.stored["kind"] == CONFIG_MAP.name)
+                found.append(Neighbour(resource=view, objects=tuple(objects)))
+        return tuple(found)
 
     def child(self, kind: Kind, name: NamespacedName) -> ChildRecord | None:
         """Returns a child other than a pod, or None."""

@@ -50,6 +50,7 @@ class ResourceCache:
                 ),
                 trim=functools.partial(trim.resource_record, operator_class=operator_class),
                 changed=changed,
+                index=lambda record: record.key.namespace,
             )
             for scope in scopes
         }
@@ -72,6 +73,11 @@ class ResourceCache:
     def keys(self) -> set[ResourceKey]:
         """Returns the resources that this operator serves, as far as is known here."""
         return {record.key for cache in self.caches for record in cache.values() if record.is_ours}
+
+    def in_namespace(self, namespace: str) -> list[ResourceRecord]:
+        """Returns the resources of a namespace, as far as is known here."""
+        cache = self._by_scope.get(None) or self._by_scope.get(namespace)
+        return cache.under(namespace) if cache is not None else []
 
     def uid(self, key: ResourceKey) -> str:
         """Returns the uid of a resource, whoever serves it, or "" if none is known here."""

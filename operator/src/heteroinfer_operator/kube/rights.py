@@ -53,7 +53,8 @@ SERVED: Final = (
     AccessRule(group="scheduling.x-k8s.io", resource="podgroups", verbs=_ALL),
     AccessRule(group="scheduling.k8s.io", resource="workloads", verbs=_ALL),
     AccessRule(group="scheduling.k8s.io", resource="podgroups", verbs=_ALL),
-    AccessRule(group="events.k8s.io", resource="events", verbs=("create", "patch")),
+    # Listed of a claim that does not bind: its provisioner says there why.
+    AccessRule(group="events.k8s.io", resource="events", verbs=("list", "create", "patch")),
 )
 """In every namespace that is served."""
 

@@ -19,6 +19,7 @@ from heteroinfer_operator.cluster import (
     ResourceView,
     Waiting,
 )
+from heteroinfer_operator.kube.limit_ranges import find_defaulted
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 from heteroinfer_operator.manifests.identity import Owner, named_labels
@@ -81,6 +82,7 @@ class PodRecord:
         ip: or "" while it has none.
         health_port: of its supervisor, or 0.
         grace_s: of a pod that is being deleted: how long it was given to end, in seconds.
+        claims: names of the claims that it mounts.
     """
 
     view: PodView
@@ -89,6 +91,7 @@ class PodRecord:
     ip: str
     health_port: int
     grace_s: float = 0.0
+    claims: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +232,14 @@ def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord
         ip=as_text(_status(stored).get("podIP"), "podIP"),
         health_port=_health_port(stored),
         grace_s=float(as_integer(_metadata(stored).get("deletionGracePeriodSeconds"), "grace period")),
+        claims=_claims(stored),
     )
+
+
+def _claims(stored: Manifest) -> tuple[str, ...]:
+    volumes = as_objects(_spec(stored).get("volumes"), "volumes")
+    claims = (as_object(each.get("persistentVolumeClaim"), "persistentVolumeClaim") for each in volumes)
+    return tuple(as_text(claim.get("claimName"), "claimName") for claim in claims if claim)
 
 
 def unreadable_pod(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
@@ -337,6 +347,7 @@ def pod_view(stored: Manifest) -> PodView:
         key_secret=find_key_secret(stored),
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
         still_running=_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
+        defaulted=find_defaulted(stored),
     )
 
 

@@ -190,14 +190,16 @@ _REVISION_CHARS: Final = 10
 _LIFE = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
 """What no version has ever counted as a part of a revision."""
 _NOT_OF_PODS = _LIFE | {"planning", "startup"}
+_NOT_OF_WORKERS = frozenset({"tokenSecretRef", "resources"})
+"""Fields of a model that only the pod that fetches or reads it sees."""
 
 
 def revision(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of the part of a spec whose change needs new pods.
 
     The number of groups, and how groups are planned, started, restarted and rolled, are not in it: a
-    scale is no revision. Nor is the token for a hub, which no worker sees, nor are defaults, so that an
-    operator that knows one field more leaves running groups alone.
+    scale is no revision. Nor are the token for a hub and the resources of the pod that fetches, which no
+    worker sees, nor are defaults, so that an operator that knows one field more leaves running groups alone.
     """
     return _hash(needs_pods(spec))[:_REVISION_CHARS]
 
@@ -219,7 +221,11 @@ def first_revision(spec: HeteroInferenceSpec) -> str:
 
 def _without(spec: HeteroInferenceSpec, left_out: Collection[str]) -> dict[str, Any]:
     kept = {key: value for key, value in spec.given().items() if key not in left_out}
-    kept["model"] = {key: value for key, value in kept["model"].items() if key != "tokenSecretRef"}
+    kept["model"] = {key: value for key, value in kept["model"].items() if key not in _NOT_OF_WORKERS}
+    if "cache" in kept["model"]:
+        kept["model"]["cache"] = {
+            key: value for key, value in kept["model"]["cache"].items() if key != "keep"
+        }
     return kept
 
 
@@ -232,17 +238,28 @@ def model_key(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of which model is meant and where it is kept: its profile holds as long as this."""
     meant: dict[str, Any] = {"uri": spec.model.uri, "revision": spec.model.revision}
     if spec.model.cache is not None:
-        meant["cache"] = spec.model.cache.dump()
+        meant["cache"] = spec.model.cache.settings
     return _hash(meant)[:10]
 
 
 def fetch_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of all that a fetch depends on: the model, the token, and the authorities."""
-    token, bundle = spec.model.token_secret_ref, spec.model.ca_bundle
+    """Returns a hash of all that a fetch depends on: model, token, authorities, and the pod's resources."""
+    token, resources = spec.model.token_secret_ref, spec.model.resources
+    bundle = spec.model.ca_bundle
     meant: dict[str, Any] = {"model": model_key(spec), "token": token.dump() if token else None}
     if bundle is not None:
         meant["caBundle"] = bundle.dump()
+    if resources is not None:
+        meant["resources"] = resources.dump()
     return _hash(meant)[:10]
+
+
+def inspect_key(spec: HeteroInferenceSpec) -> str:
+    """Returns a hash of all that a pod which only reads a model depends on."""
+    resources = spec.model.resources
+    if resources is None:
+        return model_key(spec)
+    return _hash({"model": model_key(spec), "resources": resources.dump()})[:10]
 
 
 def is_hub_model(spec: HeteroInferenceSpec) -> bool:
@@ -252,7 +269,7 @@ def is_hub_model(spec: HeteroInferenceSpec) -> bool:
 
 def model_claim(owner: Owner, cache: ModelCache) -> str:
     """Returns the name of the claim that is made for a model's cache; other settings are another claim."""
-    return f"{owner.key.name}-model-{_hash(cache.dump())[:10]}"
+    return f"{owner.key.name}-model-{_hash(cache.settings)[:10]}"
 
 
 def _hash(value: Any) -> str:

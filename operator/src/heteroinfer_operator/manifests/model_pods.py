@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import CacheCleanup
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelFetch, ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.mounted_files import ca_bundle
+from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import (
     MODEL_VOLUME,
@@ -27,12 +29,6 @@ from heteroinfer_operator.manifests.worker_pods import (
 )
 
 _HOME: Final = {"HOME": "/tmp"}  # noqa: S108 - a volume of the pod's own
-_INSPECT_RESOURCES: Final = {
-    "requests": {"cpu": "100m", "memory": "128Mi"},
-    "limits": {"memory": "512Mi"},
-}
-_FETCH_RESOURCES: Final = {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}
-"""Four files at once in pieces of 10 MiB; the rest is page cache, which the kernel takes back."""
 
 
 def build_model_pod(
@@ -40,6 +36,9 @@ def build_model_pod(
     owner: Owner,
     source: ModelSource,
     images: WorkerImages,
+    resources: PodResources = PodResources(),  # noqa: B008 - frozen
+    cleanup: CacheCleanup | None = None,
+    *,
     security: PodSecurity = PodSecurity(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
     """Returns the pod whose termination message tells of the model.
@@ -50,16 +49,18 @@ def build_model_pod(
     template = model_template(spec)
     image = spec.engine.image or images.cpu
     component = names.COMPONENT_INSPECT if source.fetch is None else names.COMPONENT_FETCH
+    asked = resources.of_model_pod(spec, fetches=source.fetch is not None)
     if source.fetch is None:
         container = {
             **build_container(image, source, security),
             "args": ["inspect", "--model", source.path],
             "env": literals(_HOME),
-            "resources": _INSPECT_RESOURCES,
+            "resources": asked,
         }
     else:
-        container = _fetch_container(spec, build_container(image, source, security), source.fetch)
-    volumes = build_volumes(spec, source)
+        own = build_container(image, source, security)
+        container = {**_fetch_container(spec, own, source.fetch, cleanup), "resources": asked}
+    volumes = build_volumes(spec, source, asked)
     if source.fetch is not None:
         volumes = [*map(_writable, volumes), *ca_bundle(spec).volumes]
     return {
@@ -76,7 +77,7 @@ def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
     """Returns the name of the pod for the model of this spec; another model, or token, is another pod."""
     if identity.is_hub_model(spec):
         return f"{owner.key.name}-fetch-{identity.fetch_key(spec)}"
-    return f"{owner.key.name}-inspect-{identity.model_key(spec)}"
+    return f"{owner.key.name}-inspect-{identity.inspect_key(spec)}"
 
 
 def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
@@ -85,7 +86,10 @@ def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
 
 
 def _fetch_container(
-    spec: HeteroInferenceSpec, container: dict[str, Any], fetch: ModelFetch
+    spec: HeteroInferenceSpec,
+    container: dict[str, Any],
+    fetch: ModelFetch,
+    cleanup: CacheCleanup | None,
 ) -> dict[str, Any]:
     mounts = [
         {key: value for key, value in mount.items() if key != "readOnly"}
@@ -103,20 +107,20 @@ def _fetch_container(
             *("--health-host", fetch.health_host),
             *("--health-port", str(fetch.health_port)),
         ],
-        "env": _fetch_env(spec, fetch),
+        "env": _fetch_env(spec, fetch, cleanup),
         "ports": [{"name": names.PORT_HEALTH, "containerPort": fetch.health_port, "protocol": "TCP"}],
         "readinessProbe": probe,
-        "resources": _FETCH_RESOURCES,
         "volumeMounts": mounts,
     }
 
 
-def _fetch_env(spec: HeteroInferenceSpec, fetch: ModelFetch) -> list[dict[str, Any]]:
+def _fetch_env(
+    spec: HeteroInferenceSpec, fetch: ModelFetch, cleanup: CacheCleanup | None
+) -> list[dict[str, Any]]:
     """Returns the user's environment, which names a mirror or a proxy, and what wins over it."""
-    owned = {
-        variable["name"]: variable
-        for variable in literals({**_HOME, names.ENV_HUB_OFFLINE: "0", **ca_bundle(spec).env})
-    }
+    removes = {names.ENV_CACHE_CLEANUP: cleanup.to_json()} if cleanup is not None else {}
+    ours = literals({**_HOME, names.ENV_HUB_OFFLINE: "0", **removes, **ca_bundle(spec).env})
+    owned = {variable["name"]: variable for variable in ours}
     if fetch.token is not None:
         reference = {"name": fetch.token.name, "key": fetch.token.key}
         owned[names.ENV_HUB_TOKEN] = {

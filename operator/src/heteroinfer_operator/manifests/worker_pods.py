@@ -26,6 +26,7 @@ from heteroinfer_operator.manifests.mounted_files import (
     engine_files,
     template_volumes,
 )
+from heteroinfer_operator.manifests.pod_resources import scratch_limit
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.scheduling import assigned_fields
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
@@ -130,7 +131,7 @@ class WorkerPods:
                 "containers": [self._container(pod, role)],
                 **_spread_and_claims(role.template),
                 "volumes": [
-                    *build_volumes(self.spec, self.source),
+                    *build_volumes(self.spec, self.source, role_resources(role, pod.device)),
                     *self._files(role).volumes,
                 ],
             },
@@ -271,10 +272,12 @@ def build_container(image: str, source: ModelSource, security: PodSecurity) -> d
     }
 
 
-def build_volumes(spec: HeteroInferenceSpec, source: ModelSource) -> list[dict[str, Any]]:
-    """Returns the volumes that `build_container` mounts."""
+def build_volumes(
+    spec: HeteroInferenceSpec, source: ModelSource, resources: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Returns the volumes that `build_container` mounts, for a container with these resources."""
     volumes: list[dict[str, Any]] = [
-        {"name": _SCRATCH, "emptyDir": {"sizeLimit": _SCRATCH_LIMIT}},
+        {"name": _SCRATCH, "emptyDir": {"sizeLimit": scratch_limit(_SCRATCH_LIMIT, resources)}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": spec.engine.shm_size}},
     ]
     if source.volume is not None:

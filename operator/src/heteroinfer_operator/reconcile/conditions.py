@@ -295,7 +295,9 @@ def plan_conditions(life: Life) -> tuple[Condition, ...]:
         )
     running = [decision for decision in life.decisions if decision.runs]
     unplaced = next((decision.unplaced for decision in running if decision.unplaced), "")
-    capacity_condition = life.make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", unplaced)
+    defaulted = next((decision.defaulted for decision in running if decision.defaulted), "")
+    words = "; ".join(filter(None, (unplaced, defaulted)))
+    capacity_condition = life.make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", words)
     if refusal is not None and refusal.reason != WAITING_FOR_MODEL:
         return (
             life.make(planned, False, refusal.reason, refusal.message),

@@ -58,7 +58,7 @@ def decide_creates(
     group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
-        spec=revision.spec,
+        spec=context.options.pod_resources.complete_roles(revision.spec),
         group=group,
         plan=plan,
         kept_as=status.plan_hash or "",

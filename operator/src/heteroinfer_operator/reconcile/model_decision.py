@@ -9,7 +9,7 @@ from typing import Final
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import FetchedModel, FetchProgress, is_commit
+from heteroinfer_contract.model_fetch import CacheCleanup, FetchedModel, FetchProgress, is_commit
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import (
@@ -27,6 +27,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
+from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.epoch_end import OOM_KILLED, describe_exit
@@ -56,17 +57,20 @@ class ModelContext:
     Attributes:
         progress: what the pod that fetches says now, or None.
         unreadable_since: when a group last could not read the model, or None.
+        cleanup: what a fetch that begins now may remove from its cache, or None.
     """
 
     spec: HeteroInferenceSpec
     owner: Owner
     source: ModelSource
     images: WorkerImages
+    resources: PodResources
     pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
     node_loss: NodeLoss
     progress: FetchProgress | None
     unreadable_since: datetime | None
     now: datetime
+    cleanup: CacheCleanup | None = None
 
     @property
     def uri(self) -> str:
@@ -162,7 +166,15 @@ def _profile(text: str) -> ModelProfile:
 def _start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
     # What a revision means was looked up once; a later look at the same model is at the same commit.
     source = context.source.of_revision(kept.commit)
-    manifest = build_model_pod(context.spec, context.owner, source, context.images, context.pod_security)
+    manifest = build_model_pod(
+        context.spec,
+        context.owner,
+        source,
+        context.images,
+        context.resources,
+        context.cleanup,
+        security=context.pod_security,
+    )
     return replace(_on_its_way(context, kept, ""), creates=(CreateObject(manifest=manifest),))
 
 

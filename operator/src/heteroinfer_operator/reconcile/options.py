@@ -6,6 +6,7 @@ from typing import Final
 
 from heteroinfer_operator.manifests import egress_policy
 from heteroinfer_operator.manifests.addressing import Addressing
+from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
@@ -29,6 +30,7 @@ class Options:
         egress: whether policies let pods out.
         nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
         names_come_again: whether a resource of the same name may have been here before.
+        pod_resources: of the pods that look at models, and what roles leave out.
         pod_security: security contexts of workers, and of pods that fetch or read a model.
     """
 
@@ -39,6 +41,7 @@ class Options:
     nodes_may_come: bool = True
     allowed: Allowed = Allowed()  # noqa: RUF009 - frozen
     names_come_again: bool = True
+    pod_resources: PodResources = field(default_factory=PodResources)
     pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:

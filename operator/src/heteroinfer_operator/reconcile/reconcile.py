@@ -37,6 +37,7 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
 from heteroinfer_operator.reconcile.believed_group import believe
+from heteroinfer_operator.reconcile.cache_use import find_cleanup
 from heteroinfer_operator.reconcile.children import decide_children, find_children
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
 from heteroinfer_operator.reconcile.lost_labels import with_lost_labels
@@ -117,7 +118,7 @@ def _decide(
     accepted = revisions.get(target.name or "") if target.refusal is None else None
     replicas = _replicas(life.replicas, status, observation.pods)
     planner = GroupPlanner(
-        request=_group_request(resource.key, accepted, model.profile),
+        request=_group_request(resource.key, accepted, model.profile, options),
         waits_for=model.message,
         observation=observation,
         shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
@@ -165,13 +166,14 @@ def _fetches(observation: ResourceObservation, model: ModelDecision) -> bool:
 
 
 def _group_request(
-    key: ResourceKey, revision: Revision | None, profile: ModelProfile | None
+    key: ResourceKey, revision: Revision | None, profile: ModelProfile | None, options: Options
 ) -> GroupRequest | None:
     if profile is None or revision is None:
         return None
     served_name = revision.spec.model.served_name or key.name
     path = revision.source.path
-    return GroupRequest(spec=revision.spec, profile=profile, served_name=served_name, model_path=path)
+    spec = options.pod_resources.complete_roles(revision.spec)
+    return GroupRequest(spec=spec, profile=profile, served_name=served_name, model_path=path)
 
 
 def _replicas(asked: int | None, status: HeteroInferenceStatus, pods: Sequence[PodView]) -> int:
@@ -197,11 +199,13 @@ def _model(
         owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
         source=target.source,
         images=options.images,
+        resources=options.pod_resources,
         pod_security=options.pod_security,
         node_loss=node_loss,
         progress=observation.fetch,
         unreadable_since=unreadable_since(status.groups),
         now=node_loss.now,
+        cleanup=find_cleanup(target.spec, observation, node_loss.now),
     )
     pods = [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS]
     return decide_model(context, status.model, pods)

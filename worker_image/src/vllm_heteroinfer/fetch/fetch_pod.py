@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model_fetch import HUB_SCHEME
+from heteroinfer_contract.model_fetch import HUB_SCHEME, CacheCleanup
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
@@ -51,6 +52,16 @@ def fetch_model(options: FetchOptions) -> int:
     if code != names.EXIT_STOPPED:
         os._exit(code)  # downloads that run on are kept as they are; one that hangs would hold up the end
     return code
+
+
+def read_cleanup(env: Mapping[str, str]) -> CacheCleanup | None:
+    """Returns which commits may be removed from the cache; None if no commit may."""
+    text = env.get(names.ENV_CACHE_CLEANUP, "")
+    try:
+        return CacheCleanup.from_json(text) if text else None
+    except ContractError as error:  # of another version of the operator
+        logger.warning("%s: %s; no commit is removed", names.ENV_CACHE_CLEANUP, error)
+        return None
 
 
 def leave_failure(options: FetchOptions, error: ContractError) -> int:

@@ -46,6 +46,7 @@ class HubModel:
         utils.disable_progress_bars()
         # Read at each fetch (huggingface_hub/file_download.py::http_get@2.4.0); there is no option for it.
         constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
+        # No content network sends a larger file at once; parts of one it does.
         self._most_http_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
         self._hub = AskedHub(
             endpoint=constants.ENDPOINT,
@@ -90,39 +91,59 @@ class HubModel:
             raise self._hub.no_hub(f"it does not tell size and hash of {path}")
         return FetchedFile(path=path, size_bytes=size_bytes, digest=digest)
 
+    def is_large(self, file: FetchedFile) -> bool:
+        """Returns whether a file is larger than what content networks send at once."""
+        return file.size_bytes > self._most_http_bytes
+
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
         """Fetches what `into` lacks of a file; bytes that it holds are not asked for again.
+
+        A file that is larger than what content networks send at once is asked for in parts.
 
         Raises:
             FetchError: it is not complete; what came is kept.
         """
+        is_large = self.is_large(file)
+        with into.open("r+b") as target:
+            while (have_bytes := target.seek(0, os.SEEK_END)) < file.size_bytes:
+                end_bytes = min(have_bytes + self._most_http_bytes // 2, file.size_bytes)
+                try:
+                    self._fetch_until(commit, file, target, end_bytes if is_large else file.size_bytes)
+                except FetchError as error:
+                    if not is_large or error.may_heal:
+                        raise
+                    raise FetchError(error.reason, f"{error}. {self._by_hand(file)}") from error
+                target.flush()
+                os.fsync(target.fileno())
+
+    def _by_hand(self, file: FetchedFile) -> str:
+        """Returns how a model comes into a volume of which the hub does not send a large file in parts."""
+        repository = self._hub.repository
+        return (
+            f"{file.path} has {format_bytes(file.size_bytes)}, and was asked for in parts. If this hub sends "
+            f"none, fill a volume (hf download {repository} --local-dir DIR) and use pvc://CLAIM/PATH"
+        )
+
+    def _fetch_until(self, commit: str, file: FetchedFile, target: BinaryIO, end_bytes: int) -> None:
+        """Fetches what a file that is open at its end lacks of its first `end_bytes`."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers
 
-        if file.size_bytes > self._most_http_bytes:
-            raise FetchError(
-                FailureReason.MODEL_NOT_READABLE,
-                f"{self._hub.model}: {file.path} has {format_bytes(file.size_bytes)}, expected "
-                f"at most {format_bytes(self._most_http_bytes)}: a hub serves larger files by its own "
-                "protocol, which cannot go on where it stopped. Put the model into a volume "
-                "(hf download ORG/MODEL --local-dir DIR) and use pvc://CLAIM/PATH",
-            )
         hub = self._hub
         url = hf_hub_url(hub.repository, file.path, revision=commit, endpoint=hub.endpoint)
         # Compressed, a part of a file cannot be asked for.
         headers = {**build_hf_headers(token=hub.token or None), "accept-encoding": "identity"}
-        with self._in_words(), into.open("r+b") as target:
-            have_bytes = target.seek(0, os.SEEK_END)
+        if end_bytes < file.size_bytes:
+            headers["Range"] = f"bytes=0-{end_bytes - 1}"  # from where it resumes, the client adds
+        with self._in_words():
             http_get(
                 url,
                 BoundedFile(target, file),
-                resume_size=have_bytes,
+                resume_size=target.tell(),
                 headers=headers,
-                expected_size=file.size_bytes,
+                expected_size=end_bytes,
             )
-            target.flush()
-            os.fsync(target.fileno())
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:

@@ -13,8 +13,15 @@ from typing import Any, Final
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model.weights import INDEX_FILE
-from heteroinfer_contract.model_fetch import CompleteModel, FetchedFile, FetchedModel, FetchProgress
+from heteroinfer_contract.model_fetch import (
+    CacheCleanup,
+    CompleteModel,
+    FetchedFile,
+    FetchedModel,
+    FetchProgress,
+)
 from heteroinfer_contract.model_files import read_profile
+from vllm_heteroinfer.fetch.cache_cleanup import remove_unused
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
@@ -23,6 +30,8 @@ from vllm_heteroinfer.fetch.store import ModelStore
 FILES_AT_ONCE: Final = 4
 _PAUSES_S: Final = (2.0, 5.0, 15.0, 30.0)
 _LOCK_POLL_S: Final = 1.0
+_LOCK_POLLS: Final = 5
+"""A clean-up holds the lock of a commit for a moment only."""
 _WRONG_HASHES: Final = 3
 _WHOLE_HASH: Final = re.compile(r"[0-9a-f]{40}")
 
@@ -33,6 +42,7 @@ class FetchOptions:
 
     Attributes:
         revision: branch, tag or commit; a commit that is complete already needs no hub.
+        cleanup: which commits may be removed from the cache; None removes none.
         patience_s: without a new byte for so long the fetch ends; the operator starts another.
         termination_message_path: where the answer is left, or None for nowhere.
     """
@@ -44,6 +54,7 @@ class FetchOptions:
     health_port: int
     patience_s: float
     termination_message_path: Path | None
+    cleanup: CacheCleanup | None = None
 
 
 class FetchJob:
@@ -124,13 +135,27 @@ class FetchJob:
             self._message = ""
             complete = self._complete(store, files)
         self._wanted = complete.files
+        self._clean_up(self._open(complete.commit))
         profile = read_profile(self._open(complete.commit).folder)
         return FetchedModel(commit=complete.commit, size_bytes=complete.size_bytes, profile=profile)
 
     def _known_complete(self) -> CompleteModel | None:
         """Returns the model if the revision is a commit, and the cache has all of it."""
         revision = self._options.revision
-        return self._open(revision).complete() if _WHOLE_HASH.fullmatch(revision) else None
+        if not _WHOLE_HASH.fullmatch(revision):
+            return None
+        store = self._open(revision)
+        for _ in range(_LOCK_POLLS):
+            if store.complete() is None:
+                return None
+            try:
+                with store.try_lock() as alone:
+                    if alone:
+                        return store.confirm()
+            except FetchError:  # nobody can write this cache, or remove anything from it
+                break
+            time.sleep(_LOCK_POLL_S)
+        return store.complete()
 
     def _open(self, commit: str) -> ModelStore:
         if self._store is None or self._commit != commit:
@@ -142,11 +167,12 @@ class FetchJob:
         return self._store.used_bytes() if self._store is not None else 0
 
     def _complete(self, store: ModelStore, files: Sequence[FetchedFile]) -> CompleteModel:
-        used_bytes, moved_at = -1, self._now_s()
+        used_bytes, moved_at, polls = -1, self._now_s(), 0
         while True:
             with store.try_lock() as alone:
-                complete = store.complete()
-                if complete is not None:
+                complete = store.confirm() if alone else store.complete()
+                # While another has the lock, a clean-up may be taking it away.
+                if complete is not None and (alone or polls >= _LOCK_POLLS):
                     return complete
                 if alone:
                     self._message = ""
@@ -161,6 +187,7 @@ class FetchJob:
                     f"another fetch holds the lock of {store.folder.relative_to(store.cache)} and has "
                     f"written nothing for {self._patience_s:.0f} s: end the pod that has it",
                 )
+            polls += 1
             time.sleep(_LOCK_POLL_S)
 
     def _fetch_all(self, store: ModelStore, files: Sequence[FetchedFile]) -> Sequence[FetchedFile]:
@@ -173,13 +200,21 @@ class FetchJob:
         # Linked before free space is counted: what another commit has already takes none.
         for file in store.missing(weights):
             store.adopt(file)
+        self._clean_up(store)
         store.check_capacity(wanted)
         self._fetch_missing(store, weights)
         return wanted
 
+    def _clean_up(self, store: ModelStore) -> None:
+        """Removes commits that no resource uses: after this commit has got its links to their files."""
+        if self._options.cleanup is not None:
+            remove_unused(store.folder.parent, self._commit, self._options.cleanup)
+
     def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
+        # Large ones first: if the hub sends no parts of them, all that came before was in vain.
+        missing = sorted(store.missing(files), key=self._source.is_large, reverse=True)
         fetch_side_by_side(
-            store.missing(files),
+            missing,
             lambda file: self._fetch_one(store, file),
             at_once=FILES_AT_ONCE,
             share_lock=store.share_lock,

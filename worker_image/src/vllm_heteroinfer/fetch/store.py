@@ -7,7 +7,6 @@ on file systems where it does nothing, the hashes still hold.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,6 +27,7 @@ from heteroinfer_contract.model_fetch import (
 )
 from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.fetch.errors import FetchError
+from vllm_heteroinfer.fetch.locking import try_lock_file
 
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -36,7 +36,6 @@ _MOST_NAME_BYTES: Final = 200
 _FREE_SPACE: Final = (
     "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim"
 )
-_NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL})
 
 
 class ModelStore:
@@ -75,22 +74,26 @@ class ModelStore:
         return os.dup(self._descriptor)
 
     def _lock(self, descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        locked = try_lock_file(descriptor)
+        if locked is None:
             # Two fetches may do the same work here, each in a folder of its own; each file is verified
             # before it gets its name.
             self._parts = self.folder / PARTS_FOLDER / self._alone
-        return True
+        return locked is not False
 
     def complete(self) -> CompleteModel | None:
         """Returns what the folder holds if it is a complete model, with every file of its size."""
         marker = read_marker(self.folder)
         return None if marker is None or damaged_files(self.folder, marker) else marker
+
+    def confirm(self) -> CompleteModel | None:
+        """Returns what `complete` does, and notes that it is wanted: no clean-up removes it within an hour.
+
+        Call it with the lock, which a clean-up takes too.
+        """
+        with contextlib.suppress(OSError):  # of a cache that cannot be written: nobody removes anything there
+            os.utime(self.folder / MARKER_FILE)
+        return self.complete()
 
     def done_bytes(self, files: Sequence[FetchedFile]) -> int:
         """Returns how much of these files is here."""

@@ -115,10 +115,13 @@ def _seconds(text: str) -> float:
 
 def _fetch(arguments: argparse.Namespace) -> int:
     _prepare_hub(os.environ)
-    from vllm_heteroinfer.fetch.fetch_pod import fetch_model, leave_failure
+    from vllm_heteroinfer.fetch.fetch_pod import fetch_model, leave_failure, read_cleanup
     from vllm_heteroinfer.fetch.job import FetchOptions
 
-    options = FetchOptions(**{each.name: getattr(arguments, each.name) for each in fields(FetchOptions)})
+    given = {
+        each.name: getattr(arguments, each.name) for each in fields(FetchOptions) if each.name != "cleanup"
+    }
+    options = FetchOptions(**given, cleanup=read_cleanup(os.environ))
     try:
         trust_ca_bundle(os.environ, _SCRATCH)  # before the hub's client is imported
     except ContractError as error:

@@ -118,7 +118,8 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
         assert context.target.name is not None  # a spec that cannot be read is a problem
         return context.revisions[context.target.name], planned, planned.plan.hash
     revision, plan = own
-    planned = context.planner.make_again(status.index, revision.spec, plan)
+    spec = context.options.pod_resources.complete_roles(revision.spec)
+    planned = context.planner.make_again(status.index, spec, plan)
     return revision, planned, status.plan_hash or plan.hash
 
 

@@ -23,6 +23,7 @@ class GroupDecision:
         lost_labels: which labels somebody took off a pod of the epoch, and what to do, or "".
         cut_off: whether, for that reason, clients do not reach it by their Service.
         silent: why nobody knows whether its Ready leader still serves, or "".
+        defaulted: resources that a LimitRange gave its pods, by role, or "".
     """
 
     status: GroupStatus
@@ -41,3 +42,4 @@ class GroupDecision:
     lost_labels: str = ""
     cut_off: bool = False
     silent: str = ""
+    defaulted: str = ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase
 from heteroinfer_operator.api import GroupPhase, GroupStatus
 from heteroinfer_operator.api.base import MAX_TEXT
@@ -62,6 +63,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         runs=True,
         plan=made.plan,
         unplaced=_unplaced(current),
+        defaulted=_defaulted(current),
         gang_object=gang,
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
@@ -110,6 +112,16 @@ def _events(
 def _how_to_wake(pods: Sequence[PodView]) -> str:
     leader = min(pods, key=index_of)
     return f"asleep; POST /wake_up to the API of pod {leader.name} wakes it (kubectl port-forward reaches it)"
+
+
+def _defaulted(pods: Sequence[PodView]) -> str:
+    """Returns what a LimitRange gave the pods of each role, or ""."""
+    given = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
+    return "; ".join(
+        f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count this. "
+        "Set resources of the role"
+        for role, values in sorted(given.items())
+    )[:MAX_TEXT]
 
 
 def _unplaced(pods: Sequence[PodView]) -> str:

@@ -1,0 +1,43 @@
+"""What a LimitRange of the namespace gave a pod that asked for no resources of its own. Pure."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.stored_fields import as_object, as_objects, as_text_map
+
+_ANNOTATION: Final = "kubernetes.io/limit-ranger"
+"""In which the API server says what it has set. Source: `plugin/pkg/admission/limitranger/admission.go`."""
+_PREFIX: Final = "LimitRanger plugin set:"
+_MOST_TEXT: Final = 200
+
+
+def find_defaulted(stored: Mapping[str, Any]) -> str:
+    """Returns requests and limits of a pod's worker container that a LimitRange has set, or "".
+
+    Raises:
+        UnreadableError: a field that is read has another type than in a Pod.
+    """
+    metadata = as_object(stored.get("metadata"), "metadata")
+    said = as_text_map(metadata.get("annotations"), "annotations").get(_ANNOTATION, "")
+    if not said:
+        return ""
+    spec = as_object(stored.get("spec"), "spec")
+    containers = as_objects(spec.get("containers"), "containers")
+    worker = next((each for each in containers if each.get("name") == names.CONTAINER_WORKER), {})
+    resources = as_object(worker.get("resources"), "resources")
+    found = []
+    for kind in ("requests", "limits"):
+        amounts = as_object(resources.get(kind), kind)
+        given = [f"{name}={amounts[name]}" for name in sorted(_set(said, kind) & amounts.keys())]
+        found += [f"{kind} {', '.join(given)}"] if given else []
+    return printable(" and ".join(found))[:_MOST_TEXT]
+
+
+def _set(said: str, kind: str) -> set[str]:
+    """Returns the resources of which a LimitRange has set requests, or limits, of the worker container."""
+    suffix = f" {kind.removesuffix('s')} for container {names.CONTAINER_WORKER}"
+    parts = [part.strip() for part in said.removeprefix(_PREFIX).split(";")]
+    named = (part.removesuffix(suffix) for part in parts if part.endswith(suffix))
+    return {name.strip() for part in named for name in part.split(",")}

@@ -1,0 +1,120 @@
+"""Requests and limits of pods: the resource's own, completed by those of the installation. Pure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Final
+
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_operator.api import HeteroInferenceSpec, Resources, RoleSpec, parse_resources
+from heteroinfer_operator.errors import HeteroInferError, SpecError
+from heteroinfer_operator.quantity import parse_quantity
+
+EPHEMERAL_STORAGE: Final = "ephemeral-storage"
+_ENV: Final = "HETEROINFER_POD_RESOURCES"
+_PARTS: Final = ("fetch", "inspect", "worker")
+Amounts = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodResources:
+    """What an installation gives the pods of its resources.
+
+    Attributes:
+        fetch: of the pod that fetches a hub's model. Four files at once in pieces of 10 MiB; the rest is page
+            cache, which the kernel takes back.
+        inspect: of the pod that only reads a model.
+        worker: what roles leave out of their own resources.
+    """
+
+    fetch: Resources = field(
+        default=Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "2Gi"})
+    )
+    inspect: Resources = field(
+        default=Resources(requests={"cpu": "100m", "memory": "128Mi"}, limits={"memory": "512Mi"})
+    )
+    worker: Resources = field(default=Resources())
+
+    @classmethod
+    def from_json(cls, text: str) -> "PodResources":
+        """Returns what the chart's podResources say; "" takes the defaults.
+
+        Raises:
+            HeteroInferError: the text says something else.
+        """
+        try:
+            parts = json.loads(text or "{}")
+            if not isinstance(parts, dict) or parts.keys() - set(_PARTS):
+                raise _bad(f"got {text[:200]!r}, expected an object with {', '.join(_PARTS)}")
+            return cls(**{name: _read(name, part) for name, part in parts.items() if part is not None})
+        except (ValueError, RecursionError) as error:
+            raise _bad(f"got {text[:200]!r}, expected JSON") from error
+
+    def of_model_pod(self, spec: HeteroInferenceSpec, *, fetches: bool) -> dict[str, Any]:
+        """Returns the resources of the pod that fetches or reads the model."""
+        return complete(spec.model.resources, self.fetch if fetches else self.inspect)
+
+    def complete_roles(self, spec: HeteroInferenceSpec) -> HeteroInferenceSpec:
+        """Returns a spec whose roles have what they leave out; for pods and plans, never for a revision."""
+        if self.worker == Resources():
+            return spec
+        return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
+
+    def _complete_role(self, role: RoleSpec) -> RoleSpec:
+        found = complete(role.resources, self.worker)
+        return role.changed(resources=Resources(requests=found.get("requests"), limits=found.get("limits")))
+
+
+def complete(own: Resources | None, defaults: Resources) -> dict[str, Any]:
+    """Returns resources with defaults for what they leave out.
+
+    A default limit is raised to the request of the resource's own, and a default request lowered to its
+    limit: the API server refuses a request above its limit.
+    """
+    own = own or Resources()
+    limits = _with_defaults(own.limits, defaults.limits, own.requests, max)
+    requests = _with_defaults(own.requests, defaults.requests, own.limits, min)
+    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
+    """Returns the size limit of a scratch volume: it counts as ephemeral storage of its container."""
+    allowed = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
+    return limit if allowed is None or parse_quantity(allowed) >= parse_quantity(limit) else str(allowed)
+
+
+def _with_defaults(own: Amounts | None, defaults: Amounts | None, bound: Amounts | None, choose: Any) -> Any:
+    def amount(text: str) -> Fraction:
+        return parse_quantity(text)
+
+    bounds, given = bound or {}, own or {}
+    left = {name: value for name, value in (defaults or {}).items() if name not in given}
+    bounded = {
+        name: choose(value, bounds[name], key=amount) if name in bounds else value
+        for name, value in left.items()
+    }
+    return {**bounded, **given}
+
+
+def _read(name: str, part: object) -> Resources:
+    if not isinstance(part, Mapping):
+        raise _bad(f"{name}: expected an object with requests and limits")
+    try:
+        return parse_resources(_with_texts(part), name)
+    except SpecError as error:
+        raise _bad("; ".join(error.problems)) from error
+
+
+def _with_texts(part: Any) -> Any:
+    """Returns parsed resources with texts for numbers: Helm writes 0.5 as it was given."""
+    if isinstance(part, dict):
+        return {key: _with_texts(value) for key, value in part.items()}
+    is_number = isinstance(part, int | float) and not isinstance(part, bool)
+    return str(part) if is_number else part
+
+
+def _bad(message: str) -> HeteroInferError:
+    return HeteroInferError(
+        f"{_ENV} (podResources of the chart): {message}. Correct it", reason=FailureReason.BAD_SETTINGS.value
+    )

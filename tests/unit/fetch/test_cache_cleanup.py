@@ -1,0 +1,107 @@
+"""What a fetch removes from a cache: commits that nobody uses, as a whole, and none that may be in use."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_contract.model_cache import read_marker
+from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, CacheCleanup
+from vllm_heteroinfer.fetch.cache_cleanup import RECENT_S, remove_unused
+from vllm_heteroinfer.fetch.fetch_pod import read_cleanup
+from vllm_heteroinfer.fetch.store import ModelStore
+
+NOW_S = time.time()
+REPOSITORY = "acme/tiny"
+
+
+def commit_of(number: int) -> str:
+    return f"{number:040x}"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Five complete commits, the first one confirmed longest ago, and all of them before the last hour."""
+    for number in range(1, 6):
+        store = ModelStore(tmp_path, REPOSITORY, commit_of(number))
+        (store.folder / "model.safetensors").write_bytes(b"weights")
+        store.mark_complete([])
+        confirmed_s = NOW_S - RECENT_S - 1000 + 10 * number
+        os.utime(store.folder / MARKER_FILE, (confirmed_s, confirmed_s))
+    return tmp_path
+
+
+def clean(cache: Path, *in_use: int, keep: int = 2, listed_s: float = NOW_S) -> list[int]:
+    """Fetches commit 9; returns the numbers of the commits that stay."""
+    ModelStore(cache, REPOSITORY, commit_of(9)).mark_complete([])
+    cleanup = CacheCleanup(keep=keep, in_use=tuple(map(commit_of, in_use)), listed_s=listed_s)
+    model = cache / "acme--tiny"
+    removed = remove_unused(model, commit_of(9), cleanup)
+    assert {path.name for path in model.iterdir()}.isdisjoint(removed)
+    assert all(read_marker(path) is not None for path in model.iterdir()), "none is half removed"
+    return sorted(int(path.name, 16) for path in model.iterdir())
+
+
+def test_the_last_ones_and_those_in_use_stay(cache: Path) -> None:
+    assert clean(cache, 2) == [2, 5, 9]
+    assert clean(cache, keep=1) == [9]
+
+
+def test_what_was_confirmed_after_the_list_stays(cache: Path) -> None:
+    """Another resource began to use it, and the operator did not know."""
+    store = ModelStore(cache, REPOSITORY, commit_of(1))
+    assert store.confirm() is not None
+    assert clean(cache, keep=1) == [1, 9]
+    assert clean(cache, keep=1, listed_s=time.time() + RECENT_S + 60) == [9]
+
+
+def test_by_an_old_list_nothing_is_removed(cache: Path) -> None:
+    assert clean(cache, keep=1, listed_s=NOW_S - RECENT_S - 60) == [1, 2, 3, 4, 5, 9]
+
+
+def test_what_another_fetch_has_the_lock_of_stays(cache: Path) -> None:
+    with (cache / "acme--tiny" / commit_of(3) / LOCK_FILE).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert clean(cache, keep=1) == [3, 9]
+    assert clean(cache, keep=1) == [9]
+
+
+def test_what_a_clean_up_that_was_killed_left_is_removed(cache: Path) -> None:
+    model = cache / "acme--tiny"
+    (model / commit_of(1)).rename(model / f".removing-{commit_of(1)}")
+    assert clean(cache, keep=5) == [2, 3, 4, 5, 9]
+
+
+def test_nothing_else_in_the_cache_is_touched(cache: Path) -> None:
+    model, other = cache / "acme--tiny", cache / "acme--other" / commit_of(1)
+    other.mkdir(parents=True)
+    unfinished = model / commit_of(7)
+    unfinished.mkdir()
+    (model / commit_of(8)).symlink_to(model / commit_of(4))
+    remove_unused(model, commit_of(5), CacheCleanup(keep=1, in_use=(commit_of(4),), listed_s=NOW_S))
+    assert sorted(path.name for path in model.iterdir()) == [commit_of(number) for number in (4, 5, 7, 8)]
+    assert other.exists()
+
+
+def test_files_that_a_kept_commit_shares_stay(cache: Path) -> None:
+    first = cache / "acme--tiny" / commit_of(1) / "model.safetensors"
+    new = ModelStore(cache, REPOSITORY, commit_of(9)).folder / "model.safetensors"
+    new.hardlink_to(first)
+    assert clean(cache, keep=1) == [9]
+    assert new.read_bytes() == b"weights"
+
+
+def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = cache / "acme--tiny"
+    (model / f".removing-{commit_of(2)}").write_text("no folder")
+    assert remove_unused(model, commit_of(9), CacheCleanup(keep=1, in_use=(), listed_s=NOW_S)) == ()
+    assert "cannot remove unused commits" in caplog.text
+    assert len(list(model.iterdir())) == 6
+
+
+@pytest.mark.parametrize("text", ["", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}', '{"keep": 2}'])
+def test_without_a_whole_list_nothing_is_removed(text: str) -> None:
+    assert read_cleanup({names.ENV_CACHE_CLEANUP: text}) is None

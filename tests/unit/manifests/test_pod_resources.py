@@ -1,0 +1,115 @@
+"""Resources of pods: the resource's own go before the installation's, and are in no revision."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_operator.api import HeteroInferenceSpec, Resources, parse_spec
+from heteroinfer_operator.cluster import CreateObject, ResourceKey
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube.child_errors import refused_words
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
+from heteroinfer_operator.manifests.pod_resources import PodResources, complete
+from heteroinfer_operator.manifests.worker_pods import WorkerImages
+
+OWNER = Owner(key=ResourceKey(namespace="team", name="llama"), uid="0000-uid")
+IMAGES = WorkerImages(cpu="cpu:1", gpu="gpu:1")
+LIMITED = PodResources.from_json(
+    '{"fetch": {"limits": {"cpu": 2, "ephemeral-storage": "1Gi"}},'
+    ' "inspect": {"limits": {"cpu": 0.5, "memory": "1Gi", "ephemeral-storage": "32Gi"}},'
+    ' "worker": {"requests": {"cpu": "1"}, "limits": {"cpu": "2", "memory": "4Gi"}}}'
+)
+
+
+def spec_of(uri: str = "pvc://models/small", resources: Any = None, **model: Any) -> HeteroInferenceSpec:
+    role: dict[str, Any] = {"name": "cpu", "device": "CPU"}
+    if resources is not None:
+        role["resources"] = resources
+    return parse_spec({"model": {"uri": uri, **model}, "roles": [role]})
+
+
+def model_pod(spec: HeteroInferenceSpec) -> tuple[dict[str, Any], str]:
+    """Returns the resources of the pod for a model, and the size limit of its scratch volume."""
+    source = ClusterAddressing().model(spec, OWNER)
+    pod = build_model_pod(spec, OWNER, source, IMAGES, LIMITED)["spec"]
+    scratch = next(each for each in pod["volumes"] if each["name"] == "scratch")
+    return pod["containers"][0]["resources"], scratch["emptyDir"]["sizeLimit"]
+
+
+def test_helper_pods_take_the_installations_resources_and_the_resources_own_first() -> None:
+    assert model_pod(spec_of()) == (
+        {"limits": {"cpu": "0.5", "memory": "1Gi", "ephemeral-storage": "32Gi"}},
+        "16Gi",
+    )
+    hub: dict[str, Any] = {"uri": "hf://acme/llama", "cache": {"size": "1Gi"}}
+    assert model_pod(spec_of(**hub)) == ({"limits": {"cpu": "2", "ephemeral-storage": "1Gi"}}, "1Gi")
+    spec = parse_spec({**spec_of().dump(), "model": {**hub, "resources": {"limits": {"cpu": "3"}}}})
+    assert model_pod(spec) == ({"limits": {"ephemeral-storage": "1Gi", "cpu": "3"}}, "1Gi")
+
+
+def test_defaults_stay_within_what_the_user_gave() -> None:
+    completed = LIMITED.complete_roles(spec_of(resources={"requests": {"cpu": "8"}}))
+    assert completed.roles[0].resources == Resources(
+        requests={"cpu": "8"}, limits={"cpu": "8", "memory": "4Gi"}
+    )
+    small = complete(Resources(limits={"cpu": "500m"}), LIMITED.worker)
+    assert small == {"requests": {"cpu": "500m"}, "limits": {"memory": "4Gi", "cpu": "500m"}}
+
+
+@pytest.mark.parametrize("uri", ["pvc://models/small", "hf://acme/llama"])
+def test_resources_of_the_model_pod_are_another_pod_and_no_revision(uri: str) -> None:
+    cache = {"cache": {"size": "1Gi"}} if uri.startswith("hf") else {}
+    without, given = spec_of(uri, **cache), spec_of(uri, **cache)
+    resources = Resources(limits={"cpu": "1"})
+    given = given.changed(model=given.model.changed(resources=resources))
+    assert identity.revision(given) == identity.revision(without)
+    assert identity.model_key(given) == identity.model_key(without)
+    assert model_pod_name(given, OWNER) != model_pod_name(without, OWNER)
+    assert identity.named_labels(OWNER, model_pod_name(given, OWNER)) is not None
+
+
+def test_an_installation_without_defaults_leaves_a_spec_alone() -> None:
+    spec = spec_of()
+    assert PodResources().complete_roles(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "expected JSON"),
+        ('{"workers": {}}', "expected an object with fetch, inspect, worker"),
+        ('{"worker": {"limits": {"cpu": "many"}}}', r"worker\.limits\.cpu"),
+        (
+            '{"fetch": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}',
+            "fetch: requests: expected no more",
+        ),
+    ],
+)
+def test_wrong_settings_name_what_is_wrong(text: str, said: str) -> None:
+    with pytest.raises(
+        HeteroInferError,
+        match=rf"HETEROINFER_POD_RESOURCES \(podResources of the chart\): .*{said}.*Correct it",
+    ):
+        PodResources.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("failed quota: q: must specify limits.cpu for: worker", "Set spec.model.resources, or podResources"),
+        ("exceeded quota: q, requested: limits.cpu=1", "Raise the quota, or lower spec.model.resources"),
+        (
+            "cpu max limit to request ratio per Container is 1, but provided ratio is 4",
+            "podResources.inspect",
+        ),
+        ("minimum memory usage per Container is 256Mi, but request is 128Mi", "podResources.inspect"),
+        ("serviceaccount default not found", "not found"),
+    ],
+)
+def test_a_refusal_names_the_field_that_mends_it(said: str, advice: str) -> None:
+    spec = spec_of()
+    pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
+    assert advice in refused_words(CreateObject(manifest=pod), said)

@@ -1,0 +1,117 @@
+"""Which commits of a cache are in use, by all resources that name its claim."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api import parse_spec
+from heteroinfer_operator.cluster import Neighbour, ResourceKey, ResourceObservation, ResourceView
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
+from heteroinfer_operator.reconcile.cache_use import claim_to_clean, find_cleanup
+
+NOW = datetime(2026, 11, 26, tzinfo=UTC)
+URI = "hf://acme/llama"
+A, B, C, D = (letter * 40 for letter in "abcd")
+
+
+def resource(
+    name: str = "one", uri: str = URI, status: dict[str, Any] | None = None, **model: Any
+) -> ResourceView:
+    return ResourceView(
+        key=ResourceKey(namespace="team", name=name),
+        uid=name,
+        generation=2,
+        resource_version="1",
+        finalizers=(),
+        deleting=False,
+        spec={"model": {"uri": uri, **model}, "roles": [{"name": "cpu", "device": "CPU"}]},
+        status=status if status is not None else {},
+    )
+
+
+def serving(commit: str, phase: str = "Ready") -> dict[str, Any]:
+    return {"observedGeneration": 2, "model": {"phase": phase, "commit": commit}}
+
+
+def kept(**data: Any) -> dict[str, Any]:
+    return {"kind": "ConfigMap", "data": {key: json.dumps(value) for key, value in data.items()}}
+
+
+def in_use(
+    own: ResourceView, *neighbours: ResourceView, objects: tuple[dict[str, Any], ...] = ()
+) -> tuple[str, ...] | None:
+    others = tuple(Neighbour(resource=each, objects=objects) for each in neighbours)
+    observation = ResourceObservation(resource=own, objects=objects, neighbours=others)
+    cleanup = find_cleanup(parse_spec(own.spec), observation, NOW)
+    return None if cleanup is None else cleanup.in_use
+
+
+CACHE: dict[str, Any] = {"cache": {"claimName": "models", "keep": 3}}
+
+
+def test_all_that_plans_revisions_and_statuses_name_is_in_use() -> None:
+    objects = (
+        kept(**{REVISION_KEY: {"spec": {}, "commit": B}}),
+        kept(**{names.PLAN_KEY: {"engine": {"model": f"/model/acme--llama/{C}"}}}),
+        {"kind": "Service"},
+    )
+    found = in_use(resource(status=serving(A), **CACHE), objects=objects)
+    assert found is not None
+    assert {A, B, C} <= set(found)
+    neighbours = resource("two", status=serving(D)), resource("three", uri=f"pvc://models/acme--llama/{B}")
+    found = in_use(resource(status=serving(A), **CACHE), *neighbours)
+    assert found is not None
+    assert {A, B, D} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "neighbour",
+    [
+        resource("two"),
+        resource("two", status={**serving(D), "observedGeneration": 1}),
+        resource("two", uri="pvc://models/current"),
+        resource("two", uri="pvc://models/acme--llama/current"),
+    ],
+    ids=["no commit yet", "another spec", "a folder that may be a link", "a commit that may be a link"],
+)
+def test_nothing_is_removed_while_a_neighbours_commit_is_not_known(neighbour: ResourceView) -> None:
+    assert in_use(resource(status=serving(A), **CACHE), neighbour) is None
+
+
+def test_nothing_is_removed_if_a_plan_cannot_be_read() -> None:
+    broken = {"kind": "ConfigMap", "data": {names.PLAN_KEY: "["}}
+    assert in_use(resource(**CACHE), objects=(broken,)) is None
+
+
+def test_another_models_fetch_on_the_same_claim_holds_up_nothing() -> None:
+    assert in_use(resource(**CACHE), resource("two", uri="hf://acme/other")) is not None
+
+
+def test_a_claim_of_the_users_is_cleaned_only_if_asked_for() -> None:
+    assert in_use(resource(cache={"claimName": "models"})) is None
+    made = ResourceObservation(resource=resource(cache={"size": "1Gi"}), neighbours=())
+    cleanup = find_cleanup(parse_spec(made.resource.spec), made, NOW)
+    assert cleanup is not None
+    assert cleanup.keep == 2
+
+
+def test_the_claim_is_asked_for_only_while_a_fetch_may_begin() -> None:
+    assert claim_to_clean(resource(**CACHE)) == "models"
+    assert claim_to_clean(resource(status=serving(A), **CACHE)) == ""
+    assert claim_to_clean(resource(status={**serving(A), "observedGeneration": 1}, **CACHE)) == "models"
+    assert claim_to_clean(resource(status=serving(A, "Failed"), **CACHE)) == "models"
+    assert claim_to_clean(resource(uri="pvc://models/small")) == ""
+    assert claim_to_clean(resource(cache={"size": "1Gi"})).startswith("one-model-")
+
+
+def test_keep_is_no_other_claim_and_no_revision() -> None:
+    without, given = (parse_spec(resource(cache={"size": "1Gi", **keep}).spec) for keep in ({}, {"keep": 5}))
+    assert identity.model_key(without) == identity.model_key(given)
+    assert identity.revision(without) == identity.revision(given)
+    owner = identity.Owner(key=ResourceKey(namespace="team", name="one"), uid="one")
+    claims = {identity.model_claim(owner, spec.model.cache) for spec in (without, given) if spec.model.cache}
+    assert len(claims) == 1
