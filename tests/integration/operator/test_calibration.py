@@ -14,6 +14,7 @@ import yaml
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NODE, POD
 from heteroinfer_operator.kube.rights import AccessRule, missing_rights
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.planning.rates import CPU_DEFAULTS
 from heteroinfer_operator.version import own_version
 from tests.cluster.running_cluster import Cluster
@@ -94,7 +95,7 @@ async def test_what_a_job_keeps_is_what_the_operator_predicts_by(
     (other,) = jobs_of(control_plane, release)
     assert other != job
     kept = await server.get(CONFIG_MAP.path(release, config_map))
-    assert json.loads(kept["data"]["fast.json"])["nodeSelector"] == {"speed": "fast"}
+    assert json.loads(kept["data"]["fast.json"])["nodeSelector"] == {**IMAGE_PLATFORM, "speed": "fast"}
 
 
 async def names_both(process: OperatorProcess) -> bool:
@@ -117,7 +118,7 @@ async def keep_as_the_job_does(cluster: Cluster, installed: Installation, tmp_pa
     release = installed.release
     (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", release, "-o", "json"))["items"]
     pod = job["spec"]["template"]["spec"]
-    assert pod["nodeSelector"] == {"speed": "fast"}
+    assert pod["nodeSelector"] == {**IMAGE_PLATFORM, "speed": "fast"}
     assert "token" not in [mount["name"] for mount in pod["initContainers"][0]["volumeMounts"]]
     measured, kubeconfig = tmp_path / "calibration.json", tmp_path / "job.kubeconfig"
     token = cluster.kubectl("create", "token", "-n", release, pod["serviceAccountName"])

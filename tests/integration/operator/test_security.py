@@ -288,9 +288,9 @@ def check_platform_pods(cluster: Cluster, namespace: str) -> None:
 
 
 NO_FIXED_IDS = """
-  size([object.spec.?securityContext, object.spec.containers[0].?securityContext].filter(c, c.hasValue() && (
-    has(c.value().runAsUser) || has(c.value().runAsGroup)))) == 0 &&
-  !has(object.spec.securityContext.fsGroup)
+  (!has(object.spec.securityContext) || (!has(object.spec.securityContext.runAsUser) &&
+    !has(object.spec.securityContext.runAsGroup) && !has(object.spec.securityContext.fsGroup))) &&
+  object.spec.containers.all(c, !has(c.securityContext) || !has(c.securityContext.runAsUser))
 """
 
 
