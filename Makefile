@@ -53,8 +53,11 @@ lint: setup  ## ruff: rules and format
 types: setup  ## mypy, strict
 	$(BIN)/mypy
 
-static: lint imports types
-.PHONY: static
+chart: setup  ## checkov and kubernetes-validate over the rendered chart: each finding is listed in docs/chart.md
+	$(BIN)/python -m tests.chart_linters
+
+static: lint imports types chart
+.PHONY: static chart
 
 imports: setup  ## import-linter: the direction of imports
 	$(BIN)/lint-imports

@@ -10,6 +10,8 @@ from pathlib import Path
 from tests.cluster.errors import ClusterError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+LEAST_VALUES = REPOSITORY / "charts/heteroinfer/ci/test-values.yaml"
+"""Of the chart: what it has no default for."""
 CLUSTER_SOURCE = Path(__file__).resolve().parent
 
 

@@ -91,12 +91,17 @@ def test_the_feed_forward_rank_has_computed(experts: Resource) -> None:
 
 def test_an_upgrade_of_the_chart_touches_no_pod(experts: Resource, expected: list[list[int]]) -> None:
     before, cluster = uids(experts), experts.cluster
-    cluster.helm(
-        "upgrade", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
-        "--values", str(VALUES), "--set", "podAnnotations.upgraded=yes", "--wait", "--timeout", "120s",
-    )  # fmt: skip
+    secret = ("get", "secret", f"{RELEASE}-operator-key", "--namespace", SYSTEM, "-o", "jsonpath={.data}")
+    key = cluster.kubectl(*secret)
+    for way in ((), ("--force",)):
+        cluster.helm(
+            "upgrade", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
+            "--values", str(VALUES), "--set", "podAnnotations.upgraded=yes",
+            "--wait", "--timeout", "120s", *way,
+        )  # fmt: skip
     time.sleep(5)  # the new operator has looked at everything
     assert uids(experts) == before
+    assert cluster.kubectl(*secret) == key
     check_tokens(experts, expected)
 
 

@@ -18,6 +18,7 @@ from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster import tools
 from tests.cluster.crds import apply_crds
+from tests.cluster.folders import LEAST_VALUES
 from tests.cluster.kwok import start_kwok
 from tests.cluster.progress import say
 from tests.cluster.running_cluster import Cluster, ensure_tools, start_control_plane_only
@@ -125,7 +126,7 @@ def _install(cluster: Cluster, folder: Path) -> Path:
     cluster.kubectl("create", "-f", "-", stdin="\n---\n".join(map(json.dumps, manifests)))
     bound = "--for=jsonpath={.status.phase}=Bound"
     cluster.kubectl("wait", "pv", "--all", bound, "--timeout=60s")
-    values = ("--set", "replicas=0", "--set", "crds.install=false")
+    values = ("-f", str(LEAST_VALUES), "--set", "replicas=0", "--set", "crds.install=false")
     cluster.helm("install", "scaled", str(CHART), "-n", "scaled", "--create-namespace", *values)
     return Installation(cluster, "scaled", folder / "operator.kubeconfig").kubeconfig
 

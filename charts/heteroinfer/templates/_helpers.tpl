@@ -1,5 +1,9 @@
 {{- define "heteroinfer.name" -}}
-{{- if contains "heteroinfer" .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-heteroinfer" (.Release.Name | trunc 40 | trimSuffix "-") }}{{ end }}
+{{- $chart := .Values.nameOverride | default "heteroinfer" }}
+{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
+{{- else if contains $chart .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}
+{{- else }}{{ printf "%s-%s" (.Release.Name | trunc (int (sub 51 (len $chart))) | trimSuffix "-") $chart }}
+{{- end }}
 {{- end }}
 
 {{- define "heteroinfer.selector" -}}
@@ -12,6 +16,23 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with omit .Values.commonLabels "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart" }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Those and more, which win over common ones: takes a list of the root and of more. */}}
+{{- define "heteroinfer.labelsAnd" -}}
+{{- $more := omit (last . | default dict) "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart" }}
+{{- toYaml (merge $more (include "heteroinfer.labels" (first .) | fromYaml)) }}
+{{- end }}
+
+{{/* The annotations of an object, or nothing: takes a list of the root and of what the object has of its own. */}}
+{{- define "heteroinfer.annotations" -}}
+{{- with merge (dict) (last . | default dict) (first .).Values.commonAnnotations -}}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "heteroinfer.serviceAccount" -}}
@@ -22,8 +43,27 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{- define "heteroinfer.repository" -}}
+{{- required "image.repository: needed, since HeteroInfer publishes no images. Build and push them (README.md, \"On a cluster\"), and set it to yours, such as registry.example.com/heteroinfer/operator" .Values.image.repository }}
+{{- end }}
+
+{{- define "heteroinfer.registry" -}}
+{{- with .Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}
+{{- end }}
+
+{{- define "heteroinfer.tag" -}}
+{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
 {{- define "heteroinfer.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ include "heteroinfer.registry" . }}{{ include "heteroinfer.repository" . }}{{ with .Values.image.digest }}@{{ . }}{{ else }}:{{ include "heteroinfer.tag" . }}{{ end }}
+{{- end }}
+
+{{/* Takes a list of the root and of an image's name: by default it lies beside the operator's. */}}
+{{- define "heteroinfer.besideOperator" -}}
+{{- $root := first . }}
+{{- $folder := include "heteroinfer.repository" $root | dir }}
+{{- include "heteroinfer.registry" $root }}{{ if ne $folder "." }}{{ $folder }}/{{ end }}{{ last . }}:{{ include "heteroinfer.tag" $root }}
 {{- end }}
 
 {{/* The namespaces served, separated by commas; empty in cluster scope. */}}
@@ -36,11 +76,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "heteroinfer.workerImage.cpu" -}}
-{{ .Values.workerImages.cpu | default (printf "heteroinfer/worker-cpu:%s" .Chart.AppVersion) }}
+{{ .Values.workerImages.cpu | default (include "heteroinfer.besideOperator" (list . "worker-cpu")) }}
 {{- end }}
 
 {{- define "heteroinfer.workerImage.gpu" -}}
-{{ .Values.workerImages.gpu | default (printf "heteroinfer/worker:%s" .Chart.AppVersion) }}
+{{ .Values.workerImages.gpu | default (include "heteroinfer.besideOperator" (list . "worker")) }}
 {{- end }}
 
 {{/* The environment that settings.py reads; the helm test runs with the same. */}}
@@ -53,6 +93,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 - {name: HETEROINFER_WORKER_IMAGE_CPU, value: {{ include "heteroinfer.workerImage.cpu" . | quote }}}
 - {name: HETEROINFER_WORKER_IMAGE_GPU, value: {{ include "heteroinfer.workerImage.gpu" . | quote }}}
+{{- with .Values.workerImages.pullPolicy }}
+- {name: HETEROINFER_WORKER_PULL_POLICY, value: {{ . | quote }}}
+{{- end }}
+{{- with .Values.workerImages.pullSecrets }}
+- {name: HETEROINFER_WORKER_PULL_SECRETS, value: {{ include "heteroinfer.names" . | quote }}}
+{{- end }}
+{{- with .Values.allowedWorkerImages }}
+- {name: HETEROINFER_ALLOWED_WORKER_IMAGES, value: {{ join "," . | quote }}}
+{{- end }}
+{{- with .Values.allowedHostPaths }}
+- {name: HETEROINFER_ALLOWED_HOST_PATHS, value: {{ join "," . | quote }}}
+{{- end }}
 - {name: HETEROINFER_ALLOW_HOST_PATHS, value: {{ .Values.allowHostPaths | quote }}}
 - {name: HETEROINFER_POD_EGRESS, value: {{ .Values.podEgress | quote }}}
 - {name: HETEROINFER_ALLOW_REMOTE_CODE, value: {{ .Values.allowRemoteCode | quote }}}
@@ -63,14 +115,50 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: HETEROINFER_LEADER_ELECTION, value: {{ .Values.leaderElection.enabled | quote }}}
 - {name: HETEROINFER_LEASE_NAME, value: {{ include "heteroinfer.name" . | quote }}}
 - {name: HETEROINFER_LEASE_SECONDS, value: {{ .Values.leaderElection.leaseSeconds | quote }}}
-- {name: HETEROINFER_KEY_SECRET, value: {{ printf "%s-key" (include "heteroinfer.name" .) | quote }}}
+- {name: HETEROINFER_KEY_SECRET, value: {{ printf "%s-operator-key" (include "heteroinfer.name" .) | quote }}}
+- {name: HETEROINFER_FORMER_KEY_SECRET, value: {{ printf "%s-key" (include "heteroinfer.name" .) | quote }}}
 {{- if .Values.calibration.nodeKinds }}
 - {name: HETEROINFER_CALIBRATION_CONFIG_MAP, value: {{ printf "%s-calibration" (include "heteroinfer.name" .) | quote }}}
 {{- end }}
 - {name: HETEROINFER_WORKERS, value: {{ .Values.workers | quote }}}
 - {name: HETEROINFER_LOG_LEVEL, value: {{ .Values.logLevel | quote }}}
-- {name: HETEROINFER_HTTP_PORT, value: "8080"}
+- {name: HETEROINFER_LOG_FORMAT, value: {{ .Values.logFormat | quote }}}
+- {name: HETEROINFER_HTTP_PORT, value: {{ .Values.httpPort | quote }}}
 - {name: HETEROINFER_POD_SECURITY, value: {{ include "heteroinfer.workerSecurity" . | squote }}}
+{{- range .Values.extraEnv }}
+{{- if and (hasPrefix "HETEROINFER_" .name) (not (has .name (list "HETEROINFER_RESYNC_SECONDS" "HETEROINFER_WATCH_SILENCE_SECONDS"))) }}
+{{- fail (printf "extraEnv: got %s, which the chart sets; use the value that it comes from" .name) }}
+{{- end }}
+{{ list . | toYaml }}
+{{- end }}
+{{- end }}
+
+{{/* The names of a list of objects, separated by commas. */}}
+{{- define "heteroinfer.names" -}}
+{{- $names := list }}
+{{- range . }}{{ $names = append $names .name }}{{ end }}
+{{- join "," $names }}
+{{- end }}
+
+{{/* How the operator's pod reaches others, and by which runtime. */}}
+{{- define "heteroinfer.network" -}}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- if .Values.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- with .Values.dnsPolicy | default (ternary "ClusterFirstWithHostNet" "" .Values.hostNetwork) }}
+dnsPolicy: {{ . }}
+{{- end }}
+{{- with .Values.dnsConfig }}
+dnsConfig:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.hostAliases }}
+hostAliases:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{/* A security context; takes root and context. */}}

@@ -160,7 +160,9 @@ class Operator:
             )
             return None
         self._health.waits_for = f"the key in Secret {settings.key_secret}"
-        return await ensure_operator_key(server, settings.namespace, settings.key_secret)
+        return await ensure_operator_key(
+            server, settings.namespace, settings.key_secret, settings.former_key_secret
+        )
 
     def _build_queue(
         self, server: ApiServer, groups: LeaderClient, recorder: EventRecorder, decide: Decide

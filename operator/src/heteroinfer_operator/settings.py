@@ -15,6 +15,9 @@ from heteroinfer_operator.errors import HeteroInferError
 _ANNOTATION: Final = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{0,63}|[A-Za-z0-9._-]{1,63}")
 _OPTION: Final = re.compile(r"--[a-z0-9][a-z0-9-]*")
 _ACCOUNT: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_IMAGE: Final = re.compile(r"\S+")
+_PATH: Final = re.compile(r"/\S*")
+_SECRET: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -29,6 +32,14 @@ class InstallationSettings:
             empty serves those that have none.
         worker_image_cpu: HETEROINFER_WORKER_IMAGE_CPU: image of CPU pods whose spec names none.
         worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: image of GPU pods whose spec names none.
+        worker_pull_policy: HETEROINFER_WORKER_PULL_POLICY: Always, IfNotPresent or Never; empty leaves it to
+            Kubernetes.
+        worker_pull_secrets: HETEROINFER_WORKER_PULL_SECRETS, separated by commas: Secrets of a pod's own
+            namespace by which its images are pulled, besides those that the resource names.
+        allowed_worker_images: HETEROINFER_ALLOWED_WORKER_IMAGES, separated by commas: what
+            `engine.image` may name: images, or prefixes that end with / : or @; empty allows all.
+        allowed_host_paths: HETEROINFER_ALLOWED_HOST_PATHS, separated by commas: folders in which `file://`
+            may lie; empty allows all.
         allow_host_paths: HETEROINFER_ALLOW_HOST_PATHS: whether `file://` may mount a path of
             the node.
         allow_remote_code: HETEROINFER_ALLOW_REMOTE_CODE: whether `--trust-remote-code` may stand in
@@ -56,6 +67,8 @@ class InstallationSettings:
             another takes the Lease; a whole number, at least 3.
         key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in its own
             namespace; empty starts groups without keys, whose ports nothing but the network guards.
+        former_key_secret: HETEROINFER_FORMER_KEY_SECRET: name of the Secret in which the chart kept that key
+            until 0.2.0; empty looks for none.
         calibration_config_map: HETEROINFER_CALIBRATION_CONFIG_MAP: name of the ConfigMap, in the operator's
             own namespace, with what was measured of nodes; empty takes defaults for all of them.
         namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease, the key and the calibrations.
@@ -63,12 +76,17 @@ class InstallationSettings:
         log_level: HETEROINFER_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR.
         pod_security: HETEROINFER_POD_SECURITY, in JSON: security contexts (pod, container) of workers, and
             of pods that fetch or read a model; empty takes a fixed user id.
+        log_format: HETEROINFER_LOG_FORMAT: text, or json for an object a line.
     """
 
     watch_namespaces: tuple[str, ...] = ()
     operator_class: str = ""
     worker_image_cpu: str = ""
     worker_image_gpu: str = ""
+    worker_pull_policy: str = ""
+    worker_pull_secrets: tuple[str, ...] = ()
+    allowed_worker_images: tuple[str, ...] = ()
+    allowed_host_paths: tuple[str, ...] = ()
     allow_host_paths: bool = False
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
@@ -84,11 +102,13 @@ class InstallationSettings:
     lease_name: str = "heteroinfer-operator"
     lease_duration_s: int = 15
     key_secret: str = ""
+    former_key_secret: str = ""
     calibration_config_map: str = ""
     namespace: str = ""
     identity: str = ""
     log_level: str = "INFO"
     pod_security: str = ""
+    log_format: str = "text"
 
     @property
     def lease_renew_s(self) -> float:
@@ -116,6 +136,10 @@ class InstallationSettings:
             operator_class=read.name("OPERATOR_CLASS"),
             worker_image_cpu=read.text("WORKER_IMAGE_CPU", ""),
             worker_image_gpu=read.text("WORKER_IMAGE_GPU", ""),
+            worker_pull_policy=read.choice("WORKER_PULL_POLICY", ("", "Always", "IfNotPresent", "Never")),
+            worker_pull_secrets=read.listed("WORKER_PULL_SECRETS", _SECRET, "names of Secrets"),
+            allowed_worker_images=read.listed("ALLOWED_WORKER_IMAGES", _IMAGE, "images or prefixes of them"),
+            allowed_host_paths=read.listed("ALLOWED_HOST_PATHS", _PATH, "absolute paths"),
             allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
             allow_remote_code=read.flag("ALLOW_REMOTE_CODE", default=False),
             allowed_arguments=read.listed("ALLOWED_ARGUMENTS", _OPTION, "options such as --runner"),
@@ -135,11 +159,13 @@ class InstallationSettings:
             lease_name=read.text("LEASE_NAME", "heteroinfer-operator"),
             lease_duration_s=read.number("LEASE_SECONDS", 15, least=3, most=3600),
             key_secret=read.text("KEY_SECRET", ""),
+            former_key_secret=read.text("FORMER_KEY_SECRET", ""),
             calibration_config_map=read.text("CALIBRATION_CONFIG_MAP", ""),
             namespace=read.text("NAMESPACE", ""),
             identity=read.text("IDENTITY", ""),
             log_level=read.choice("LOG_LEVEL", ("INFO", "DEBUG", "WARNING", "ERROR")),
             pod_security=read.text("POD_SECURITY", ""),
+            log_format=read.choice("LOG_FORMAT", ("text", "json")),
         )
         if settings.key_secret and not settings.namespace:
             raise _bad(

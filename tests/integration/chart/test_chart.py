@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from heteroinfer_operator.manifests.worker_pods import NO_MESH_ANNOTATIONS, NO_M
 from heteroinfer_operator.settings import InstallationSettings
 from tests.cluster.crds import is_established, wait_established
 from tests.cluster.errors import ClusterError
-from tests.cluster.folders import REPOSITORY
+from tests.cluster.folders import LEAST_VALUES, REPOSITORY
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
 
 CHART = REPOSITORY / "charts" / "heteroinfer"
 CRD = f"{names.PLURAL}.{names.API_GROUP}"
+OURS = "registry.example.com/heteroinfer"
+"""The folder of the images in LEAST_VALUES."""
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
 
@@ -42,11 +45,17 @@ def render(cluster: Cluster, *values: str) -> list[dict[str, Any]]:
 
 def options(values: tuple[str, ...]) -> list[str]:
     sets = [option for value in values for option in ("--set", value)]
-    return ["--namespace", "sys", "--kube-version", "1.35.4", *sets]
+    return ["--namespace", "sys", "--kube-version", "1.35.4", "-f", str(LEAST_VALUES), *sets]
 
 
 def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [o for o in objects if o["kind"] == kind]
+
+
+def of_operator(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the cluster roles that are not people's."""
+    roles = of_kind(objects, "ClusterRole")
+    return [role for role in roles if "aggregate" not in json.dumps(role["metadata"]["labels"])]
 
 
 def rules_of(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
@@ -65,28 +74,30 @@ def wanted(*rules: AccessRule) -> set[tuple[str, str, str, str]]:
     return {(rule.group, rule.resource, verb, rule.name) for rule in rules for verb in rule.verbs}
 
 
+KEY_RULES = rights.key_rules("rel-heteroinfer-operator-key", "rel-heteroinfer-key")
+
+
 def test_the_cluster_role_grants_exactly_what_the_operator_uses(plane: Cluster) -> None:
     objects = render(plane)
-    (cluster_role,) = of_kind(objects, "ClusterRole")
+    (cluster_role,) = of_operator(objects)
     assert rules_of(cluster_role) == wanted(*rights.SERVED, *rights.CLUSTER)
     roles = {role["metadata"]["name"]: role for role in of_kind(objects, "Role")}
     assert {name: rules_of(role) for name, role in roles.items()} == {
         "rel-heteroinfer-lease": wanted(*rights.lease_rules("rel-heteroinfer")),
-        "rel-heteroinfer-key": wanted(*rights.key_rules("rel-heteroinfer-key")),
+        "rel-heteroinfer-key": wanted(*KEY_RULES),
     }
     assert {role["metadata"]["namespace"] for role in roles.values()} == {"sys"}
-    (secret,) = of_kind(objects, "Secret")
-    assert (secret["metadata"]["name"], "data" in secret) == ("rel-heteroinfer-key", False)
+    assert of_kind(objects, "Secret") == [], "the operator makes its key"
 
 
 def test_namespaced_scope_has_a_role_in_each_namespace_and_no_cluster_role(plane: Cluster) -> None:
     objects = render(plane, "scope=Namespaced", "watchNamespaces={a,b}", "leaderElection.enabled=false")
-    assert of_kind(objects, "ClusterRole") == of_kind(objects, "ClusterRoleBinding") == []
+    assert of_operator(objects) == of_kind(objects, "ClusterRoleBinding") == []
     roles = {role["metadata"]["namespace"]: rules_of(role) for role in of_kind(objects, "Role")}
     assert roles == {
         "a": wanted(*rights.SERVED),
         "b": wanted(*rights.SERVED),
-        "sys": wanted(*rights.key_rules("rel-heteroinfer-key")),
+        "sys": wanted(*KEY_RULES),
     }
     for binding in of_kind(objects, "RoleBinding"):
         assert binding["subjects"][0]["namespace"] == "sys"
@@ -117,7 +128,7 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
     assert "data" not in config_map
     jobs = of_kind(objects, "Job")
     images = [job["spec"]["template"]["spec"]["initContainers"][0]["image"] for job in jobs]
-    assert images == [f"heteroinfer/worker-cpu:{VERSION}", f"heteroinfer/worker:{VERSION}"]
+    assert images == [f"{OURS}/worker-cpu:{VERSION}", f"{OURS}/worker:{VERSION}"]
     other = of_kind(render(plane, *KINDS, "workerImages.cpu=cpu:2"), "Job")
     changed = [a["metadata"]["name"] != b["metadata"]["name"] for a, b in zip(jobs, other, strict=True)]
     assert changed == [True, False]
@@ -270,7 +281,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         watch_namespaces=("a", "b"),
         operator_class="beta",
         worker_image_cpu="cpu:1",
-        worker_image_gpu=f"heteroinfer/worker:{VERSION}",
+        worker_image_gpu=f"{OURS}/worker:{VERSION}",
         allow_host_paths=True,
         pod_egress="Always",
         allow_remote_code=True,
@@ -278,7 +289,8 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         allowed_annotations=("example.com/",),
         pod_resources=env["HETEROINFER_POD_RESOURCES"],
         workers=2,
-        key_secret="rel-heteroinfer-key",
+        key_secret="rel-heteroinfer-operator-key",
+        former_key_secret="rel-heteroinfer-key",
         leader_election=True,
         lease_name="rel-heteroinfer",
         lease_duration_s=30,
@@ -347,7 +359,10 @@ def test_the_schema_knows_every_value_and_nothing_else() -> None:
     closed(schema, "")
 
 
-OPEN = (".global", ".affinity.nodeAffinity", ".affinity.podAffinity", ".affinity.podAntiAffinity")
+OPEN = (
+    ".global",
+    *(f".affinity.{kind}" for kind in ("nodeAffinity", "podAffinity", "podAntiAffinity")),
+)
 """Objects of Kubernetes' own or of a parent chart, which the chart hands on as they are."""
 
 
@@ -355,6 +370,7 @@ def test_the_rendered_crd_is_the_file_but_for_being_kept(plane: Cluster) -> None
     file = yaml.safe_load((CHART / "files" / "heteroinference.yaml").read_text())
     (rendered,) = of_kind(render(plane), "CustomResourceDefinition")
     assert rendered["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert rendered["metadata"].pop("labels")["app.kubernetes.io/version"] == VERSION
     assert rendered == file
     assert of_kind(render(plane, "crds.install=false"), "CustomResourceDefinition") == []
     assert (CHART / "files" / "heteroinference.yaml").read_bytes() == (
@@ -375,6 +391,32 @@ ON_NODES = (
         ("scope=Namespaced", "watchNamespaces={default,kube-system}"),
         KINDS,
         ("leaderElection.enabled=false", "crds.install=false", "priorityClassName=system-cluster-critical"),
+        (
+            "replicas=2",
+            "networkPolicy.enabled=true",
+            "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name=monitoring",
+            "metricsService.enabled=true",
+            "commonLabels.team=ml",
+            "commonAnnotations.cost=seven",
+            "hostNetwork=true",
+            "dnsConfig.nameservers={10.0.0.1}",
+            "hostAliases[0].ip=10.0.0.1",
+            "hostAliases[0].hostnames={api}",
+            "strategy.type=RollingUpdate",
+            "strategy.rollingUpdate.maxSurge=50%",
+            "extraArgs={-x}",
+            "extraEnv[0].name=HTTPS_PROXY",
+            "extraEnv[0].valueFrom.secretKeyRef.name=proxy",
+            "extraEnv[0].valueFrom.secretKeyRef.key=url",
+            "volumes[0].name=ca",
+            "volumes[0].configMap.name=ca",
+            "volumeMounts[0].name=ca",
+            "volumeMounts[0].mountPath=/ca",
+            "topologySpreadConstraints[0].maxSkew=1",
+            "topologySpreadConstraints[0].topologyKey=zone",
+            "topologySpreadConstraints[0].whenUnsatisfiable=DoNotSchedule",
+            "crds.keep=false",
+        ),
         (
             "imagePullSecrets[0].name=pull",
             "nodeSelector.disk=ssd",
@@ -422,7 +464,8 @@ def check(cluster: Cluster, tmp_path: Path, release: str, **settings: str) -> tu
 
 
 def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Path) -> None:
-    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace")
+    least = ("-f", str(LEAST_VALUES))
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     wait_established(plane, CRD)
     notes = plane.helm("get", "notes", "rel", "-n", "rel")
     assert "kubectl -n rel rollout status deployment/rel-heteroinfer" in notes
@@ -438,10 +481,64 @@ def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Pat
     assert "missing right: update leases.coordination.k8s.io in namespace rel" in said
     plane.helm("uninstall", "rel", "-n", "rel")
     assert is_established(plane, CRD), "the CRD is kept, and so are all resources"
-    plane.helm("install", "rel", str(CHART), "-n", "rel", "--set", "scope=Namespaced")
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--set", "scope=Namespaced", *least)
     code, said = check(plane, tmp_path, "rel")
     assert code == 1
     assert "missing right: list nodes in the cluster" in said
     assert check(plane, tmp_path, "rel", watch_namespaces="rel")[0] == 0
+    plane.helm("uninstall", "rel", "-n", "rel")
+    plane.kubectl("delete", "crd", CRD)
+
+
+def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> None:
+    """As the chart's README says; the resources of the first release are still there."""
+    least = ("-f", str(LEAST_VALUES), "--set", "replicas=0")
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
+    wait_established(plane, CRD)
+    example = (REPOSITORY / "examples" / "cpu-pair.yaml").read_text()
+    plane.kubectl("apply", "-n", "rel", "-f", "-", stdin=example)
+    plane.helm("uninstall", "rel", "-n", "rel")
+    with pytest.raises(ClusterError, match="cannot be imported into the current release"):
+        plane.helm("install", "other", str(CHART), "-n", "rel", *least)
+    plane.helm("install", "other", str(CHART), "-n", "rel", "--take-ownership", *least)
+    metadata = json.loads(plane.kubectl("get", "crd", CRD, "-o", "json"))["metadata"]
+    assert metadata["annotations"]["meta.helm.sh/release-name"] == "other"
+    assert metadata["labels"]["app.kubernetes.io/version"] == VERSION
+    assert "cpu-pair" in plane.kubectl("get", "hinf", "-n", "rel")
+    plane.kubectl("delete", "hinf", "-n", "rel", "--all")
+    plane.helm("uninstall", "other", "-n", "rel")
+    plane.kubectl("delete", "crd", CRD)
+
+
+PEOPLE = {
+    "view": {"get": True, "list": True, "watch": True, "create": False, "patch": False, "delete": False},
+    "edit": {"get": True, "create": True, "update": True, "patch": True, "delete": True},
+    "admin": {"get": True, "create": True, "update": True, "patch": True, "delete": True},
+}
+
+
+def test_people_with_kubernetes_own_roles_may_use_the_resource(plane: Cluster) -> None:
+    least = ("-f", str(LEAST_VALUES), "--set", "replicas=0")
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
+    wait_established(plane, CRD)
+    for role in PEOPLE:
+        plane.kubectl("create", "rolebinding", "-n", "rel", role, f"--clusterrole={role}", f"--user={role}")
+
+    def may(role: str, verb: str, *resource: str) -> bool:
+        asked = ("auth", "can-i", verb, *(resource or (CRD,)), "-n", "rel", f"--as={role}")
+        try:
+            return plane.kubectl(*asked).strip() == "yes"
+        except ClusterError:  # its exit code says no
+            return False
+
+    deadline = time.monotonic() + 30
+    while not (may("view", "get") and may("edit", "create") and may("admin", "create")):
+        assert time.monotonic() < deadline, "the roles were not aggregated"
+        time.sleep(0.2)
+    assert {role: {verb: may(role, verb) for verb in verbs} for role, verbs in PEOPLE.items()} == PEOPLE
+    assert may("edit", "patch", CRD, "--subresource=scale")
+    assert not may("edit", "update", CRD, "--subresource=status")
+    assert not may("stranger", "get")
+    plane.kubectl("delete", "rolebinding", "-n", "rel", *PEOPLE)
     plane.helm("uninstall", "rel", "-n", "rel")
     plane.kubectl("delete", "crd", CRD)

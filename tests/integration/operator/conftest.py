@@ -12,7 +12,7 @@ from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import NODE
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from tests.cluster.crds import apply_crds
-from tests.cluster.folders import REPOSITORY
+from tests.cluster.folders import LEAST_VALUES, REPOSITORY
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import CrdName, add_node
 
@@ -68,9 +68,8 @@ def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callab
 
     def install_chart(*values: str) -> Installation:
         release = f"rel{next(_NUMBERS)}"
-        options = [
-            option for value in ("replicas=0", "crds.install=false", *values) for option in ("--set", value)
-        ]
+        sets = ("replicas=0", "crds.install=false", *values)
+        options = ["-f", str(LEAST_VALUES), *(option for value in sets for option in ("--set", value))]
         control_plane.helm("install", release, str(CHART), "-n", release, "--create-namespace", *options)
         releases.append(release)
         return Installation(control_plane, release, tmp_path / f"{release}.kubeconfig")

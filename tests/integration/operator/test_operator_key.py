@@ -16,17 +16,33 @@ from tests.cluster.running_cluster import Cluster
 async def test_two_operators_that_start_at_once_have_one_key(
     server: ApiServer, namespace: str, control_plane: Cluster
 ) -> None:
-    control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key")
-    keys = await asyncio.gather(*(ensure_operator_key(server, namespace, "key") for _ in range(4)))
-    assert len(keys[0]) == KEY_BYTES
-    assert set(keys) == {await ensure_operator_key(server, namespace, "key")}
+    for name in ("absent", "empty"):
+        if name == "empty":
+            control_plane.kubectl("create", "-n", namespace, "secret", "generic", name)
+        keys = await asyncio.gather(*(ensure_operator_key(server, namespace, name) for _ in range(4)))
+        assert len(keys[0]) == KEY_BYTES
+        assert set(keys) == {await ensure_operator_key(server, namespace, name)}
+
+
+@pytest.mark.parametrize("filled", [(), ("own",), ("former",), ("own", "former")])
+async def test_two_secrets_have_one_key(server: ApiServer, namespace: str, filled: tuple[str, ...]) -> None:
+    """What the former Secret holds counts first, however many operators start at once."""
+    held = {name: bytes([number]) * KEY_BYTES for number, name in enumerate(filled)}
+    for name in ("own", "former"):
+        data = {DATA_KEY: base64.b64encode(held[name]).decode()} if name in held else {}
+        body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
+        await server.create(SECRET.path(namespace), body)
+    keys = set(
+        await asyncio.gather(*(ensure_operator_key(server, namespace, "own", "former") for _ in range(3)))
+    )
+    assert len(keys) == 1
+    assert not held or keys == {held.get("former") or held["own"]}
+    for name in ("own", "former"):
+        stored = await server.get(SECRET.path(namespace, name))
+        assert {base64.b64decode(stored["data"][DATA_KEY])} == keys
 
 
 async def test_a_key_that_is_none_is_named(server: ApiServer, namespace: str, control_plane: Cluster) -> None:
-    with pytest.raises(
-        HeteroInferError, match=f"Secret {namespace}/key is not there: `helm upgrade` makes it"
-    ):
-        await ensure_operator_key(server, namespace, "key")
     literal = f"--from-literal={DATA_KEY}=x"
     control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key", literal)
     with pytest.raises(HeteroInferError, match=f"got 1 bytes under 'key', expected {KEY_BYTES}"):

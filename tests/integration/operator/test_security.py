@@ -16,6 +16,7 @@ from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
 from heteroinfer_operator.manifests.drift import says
 from tests.cluster.errors import ClusterError
+from tests.cluster.folders import LEAST_VALUES
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
 from tests.integration.operator.life import COLLECTED_S, Install, bring_up, nothing_left, stored
@@ -145,7 +146,8 @@ async def test_the_account_may_do_what_the_list_of_rights_says_and_nothing_else(
     assert at_home - nobody == listed(*rights.SERVED, *rights.CLUSTER) | lease
     account = ApiServer(await load_configuration(str(installed.kubeconfig)))
     try:
-        own = rights.key_rules(f"{installed.release}-heteroinfer-key")
+        name = f"{installed.release}-heteroinfer"
+        own = rights.key_rules(f"{name}-operator-key", f"{name}-key")
         assert await rights.missing_rights(account, own, installed.release) == []
         other = rights.key_rules("another")
         assert len(await rights.missing_rights(account, other, installed.release)) == 2
@@ -205,7 +207,9 @@ def rendered_chart(cluster: Cluster, namespace: str, *values: str) -> list[dict[
     """Returns the objects that the chart renders to."""
     sets = [option for value in values for option in ("--set", value)]
     rendered = cluster.helm(
-        "template", "rel", str(CHART), "--namespace", namespace, "--kube-version", "1.35.4", *sets
+        *("template", "rel", str(CHART), "--namespace", namespace, "--kube-version", "1.35.4"),
+        *("-f", str(LEAST_VALUES)),
+        *sets,
     )
     return [each for each in yaml.safe_load_all(rendered) if each]
 

@@ -23,7 +23,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, NETWORK_POLICY, POD, SERVICE, Kind
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
-from tests.cluster.folders import REPOSITORY
+from tests.cluster.folders import LEAST_VALUES, REPOSITORY
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
 from tests.integration.operator.running_operator import PROFILE, end_pod, operator, run_pod, until
 
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     with start_control_plane_only() as cluster, tempfile.TemporaryDirectory() as scratch:
         chart = str(REPOSITORY / "charts" / "heteroinfer")
         cluster.helm("package", chart, "--destination", str(folder))
-        cluster.helm("install", "heteroinfer", chart, "--set", "replicas=0")
+        cluster.helm("install", "heteroinfer", chart, "--set", "replicas=0", "-f", str(LEAST_VALUES))
         cluster.kubectl("create", "namespace", NAMESPACE)
         cluster.kubectl("wait", "-n", NAMESPACE, "--for=create", "serviceaccount/default", "--timeout=20s")
         asyncio.run(record(cluster, folder, Path(scratch) / "log"))

@@ -19,7 +19,7 @@ from heteroinfer_operator.api import parse_spec, parse_stored_spec
 from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, EVENT, HETERO_INFERENCE, POD, SECRET
 from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
 from heteroinfer_operator.manifests.identity import first_revision, revision
-from tests.cluster.folders import REPOSITORY
+from tests.cluster.folders import LEAST_VALUES, REPOSITORY
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
 from tests.integration.operator.running_operator import (
     OperatorProcess,
@@ -154,8 +154,10 @@ async def upgraded(
         await restore(server, objects)
         before = await pods(server)
         chart = str(REPOSITORY / "charts" / "heteroinfer")
-        plane.helm("upgrade", RELEASE, chart, "-n", RELEASE, "--reset-then-reuse-values")
-        settings = {"resync_seconds": "1", "namespace": RELEASE, "key_secret": f"{RELEASE}-key"}
+        plane.helm(
+            "upgrade", RELEASE, chart, "-n", RELEASE, "--reset-then-reuse-values", "-f", str(LEAST_VALUES)
+        )
+        settings = {"resync_seconds": "1", "namespace": RELEASE, "key_secret": f"{RELEASE}-operator-key"}
         async with operator(account_kubeconfig(plane, folder), folder / "log", **settings) as process:
             await process.working()
             yield server, process, before

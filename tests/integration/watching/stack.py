@@ -30,7 +30,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodAddress
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from tests.cluster import processes
-from tests.cluster.folders import REPOSITORY
+from tests.cluster.folders import LEAST_VALUES, REPOSITORY
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import SPEC, OperatorProcess
 from tests.integration.worker.groups import Group, start_group
@@ -124,7 +124,7 @@ def get(plane: Cluster, *what: str) -> dict[str, Any]:
 def start_stack(plane: Cluster, model: Path, folder: Path) -> Iterator[Stack]:
     """Starts all of it; ends what does not end with the control plane."""
     install_definitions(plane)
-    sets = [option for value in VALUES for option in ("--set", value)]
+    sets = ["-f", str(LEAST_VALUES), *(option for value in VALUES for option in ("--set", value))]
     plane.helm("install", "heteroinfer", str(CHART), "-n", SYSTEM, "--create-namespace", *sets)
     plane.kubectl("create", "namespace", NAMESPACE)
     for namespace in (SYSTEM, NAMESPACE):

@@ -1,6 +1,7 @@
 """What pods, leaders and statuses say cannot act on the terminal of an administrator, nor end a command."""
 
 import io
+import json
 import logging
 from datetime import UTC, datetime
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.cluster import PodView, ResourceKey
-from heteroinfer_operator.commands.printable_logs import PrintableFormatter
+from heteroinfer_operator.commands.printable_logs import JsonFormatter, PrintableFormatter
 from heteroinfer_operator.fleet.fleet_reader import kv_use_of
 from heteroinfer_operator.fleet.lines import build_line
 from heteroinfer_operator.fleet.screen import build_screen
@@ -74,6 +75,10 @@ def test_up_and_logs_of_the_operator_show_no_terminal_sequence() -> None:
     logged = PrintableFormatter("%(message)s").format(record)
     assert logged.replace("\n", "").isprintable()
     assert "\nnext" in logged
+    line = JsonFormatter().format(record)
+    assert line.isprintable()
+    assert line.isascii()
+    assert json.loads(line)["message"] == f"pod: {HOSTILE}\nnext"
 
 
 @pytest.mark.parametrize(

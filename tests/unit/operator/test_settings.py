@@ -36,6 +36,13 @@ def test_every_setting_is_read() -> None:
         "IDENTITY": "pod-1",
         "POD_EGRESS": "never",
         "LOG_LEVEL": "debug",
+        "LOG_FORMAT": "json",
+        "WORKER_PULL_POLICY": "Always",
+        "WORKER_PULL_SECRETS": "b,a.c",
+        "ALLOWED_WORKER_IMAGES": "registry.example.com/ml/,docker.io/vllm:1",
+        "ALLOWED_HOST_PATHS": "/models",
+        "KEY_SECRET": "key",
+        "FORMER_KEY_SECRET": "former",
     }
     settings = InstallationSettings.from_env({f"HETEROINFER_{name}": value for name, value in env.items()})
     assert settings == InstallationSettings(
@@ -58,6 +65,13 @@ def test_every_setting_is_read() -> None:
         namespace="sys",
         identity="pod-1",
         log_level="DEBUG",
+        log_format="json",
+        worker_pull_policy="Always",
+        worker_pull_secrets=("a.c", "b"),
+        allowed_worker_images=("docker.io/vllm:1", "registry.example.com/ml/"),
+        allowed_host_paths=("/models",),
+        key_secret="key",
+        former_key_secret="former",
     )
 
 
@@ -69,6 +83,10 @@ def test_every_setting_is_read() -> None:
         ("HTTP_PORT", "http", "a whole number from 0 to 65535"),
         ("LEASE_SECONDS", "-1", "a whole number from 3 to 3600"),
         ("LOG_LEVEL", "LOUD", "one of INFO, DEBUG"),
+        ("LOG_FORMAT", "xml", "one of text, json"),
+        ("WORKER_PULL_POLICY", "Sometimes", "one of Always, IfNotPresent, Never"),
+        ("WORKER_PULL_SECRETS", "A", "names of Secrets"),
+        ("ALLOWED_HOST_PATHS", "models", "absolute paths"),
         ("WATCH_NAMESPACES", "a,B_c", "names of namespaces"),
         ("ALLOWED_ARGUMENTS", "runner", "options such as --runner"),
         ("ALLOWED_ANNOTATIONS", "a b", "keys of annotations, or prefixes"),

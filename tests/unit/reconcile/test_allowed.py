@@ -55,6 +55,45 @@ def test_annotations_by_which_others_act_are_refused(key: str) -> None:
     assert Allowed(annotations=(prefix,)).find_forbidden(parse_spec(annotated(key))) is None
 
 
+@pytest.mark.parametrize(
+    ("image", "is_allowed"),
+    [
+        ("registry.example.com/ml/worker:1", True),
+        ("registry.example.com/ml-of-others/worker:1", False),
+        ("registry.example.com/mlx", False),
+        ("docker.io/vllm:1", True),
+        ("docker.io/vllm:12", False),
+        ("docker.io/cpu:9", True),
+        ("evil.example.com/registry.example.com/ml/worker:1", False),
+        (None, True),
+    ],
+)
+def test_an_image_is_one_of_those_allowed(image: str | None, is_allowed: bool) -> None:
+    allowed = Allowed(images=("registry.example.com/ml/", "docker.io/vllm:1", "docker.io/cpu:"))
+    spec = parse_spec(cpu_pair(engine={"image": image} if image else {}))
+    problem = allowed.find_forbidden(spec)
+    assert (problem is None) is is_allowed
+    assert is_allowed or (problem is not None and problem.reason == "ImageNotAllowed")
+    assert Allowed().find_forbidden(spec) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "is_allowed"),
+    [
+        ("/models", True),
+        ("/models/llama", True),
+        ("/models-of-others/llama", False),
+        ("/etc", False),
+    ],
+)
+def test_a_path_of_a_node_lies_in_an_allowed_folder(path: str, is_allowed: bool) -> None:
+    spec = parse_spec(cpu_pair(model={"uri": f"file://{path}"}))
+    problem = Allowed(host_paths=("/models/",)).find_forbidden(spec)
+    assert (problem is None) is is_allowed
+    assert Allowed(host_paths=("/",)).find_forbidden(spec) is None
+    assert Allowed(host_paths=("/models/",)).find_forbidden(parse_spec(cpu_pair())) is None
+
+
 def test_usual_annotations_are_allowed() -> None:
     spec = parse_spec(annotated("note", "prometheus.io/scrape", "karpenter.sh/do-not-disrupt"))
     assert Allowed().find_forbidden(spec) is None

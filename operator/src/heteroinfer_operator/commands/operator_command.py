@@ -12,7 +12,7 @@ from typing import Final
 
 from heteroinfer_contract.own_account import ensure_own_account
 from heteroinfer_operator.commands.calibrate_command import describe_all
-from heteroinfer_operator.commands.printable_logs import PrintableFormatter
+from heteroinfer_operator.commands.printable_logs import JsonFormatter, PrintableFormatter
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.installation import check
 from heteroinfer_operator.kube.kept_calibrations import keep
@@ -22,6 +22,7 @@ from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests import egress_policy
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.image_pulls import ImagePulls
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
@@ -70,7 +71,11 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
     """Returns what an installation with this key of its operator decides for all its resources."""
     return Options(
         addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
-        images=WorkerImages(cpu=settings.worker_image_cpu, gpu=settings.worker_image_gpu),
+        images=WorkerImages(
+            cpu=settings.worker_image_cpu,
+            gpu=settings.worker_image_gpu,
+            pulls=ImagePulls(policy=settings.worker_pull_policy, secrets=settings.worker_pull_secrets),
+        ),
         operator_key=operator_key,
         egress=egress_policy.Egress(settings.pod_egress),
         allowed=Allowed(
@@ -78,6 +83,8 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
             arguments=settings.allowed_arguments,
             annotations=settings.allowed_annotations,
             service_accounts=settings.allowed_service_accounts,
+            images=settings.allowed_worker_images,
+            host_paths=settings.allowed_host_paths,
         ),
         pod_resources=PodResources.from_json(settings.pod_resources),
         pod_security=PodSecurity.from_json(settings.pod_security),
@@ -93,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     ensure_own_account()
     settings = InstallationSettings.from_env(os.environ)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
+    is_json = settings.log_format == "json"
+    handler.setFormatter(JsonFormatter() if is_json else PrintableFormatter(LOG_FORMAT))
     logging.basicConfig(level=settings.log_level, handlers=[handler])
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
     # Its only warning is that it leaves signals alone in a thread, as it should.

@@ -59,7 +59,7 @@ class PlanExit(IntEnum):
     DOES_NOT_FIT = 3
     """Memory, GPUs or other capacity is missing."""
     REFUSED_BY_POLICY = 4
-    """There is a plan, but the installation refuses an argument or an annotation."""
+    """There is a plan, but the installation refuses an argument, annotation, image or path of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class PlanAnswer:
         planned: the plan, or None.
         calibrations: what was measured of the machines that are planned for.
         errors: why there is no plan.
-        refused: each argument and annotation that is refused, by every plan or by the installation.
+        refused: each argument, annotation, image and path that every plan or the installation refuses.
     """
 
     name: str = ""
@@ -98,6 +98,8 @@ class ChartValues(BaseModel):
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
     pod_resources: dict[str, Any] = {}
+    allowed_worker_images: tuple[str, ...] = ()
+    allowed_host_paths: tuple[str, ...] = ()
     allowed_service_accounts: tuple[str, ...] = ()
 
 
@@ -217,6 +219,8 @@ def _allowed(values: ChartValues) -> Allowed:
         remote_code=values.allow_remote_code,
         arguments=values.allowed_arguments,
         annotations=values.allowed_annotations,
+        images=values.allowed_worker_images,
+        host_paths=values.allowed_host_paths,
         service_accounts=values.allowed_service_accounts,
     )
 

@@ -1,6 +1,8 @@
 """Log lines without terminal sequences: pods, webhooks and users' objects can put any text into a message."""
 
+import json
 import logging
+from datetime import UTC, datetime
 from typing import Final
 
 from heteroinfer_contract.printable import printable
@@ -15,3 +17,19 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Formats one record."""
         return printable(super().format(record), keep=_KEPT)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats each record as one JSON object on a line; escapes all but ASCII."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats one record."""
+        told = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)

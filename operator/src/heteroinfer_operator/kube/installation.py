@@ -108,7 +108,9 @@ async def check(settings: InstallationSettings) -> list[str]:
             missing += await rights.missing_rights(server, rights.CLUSTER, None)
         if settings.key_secret:
             missing += await rights.missing_rights(
-                server, rights.key_rules(settings.key_secret), settings.namespace
+                server,
+                rights.key_rules(settings.key_secret, settings.former_key_secret),
+                settings.namespace,
             )
         if settings.leader_election:
             missing += await rights.missing_rights(

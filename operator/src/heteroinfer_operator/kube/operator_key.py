@@ -5,8 +5,10 @@ import base64
 import binascii
 import logging
 import os
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
+from heteroinfer_contract import names
 from heteroinfer_contract.group_key import KEY_BYTES
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.paths import SECRET
@@ -18,40 +20,73 @@ DATA_KEY: Final = "key"
 RETRY_S: Final = 1.0
 
 
-async def ensure_operator_key(server: ApiServer, namespace: str, name: str) -> bytes:
-    """Returns the key in the Secret of this name, made by the first operator that comes.
+async def ensure_operator_key(server: ApiServer, namespace: str, name: str, former: str = "") -> bytes:
+    """Returns the key in the Secret of this name, which the first operator makes.
 
-    The chart makes the Secret, empty.
+    No template makes the Secret: what replaces an object by a template would empty it.
+
+    Args:
+        former: name of the Secret that the chart made until 0.2.0, or "". Its key counts before all others.
+            While it is there it holds the same key, so that a chart of that time finds it after a rollback.
 
     Raises:
-        HeteroInferError: there is no such Secret, or what it holds is no key.
+        HeteroInferError: a Secret holds what is no key.
         ApiError: the API server did not answer, or refused.
     """
-    path = SECRET.path(namespace, name)
     while True:
         try:
-            stored = await server.get(path)
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            raise HeteroInferError(
-                f"Secret {namespace}/{name} is not there: `helm upgrade` makes it, or create it empty",
-                reason="KeyMissing",
-            ) from error
-        text = (stored.get("data") or {}).get(DATA_KEY)
-        if text is not None:
-            return _decode(text, f"{namespace}/{name}")
-        key = os.urandom(KEY_BYTES)
-        body = {**stored, "data": {DATA_KEY: base64.b64encode(key).decode()}}
-        try:
-            await server.update(path, body)
+            return await _ensure(server, namespace, name, former)
         except ApiError as error:
             if error.status != CONFLICT:
                 raise
             await asyncio.sleep(RETRY_S)  # another replica was faster: its key holds
-        else:
-            logger.info("made the operator's key in Secret %s/%s", namespace, name)
-            return key
+
+
+async def _ensure(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
+    own = await _find(server, namespace, name)
+    older = await _find(server, namespace, former) if former else None
+    own_key, older_key = _key_in(own, f"{namespace}/{name}"), _key_in(older, f"{namespace}/{former}")
+    key = older_key or own_key or os.urandom(KEY_BYTES)
+    data = {"data": {DATA_KEY: base64.b64encode(key).decode()}}
+    if own is None:
+        await server.create(SECRET.path(namespace), {**_empty(namespace, name), **data})
+    elif own_key != key:
+        await server.update(SECRET.path(namespace, name), {**own, **data})
+    if older is not None and older_key != key:
+        await server.update(SECRET.path(namespace, former), {**older, **data})
+    if own_key is not None and own_key != key:
+        logger.warning("Secret %s/%s has the key of %s now, used meanwhile", namespace, name, former)
+    elif own_key is None:
+        origin = "made" if older_key is None else f"took from Secret {former}"
+        logger.info("Secret %s/%s: %s the operator's key", namespace, name, origin)
+    return key
+
+
+def _empty(namespace: str, name: str) -> dict[str, Any]:
+    """Returns the Secret without its key.
+
+    It has no label that tells its release: by such labels tools find what to remove.
+    """
+    metadata = {
+        "namespace": namespace,
+        "name": name,
+        "labels": {"app.kubernetes.io/managed-by": names.MANAGER},
+    }
+    return {"apiVersion": SECRET.api_version, "kind": SECRET.name, "metadata": metadata, "type": "Opaque"}
+
+
+async def _find(server: ApiServer, namespace: str, name: str) -> dict[str, Any] | None:
+    try:
+        return await server.get(SECRET.path(namespace, name))
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            raise
+        return None
+
+
+def _key_in(stored: Mapping[str, Any] | None, where: str) -> bytes | None:
+    text = ((stored or {}).get("data") or {}).get(DATA_KEY)
+    return None if text is None else _decode(text, where)
 
 
 def _decode(text: str, where: str) -> bytes:

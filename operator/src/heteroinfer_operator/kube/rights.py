@@ -75,9 +75,20 @@ def lease_rules(name: str) -> tuple[AccessRule, ...]:
     )
 
 
-def key_rules(name: str) -> tuple[AccessRule, ...]:
-    """Returns what keeping the operator's key in the Secret of this name takes, in its own namespace."""
-    return (AccessRule(group="", resource="secrets", verbs=("get", "update"), name=name),)
+def key_rules(name: str, former: str = "") -> tuple[AccessRule, ...]:
+    """Returns what keeping the operator's key in the Secret of this name takes, in its own namespace.
+
+    Args:
+        former: name of the Secret that the chart made until 0.2.0, or "".
+    """
+    return (
+        AccessRule(group="", resource="secrets", verbs=("create",)),
+        *(
+            AccessRule(group="", resource="secrets", verbs=("get", "update"), name=each)
+            for each in (name, former)
+            if each
+        ),
+    )
 
 
 async def missing_rights(

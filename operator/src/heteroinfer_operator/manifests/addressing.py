@@ -6,7 +6,7 @@ ports instead (`heteroinfer up`), with the same manifests.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import HUB_SCHEME, model_folder
@@ -17,6 +17,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 
+HOST_PATH_REASON: Final = "HostPathNotAllowed"
 DEFAULT_REVISION = "main"
 """Of hubs."""
 
@@ -134,7 +135,7 @@ class ClusterAddressing:
                 raise PlanError(
                     f"model.uri {spec.model.uri} is a path of the nodes, which this operator does not allow: "
                     "use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
-                    reason="HostPathNotAllowed",
+                    reason=HOST_PATH_REASON,
                 )
             return ModelSource(
                 path=names.MODEL_MOUNT, volume={"hostPath": {"path": rest, "type": "Directory"}}

@@ -69,7 +69,9 @@ def build_model_pod(
         "metadata": build_metadata(
             owner, model_pod_name(spec, owner), {names.LABEL_COMPONENT: component}, template
         ),
-        "spec": {**build_pod_spec(spec, template, security), "containers": [container], "volumes": volumes},
+        "spec": images.pulls.add_to(
+            {**build_pod_spec(spec, template, security), "containers": [container], "volumes": volumes}
+        ),
     }
 
 

@@ -20,6 +20,7 @@ from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.gang import gang_annotations, gang_fields, gang_labels
 from heteroinfer_operator.manifests.group_key_secret import build_key_variable
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
+from heteroinfer_operator.manifests.image_pulls import ImagePulls
 from heteroinfer_operator.manifests.mounted_files import (
     MountedFiles,
     ca_bundle,
@@ -61,6 +62,7 @@ class WorkerImages:
 
     cpu: str
     gpu: str
+    pulls: ImagePulls = ImagePulls()  # noqa: RUF009 - frozen
 
     def of(self, device: Device) -> str:
         """Returns the image for a device."""
@@ -121,20 +123,22 @@ class WorkerPods:
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {**metadata, "annotations": annotations},
-            "spec": {
-                **build_pod_spec(self.spec, role.template, self.security),
-                **assigned_fields(self.spec, self.group, role, pod, self.node_assignment),
-                **gang_fields(self.spec, self.group, self.node_assignment.gang),
-                "terminationGracePeriodSeconds": termination_grace_s(self.spec),
-                "hostname": name,
-                "subdomain": identity.group_service(self.group.owner, self.group.index),
-                "containers": [self._container(pod, role)],
-                **_spread_and_claims(role.template),
-                "volumes": [
-                    *build_volumes(self.spec, self.source, role_resources(role, pod.device)),
-                    *self._files(role).volumes,
-                ],
-            },
+            "spec": self.images.pulls.add_to(
+                {
+                    **build_pod_spec(self.spec, role.template, self.security),
+                    **assigned_fields(self.spec, self.group, role, pod, self.node_assignment),
+                    **gang_fields(self.spec, self.group, self.node_assignment.gang),
+                    "terminationGracePeriodSeconds": termination_grace_s(self.spec),
+                    "hostname": name,
+                    "subdomain": identity.group_service(self.group.owner, self.group.index),
+                    "containers": [self._container(pod, role)],
+                    **_spread_and_claims(role.template),
+                    "volumes": [
+                        *build_volumes(self.spec, self.source, role_resources(role, pod.device)),
+                        *self._files(role).volumes,
+                    ],
+                }
+            ),
         }
 
     def _files(self, role: RoleSpec) -> MountedFiles:

@@ -1,4 +1,4 @@
-"""What an installation allows of a spec beyond its schema: vLLM's options, annotations of pods. Pure.
+"""What an installation allows of a spec beyond its schema: options, annotations, images, host paths. Pure.
 
 Annotations are read by webhooks and by runtimes, which give pods volumes, devices and other profiles by
 them: so those that are known to do no such thing are allowed, and what an installation adds.
@@ -6,10 +6,12 @@ them: so those that are known to do no such thing are allowed, and what an insta
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Final
 
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.manifests.addressing import HOST_PATH_REASON
 from heteroinfer_operator.planning.engine_settings import refused_arguments
 from heteroinfer_operator.reconcile.allowed_args import find_unlisted
 
@@ -21,6 +23,8 @@ ANNOTATIONS: Final = (
 )
 """Keys, or prefixes that end with a slash. A plain word is its user's own: runtimes' keys have dots."""
 
+_IMAGE_ENDS: Final = ("/", ":", "@")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
@@ -30,12 +34,16 @@ class Allowed:
         remote_code: whether a model's own Python code may run in its pods.
         arguments: options of vLLM beside those listed; None allows all.
         annotations: of pods, beside those listed: keys, or prefixes that end with a slash; None allows all.
+        images: what `engine.image` may name: images, or prefixes that end with / : or @; empty allows all.
+        host_paths: folders in which a path of a node may lie; empty allows all.
         service_accounts: names that pods may have, in any namespace; None allows all.
     """
 
     remote_code: bool = False
     arguments: tuple[str, ...] | None = ()
     annotations: tuple[str, ...] | None = ()
+    images: tuple[str, ...] = ()
+    host_paths: tuple[str, ...] = ()
     service_accounts: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
@@ -43,9 +51,10 @@ class Allowed:
         return next(self.find_all_forbidden(spec), None)
 
     def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Finds each argument and annotation that is refused here."""
+        """Finds each argument, annotation, image and path of a node that is refused here."""
         yield from self.forbidden_arguments(spec.engine.args)
         yield from self._forbidden_annotations(spec)
+        yield from self._forbidden_places(spec)
         yield from self._forbidden_accounts(spec)
 
     def forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
@@ -64,6 +73,23 @@ class Allowed:
                         "allowedAnnotations name it",
                         reason="AnnotationNotAllowed",
                     )
+
+    def _forbidden_places(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+        image, listed = spec.engine.image, ", ".join(self.images)
+        if image and self.images and not _is_listed(image, self.images, ends=_IMAGE_ENDS):
+            yield PlanError(
+                f"engine.image: got {image}, expected one of {listed}: take such an image, or have "
+                "the chart's allowedWorkerImages name it",
+                reason="ImageNotAllowed",
+            )
+        scheme, _, path = spec.model.uri.partition("://")
+        folders = self.host_paths
+        if scheme == "file" and folders and not any(_is_below(path, folder) for folder in folders):
+            yield PlanError(
+                f"model.uri: got the path {path} of a node, expected one in {', '.join(folders)}: move "
+                "the model, or have the chart's allowedHostPaths name its folder",
+                reason=HOST_PATH_REASON,
+            )
 
     def _forbidden_accounts(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         """Finds service accounts that are not listed.
@@ -87,5 +113,11 @@ class Allowed:
         return self.annotations is None or is_plain or _is_listed(key, (*ANNOTATIONS, *self.annotations))
 
 
-def _is_listed(key: str, allowed: Sequence[str]) -> bool:
-    return any(key == entry or (entry.endswith("/") and key.startswith(entry)) for entry in allowed)
+def _is_listed(key: str, allowed: Sequence[str], *, ends: tuple[str, ...] = ("/",)) -> bool:
+    return any(key == entry or (entry.endswith(ends) and key.startswith(entry)) for entry in allowed)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Returns whether a path is a folder or in it; the schema refuses paths that go up."""
+    wanted = PurePosixPath(folder).parts
+    return PurePosixPath(path).parts[: len(wanted)] == wanted

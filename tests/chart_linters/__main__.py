@@ -1,0 +1,136 @@
+"""Has linters that nobody here wrote judge the rendered chart: every finding is listed, with its reason.
+
+    python -m tests.chart_linters
+
+docs/chart.md has the list. What it lacks fails, and so does what it has and no linter finds any more.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from tests.cluster import processes, tools
+from tests.cluster.folders import LEAST_VALUES, REPOSITORY, cache_folder, locked
+from tests.cluster.progress import say
+
+HERE = Path(__file__).parent
+PAGE = REPOSITORY / "docs" / "chart.md"
+KUBERNETES = ("1.30", "1.37")
+"""The oldest that the chart takes, and the newest that kubernetes-validate knows."""
+_LISTED = re.compile(r"^\| (checkov|kubernetes-validate) \| `([^`]+)` \| (\w+) \| ", re.M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Finding:
+    """What a linter says of a kind of object.
+
+    Attributes:
+        tool: the linter.
+        rule: its name for the rule.
+        kind: of the object.
+    """
+
+    tool: str
+    rule: str
+    kind: str
+
+
+def read_listed(text: str) -> set[Finding]:
+    """Returns the findings that a page lists."""
+    return {Finding(tool=tool, rule=rule, kind=kind) for tool, rule, kind in _LISTED.findall(text)}
+
+
+def render(folder: Path) -> list[Path]:
+    """Writes what the chart renders to, with the least values and with everything; returns the files."""
+    helm = str(tools.program(tools.HELM, "helm"))
+    chart = str(REPOSITORY / "charts" / "heteroinfer")
+    files = []
+    for name, more in (("least", ()), ("everything", ("-f", str(HERE / "everything.yaml")))):
+        command = [helm, "template", "heteroinfer", chart, "--namespace", "heteroinfer-system"]
+        given = ["--kube-version", "1.35.4", "-f", str(LEAST_VALUES), *more]
+        files.append(folder / f"{name}.yaml")
+        files[-1].write_text(processes.run([*command, *given], timeout_s=60))
+    return files
+
+
+def ensure_environment() -> Path:
+    """Returns the folder of the linters' programs that PyPI has; installs them once for each list of pins."""
+    pins = HERE / "requirements.txt"
+    folder = cache_folder() / "linters" / hashlib.sha256(pins.read_bytes()).hexdigest()[:16]
+    done = folder / ".done"
+    with locked(cache_folder() / "linters" / ".lock"):
+        if not done.exists():
+            say("installing the linters of the chart (once) ...")
+            shutil.rmtree(folder, ignore_errors=True)
+            uv = str(Path(sys.executable).parent / "uv")
+            processes.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], timeout_s=120)
+            install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(folder / "bin/python")]
+            processes.run([*install, "-r", str(pins)], timeout_s=600)
+            done.touch()
+    return folder / "bin"
+
+
+def ask(command: list[str], *, codes: tuple[int, ...]) -> str:
+    """Returns all that a linter printed; it may end with one of these exit codes."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode not in codes:
+        raise SystemExit(f"{command[0]} ended with exit code {done.returncode}: {done.stderr}")
+    return done.stdout + done.stderr
+
+
+def ask_checkov(programs: Path, files: list[Path]) -> Iterator[Finding]:
+    """Yields what checkov finds."""
+    given = [option for file in files for option in ("-f", str(file))]
+    # Its rules are in the package; a newer list would be asked for on the network.
+    options = ["--framework", "kubernetes", "--skip-download", "--soft-fail", "--quiet", "-o", "json"]
+    said = json.loads(processes.run([str(programs / "checkov"), *options, *given], timeout_s=300))
+    if said["summary"]["parsing_errors"] or said["summary"]["passed"] < 1:
+        raise SystemExit(f"checkov read nothing: {said['summary']}")
+    for check in said["results"]["failed_checks"]:
+        yield Finding(tool="checkov", rule=check["check_id"], kind=check["resource"].partition(".")[0])
+
+
+def ask_kubernetes_validate(programs: Path, files: list[Path]) -> Iterator[Finding]:
+    """Yields objects that a version's schema refuses; unknown fields too."""
+    for file in files:
+        for version in KUBERNETES:
+            command = [str(programs / "kubernetes-validate"), "--strict", "-k", version, str(file)]
+            said = ask(command, codes=(0, 1))
+            kinds = [document["kind"] for document in yaml.safe_load_all(file.read_text()) if document]
+            if said.count(" passed for resource ") + said.count("ERROR") < len(kinds):
+                raise SystemExit(f"kubernetes-validate {version}: got fewer answers than objects:\n{said}")
+            for line in said.splitlines():
+                if "ERROR" in line:
+                    say(line)
+                    yield Finding(tool="kubernetes-validate", rule=version, kind="any")
+
+
+def main() -> int:
+    """Returns the exit code: 0 if the findings are those listed."""
+    listed = read_listed(PAGE.read_text())
+    programs = ensure_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        files = render(Path(folder))
+        found = {
+            *ask_checkov(programs, files),
+            *ask_kubernetes_validate(programs, files),
+        }
+    for finding in sorted(found - listed):
+        print(f"new: {finding.tool} {finding.rule} on a {finding.kind}. Mend it, or list it in docs/chart.md")
+    for finding in sorted(listed - found):
+        print(f"gone: {finding.tool} {finding.rule} on a {finding.kind}. Take it out of docs/chart.md")
+    print(f"{len(found)} findings by linters of the chart, {len(found & listed)} of them listed")
+    return int(found != listed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
