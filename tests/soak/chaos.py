@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from heteroinfer_contract import names
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster import cluster_cgroup
@@ -72,8 +71,9 @@ class Chaos:
         await self.server.create(self._path(pod, "eviction"), body)
 
     async def _end_rank(self, pod: Mapping[str, Any]) -> None:
-        index = int(pod["metadata"]["labels"][names.LABEL_POD_INDEX])
-        await end_rank(self.server, self.namespace, pod["metadata"]["name"], index=index)
+        name = pod["metadata"]["name"]
+        index = int(name.rpartition("-")[2])  # its label may be lost at this moment, by another fault
+        await end_rank(self.server, self.namespace, name, index=index)
 
     def _path(self, pod: Mapping[str, Any], subresource: str = "") -> str:
         return POD.path(self.namespace, pod["metadata"]["name"], subresource)
