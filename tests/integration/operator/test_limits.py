@@ -133,7 +133,7 @@ async def test_what_a_limit_range_gave_workers_is_reported(
         values = "requests cpu=500m, memory=512Mi and limits cpu=500m, memory=512Mi"
         words = f"role back: a LimitRange of the namespace gave its pods {values}"
         await until("what they got", lambda: has(words), timeout_s=40, said=lambda: process.said)
-        roles = [{**role, "resources": {"requests": {"memory": "1Gi"}}} for role in SPEC["roles"]]
+        roles = [{**role, "resources": {"requests": {"memory": "8Gi"}}} for role in SPEC["roles"]]
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"roles": roles}})
         words = "less than or equal to memory limit of 512Mi. Set resources of role front that the LimitRange"
         await until("the refusal", lambda: has(words), timeout_s=40, said=lambda: process.said)
