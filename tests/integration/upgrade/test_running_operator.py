@@ -29,7 +29,10 @@ __all__ = ["plane"]
 FORMER = Path(__file__).parent / "operator-at-5ba4481.tar.xz"
 FORMER_CHART = Path(__file__).parent / "heteroinfer-at-5ba4481.tgz"
 CHART = REPOSITORY / "charts" / "heteroinfer"
-SCOPE = ("--set", "replicas=0", "--set", "scope=Namespaced", "--set", f"watchNamespaces={{{NAMESPACE}}}")
+SCOPE = (
+    *("--set", "replicas=0", "--set", "scope=Namespaced", "--set", f"watchNamespaces={{{NAMESPACE}}}"),
+    *("--set", "allowedAnnotations={example.com/note}"),  # a resource has it
+)
 
 
 def settings(plane: Cluster) -> dict[str, str]:
