@@ -53,7 +53,8 @@ def add_quota(cluster: NodeCluster, namespace: str) -> None:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     container = {"name": "unlimited", "image": "none", "securityContext": security}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "unlimited"}}
+    metadata = {"name": "unlimited", "labels": {"sidecar.istio.io/inject": "false"}}  # no mesh changes it
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
     manifest = json.dumps({**pod, "spec": {"containers": [container]}})
 
     def refuses() -> bool:

@@ -3,6 +3,7 @@
 What is open and what is closed, what is asked to people, and that a secret is asked to nobody.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -115,6 +116,20 @@ def reaches(cluster: NodeCluster, namespace: str, pod: str, address: str, port: 
     return said == "reached"
 
 
+@contextlib.contextmanager
+def stranger(cluster: NodeCluster, operator: str) -> Iterator[str]:
+    """Yields a pod of another namespace that no policy concerns, with the operator's image."""
+    where = ("-o", "jsonpath={.spec.containers[0].image}")
+    image = cluster.kubectl("get", "pod", "-n", SYSTEM, operator, *where).strip()
+    command = ("--restart=Never", "--image-pull-policy=Never", "--command", "--", "sleep", "600")
+    cluster.kubectl("run", "-n", "default", "stranger", f"--image={image}", *command)
+    try:
+        cluster.kubectl("wait", "-n", "default", "--for=condition=Ready", "pod/stranger", "--timeout=60s")
+        yield "stranger"
+    finally:
+        cluster.kubectl("delete", "pod", "-n", "default", "stranger", "--force", "--grace-period=0")
+
+
 def test_it_serves_without_reading_nodes(pair: Resource) -> None:
     (group,) = pair.status["groups"]
     assert (group.get("failures", []), group["phase"]) == ([], "Ready")
@@ -122,20 +137,23 @@ def test_it_serves_without_reading_nodes(pair: Resource) -> None:
     assert "holding lease" in log
     assert " 403 " not in log
     roles = pair.cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").split()
-    ours = {role.partition("/")[2] for role in roles if "heteroinfer" in role}
+    ours = {role.partition("/")[2] for role in roles if OPERATOR in role}
     assert ours == {f"{OPERATOR}-view", f"{OPERATOR}-edit"}, "people's, and none of the operator"
 
 
 def test_the_groups_own_ports_are_open_inside_and_closed_outside(pair: Resource) -> None:
     leader, follower = pair.pods()
     address = leader["status"]["podIP"]
-    inside, outside = follower["metadata"]["name"], operators(pair.cluster)[0]
-    for port in (names.DEFAULT_CONTROL_PORT, names.DEFAULT_EXECUTOR_PORT):
-        assert reaches(pair.cluster, NAMESPACE, inside, address, port), port
-        assert not reaches(pair.cluster, SYSTEM, outside, address, port), port
-    assert not reaches(pair.cluster, SYSTEM, outside, address, names.DEFAULT_RENDEZVOUS_PORT)
-    for port in (names.DEFAULT_API_PORT, names.DEFAULT_HEALTH_PORT, names.DEFAULT_METRICS_PORT):
-        assert reaches(pair.cluster, SYSTEM, outside, address, port), port
+    inside, operator = follower["metadata"]["name"], operators(pair.cluster)[0]
+    assert reaches(pair.cluster, SYSTEM, operator, address, names.DEFAULT_HEALTH_PORT)
+    assert not reaches(pair.cluster, SYSTEM, operator, address, names.DEFAULT_API_PORT), "its own policy"
+    with stranger(pair.cluster, operator) as outside:
+        for port in (names.DEFAULT_CONTROL_PORT, names.DEFAULT_EXECUTOR_PORT):
+            assert reaches(pair.cluster, NAMESPACE, inside, address, port), port
+            assert not reaches(pair.cluster, "default", outside, address, port), port
+        assert not reaches(pair.cluster, "default", outside, address, names.DEFAULT_RENDEZVOUS_PORT)
+        for port in (names.DEFAULT_API_PORT, names.DEFAULT_HEALTH_PORT, names.DEFAULT_METRICS_PORT):
+            assert reaches(pair.cluster, "default", outside, address, port), port
 
 
 def heteroinfer(cluster: NodeCluster, *arguments: str) -> str:
