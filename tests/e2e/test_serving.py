@@ -162,7 +162,8 @@ def test_a_node_is_measured_when_there_is_one_and_predictions_follow(
     said = cluster.kubectl("logs", "-n", SYSTEM, f"job/{name}")
     config_map = cluster.kubectl("get", "configmap", "-n", SYSTEM, f"{RELEASE}-calibration", "-o", "json")
     kept = MeasuredKind.from_entry("small.json", json.loads(config_map)["data"]["small.json"])
-    assert kept.selector == {"kind": "small"}
+    system = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
+    assert kept.selector == {"kind": "small", **system}
     assert kept.calibration.hardware.cpu in Path("/proc/cpuinfo").read_text()
     assert f"calibration {kept.calibration.hash} of" in said
 
