@@ -4,6 +4,7 @@ import json
 import re
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
@@ -39,6 +40,22 @@ def install(cluster: NodeCluster, *values: str) -> None:
         "install", RELEASE, str(REPOSITORY / "charts/heteroinfer"), "--namespace", SYSTEM,
         "--create-namespace", "--values", str(VALUES), *sets, "--wait", "--timeout", "120s",
     )  # fmt: skip
+
+
+def cache_volume(name: str, cache: Path) -> dict[str, Any]:
+    """Returns a volume of the node's folder `cache`, in which a fetch keeps its models."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteMany"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": "",
+            "hostPath": {"path": str(cache), "type": "Directory"},
+        },
+    }
 
 
 def add_quota(cluster: NodeCluster, namespace: str) -> None:

@@ -23,7 +23,16 @@ from tests.cluster.folders import REPOSITORY
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
 from tests.e2e.mesh_injector import SIDECAR, mesh_injector
-from tests.e2e.serving import LIMITED, OPERATOR_LABELS, RELEASE, SYSTEM, Resource, add_quota, install
+from tests.e2e.serving import (
+    LIMITED,
+    OPERATOR_LABELS,
+    RELEASE,
+    SYSTEM,
+    Resource,
+    add_quota,
+    cache_volume,
+    install,
+)
 from tests.hub_server import HubServer, Repository
 from tests.models import PROMPTS, REFERENCE_TOKENS
 
@@ -73,18 +82,7 @@ def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
 
 def manifests(cache: Path, endpoint: str) -> str:
     """Returns the volume, the Secret, and examples/hub-model.yaml for the small model and CPUs alone."""
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "hub-cache"},
-        "spec": {
-            "capacity": {"storage": "1Gi"},
-            "accessModes": ["ReadWriteMany"],
-            "persistentVolumeReclaimPolicy": "Retain",
-            "storageClassName": "",
-            "hostPath": {"path": str(cache), "type": "Directory"},
-        },
-    }
+    volume = cache_volume("hub-cache", cache)
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",

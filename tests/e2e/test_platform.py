@@ -21,7 +21,7 @@ from tests.cluster.errors import ClusterError
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
 from tests.cluster.pki import Pki
-from tests.e2e.serving import NO_PROXY, RELEASE, SYSTEM, Resource, install
+from tests.e2e.serving import NO_PROXY, RELEASE, SYSTEM, Resource, cache_volume, install
 from tests.hub_server import HubServer, Repository
 from tests.models import PROMPTS, REFERENCE_TOKENS
 
@@ -139,18 +139,7 @@ def refuses(cluster: NodeCluster) -> bool:
 
 def manifests(cache: Path, endpoint: str, authority: str) -> str:
     """Returns what a user applies: objects that the resource names, and the resource."""
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "platform-cache"},
-        "spec": {
-            "capacity": {"storage": "1Gi"},
-            "accessModes": ["ReadWriteMany"],
-            "persistentVolumeReclaimPolicy": "Retain",
-            "storageClassName": "",
-            "hostPath": {"path": str(cache), "type": "Directory"},
-        },
-    }
+    volume = cache_volume("platform-cache", cache)
     company = {
         "apiVersion": "v1",
         "kind": "ConfigMap",

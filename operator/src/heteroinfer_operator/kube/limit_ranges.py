@@ -8,7 +8,7 @@ from heteroinfer_contract.printable import printable
 from heteroinfer_operator.stored_fields import as_object, as_objects, as_text_map
 
 _ANNOTATION: Final = "kubernetes.io/limit-ranger"
-"""In which the API server says what it has set. Source: `plugin/pkg/admission/limitranger/admission.go`."""
+"""The API server writes here which values it set. Source: `plugin/pkg/admission/limitranger/admission.go`."""
 _PREFIX: Final = "LimitRanger plugin set:"
 _MOST_TEXT: Final = 200
 
