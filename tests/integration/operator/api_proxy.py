@@ -5,9 +5,11 @@ import base64
 import contextlib
 import json
 import re
+import socket
 import ssl
 import tempfile
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 import aiohttp
 import yaml
 from aiohttp import web
+
+TLS_END_S = 30.0
 
 _HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "content-length", "host", "keep-alive"})
 
@@ -216,7 +220,14 @@ async def api_proxy(kubeconfig: Path, through: Path) -> AsyncIterator[ApiProxy]:
     """
     config: dict[str, Any] = yaml.safe_load(kubeconfig.read_text())
     cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
-    connector = aiohttp.TCPConnector(ssl=_ssl_context(cluster, user), limit=0)
+    sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+        made = socket.socket(*address[:3])
+        sockets.add(made)
+        return made
+
+    connector = aiohttp.TCPConnector(ssl=_ssl_context(cluster, user), limit=0, socket_factory=make_socket)
     timeout = aiohttp.ClientTimeout(total=None)
     session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
     proxy = ApiProxy(through, cluster["server"], session)
@@ -236,7 +247,11 @@ async def api_proxy(kubeconfig: Path, through: Path) -> AsyncIterator[ApiProxy]:
         proxy.cut_watches()
         await runner.cleanup()
         await session.close()
-        # Connections that were just closed are let go by callbacks of the loop, which ends with the test.
+        # The loop ends with the test, and must have closed all connections before.
         while runner.server is not None and runner.server.connections:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
+        # TLS of a request that was broken off ends once the API server has agreed.
+        async with asyncio.timeout(TLS_END_S):
+            while any(each.fileno() >= 0 for each in sockets):
+                await asyncio.sleep(0.01)
