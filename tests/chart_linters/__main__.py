@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PAGE = REPOSITORY / "docs" / "chart.md"
 KUBERNETES = ("1.30", "1.37")
 """The oldest that the chart takes, and the newest that kubernetes-validate knows."""
-_LISTED = re.compile(r"^\| (checkov|kubernetes-validate) \| `([^`]+)` \| (\w+) \| ", re.M)
+_LISTED = re.compile(r"^\| (checkov|kube-score|kubernetes-validate) \| `([^`]+)` \| (\w+) \| ", re.M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -99,6 +99,25 @@ def ask_checkov(programs: Path, files: list[Path]) -> Iterator[Finding]:
         yield Finding(tool="checkov", rule=check["check_id"], kind=check["resource"].partition(".")[0])
 
 
+def ask_kube_score(files: list[Path]) -> Iterator[Finding]:
+    """Yields what kube-score finds: criticism and warnings."""
+    program = str(tools.program(tools.KUBE_SCORE, "kube-score"))
+    options = ["score", "--output-format", "json", "--output-version", "v2", "--exit-one-on-warning=false"]
+    for file in files:
+        judged = json.loads(ask([program, *options, str(file)], codes=(0, 1)))
+        if not judged:
+            raise SystemExit("kube-score judged nothing")
+        for each in judged:
+            for check in each["checks"]:
+                if not check["skipped"] and check["grade"] < GOOD:
+                    kind = each["type_meta"]["kind"]
+                    yield Finding(tool="kube-score", rule=check["check"]["id"], kind=kind)
+
+
+GOOD = 7
+"""kube-score's grade of what is almost or wholly right; 1 is critical, 5 a warning."""
+
+
 def ask_kubernetes_validate(programs: Path, files: list[Path]) -> Iterator[Finding]:
     """Yields objects that a version's schema refuses; unknown fields too."""
     for file in files:
@@ -122,6 +141,7 @@ def main() -> int:
         files = render(Path(folder))
         found = {
             *ask_checkov(programs, files),
+            *ask_kube_score(files),
             *ask_kubernetes_validate(programs, files),
         }
     for finding in sorted(found - listed):

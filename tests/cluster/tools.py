@@ -93,6 +93,8 @@ PROMETHEUS_OPERATOR = Tool(name="prometheus-operator", programs=("operator",))
 PROMETHEUS_ADAPTER = Tool(name="prometheus-adapter", programs=("adapter",))
 KUEUE = Tool(name="kueue", programs=("kueue",))
 VOLCANO = Tool(name="volcano", programs=("scheduler", "controller-manager"))
+KUBE_SCORE = Tool(name="kube-score", programs=("kube-score",))
+"""Judges what the chart renders to."""
 KSTATUS = _common("kstatus", "./kstatus")
 """Ours: what Flux and others make of a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))
