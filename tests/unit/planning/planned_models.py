@@ -57,3 +57,23 @@ def plan(
     """Returns the plan of a spec."""
     request = GroupRequest(spec=parsed, profile=model or profile(), served_name="llama", model_path="/model")
     return make_plan(request, inventory or Inventory())
+
+
+def device_memory(
+    usable: int,
+    model: ModelProfile | None = None,
+    *,
+    embeds: bool = False,
+    samples: bool = True,
+    with_cpus: bool = True,
+) -> str:
+    """Returns the memory of a GPU that has so many bytes for weights and KV cache, as the planner counts.
+
+    Args:
+        embeds: whether the GPU is in the first stage.
+        samples: whether it is in the last.
+        with_cpus: whether the group has CPU ranks too, and so smaller batches.
+    """
+    group = spec(gpu(), cpu()) if with_cpus else spec(gpu())
+    floor = plan(group, model).sizes.gpu_floor.total(embeds=embeds, samples=samples, gpus=1)
+    return str(max(-(-usable * 10 // 9), usable + floor))

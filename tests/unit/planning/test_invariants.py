@@ -12,6 +12,7 @@ from heteroinfer_contract.plan import Device, Mode, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Inventory
+from heteroinfer_operator.planning.gpu_floor import GpuFloor
 from heteroinfer_operator.planning.memory import rank_budget
 from heteroinfer_operator.planning.topology import PlacedRole, Seat
 from tests.unit.planning.planned_models import GIB, MIB, plan, profile, spec
@@ -99,7 +100,7 @@ def test_every_plan(parsed: HeteroInferenceSpec, model: ModelProfile, inventory:
     check_ranks(parsed, planned)
     check_order(parsed, planned)
     check_layers(model, planned)
-    check_memory(parsed, planned, inventory)
+    check_memory(parsed, model, planned, inventory)
     assert Plan.from_env(planned.to_env()) == planned
 
 
@@ -139,12 +140,17 @@ def check_layers(model: ModelProfile, planned: Plan) -> None:
     assert end == model.num_layers
 
 
-def check_memory(parsed: HeteroInferenceSpec, planned: Plan, inventory: Inventory) -> None:
+def check_memory(
+    parsed: HeteroInferenceSpec, model: ModelProfile, planned: Plan, inventory: Inventory
+) -> None:
     roles = {role.name: role for role in parsed.roles}
     blocks = set()
     for rank in planned.ranks:
         placed = PlacedRole(role=roles[rank.role], device=rank.device)
-        budget = rank_budget(Seat(pod=rank.pod, local_rank=rank.local_rank, placed=placed), inventory)
+        floor = GpuFloor.of(model, planned.engine, planned.tensor_parallel_size).total(
+            embeds=rank.stage == 0, samples=rank.stage == planned.pipeline_parallel_size - 1, gpus=1
+        )
+        budget = rank_budget(Seat(pod=rank.pod, local_rank=rank.local_rank, placed=placed), inventory, floor)
         assert budget is None or rank.weight_bytes + rank.kv_cache_bytes <= budget
         blocks.add(rank.kv_cache_bytes / rank.num_layers)
         assert rank.predicted_step_s > 0

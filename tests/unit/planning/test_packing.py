@@ -23,7 +23,7 @@ from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.packing import WeightKernels, packed_part, packing_copies
 from tests.unit.calibrated import CALIBRATION, CPU, calibration
-from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, cpu, device_memory, gpu, plan, profile, spec
 from tests.unit.planning.test_placement import node
 
 FOUR_BITS = (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)
@@ -173,7 +173,11 @@ def test_layers_are_split_by_what_they_have_packed() -> None:
     # Free for layers: 1,000 MiB in the first pod, enough for 16 in the last. A layer of 140.9 MiB packed, of
     # 102 as stored, has 32.1 MiB of KV cache.
     more = {**cpu(memory="64Gi"), "name": "more"}
-    parsed = spec(cpu(memory=f"{2 * 1024 + 2 * 1002 + 1000}Mi"), more, gpu(deviceMemory="3500Mi"))
+    parsed = spec(
+        cpu(memory=f"{2 * 1024 + 2 * 1002 + 1000}Mi"),
+        more,
+        gpu(deviceMemory=device_memory(3150 * MIB, model)),
+    )
     amx, avx512 = (plan(parsed, model, inventory) for inventory in (None, WITHOUT))
     assert amx.plan.layers_by_stage == (5, 11, 16)
     assert avx512.plan.layers_by_stage == (7, 9, 16)
@@ -272,7 +276,8 @@ def test_experts_in_16_bits_lie_twice_while_they_are_packed() -> None:
     assert plan(spec(cpu(memory=str(need)), engine=short), model)
     said = refusal(spec(cpu(memory=str(need - 1), layers=[4]), engine=short), model)
     assert "with what a layer takes while it is packed" in said, said
-    on_gpu = spec(gpu(deviceMemory=str((rank.weight_bytes + GIB // 2) * 10 // 9)), engine=short)
+    enough = device_memory(rank.weight_bytes + GIB // 2, model, embeds=True, with_cpus=False)
+    on_gpu = spec(gpu(deviceMemory=enough), engine=short)
     assert plan(on_gpu, model)
 
 
@@ -319,7 +324,7 @@ def test_ranks_of_one_stage_have_the_form_of_their_device() -> None:
     assert planned.limiting_rank == 1
 
 
-@pytest.mark.parametrize("device_memory", ["4Gi", "9Gi", "80Gi"])
+@pytest.mark.parametrize("device_memory", ["4500Mi", "9Gi", "80Gi"])
 def test_ranks_of_one_stage_are_bounded_by_the_one_that_has_least_left(device_memory: str) -> None:
     planned = in_one_stage(device_memory)
     left = []

@@ -10,7 +10,7 @@ from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Inventory
-from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, cpu, device_memory, gpu, plan, profile, spec
 
 
 def refusal(parsed: HeteroInferenceSpec, **arguments: Any) -> PlanError:
@@ -199,11 +199,11 @@ def test_layers_that_do_not_sum_up_are_refused(layers: int, message: str) -> Non
 
 
 def test_explicit_layers_that_do_not_fit_say_by_how_much() -> None:
-    error = refusal(spec(gpu(layers=[28], deviceMemory="8Gi"), cpu(layers=[4])))
-    # 28 x 416 MiB + the head of 1002 MiB + 28 x 4 KiB x 8224 tokens, against 0.9 x 8 GiB.
+    error = refusal(spec(gpu(layers=[28], deviceMemory=device_memory(7 * GIB)), cpu(layers=[4])))
+    # 28 x 416 MiB + the head of 1002 MiB + 28 x 4 KiB x 8224 tokens.
     need = 28 * 416 / 1024 + 1002 / 1024 + 28 * 4096 * 8224 / GIB
     assert f"28 layers need {need:.2f} GiB" in error.message
-    assert f"{need - 7.2:.2f} GiB missing" in error.message
+    assert f"{need - 7:.2f} GiB missing" in error.message
     assert "move layers to another stage" in error.message
 
 
@@ -235,13 +235,14 @@ def test_each_planned_stage_has_a_layer_with_a_cache() -> None:
 
 
 def test_the_gpu_is_filled_first() -> None:
-    planned = plan(spec(gpu(deviceMemory="12Gi"), cpu(memory="64Gi"))).plan
+    usable = 11 * GIB
+    planned = plan(spec(gpu(deviceMemory=device_memory(usable)), cpu(memory="64Gi"))).plan
     on_cpu, on_gpu = planned.layers_by_stage
     gpu_rank = planned.ranks[1]
     assert on_cpu + on_gpu == 32
-    assert gpu_rank.weight_bytes + gpu_rank.kv_cache_bytes <= 12 * GIB * 9 // 10
+    assert gpu_rank.weight_bytes + gpu_rank.kv_cache_bytes <= usable
     per_layer = 416 * 2**20 + 4096 * 8224
-    assert gpu_rank.weight_bytes + on_gpu * 4096 * 8224 + per_layer > 12 * GIB * 9 // 10, "one more would fit"
+    assert gpu_rank.weight_bytes + on_gpu * 4096 * 8224 + per_layer > usable, "one more would fit"
 
 
 def test_a_model_that_fits_the_gpu_leaves_the_cpu_one_layer_and_says_so() -> None:
@@ -273,7 +274,7 @@ def test_layers_of_different_sizes_are_counted_in_bytes() -> None:
 
 
 def test_a_model_that_does_not_fit_says_by_how_much() -> None:
-    error = refusal(spec(gpu(deviceMemory="12Gi"), cpu(memory="6Gi")))
+    error = refusal(spec(gpu(deviceMemory=device_memory(12 * GIB * 9 // 10)), cpu(memory="6Gi")))
     assert error.reason == "InsufficientMemory"
     assert error.message == (
         "the model does not fit: it has 32 layers, and with KV cache for 8224 tokens 26 fit, 4 in stage 0 "
@@ -310,7 +311,7 @@ def test_a_stage_without_capacity_for_a_layer_says_what_its_own_first_layer_need
     model = profile(
         num_layers=6, layer_bytes=(MIB, MIB, *(4 * GIB,) * 4), embedding_bytes=0, head_bytes=0, other_bytes=0
     )
-    first = {**gpu(deviceMemory="1Gi"), "name": "first"}
+    first = {**gpu(deviceMemory=device_memory(GIB, model, samples=False)), "name": "first"}
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     error = refusal(spec(first, cpu(memory="4Gi"), **short), model=model)
     cache = 2 * 32 * 4096  # of two blocks
@@ -324,7 +325,8 @@ def test_layers_that_a_stage_must_have_at_least_are_asked_for_together() -> None
     model = profile(
         num_layers=8, layer_bytes=(GIB,) * 8, embedding_bytes=0, head_bytes=0, first_stage_layers=3
     )
-    first, second = ({**gpu(deviceMemory=size), "name": name} for name, size in (("a", "3Gi"), ("b", "30Gi")))
+    small = device_memory(27 * GIB // 10, model, samples=False, with_cpus=False)
+    first, second = ({**gpu(deviceMemory=size), "name": name} for name, size in (("a", small), ("b", "30Gi")))
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     said = refusal(spec(first, second, **short), model=model).message
     assert said.startswith("stage 0 (role a): 3 layers, the fewest that it can have, need 3.00 GiB"), said
@@ -339,7 +341,10 @@ def test_layers_that_fit_add_up_where_they_differ() -> None:
     """The second stage could hold a small layer, and has to have the large one before it."""
     sizes = (GIB, GIB, GIB, 4 * GIB, GIB)
     model = profile(num_layers=5, layer_bytes=sizes, embedding_bytes=0, head_bytes=0, other_bytes=0)
-    roles = [{**gpu(deviceMemory=f"{size}Gi"), "name": f"r{size}"} for size in (10, 3, 2)]
+    roles = [
+        {**gpu(deviceMemory=device_memory(size * GIB, model, with_cpus=False)), "name": f"r{size}"}
+        for size in (9, 3, 2)
+    ]
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     said = refusal(spec(*roles, **short), model=model).message
     assert said.startswith("stage 1 (role r3): one layer needs 4.00 GiB"), said

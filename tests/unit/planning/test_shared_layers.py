@@ -9,7 +9,7 @@ from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.commands.account import describe_model
 from heteroinfer_operator.errors import PlanError
-from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
+from tests.unit.planning.planned_models import GIB, MIB, cpu, device_memory, gpu, plan, profile, spec
 
 LAYERS, SHARING = 42, 18
 """Of Gemma-4's E4B: each sixth layer has full attention, and the last 18 share."""
@@ -79,7 +79,7 @@ def test_layers_of_the_user_that_cut_them_are_refused() -> None:
 
 
 def test_a_last_stage_that_cannot_hold_them_says_by_how_much() -> None:
-    small = spec(cpu(memory="64Gi"), gpu(deviceMemory="11Gi"))
+    small = spec(cpu(memory="64Gi"), gpu(deviceMemory=device_memory(99 * GIB // 10, e4b())))
     with pytest.raises(PlanError) as caught:
         plan(small, e4b())
     assert caught.value.reason == "InsufficientMemory"

@@ -84,7 +84,11 @@ def test_host_headroom() -> None:
 
 def test_gpu_headroom() -> None:
     measured_headroom = headroom.gpu_headroom(
-        free_bytes=5000 * MIB, allocated_bytes=900 * MIB, peak_bytes=1400 * MIB, graphs_bytes=1000 * MIB
+        free_bytes=5000 * MIB,
+        cached_bytes=0,
+        allocated_bytes=900 * MIB,
+        peak_bytes=1400 * MIB,
+        graphs_bytes=1000 * MIB,
     )
     assert measured_headroom.size_bytes == 3500 * MIB
     assert "0.49 GiB that the largest batch takes and 0.98 GiB for CUDA graphs" in measured_headroom.words
@@ -104,6 +108,18 @@ def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: in
             "planned: as measured; raise resources.limits.memory of the role, or give the rank fewer "
             "layers; until then every rank has only as many blocks as this one"
         )
+
+
+@pytest.mark.parametrize(("cached", "headroom_mib"), [(400, 3900), (500, 4000), (2000, 4000)])
+def test_activations_use_what_torch_holds_anyway(cached: int, headroom_mib: int) -> None:
+    measured = headroom.gpu_headroom(
+        free_bytes=5000 * MIB,
+        cached_bytes=cached * MIB,
+        allocated_bytes=900 * MIB,
+        peak_bytes=1400 * MIB,
+        graphs_bytes=1000 * MIB,
+    )
+    assert measured.size_bytes == headroom_mib * MIB
 
 
 def test_a_rank_without_a_cache_needs_no_headroom() -> None:

@@ -11,6 +11,7 @@ from heteroinfer_contract.plan import Device
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.planning.feed_forward import beside_weights_bytes
 from heteroinfer_operator.planning.first_token import waits_elsewhere
+from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
 from heteroinfer_operator.planning.planner import Planned, block_capacities
@@ -75,6 +76,8 @@ def describe_memory(planned: Planned) -> tuple[str, ...]:
             if budget.budget is None
             else f"{format_bytes(taken)} of {format_bytes(budget.budget)}"
         )
+        if budget.beside:
+            of += f", beside {format_bytes(budget.beside)} for {BESIDE_ON_GPUS}"
         alike.setdefault(f"role {rank.role}: {' + '.join(parts)} = {of}", []).append(stage)
     lines = [f"memory of a rank of {_stages(stages)}, {words}" for words, stages in alike.items()]
     if planned.remote is not None:

@@ -7,9 +7,14 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.gpu_floor import GpuFloor, gpu_memory, usable_gpu_memory
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import split_by_memory
-from heteroinfer_operator.planning.memory import Sizes, longest_sequence_tokens, rank_budget, stage_budgets
+from heteroinfer_operator.planning.memory import (
+    Sizes,
+    longest_sequence_tokens,
+    stage_budgets,
+)
 from heteroinfer_operator.planning.topology import Seat, Topology
 
 
@@ -31,14 +36,16 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
         return Advice()
     notes = _pace(plan) if topology.has_mixed_stage else ()
     seats = [s for stage in topology.stages for s in stage if s.placed.device is Device.GPU]
-    if any(rank_budget(seat, inventory) is None for seat in seats):
+    floor = GpuFloor.of(profile, plan.engine, topology.tensor).total(embeds=True, samples=True, gpus=1)
+    usable = _usable_bytes(seats, inventory, floor)
+    if usable is None:
         use = (
             "know whether CPUs are needed at all" if topology.has_mixed_stage else "have layers planned by it"
         )
         return Advice(notes=(*notes, f"the GPUs' memory is unknown; set deviceMemory to {use}"))
-    if not _gpus_hold_all(topology, seats, plan, profile, inventory):
+    if not _gpus_hold_all(topology, usable, plan, profile, inventory):
         return Advice(notes=notes)
-    words = _not_needed(seats, plan, profile, inventory)
+    words = _not_needed(len(seats), usable, plan, profile)
     return Advice(notes=(*notes, words), hybrid_not_needed=words)
 
 
@@ -60,13 +67,12 @@ def _pace(plan: Plan) -> tuple[str, ...]:
 
 
 def _gpus_hold_all(
-    topology: Topology, seats: Sequence[Seat], plan: Plan, profile: ModelProfile, inventory: Inventory
+    topology: Topology, usable: int, plan: Plan, profile: ModelProfile, inventory: Inventory
 ) -> bool:
     """Returns whether the GPUs could hold the model and the KV cache of one longest sequence without CPUs."""
     min_tokens = longest_sequence_tokens(plan.engine)
     if topology.has_mixed_stage:
-        need = _whole_bytes(plan, profile)
-        return need <= sum(rank_budget(seat, inventory) or 0 for seat in seats)
+        return _whole_bytes(plan, profile) <= usable
     gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
     sizes = Sizes.of(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
     try:
@@ -83,9 +89,16 @@ def _whole_bytes(plan: Plan, profile: ModelProfile) -> int:
     return weights + whole.cache(0, profile.num_layers)
 
 
-def _not_needed(seats: Sequence[Seat], plan: Plan, profile: ModelProfile, inventory: Inventory) -> str:
-    usable = sum(rank_budget(seat, inventory) or 0 for seat in seats)
-    gpus = "the GPU has" if len(seats) == 1 else f"the {len(seats)} GPUs have"
+def _usable_bytes(seats: Sequence[Seat], inventory: Inventory, floor: int) -> int | None:
+    """Returns what GPUs have together for weights and KV cache, or None if that is unknown of one."""
+    known = [gpu_memory(seat.placed.role, inventory) for seat in seats]
+    if None in known:
+        return None
+    return sum(usable_gpu_memory(memory, floor) for memory in known if memory is not None)
+
+
+def _not_needed(count: int, usable: int, plan: Plan, profile: ModelProfile) -> str:
+    gpus = "the GPU has" if count == 1 else f"the {count} GPUs have"
     return (
         f"hybrid not needed: the model takes {format_bytes(profile.total_bytes)}, "
         f"{format_bytes(_whole_bytes(plan, profile))} with KV cache for "

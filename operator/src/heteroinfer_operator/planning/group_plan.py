@@ -23,8 +23,8 @@ from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, obstacle
 from heteroinfer_operator.nodes.role_demand import role_demand
+from heteroinfer_operator.planning.gpu_floor import GPU_USABLE
 from heteroinfer_operator.planning.inventory import Inventory
-from heteroinfer_operator.planning.memory import GPU_USABLE
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s

@@ -11,6 +11,13 @@ from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
+from heteroinfer_operator.planning.gpu_floor import (
+    BESIDE_ON_GPUS,
+    GPU_USABLE,
+    GpuFloor,
+    gpu_memory,
+    usable_gpu_memory,
+)
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import KvCache, build_kv_cache
 from heteroinfer_operator.planning.packing import (
@@ -26,8 +33,6 @@ from heteroinfer_operator.vllm_support.architectures import TABLES_ON_EVERY_STAG
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
-GPU_USABLE: Final = Fraction(9, 10)
-"""Share of a GPU's memory for weights and KV cache; the rest: activations, CUDA graphs, the driver."""
 RANK_OVERHEAD_BYTES: Final = 2**30
 """Host memory of a CPU rank without weights and KV cache: Python, torch and vLLM, activations."""
 PACKED_IN_OVERHEAD_BYTES: Final = 3 * 2**27
@@ -39,22 +44,27 @@ CPU_TABLE_COPIES: Final = 2
 """On CPUs embedding and head are packed and kept (vllm/.../vocab_parallel_embedding.py:66-71@v0.32.0)."""
 
 
-def rank_budget(seat: Seat, inventory: Inventory) -> int | None:
+def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
     """Returns the bytes that a rank has for weights and KV cache, or None if that is unknown.
 
+    Args:
+        gpu_floor: what a GPU holds besides, at least, in bytes.
+
     Raises:
-        PlanError: a CPU pod's memory is less than its processes take without a model, or is in thousandths of
-            bytes.
+        PlanError: memory is less than its processes take without a model, or is in thousandths of bytes.
     """
     role = seat.placed.role
     _check_unit(role)
     if seat.placed.device is Device.GPU:
-        memory = (
-            parse_bytes(role.device_memory)
-            if role.device_memory
-            else inventory.gpu_memory_bytes.get(role.name)
-        )
-        return None if memory is None else int(memory * GPU_USABLE)
+        memory = gpu_memory(role, inventory)
+        if memory is not None and memory <= gpu_floor:
+            raise PlanError(
+                f"role {role.name}: got a GPU of {format_bytes(memory)}, expected more than the "
+                f"{format_bytes(gpu_floor)} that {BESIDE_ON_GPUS} take; use a larger device, or set "
+                "engine.eager: Always, which has no CUDA graphs",
+                reason=PlanReason.INSUFFICIENT_MEMORY,
+            )
+        return None if memory is None else usable_gpu_memory(memory, gpu_floor)
     pod = _pod_memory(seat, inventory)
     if pod is None:
         return None
@@ -102,6 +112,7 @@ class Sizes:
         filling_bytes: zeros that CPUs add to the experts of each layer.
         packing_bytes: what lies beside each layer on a CPU while it is packed.
         encoder_bytes: of the encoder, on each rank; 0 where it is not served.
+        gpu_floor: what a GPU holds besides.
     """
 
     profile: ModelProfile
@@ -112,6 +123,7 @@ class Sizes:
     filling_bytes: tuple[int, ...]
     packing_bytes: tuple[int, ...]
     encoder_bytes: int
+    gpu_floor: GpuFloor
     kv: KvCache
 
     @classmethod
@@ -135,6 +147,7 @@ class Sizes:
             ),
             packing_bytes=_packing_bytes(profile, quantized, scale, tensor),
             encoder_bytes=0 if text_only else int(profile.encoder_bytes * scale),
+            gpu_floor=GpuFloor.of(profile, engine, tensor),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
         )
 
@@ -269,6 +282,7 @@ class RankBudget:
         kernels: that its layers are packed for.
         budget: bytes for weights and KV cache, or None if unknown.
         tables: of that, taken by embedding and head.
+        beside: of a GPU, bytes that are not in the budget if they are what bounds it, or 0.
     """
 
     role: str
@@ -276,6 +290,7 @@ class RankBudget:
     kernels: WeightKernels
     budget: int | None
     tables: int
+    beside: int = 0
 
     @property
     def free_bytes(self) -> int | None:
@@ -351,18 +366,29 @@ def stage_budgets(
 
     def of_rank(seat: Seat, stage: int) -> RankBudget:
         device = seat.placed.device
+        floor = sizes.gpu_floor.total(
+            embeds=stage == 0, samples=stage == len(stages) - 1, gpus=_gpus_by_nccl(stages[stage])
+        )
+        memory = gpu_memory(seat.placed.role, inventory) if device is Device.GPU else None
+        bounds = memory is not None and floor > memory * (1 - GPU_USABLE)
         return RankBudget(
             role=seat.placed.role.name,
             device=device,
             kernels=_kernels(seat, inventory),
-            budget=rank_budget(seat, inventory),
+            budget=rank_budget(seat, inventory, floor),
             tables=sizes.tables(stage, len(stages), device),
+            beside=floor if bounds else 0,
         )
 
     return tuple(
         StageBudget(ranks=tuple(dict.fromkeys(of_rank(seat, index) for seat in seats)))
         for index, seats in enumerate(stages)
     )
+
+
+def _gpus_by_nccl(seats: Sequence[Seat]) -> int:
+    """Returns the GPUs of a stage that speak by NCCL; with CPU ranks among them the bridge does it."""
+    return len(seats) if all(seat.placed.device is Device.GPU for seat in seats) else 1
 
 
 def _kernels(seat: Seat, inventory: Inventory) -> WeightKernels:

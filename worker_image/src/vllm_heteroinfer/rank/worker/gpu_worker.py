@@ -64,10 +64,12 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         peak = torch.cuda.max_memory_allocated(self.device)
         gc.collect()
         torch.cuda.empty_cache()
+        allocated = torch.cuda.memory_allocated(self.device)
         captures = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         return headroom.gpu_headroom(
             free_bytes=torch.cuda.mem_get_info(self.device)[0],
-            allocated_bytes=torch.cuda.memory_allocated(self.device),
+            cached_bytes=torch.cuda.memory_reserved(self.device) - allocated,
+            allocated_bytes=allocated,
             peak_bytes=peak,
             graphs_bytes=headroom.CUDA_GRAPHS_BYTES if captures else 0,
         )

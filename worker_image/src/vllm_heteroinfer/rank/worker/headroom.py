@@ -57,14 +57,18 @@ def _remedy(device: Device) -> str:
     return "raise resources.limits.memory of the role, or give the rank fewer layers"
 
 
-def gpu_headroom(*, free_bytes: int, allocated_bytes: int, peak_bytes: int, graphs_bytes: int) -> KvHeadroom:
+def gpu_headroom(
+    *, free_bytes: int, cached_bytes: int, allocated_bytes: int, peak_bytes: int, graphs_bytes: int
+) -> KvHeadroom:
     """Returns a GPU's headroom.
 
     Args:
-        free_bytes: of the device now, with nothing kept in torch's cache.
+        free_bytes: of the device now.
+        cached_bytes: that torch holds and could not give back: activations go there first. After a model was
+            compiled that was 959 MiB (H100, 2026-11-26).
         peak_bytes: most that was allocated by torch during the run.
     """
-    activations = max(0, peak_bytes - allocated_bytes)
+    activations = max(0, peak_bytes - allocated_bytes - cached_bytes)
     return KvHeadroom(
         size_bytes=free_bytes - activations - graphs_bytes,
         words=f"{format_bytes(free_bytes)} free, less {format_bytes(activations)} that the largest batch "

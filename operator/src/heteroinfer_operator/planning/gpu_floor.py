@@ -1,0 +1,107 @@
+"""What a GPU holds besides weights and KV cache, at least: it does not shrink with the GPU. Pure.
+
+Measured on an H100 with torch 2.13 and vLLM 0.32 (2026-11-26, tests/bench/gpu_floor.py): a Llama of 16 layers
+with 64 requests of a step held 1.90 GiB beside its weights and 1 GiB of KV cache, without CUDA graphs 1.05.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+from heteroinfer_contract.model import LayerKind
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import EngineSettings
+from heteroinfer_operator.api import RoleSpec
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.quantity import parse_bytes
+from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
+
+BESIDE_ON_GPUS: Final = "the CUDA context, CUDA graphs and the largest batch"
+"""What it is, for people."""
+GPU_USABLE: Final = Fraction(9, 10)
+"""Share of a GPU's memory for weights and KV cache at most, whatever GpuFloor says: fragments, the driver."""
+CONTEXT_BYTES: Final = 704 * 2**20
+"""The CUDA context (619 MiB), kernels that are loaded (68 MiB), and buffers of the model runner (16 MiB)."""
+NCCL_BYTES: Final = 960 * 2**20
+"""NCCL on a GPU that shares its stage with other GPUs: 564 MiB for one group, 388 MiB for a second."""
+GRAPHS_BYTES: Final = 2**30
+"""CUDA graphs: what a rank keeps free for them before it grants the KV cache
+(vllm_heteroinfer/rank/worker/headroom.py). Those of up to 128 tokens took 210 to 282 MiB."""
+SAMPLING_BYTES: Final = 16
+"""For each entry of the vocabulary and each request of a step: logits in 16 and in 32 bits, probabilities,
+and random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0)."""
+_RESIDUALS: Final = 4
+"""Hidden states of a token that live at once beside a layer's own."""
+_ATTENTION: Final = 3
+"""Hidden states' worth of queries, keys, values and output."""
+_FRAGMENTS: Final = Fraction(7, 4)
+"""What torch holds of the device for activations, of their size: 386 MiB for 232."""
+_USUAL_COLUMNS: Final = 4
+"""Of an MLP, for each element of a hidden state, where a profile by an earlier version does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFloor:
+    """What a GPU rank holds besides weights and KV cache, in bytes.
+
+    Attributes:
+        graphs: kept free for CUDA graphs; 0 without them.
+        activations: of the largest batch.
+        sampling: of the largest batch, on the ranks of the last stage.
+        compiling: once on the ranks of the first stage, while the model is compiled: its embedding again.
+            torch keeps it, and uses it for activations.
+    """
+
+    graphs: int
+    activations: int
+    sampling: int
+    compiling: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int) -> "GpuFloor":
+        """Returns the floor at these settings; `tensor` is the ranks of a stage."""
+        widths = (_width(kind, profile, tensor) for kind in dict.fromkeys(profile.layers))
+        width = _RESIDUALS * profile.hidden_size + max(widths, default=0)
+        return cls(
+            graphs=0 if engine.eager_gpu else GRAPHS_BYTES,
+            activations=int(engine.max_num_batched_tokens * width * ELEMENT_BYTES[engine.dtype] * _FRAGMENTS),
+            sampling=engine.max_num_seqs * profile.vocab_size * SAMPLING_BYTES,
+            compiling=0 if engine.eager_gpu else profile.embedding_bytes // tensor,
+        )
+
+    def total(self, *, embeds: bool, samples: bool, gpus: int) -> int:
+        """Returns the bytes of one rank.
+
+        Args:
+            embeds: whether the rank is of the first stage, which has the embedding.
+            samples: whether the rank is of the last stage, which has the head.
+            gpus: that share the stage's layers and speak by NCCL; 1 if none do.
+        """
+        nccl = NCCL_BYTES if gpus > 1 else 0
+        largest = max(self.activations, self.sampling * samples, self.compiling * embeds)
+        return CONTEXT_BYTES + nccl + self.graphs + largest
+
+
+def _width(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
+    """Returns the elements that a token has at once in a layer on one rank, at most."""
+    hidden = profile.hidden_size
+    columns = (kind.columns or _USUAL_COLUMNS * hidden) // tensor
+    if kind.experts:
+        feed_forward = kind.experts_per_token * (max(2 * columns, hidden) + columns)
+    elif kind.mlp_bytes or not profile.kinds:
+        feed_forward = 3 * columns
+    else:
+        feed_forward = 0
+    return max(feed_forward, _ATTENTION * hidden // tensor)
+
+
+def gpu_memory(role: RoleSpec, inventory: Inventory) -> int | None:
+    """Returns the memory of one GPU of a role, or None if that is unknown."""
+    return (
+        parse_bytes(role.device_memory) if role.device_memory else inventory.gpu_memory_bytes.get(role.name)
+    )
+
+
+def usable_gpu_memory(memory: int, gpu_floor: int) -> int:
+    """Returns the bytes of a GPU for weights and KV cache, beside what it holds in any case."""
+    return max(min(int(memory * GPU_USABLE), memory - gpu_floor), 0)
