@@ -125,6 +125,12 @@ class DeviceMeter:
             "peak_reserved": torch.cuda.max_memory_reserved(),
         }
 
+    def wait(self) -> None:
+        """Returns once the GPU has done all that it was given."""
+        import torch
+
+        torch.cuda.synchronize()
+
     def forget_peak(self) -> None:
         """Starts a new peak, with nothing kept in torch's cache."""
         import torch
@@ -143,6 +149,9 @@ class HostMeter:
         return dict.fromkeys(
             ("used", "by_cuda", "allocated", "reserved", "peak_allocated", "peak_reserved"), used
         )
+
+    def wait(self) -> None:
+        """Does nothing: a CPU computes at once."""
 
     def forget_peak(self) -> None:
         """Does nothing: the resident set has no peak of its own here."""
@@ -303,14 +312,18 @@ def serve_largest(runner: Any, case: Case, meter: "DeviceMeter | HostMeter", not
     """Runs the largest batch with attention, a batch of decodes, and what the head does for them."""
     import torch
 
+    def run(tokens: int, **how: bool) -> Any:
+        hidden, last = runner._dummy_run(tokens, **how)
+        if case.has_head:
+            runner._dummy_sampler_run(hidden_states=last)
+        # A step waits for the one before; without that the next batch's inputs overwrite this one's.
+        meter.wait()
+        return hidden
+
     with torch.inference_mode():
         for _ in range(2):
-            hidden, last = runner._dummy_run(case.tokens, force_attention=True)
-            if case.has_head:
-                runner._dummy_sampler_run(hidden_states=last)
-            _, last = runner._dummy_run(min(case.seqs, case.tokens), uniform_decode=True)
-            if case.has_head:
-                runner._dummy_sampler_run(hidden_states=last)
+            hidden = run(case.tokens, force_attention=True)
+            run(min(case.seqs, case.tokens), uniform_decode=True)
         note("served")
         if case.has_head:  # a request that asks for the log-probabilities of its prompt's tokens
             logits = runner.model.compute_logits(hidden[: case.tokens])
