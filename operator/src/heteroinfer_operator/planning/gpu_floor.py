@@ -27,9 +27,10 @@ NCCL_BYTES: Final = 960 * 2**20
 GRAPHS_BYTES: Final = 2**30
 """CUDA graphs: what a rank keeps free for them before it grants the KV cache
 (vllm_heteroinfer/rank/worker/headroom.py). Those of up to 128 tokens took 210 to 282 MiB."""
-SAMPLING_BYTES: Final = 16
+SAMPLING_BYTES: Final = 18
 """For each entry of the vocabulary and each request of a step: logits in 16 and in 32 bits, probabilities,
-and random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0)."""
+and random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0).
+256 requests and 262,144 entries took 16.9 bytes each (H200, 2026-11-26)."""
 _RESIDUALS: Final = 4
 """Hidden states of a token that live at once beside a layer's own."""
 _ATTENTION: Final = 3
