@@ -178,6 +178,12 @@ SEAMS: Final = (
         why="it moves the offset of generators whose sample is thrown away; those of CPUs have none",
     ),
     Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
+        kind="instance attribute of the runner",
+        used_by="rank/worker/prompt_logprobs.py",
+        why="the logits of all tokens of a step take more memory than a plan keeps free",
+    ),
+    Seam(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
         kind="called",
         used_by="rank/worker/tensor_group.py",

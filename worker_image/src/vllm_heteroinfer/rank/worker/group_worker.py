@@ -20,6 +20,7 @@ from vllm_heteroinfer.group.engine_calls import count_tokens, is_first_request
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker import headroom, modes, sampling, weight_loading
+from vllm_heteroinfer.rank.worker.prompt_logprobs import PromptLogprobsInParts
 from vllm_heteroinfer.rank.worker.rank_mode import RankMode
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class GroupWorkerMixin:
         super().init_device()  # type: ignore[misc]
         communicators.forget_shared_memory(get_tp_group(), get_world_group())
         self.mode = modes.connect(self.context, self.device, self.vllm_config)
+        PromptLogprobsInParts(self.model_runner, self.vllm_config.scheduler_config.max_num_seqs)
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads this stage's weights, then connects the model with other ranks."""
