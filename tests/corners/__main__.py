@@ -56,9 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _run(cluster: Cluster, log: Path, options: argparse.Namespace) -> Result:
     bodies = draw_bodies(options.count, number=options.seed)
     reported_at = time.monotonic()
+    told = 0
 
     def report(result: Result) -> None:
-        nonlocal reported_at
+        nonlocal reported_at, told
+        for finding in result.findings[told:]:
+            say(f"FINDING: {finding}")
+        told = len(result.findings)
         if time.monotonic() - reported_at > _SAY_EVERY_S:
             reported_at = time.monotonic()
             say(f"{result.lives.total()} lives, {result.refused} refused, {len(result.findings)} findings")
