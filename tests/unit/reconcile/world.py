@@ -1,6 +1,6 @@
 """A cluster as values: what the decisions' actions would make of it. No clock, no I/O."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
@@ -121,6 +121,7 @@ class World:
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
+        quota_is_full: whether a quota has no room for one more pod now.
         unanswered: what the API server does not answer now: kinds and patterns of names.
         unmade: pods that this process decided to make, and that have never existed.
         asked: those of them that the API server did not answer for.
@@ -179,6 +180,7 @@ class World:
     options: Options = OPTIONS
     refuses: dict[tuple[str, str], str] = field(default_factory=dict)
     refuses_pods: str = ""
+    quota_is_full: Callable[[], bool] = lambda: False
     unanswered: set[tuple[str, str]] = field(default_factory=set)
     unmade: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
@@ -258,7 +260,7 @@ class World:
         self.budget.report = self.held_back.append
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)
         acting = Acting("demo", self.refusals, self.now, spending)
-        for action in decision.actions:
+        for action in _as_sent(decision.actions):
             if isinstance(action, RecordEvent):
                 self._record(action)
                 continue
@@ -303,7 +305,7 @@ class World:
         if self._is_unanswered(action):
             self.asked.add(subject(action, "demo")[1])
             return NOT_ANSWERED, "no answer"
-        if words := self._refused(action):
+        if words := self._refused(action) or self._over_quota(action):
             return OBJECT_REFUSED, words
         if is_pod(action) and self._is_taken(action):
             return NAME_TAKEN, "a pod of this name belongs to somebody else"
@@ -323,7 +325,7 @@ class World:
             acting.refused(action, CHANGED_BY_OTHERS, words)
         elif writes and self._is_written_again(action):
             reason = CHANGED_BY_OTHERS if was_there else DELETED_BY_OTHERS
-            reason = MADE_BY_OTHERS if isinstance(action, DeleteObject) else reason
+            reason = MADE_BY_OTHERS if isinstance(action, DeleteObject | RemoveFinalizer) else reason
             acting.refused(action, reason, "somebody undoes it")
         else:
             acting.done(action)
@@ -334,7 +336,9 @@ class World:
         if kind != "Pod" or not isinstance(action, CreateObject):
             return
         self.unmade.add(name)
-        if not self._is_unanswered(action) and (self._refused(action) or (kind, name) in self.holds):
+        if not self._is_unanswered(action) and (
+            self._refused(action) or self._over_quota(action) or (kind, name) in self.holds
+        ):
             self.unmade.discard(name)
 
     def _is_unanswered(self, action: Write) -> bool:
@@ -388,6 +392,8 @@ class World:
     def _is_written_again(self, action: Write) -> bool:
         if self.written[0] != self.generation:
             self.written = self.generation, WrittenAgain()
+        if isinstance(action, RemoveFinalizer):
+            return self.written[1].note(names.KIND, names.FINALIZER, None, self.now)
         if isinstance(action, DeleteObject) and action.kind != "Pod":
             return self.written[1].note(action.kind, action.name, None, self.now)
         if not isinstance(action, ApplyObject | CreateObject) or action.manifest["kind"] in {"Pod", "Secret"}:
@@ -406,6 +412,11 @@ class World:
         if kind == "Pod" and isinstance(action, CreateObject):
             refused.append(self.refuses_pods)
         return next(filter(None, refused), "")
+
+    def _over_quota(self, action: Write) -> str:
+        """Returns in which words a quota refuses a pod, or ""; a dry run asks no quota."""
+        full = is_pod(action) and self.quota_is_full()
+        return "exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9" if full else ""
 
     def idle_actions(self) -> list[Action]:
         """Returns what a reconcile would do now, though nothing has changed; none in a world at rest."""
@@ -572,6 +583,15 @@ class World:
             key_secret=find_key_secret(manifest),
             images=manifest["metadata"].get("annotations", {}).get(names.ANNOTATION_IMAGES, ""),
         )
+
+
+def _as_sent(actions: Sequence[Action]) -> list[Action]:
+    """Returns actions in the order of their requests: the first pod of each group comes before all others."""
+    pods = [action for action in actions if is_pod(action)]
+    scopes = [action.scopes if isinstance(action, CreateObject) else frozenset() for action in pods]
+    firsts = [pod for index, pod in enumerate(pods) if scopes[index] not in scopes[:index]]
+    in_order = iter([*firsts, *(pod for pod in pods if pod not in firsts)])
+    return [next(in_order) if is_pod(action) else action for action in actions]
 
 
 def _is_ours(pod: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
