@@ -251,6 +251,21 @@ def test_of_several_versions_of_kube_schedulers_gangs_the_newest_is_taken() -> N
     assert world.objects["PodGroup", "demo-0-1"]["apiVersion"] == "scheduling.k8s.io/v1beta1"
 
 
+def test_a_gang_object_that_the_cluster_shows_in_two_versions_stays() -> None:
+    """The copy of the other version looked spare, and its deletion took the only object there is."""
+    world = CapacityWorld(spec=cpu_pair(), nodes=(node("a"),))
+    world.gangs = frozenset({Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
+    world.served_too = {"scheduling.k8s.io/v1beta1": "scheduling.k8s.io/v1alpha2"}
+    world.serve()
+    assert ("PodGroup", "demo-0-1") in world.objects
+    assert world.idle_actions() == []
+    world.change_spec(suspend=True)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert ("PodGroup", "demo-0-1") not in world.objects
+
+
 def test_no_object_is_wanted_of_a_gang_scheduler_whose_api_is_gone() -> None:
     world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
     pods = world.workers()

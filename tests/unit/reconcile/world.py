@@ -143,6 +143,7 @@ class World:
         tried: revisions that it was asked about, each time.
         silent: whether it says nothing of a revision that it is asked about.
         gangs: gang schedulers that the cluster has.
+        served_too: API versions in which the cluster shows objects of another version too, by that version.
         look_again_s: when the next look is due, should nothing happen before.
         kept_in: which pods of the namespace policies of others keep in; None while that is not known.
         passed_s: by a clock that is never set; `now` is of one that may be.
@@ -202,6 +203,7 @@ class World:
     tried: list[str] = field(default_factory=list)
     silent: bool = False
     gangs: frozenset[Gang] = frozenset()
+    served_too: Mapping[str, str] = field(default_factory=dict)
     kept_in: tuple[Manifest, ...] | None = ()
     look_again_s: float | None = None
     passed_s: float = 0.0
@@ -223,7 +225,7 @@ class World:
         return ResourceObservation(
             resource=resource,
             pods=tuple(self.pods.values()),
-            objects=tuple(stored for (kind, _), stored in self.objects.items() if kind != "Secret"),
+            objects=self._shown_objects(),
             nodes=self.nodes,
             groups=self.reports,
             silences={
@@ -242,6 +244,12 @@ class World:
             unasked=frozenset(self.unmade - self.asked),
             kept_in=self.kept_in,
         )
+
+    def _shown_objects(self) -> tuple[dict[str, Any], ...]:
+        """Returns the objects as caches show them: one that is served in two versions is in both caches."""
+        stored = [stored for (kind, _), stored in self.objects.items() if kind != "Secret"]
+        again = [each for each in stored if each["apiVersion"] in self.served_too]
+        return (*stored, *({**each, "apiVersion": self.served_too[each["apiVersion"]]} for each in again))
 
     def step(self, *, in_real_time: bool = False) -> Decision:
         """Runs one reconcile and what it decides.

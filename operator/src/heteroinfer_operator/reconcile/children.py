@@ -91,7 +91,7 @@ def find_children(
             wanted += _of_group(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
-        elif decision.runs:
+        if decision.runs:  # a cluster may show one object in several versions of its API
             kept.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _shared_budget(context, decisions, by_group)
     wanted += _plans(owner, decisions)
