@@ -60,7 +60,7 @@ def _resources_advice(action: Action, said: str) -> str:
         lower = f"{own}Raise the quota, or lower spec.model.resources"
     if "exceeded quota:" in said:
         return lower
-    if "must specify" in said:
+    if "failed quota:" in said:
         return limits
     return fitting if _OF_LIMIT_RANGE.search(said) else ""
 
