@@ -11,7 +11,7 @@ from heteroinfer_operator.nodes.demand import PodDemand, pod_demand
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
-from tests.unit.reconcile.world import World, cpu_pair
+from tests.unit.reconcile.world import World, cpu_pair, waits
 
 GPU = "nvidia.com/gpu"
 
@@ -315,6 +315,25 @@ def test_a_group_may_lose_one_pod_to_a_drain_and_no_other_until_it_serves() -> N
     )
     selector = budget(world)["selector"]["matchLabels"]
     assert all(selector.items() <= world.pods[name].labels.items() for name in world.workers())
+
+
+@pytest.mark.parametrize("stuck", ["ImagePullBackOff: no space left on device", ""], ids=["image", "no node"])
+def test_a_group_that_waits_for_a_pod_that_cannot_start_keeps_no_drain_waiting(stuck: str) -> None:
+    """The other pod runs, and is not Ready before the group serves: a drain of its node waited for ever."""
+    world = started(cpu_pair(), node("a"))
+    first, second = world.workers()
+    world.pods[first] = replace(world.pods[first], phase="Running", started=True, node="a")
+    words = "" if stuck else "0/1 nodes are available: 1 Insufficient cpu."
+    world.pods[second] = replace(world.pods[second], waiting=waits(stuck), unschedulable=words)
+    world.settle()
+    assert budget(world)["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    world.pods[second] = replace(world.pods[second], waiting=None, unschedulable="")
+    world.all_ready()
+    world.settle()
+    assert (budget(world)["minAvailable"], budget(world)["unhealthyPodEvictionPolicy"]) == (
+        1,
+        "IfHealthyBudget",
+    )
 
 
 def test_a_budget_comes_with_the_first_pods() -> None:
