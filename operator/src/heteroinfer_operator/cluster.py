@@ -34,6 +34,7 @@ class ResourceView:
         spec: as stored, not yet parsed.
         status: as stored, not yet parsed; empty at first.
         status_managers: field managers that have written the status.
+        finalizer_managers: field managers that set the finalizer of earlier versions.
     """
 
     key: ResourceKey
@@ -45,6 +46,7 @@ class ResourceView:
     spec: Manifest
     status: Manifest
     status_managers: frozenset[str] = frozenset()
+    finalizer_managers: frozenset[str] = frozenset()
 
     def without_fields(self) -> "ResourceView":
         """Returns it without spec and status, for what outlives a decision: parsed they take 15 KB."""

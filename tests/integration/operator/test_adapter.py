@@ -19,6 +19,7 @@ from heteroinfer_operator.cluster import (
     ResourceKey,
     ResourceObservation,
 )
+from heteroinfer_operator.kube.kept import MOST
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
@@ -334,6 +335,24 @@ async def test_finalizer_and_status_of_one_reconcile_do_not_conflict(
         assert after.resource.status["replicas"] == 1
         await server.merge(path, {"metadata": {"finalizers": []}})
         await until("it is gone", lambda: gone(watched, owner))
+
+
+async def test_a_finalizer_that_somebody_sets_each_time_is_removed_seldom(
+    server: ApiServer, namespace: str
+) -> None:
+    owner = await create_resource(server, namespace)
+    path = HETERO_INFERENCE.path(namespace, "tiny")
+    async with watching(server) as watched:
+        for _ in range(MOST):
+            await server.merge(path, {"metadata": {"finalizers": [names.FINALIZER]}})
+            await seen(watched, owner, lambda now: bool(now.resource.finalizers))
+            assert not (await observe(watched, owner)).refusals
+            after = await act(watched, owner, RemoveFinalizer())
+            assert after.resource.finalizers == ()
+        (refusal,) = (await observe(watched, owner)).refusals
+        assert (refusal.kind, refusal.reason) == (names.KIND, "MadeByOthers")
+        assert "(by field manager " in refusal.message
+        assert "field manager unknown" not in refusal.message
 
 
 async def test_the_same_event_in_a_loop_is_one_event(server: ApiServer, namespace: str) -> None:

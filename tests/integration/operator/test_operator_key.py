@@ -42,6 +42,16 @@ async def test_two_secrets_have_one_key(server: ApiServer, namespace: str, fille
         assert {base64.b64decode(stored["data"][DATA_KEY])} == keys
 
 
+async def test_two_releases_of_one_namespace_have_two_keys(server: ApiServer, namespace: str) -> None:
+    """The Secret of release `heteroinfer` has the name of the former Secret of `heteroinfer-operator`."""
+    own, others = "heteroinfer-operator-key", "heteroinfer-operator-operator-key"
+    first = await ensure_operator_key(server, namespace, own, "heteroinfer-key")
+    second = await ensure_operator_key(server, namespace, others, own)
+    assert first != second
+    assert await ensure_operator_key(server, namespace, own, "heteroinfer-key") == first
+    assert await ensure_operator_key(server, namespace, others, own) == second
+
+
 async def test_a_key_that_is_none_is_named(server: ApiServer, namespace: str, control_plane: Cluster) -> None:
     literal = f"--from-literal={DATA_KEY}=x"
     control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key", literal)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_operator.kube.paths import POD
+from heteroinfer_contract import names
+from heteroinfer_operator.kube.paths import DISRUPTION_BUDGET, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import operator, run_pod, until
@@ -255,6 +256,40 @@ async def test_a_drain_takes_one_rank_and_waits_with_the_others(
         await until("an eviction is allowed", lambda: evict(server, namespace, first), timeout_s=30)
         with pytest.raises(ApiError, match="disruption budget"):
             await evict_now(server, namespace, second)
+
+
+async def test_pods_that_cannot_start_are_evicted_and_those_of_the_group_that_serves_are_not(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """A pod that runs turns Ready with its group: its eviction waited for ever for another pod's image."""
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        roles = [{"name": name, "device": "CPU"} for name in ("first", "second")]
+        await apply(server, namespace, "stuck", roles=roles, replicas=2)
+
+        async def placed() -> dict[str, list[str]]:
+            found: dict[str, list[str]] = {}
+            for pod in await pods_of(server, namespace, "stuck"):
+                if pod["spec"].get("nodeName"):
+                    group = pod["metadata"]["labels"][names.LABEL_GROUP]
+                    found.setdefault(group, []).append(pod["metadata"]["name"])
+            return found if sum(map(len, found.values())) == 4 else {}
+
+        groups = await until("placed", placed, timeout_s=30)
+        for name in groups["0"]:
+            await run_pod(server, namespace, name)
+        await run_pod(server, namespace, groups["1"][0], ready=False)  # the other one's image never comes
+
+        async def counted() -> bool:
+            (budget,) = (await server.get(DISRUPTION_BUDGET.path(namespace)))["items"]
+            status = budget.get("status", {})
+            return (budget["spec"]["minAvailable"], status.get("currentHealthy")) == (3, 2)
+
+        await until("the pods are counted", counted, timeout_s=30)
+        for name in groups["0"]:
+            with pytest.raises(ApiError, match="disruption budget"):
+                await evict_now(server, namespace, name)
+        await evict_now(server, namespace, groups["1"][0])
 
 
 async def evict_now(server: ApiServer, namespace: str, name: str) -> None:

@@ -113,3 +113,10 @@ def test_a_refusal_names_the_field_that_mends_it(said: str, advice: str) -> None
     spec = spec_of()
     pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
     assert advice in refused_words(CreateObject(manifest=pod), said)
+
+
+def test_a_policy_of_others_is_no_quota() -> None:
+    spec = spec_of()
+    pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
+    said = 'admission webhook "validate.kyverno.svc" denied the request: pods must specify the label team'
+    assert refused_words(CreateObject(manifest=pod), said).endswith(said)

@@ -9,37 +9,20 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest, ResourceKey
-from heteroinfer_operator.kube.cluster_state import PROMISE_S, ClusterState
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
+from heteroinfer_operator.kube.cluster_state import PROMISE_S
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, PRIORITY_CLASS
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.nodes.demand import preferred_node
 from heteroinfer_operator.nodes.placement import build_free_nodes
 from heteroinfer_operator.reconcile.group_planner import describe_promises
+from tests.unit.operator.caches import Caches
 
 OWNER = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="owner")
 NAME = "llama-0-7-0"
 
 
-class Caches:
-    """Caches that a test tells what a watch would, and their clock."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.version = 100
-        self.state = ClusterState(
-            None,  # type: ignore[arg-type]  # nothing is read
-            namespaces=(),
-            touched=lambda key: None,
-            nodes_changed=lambda: None,
-            clock=lambda: self.now,
-        )
-
-    def show(self, path: str, stored: dict[str, Any]) -> None:
-        self.version += 1
-        metadata = {**stored["metadata"], "resourceVersion": str(self.version)}
-        for cache in self.state.all():
-            if cache.collection.path == path:
-                cache.note_written({**stored, "metadata": metadata})
+class PromiseCaches(Caches):
+    """Caches with the resource whose pods wait for a node."""
 
     def show_resource(self, uid: str = OWNER.uid) -> None:
         metadata = {"namespace": "ns", "name": "llama", "uid": uid}
@@ -66,13 +49,13 @@ def waiting_pod(name: str = NAME, uid: str = "u", **spec: Any) -> dict[str, Any]
 
 
 @pytest.fixture
-def caches() -> Caches:
-    caches = Caches()
+def caches() -> PromiseCaches:
+    caches = PromiseCaches()
     caches.show_resource()
     return caches
 
 
-def test_capacity_is_kept_for_a_pod_for_a_bounded_time(caches: Caches) -> None:
+def test_capacity_is_kept_for_a_pod_for_a_bounded_time(caches: PromiseCaches) -> None:
     caches.show(POD.path(), waiting_pod())
     assert caches.promised == [f"ns/{NAME}"]
     caches.now += PROMISE_S - 1
@@ -84,7 +67,7 @@ def test_capacity_is_kept_for_a_pod_for_a_bounded_time(caches: Caches) -> None:
     assert caches.promised == [f"ns/{NAME}"]
 
 
-def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: Caches) -> None:
+def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: PromiseCaches) -> None:
     caches.show(POD.path(), waiting_pod(schedulingGates=[{"name": "kueue.x-k8s.io/admission"}]))
     caches.now += 100 * PROMISE_S
     assert caches.promised == []
@@ -93,13 +76,13 @@ def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: Cache
 
 
 @pytest.mark.parametrize("name", ["squat", "llama", "llama-0-7", "llama-0-7-0-copy", "other-0-7-0"])
-def test_no_capacity_is_kept_for_a_pod_of_another_name(caches: Caches, name: str) -> None:
+def test_no_capacity_is_kept_for_a_pod_of_another_name(caches: PromiseCaches, name: str) -> None:
     caches.show(POD.path(), waiting_pod(name))
     assert caches.promised == []
 
 
 def test_no_capacity_is_kept_for_a_pod_whose_resource_is_not_there() -> None:
-    caches = Caches()
+    caches = PromiseCaches()
     caches.show(POD.path(), waiting_pod())
     assert caches.promised == [], "nobody has such a resource"
     caches.show_resource("another")
@@ -113,7 +96,7 @@ def test_no_pod_holds_capacity_for_longer_whatever_happens_to_it(
     events: Sequence[tuple[int, bool, bool]],
 ) -> None:
     """A pod changes, is gated and released, and its resource is written: the pod's own time goes on."""
-    caches, waited_s = Caches(), 0
+    caches, waited_s = PromiseCaches(), 0
     caches.show_resource()
     caches.show(POD.path(), waiting_pod())
     for seconds, change, write in events:
@@ -126,17 +109,10 @@ def test_no_pod_holds_capacity_for_longer_whatever_happens_to_it(
         assert (caches.promised == []) == (waited_s >= PROMISE_S)
 
 
-def test_a_pod_that_hints_at_a_node_is_counted_there_once(caches: Caches) -> None:
+def test_a_pod_that_hints_at_a_node_is_counted_there_once(caches: PromiseCaches) -> None:
     for name in ("a", "b"):
-        node = {
-            "metadata": {"name": name, "uid": name},
-            "status": {
-                "allocatable": {"cpu": "32", "pods": "10"},
-                "conditions": [{"type": "Ready", "status": "True"}],
-            },
-        }
-        caches.show("/api/v1/nodes", node)
-    hint = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred_node("b")]}}
+        caches.show("/api/v1/nodes", node_of(name))
+    hint = hint_at("b")
     caches.show(POD.path(), waiting_pod(affinity=hint))
 
     def free() -> dict[str, float]:
@@ -149,6 +125,39 @@ def test_a_pod_that_hints_at_a_node_is_counted_there_once(caches: Caches) -> Non
     assert free() == {"a": 32, "b": 2}
     caches.show(POD.path(), waiting_pod(nodeName="a"))
     assert free() == {"a": 2, "b": 32}
+
+
+@pytest.mark.parametrize(("value", "counted"), [(5, True), (-10, False)], ids=["higher", "the same"])
+def test_counts_a_pod_that_will_preempt_on_its_node_before_it_is_stored(
+    caches: PromiseCaches, value: int, counted: bool
+) -> None:
+    """Its manifest names a class at most: the API server fills in the number."""
+    caches.show("/api/v1/nodes", node_of("a"))
+    metadata = {"namespace": "ns", "name": "placeholder", "uid": "p"}
+    containers = [{"name": "pause", "resources": {"requests": {"cpu": "30"}}}]
+    caches.show(
+        POD.path(),
+        {"metadata": metadata, "spec": {"nodeName": "a", "priority": -10, "containers": containers}},
+    )
+    pod = manifest_of(NAME, hint_at("a"))
+    kind = {"metadata": {"name": "high", "uid": "high"}, "value": value, "globalDefault": True}
+    caches.show(PRIORITY_CLASS.path(), kind)
+    with caches.state.promising([pod]):
+        assert build_free_nodes(caches.state.nodes() or (), caches.state.promised())[0].is_overfull == counted
+
+
+def node_of(name: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "uid": name},
+        "status": {
+            "allocatable": {"cpu": "32", "pods": "10"},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+
+def hint_at(node: str) -> Manifest:
+    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred_node(node)]}}
 
 
 def manifest_of(name: str, affinity: Manifest) -> Manifest:

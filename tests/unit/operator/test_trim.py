@@ -51,6 +51,21 @@ def test_a_pod_that_runs() -> None:
     assert set(record.view.labels) == {names.LABEL_RESOURCE, names.LABEL_EPOCH}
 
 
+def test_a_resource_names_who_sets_the_finalizer_of_earlier_versions() -> None:
+    metadata = {"namespace": "ns", "name": "llama", "uid": "u", "resourceVersion": "1"}
+    fields: dict[str, Any] = {"f:metadata": {"f:finalizers": {".": {}, f'v:"{names.FINALIZER}"': {}}}}
+    theirs: dict[str, Any] = {"f:metadata": {"f:finalizers": {'v:"example.test/theirs"': {}}}}
+    managed = [
+        {"manager": "kopf", "fieldsV1": fields},
+        {"manager": "other", "fieldsV1": theirs},
+        {"manager": "old", "subresource": "status"},
+    ]
+    stored = {"metadata": {**metadata, "managedFields": managed}, "spec": {}}
+    for view in (trim.resource_view(stored), trim.resource_record(stored).view):
+        assert view.finalizer_managers == {"kopf"}
+        assert view.status_managers == {"old"}
+
+
 @pytest.mark.parametrize("annotations", [None, {"app": "x"}, {names.ANNOTATION_IMAGES: "worker:1"}])
 def test_a_pod_says_what_its_epoch_was_made_with(annotations: dict[str, str] | None) -> None:
     """One of an older version, or without any annotation, does not."""

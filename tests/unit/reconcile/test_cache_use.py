@@ -1,6 +1,7 @@
 """Which commits of a cache are in use, by all resources that name its claim."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -71,8 +72,8 @@ def test_all_that_plans_revisions_and_statuses_name_is_in_use() -> None:
 @pytest.mark.parametrize(
     "neighbour",
     [
-        resource("two"),
-        resource("two", status={**serving(D), "observedGeneration": 1}),
+        resource("two", cache={"claimName": "models"}),
+        resource("two", status={**serving(D), "observedGeneration": 1}, cache={"claimName": "models"}),
         resource("two", uri="pvc://models/current"),
         resource("two", uri="pvc://models/acme--llama/current"),
     ],
@@ -85,6 +86,36 @@ def test_nothing_is_removed_while_a_neighbours_commit_is_not_known(neighbour: Re
 def test_nothing_is_removed_if_a_plan_cannot_be_read() -> None:
     broken = {"kind": "ConfigMap", "data": {names.PLAN_KEY: "["}}
     assert in_use(resource(**CACHE), objects=(broken,)) is None
+
+
+@pytest.mark.parametrize(
+    "model", [{"uri": "hf://acme/other", "cache": {"claimName": "elsewhere"}}, {"uri": "pvc://models/small"}]
+)
+def test_nothing_is_removed_from_a_claim_that_a_volume_of_a_template_mounts(model: dict[str, Any]) -> None:
+    """An argument of the engine may name any path in it."""
+    volume = {"name": "m", "persistentVolumeClaim": {"claimName": "models"}}
+    roles = [{"name": "cpu", "device": "CPU", "template": {"volumes": [volume]}}]
+    two = resource("two", status=serving(D), **CACHE)
+    assert in_use(resource(**CACHE), two) is not None
+    assert in_use(resource(**CACHE), replace(two, spec={"model": model, "roles": roles})) is None
+    record = kept(**{REVISION_KEY: {"spec": {"model": model, "roles": roles}, "commit": B}})
+    assert in_use(resource(**CACHE), two, objects=(record,)) is None, "a group starts again by it"
+    own = resource(**CACHE)
+    assert in_use(replace(own, spec={**own.spec, "roles": roles})) is None
+
+
+def test_a_group_of_an_earlier_spec_may_use_any_commit_of_its_path() -> None:
+    record = kept(**{REVISION_KEY: {"spec": {"model": {"uri": "pvc://models/current"}}, "commit": None}})
+    assert in_use(resource(**CACHE), resource("two", uri="hf://acme/other"), objects=(record,)) is None
+
+
+def test_a_model_that_moves_to_another_claim_holds_up_nothing() -> None:
+    """Its old group serves a commit that a plan names; the new claim is another one."""
+    plan = kept(**{names.PLAN_KEY: {"engine": {"model": f"/model/acme--llama/{B}"}}})
+    moved = resource("two", status={**serving(D), "observedGeneration": 1}, cache={"claimName": "elsewhere"})
+    found = in_use(resource(**CACHE), moved, objects=(plan,))
+    assert found is not None
+    assert {B, D} <= set(found)
 
 
 def test_another_models_fetch_on_the_same_claim_holds_up_nothing() -> None:

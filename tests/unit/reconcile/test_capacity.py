@@ -11,7 +11,7 @@ from heteroinfer_operator.nodes.demand import PodDemand, pod_demand
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
-from tests.unit.reconcile.world import World, cpu_pair
+from tests.unit.reconcile.world import World, cpu_pair, waits
 
 GPU = "nvidia.com/gpu"
 
@@ -251,6 +251,21 @@ def test_of_several_versions_of_kube_schedulers_gangs_the_newest_is_taken() -> N
     assert world.objects["PodGroup", "demo-0-1"]["apiVersion"] == "scheduling.k8s.io/v1beta1"
 
 
+def test_a_gang_object_that_the_cluster_shows_in_two_versions_stays() -> None:
+    """The copy of the other version looked spare, and its deletion took the only object there is."""
+    world = CapacityWorld(spec=cpu_pair(), nodes=(node("a"),))
+    world.gangs = frozenset({Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
+    world.served_too = {"scheduling.k8s.io/v1beta1": "scheduling.k8s.io/v1alpha2"}
+    world.serve()
+    assert ("PodGroup", "demo-0-1") in world.objects
+    assert world.idle_actions() == []
+    world.change_spec(suspend=True)
+    world.settle()
+    world.reap()
+    world.settle()
+    assert ("PodGroup", "demo-0-1") not in world.objects
+
+
 def test_no_object_is_wanted_of_a_gang_scheduler_whose_api_is_gone() -> None:
     world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
     pods = world.workers()
@@ -300,6 +315,25 @@ def test_a_group_may_lose_one_pod_to_a_drain_and_no_other_until_it_serves() -> N
     )
     selector = budget(world)["selector"]["matchLabels"]
     assert all(selector.items() <= world.pods[name].labels.items() for name in world.workers())
+
+
+@pytest.mark.parametrize("stuck", ["ImagePullBackOff: no space left on device", ""], ids=["image", "no node"])
+def test_a_group_that_waits_for_a_pod_that_cannot_start_keeps_no_drain_waiting(stuck: str) -> None:
+    """The other pod runs, and is not Ready before the group serves: a drain of its node waited for ever."""
+    world = started(cpu_pair(), node("a"))
+    first, second = world.workers()
+    world.pods[first] = replace(world.pods[first], phase="Running", started=True, node="a")
+    words = "" if stuck else "0/1 nodes are available: 1 Insufficient cpu."
+    world.pods[second] = replace(world.pods[second], waiting=waits(stuck), unschedulable=words)
+    world.settle()
+    assert budget(world)["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    world.pods[second] = replace(world.pods[second], waiting=None, unschedulable="")
+    world.all_ready()
+    world.settle()
+    assert (budget(world)["minAvailable"], budget(world)["unhealthyPodEvictionPolicy"]) == (
+        1,
+        "IfHealthyBudget",
+    )
 
 
 def test_a_budget_comes_with_the_first_pods() -> None:

@@ -34,8 +34,8 @@ BUDGETS = {
     (state, back): ["ApplyObject"] * (1 + back) + ["DeleteObject"] * (2 - back)
     for state in ("serving", "rolling")
     for back in (False, True)
-}
-"""Writes of budgets where there are two groups, which share one since then."""
+} | {("stuck", back): ["ApplyObject"] for back in (False, True)}
+"""Writes of budgets: two groups share one since then; pods beside one that cannot start may be evicted."""
 
 
 @pytest.fixture(scope="session")

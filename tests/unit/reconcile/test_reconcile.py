@@ -44,6 +44,23 @@ def test_the_finalizer_of_earlier_versions_is_taken_off(world: World) -> None:
     assert world.writes == []
 
 
+def test_a_finalizer_that_others_set_again_each_time_is_removed_seldom(world: World) -> None:
+    """An operator of an earlier version sets it whenever it is gone: the two wrote without end."""
+    world.serve()
+    removals = 0
+    for _ in range(200):
+        hold(world, names.FINALIZER)
+        world.step(in_real_time=True)
+        removals += RemoveFinalizer() in world.writes
+        world.advance_time(0.3)
+    assert removals <= 10
+    assert world.condition("Progressing") == ("False", "MadeByOthers")
+    assert world.condition("Ready") == ("True", "Serving")
+    world.finalizers = ()
+    world.live(100)
+    assert world.condition("Progressing") == ("False", "Settled")
+
+
 def test_a_finalizer_that_cannot_be_taken_off_keeps_nothing_from_being_made(world: World) -> None:
     world.finalizers = (names.FINALIZER,)
     world.refuses = {("HeteroInference", "demo"): "admission webhook denied the request"}

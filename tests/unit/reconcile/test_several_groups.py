@@ -140,27 +140,27 @@ def test_pods_of_a_value_of_the_topology_key_prefer_a_value_without_other_groups
 
 def test_one_pod_of_all_groups_may_go_and_none_of_the_last_that_serves() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
-    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (3, "AlwaysAllow")}
     world.end_group(0)
-    assert world.budgets() == {"demo-groups": (2, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (2, "AlwaysAllow")}
     world.settle()
     assert len(world.of_group(0)) == 2
-    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}, "before its pods can be ready"
+    assert world.budgets() == {"demo-groups": (3, "AlwaysAllow")}, "before its pods can be ready"
     world.place()
-    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (3, "AlwaysAllow")}
 
 
 def test_a_group_without_capacity_keeps_no_drain_from_the_second_of_two_that_serve() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")), replicas=3)
-    assert world.budgets() == {"demo-groups": (5, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (5, "AlwaysAllow")}
     full = {"cpu": 64.0}
     world.nodes = tuple(replace(node(name), requested=full) for name in ("n0", "n1", "n2"))
     world.end_group(0)
     world.settle()
-    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (3, "AlwaysAllow")}
     world.end_group(1)
     world.settle()
-    assert world.budgets() == {"demo-groups": (2, "IfHealthyBudget")}, "the last one stays"
+    assert world.budgets() == {"demo-groups": (2, "AlwaysAllow")}, "the last one stays"
 
 
 def test_scaling_changes_whose_budget_it_is() -> None:
@@ -169,7 +169,7 @@ def test_scaling_changes_whose_budget_it_is() -> None:
     world.change_spec(replicas=2)
     world.settle()
     world.place()
-    assert world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (3, "AlwaysAllow")}
     world.change_spec(replicas=1)
     world.settle()
     assert world.budgets() == {"demo-0-ranks": (1, "IfHealthyBudget")}
@@ -179,20 +179,20 @@ def test_evictions_stop_before_a_rollout_takes_a_group_down() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     before = world.workers()
     world.change_spec(engine={"maxModelLen": 256})
-    while world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}:
+    while world.budgets() == {"demo-groups": (3, "AlwaysAllow")}:
         world.step()
-    assert world.budgets() == {"demo-groups": (4, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (4, "AlwaysAllow")}
     assert not [name for name in before if world.pods[name].deleting], "the budget comes first"
     world.step()
     assert len([name for name in before if world.pods[name].deleting]) == 2
     world.settle()
-    assert world.budgets() == {"demo-groups": (2, "IfHealthyBudget")}
+    assert world.budgets() == {"demo-groups": (2, "AlwaysAllow")}
 
 
 def test_an_eviction_that_came_first_holds_the_rollout_up() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     world.change_spec(engine={"maxModelLen": 256})
-    while world.budgets() == {"demo-groups": (3, "IfHealthyBudget")}:
+    while world.budgets() == {"demo-groups": (3, "AlwaysAllow")}:
         world.step()
     evicted = world.of_group(1)[0]
     world.pods[evicted] = replace(world.pods[evicted], disrupted="EvictionByEvictionAPI")

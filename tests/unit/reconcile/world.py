@@ -1,6 +1,6 @@
 """A cluster as values: what the decisions' actions would make of it. No clock, no I/O."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
@@ -121,6 +121,7 @@ class World:
         graces: seconds that each deleted pod was given, by name; None is the pod's own.
         refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
         refuses_pods: why no pod may be created now, or "".
+        quota_is_full: whether a quota has no room for one more pod now.
         unanswered: what the API server does not answer now: kinds and patterns of names.
         unmade: pods that this process decided to make, and that have never existed.
         asked: those of them that the API server did not answer for.
@@ -142,6 +143,7 @@ class World:
         tried: revisions that it was asked about, each time.
         silent: whether it says nothing of a revision that it is asked about.
         gangs: gang schedulers that the cluster has.
+        served_too: API versions in which the cluster shows objects of another version too, by that version.
         look_again_s: when the next look is due, should nothing happen before.
         kept_in: which pods of the namespace policies of others keep in; None while that is not known.
         passed_s: by a clock that is never set; `now` is of one that may be.
@@ -179,6 +181,7 @@ class World:
     options: Options = OPTIONS
     refuses: dict[tuple[str, str], str] = field(default_factory=dict)
     refuses_pods: str = ""
+    quota_is_full: Callable[[], bool] = lambda: False
     unanswered: set[tuple[str, str]] = field(default_factory=set)
     unmade: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
@@ -200,6 +203,7 @@ class World:
     tried: list[str] = field(default_factory=list)
     silent: bool = False
     gangs: frozenset[Gang] = frozenset()
+    served_too: Mapping[str, str] = field(default_factory=dict)
     kept_in: tuple[Manifest, ...] | None = ()
     look_again_s: float | None = None
     passed_s: float = 0.0
@@ -221,7 +225,7 @@ class World:
         return ResourceObservation(
             resource=resource,
             pods=tuple(self.pods.values()),
-            objects=tuple(stored for (kind, _), stored in self.objects.items() if kind != "Secret"),
+            objects=self._shown_objects(),
             nodes=self.nodes,
             groups=self.reports,
             silences={
@@ -241,6 +245,12 @@ class World:
             kept_in=self.kept_in,
         )
 
+    def _shown_objects(self) -> tuple[dict[str, Any], ...]:
+        """Returns the objects as caches show them: one that is served in two versions is in both caches."""
+        stored = [stored for (kind, _), stored in self.objects.items() if kind != "Secret"]
+        again = [each for each in stored if each["apiVersion"] in self.served_too]
+        return (*stored, *({**each, "apiVersion": self.served_too[each["apiVersion"]]} for each in again))
+
     def step(self, *, in_real_time: bool = False) -> Decision:
         """Runs one reconcile and what it decides.
 
@@ -258,7 +268,7 @@ class World:
         self.budget.report = self.held_back.append
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)
         acting = Acting("demo", self.refusals, self.now, spending)
-        for action in decision.actions:
+        for action in _as_sent(decision.actions):
             if isinstance(action, RecordEvent):
                 self._record(action)
                 continue
@@ -303,7 +313,7 @@ class World:
         if self._is_unanswered(action):
             self.asked.add(subject(action, "demo")[1])
             return NOT_ANSWERED, "no answer"
-        if words := self._refused(action):
+        if words := self._refused(action) or self._over_quota(action):
             return OBJECT_REFUSED, words
         if is_pod(action) and self._is_taken(action):
             return NAME_TAKEN, "a pod of this name belongs to somebody else"
@@ -323,7 +333,7 @@ class World:
             acting.refused(action, CHANGED_BY_OTHERS, words)
         elif writes and self._is_written_again(action):
             reason = CHANGED_BY_OTHERS if was_there else DELETED_BY_OTHERS
-            reason = MADE_BY_OTHERS if isinstance(action, DeleteObject) else reason
+            reason = MADE_BY_OTHERS if isinstance(action, DeleteObject | RemoveFinalizer) else reason
             acting.refused(action, reason, "somebody undoes it")
         else:
             acting.done(action)
@@ -334,7 +344,9 @@ class World:
         if kind != "Pod" or not isinstance(action, CreateObject):
             return
         self.unmade.add(name)
-        if not self._is_unanswered(action) and (self._refused(action) or (kind, name) in self.holds):
+        if not self._is_unanswered(action) and (
+            self._refused(action) or self._over_quota(action) or (kind, name) in self.holds
+        ):
             self.unmade.discard(name)
 
     def _is_unanswered(self, action: Write) -> bool:
@@ -388,6 +400,8 @@ class World:
     def _is_written_again(self, action: Write) -> bool:
         if self.written[0] != self.generation:
             self.written = self.generation, WrittenAgain()
+        if isinstance(action, RemoveFinalizer):
+            return self.written[1].note(names.KIND, names.FINALIZER, None, self.now)
         if isinstance(action, DeleteObject) and action.kind != "Pod":
             return self.written[1].note(action.kind, action.name, None, self.now)
         if not isinstance(action, ApplyObject | CreateObject) or action.manifest["kind"] in {"Pod", "Secret"}:
@@ -406,6 +420,11 @@ class World:
         if kind == "Pod" and isinstance(action, CreateObject):
             refused.append(self.refuses_pods)
         return next(filter(None, refused), "")
+
+    def _over_quota(self, action: Write) -> str:
+        """Returns in which words a quota refuses a pod, or ""; a dry run asks no quota."""
+        full = is_pod(action) and self.quota_is_full()
+        return "exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9" if full else ""
 
     def idle_actions(self) -> list[Action]:
         """Returns what a reconcile would do now, though nothing has changed; none in a world at rest."""
@@ -572,6 +591,15 @@ class World:
             key_secret=find_key_secret(manifest),
             images=manifest["metadata"].get("annotations", {}).get(names.ANNOTATION_IMAGES, ""),
         )
+
+
+def _as_sent(actions: Sequence[Action]) -> list[Action]:
+    """Returns actions in the order of their requests: the first pod of each group comes before all others."""
+    pods = [action for action in actions if is_pod(action)]
+    scopes = [action.scopes if isinstance(action, CreateObject) else frozenset() for action in pods]
+    firsts = [pod for index, pod in enumerate(pods) if scopes[index] not in scopes[:index]]
+    in_order = iter([*firsts, *(pod for pod in pods if pod not in firsts)])
+    return [next(in_order) if is_pod(action) else action for action in actions]
 
 
 def _is_ours(pod: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:

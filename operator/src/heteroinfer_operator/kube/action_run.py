@@ -30,7 +30,12 @@ from heteroinfer_operator.cluster import (
     Write,
 )
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.kube.child_errors import ChildError, refused_words, unanswered_words
+from heteroinfer_operator.kube.child_errors import (
+    ChildError,
+    finalizer_set_each_time,
+    refused_words,
+    unanswered_words,
+)
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
@@ -197,6 +202,8 @@ class ActionRun:
             except ConflictError as error:
                 self._met(action, error)
                 break
+            except ChildError as error:
+                self._refused(action, error.reason, error.message)
             except ApiError as error:
                 if not error.is_refusal:
                     logger.warning("%s: status not written: %s", self._resource.key, error.message)
@@ -226,6 +233,8 @@ class ActionRun:
         body = self._body({"metadata": {"finalizers": list(wanted)}}, self._version)
         await self._write(self._ways.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = wanted
+        if self._kept.written.note(names.KIND, names.FINALIZER, None, self._current().now):
+            raise finalizer_set_each_time(self._resource)
 
     def _body(self, fields: Manifest, version: str) -> Manifest:
         """Returns the resource to write, if it still has this version."""

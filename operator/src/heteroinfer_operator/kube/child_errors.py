@@ -12,6 +12,7 @@ from heteroinfer_operator.cluster import (
     DeleteObject,
     Manifest,
     PatchStatus,
+    ResourceView,
 )
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.reconcile.refusals import (
@@ -59,7 +60,7 @@ def _resources_advice(action: Action, said: str) -> str:
         lower = f"{own}Raise the quota, or lower spec.model.resources"
     if "exceeded quota:" in said:
         return lower
-    if "must specify" in said:
+    if "failed quota:" in said:
         return limits
     return fitting if _OF_LIMIT_RANGE.search(said) else ""
 
@@ -139,6 +140,17 @@ def made_each_time(what: str) -> ChildError:
     return ChildError(
         f"{what} is not wanted any more, deleted again and again, and made each time: have whoever makes "
         "it leave it out",
+        reason=MADE_BY_OTHERS,
+    )
+
+
+def finalizer_set_each_time(resource: ResourceView) -> ChildError:
+    """Returns the error of a resource that gets its former finalizer back after each removal."""
+    others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
+    return ChildError(
+        f"finalizer {names.FINALIZER} is set again each time this operator removes it (by field manager "
+        f"{others}). If an operator of an earlier version sets it, uninstall that operator, or have it watch "
+        "other namespaces. If a tool sets it, remove the finalizer from the tool's manifest",
         reason=MADE_BY_OTHERS,
     )
 

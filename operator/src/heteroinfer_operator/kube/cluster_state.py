@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +31,12 @@ from heteroinfer_operator.kube.resource_cache import ResourceCache
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import ChildRecord, PodPromise, PodRecord, PodRequests
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
+from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.demand import PodDemand, total
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.nodes.node_view import NodeView
-from heteroinfer_operator.nodes.priorities import PriorityClassView
+from heteroinfer_operator.nodes.priorities import PriorityClassView, preempting_priority
 
 logger = logging.getLogger(__name__)
 
@@ -344,20 +346,37 @@ class ClusterState:
         return found
 
     def neighbours(self, key: ResourceKey, claim: str) -> tuple[Neighbour, ...] | None:
-        """Returns the other resources of a namespace that name a claim anywhere, with their ConfigMaps.
+        """Returns the other resources of a namespace that name or mount a claim, with their ConfigMaps.
 
-        Returns None if a resource of the namespace is of another operator: what it names is not known here.
+        Their spec, status, plans and revisions may name it, and their pods may mount it.
+
+        Returns None if that is not known of all pods: a resource of the namespace is of another operator, or
+        pods of a resource that is gone still mount the claim.
         """
+        cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
+        pods = cache.values() if cache is not None else []
+        mounting = {
+            pod.owner_uid for pod in pods if pod.key.namespace == key.namespace and claim in pod.claims
+        }
+        mounting.discard(self.resources.uid(key))
         found = []
         for record in self.resources.in_namespace(key.namespace):
             if not record.is_ours:
                 return None
-            if record.key != key and claim in record.text:
-                view = record.view
-                kept = self.children(record.key, view.uid)
-                objects = (each.stored for each in kept if each.stored["kind"] == CONFIG_MAP.name)
-                found.append(Neighbour(resource=view, objects=tuple(objects)))
-        return tuple(found)
+            if record.key == key:
+                continue
+            uid = self.resources.uid(record.key)
+            kept = [each.text for each in self.children(record.key, uid)]
+            if (
+                uid in mounting
+                or identity.is_model_claim_of(record.key, claim)
+                or any(claim in text for text in (record.text, *kept))
+            ):
+                objects = map(json.loads, kept)
+                maps = tuple(each for each in objects if each["kind"] == CONFIG_MAP.name)
+                found.append(Neighbour(resource=record.view, objects=maps))
+            mounting.discard(uid)
+        return None if mounting else tuple(found)
 
     def child(self, kind: Kind, name: NamespacedName) -> ChildRecord | None:
         """Returns a child other than a pod, or None."""
@@ -410,7 +429,7 @@ class ClusterState:
 
         Two resources that are decided one after the other would else be given the same capacity.
         """
-        promises = {NamespacedName.of(pod): trim.promise(pod) for pod in pods}
+        promises = {NamespacedName.of(pod): self._promise(pod) for pod in pods}
         del pods  # a promise lasts until the next decision, and a manifest takes 13 KB
         self._promises |= promises
         try:
@@ -418,6 +437,11 @@ class ClusterState:
         finally:
             for name in promises:
                 self._promises.pop(name, None)
+
+    def _promise(self, pod: Manifest) -> PodDemand:
+        """Returns what a pod will ask for, with the priority that the API server will give it."""
+        class_name = pod["spec"].get("priorityClassName", "")
+        return replace(trim.promise(pod), priority=preempting_priority(class_name, self.priority_classes()))
 
     def _recount(self, node: str) -> None:
         self._requested.pop(node, None)

@@ -28,6 +28,7 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
     Args:
         former: name of the Secret that the chart made until 0.2.0, or "". Its key counts before all others.
             While it is there it holds the same key, so that a chart of that time finds it after a rollback.
+            A Secret of this name that an operator made belongs to another release, and is left alone.
 
     Raises:
         HeteroInferError: a Secret holds what is no key.
@@ -45,6 +46,8 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
 async def _ensure(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
     own = await _find(server, namespace, name)
     older = await _find(server, namespace, former) if former else None
+    if older is not None and _is_made_by_operator(older):  # the own Secret of a release of another name
+        older = None
     own_key, older_key = _key_in(own, f"{namespace}/{name}"), _key_in(older, f"{namespace}/{former}")
     key = older_key or own_key or os.urandom(KEY_BYTES)
     data = {"data": {DATA_KEY: base64.b64encode(key).decode()}}
@@ -70,9 +73,15 @@ def _empty(namespace: str, name: str) -> dict[str, Any]:
     metadata = {
         "namespace": namespace,
         "name": name,
-        "labels": {"app.kubernetes.io/managed-by": names.MANAGER},
+        "labels": {names.LABEL_MANAGED_BY: names.MANAGER},
     }
     return {"apiVersion": SECRET.api_version, "kind": SECRET.name, "metadata": metadata, "type": "Opaque"}
+
+
+def _is_made_by_operator(stored: Mapping[str, Any]) -> bool:
+    """Returns whether an operator made a Secret; the chart made the former ones."""
+    labels = stored["metadata"].get("labels") or {}
+    return bool(labels.get(names.LABEL_MANAGED_BY) == names.MANAGER)
 
 
 async def _find(server: ApiServer, namespace: str, name: str) -> dict[str, Any] | None:

@@ -45,6 +45,8 @@ _CONDITION_TAINTS: Final = frozenset(
 _METADATA_READ: Final = frozenset(
     {"namespace", "name", "uid", "generation", "resourceVersion", "finalizers", "deletionTimestamp"}
 )
+_FINALIZER_FIELD: Final = f'v:"{names.FINALIZER}"'
+"""The finalizer of earlier versions, as `managedFields` have it."""
 _UNKNOWN: Final = "Unknown"
 """Phase of a pod of which nothing is known, as in Kubernetes."""
 _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
@@ -143,6 +145,10 @@ def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRe
     metadata["managedFields"] = [
         {"manager": manager, "subresource": "status"} for manager in sorted(view.status_managers)
     ]
+    metadata["managedFields"] += [
+        {"manager": manager, "fieldsV1": {"f:metadata": {"f:finalizers": {_FINALIZER_FIELD: {}}}}}
+        for manager in sorted(view.finalizer_managers)
+    ]
     read = {"metadata": metadata, "spec": stored.get("spec"), "status": stored.get("status")}
     return ResourceRecord(key=view.key, text=json.dumps(read, separators=(",", ":")))
 
@@ -163,6 +169,7 @@ def resource_view(stored: Manifest) -> ResourceView:
         spec=as_object(stored.get("spec"), "spec"),
         status=as_object(stored.get("status"), "status"),
         status_managers=_status_managers(metadata),
+        finalizer_managers=_finalizer_managers(metadata),
     )
 
 
@@ -170,6 +177,16 @@ def _status_managers(metadata: Manifest) -> frozenset[str]:
     """Returns the field managers that have written an object's status."""
     entries = as_objects(metadata.get("managedFields"), "managedFields")
     return frozenset(str(each.get("manager", "")) for each in entries if each.get("subresource") == "status")
+
+
+def _finalizer_managers(metadata: Manifest) -> frozenset[str]:
+    """Returns the field managers that set the finalizer of earlier versions on an object."""
+    found = set()
+    for each in as_objects(metadata.get("managedFields"), "managedFields"):
+        fields = as_object(as_object(each.get("fieldsV1"), "fieldsV1").get("f:metadata"), "f:metadata")
+        if _FINALIZER_FIELD in as_object(fields.get("f:finalizers"), "f:finalizers"):
+            found.add(str(each.get("manager", "")))
+    return frozenset(found)
 
 
 def label_key(stored: Manifest) -> ResourceKey | None:

@@ -269,7 +269,16 @@ def is_hub_model(spec: HeteroInferenceSpec) -> bool:
 
 def model_claim(owner: Owner, cache: ModelCache) -> str:
     """Returns the name of the claim that is made for a model's cache; other settings are another claim."""
-    return f"{owner.key.name}-model-{_hash(cache.settings)[:10]}"
+    return f"{_model_claim_prefix(owner.key)}{_hash(cache.settings)[:10]}"
+
+
+def is_model_claim_of(key: ResourceKey, claim: str) -> bool:
+    """Checks whether a claim's name is one that claims for the cache of a resource's model have."""
+    return claim.startswith(_model_claim_prefix(key))
+
+
+def _model_claim_prefix(key: ResourceKey) -> str:
+    return f"{key.name}-model-"
 
 
 def _hash(value: Any) -> str:

@@ -35,10 +35,7 @@ def claim_to_clean(resource: ResourceView) -> str:
         spec = parse_stored_spec(resource.spec)
     except SpecError:
         return ""
-    cache = spec.model.cache
-    if cache is None or _keep(spec) is None:
-        return ""
-    return cache.claim_name or identity.model_claim(Owner(key=resource.key, uid=resource.uid), cache)
+    return "" if _keep(spec) is None else _claim(resource, spec)
 
 
 def find_cleanup(
@@ -48,13 +45,28 @@ def find_cleanup(
     keep = _keep(spec)
     if keep is None or observation.neighbours is None:
         return None
-    own = _use(observation.resource, observation.objects)
-    uses = [own, *(_use(each.resource, each.objects) for each in observation.neighbours)]
-    waiting = [_waits(each.resource, spec.model.uri) for each in observation.neighbours]
-    known = [use for use in uses if use is not None]
-    if len(known) < len(uses) or any(waiting):
+    claim = _claim(observation.resource, spec)
+    if any(_waits(each.resource, spec.model.uri, claim) for each in observation.neighbours):
         return None
-    return CacheCleanup(keep=keep, in_use=tuple(sorted(set().union(*known))), listed_s=now.timestamp())
+    try:
+        in_use = _use(observation.resource, observation.objects, claim)
+        for each in observation.neighbours:
+            in_use |= _use(each.resource, each.objects, claim)
+    except (_UnknownUseError, ValueError, RecursionError):
+        return None
+    return CacheCleanup(keep=keep, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
+
+
+class _UnknownUseError(Exception):
+    """A resource may use any commit of the claim."""
+
+
+def _claim(resource: ResourceView, spec: HeteroInferenceSpec) -> str:
+    """Returns the claim of a model's cache, or "" without a cache."""
+    cache = spec.model.cache
+    if cache is None:
+        return ""
+    return cache.claim_name or identity.model_claim(Owner(key=resource.key, uid=resource.uid), cache)
 
 
 def _keep(spec: HeteroInferenceSpec) -> int | None:
@@ -65,40 +77,60 @@ def _keep(spec: HeteroInferenceSpec) -> int | None:
     return cache.keep or (DEFAULT_KEEP if cache.size is not None else None)
 
 
-def _use(resource: ResourceView, objects: Sequence[Manifest]) -> set[str] | None:
-    """Returns the commits that a resource, its plans and its revisions name; None if that cannot be read."""
-    found = {_at(resource.status, "model", "commit"), _at(resource.spec, "model", "revision")}
-    uri = _at(resource.spec, "model", "uri")
-    if isinstance(uri, str) and uri.startswith(_CLAIM_SCHEME):
-        match = _COMMIT_OF_CLAIM.fullmatch(uri)
-        if match is None:  # it may be a link to any commit
-            return None
-        found.add(match[1])
+def _use(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
+    """Returns the commits that a resource, its plans and its revisions name.
+
+    Raises:
+        _UnknownUseError: it may use any commit of the claim.
+        ValueError, RecursionError: a plan or a revision cannot be read.
+    """
+    found = {_at(resource.status, "model", "commit"), *_named_by_spec(resource.spec, claim)}
     for stored in objects:
-        if stored["kind"] == "ConfigMap":
-            try:
-                found |= _named_by(stored.get("data") or {})
-            except (ValueError, RecursionError):
-                return None
+        data = stored.get("data") or {} if stored["kind"] == "ConfigMap" else {}
+        if text := data.get(REVISION_KEY):
+            record = json.loads(text)
+            found.add(_at(record, "commit"))
+            found |= _named_by_spec(record.get("spec") if isinstance(record, Mapping) else None, claim)
+        if text := data.get(names.PLAN_KEY):
+            path = _at(json.loads(text), "engine", "model")
+            found |= set(path.split("/")) if isinstance(path, str) else set()
     return {commit for commit in found if is_commit(commit)}
 
 
-def _named_by(data: Mapping[str, str]) -> set[Any]:
-    """Returns the commits that a stored plan or revision names; raises ValueError."""
-    found: set[Any] = set()
-    if text := data.get(REVISION_KEY):
-        found.add(_at(json.loads(text), "commit"))
-    if text := data.get(names.PLAN_KEY):
-        path = _at(json.loads(text), "engine", "model")
-        found |= set(path.split("/")) if isinstance(path, str) else set()
+def _named_by_spec(spec: object, claim: str) -> set[Any]:
+    """Returns what a stored spec names as commits; raises _UnknownUseError."""
+    if _has_volume_of(spec, claim):  # an argument of the engine may name any path in it
+        raise _UnknownUseError
+    found: set[Any] = {_at(spec, "model", "revision")}
+    uri = _at(spec, "model", "uri")
+    if isinstance(uri, str) and uri.startswith(f"{_CLAIM_SCHEME}{claim}/"):
+        match = _COMMIT_OF_CLAIM.fullmatch(uri)
+        if match is None:  # it may be a link to any commit
+            raise _UnknownUseError
+        found.add(match[1])
     return found
 
 
-def _waits(resource: ResourceView, uri: str) -> bool:
-    """Returns whether a resource may use a commit of a model that its status does not name yet."""
+def _has_volume_of(spec: object, claim: str) -> bool:
+    """Returns whether a volume of a role's template is of a claim."""
+    roles = spec.get("roles") if isinstance(spec, Mapping) else None
+    for role in roles if isinstance(roles, list) else ():
+        template = role.get("template") if isinstance(role, Mapping) else None
+        volumes = template.get("volumes") if isinstance(template, Mapping) else None
+        for volume in volumes if isinstance(volumes, list) else ():
+            if _at(volume, "persistentVolumeClaim", "claimName") == claim:
+                return True
+    return False
+
+
+def _waits(resource: ResourceView, uri: str, claim: str) -> bool:
+    """Returns whether a resource may use a commit of a model in a claim that its status does not name yet."""
+    named = _at(resource.spec, "model", "cache", "claimName")
+    is_cached_here = named == claim if named else identity.is_model_claim_of(resource.key, claim)
+    if not is_cached_here or _at(resource.spec, "model", "uri") != uri:
+        return False
     is_current = resource.status.get("observedGeneration") == resource.generation
-    is_same = _at(resource.spec, "model", "uri") == uri
-    return is_same and not (is_current and is_commit(_at(resource.status, "model", "commit")))
+    return not (is_current and is_commit(_at(resource.status, "model", "commit")))
 
 
 def _at(value: object, *path: str) -> Any:

@@ -91,7 +91,7 @@ def find_children(
             wanted += _of_group(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
-        elif decision.runs:
+        if decision.runs:  # a cluster may show one object in several versions of its API
             kept.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _shared_budget(context, decisions, by_group)
     wanted += _plans(owner, decisions)
@@ -139,8 +139,10 @@ def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> 
         found += [Child(manifest=policy, scopes=scopes) for policy in policies]
     pods = sum(role.pods for role in revision.spec.roles)
     if pods > 1 and index < context.replicas == 1:
-        asleep = decision.status.phase is GroupPhase.SLEEPING
-        found.append(Child(manifest=build_disruption_budget(group, pods=pods, asleep=asleep), last=True))
+        stands_still = decision.status.stuck_pods or decision.unplaced
+        spares_start = decision.status.phase is not GroupPhase.SLEEPING and not stands_still
+        budget = build_disruption_budget(group, pods=pods, spares_start=spares_start)
+        found.append(Child(manifest=budget, last=True))
     return found
 
 
@@ -163,9 +165,7 @@ def _shared_budget(
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
     spared = (len(sizes) > 1 or len(awake) == 1) and not context.closing.wanted
-    manifest = build_shared_budget(
-        context.owner, min_available=max(sum(sizes) - spared, 0), asleep=len(awake) < len(wanted)
-    )
+    manifest = build_shared_budget(context.owner, min_available=max(sum(sizes) - spared, 0))
     return [Child(manifest=manifest, last=True)]
 
 

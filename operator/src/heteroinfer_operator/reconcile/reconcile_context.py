@@ -15,7 +15,7 @@ from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.options import Options
-from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED
+from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED
 from heteroinfer_operator.reconcile.revisions import Revision, Target
 from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, group_scope
 
@@ -126,6 +126,16 @@ class Context:
         """
         found = [refusal for refusal in self._refusals_of(group) if refusal.kind == POD]
         return max(found, key=lambda refusal: refusal.retry_at, default=None)
+
+    @property
+    def refused_worker(self) -> Refusal | None:
+        """Returns a pod of any group that the API server refused, or None.
+
+        While there is one, one group starts at a time: groups that start together could each get some of
+        their pods, if a quota has room for one group only.
+        """
+        found = (self.pod_refusal_of(index) for index in range(self.replicas))
+        return next((each for each in found if each is not None and each.reason == OBJECT_REFUSED), None)
 
     @property
     def clients_refusal(self) -> Refusal | None:

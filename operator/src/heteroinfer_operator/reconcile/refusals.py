@@ -5,6 +5,7 @@ refused is not asked for again before its time, so that a look at the resource, 
 seconds, costs no request that will be refused.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,18 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
     return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
 
 
+def _jitter(action: Write, reason: str, kept_as: Subject, tries: int) -> float:
+    """Returns the part of its delay, 0.5 to 1, after which a refused pod is tried again; 1 for all else.
+
+    Resources and groups that a quota refused at one moment must not all come back at another one: each would
+    get some of its pods, and give them back for want of the others.
+    """
+    if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not is_pod(action):
+        return 1.0
+    seed = repr((action.manifest["metadata"].get("ownerReferences"), kept_as, tries))
+    return 0.5 + hashlib.sha256(seed.encode()).digest()[0] / 510
+
+
 def _forgotten_at(refusal: Refusal) -> datetime:
     return refusal.retry_at + (_POD_FORGOTTEN_AFTER if refusal.kind == "Pod" else _FORGOTTEN_AFTER)
 
@@ -204,7 +217,7 @@ class Acting:
         found, key = subject(action, self.resource), self._key(action)
         before = self.known.get(key)
         tries = before.tries + 1 if before is not None else 1
-        delay = timedelta(seconds=_delay_s(found[0], reason, tries))
+        delay = timedelta(seconds=_delay_s(found[0], reason, tries) * _jitter(action, reason, key, tries))
         # A pod that was changed is not known as ours: no pod of its group is of use.
         blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or is_pod(action)
         refusal = Refusal(

@@ -16,7 +16,7 @@ from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.lost_labels import is_cut_off
 from heteroinfer_operator.reconcile.one_group.decide import decide_group
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
-from heteroinfer_operator.reconcile.one_group.made import revision_of
+from heteroinfer_operator.reconcile.one_group.made import Made, revision_of
 from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Closing, Context
 
@@ -108,6 +108,7 @@ def decide_wanted(
     goes_on = problem is None and _may_go_on(context)
     budget = context.life.rollout.max_unavailable - (count - len(serving)) if context.closing.done else 0
     decisions = []
+    making = _find_making(context, old, by_group)
     for index in range(count):
         pods, serves = by_group.get(index, ()), index in serving
         decision = decide_group(
@@ -116,13 +117,33 @@ def decide_wanted(
             pods,
             may_replace=goes_on and (not serves or budget > 0),
             report=reports.get(index),
+            starts_after=min(making - {index}, default=None),
         )
+        if decision.status.epoch_start_time is None:
+            making.discard(index)
+        elif decision.creates and context.refused_worker is not None:
+            making.add(index)
         if serves and decision.deletes:
             budget -= 1
         if index in outdated and decision.runs and decision.refusal is None:
             decision = replace(decision, refusal=problem)
         decisions.append(decision)
     return decisions
+
+
+def _find_making(
+    context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
+) -> set[int]:
+    """Returns the groups whose epoch has begun and lacks pods, if a group must wait for such."""
+    if context.refused_worker is None:
+        return set()
+    found = set()
+    for index in range(context.replicas):
+        status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
+        current = [pod for pod in pods if epoch_of(pod) == status.epoch and not pod.ended]
+        if status.epoch_start_time is not None and Made.of(context, status, current).missing(current):
+            found.add(index)
+    return found
 
 
 def find_rollout(

@@ -4,13 +4,14 @@ While the spec is refused, the next epoch is of the revision that the last one h
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus, StartupPhase
 from heteroinfer_operator.api.status import next_epoch
-from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.cluster import PodView, Refusal
 from heteroinfer_operator.errors import PlanError, SpecError
 from heteroinfer_operator.manifests.group_key_secret import KIND as SECRET
 from heteroinfer_operator.manifests.identity import EpochRef
@@ -30,10 +31,14 @@ from heteroinfer_operator.reconcile.one_group.stopping import (
 from heteroinfer_operator.reconcile.reconcile_context import POD, Context
 from heteroinfer_operator.reconcile.revisions import Revision
 
+_TURN_EVERY_S: Final = 1.0
+"""A group that lets another one start first looks this often whether it has, should nothing wake it."""
 _NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the new revision"
 
 
-def decide_between_epochs(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
+def decide_between_epochs(
+    context: Context, status: GroupStatus, pods: Sequence[PodView], starts_after: int | None
+) -> GroupDecision:
     """Returns what a group without an epoch needs."""
     revision_name = next_revision(context, status)
     waits = _waits_for_admission(context, status, revision_name)
@@ -51,18 +56,31 @@ def decide_between_epochs(context: Context, status: GroupStatus, pods: Sequence[
         until = min(status.next_epoch_time, context.now + longest)
         wait_s = (until - context.now).total_seconds()
         return GroupDecision(status=transitions.waiting(status, until=until), look_again_s=wait_s)
-    refusal = context.pod_refusal_of(status.index)
-    if refusal is not None and refusal.retry_at > context.now:
+    refusal, wait_s = _find_pod_refusal(context, status, starts_after)
+    if refusal is not None:
         # It may have begun in the status, before its pods were refused.
         had_epoch = status.epoch_start_time is not None
         return GroupDecision(
-            status=refuse(context, status, refusal, had_epoch=had_epoch),
-            look_again_s=(refusal.retry_at - context.now).total_seconds(),
+            status=refuse(context, status, refusal, had_epoch=had_epoch), look_again_s=wait_s
         )
     if waits:
         message = _NOT_ANSWERED if context.admission.unanswered else status.message
         return GroupDecision(status=transitions.pending(status, message=message))
     return _start(context, status)
+
+
+def _find_pod_refusal(
+    context: Context, status: GroupStatus, starts_after: int | None
+) -> tuple[Refusal | None, float]:
+    """Returns for which refused pod a group waits, and for how many seconds; None if it may start."""
+    own = context.pod_refusal_of(status.index)
+    if own is not None and own.retry_at > context.now:
+        return own, (own.retry_at - context.now).total_seconds()
+    refused = own or context.refused_worker
+    if starts_after is None or refused is None:
+        return None, 0.0
+    message = f"starts once group {starts_after} has its pods: {refused.message}"
+    return replace(refused, message=message), _TURN_EVERY_S
 
 
 def next_revision(context: Context, status: GroupStatus) -> str | None:

@@ -38,11 +38,12 @@ def decide_group(
     *,
     may_replace: bool,
     report: GroupReport | None = None,
+    starts_after: int | None = None,
 ) -> GroupDecision:
     """Returns what a group needs.
 
     `pods` are of every epoch; `status.epoch` is 0 before the first one. `may_replace` says whether a group of
-    an old revision may be replaced now.
+    an old revision may be replaced now. `starts_after` is a group that must have its pods first.
     """
     number = max([status.epoch, *(epoch_of(pod) for pod in pods)])
     is_forgotten = status.epoch < number
@@ -55,7 +56,7 @@ def decide_group(
     # Without pods, a status whose members never ran has an epoch only if it is known which pods that has.
     has_members = had_run(status) or (status.members and made.is_known)
     if not current and not has_members and not (unmade and _goes_on(context, status, made)):
-        return decide_between_epochs(context, _not_begun(context, status), pods)
+        return decide_between_epochs(context, _not_begun(context, status), pods, starts_after)
     if is_forgotten:
         status = transitions.made_with(status, revision=made.revision_name, plan_hash=made.plan_hash)
     if may_replace and current and made.revision_name != context.target.name:

@@ -1,0 +1,93 @@
+"""Which resources use the claim of a cache: nothing is removed from it that one of them serves."""
+
+import json
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.api.model_source import ModelCache
+from heteroinfer_operator.cluster import ResourceKey
+from heteroinfer_operator.kube.paths import CONFIG_MAP, HETERO_INFERENCE, POD
+from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
+from tests.unit.operator.caches import Caches
+
+FETCHES = {"model": {"uri": "hf://acme/llama", "cache": {"claimName": "shared", "keep": 1}}, "roles": []}
+MOVED = {"model": {"uri": "hf://acme/llama", "cache": {"claimName": "other"}}, "roles": []}
+
+
+class Namespace(Caches):
+    """Caches of a namespace in which resource `one` fetches a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.show_resource("one", FETCHES)
+
+    def show_resource(self, name: str, spec: dict[str, Any]) -> None:
+        metadata = {"namespace": "ns", "name": name, "uid": name}
+        self.show(HETERO_INFERENCE.path(), {"metadata": metadata, "spec": spec})
+
+    def _child(self, name: str) -> dict[str, Any]:
+        owner = Owner(key=ResourceKey(namespace="ns", name=name), uid=name)
+        labels = {names.LABEL_RESOURCE: name}
+        return {
+            "namespace": "ns",
+            "name": f"{name}-0-1-0",
+            "uid": f"{name}-0",
+            "labels": labels,
+            "creationTimestamp": "2026-11-26T00:00:00Z",
+            "ownerReferences": [owner.reference],
+        }
+
+    def show_pod(self, name: str, claim: str) -> None:
+        volume = {"name": "model", "persistentVolumeClaim": {"claimName": claim}}
+        spec = {"nodeName": "a", "containers": [], "volumes": [volume]}
+        self.show(POD.path(), {"metadata": self._child(name), "spec": spec})
+
+    def show_revision(self, name: str, spec: dict[str, Any]) -> None:
+        data = {REVISION_KEY: json.dumps({"spec": spec, "commit": "b" * 40})}
+        self.show(CONFIG_MAP.path(), {"kind": "ConfigMap", "metadata": self._child(name), "data": data})
+
+    def neighbours(self, claim: str = "shared") -> list[str] | None:
+        found = self.state.neighbours(ResourceKey(namespace="ns", name="one"), claim)
+        return None if found is None else [each.resource.key.name for each in found]
+
+
+@pytest.fixture
+def namespace() -> Namespace:
+    return Namespace()
+
+
+def test_a_resource_that_has_nothing_of_the_claim_is_no_neighbour(namespace: Namespace) -> None:
+    namespace.show_resource("two", MOVED)
+    namespace.show_pod("two", "other")
+    namespace.show_pod("one", "shared")
+    assert namespace.neighbours() == []
+
+
+def test_a_resource_whose_pods_mount_the_claim_is_a_neighbour(namespace: Namespace) -> None:
+    namespace.show_resource("two", MOVED)
+    namespace.show_pod("two", "shared")
+    assert namespace.neighbours() == ["two"]
+
+
+def test_a_resource_whose_revision_names_the_claim_is_a_neighbour(namespace: Namespace) -> None:
+    """Its group starts again by that revision while the spec's model is not there."""
+    namespace.show_resource("two", MOVED)
+    namespace.show_revision("two", FETCHES)
+    (found,) = namespace.state.neighbours(ResourceKey(namespace="ns", name="one"), "shared") or ()
+    assert [each["kind"] for each in found.objects] == ["ConfigMap"]
+
+
+def test_a_resource_for_which_the_claim_was_made_is_a_neighbour(namespace: Namespace) -> None:
+    """A suspended resource has no pod, and neither its spec nor its status names the claim."""
+    namespace.show_resource("two", {"model": {"uri": "hf://acme/llama", "cache": {"size": "1Gi"}}})
+    owner = Owner(key=ResourceKey(namespace="ns", name="two"), uid="two")
+    assert namespace.neighbours(identity.model_claim(owner, ModelCache(size="1Gi"))) == ["two"]
+
+
+def test_it_is_not_known_who_uses_a_claim_that_pods_of_a_deleted_resource_mount(namespace: Namespace) -> None:
+    namespace.show_pod("gone", "shared")
+    assert namespace.neighbours() is None

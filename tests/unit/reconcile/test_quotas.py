@@ -1,0 +1,80 @@
+"""A quota that has room for some groups: so many are made, whoever else wants its room."""
+
+from datetime import timedelta
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import CreateObject, ResourceKey
+from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED, Acting
+from tests.unit.reconcile.world import World, cpu_pair
+
+PODS_OF_A_GROUP = 2
+_GONE = timedelta(seconds=88)
+"""What is left of a pod's 90 seconds of grace once it is gone."""
+
+
+def wanting(replicas: int) -> World:
+    """Returns a world whose model is known, and none of whose groups has begun."""
+    world = World(spec=cpu_pair(replicas=replicas), calm=False)
+    world.step()
+    world.answer_inspection()
+    world.step()
+    world.pods.clear()
+    return world
+
+
+def whole_groups(world: World) -> list[str]:
+    groups = [pod.labels[names.LABEL_GROUP] for pod in world.pods.values() if not pod.deleting]
+    return sorted(group for group in set(groups) if groups.count(group) == PODS_OF_A_GROUP)
+
+
+def live(world: World, seconds: float) -> None:
+    """Lets time go on; pods turn ready at once, and a pod that is deleted is gone after two seconds."""
+    end = world.now + timedelta(seconds=seconds)
+    while world.now < end:
+        gone = [name for name, pod in world.pods.items() if pod.gone_by and pod.gone_by - world.now < _GONE]
+        for name in gone:
+            del world.pods[name]
+        world.step(in_real_time=True)
+        world.all_ready()
+        world.advance_time(0.05 if world.writes else min(max(world.look_again_s or 5.0, 0.05), 5.0))
+
+
+@pytest.mark.parametrize(("replicas", "room"), [(1, 1), (2, 2), (2, 3), (3, 2), (3, 5), (4, 5)])
+def test_as_many_groups_are_made_as_a_quota_has_room_for(replicas: int, room: int) -> None:
+    world = wanting(replicas)
+    world.quota_is_full = lambda: len(world.pods) >= room
+    live(world, 300)
+    assert len(whole_groups(world)) == min(replicas, room // PODS_OF_A_GROUP)
+
+
+def test_no_group_waits_for_ever_for_one_that_never_gets_its_pods() -> None:
+    """A policy refuses a pod of group 0 alone; group 1 is deleted meanwhile, and starts again."""
+    world = wanting(2)
+    world.refuses["Pod", "demo-0-*-1"] = "denied"
+    live(world, 60)
+    for name in [name for name in world.workers() if name.startswith("demo-1-")]:
+        world.delete_pod(name)
+    live(world, 120)
+    assert whole_groups(world) == ["1"]
+
+
+def test_refused_pods_of_two_resources_are_not_tried_again_together() -> None:
+    def retries(uid: str) -> list[float]:
+        owner = Owner(key=ResourceKey(namespace="team", name="llama"), uid=uid)
+        metadata = {"name": "llama-0-7-0", "ownerReferences": [owner.reference]}
+        pod = CreateObject(manifest={"kind": "Pod", "metadata": metadata}, scopes=frozenset({"group-0"}))
+        acting = Acting("llama", (), World(spec={}).now)
+        for _ in range(12):
+            acting.refused(pod, OBJECT_REFUSED, "exceeded quota")
+            (refusal,) = acting.known.values()
+            found.append((refusal.retry_at - acting.now).total_seconds())
+        return found[-12:]
+
+    found: list[float] = []
+    first, second = retries("one"), retries("two")
+    assert all(2.5 <= each <= 300 for each in found)
+    together = [index for index, each in enumerate(first) if abs(each - second[index]) < each / 20]
+    assert len(together) < 6, "they meet a few times at most"
