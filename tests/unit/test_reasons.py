@@ -16,7 +16,7 @@ SAYING = (
     "manifests/gang.py", "kube/adapter.py",
 )  # fmt: skip
 """Where reasons of a resource are given; others are of commands, or of the operator's own process."""
-OF_KUBERNETES = {"CreateContainerConfigError", "ImagePullBackOff"}
+OF_KUBERNETES = {"CreateContainerConfigError", "FailedMount", "ImagePullBackOff"}
 """Passed on as the kubelet says them; it has more, which are not listed."""
 _WORD = re.compile(r"[A-Z][a-z]+(?:[A-Z]+[a-z]*)*|[A-Z]{2,}[A-Z][a-z]+")
 _NAMES = re.compile(

@@ -107,6 +107,7 @@ annotations:
 {{- end }}
 - {name: HETEROINFER_ALLOW_HOST_PATHS, value: {{ .Values.allowHostPaths | quote }}}
 - {name: HETEROINFER_POD_EGRESS, value: {{ .Values.podEgress | quote }}}
+- {name: HETEROINFER_FETCH_EGRESS, value: {{ toJson (.Values.fetchEgress | default dict) | quote }}}
 - {name: HETEROINFER_ALLOW_REMOTE_CODE, value: {{ .Values.allowRemoteCode | quote }}}
 - {name: HETEROINFER_ALLOWED_ARGUMENTS, value: {{ join "," .Values.allowedArguments | quote }}}
 - {name: HETEROINFER_ALLOWED_ANNOTATIONS, value: {{ join "," .Values.allowedAnnotations | quote }}}

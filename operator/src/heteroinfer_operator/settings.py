@@ -60,6 +60,8 @@ class InstallationSettings:
             long is dead; above the API server's minute between bookmarks.
         pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether NetworkPolicies let pods reach
             their group, DNS and hub.
+        fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with ports, cidrs and except: where these policies let
+            pods that fetch a model connect to; empty takes defaults.
         leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the
             Lease.
         lease_name: HETEROINFER_LEASE_NAME.
@@ -98,6 +100,7 @@ class InstallationSettings:
     resync_s: float = 300.0
     watch_silence_s: float = 100.0
     pod_egress: str = "Auto"
+    fetch_egress: str = ""
     leader_election: bool = False
     lease_name: str = "heteroinfer-operator"
     lease_duration_s: int = 15
@@ -155,6 +158,7 @@ class InstallationSettings:
             resync_s=read.number("RESYNC_SECONDS", 300, least=1, most=86400),
             watch_silence_s=read.number("WATCH_SILENCE_SECONDS", 100, least=1, most=3600),
             pod_egress=read.choice("POD_EGRESS", ("Auto", "Always", "Never")),
+            fetch_egress=read.text("FETCH_EGRESS", ""),
             leader_election=read.flag("LEADER_ELECTION", default=False),
             lease_name=read.text("LEASE_NAME", "heteroinfer-operator"),
             lease_duration_s=read.number("LEASE_SECONDS", 15, least=3, most=3600),

@@ -15,6 +15,7 @@ import yaml
 from heteroinfer_contract import names
 from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.rights import AccessRule
+from heteroinfer_operator.manifests.fetch_egress import FetchEgress
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.worker_pods import NO_MESH_ANNOTATIONS, NO_MESH_LABELS
 from heteroinfer_operator.settings import InstallationSettings
@@ -285,6 +286,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         worker_image_gpu=f"{OURS}/worker:{VERSION}",
         allow_host_paths=True,
         pod_egress="Always",
+        fetch_egress=env["HETEROINFER_FETCH_EGRESS"],
         allow_remote_code=True,
         allowed_arguments=("--api-key", "--runner"),
         allowed_annotations=("example.com/",),
@@ -302,6 +304,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         log_level="DEBUG",
     )
     assert PodResources.from_json(env["HETEROINFER_POD_RESOURCES"]) == PodResources(), "the same defaults"
+    assert FetchEgress.from_json(env["HETEROINFER_FETCH_EGRESS"]) == FetchEgress(), "the same defaults"
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 

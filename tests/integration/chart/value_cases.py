@@ -148,6 +148,13 @@ CASES = (
         f"{POD}.containers.keep.resources.limits.cpu", "9", calibration__nodeKinds=ONE_KIND,
     ),
     variable("podEgress", "Always", "POD_EGRESS", "Always"),
+    *(
+        case(
+            f"fetchEgress.{name}", value, OPERATOR,
+            f"{CONTAINER}.env.HETEROINFER_FETCH_EGRESS.value json {name}", value,
+        )
+        for name, value in (("ports", [3128]), ("cidrs", ["10.0.0.0/8"]), ("except", ["10.1.0.0/16"]))
+    ),
     variable("logLevel", "DEBUG", "LOG_LEVEL", "DEBUG"),
     variable("logFormat", "json", "LOG_FORMAT", "json"),
     variable("httpPort", 9090, "HTTP_PORT", "9090"),

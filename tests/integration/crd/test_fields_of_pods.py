@@ -9,7 +9,7 @@ import pytest
 from heteroinfer_operator.api import parse_resource
 from heteroinfer_operator.errors import SpecError
 from tests.integration.crd.resource_requests import Refused, Server
-from tests.unit.api.test_template import PLATFORM
+from tests.unit.api.test_template import DIGEST, PLATFORM
 from tests.unit.api.test_template import REFUSED as REFUSED_TEMPLATES
 
 SPEC: Final[dict[str, Any]] = {
@@ -181,7 +181,7 @@ TAKEN: Final = {
     "addresses": template(dnsConfig={"nameservers": ["10.0.0.1", "fd00::1"]}),
     "files and authorities": {
         "model": {
-            "uri": "oci://registry.test:5000/a/B_c:1@sha256:0#models/a b",
+            "uri": f"oci://registry.test:5000/a/B_c:1@{DIGEST}#models/a b",
             "caBundle": {"secretKeyRef": {"name": "ca", "key": "ca.crt"}},
         },
         "engine": {

@@ -54,7 +54,7 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
         ({"engine": {"maxModelLenght": 1}}, 'unknown field "spec.engine.maxModelLenght"'),
         (
             {"model": {"uri": "s3://b/m"}},
-            "expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME:TAG#FOLDER or file:///ABSOLUTE/PATH",
+            "expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER or file:///ABSOLUTE/PATH",
         ),
         (
             {"engine": {"env": [{"name": "RANK", "value": "0"}]}},

@@ -15,7 +15,7 @@ from heteroinfer_contract.model_fetch import CacheCleanup, FetchedModel, FetchPr
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.kube.paths import CLAIM, EVENT, HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
-from tests.integration.operator.life import Install, condition, serve_epoch, status_of, stored
+from tests.integration.operator.life import Install, bind, condition, serve_epoch, status_of, stored
 from tests.integration.operator.running_operator import (
     PROFILE,
     SPEC,
@@ -167,6 +167,40 @@ async def test_a_claim_that_cannot_bind_is_quoted_from_its_provisioner(
             return "is not bound" not in text
 
         await until("the claim binds", bound, timeout_s=40, said=lambda: process.said)
+        assert await process.stop() == 0
+
+
+async def test_a_config_map_that_a_pod_cannot_mount_is_named(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="60") as process:
+        await process.working()
+        await apply(server, namespace, hub_spec(caBundle={"configMapKeyRef": {"name": "ours", "key": "ca"}}))
+        fetch = await the_fetch(server, namespace)
+        name = fetch["metadata"]["name"]
+        await bind(server, namespace, name, node)
+        # As kubelets do.
+        about = {"apiVersion": "v1", "kind": POD.name, "namespace": namespace, "name": name}
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": "mount-"},
+            "involvedObject": {"uid": fetch["metadata"]["uid"], **about},
+            "type": "Warning",
+            "reason": "FailedMount",
+            "message": 'MountVolume.SetUp failed for volume "ca-bundle" : configmap "ours" not found',
+            "source": {"component": "kubelet"},
+        }
+        await server.create(f"/api/v1/namespaces/{namespace}/events", event)
+
+        async def named() -> bool:
+            conditions = (await status_of(server, namespace)).get("conditions", ())
+            [found] = [each for each in conditions if each["type"] == "ModelReady"] or [{}]
+            words = f"pod {name} cannot start: ConfigMap ours does not exist in namespace {namespace}"
+            return found.get("reason") == "FailedMount" and words in found["message"]
+
+        await until("the name of the ConfigMap", named, timeout_s=40, said=lambda: process.said)
+        await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0
 
 

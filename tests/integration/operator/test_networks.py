@@ -4,10 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from heteroinfer_contract import names
+from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NETWORK_POLICY, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.manifests.egress_policy import Isolation, build_fetch_policies
+from heteroinfer_operator.manifests.fetch_egress import FetchEgress
+from heteroinfer_operator.manifests.identity import Owner
 from tests.integration.operator.life import Install, bind, bring_up, status_of, stored
 from tests.integration.operator.running_operator import operator, until
+from tests.unit.manifests.test_golden import RESOURCE
 
 
 def default_deny(namespace: str) -> dict[str, Any]:
@@ -93,3 +98,11 @@ async def test_policies_families_and_sidecars(
         for pod in pods:
             await server.delete(POD.path(namespace, pod), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0
+
+
+async def test_the_api_server_takes_policies_of_fetches(server: ApiServer, namespace: str) -> None:
+    owner = Owner(key=ResourceKey(namespace=namespace, name="tiny"), uid="u")
+    narrow = FetchEgress(ports=(3128,), cidrs=("10.0.0.0/8",), excepted=("10.1.0.0/16", "fe80::/10"))
+    for allowed in (FetchEgress(), narrow, FetchEgress(ports=())):
+        for policy in build_fetch_policies(RESOURCE.spec, owner, Isolation(selectors=({},)), allowed):
+            await server.try_create(NETWORK_POLICY.path(namespace), policy, {})

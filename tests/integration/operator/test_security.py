@@ -21,7 +21,7 @@ from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
 from tests.integration.operator.life import COLLECTED_S, Install, bring_up, nothing_left, stored
 from tests.integration.operator.running_operator import SPEC, create_resource, operator, pod, until
-from tests.unit.api.test_template import PLATFORM
+from tests.unit.api.test_template import DIGEST, PLATFORM
 from tests.unit.manifests.test_golden import RESOURCE
 from tests.unit.manifests.test_platform_fields import model_pod, worker
 from tests.unit.manifests.test_platform_fields import spec as platform_spec
@@ -271,7 +271,7 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
 def check_platform_pods(cluster: Cluster, namespace: str) -> None:
     """Pods with each field of a template, authorities, files and a model in an image are admitted."""
     model = {
-        "uri": "oci://registry.test/llama:1#models",
+        "uri": f"oci://registry.test/llama@{DIGEST}#models",
         "caBundle": {"secretKeyRef": {"name": "hub", "key": "token"}},
     }
     file = {"name": "chat.jinja", "configMapKeyRef": {"name": "a", "key": "b"}}

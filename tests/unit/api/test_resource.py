@@ -189,8 +189,8 @@ def test_an_integer_is_a_quantity() -> None:
         (
             spec(model={"uri": "s3://bucket/model"}),
             (
-                "spec.model: uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME:TAG#FOLDER "
-                "or file:///ABSOLUTE/PATH: got s3://bucket/model"
+                "spec.model: uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH, "
+                "oci://REGISTRY/NAME@sha256:DIGEST#FOLDER or file:///ABSOLUTE/PATH: got s3://bucket/model"
             ),
         ),
         (

@@ -8,6 +8,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests import identity
 
+DIGEST = f"sha256:{'0' * 64}"
 PLATFORM: dict[str, Any] = {
     "serviceAccountName": "models",
     "securityContext": {"runAsUser": 1000, "fsGroup": 2000, "supplementalGroups": [3000]},
@@ -62,17 +63,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (volume(projected={"sources": [{}]}), "exactly one of configMap and secret in each"),
     (volume(configMap={"name": "c", "items": [{"key": "k", "path": "../k"}]}), "path"),
     ({"volumes": [{"name": "model", "emptyDir": {}}]}, "the operator has volumes model"),
-    ({"volumeMounts": [{"name": "v", "mountPath": "/mnt"}]}, "each must name one of volumes"),
+    ({"volumeMounts": [{"name": "v", "mountPath": "/mnt/v"}]}, "each must name one of volumes"),
     (mounted("/"), "mountPath"),
-    (mounted("mnt"), "mountPath"),
+    (mounted("mnt/a"), "mountPath"),
     (mounted("/mnt/../etc"), "mountPath"),
-    (mounted("/mnt", subPath="../up"), "subPath"),
-    (mounted("/model"), "workers need"),
-    (mounted("/model/adapters"), "workers need"),
-    (mounted("/etc"), "workers need"),
-    (mounted("/opt/heteroinfer/lib"), "workers need"),
-    (mounted("/dev/shm"), "workers need"),
-    (mounted("/var/run/secrets/kubernetes.io/serviceaccount"), "workers need"),
+    (mounted("/mnt/a/.."), "mountPath"),
+    (mounted("/mnt/v", subPath="../up"), "subPath"),
+    *(
+        (mounted(path), "mountPath: must be below /mnt, /data, /srv, such as /mnt/NAME")
+        for path in (
+            "/mnt",
+            "/mnt-of-others",
+            "/database/a",
+            "/model",
+            "/model/adapters",
+            "/etc",
+            "/etc/ld.so.preload",
+            "/etc/ssl/private-ca",
+            "/etc/heteroinfer/files",
+            "/usr/local/bin",
+            "/usr/local/lib/python3.11/sitecustomize.py",
+            "/opt/heteroinfer/lib",
+            "/home/user/.local",
+            "/root",
+            "/tmp/.local/lib",
+            "/dev/shm",
+            "/var/run/secrets/kubernetes.io/serviceaccount",
+        )
+    ),
     ({"securityContext": {"runAsUser": 0}}, "runAsUser"),
     ({"securityContext": {"supplementalGroups": [0]}}, "supplementalGroups"),
     ({"securityContext": {"privileged": True}}, "unknown field"),
@@ -120,8 +138,8 @@ def test_names_of_volumes_are_each_there_once() -> None:
         spec(volumes=[{"name": "v", "emptyDir": {}}] * 2)
 
 
-@pytest.mark.parametrize("path", ["/mnt", "/etc/ssl/private-ca", "/models", "/data/model", "/tmpfiles"])
-def test_other_folders_are_open(path: str) -> None:
+@pytest.mark.parametrize("path", ["/mnt/a", "/data/model/adapters", "/srv/.a"])
+def test_data_folders_are_open(path: str) -> None:
     spec(**mounted(path))
 
 
@@ -159,20 +177,24 @@ def test_a_bundle_comes_from_one_object(bundle: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "good"),
+    ("uri", "refusal"),
     [
-        ("oci://registry.test:5000/org/model:1", True),
-        ("oci://registry.test/model@sha256:abc#models/llama", True),
-        ("oci://registry.test/model:1#", False),
-        ("oci://registry.test/model:1#../up", False),
-        ("oci://registry.test/a/../b", False),
-        ("oci:///model", False),
+        (f"oci://registry.test:5000/org/model:1@{DIGEST}", ""),
+        (f"oci://registry.test/model@{DIGEST}#models/llama", ""),
+        ("oci://registry.test:5000/org/model:1", "an image must have a digest"),
+        ("oci://registry.test/model", "an image must have a digest"),
+        ("oci://registry.test/model@sha256:abc#models", "an image must have a digest"),
+        (f"oci://registry.test/model:1#a@{DIGEST}", "an image must have a digest"),
+        (f"oci://registry.test/model@{DIGEST}#", "uri: expected"),
+        (f"oci://registry.test/model@{DIGEST}#../up", "uri: expected"),
+        (f"oci://registry.test/a/../b@{DIGEST}", "uri: expected"),
+        (f"oci:///model@{DIGEST}", "uri: expected"),
     ],
 )
-def test_images_are_named_as_containers_name_them(uri: str, good: bool) -> None:
+def test_images_of_models_have_a_digest(uri: str, refusal: str) -> None:
     value = {"model": {"uri": uri}, "roles": [{"name": "cpu", "device": "CPU"}]}
-    if good:
+    if not refusal:
         parse_spec(value)
         return
-    with pytest.raises(SpecError, match="uri: expected"):
+    with pytest.raises(SpecError, match=refusal):
         parse_spec(value)

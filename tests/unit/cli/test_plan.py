@@ -17,6 +17,7 @@ from heteroinfer_operator.cli import main
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.planning.rates import CPU_DEFAULTS, GPU_UNKNOWN
+from tests.cluster.folders import REPOSITORY
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.cli.model_directory import write_model
 
@@ -410,6 +411,7 @@ def test_values_of_the_chart_are_the_policy(
         "allowRemoteCode": True,
         "allowedArguments": ["--runner"],
         "allowedAnnotations": ["example.org/"],
+        "allowHostPaths": True,
         "replicas": 2,
     }
     values.write_text(yaml.safe_dump(allowed))
@@ -424,7 +426,41 @@ def test_values_of_the_chart_are_the_policy(
     assert "expected one in /elsewhere" in capsys.readouterr().err
     values.write_text("null")
     assert main(["plan", "-f", file, "--chart-values", str(values)]) == 4
-    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 4, "with the path of a node"
+
+
+def _role(**template: Any) -> dict[str, Any]:
+    return {"roles": [{"name": "cpu", "device": "CPU", "template": template}]}
+
+
+RESTRICTIONS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
+    "allowHostPaths": ({}, True, False, "HostPathNotAllowed"),
+    "allowedHostPaths": ({}, ["/"], ["/elsewhere"], "HostPathNotAllowed"),
+    "allowedWorkerImages": ({"engine": {"image": "a.io/b:1"}}, ["a.io/"], ["c.io/"], "ImageNotAllowed"),
+    "allowRemoteCode": ({"engine": {"args": ["--trust-remote-code"]}}, True, False, "RemoteCodeNotAllowed"),
+    "allowedArguments": ({"engine": {"args": ["--runner=generate"]}}, ["--runner"], [], "ArgumentNotAllowed"),
+    "allowedAnnotations": (_role(annotations={"a.io/b": "x"}), ["a.io/"], [], "AnnotationNotAllowed"),
+    "allowedServiceAccounts": (_role(serviceAccountName="a"), ["a"], ["b"], "ServiceAccountNotAllowed"),
+}
+"""By value of the chart: a spec, a value that allows it, a value that refuses it, and the reason."""
+
+
+@pytest.mark.parametrize("name", RESTRICTIONS)
+def test_each_restriction_of_the_chart_restricts_the_plan(
+    name: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields, allowing, refusing, reason = RESTRICTIONS[name]
+    file, values = write(tmp_path, model, **fields), tmp_path / "values.yaml"
+    command = ["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi", "-o", "json"]
+    for value, refused in ((allowing, []), (refusing, [reason])):
+        values.write_text(yaml.safe_dump({"allowHostPaths": True, name: value}))
+        assert main([*command, "--chart-values", str(values)]) == (4 if refused else 0)
+        assert [each["reason"] for each in json.loads(capsys.readouterr().out)["refused"]] == refused
+
+
+def test_every_restriction_of_the_chart_has_a_case() -> None:
+    values = yaml.safe_load((REPOSITORY / "charts/heteroinfer/values.yaml").read_text())
+    assert RESTRICTIONS.keys() == {name for name in values if name.startswith("allow")}
 
 
 def test_resources_that_the_chart_gives_roles_count(
@@ -435,7 +471,7 @@ def test_resources_that_the_chart_gives_roles_count(
     values.write_text("podResources: {worker: {limits: {memory: 1Gi}}}")
     assert main(["plan", "-f", file, "--chart-values", str(values)]) == 3
     assert "got 1.00 GiB of memory a pod" in capsys.readouterr().err
-    values.write_text("podResources: {worker: {limits: {memory: 8Gi}}}")
+    values.write_text("{allowHostPaths: true, podResources: {worker: {limits: {memory: 8Gi}}}}")
     assert main(["plan", "-f", file, "--chart-values", str(values)]) == 0
     capsys.readouterr()
     values.write_text("podResources: {workers: {}}")

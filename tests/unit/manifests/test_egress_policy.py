@@ -1,21 +1,28 @@
 """Policies that let pods out: of those alone that others keep in, and no further than they need."""
 
+import json
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
+import yaml
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
 from heteroinfer_operator.cluster import Manifest, ResourceKey
+from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.isolating_policies import isolating_policy
 from heteroinfer_operator.manifests.egress_policy import (
     Egress,
     Isolation,
     build_fetch_policies,
     build_group_egress,
+    describe_closed_ports,
 )
+from heteroinfer_operator.manifests.fetch_egress import FetchEgress
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.stored_fields import UnreadableError
+from tests.cluster.folders import REPOSITORY
 from tests.unit.planning.planned_models import cpu, spec
 
 OWNER = Owner(key=ResourceKey(namespace="default", name="llama"), uid="uid-1")
@@ -57,9 +64,18 @@ def group_policies(*selectors: Manifest, egress: Egress = Egress.AUTO) -> list[A
             {"matchLabels": {names.LABEL_LEADER: "true", **LABELS}},
         ),
         ({"matchLabels": {"team": "billing"}}, None),
-        ({"matchLabels": {"app": "db"}}, None),
+        # Webhooks may give pods any label that the spec does not have.
+        *(
+            ({"matchLabels": {key: "x"}}, {"matchLabels": {key: "x", **LABELS}})
+            for key in ("app", "capsule.clastix.io/tenant", "kuma.io/sidecar-injection")
+        ),
+        (
+            {"matchExpressions": [{"key": "app", "operator": "Exists"}]},
+            {"matchLabels": LABELS, "matchExpressions": [{"key": "app", "operator": "Exists"}]},
+        ),
         ({"matchExpressions": [{"key": "team", "operator": "NotIn", "values": ["search"]}]}, None),
-        ({"matchExpressions": [{"key": "app", "operator": "Exists"}]}, None),
+        ({"matchExpressions": [{"key": "team", "operator": "DoesNotExist"}]}, None),
+        ({"matchLabels": {"app": "x", "team": "billing"}}, None),
         ({"matchLabels": {names.LABEL_GROUP: "1"}}, None),
     ],
 )
@@ -86,26 +102,123 @@ def test_an_installation_decides() -> None:
     assert always["spec"]["podSelector"] == {"matchLabels": LABELS}
 
 
-def ports_of_fetch(spec: HeteroInferenceSpec) -> list[Any]:
-    ingress, egress = build_fetch_policies(spec, OWNER, Isolation.of(Egress.AUTO, [{}]))
+def test_one_policy_is_enough_if_all_pods_of_the_namespace_are_kept_in() -> None:
+    others = [{"matchLabels": {"app": str(number)}} for number in range(100)]
+    [policy] = group_policies({}, *others, {"matchExpressions": [{"key": "a", "operator": "Exists"}]})
+    assert policy["spec"]["podSelector"] == {"matchLabels": LABELS}
+
+
+def test_selectors_of_one_label_become_one_policy() -> None:
+    others = [{"matchLabels": {"app": str(number)}} for number in range(100)]
+    part_of_one = {"matchLabels": {"app": "7", "tier": "web"}}
+    [policy] = group_policies(*others, part_of_one)
+    one_of = {"key": "app", "operator": "In", "values": sorted(str(number) for number in range(100))}
+    assert policy["spec"]["podSelector"] == {"matchLabels": LABELS, "matchExpressions": [one_of]}
+
+
+def test_a_group_has_a_bounded_number_of_policies_and_sure_ones_come_first() -> None:
+    others = [{"matchLabels": {"app": str(number), "part": "a"}} for number in range(100)]
+    found = group_policies(*others, {"matchLabels": {"team": "search"}})
+    assert len(found) == 32
+    assert found[0]["spec"]["podSelector"] == {"matchLabels": {"team": "search", **LABELS}}
+
+
+def rules_of_fetch(spec: HeteroInferenceSpec, allowed: FetchEgress = FetchEgress()) -> list[Any]:  # noqa: B008 - frozen
+    ingress, egress = build_fetch_policies(spec, OWNER, Isolation.of(Egress.AUTO, [{}]), allowed)
     assert ingress["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 8081}]}]
     assert ingress["spec"]["policyTypes"] == ["Ingress"]
-    found: list[Any] = egress["spec"]["egress"][1]["ports"]
-    return found
+    rules: list[Any] = egress["spec"]["egress"]
+    assert "to" not in rules[0], "a resolver of the node has a link-local address"
+    return rules[1:]
 
 
-def test_a_fetch_reaches_its_hub_its_mirror_and_its_proxy() -> None:
-    web = [{"protocol": "TCP", "port": 80}, {"protocol": "TCP", "port": 443}]
-    assert ports_of_fetch(asked()) == web
-    assert ports_of_fetch(asked(HF_ENDPOINT="https://mirror/x", HTTPS_PROXY="proxy:3128")) == [
-        *web,
-        {"protocol": "TCP", "port": 3128},
-    ]
-    # Where the address is not in the spec, no port is known.
+def from_config_map(name: str) -> HeteroInferenceSpec:
     hidden = asked().dump()
-    key = {"name": "proxy", "key": "url"}
-    hidden["engine"]["env"] = [{"name": "https_proxy", "valueFrom": {"configMapKeyRef": key}}]
-    assert ports_of_fetch(parse_spec(hidden)) == [{"protocol": "TCP"}]
+    hidden["engine"]["env"] = [{"name": name, "valueFrom": {"configMapKeyRef": {"name": "p", "key": "url"}}}]
+    return parse_spec(hidden)
+
+
+WEB = [{"protocol": "TCP", "port": 80}, {"protocol": "TCP", "port": 443}]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        asked(),
+        asked(HF_ENDPOINT="https://h:6443", ALL_PROXY="socks5://10.0.0.1:5432"),
+        from_config_map("https_proxy"),
+    ],
+)
+def test_a_resource_opens_nothing_beyond_what_the_installation_allows(spec: HeteroInferenceSpec) -> None:
+    [rule] = rules_of_fetch(spec)
+    assert rule["ports"] == WEB
+    v4, v6 = (block["ipBlock"] for block in rule["to"])
+    assert v4["cidr"] == "0.0.0.0/0"
+    assert "169.254.0.0/16" in v4["except"]
+    assert v6["cidr"] == "::/0"
+    assert {"fe80::/10", "fd00:ec2::/32"} <= set(v6["except"])
+    for block in (v4, v6):
+        whole = ip_network(block["cidr"])
+        for each in map(ip_network, block["except"]):
+            # The API server refuses all else.
+            assert each != whole
+            assert each.subnet_of(whole)  # type: ignore[arg-type]  # raises TypeError for another family
+
+
+def test_an_installation_says_where_fetches_go() -> None:
+    text = '{"ports": [3128], "cidrs": ["10.0.0.0/8", "10.1.0.0/17"], "except": ["10.1.0.0/16", "fe80::/10"]}'
+    [rule] = rules_of_fetch(asked(), FetchEgress.from_json(text))
+    assert rule == {
+        "ports": [{"protocol": "TCP", "port": 3128}],
+        "to": [{"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}],
+    }
+    for text in ('{"ports": []}', '{"cidrs": []}', '{"except": ["0.0.0.0/0", "::/0"]}'):
+        assert rules_of_fetch(asked(), FetchEgress.from_json(text)) == [], "an empty list would open all"
+
+
+def test_the_chart_has_the_same_defaults() -> None:
+    values = yaml.safe_load((REPOSITORY / "charts/heteroinfer/values.yaml").read_text())
+    assert (
+        FetchEgress.from_json(json.dumps(values["fetchEgress"])) == FetchEgress() == FetchEgress.from_json("")
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "x",
+        '{"port": [1]}',
+        '{"ports": 1}',
+        '{"ports": ["443"]}',
+        '{"ports": [0]}',
+        '{"ports": [true]}',
+        '{"cidrs": ["10.0.0.1/8"]}',
+        '{"cidrs": ["10.0.0.1"]}',
+        '{"except": [7]}',
+    ],
+)
+def test_what_says_no_addresses_is_refused(text: str) -> None:
+    with pytest.raises(HeteroInferError, match=r"fetchEgress of the chart.*Correct it"):
+        FetchEgress.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (asked(), ""),
+        (asked(HF_ENDPOINT="https://mirror/x", HTTP_PROXY="proxy", NO_PROXY="a:7", HTTPS_PROXY=""), ""),
+        (asked(HTTPS_PROXY="proxy:3128"), "HTTPS_PROXY (engine.env) names port 3128"),
+        (asked(all_proxy="socks5h://p"), "all_proxy (engine.env) names port 1080"),
+        (from_config_map("https_proxy"), "give the URL as a plain value"),
+    ],
+)
+def test_a_closed_port_is_named_with_the_charts_value(spec: HeteroInferenceSpec, words: str) -> None:
+    kept_in = Isolation.of(Egress.AUTO, [{}])
+    said = describe_closed_ports(spec, OWNER, kept_in, FetchEgress())
+    assert words in said
+    assert bool(words) is bool(said) is ("fetchEgress.ports" in said)
+    assert describe_closed_ports(spec, OWNER, Isolation(), FetchEgress()) == ""
 
 
 def stored(**of_spec: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.reconcile.allowed import Allowed
-from tests.unit.api.test_template import PLATFORM
+from tests.unit.api.test_template import DIGEST, PLATFORM
 from tests.unit.manifests.test_golden import GROUP, IMAGES, OWNER, PLAN, RESOURCE, _pods
 
 BUNDLE = {"configMapKeyRef": {"name": "company", "key": "ca.crt"}}
@@ -124,10 +124,11 @@ def test_files_of_the_engine_are_in_one_folder() -> None:
 
 
 def test_a_model_in_an_image_is_a_volume() -> None:
-    changed = spec(model={"uri": "oci://registry.test/llama:1#models/a"})
+    changed = spec(model={"uri": f"oci://registry.test/llama@{DIGEST}#models/a"})
     assert ClusterAddressing().model(changed, OWNER).path == "/model/models/a"
+    volume = {"name": "model", "image": {"reference": f"registry.test/llama@{DIGEST}"}}
     for pod in (worker(changed), model_pod(changed)):
-        assert {"name": "model", "image": {"reference": "registry.test/llama:1"}} in pod["spec"]["volumes"]
+        assert volume in pod["spec"]["volumes"]
         assert mounts(pod)["/model"] == "model"
     said = 'Pod "x" is invalid: spec.volumes[2]: Required value: must specify a volume type'
     advice = "This cluster has no image volumes"

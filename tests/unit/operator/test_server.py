@@ -1,10 +1,13 @@
 """What an answer of the API server, or of a proxy in front of it, is taken for."""
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
+from kubernetes.aio import config
 
-from heteroinfer_operator.kube.server import NAMESPACE_ENDS, ApiError, parse_answer
+from heteroinfer_operator.kube.server import NAMESPACE_ENDS, ApiError, load_configuration, parse_answer
 
 DENIED = 'admission webhook "w" denied the request: not this image'
 QUOTA = "exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2"
@@ -87,3 +90,24 @@ def test_what_is_no_answer_is_an_error_of_the_api_server(text: str | bytes) -> N
 def test_an_answer_is_the_object_that_it_holds() -> None:
     answer = {"kind": "Pod", "metadata": {"name": "p"}}
     assert parse_answer("GET /pods", json.dumps(answer), has=("kind", "metadata")) == answer
+
+
+async def test_a_pod_asks_no_proxy_for_the_api_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kubeconfig"
+    cluster = {"name": "c", "cluster": {"server": "https://10.96.0.1"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    user = {"name": "u", "user": {"token": "t"}}
+    file.write_text(
+        yaml.safe_dump(
+            {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "c"}
+        )
+    )
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "10.96.0.0/12")
+    outside = await load_configuration(str(file))
+    assert outside.client_session_kwargs == {"trust_env": True}
+    monkeypatch.setattr(config, "load_incluster_config", lambda client_configuration: None)
+    inside = await load_configuration()
+    assert inside.client_session_kwargs == {"trust_env": False}

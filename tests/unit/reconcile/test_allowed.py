@@ -18,6 +18,7 @@ from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests.identity import revision
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, VALUES, WHY
+from tests.unit.api.test_template import DIGEST
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 ALL = Allowed(arguments=None, annotations=None)
@@ -75,6 +76,46 @@ def test_an_image_is_one_of_those_allowed(image: str | None, is_allowed: bool) -
     assert (problem is None) is is_allowed
     assert is_allowed or (problem is not None and problem.reason == "ImageNotAllowed")
     assert Allowed().find_forbidden(spec) is None
+
+
+def test_an_image_volume_is_one_of_those_allowed() -> None:
+    allowed = Allowed(images=("registry.example.com/ml/",))
+    spec = cpu_pair(model={"uri": f"oci://evil.example/model@{DIGEST}"})
+    assert allowed.find_forbidden(parse_spec(spec)) is None, "weights are no code"
+    for image, is_allowed in (("registry.example.com/ml/data:1", True), ("evil.example/any:1", False)):
+        volume = {"name": "x", "image": {"reference": image}}
+        spec["roles"] = [{**role, "template": {"volumes": [volume]}} for role in spec["roles"]]
+        problem = allowed.find_forbidden(parse_spec(spec))
+        assert (problem is None) is is_allowed
+    assert problem is not None
+    assert problem.reason == "ImageNotAllowed"
+    assert problem.message.startswith("roles[first].template.volumes[x].image.reference: got evil")
+
+
+NAMES_OF_CODE = """
+    LD_AUDIT LD_LIBRARY_PATH LD_PRELOAD HOME NCCL_CONF_FILE NCCL_NET_PLUGIN PYTHONHOME PYTHONPATH
+    PYTHONSTARTUP PYTHONUSERBASE TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR TRITON_CACHE_DIR
+    VLLM_CACHE_ROOT VLLM_LOGGING_CONFIG_PATH XDG_CACHE_HOME HF_HOME HF_MODULES_CACHE PATH
+"""
+OPTIONS_OF_CODE = """
+    --middleware --tool-parser-plugin --reasoning-parser-plugin --logging-config --logits-processors
+    --worker-extension-cls --worker-cls --io-processor-plugin --download-dir --hf-config-path
+    --code-revision
+"""
+
+
+@pytest.mark.parametrize("name", NAMES_OF_CODE.split())
+def test_no_variable_runs_code_of_a_mounted_folder(name: str) -> None:
+    with pytest.raises(SpecError, match="a variable that"):
+        parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "/mnt/a"}]}))
+
+
+@pytest.mark.parametrize("option", OPTIONS_OF_CODE.split())
+@pytest.mark.parametrize("folder", ["/mnt/a", "/etc/heteroinfer/files"])
+def test_no_option_runs_code_of_a_mounted_folder(option: str, folder: str) -> None:
+    files = [{"name": "a.py", "configMapKeyRef": {"name": "c", "key": "k"}}]
+    engine = {"args": [option, f"{folder}/a.py"], "files": files}
+    assert Allowed().find_forbidden(parse_spec(cpu_pair(engine=engine))) is not None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.cluster import ApplyObject, ContainerTermination
-from tests.unit.reconcile.test_model import fetched, hub_model, run_fetch
+from tests.unit.reconcile.test_model import fetched, hub_model, run_fetch, say
 from tests.unit.reconcile.world import World, cpu_pair
 
 POLICY = "NetworkPolicy"
@@ -33,7 +33,7 @@ def test_policies_let_pods_out_as_long_as_others_keep_them_in(world: World) -> N
     world.kept_in = ({},)
     world.settle()
     assert policies(world) == ["demo-0-ranks-egress"]
-    world.kept_in = ({}, {"matchLabels": {names.LABEL_LEADER: "true"}}, {"matchLabels": {"app": "db"}})
+    world.kept_in = ({"matchLabels": {names.LABEL_LEADER: "true"}}, {"matchLabels": {"app": "db"}})
     world.settle()
     assert policies(world) == ["demo-0-ranks-egress"] * 2
     world.kept_in = None  # an operator that has just started: what is there stays
@@ -67,6 +67,21 @@ def test_a_fetch_has_its_policies_from_before_its_pod_to_its_end() -> None:
     world.reap()
     world.settle()
     assert [name for name in policies(world) if "fetch" in name] == []
+
+
+def test_a_fetch_whose_proxy_the_policies_close_says_so() -> None:
+    engine = {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]}
+    world = World(spec=cpu_pair(model=hub_model(), engine=engine))
+    world.settle()
+    assert "3128" not in world.message("ModelReady"), "nothing keeps it in"
+    world.kept_in = ({},)
+    world.settle()
+    assert "HTTPS_PROXY (engine.env) names port 3128" in world.message("ModelReady")
+    assert "fetchEgress.ports" in world.message("ModelReady")
+    run_fetch(world)
+    say(world, 1.0)
+    world.settle()
+    assert "3128" not in world.message("ModelReady"), "it gets on"
 
 
 def test_the_clients_service_of_an_older_version_keeps_its_families(world: World) -> None:

@@ -19,6 +19,8 @@ _URI_PATTERNS: Final = (
     "oci://[a-z0-9][A-Za-z0-9._:/@-]*(#[^/]+(/[^/]+)*)?",
 )
 """One a scheme; understood alike by RE2 (CEL) and Python."""
+_DIGEST: Final = "^[^#]*@sha256:[0-9a-f]{64}(#|$)"
+"""Of an image's URI."""
 
 
 class AccessMode(StrEnum):
@@ -103,9 +105,20 @@ class ModelSpec(Model):
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel=" || ".join(f"self.uri.matches({cel_text(f'^{pattern}$')})" for pattern in _URI_PATTERNS),
-            message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME:TAG#FOLDER or "
-            "file:///ABSOLUTE/PATH",
+            message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER"
+            " or file:///ABSOLUTE/PATH",
             holds=lambda model: any(re.fullmatch(pattern, model.uri) for pattern in _URI_PATTERNS),
+            got="%s",
+            got_cel=("self.uri",),
+            got_values=lambda model: (model.uri,),
+        ),
+        ValidationRule(
+            cel=f"!self.uri.startsWith('oci://') || self.uri.matches({cel_text(_DIGEST)})",
+            message="uri: an image must have a digest, since nodes may hold different weights of one tag; "
+            "use oci://REGISTRY/NAME@sha256:DIGEST (`crane digest REGISTRY/NAME:TAG` prints it)",
+            holds=lambda model: (
+                not model.uri.startswith("oci://") or re.search(_DIGEST, model.uri) is not None
+            ),
             got="%s",
             got_cel=("self.uri",),
             got_values=lambda model: (model.uri,),
@@ -133,8 +146,8 @@ class ModelSpec(Model):
     )
 
     uri: Annotated[str, Field(min_length=1, max_length=512)]
-    """hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME:TAG#FOLDER (an image's files, Kubernetes 1.35 or
-    later; FOLDER may be left out) or file:///ABSOLUTE/PATH on the node."""
+    """hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER (an image's files,
+    Kubernetes 1.35 or later; FOLDER may be left out) or file:///ABSOLUTE/PATH on the node."""
     revision: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
     ) = None

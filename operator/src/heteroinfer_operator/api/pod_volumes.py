@@ -9,25 +9,17 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from heteroinfer_contract import names
 from heteroinfer_operator.api.base import ATOMIC, ByteSize, Model, ObjectName, ValidationRule, cel_text
 from heteroinfer_operator.api.pod_fields import ClassName, Image, KeyOfObject
 
 OWN_VOLUMES: Final = ("model", "scratch", "shm", "ca-bundle", "files")
 """Names of volumes that the manifests of workers have."""
-_CLOSED: Final = (
-    names.MODEL_MOUNT,
-    "/dev",
-    "/etc/heteroinfer",
-    "/opt/heteroinfer",
-    "/proc",
-    "/sys",
-    "/tmp",  # noqa: S108 - of a pod
-    "/var/lib/extrausers",
-    "/var/run",
-    "/run",
-)
-"""Folders of a container that hold what workers need: nothing is mounted there, inside them or above them."""
+MOUNT_ROOTS: Final = ("/mnt", "/data", "/srv")
+"""Folders of a container below which volumes are mounted.
+
+No image has code, settings or accounts there. Anywhere else a file of a ConfigMap may become code of a worker
+(`sitecustomize.py`, `/etc/ld.so.preload`, a user's site-packages), whatever the installation refuses in args.
+"""
 _FileMode = Annotated[int, Field(ge=0, le=0o777)]
 _PART: Final = "([^/:.]|[.][^/:.])[^/:]*"
 """Of a path: not `.`, and nothing that begins with `..`. A rule in CEL would cost too much so deep inside."""
@@ -192,19 +184,16 @@ class TemplateVolume(Model):
     """A claim."""
 
 
-def _is_closed(path: str) -> bool:
-    return any(f"{closed}/".startswith(f"{path}/") or path.startswith(f"{closed}/") for closed in _CLOSED)
-
-
 class TemplateMount(Model):
     """Where a volume is mounted in the worker container."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
-            cel=f"![{', '.join(map(cel_text, _CLOSED))}]"
-            ".exists(c, (c + '/').startsWith(self.mountPath + '/') || self.mountPath.startsWith(c + '/'))",
-            message=f"mountPath: workers need {', '.join(_CLOSED)}; choose another, such as /mnt/NAME",
-            holds=lambda own: not _is_closed(own.mount_path),
+            cel=f"[{', '.join(cel_text(f'{root}/') for root in MOUNT_ROOTS)}]"
+            ".exists(r, self.mountPath.startsWith(r))",
+            message=f"mountPath: must be below {', '.join(MOUNT_ROOTS)}, such as /mnt/NAME; files elsewhere "
+            "may become code of workers",
+            holds=lambda own: own.mount_path.startswith(tuple(f"{root}/" for root in MOUNT_ROOTS)),
             got="%s",
             got_cel=("self.mountPath",),
             got_values=lambda own: (own.mount_path,),
@@ -214,7 +203,7 @@ class TemplateMount(Model):
     name: Annotated[str, Field(min_length=1, max_length=63)]
     """Name of one of volumes."""
     mount_path: Annotated[str, Field(pattern=f"^{_ABSOLUTE}$", min_length=2, max_length=256)]
-    """Folder in the container."""
+    """Folder in the container, below /mnt, /data or /srv."""
     sub_path: Annotated[str, Field(pattern=f"^{_RELATIVE}$", min_length=1, max_length=256)] | None = None
     """A part of the volume; all of it if not given."""
     read_only: bool | None = None

@@ -22,6 +22,7 @@ from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests import egress_policy
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
+from heteroinfer_operator.manifests.fetch_egress import FetchEgress
 from heteroinfer_operator.manifests.image_pulls import ImagePulls
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
@@ -78,6 +79,7 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
         ),
         operator_key=operator_key,
         egress=egress_policy.Egress(settings.pod_egress),
+        fetch_egress=FetchEgress.from_json(settings.fetch_egress),
         allowed=Allowed(
             remote_code=settings.allow_remote_code,
             arguments=settings.allowed_arguments,

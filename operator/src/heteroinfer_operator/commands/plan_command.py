@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -17,7 +17,7 @@ from pydantic.alias_generators import to_camel
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device, RankAssignment
 from heteroinfer_contract.printable import format_bytes, printable
-from heteroinfer_operator.api import HeteroInference
+from heteroinfer_operator.api import HeteroInference, HeteroInferenceSpec
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.commands.account import (
     describe_bounds,
@@ -32,6 +32,7 @@ from heteroinfer_operator.commands.plan_nodes import load_free_nodes
 from heteroinfer_operator.commands.resource_file import load_resource
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
 from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.manifests.addressing import host_path_refusal
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
@@ -94,6 +95,7 @@ class ChartValues(BaseModel):
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel)
 
+    allow_host_paths: bool = False
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
@@ -165,7 +167,7 @@ def _answer(arguments: argparse.Namespace) -> PlanAnswer:
     try:
         resource = load_resource(arguments.filename)
         values = _chart_values(arguments.chart_values)
-        refused = tuple(_allowed(values).find_all_forbidden(resource.spec))
+        refused = tuple(_find_refused(values, resource.spec))
         given = PodResources.from_json(json.dumps(values.pod_resources))
         resource = resource.changed(spec=given.complete_roles(resource.spec))
         impossible = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
@@ -200,9 +202,14 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
 
 
 def _chart_values(file: str | None) -> ChartValues:
-    """Returns the values of an installation's chart, or the chart's defaults."""
+    """Returns the values of an installation's chart, or the chart's defaults.
+
+    Without a file paths are allowed: the resource may be one for `heteroinfer up` on this machine.
+    """
+    if file is None:
+        return ChartValues.model_validate({"allowHostPaths": True})
     try:
-        stored = yaml.safe_load(Path(file).read_text()) if file is not None else None
+        stored = yaml.safe_load(Path(file).read_text())
         return ChartValues.model_validate({} if stored is None else stored)
     except OSError as error:
         raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
@@ -214,8 +221,9 @@ def _chart_values(file: str | None) -> ChartValues:
         ) from error
 
 
-def _allowed(values: ChartValues) -> Allowed:
-    return Allowed(
+def _find_refused(values: ChartValues, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+    """Finds what an operator with these values would refuse of a spec."""
+    allowed = Allowed(
         remote_code=values.allow_remote_code,
         arguments=values.allowed_arguments,
         annotations=values.allowed_annotations,
@@ -223,6 +231,9 @@ def _allowed(values: ChartValues) -> Allowed:
         host_paths=values.allowed_host_paths,
         service_accounts=values.allowed_service_accounts,
     )
+    yield from allowed.find_all_forbidden(spec)
+    if spec.model.uri.startswith("file://") and not values.allow_host_paths:
+        yield host_path_refusal(spec)
 
 
 def _calibrations(arguments: argparse.Namespace) -> Calibrations:

@@ -25,7 +25,7 @@ from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.outliving_pods import LeftPods
 from heteroinfer_operator.kube.paths import NamespacedName, writable_kind
-from heteroinfer_operator.kube.pending_claims import PendingClaims
+from heteroinfer_operator.kube.pending_pods import PendingPods
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, UnlabelledPods
@@ -64,7 +64,7 @@ class KubeCluster:
         self._dry_runs = DryRuns(self._try_create)
         self._unlabelled = UnlabelledPods(server, wake=self._callbacks.wake)
         self._left = LeftPods(server, cluster_state, wake=self._callbacks.wake)
-        self._claims = PendingClaims(server, wake=self._callbacks.wake)
+        self._pending = PendingPods(server, wake=self._callbacks.wake)
         self._ways = Ways(
             server=server,
             cluster_state=cluster_state,
@@ -88,7 +88,7 @@ class KubeCluster:
             self._forget(key)
             self._dry_runs.forget(key)
             self._unlabelled.forget(key)
-            self._claims.forget(key)
+            self._pending.forget(key)
             self._groups.watch_only(key, ())
             return None
         self._callbacks.observed(key, resource.status)
@@ -114,7 +114,7 @@ class KubeCluster:
         unmade = self._unmade(resource, (pod.view.name for pod in pods))
         return ResourceObservation(
             resource=resource,
-            pods=self._claims.explain(resource, pods),
+            pods=self._pending.explain(resource, pods),
             objects=tuple(child.stored for child in self._cluster_state.children(key, resource.uid)),
             nodes=self._cluster_state.nodes(),
             promised=self._cluster_state.promised(),
@@ -189,7 +189,7 @@ class KubeCluster:
         kept.begin(observation.resource, observation.refusals, actions)
         again_s = await ActionRun(self._ways, observation, kept).run_all(actions)
         waits = [again_s, LOOK_AGAIN_S if self._unlabelled.are_there(key) else None]
-        waits.append(self._claims.look_again_s(key))
+        waits.append(self._pending.look_again_s(key))
         return min((wait for wait in waits if wait is not None), default=None)
 
 

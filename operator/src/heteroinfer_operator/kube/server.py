@@ -168,9 +168,13 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
     # The client is typed in part; all that is used of it untyped stands behind these names.
     load_in_pod: Any = config.load_incluster_config
     load_kubeconfig: Any = config.load_kube_config
+    # A pod reaches the API server directly, by its address. Ranges of addresses in NO_PROXY mean nothing to
+    # aiohttp (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would ask a proxy for it.
+    proxied = False
     try:
         load_in_pod(client_configuration=configuration)
     except ConfigException:
+        proxied = bool(getproxies().keys() - {"no"})
         try:
             if not find_kubeconfigs(kubeconfig):
                 named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
@@ -185,7 +189,7 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
             ) from error
     # Without a proxy the environment says nothing of use, and aiohttp would look for a ~/.netrc in another
     # thread before each request (`aiohttp/client.py::ClientSession._request@3.14`).
-    configuration.client_session_kwargs = {"trust_env": bool(getproxies().keys() - {"no"})}
+    configuration.client_session_kwargs = {"trust_env": proxied}
     return configuration
 
 

@@ -72,6 +72,15 @@ class ModelSource:
         return replace(self, fetch=replace(self.fetch, revision=revision))
 
 
+def host_path_refusal(spec: HeteroInferenceSpec) -> PlanError:
+    """Returns the refusal of a model that lies in a folder of the nodes."""
+    return PlanError(
+        f"model.uri {spec.model.uri} is a path of the nodes, which this operator does not allow: "
+        "use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
+        reason=HOST_PATH_REASON,
+    )
+
+
 def hub_repository(spec: HeteroInferenceSpec) -> str:
     """Returns ORG/MODEL of a hub's model."""
     return spec.model.uri.removeprefix(HUB_SCHEME)
@@ -132,11 +141,7 @@ class ClusterAddressing:
             return ModelSource(path=f"{names.MODEL_MOUNT}/{folder}".rstrip("/"), volume=volume)
         if scheme == "file":
             if not self.allow_host_paths:
-                raise PlanError(
-                    f"model.uri {spec.model.uri} is a path of the nodes, which this operator does not allow: "
-                    "use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
-                    reason=HOST_PATH_REASON,
-                )
+                raise host_path_refusal(spec)
             return ModelSource(
                 path=names.MODEL_MOUNT, volume={"hostPath": {"path": rest, "type": "Directory"}}
             )

@@ -11,24 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api import HeteroInferenceSpec, PodTemplate
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.manifests import identity
+from heteroinfer_operator.manifests.fetch_egress import FetchEgress
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.model_pods import model_template
 
 POLICY_KIND: Final = "NetworkPolicy"
 _API_VERSION: Final = "networking.k8s.io/v1"
 _DNS_PORTS: Final = (53, 5353)
-"""Of resolvers, and of OpenShift's resolvers' pods, at which a policy sees a request."""
-_WEB_PORTS: Final = (80, 443)
-_WAYS_OUT: Final = frozenset({names.ENV_HUB_ENDPOINT, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"})
-"""Variables, in upper case, that name where a fetch pod connects to."""
-_SET_BY_OTHERS: Final = (f"{names.API_GROUP}/", "k8s.io/", "istio.io/", "volcano.sh/")
-"""What is in labels that pods have and roles do not show: ours, and those of queues and gangs."""
+"""Of resolvers, and of OpenShift's resolvers' pods, at which a policy sees a request.
+
+They are open to any address: that of a resolver may be link-local (NodeLocal DNSCache).
+"""
+_MOST: Final = 32
+"""Policies of one group, or of one fetch. Selectors that certainly select its pods come first."""
 
 
 class Egress(StrEnum):
@@ -46,7 +46,7 @@ class Isolation:
     """Which pods of a namespace are kept in.
 
     Attributes:
-        selectors: the `podSelector` of each policy that keeps pods in, each once.
+        selectors: of all pods that policies keep in, as few as possible.
     """
 
     selectors: tuple[Manifest, ...] = ()
@@ -57,7 +57,7 @@ class Isolation:
         if egress is not Egress.AUTO:
             return cls(selectors=({},) if egress is Egress.ALWAYS else ())
         by_text = {json.dumps(each, sort_keys=True): each for each in selectors}
-        return cls(selectors=tuple(each for _, each in sorted(by_text.items())))
+        return cls(selectors=tuple(_merged(_widest([each for _, each in sorted(by_text.items())]))))
 
 
 def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Isolation) -> list[Manifest]:
@@ -68,17 +68,20 @@ def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Is
     name = identity.group_service(group.owner, group.index)
     return [
         _egress(identity.group_metadata(group, f"{name}-egress-{_hash(each)}"), _both(ours, each), rules)
-        for each in isolation.selectors
-        if any(_may_select(each, labels) for labels in pods)
+        for each in _selectors(isolation, pods)
     ]
 
 
-def build_fetch_policies(spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation) -> list[Manifest]:
-    """Returns the policies of the pod that fetches a model: who asks it, and where it may go."""
-    ours = {names.LABEL_RESOURCE: owner.key.name, names.LABEL_COMPONENT: names.COMPONENT_FETCH}
-    labels = {**_template_labels(model_template(spec)), **ours}
+def build_fetch_policies(
+    spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation, allowed: FetchEgress
+) -> list[Manifest]:
+    """Returns the policies of the pod that fetches a model: who asks it, and where it may go.
+
+    The installation alone decides where it may go: whoever writes the spec chooses the image of this pod.
+    """
+    ours = _labels_of_fetches(owner)
     name = f"{owner.key.name}-{names.COMPONENT_FETCH}"
-    rules = [_dns(), {"ports": _hub_ports(spec)}]
+    rules = [_dns(), *allowed.rules()]
     asked = {
         "podSelector": {"matchLabels": ours},
         "policyTypes": ["Ingress"],
@@ -93,10 +96,25 @@ def build_fetch_policies(spec: HeteroInferenceSpec, owner: Owner, isolation: Iso
         },
         *(
             _egress(identity.metadata(owner, f"{name}-egress-{_hash(each)}", {}), _both(ours, each), rules)
-            for each in isolation.selectors
-            if _may_select(each, labels)
+            for each in _selectors(isolation, [_fetch_labels(spec, owner)])
         ),
     ]
+
+
+def describe_closed_ports(
+    spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation, allowed: FetchEgress
+) -> str:
+    """Names the variables whose port the policies of a fetch close, and the fix; "" for none."""
+    is_kept_in = bool(_selectors(isolation, [_fetch_labels(spec, owner)]))
+    return allowed.describe_closed(spec) if is_kept_in else ""
+
+
+def _labels_of_fetches(owner: Owner) -> Mapping[str, str]:
+    return {names.LABEL_RESOURCE: owner.key.name, names.LABEL_COMPONENT: names.COMPONENT_FETCH}
+
+
+def _fetch_labels(spec: HeteroInferenceSpec, owner: Owner) -> Mapping[str, str]:
+    return {**_template_labels(model_template(spec)), **_labels_of_fetches(owner)}
 
 
 def _template_labels(template: PodTemplate | None) -> Mapping[str, str]:
@@ -115,23 +133,6 @@ def _dns() -> Manifest:
     return {"ports": [{"protocol": kind, "port": port} for port in _DNS_PORTS for kind in ("UDP", "TCP")]}
 
 
-def _hub_ports(spec: HeteroInferenceSpec) -> list[Manifest]:
-    """Returns the ports of the hub, mirror and proxies; all if one of them comes from a Secret."""
-    given = [variable for variable in spec.engine.env if variable.name.upper() in _WAYS_OUT]
-    if any(variable.value is None for variable in given):
-        return [{"protocol": "TCP"}]
-    ports = {*_WEB_PORTS, *(_port_of(variable.value or "") for variable in given)} - {None}
-    return [{"protocol": "TCP", "port": port} for port in sorted(port for port in ports if port is not None)]
-
-
-def _port_of(url: str) -> int | None:
-    """Returns the port that a URL names, or None."""
-    try:
-        return urlsplit(url if "://" in url else f"//{url}").port
-    except ValueError:
-        return None
-
-
 def _both(ours: Mapping[str, str], other: Manifest) -> Manifest:
     """Returns the selector of the pods of ours that another selector selects too."""
     expressions = other.get("matchExpressions") or ()
@@ -139,25 +140,66 @@ def _both(ours: Mapping[str, str], other: Manifest) -> Manifest:
     return {"matchLabels": labels, **({"matchExpressions": list(expressions)} if expressions else {})}
 
 
-def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    """Returns whether a selector may select a pod with these labels and those that others give it."""
+def _selectors(isolation: Isolation, pods: Sequence[Mapping[str, str]]) -> list[Manifest]:
+    """Returns the selectors that may select one of these pods, at most _MOST."""
+    found = [each for each in isolation.selectors if any(_may_select(each, own) for own in pods)]
+    return sorted(found, key=lambda each: any(_unknown(each, own) for own in pods))[:_MOST]
+
+
+def _widest(selectors: Sequence[Manifest]) -> list[Manifest]:
+    """Returns the selectors without those whose pods all have a term that alone is another selector."""
+    terms = [{json.dumps(term) for term in _terms(each)} for each in selectors]
+    if set() in terms:
+        return [{}]
+    alone = {term for own in terms if len(own) == 1 for term in own}
+    return [each for each, own in zip(selectors, terms, strict=True) if len(own) == 1 or not own & alone]
+
+
+def _merged(selectors: Sequence[Manifest]) -> list[Manifest]:
+    """Returns fewer selectors of the same pods: those of one value of the same label become one."""
+    values: dict[str, list[str]] = {}
+    others = []
+    for each in selectors:
+        labels = each.get("matchLabels") or {}
+        if len(labels) == 1 and not each.get("matchExpressions"):
+            [(key, value)] = labels.items()
+            values.setdefault(key, []).append(value)
+        else:
+            others.append(each)
+    for key, listed in values.items():
+        one_of = [{"key": key, "operator": "In", "values": sorted(listed)}]
+        others.append({"matchLabels": {key: listed[0]}} if len(listed) == 1 else {"matchExpressions": one_of})
+    return others
+
+
+def _terms(selector: Manifest) -> list[tuple[str, str, list[str]]]:
     terms = [(key, "In", [value]) for key, value in (selector.get("matchLabels") or {}).items()]
-    terms += [
+    return terms + [
         (term.get("key", ""), term.get("operator", ""), term.get("values") or [])
         for term in selector.get("matchExpressions") or ()
     ]
-    return all(_may_hold(key, operator, values, labels) for key, operator, values in terms)
 
 
-def _may_hold(key: str, operator: str, values: Sequence[str], labels: Mapping[str, str]) -> bool:
-    if key not in labels and any(word in key for word in _SET_BY_OTHERS):
-        return True
-    value = labels.get(key)
+def _unknown(selector: Manifest, labels: Mapping[str, str]) -> bool:
+    return any(key not in labels for key, _, _ in _terms(selector))
+
+
+def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
+    """Returns whether a selector may select a pod with these labels and those that others give it.
+
+    Any label may be given: webhooks of meshes, tenants and teams add their own.
+    """
+    return all(
+        key not in labels or _holds(operator, values, labels[key])
+        for key, operator, values in _terms(selector)
+    )
+
+
+def _holds(operator: str, values: Sequence[str], value: str) -> bool:
     holds = {
         "In": value in values,
         "NotIn": value not in values,
-        "Exists": value is not None,
-        "DoesNotExist": value is None,
+        "DoesNotExist": False,
     }
     return holds.get(operator, True)
 

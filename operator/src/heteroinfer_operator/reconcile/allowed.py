@@ -34,7 +34,8 @@ class Allowed:
         remote_code: whether a model's own Python code may run in its pods.
         arguments: options of vLLM beside those listed; None allows all.
         annotations: of pods, beside those listed: keys, or prefixes that end with a slash; None allows all.
-        images: what `engine.image` may name: images, or prefixes that end with / : or @; empty allows all.
+        images: what `engine.image` and image volumes may name: images, or prefixes that end with / : or @;
+            empty allows all.
         host_paths: folders in which a path of a node may lie; empty allows all.
         service_accounts: names that pods may have, in any namespace; None allows all.
     """
@@ -75,13 +76,13 @@ class Allowed:
                     )
 
     def _forbidden_places(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        image, listed = spec.engine.image, ", ".join(self.images)
-        if image and self.images and not _is_listed(image, self.images, ends=_IMAGE_ENDS):
-            yield PlanError(
-                f"engine.image: got {image}, expected one of {listed}: take such an image, or have "
-                "the chart's allowedWorkerImages name it",
-                reason="ImageNotAllowed",
-            )
+        for field, image in _images(spec):
+            if self.images and not _is_listed(image, self.images, ends=_IMAGE_ENDS):
+                yield PlanError(
+                    f"{field}: got {image}, expected one of {', '.join(self.images)}: take such an image, or "
+                    "have the chart's allowedWorkerImages name it",
+                    reason="ImageNotAllowed",
+                )
         scheme, _, path = spec.model.uri.partition("://")
         folders = self.host_paths
         if scheme == "file" and folders and not any(_is_below(path, folder) for folder in folders):
@@ -111,6 +112,17 @@ class Allowed:
     def _allows(self, key: str) -> bool:
         is_plain = "/" not in key and "." not in key
         return self.annotations is None or is_plain or _is_listed(key, (*ANNOTATIONS, *self.annotations))
+
+
+def _images(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
+    """Yields each image that pods run or mount, with its field; a model's own image has weights, not code."""
+    if spec.engine.image:
+        yield "engine.image", spec.engine.image
+    for role in spec.roles:
+        for volume in role.template.volumes if role.template else ():
+            if volume.image is not None:
+                field = f"roles[{role.name}].template.volumes[{volume.name}].image.reference"
+                yield field, volume.image.reference
 
 
 def _is_listed(key: str, allowed: Sequence[str], *, ends: tuple[str, ...] = ("/",)) -> bool:

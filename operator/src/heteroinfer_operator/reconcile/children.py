@@ -192,7 +192,7 @@ def _of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) 
         service = build_client_service(context.owner, (port, *ports))
         found.append(Child(manifest=service, scopes=frozenset({CLIENTS_SCOPE})))
     if spec is not None and context.fetches and context.isolation is not None:
-        policies = build_fetch_policies(spec, context.owner, context.isolation)
+        policies = build_fetch_policies(spec, context.owner, context.isolation, context.options.fetch_egress)
         found += [Child(manifest=policy, scopes=frozenset({MODEL_SCOPE})) for policy in policies]
     specs = [spec] if spec is not None else []
     specs += [context.revisions[name].spec for name in in_use if name in context.revisions]

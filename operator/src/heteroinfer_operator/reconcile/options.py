@@ -6,6 +6,7 @@ from typing import Final
 
 from heteroinfer_operator.manifests import egress_policy
 from heteroinfer_operator.manifests.addressing import Addressing
+from heteroinfer_operator.manifests.fetch_egress import FetchEgress
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.pod_security import PodSecurity
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
@@ -28,6 +29,7 @@ class Options:
     Attributes:
         operator_key: of which groups' keys are made; None gives them none.
         egress: whether policies let pods out.
+        fetch_egress: where they let pods that fetch a model out to.
         nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
         names_come_again: whether a resource of the same name may have been here before.
         pod_resources: of the pods that look at models, and what roles leave out.
@@ -38,6 +40,7 @@ class Options:
     images: WorkerImages
     operator_key: bytes | None = field(default=None, repr=False)
     egress: egress_policy.Egress = egress_policy.Egress.AUTO
+    fetch_egress: FetchEgress = FetchEgress()  # noqa: RUF009 - frozen
     nodes_may_come: bool = True
     allowed: Allowed = Allowed()  # noqa: RUF009 - frozen
     names_come_again: bool = True

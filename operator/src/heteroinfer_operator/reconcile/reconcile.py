@@ -29,7 +29,7 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
 )
 from heteroinfer_operator.errors import SpecError
-from heteroinfer_operator.manifests.egress_policy import Isolation
+from heteroinfer_operator.manifests.egress_policy import Isolation, describe_closed_ports
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.planning import GroupRequest
@@ -208,7 +208,12 @@ def _model(
         cleanup=find_cleanup(target.spec, observation, node_loss.now),
     )
     pods = [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS]
-    return decide_model(context, status.model, pods)
+    decision = decide_model(context, status.model, pods)
+    if observation.kept_in is None or not context.fetches or decision.holds or decision.status.bytes_total:
+        return decision
+    isolation = Isolation.of(options.egress, observation.kept_in)
+    closed = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
+    return replace(decision, message="; ".join(filter(None, (decision.message, closed))))
 
 
 def _model_as_it_was(status: HeteroInferenceStatus, target: Target) -> ModelDecision:

@@ -1,0 +1,278 @@
+"""Pods that wait for a claim or for a volume, and why, in the words of the provisioner or the kubelet.
+
+The scheduler says of a pod without a node that a claim is unbound, or nothing at all while the claim waits
+for the pod. The provisioner says why in an event of the claim. If a volume cannot be mounted, as of a missing
+ConfigMap, the pod's status has ContainerCreating alone, and the kubelet says why in an event of the pod.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.background import start_task
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.cluster import PodView, ResourceKey, ResourceView, Waiting
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.kube.paths import CLAIM, EVENT, POD
+from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
+from heteroinfer_operator.kube.trim import PodRecord, label_key
+from heteroinfer_operator.stored_fields import as_object, as_objects, as_text, as_texts
+
+logger = logging.getLogger(__name__)
+
+SILENT_S: Final = 5.0
+"""A pod that has no node, and of which the scheduler has said nothing for so long, may wait for a claim.
+A pod whose container is not made so long after it has a node may wait for a volume."""
+AGAIN_S: Final = 20.0
+"""From one question about a claim or a pod to the next, while a pod waits."""
+_MOST_EVENTS: Final = 50
+_MOST_NOTE: Final = 400
+_OF_CLAIMS: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
+_BOUND: Final = "Bound"
+_NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
+"""Reasons of the kubelet's and the attach controller's events."""
+_MISSING: Final = re.compile('(configmap|secret) "([^"]+)" not found')
+_CREATING: Final = frozenset({"ContainerCreating", "PodInitializing"})
+_KINDS: Final = {"configmap": "ConfigMap", "secret": "Secret"}
+
+
+_KindAndName = tuple[str, str]
+"""Kind and name of a claim or a pod."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A claim or a pod that was asked for.
+
+    Attributes:
+        words: why it is not bound, or its volumes are not mounted, or "".
+        at_s: when it was last asked for.
+    """
+
+    at_s: float
+    task: asyncio.Task[None]
+    words: str = ""
+
+
+@dataclass(slots=True)
+class _WaitingPods:
+    """What is known of the pods of one resource that wait.
+
+    Attributes:
+        uid: of the resource: another may come under its name.
+        since_s: by uid and node: since when this process has seen a pod wait there, or without a node.
+        asked: claims and pods.
+        next_s: when to look again though nothing says that something changed, or None.
+    """
+
+    uid: str
+    since_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    asked: dict[_KindAndName, _Asked] = field(default_factory=dict)
+    next_s: float | None = None
+
+
+class PendingPods:
+    """Why claims of pods are not bound, or volumes not mounted. Use from one event loop.
+
+    Args:
+        wake: called with a resource once another answer about one of its claims or pods has come.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        *,
+        wake: Callable[[ResourceKey], None] = lambda key: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server = server
+        self._wake = wake
+        self._clock = clock
+        self._waiting: dict[ResourceKey, _WaitingPods] = {}
+
+    def explain(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[PodView, ...]:
+        """Returns the pods as decisions see them, with what is known now of what they wait for."""
+        now_s = self._clock()
+        pending = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
+        mounting = [pod for pod in pods if _is_made(pod.view)]
+        if not pending and not mounting:
+            self.forget(resource.key)
+            return tuple(pod.view for pod in pods)
+        waiting = self._waiting.get(resource.key)
+        if waiting is None or waiting.uid != resource.uid:
+            self.forget(resource.key)
+            waiting = self._waiting[resource.key] = _WaitingPods(resource.uid)
+        since_s = {(pod.view.uid, pod.view.node): now_s for pod in (*pending, *mounting)}
+        waiting.since_s = {key: waiting.since_s.get(key, seen_s) for key, seen_s in since_s.items()}
+        for_s = {uid: now_s - seen_s for (uid, _), seen_s in waiting.since_s.items()}
+        suspects = [pod for pod in pending if _may_wait(pod, for_s[pod.view.uid])]
+        late = _one_of_each_role([pod.view for pod in mounting if for_s[pod.view.uid] >= SILENT_S])
+        silent = bool(mounting) or any(not pod.view.unschedulable for pod in pending)
+        waiting.next_s = AGAIN_S if suspects or late else SILENT_S if silent else None
+        claims = {(CLAIM.name, name) for pod in suspects for name in pod.claims}
+        self._ask(resource, waiting, claims | {(POD.name, pod.name) for pod in late}, now_s)
+        words = {subject: each.words for subject, each in waiting.asked.items() if each.words}
+        waits = {pod.view.uid for pod in suspects}
+        return tuple(
+            _explained(pod, words) if pod.view.uid in waits else _with_mounts(pod.view, words) for pod in pods
+        )
+
+    def look_again_s(self, key: ResourceKey) -> float | None:
+        """Returns when a resource is to be looked at though no watch shows a change, in seconds, or None."""
+        waiting = self._waiting.get(key)
+        return waiting.next_s if waiting is not None else None
+
+    def forget(self, key: ResourceKey) -> None:
+        """Takes in that no pod of a resource waits for a claim or a volume, or that it is gone."""
+        if (waiting := self._waiting.pop(key, None)) is not None:
+            for each in waiting.asked.values():
+                each.task.cancel()
+
+    def _ask(
+        self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_KindAndName], now_s: float
+    ) -> None:
+        for subject in waiting.asked.keys() - subjects:
+            waiting.asked.pop(subject).task.cancel()
+        for subject in sorted(subjects):
+            asked = waiting.asked.get(subject)
+            if asked is not None and (not asked.task.done() or now_s - asked.at_s < AGAIN_S):
+                continue
+            words = asked.words if asked is not None else ""
+            work = self._find(resource.key, waiting, subject)
+            task = start_task(work, name=" ".join(subject), failed=_report)
+            waiting.asked[subject] = _Asked(now_s, task, words)
+
+    async def _find(self, key: ResourceKey, waiting: _WaitingPods, subject: _KindAndName) -> None:
+        kind, name = subject
+        if kind == CLAIM.name:
+            words = await self._words_of_claim(key.namespace, name)
+        else:
+            words = _why_not_mounted(await self._events(key.namespace, subject), key.namespace)
+        asked = waiting.asked.get(subject)
+        if asked is not None and asked.words != words:
+            asked.words = words
+            self._wake(key)
+
+    async def _words_of_claim(self, namespace: str, name: str) -> str:
+        """Returns why a claim is not bound, or "" if it is, or if the scheduler says it all."""
+        try:
+            claim = await self._server.ask(CLAIM.path(namespace, name))
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return ""
+            raise
+        if as_text(as_object(claim.get("status"), "status").get("phase"), "phase") == _BOUND:
+            return ""
+        try:
+            said = _newest(await self._events(namespace, (CLAIM.name, name)))
+        except ApiError as error:
+            said = f"its events cannot be read ({error.said[:100]})"
+        return _describe(claim, name, said)
+
+    async def _events(self, namespace: str, subject: _KindAndName) -> Sequence[Mapping[str, Any]]:
+        selector = "regarding.kind={},regarding.name={}".format(*subject)
+        query = {"fieldSelector": selector, "limit": str(_MOST_EVENTS)}
+        return as_objects((await self._server.get(EVENT.path(namespace), query)).get("items"), "items")
+
+
+def _is_made(pod: PodView) -> bool:
+    """Returns whether the kubelet of a pod makes it: mounts its volumes, then pulls its image."""
+    waits = pod.waiting is None or pod.waiting.reason in _CREATING
+    return bool(pod.node) and not pod.started and not pod.ended and waits
+
+
+def _one_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
+    """Returns a pod of each role: the others have the same volumes."""
+    return list({pod.labels.get(names.LABEL_ROLE, pod.name): pod for pod in reversed(pods)}.values())
+
+
+def _with_mounts(pod: PodView, words: Mapping[_KindAndName, str]) -> PodView:
+    why = words.get((POD.name, pod.name))
+    return pod if why is None or not _is_made(pod) else replace(pod, waiting=Waiting("FailedMount", why))
+
+
+def _why_not_mounted(events: Sequence[Mapping[str, Any]], namespace: str) -> str:
+    """Returns why a volume of a pod is not mounted, or "" if its kubelet has got on."""
+    newest_first = sorted(events, key=_time, reverse=True)
+    if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
+        return ""
+    failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
+    for event in failures:  # the kubelet's summary, "timed out", may be newer
+        if (missing := _MISSING.search(as_text(event.get("note"), "note"))) is not None:
+            what = f"{_KINDS[missing[1]]} {printable(missing[2])[:253]}"
+            return (
+                f"{what} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
+            )
+    return _quote(failures[0])
+
+
+def _may_wait(pod: PodRecord, seen_s: float) -> bool:
+    """Returns whether a pod without a node may wait for a claim, seen so for so many seconds."""
+    unschedulable = pod.view.unschedulable
+    return bool(_OF_CLAIMS.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
+
+
+def _explained(pod: PodRecord, words: Mapping[_KindAndName, str]) -> PodView:
+    known = [words[CLAIM.name, name] for name in pod.claims if (CLAIM.name, name) in words]
+    if not known:
+        return pod.view
+    return replace(pod.view, unschedulable="; ".join(filter(None, (*known, pod.view.unschedulable))))
+
+
+def _newest(events: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the newest warning in the words of whoever reports it, or the newest event; "" for none."""
+    found = sorted(events, key=lambda event: (event.get("type") == "Warning", _time(event)))
+    return _quote(found[-1]) if found else ""
+
+
+def _quote(event: Mapping[str, Any]) -> str:
+    source = as_object(event.get("deprecatedSource"), "deprecatedSource")
+    who = as_text(event.get("reportingController"), "reportingController") or as_text(
+        source.get("component"), "component"
+    )
+    reason, note = (as_text(event.get(part), part) for part in ("reason", "note"))
+    return (
+        f'{printable(who)[:100]} reports {printable(reason)[:64]}: "{printable(note)[:_MOST_NOTE].strip()}"'
+    )
+
+
+def _time(event: Mapping[str, Any]) -> str:
+    series = as_object(event.get("series"), "series")
+    times = (
+        series.get("lastObservedTime"),
+        event.get("deprecatedLastTimestamp"),
+        event.get("eventTime"),
+        as_object(event.get("metadata"), "metadata").get("creationTimestamp"),
+    )
+    return max(as_text(each, "time") for each in times)
+
+
+def _describe(claim: Mapping[str, Any], name: str, said: str) -> str:
+    spec = as_object(claim.get("spec"), "spec")
+    storage_class = as_text(spec.get("storageClassName"), "storageClassName")
+    requests = as_object(as_object(spec.get("resources"), "resources").get("requests"), "requests")
+    parts = [
+        f"storage class {storage_class}" if storage_class else "no storage class",
+        *as_texts(spec.get("accessModes"), "accessModes"),
+        as_text(requests.get("storage"), "storage"),
+    ]
+    what = f"claim {name} ({', '.join(filter(None, parts))}) is not bound"
+    is_ours = label_key(claim) is not None
+    fix = (
+        "Set spec.model.cache.storageClassName and accessMode to what the cluster provides"
+        if is_ours
+        else f"Mend the claim (kubectl describe pvc {name})"
+    )
+    return f"{what}: {said or 'nobody reports why'}. {fix}"
+
+
+def _report(error: BaseException) -> None:
+    if not isinstance(error, HeteroInferError):
+        logger.error(
+            "a question for a claim or a pod: a defect of the operator, please report it", exc_info=error
+        )

@@ -1,0 +1,143 @@
+"""Where pods that fetch a model may connect to, under the operator's own NetworkPolicies. Pure."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from types import MappingProxyType
+from typing import Final
+from urllib.parse import urlsplit
+
+from heteroinfer_contract import names
+from heteroinfer_contract.failure import FailureReason
+from heteroinfer_operator.api import HeteroInferenceSpec
+from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.errors import HeteroInferError
+
+METADATA_ADDRESSES: Final = (
+    "169.254.0.0/16",  # link-local: AWS, Azure, GCP, Oracle and others, agents of nodes
+    "100.100.100.200/32",  # Alibaba
+    "168.63.129.16/32",  # Azure's WireServer
+    "fe80::/10",  # link-local
+    "fd00:ec2::/32",  # AWS
+    "fd20:ce::254/128",  # GCP
+    "fd00:c1::a9fe:a9fe/128",  # Oracle
+)
+"""Addresses at which clouds give credentials to whoever asks from a node."""
+_WAYS_OUT: Final = frozenset({names.ENV_HUB_ENDPOINT, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"})
+"""Variables, in upper case, that name where a fetch pod connects to."""
+_PORTS: Final = MappingProxyType(
+    {"http": 80, "https": 443, "socks4": 1080, "socks4a": 1080, "socks5": 1080, "socks5h": 1080}
+)
+"""Ports of URLs that name none, by scheme."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchEgress:
+    """Where an installation lets pods that fetch a model connect to.
+
+    Attributes:
+        ports: TCP ports.
+        cidrs: address ranges.
+        excepted: address ranges that stay closed.
+    """
+
+    ports: tuple[int, ...] = (80, 443)
+    cidrs: tuple[str, ...] = ("0.0.0.0/0", "::/0")
+    excepted: tuple[str, ...] = METADATA_ADDRESSES
+
+    @classmethod
+    def from_json(cls, text: str) -> "FetchEgress":
+        """Returns what the chart's fetchEgress says; "" takes the defaults.
+
+        Raises:
+            HeteroInferError: the text says something else.
+        """
+        try:
+            parts = json.loads(text or "{}")
+            if not isinstance(parts, dict) or parts.keys() - {"ports", "cidrs", "except"}:
+                raise _bad(f"got {text[:200]!r}, expected an object with ports, cidrs and except")
+            given = {
+                name: tuple(parts[key])
+                for name, key in (("ports", "ports"), ("cidrs", "cidrs"), ("excepted", "except"))
+                if parts.get(key) is not None
+            }
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _bad(f"got {text[:200]!r}, expected JSON") from error
+        found = cls(**given)
+        for port in found.ports:
+            if type(port) is not int or not 1 <= port <= 65535:
+                raise _bad(f"ports: got {port!r}, expected whole numbers from 1 to 65535")
+        for cidr in (*found.cidrs, *found.excepted):
+            _network(cidr)
+        return found
+
+    def rules(self) -> list[Manifest]:
+        """Returns the rules of a policy. There is none if nothing is open: an empty list opens everything."""
+        closed = [_network(cidr) for cidr in self.excepted]
+        blocks = []
+        for cidr in self.cidrs:
+            network = _network(cidr)
+            if any(_is_within(network, each) for each in closed):
+                continue
+            # The API server demands that each exception is a real part of the range.
+            within = [str(each) for each in closed if _is_within(each, network)]
+            blocks.append({"ipBlock": {"cidr": str(network), **({"except": within} if within else {})}})
+        ports = [{"protocol": "TCP", "port": port} for port in self.ports]
+        return [{"to": blocks, "ports": ports}] if blocks and ports else []
+
+    def describe_closed(self, spec: HeteroInferenceSpec) -> str:
+        """Names the variables of a spec whose port is closed or not known, and the fix; "" for none."""
+        return "; ".join(self._closed(spec))
+
+    def _closed(self, spec: HeteroInferenceSpec) -> Iterator[str]:
+        opened = ", ".join(map(str, self.ports)) or "none"
+        for variable in spec.engine.env:
+            if variable.name.upper() not in _WAYS_OUT or variable.value == "":
+                continue
+            if variable.value is None:
+                yield (
+                    f"the NetworkPolicy of the fetch opens ports {opened}, and the operator cannot read the "
+                    f"port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, give the "
+                    "URL as a plain value, or add the port to the chart's fetchEgress.ports"
+                )
+            elif (port := _port_of(variable.value)) is not None and port not in self.ports:
+                yield (
+                    f"the NetworkPolicy of the fetch opens ports {opened}, and {variable.name} (engine.env) "
+                    f"names port {port}. Use another port, or add it to the chart's fetchEgress.ports"
+                )
+
+
+_Network = IPv4Network | IPv6Network
+
+
+def _network(cidr: object) -> _Network:
+    try:
+        if not isinstance(cidr, str) or "/" not in cidr:
+            raise ValueError
+        return ip_network(cidr)
+    except ValueError as error:
+        raise _bad(f"got {cidr!r}, expected address ranges such as 10.0.0.0/8, without host bits") from error
+
+
+def _is_within(part: _Network, whole: _Network) -> bool:
+    if isinstance(part, IPv4Network):
+        return isinstance(whole, IPv4Network) and part.subnet_of(whole)
+    return isinstance(whole, IPv6Network) and part.subnet_of(whole)
+
+
+def _port_of(url: str) -> int | None:
+    """Returns the port of a URL, or None if it is not written as one."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port
+    except ValueError:
+        return None
+    return port or _PORTS.get(parts.scheme)
+
+
+def _bad(message: str) -> HeteroInferError:
+    return HeteroInferError(
+        f"HETEROINFER_FETCH_EGRESS (fetchEgress of the chart): {message}. Correct it",
+        reason=FailureReason.BAD_SETTINGS.value,
+    )

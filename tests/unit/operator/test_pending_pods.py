@@ -1,0 +1,112 @@
+"""Pods whose volumes cannot be mounted: the status names the missing object, by the kubelet's event."""
+
+import asyncio
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import PodView, ResourceKey, ResourceView, Waiting
+from heteroinfer_operator.kube.pending_pods import AGAIN_S, SILENT_S, PendingPods
+from heteroinfer_operator.kube.trim import PodRecord
+
+KEY = ResourceKey(namespace="default", name="demo")
+RESOURCE = ResourceView(
+    key=KEY, uid="u", generation=1, resource_version="1", finalizers=(), deleting=False, spec={}, status={}
+)
+CREATING = Waiting("ContainerCreating")
+
+
+def pod(name: str, *, role: str = "cpu", waiting: Waiting | None = CREATING) -> PodRecord:
+    view = PodView(
+        name=name,
+        uid=name,
+        labels={names.LABEL_ROLE: role},
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+        node="node",
+        waiting=waiting,
+    )
+    return PodRecord(view=view, key=KEY, owner_uid="u", ip="", health_port=0)
+
+
+def event(second: int, reason: str, note: str) -> dict[str, Any]:
+    when = f"2026-01-01T00:00:{second:02d}Z"
+    failed = {"type": "Warning", "reportingController": "kubelet", "deprecatedLastTimestamp": when}
+    return {**failed, "metadata": {"creationTimestamp": when}, "reason": reason, "note": note}
+
+
+MISSING = event(2, "FailedMount", 'MountVolume.SetUp failed for volume "files" : configmap "a" not found')
+TIMED_OUT = event(3, "FailedMount", "Unable to attach or mount volumes: unmounted volumes=[files]")
+PULLING = event(4, "Pulling", "Pulling image x")
+
+
+class Server:
+    """Has events of each pod, and counts questions."""
+
+    def __init__(self, *events: dict[str, Any]) -> None:
+        self.events = events
+        self.asked: list[str] = []
+
+    async def get(self, path: str, query: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(query["fieldSelector"])
+        return {"items": list(self.events)}
+
+
+class Look:
+    """Looks at pods at times of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self.now_s = 0.0
+        self.woken: list[ResourceKey] = []
+        self.pending = PendingPods(server, wake=self.woken.append, clock=lambda: self.now_s)  # type: ignore[arg-type]
+
+    async def at(self, now_s: float, *pods: PodRecord) -> list[Waiting | None]:
+        self.now_s = now_s
+        self.pending.explain(RESOURCE, pods)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return [view.waiting for view in self.pending.explain(RESOURCE, pods)]
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ((MISSING,), "ConfigMap a does not exist in namespace default. Create it"),
+        ((TIMED_OUT, MISSING), "ConfigMap a does not exist"),
+        (
+            (event(1, "FailedMount", 'MountVolume.SetUp failed for volume "s" : secret "b" not found'),),
+            "Secret b does not exist in namespace default",
+        ),
+        ((TIMED_OUT,), 'kubelet reports FailedMount: "Unable to attach or mount volumes'),
+        ((MISSING, TIMED_OUT, PULLING), ""),
+        ((), ""),
+    ],
+)
+async def test_what_keeps_a_volume_from_being_mounted_is_named(
+    events: tuple[dict[str, Any], ...], words: str
+) -> None:
+    look = Look(Server(*events))
+    assert await look.at(0, pod("p")) == [CREATING], "it has just got a node"
+    [waiting] = await look.at(SILENT_S, pod("p"))
+    assert waiting is not None
+    assert (waiting.reason, words in waiting.message) == (("FailedMount" if words else CREATING.reason), True)
+    assert look.woken == ([KEY] if words else [])
+    assert look.pending.look_again_s(KEY) == AGAIN_S
+
+
+async def test_one_pod_of_each_role_is_asked_for_and_only_while_it_is_made() -> None:
+    server = Server(MISSING)
+    look = Look(server)
+    pods = [pod("a"), pod("b"), pod("c", role="gpu")]
+    for now_s in (0, SILENT_S, SILENT_S + 1, SILENT_S + AGAIN_S):
+        await look.at(now_s, *pods)
+    questions = [f"regarding.kind=Pod,regarding.name={name}" for name in ("a", "c")]
+    assert server.asked == questions * 2
+    started = [replace(each, view=replace(each.view, started=True, waiting=None)) for each in pods]
+    assert await look.at(100, *started) == [None] * 3
+    assert look.pending.look_again_s(KEY) is None
+    pulling = Waiting("ImagePullBackOff", "x")
+    assert await look.at(200, pod("a", waiting=pulling)) == [pulling]
+    assert server.asked == questions * 2
