@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME, CacheCleanup
+from heteroinfer_contract.printable import printable
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
@@ -26,8 +27,17 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
 WATCH_EVERY_S = 1.0
-_READABLE_BY_ALL = 0o022
-"""The umask: readers are other pods, which may run as another user: files 0644, folders 0755."""
+_UMASK: Final = 0o002
+"""Readers are other pods, which may run as another user. So may later fetches, in the volume's group: they
+write to the folders, take the lock, and touch the marker."""
+
+
+class FetchLogFormatter(logging.Formatter):
+    """Escapes control characters: hubs and indexes can put any text into a message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats one record."""
+        return printable(super().format(record), keep="\n\t")  # a traceback has several lines
 
 
 def fetch_model(options: FetchOptions) -> int:
@@ -35,12 +45,12 @@ def fetch_model(options: FetchOptions) -> int:
 
     A FetchedModel, or a Failure in words, is left as the termination message.
     """
-    logging.basicConfig(
-        level=logging.INFO, format="[fetch] %(asctime)s %(levelname)s %(message)s", force=True
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(FetchLogFormatter("[fetch] %(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for library in ("httpx", "httpx2"):  # they log URLs, with signatures in them
         logging.getLogger(library).setLevel(logging.WARNING)
-    os.umask(_READABLE_BY_ALL)
+    os.umask(_UMASK)
     clock = TurnClock(WATCH_EVERY_S, time.monotonic())
     try:
         hub = HubModel(options.repository, options.revision)
