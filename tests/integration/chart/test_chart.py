@@ -120,12 +120,12 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
     before, objects = render(plane), render(plane, *KINDS)
     name = "rel-heteroinfer-calibration"
     roles = {role["metadata"]["name"]: rules_of(role) for role in of_kind(objects, "Role")}
-    assert roles[name] == {("", "configmaps", "patch", name)}
+    measured = "rel-heteroinfer-measured"
+    assert roles[name] == {("", "configmaps", verb, measured) for verb in ("create", "patch")}
     assert set(roles) == {name, "rel-heteroinfer-lease", "rel-heteroinfer-key"}
     assert of_kind(objects, "ClusterRole") == of_kind(before, "ClusterRole")
-    assert of_kind(before, "Job") == of_kind(before, "ConfigMap") == []
-    (config_map,) = of_kind(objects, "ConfigMap")
-    assert "data" not in config_map
+    assert of_kind(before, "Job") == []
+    assert of_kind(objects, "ConfigMap") == [], "the Jobs make it; a template would empty it"
     jobs = of_kind(objects, "Job")
     images = [job["spec"]["template"]["spec"]["initContainers"][0]["image"] for job in jobs]
     assert images == [f"{OURS}/worker-cpu:{VERSION}", f"{OURS}/worker:{VERSION}"]
@@ -138,10 +138,31 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
         "image.pullPolicy=Always",
         "imagePullSecrets[0].name=pull",
         "image.repository=elsewhere/operator",
+        "assignedUserIds=true",
+        "containerSecurityContext.privileged=false",
+        "calibration.keepResources.limits.memory=1Gi",
+        "commonLabels.team=ml",
+        "commonAnnotations.cost=seven",
     )
     for value in others:
         renamed = of_kind(render(plane, *KINDS, value), "Job")
         assert not {j["metadata"]["name"] for j in renamed} & {j["metadata"]["name"] for j in jobs}, value
+
+
+def test_calibrations_keep_to_accounts_and_rights_that_are_given(plane: Cluster) -> None:
+    name = "rel-heteroinfer-calibration"
+    without = render(plane, *KINDS, "rbac.create=false")
+    assert of_kind(without, "Role") == of_kind(without, "RoleBinding") == []
+    own = ("serviceAccount.create=false", "serviceAccount.name=mine")
+    with pytest.raises(ClusterError, match=r"calibration\.serviceAccountName: needed"):
+        render(plane, *KINDS, *own)
+    given = render(plane, *KINDS, *own, "calibration.serviceAccountName=theirs")
+    assert of_kind(given, "ServiceAccount") == []
+    (binding,) = (each for each in of_kind(given, "RoleBinding") if each["metadata"]["name"] == name)
+    assert [subject["name"] for subject in binding["subjects"]] == ["theirs"]
+    assert {job["spec"]["template"]["spec"]["serviceAccountName"] for job in of_kind(given, "Job")} == {
+        "theirs"
+    }
 
 
 def test_pods_that_measure_take_no_sidecar_and_reach_the_api_server(plane: Cluster) -> None:
@@ -406,7 +427,6 @@ ON_NODES = (
             "hostAliases[0].hostnames={api}",
             "strategy.type=RollingUpdate",
             "strategy.rollingUpdate.maxSurge=50%",
-            "extraArgs={-x}",
             "extraEnv[0].name=HTTPS_PROXY",
             "extraEnv[0].valueFrom.secretKeyRef.name=proxy",
             "extraEnv[0].valueFrom.secretKeyRef.key=url",
@@ -471,6 +491,7 @@ def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Pat
     wait_established(plane, CRD)
     notes = plane.helm("get", "notes", "rel", "-n", "rel")
     assert "kubectl -n rel rollout status deployment/rel-heteroinfer" in notes
+    assert "`helm uninstall` keeps the CustomResourceDefinition" in notes
     deployment = json.loads(plane.kubectl("get", "deployment", "rel-heteroinfer", "-n", "rel", "-o", "json"))
     assert deployment["spec"]["template"]["spec"]["containers"][0]["args"] == ["operator"]
     lease = {"leader_election": "true", "namespace": "rel", "identity": "x", "lease_name": "rel-heteroinfer"}
@@ -488,8 +509,11 @@ def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Pat
     assert code == 1
     assert "missing right: list nodes in the cluster" in said
     assert check(plane, tmp_path, "rel", watch_namespaces="rel")[0] == 0
-    plane.helm("uninstall", "rel", "-n", "rel")
-    plane.kubectl("delete", "crd", CRD)
+    plane.helm("upgrade", "rel", str(CHART), "-n", "rel", "--set", "crds.keep=false,replicas=0", *least)
+    notes = plane.helm("get", "notes", "rel", "-n", "rel")
+    assert "`helm uninstall` deletes the CustomResourceDefinition" in notes
+    plane.helm("uninstall", "rel", "-n", "rel", "--wait")
+    assert not plane.kubectl("get", "crd", CRD, "--ignore-not-found")
 
 
 def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> None:
@@ -510,6 +534,48 @@ def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> N
     plane.kubectl("delete", "hinf", "-n", "rel", "--all")
     plane.helm("uninstall", "other", "-n", "rel")
     plane.kubectl("delete", "crd", CRD)
+
+
+def test_what_jobs_measured_outlives_every_way_of_applying_the_chart(plane: Cluster) -> None:
+    least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false", "--set", ",".join(KINDS[:2]))
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
+    place = ("-n", "rel", "-o", "json")
+    assert json.loads(plane.kubectl("get", "configmaps", *place))["items"][1:] == [], "but Kubernetes' own"
+    measured = ("rel-heteroinfer-measured", "-n", "rel")
+    plane.kubectl("create", "configmap", *measured, "--from-literal=m7i.json={}")
+
+    def jobs() -> dict[str, str]:
+        found = json.loads(plane.kubectl("get", "jobs", *place))["items"]
+        return {job["metadata"]["name"]: job["metadata"]["uid"] for job in found}
+
+    before = jobs()
+    assert len(before) == 1
+    plane.helm("upgrade", "rel", str(CHART), "-n", "rel", *least, "--force")
+    plane.helm("upgrade", "rel", str(CHART), "-n", "rel", *least, "--set", "workers=2", "--force")
+    text = plane.helm("template", "rel", str(CHART), "-n", "rel", *least, "--kube-version", "1.35.4")
+    objects = [o for o in yaml.safe_load_all(text) if o and o["kind"] != "Pod"]
+    plane.kubectl("replace", "-f", "-", stdin=yaml.safe_dump_all(objects))
+    assert jobs() == before
+    plane.helm("uninstall", "rel", "-n", "rel")
+    kept = json.loads(plane.kubectl("get", "configmap", *measured, "-o", "json"))
+    assert kept["data"] == {"m7i.json": "{}"}
+    plane.kubectl("delete", "configmap", *measured)
+
+
+def test_an_upgrade_keeps_the_name_of_the_operator(plane: Cluster) -> None:
+    least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false")
+    release = ("rel", str(CHART), "-n", "rel")
+    plane.helm("install", *release, "--create-namespace", *least)
+    for value in ("nameOverride=hinf", "fullnameOverride=hinf"):
+        with pytest.raises(ClusterError) as refused:
+            plane.helm("upgrade", *release, *least, "--set", value)
+        assert "the operator of this release is Deployment rel-heteroinfer" in str(refused.value)
+    plane.helm("upgrade", *release, *least, "--set", "fullnameOverride=rel-heteroinfer")
+    plane.helm("uninstall", "rel", "-n", "rel")
+    plane.helm("install", *release, *least, "--set", "nameOverride=hinf")
+    plane.helm("install", "another", *release[1:], *least)
+    plane.helm("upgrade", "another", *release[1:], *least, "--set", "workers=2")
+    plane.helm("uninstall", "another", "rel", "-n", "rel")
 
 
 PEOPLE = {
