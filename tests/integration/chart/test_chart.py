@@ -536,6 +536,46 @@ def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> N
     plane.kubectl("delete", "crd", CRD)
 
 
+def test_a_team_installs_a_release_with_rights_in_its_namespace(plane: Cluster) -> None:
+    """As docs/operations.md says: the CRD and the roles are a cluster administrator's."""
+    roles = REPOSITORY / "examples" / "team" / "cluster-roles.yaml"
+    forced = ("apply", "--server-side", "--force-conflicts", "-f")
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", "-f", str(LEAST_VALUES))
+    plane.helm("uninstall", "rel", "-n", "rel")
+    plane.kubectl(*forced, str(REPOSITORY / "crds" / "heteroinference.yaml"), "-f", str(roles))
+    wait_established(plane, CRD)
+    plane.kubectl("create", "namespace", "team")
+    plane.kubectl("create", "rolebinding", "-n", "team", "admin", "--clusterrole=admin", "--group=team")
+    install = ("install", "rel", str(CHART), "-n", "team", "-f", str(LEAST_VALUES))
+    values = ("--set", "scope=Namespaced,crds.install=false,replicas=0")
+    as_team = ("--kube-as-user", "jane", "--kube-as-group", "team")
+    with pytest.raises(ClusterError, match="attempting to grant RBAC permissions not currently held"):
+        plane.helm(*install, *values, *as_team)
+    plane.helm("uninstall", "rel", "-n", "team", "--ignore-not-found")
+    role = "heteroinfer-installer"
+    plane.kubectl("create", "rolebinding", "-n", "team", role, f"--clusterrole={role}", "--group=team")
+    plane.helm(*install, *values, *as_team)
+    plane.helm("upgrade", *install[1:], *values, *as_team, "--set", "workers=2")
+    plane.helm("uninstall", "rel", "-n", "team", *as_team)
+    plane.kubectl("delete", "namespace", "team", "--wait=false")
+    plane.kubectl("delete", "-f", str(roles))
+    plane.kubectl("delete", "crd", CRD)
+
+
+def test_the_roles_for_a_team_are_those_of_the_chart(plane: Cluster) -> None:
+    objects = render(plane)
+    text = (REPOSITORY / "examples" / "team" / "cluster-roles.yaml").read_text()
+    installer, *people = yaml.safe_load_all(text)
+    for role in people:
+        kind = role["metadata"]["name"].removeprefix("heteroinfer-people-")
+        (ours,) = (o for o in of_kind(objects, "ClusterRole") if o["metadata"]["name"].endswith(f"-{kind}"))
+        assert rules_of(role) == rules_of(ours)
+        assert role["metadata"]["labels"].items() <= ours["metadata"]["labels"].items()
+    leases = {(*rule[:3], "") for rule in wanted(*rights.lease_rules("rel-heteroinfer"))}
+    assert rules_of(installer) < wanted(*rights.SERVED) | leases
+    assert "labels" not in installer["metadata"], "it is given by name only"
+
+
 def test_what_jobs_measured_outlives_every_way_of_applying_the_chart(plane: Cluster) -> None:
     least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false", "--set", ",".join(KINDS[:2]))
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
