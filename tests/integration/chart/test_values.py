@@ -14,7 +14,7 @@ import yaml
 from tests.cluster import processes, tools
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import LEAST_VALUES, REPOSITORY
-from tests.integration.chart.value_cases import CASES, FREE, ValueCase, values_of
+from tests.integration.chart.value_cases import CASES, FREE, ONE_KIND, ValueCase, values_of
 
 CHART = REPOSITORY / "charts" / "heteroinfer"
 Objects = list[dict[str, Any]]
@@ -195,6 +195,29 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
         ({"resources.limits": {"gpu ": 1}}, "/resources/limits': additional properties 'gpu '"),
         ({"resources.limits.cpu": "8cores"}, "/resources/limits/cpu"),
         ({"podResources.worker.limits.memory": "4 GB"}, "/podResources/worker/limits/memory"),
+        (
+            {"resources.limits.memory": "190M"},
+            "resources: got a request of 192Mi memory above the limit of 190M",
+        ),
+        (
+            {"resources.requests.memory": "1Gi"},
+            "resources: got a request of 1Gi memory above the limit of 512Mi",
+        ),
+        ({"resources.limits.cpu": 0.049}, "resources: got a request of 50m cpu above the limit of 0.049"),
+        (
+            {"podResources.inspect.limits.memory": "1e6"},
+            "podResources.inspect: got a request of 128Mi memory",
+        ),
+        (
+            {"calibration.nodeKinds": [{**ONE_KIND[0], "resources": {"limits": {"memory": "1Mi"}}}]},
+            "calibration.measureResources, nodeKinds m7i: got a request of 1Gi memory",
+        ),
+        ({"tolerations": [{"operator": "Exists", "value": "x"}]}, "/tolerations/0/value"),
+        ({"tolerations": [{"value": "x"}]}, "/tolerations/0': missing property 'key'"),
+        (
+            {"tolerations": [{"key": "x", "tolerationSeconds": 5}]},
+            "/tolerations/0': missing property 'effect'",
+        ),
         ({"strategy": {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}}, "strategy.rollingUpdate: got"),
         ({"strategy.rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}, "strategy.rollingUpdate: got"),
         ({"strategy.rollingUpdate.maxSurge": "one"}, "/strategy/rollingUpdate/maxSurge"),
@@ -287,6 +310,16 @@ def test_null_is_not_set_or_refused(path: str, tmp_path: Path) -> None:
     else:
         objects = render(tmp_path, {**values, path: None})
         assert path in (*FREE, "podResources.worker") or objects == render_everything()
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [("50m", "50m"), ("50m", 0.05), ("1Ki", "1024"), (1, "1000m"), ("1Gi", "1.1G"), ("1k", "1e3")],
+)
+def test_a_request_up_to_its_limit_is_taken(asked: Any, limit: Any, tmp_path: Path) -> None:
+    values = {"resources.requests.memory": asked, "resources.limits.memory": limit}
+    (deployment,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
+    assert find_container(deployment)["resources"]["requests"]["memory"] == asked
 
 
 def test_with_the_nodes_network_no_second_pod_waits_for_the_port(tmp_path: Path) -> None:
