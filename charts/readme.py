@@ -108,8 +108,9 @@ helm test heteroinfer --namespace heteroinfer-system
 helm upgrade heteroinfer charts/heteroinfer --namespace heteroinfer-system --reset-then-reuse-values
 ```
 
-**Uninstall**: delete all HeteroInferences first, then `helm uninstall`. The CustomResourceDefinition stays,
-and so does the operator's key in Secret `RELEASE-operator-key`.
+**Uninstall**: delete all HeteroInferences first, then `helm uninstall`. The CustomResourceDefinition stays
+(with `crds.keep=false` it goes, and every HeteroInference of the cluster with it), and so do the operator's
+key in Secret `RELEASE-operator-key` and what was measured of nodes in ConfigMap `RELEASE-measured`.
 
 **Install again under another name**: the CustomResourceDefinition that stayed names the release that made it.
 Adopt it (Helm 3.17 or later):

@@ -160,7 +160,7 @@ def test_a_node_is_measured_when_there_is_one_and_predictions_follow(
         timeout_s=MEASURED_S + 10,
     )  # fmt: skip
     said = cluster.kubectl("logs", "-n", SYSTEM, f"job/{name}")
-    config_map = cluster.kubectl("get", "configmap", "-n", SYSTEM, f"{RELEASE}-calibration", "-o", "json")
+    config_map = cluster.kubectl("get", "configmap", "-n", SYSTEM, f"{RELEASE}-measured", "-o", "json")
     kept = MeasuredKind.from_entry("small.json", json.loads(config_map)["data"]["small.json"])
     system = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
     assert kept.selector == {"kind": "small", **system}

@@ -12,24 +12,28 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "heteroinfer.labels" -}}
-{{ include "heteroinfer.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
-{{- with omit .Values.commonLabels "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart" }}
-{{ toYaml . }}
-{{- end }}
+{{ include "heteroinfer.labelsAnd" (list . dict dict) }}
 {{- end }}
 
-{{/* Those and more, which win over common ones: takes a list of the root and of more. */}}
+{{/*
+The labels of an object. Takes a list: the root, labels from a value for this object, labels that the chart gives it.
+The chart's labels win, then those of the object's value, then commonLabels.
+*/}}
 {{- define "heteroinfer.labelsAnd" -}}
-{{- $more := omit (last . | default dict) "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart" }}
-{{- toYaml (merge $more (include "heteroinfer.labels" (first .) | fromYaml)) }}
+{{- $root := first . }}
+{{- $common := $root.Values.commonLabels | default dict }}
+{{- range $key, $_ := $common }}
+{{- if hasPrefix "rbac.authorization.k8s.io/" $key }}
+{{- fail (printf "commonLabels: got %s, which would add the operator's rights to a role of people; remove it" $key) }}
+{{- end }}
+{{- end }}
+{{- $all := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/managed-by" $root.Release.Service "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) }}
+{{- toYaml (merge (dict) (last .) $all (include "heteroinfer.selector" $root | fromYaml) (index . 1 | default dict) $common) }}
 {{- end }}
 
 {{/* The annotations of an object, or nothing: takes a list of the root and of what the object has of its own. */}}
 {{- define "heteroinfer.annotations" -}}
-{{- with merge (dict) (last . | default dict) (first .).Values.commonAnnotations -}}
+{{- with merge (dict) (last . | default dict) ((first .).Values.commonAnnotations | default dict) -}}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -119,19 +123,29 @@ annotations:
 - {name: HETEROINFER_KEY_SECRET, value: {{ printf "%s-operator-key" (include "heteroinfer.name" .) | quote }}}
 - {name: HETEROINFER_FORMER_KEY_SECRET, value: {{ printf "%s-key" (include "heteroinfer.name" .) | quote }}}
 {{- if .Values.calibration.nodeKinds }}
-- {name: HETEROINFER_CALIBRATION_CONFIG_MAP, value: {{ printf "%s-calibration" (include "heteroinfer.name" .) | quote }}}
+- {name: HETEROINFER_CALIBRATION_CONFIG_MAP, value: {{ include "heteroinfer.measured" . | quote }}}
 {{- end }}
 - {name: HETEROINFER_WORKERS, value: {{ .Values.workers | quote }}}
 - {name: HETEROINFER_LOG_LEVEL, value: {{ .Values.logLevel | quote }}}
 - {name: HETEROINFER_LOG_FORMAT, value: {{ .Values.logFormat | quote }}}
 - {name: HETEROINFER_HTTP_PORT, value: {{ .Values.httpPort | quote }}}
 - {name: HETEROINFER_POD_SECURITY, value: {{ include "heteroinfer.workerSecurity" . | squote }}}
+{{- $names := list }}
 {{- range .Values.extraEnv }}
+{{- if has .name $names }}
+{{- fail (printf "extraEnv: got %s twice; remove one of them" .name) }}
+{{- end }}
+{{- $names = append $names .name }}
 {{- if and (hasPrefix "HETEROINFER_" .name) (not (has .name (list "HETEROINFER_RESYNC_SECONDS" "HETEROINFER_WATCH_SILENCE_SECONDS"))) }}
 {{- fail (printf "extraEnv: got %s, which the chart sets; use the value that it comes from" .name) }}
 {{- end }}
 {{ list . | toYaml }}
 {{- end }}
+{{- end }}
+
+{{/* The ConfigMap of what was measured of nodes. */}}
+{{- define "heteroinfer.measured" -}}
+{{ include "heteroinfer.name" . }}-measured
 {{- end }}
 
 {{/* The names of a list of objects, separated by commas. */}}

@@ -121,12 +121,12 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
     before, objects = render(plane), render(plane, *KINDS)
     name = "rel-heteroinfer-calibration"
     roles = {role["metadata"]["name"]: rules_of(role) for role in of_kind(objects, "Role")}
-    assert roles[name] == {("", "configmaps", "patch", name)}
+    measured = "rel-heteroinfer-measured"
+    assert roles[name] == {("", "configmaps", verb, measured) for verb in ("create", "patch")}
     assert set(roles) == {name, "rel-heteroinfer-lease", "rel-heteroinfer-key"}
     assert of_kind(objects, "ClusterRole") == of_kind(before, "ClusterRole")
-    assert of_kind(before, "Job") == of_kind(before, "ConfigMap") == []
-    (config_map,) = of_kind(objects, "ConfigMap")
-    assert "data" not in config_map
+    assert of_kind(before, "Job") == []
+    assert of_kind(objects, "ConfigMap") == [], "the Jobs make it; a template would empty it"
     jobs = of_kind(objects, "Job")
     images = [job["spec"]["template"]["spec"]["initContainers"][0]["image"] for job in jobs]
     assert images == [f"{OURS}/worker-cpu:{VERSION}", f"{OURS}/worker:{VERSION}"]
@@ -139,10 +139,31 @@ def test_calibration_adds_rights_on_one_config_map(plane: Cluster) -> None:
         "image.pullPolicy=Always",
         "imagePullSecrets[0].name=pull",
         "image.repository=elsewhere/operator",
+        "assignedUserIds=true",
+        "containerSecurityContext.privileged=false",
+        "calibration.keepResources.limits.memory=1Gi",
+        "commonLabels.team=ml",
+        "commonAnnotations.cost=seven",
     )
     for value in others:
         renamed = of_kind(render(plane, *KINDS, value), "Job")
         assert not {j["metadata"]["name"] for j in renamed} & {j["metadata"]["name"] for j in jobs}, value
+
+
+def test_calibrations_keep_to_accounts_and_rights_that_are_given(plane: Cluster) -> None:
+    name = "rel-heteroinfer-calibration"
+    without = render(plane, *KINDS, "rbac.create=false")
+    assert of_kind(without, "Role") == of_kind(without, "RoleBinding") == []
+    own = ("serviceAccount.create=false", "serviceAccount.name=mine")
+    with pytest.raises(ClusterError, match=r"calibration\.serviceAccountName: needed"):
+        render(plane, *KINDS, *own)
+    given = render(plane, *KINDS, *own, "calibration.serviceAccountName=theirs")
+    assert of_kind(given, "ServiceAccount") == []
+    (binding,) = (each for each in of_kind(given, "RoleBinding") if each["metadata"]["name"] == name)
+    assert [subject["name"] for subject in binding["subjects"]] == ["theirs"]
+    assert {job["spec"]["template"]["spec"]["serviceAccountName"] for job in of_kind(given, "Job")} == {
+        "theirs"
+    }
 
 
 def test_pods_that_measure_take_no_sidecar_and_reach_the_api_server(plane: Cluster) -> None:
@@ -409,7 +430,6 @@ ON_NODES = (
             "hostAliases[0].hostnames={api}",
             "strategy.type=RollingUpdate",
             "strategy.rollingUpdate.maxSurge=50%",
-            "extraArgs={-x}",
             "extraEnv[0].name=HTTPS_PROXY",
             "extraEnv[0].valueFrom.secretKeyRef.name=proxy",
             "extraEnv[0].valueFrom.secretKeyRef.key=url",
@@ -474,6 +494,7 @@ def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Pat
     wait_established(plane, CRD)
     notes = plane.helm("get", "notes", "rel", "-n", "rel")
     assert "kubectl -n rel rollout status deployment/rel-heteroinfer" in notes
+    assert "`helm uninstall` keeps the CustomResourceDefinition" in notes
     deployment = json.loads(plane.kubectl("get", "deployment", "rel-heteroinfer", "-n", "rel", "-o", "json"))
     assert deployment["spec"]["template"]["spec"]["containers"][0]["args"] == ["operator"]
     lease = {"leader_election": "true", "namespace": "rel", "identity": "x", "lease_name": "rel-heteroinfer"}
@@ -491,8 +512,11 @@ def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Pat
     assert code == 1
     assert "missing right: list nodes in the cluster" in said
     assert check(plane, tmp_path, "rel", watch_namespaces="rel")[0] == 0
-    plane.helm("uninstall", "rel", "-n", "rel")
-    plane.kubectl("delete", "crd", CRD)
+    plane.helm("upgrade", "rel", str(CHART), "-n", "rel", "--set", "crds.keep=false,replicas=0", *least)
+    notes = plane.helm("get", "notes", "rel", "-n", "rel")
+    assert "`helm uninstall` deletes the CustomResourceDefinition" in notes
+    plane.helm("uninstall", "rel", "-n", "rel", "--wait")
+    assert not plane.kubectl("get", "crd", CRD, "--ignore-not-found")
 
 
 def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> None:
@@ -513,6 +537,88 @@ def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> N
     plane.kubectl("delete", "hinf", "-n", "rel", "--all")
     plane.helm("uninstall", "other", "-n", "rel")
     plane.kubectl("delete", "crd", CRD)
+
+
+def test_a_team_installs_a_release_with_rights_in_its_namespace(plane: Cluster) -> None:
+    """As docs/operations.md says: the CRD and the roles are a cluster administrator's."""
+    roles = REPOSITORY / "examples" / "team" / "cluster-roles.yaml"
+    forced = ("apply", "--server-side", "--force-conflicts", "-f")
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", "-f", str(LEAST_VALUES))
+    plane.helm("uninstall", "rel", "-n", "rel")
+    plane.kubectl(*forced, str(REPOSITORY / "crds" / "heteroinference.yaml"), "-f", str(roles))
+    wait_established(plane, CRD)
+    plane.kubectl("create", "namespace", "team")
+    plane.kubectl("create", "rolebinding", "-n", "team", "admin", "--clusterrole=admin", "--group=team")
+    install = ("install", "rel", str(CHART), "-n", "team", "-f", str(LEAST_VALUES))
+    values = ("--set", "scope=Namespaced,crds.install=false,replicas=0")
+    as_team = ("--kube-as-user", "jane", "--kube-as-group", "team")
+    with pytest.raises(ClusterError, match="attempting to grant RBAC permissions not currently held"):
+        plane.helm(*install, *values, *as_team)
+    plane.helm("uninstall", "rel", "-n", "team", "--ignore-not-found")
+    role = "heteroinfer-installer"
+    plane.kubectl("create", "rolebinding", "-n", "team", role, f"--clusterrole={role}", "--group=team")
+    plane.helm(*install, *values, *as_team)
+    plane.helm("upgrade", *install[1:], *values, *as_team, "--set", "workers=2")
+    plane.helm("uninstall", "rel", "-n", "team", *as_team)
+    plane.kubectl("delete", "namespace", "team", "--wait=false")
+    plane.kubectl("delete", "-f", str(roles))
+    plane.kubectl("delete", "crd", CRD)
+
+
+def test_the_roles_for_a_team_are_those_of_the_chart(plane: Cluster) -> None:
+    objects = render(plane)
+    text = (REPOSITORY / "examples" / "team" / "cluster-roles.yaml").read_text()
+    installer, *people = yaml.safe_load_all(text)
+    for role in people:
+        kind = role["metadata"]["name"].removeprefix("heteroinfer-people-")
+        (ours,) = (o for o in of_kind(objects, "ClusterRole") if o["metadata"]["name"].endswith(f"-{kind}"))
+        assert rules_of(role) == rules_of(ours)
+        assert role["metadata"]["labels"].items() <= ours["metadata"]["labels"].items()
+    leases = {(*rule[:3], "") for rule in wanted(*rights.lease_rules("rel-heteroinfer"))}
+    assert rules_of(installer) < wanted(*rights.SERVED) | leases
+    assert "labels" not in installer["metadata"], "it is given by name only"
+
+
+def test_what_jobs_measured_outlives_every_way_of_applying_the_chart(plane: Cluster) -> None:
+    least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false", "--set", ",".join(KINDS[:2]))
+    plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
+    place = ("-n", "rel", "-o", "json")
+    assert json.loads(plane.kubectl("get", "configmaps", *place))["items"][1:] == [], "but Kubernetes' own"
+    measured = ("rel-heteroinfer-measured", "-n", "rel")
+    plane.kubectl("create", "configmap", *measured, "--from-literal=m7i.json={}")
+
+    def jobs() -> dict[str, str]:
+        found = json.loads(plane.kubectl("get", "jobs", *place))["items"]
+        return {job["metadata"]["name"]: job["metadata"]["uid"] for job in found}
+
+    before = jobs()
+    assert len(before) == 1
+    plane.helm("upgrade", "rel", str(CHART), "-n", "rel", *least, "--force")
+    plane.helm("upgrade", "rel", str(CHART), "-n", "rel", *least, "--set", "workers=2", "--force")
+    text = plane.helm("template", "rel", str(CHART), "-n", "rel", *least, "--kube-version", "1.35.4")
+    objects = [o for o in yaml.safe_load_all(text) if o and o["kind"] != "Pod"]
+    plane.kubectl("replace", "-f", "-", stdin=yaml.safe_dump_all(objects))
+    assert jobs() == before
+    plane.helm("uninstall", "rel", "-n", "rel")
+    kept = json.loads(plane.kubectl("get", "configmap", *measured, "-o", "json"))
+    assert kept["data"] == {"m7i.json": "{}"}
+    plane.kubectl("delete", "configmap", *measured)
+
+
+def test_an_upgrade_keeps_the_name_of_the_operator(plane: Cluster) -> None:
+    least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false")
+    release = ("rel", str(CHART), "-n", "rel")
+    plane.helm("install", *release, "--create-namespace", *least)
+    for value in ("nameOverride=hinf", "fullnameOverride=hinf"):
+        with pytest.raises(ClusterError) as refused:
+            plane.helm("upgrade", *release, *least, "--set", value)
+        assert "the operator of this release is Deployment rel-heteroinfer" in str(refused.value)
+    plane.helm("upgrade", *release, *least, "--set", "fullnameOverride=rel-heteroinfer")
+    plane.helm("uninstall", "rel", "-n", "rel")
+    plane.helm("install", *release, *least, "--set", "nameOverride=hinf")
+    plane.helm("install", "another", *release[1:], *least)
+    plane.helm("upgrade", "another", *release[1:], *least, "--set", "workers=2")
+    plane.helm("uninstall", "another", "rel", "-n", "rel")
 
 
 PEOPLE = {

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,19 @@ import yaml
 from tests.cluster import processes, tools
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import LEAST_VALUES, REPOSITORY
-from tests.integration.chart.value_cases import CASES, ValueCase, values_of
+from tests.integration.chart.value_cases import CASES, FREE, ONE_KIND, ValueCase, values_of
 
 CHART = REPOSITORY / "charts" / "heteroinfer"
 Objects = list[dict[str, Any]]
+
+
+class UniqueKeys(yaml.CSafeLoader):
+    """Reads YAML, and refuses a key that stands twice in one object."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key stands twice: {sorted(keys)}"
+        return super().construct_mapping(node, deep=deep)
 
 
 def render(folder: Path, values: dict[str, Any]) -> Objects:
@@ -29,7 +40,7 @@ def render(folder: Path, values: dict[str, Any]) -> Objects:
     given = [option for file in files for option in ("-f", str(file))]
     home = {f"HELM_{name}_HOME": str(folder / "helm") for name in ("CACHE", "CONFIG", "DATA")}
     text = processes.run([*command, "--kube-version", "1.35.4", *given], timeout_s=60, environment=home)
-    return [document for document in yaml.load_all(text, Loader=yaml.CSafeLoader) if document]
+    return [document for document in yaml.load_all(text, Loader=UniqueKeys) if document]
 
 
 @functools.cache
@@ -96,7 +107,12 @@ def find_container(deployment: dict[str, Any]) -> dict[str, Any]:
 def test_common_labels_and_annotations_are_on_every_object(tmp_path: Path) -> None:
     """Labels by which the chart selects stay as they are."""
     everything: dict[str, Any] = {
-        "commonLabels": {"team": "ml", "app.kubernetes.io/name": "mine"},
+        "commonLabels": {
+            "team": "ml",
+            "app.kubernetes.io/name": "mine",
+            "app.kubernetes.io/component": "mine",
+            "batch.kubernetes.io/job-name": "mine",
+        },
         "commonAnnotations": {"cost": "7"},
         "replicas": 2,
         "calibration.nodeKinds": [{"name": "m7i", "nodeSelector": {"type": "m7i"}}],
@@ -107,12 +123,22 @@ def test_common_labels_and_annotations_are_on_every_object(tmp_path: Path) -> No
     }
     objects = render(tmp_path, everything)
     assert len({each["kind"] for each in objects}) == 16, {each["kind"] for each in objects}
+    names = {"Pod": "heteroinfer-check"}
     for each in objects:
         metadata, name = each["metadata"], (each["kind"], each["metadata"]["name"])
         assert metadata["annotations"]["cost"] == "7", name
-        if each["kind"] != "Pod":  # that of `helm test` is no part of what is selected
-            assert metadata["labels"]["team"] == "ml", name
-            assert metadata["labels"]["app.kubernetes.io/name"] == "heteroinfer-operator", name
+        assert metadata["labels"]["team"] == "ml", name
+        wanted = names.get(each["kind"], "heteroinfer-operator")
+        assert metadata["labels"]["app.kubernetes.io/name"] == wanted, name
+    (job,) = (each for each in objects if each["kind"] == "Job")
+    (service,) = (each for each in objects if each["kind"] == "Service")
+    components = [each["metadata"]["labels"]["app.kubernetes.io/component"] for each in (job, service)]
+    assert components == ["calibration", "metrics"]
+    measures = job["spec"]["template"]["metadata"]
+    assert job["spec"]["selector"]["matchLabels"].items() <= measures["labels"].items()
+    assert measures["labels"]["batch.kubernetes.io/job-name"] == job["metadata"]["name"]
+    assert measures["labels"]["app.kubernetes.io/name"] == "heteroinfer-calibration"
+    assert (measures["labels"]["team"], measures["annotations"]["cost"]) == ("ml", "7")
     (deployment,) = (each for each in objects if each["kind"] == "Deployment")
     template = deployment["spec"]["template"]["metadata"]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= template["labels"].items()
@@ -161,12 +187,161 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
         ({"networkPolicy.apiServerPorts": []}, "/networkPolicy/apiServerPorts"),
         ({"volumeMounts": [{"name": "x"}]}, "/volumeMounts/0"),
         ({"rbac.aggregate": True}, "additional properties 'aggregate' not allowed"),
+        ({"extraArgs": ["--log-level=debug"]}, "additional properties 'extraArgs' not allowed"),
+        ({"commonLabels": {"rbac.authorization.k8s.io/aggregate-to-view": "1"}}, "commonLabels: got rbac."),
+        ({"commonLabels": {"a b": "c"}}, "/commonLabels': additional properties 'a b'"),
+        ({"podLabels": {"a": "b c"}}, "/podLabels/a"),
+        ({"podAnnotations": {"a b": "c"}}, "/podAnnotations': additional properties 'a b'"),
+        ({"resources.limits": {"gpu ": 1}}, "/resources/limits': additional properties 'gpu '"),
+        ({"resources.limits.cpu": "8cores"}, "/resources/limits/cpu"),
+        ({"podResources.worker.limits.memory": "4 GB"}, "/podResources/worker/limits/memory"),
+        (
+            {"resources.limits.memory": "190M"},
+            "resources: got a request of 192Mi memory above the limit of 190M",
+        ),
+        (
+            {"resources.requests.memory": "1Gi"},
+            "resources: got a request of 1Gi memory above the limit of 512Mi",
+        ),
+        ({"resources.limits.cpu": 0.049}, "resources: got a request of 50m cpu above the limit of 0.049"),
+        (
+            {"podResources.inspect.limits.memory": "1e6"},
+            "podResources.inspect: got a request of 128Mi memory",
+        ),
+        (
+            {"calibration.nodeKinds": [{**ONE_KIND[0], "resources": {"limits": {"memory": "1Mi"}}}]},
+            "calibration.measureResources, nodeKinds m7i: got a request of 1Gi memory",
+        ),
+        ({"tolerations": [{"operator": "Exists", "value": "x"}]}, "/tolerations/0/value"),
+        ({"tolerations": [{"value": "x"}]}, "/tolerations/0': missing property 'key'"),
+        (
+            {"tolerations": [{"key": "x", "tolerationSeconds": 5}]},
+            "/tolerations/0': missing property 'effect'",
+        ),
+        ({"strategy": {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}}, "strategy.rollingUpdate: got"),
+        ({"strategy.rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}, "strategy.rollingUpdate: got"),
+        ({"strategy.rollingUpdate.maxSurge": "one"}, "/strategy/rollingUpdate/maxSurge"),
+        ({"dnsPolicy": "None"}, "dnsPolicy: None needs dnsConfig.nameservers"),
+        (
+            {"podMonitor.enabled": True, "podMonitor.interval": "10s", "podMonitor.scrapeTimeout": "1m"},
+            "got scrapeTimeout 1m, which Prometheus refuses with interval 10s",
+        ),
+        ({"volumes": [{"name": "scratch", "emptyDir": {}}]}, "volumes: got scratch twice"),
+        ({"volumeMounts": [{"name": "x", "mountPath": "/x"}]}, "volumeMounts: got x, which is none"),
+        (
+            {"volumes": [{"name": "x"}], "volumeMounts": [{"name": "x", "mountPath": "/tmp"}]},
+            "volumeMounts: got /tmp twice",
+        ),
+        ({"extraEnv": [{"name": "A"}, {"name": "A"}]}, "extraEnv: got A twice"),
+        ({"extraEnv": [{"name": "A", "value": "1", "valueFrom": {}}]}, "/extraEnv/0"),
+        ({"serviceAccount.name": "Bad Name"}, "/serviceAccount/name"),
+        ({"imagePullSecrets": [{"name": "A,b"}]}, "/imagePullSecrets/0/name"),
+        ({"workerImages.cpu": "a b"}, "/workerImages/cpu"),
+        ({"image.registry": "[registry]:5000"}, "/image/registry"),
+        ({"image.repository": "fd00::1/x"}, "/image/repository"),
+        ({"networkPolicy.metricsFrom": [{"namespaces": {}}]}, "/networkPolicy/metricsFrom/0"),
+        ({"podDisruptionBudget.maxUnavailable": "0%"}, "/podDisruptionBudget/maxUnavailable"),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as refused:
         render(tmp_path, values)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("registry", "repository", "image", "beside"),
+    [
+        ("[fd00::1]:5000", "ml/op", "[fd00::1]:5000/ml/op:1", "[fd00::1]:5000/ml/worker:1"),
+        ("", "[fd00::1]:5000/ml/op", "[fd00::1]:5000/ml/op:1", "[fd00::1]:5000/ml/worker:1"),
+        ("", "[2001:db8::1]/op", "[2001:db8::1]/op:1", "[2001:db8::1]/worker:1"),
+        ("", "localhost:5000/op", "localhost:5000/op:1", "localhost:5000/worker:1"),
+    ],
+)
+def test_a_registry_may_be_an_address(
+    registry: str, repository: str, image: str, beside: str, tmp_path: Path
+) -> None:
+    values = {"image.registry": registry, "image.repository": repository, "image.tag": "1"}
+    (deployment,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
+    env = {each["name"]: each.get("value") for each in find_container(deployment)["env"]}
+    assert find_container(deployment)["image"] == image
+    assert env["HETEROINFER_WORKER_IMAGE_GPU"] == beside
+
+
+EVERYTHING: dict[str, Any] = {
+    "replicas": 2,
+    "calibration.nodeKinds": [{"name": "m7i", "nodeSelector": {"type": "m7i"}}],
+    **{
+        f"{name}.enabled": True
+        for name in ("networkPolicy", "metricsService", "podMonitor", "prometheusRule", "dashboards")
+    },
+}
+
+
+@functools.cache
+def render_everything() -> Objects:
+    with tempfile.TemporaryDirectory() as folder:
+        return render(Path(folder), EVERYTHING)
+
+
+@functools.cache
+def sections_and_values() -> dict[str, Any]:
+    """Returns each value of values.yaml and each section of them, by path."""
+
+    def walked(values: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            yield f"{path}{name}", value
+            if isinstance(value, dict) and f"{path}{name}" not in FREE:
+                yield from walked(value, f"{path}{name}.")
+
+    return dict(walked(yaml.safe_load((CHART / "values.yaml").read_text()), ""))
+
+
+@pytest.mark.parametrize("path", sorted({*sections_and_values()} - {*EVERYTHING, "image.repository"}))
+def test_null_is_not_set_or_refused(path: str, tmp_path: Path) -> None:
+    """Helm takes a value that is null out of the defaults; what templates need then is named by its path."""
+    default = sections_and_values()[path]
+    values = {name: value for name, value in EVERYTHING.items() if not name.startswith(f"{path}.")}
+    section, _, name = path.rpartition(".")
+    said = f"at '{'/' * bool(section)}{section.replace('.', '/')}': missing property '{name}'"
+    if path == "dashboards.labels" or (default not in ("", [], {}) and path not in FREE):
+        with pytest.raises(ClusterError, match=re.escape(said)):
+            render(tmp_path, {**values, path: None})
+    else:
+        objects = render(tmp_path, {**values, path: None})
+        assert path in (*FREE, "podResources.worker") or objects == render_everything()
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [("50m", "50m"), ("50m", 0.05), ("1Ki", "1024"), (1, "1000m"), ("1Gi", "1.1G"), ("1k", "1e3")],
+)
+def test_a_request_up_to_its_limit_is_taken(asked: Any, limit: Any, tmp_path: Path) -> None:
+    values = {"resources.requests.memory": asked, "resources.limits.memory": limit}
+    (deployment,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
+    assert find_container(deployment)["resources"]["requests"]["memory"] == asked
+
+
+def test_with_the_nodes_network_no_second_pod_waits_for_the_port(tmp_path: Path) -> None:
+    def strategy(values: dict[str, Any]) -> Any:
+        (found,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
+        return found["spec"].get("strategy")
+
+    one_by_one = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    assert strategy({"hostNetwork": True}) == one_by_one
+    assert strategy({"hostNetwork": True, "strategy": {"type": "Recreate"}}) == {"type": "Recreate"}
+    assert strategy({"hostNetwork": True, "leaderElection.enabled": False}) == {"type": "Recreate"}
+    assert strategy({}) is None
+
+
+def test_the_operators_policy_opens_the_ports_of_dns_that_the_operators_own_policies_open(
+    tmp_path: Path,
+) -> None:
+    policies = [o for o in render(tmp_path, {"networkPolicy.enabled": True}) if o["kind"] == "NetworkPolicy"]
+    assert len(policies) == 2
+    for policy in policies:
+        found = {(port["port"], port["protocol"]) for port in policy["spec"]["egress"][0]["ports"]}
+        assert found == {(port, protocol) for port in (53, 5353) for protocol in ("TCP", "UDP")}
 
 
 def test_the_environment_that_the_chart_has_no_values_for_is_extra(tmp_path: Path) -> None:

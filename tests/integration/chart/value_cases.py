@@ -110,6 +110,10 @@ CASES = (
         "calibration.limitSeconds", 90, "Job", f"{POD}.initContainers.measure.args.2", "90",
         calibration__nodeKinds=ONE_KIND,
     ),
+    case(
+        "calibration.serviceAccountName", "mine", "Job", f"{POD}.serviceAccountName", "mine",
+        calibration__nodeKinds=ONE_KIND,
+    ),
     case("calibration.nodeKinds", ONE_KIND, "Job", f"{POD}.nodeSelector.type", "m7i"),
     case("serviceAccount.create", False, "ServiceAccount mine", "", None, serviceAccount__name="mine"),
     pod_field("serviceAccount.name", "mine", "serviceAccountName"),
@@ -160,7 +164,6 @@ CASES = (
     variable("httpPort", 9090, "HTTP_PORT", "9090"),
     variable("workers", 2, "WORKERS", "2"),
     pod_field("resources", {"limits": {"cpu": "1"}}, "containers.operator.resources.limits.cpu", "1"),
-    pod_field("extraArgs", ["-x"], "containers.operator.args", ["operator", "-x"]),
     pod_field(
         "extraEnv", [{"name": "HTTPS_PROXY", "value": "http://p:3128"}],
         "containers.operator.env.HTTPS_PROXY.value", "http://p:3128",

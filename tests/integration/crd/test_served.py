@@ -204,3 +204,20 @@ def test_the_examples_are_applied_together(cluster: Cluster) -> None:
     assert sorted(line.split()[-1] for line in said.splitlines()) == ["created"] * len(documents), said
     stored = cluster.kubectl("get", "hinf", "-n", "examples", "-o", "name").split()
     assert len(stored) == len(documents) > 1
+
+
+def test_the_documented_command_adds_a_variable_to_those_that_are_there(cluster: Cluster) -> None:
+    """A merge patch would replace the whole list."""
+    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    ((options, manifest),) = re.findall(
+        r"^kubectl (apply --server-side --field-manager=api-key -f -) <<'END'\n(.*?)^END$", page, re.M | re.S
+    )
+    place = ("-n", "variables")
+    cluster.kubectl("create", "namespace", "variables")
+    cluster.kubectl("apply", *place, "-f", str(REPOSITORY / "examples" / "cpu-pair.yaml"))
+    env = {"spec": {"engine": {"env": [{"name": "HF_ENDPOINT", "value": "https://hub.example.com"}]}}}
+    cluster.kubectl("patch", "hinf", "cpu-pair", *place, "--type", "merge", "-p", json.dumps(env))
+    cluster.kubectl(*options.split(), *place, stdin=manifest)
+    stored = json.loads(cluster.kubectl("get", "hinf", "cpu-pair", *place, "-o", "json"))
+    names = {variable["name"] for variable in stored["spec"]["engine"]["env"]}
+    assert names == {"HF_ENDPOINT", "VLLM_API_KEY"}

@@ -37,7 +37,7 @@ async def test_what_a_job_keeps_is_what_the_operator_predicts_by(
     node: str,
 ) -> None:
     installed = install(*VALUES)
-    release, config_map = installed.release, f"{installed.release}-heteroinfer-calibration"
+    release, config_map = installed.release, f"{installed.release}-heteroinfer-measured"
     await server.merge(NODE.path(None, node), {"metadata": {"labels": {"speed": "fast"}}})
     settings = {"namespace": release, "calibration_config_map": config_map}
     async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
@@ -83,10 +83,10 @@ async def test_what_a_job_keeps_is_what_the_operator_predicts_by(
         assert await workers(server, namespace, 1) == serving
         assert await process.stop() == 0
 
-    # The chart says nothing of what Jobs keep, and so leaves it alone; one that was deleted measures again.
+    # The chart does not render what Jobs keep, and so leaves it alone; one that was deleted measures again.
     (job,) = jobs_of(control_plane, release)
     upgrade = ("upgrade", release, str(CHART), "-n", release, "--reuse-values", "--set")
-    control_plane.helm(*upgrade, "workers=2")
+    control_plane.helm(*upgrade, "workers=2", "--force")
     assert jobs_of(control_plane, release) == [job]
     control_plane.kubectl("delete", "job", "-n", release, job)
     control_plane.helm(*upgrade, "workers=3")
@@ -125,7 +125,8 @@ async def keep_as_the_job_does(cluster: Cluster, installed: Installation, tmp_pa
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": token.strip()}
     kubeconfig.write_text(yaml.safe_dump(config))
-    assert await rights_of(kubeconfig, release) == [f"patch {release}-heteroinfer-calibration"]
+    measured_in = f"{release}-heteroinfer-measured"
+    assert await rights_of(kubeconfig, release) == [f"{verb} {measured_in}" for verb in ("create", "patch")]
 
     container = pod["containers"][0]
     env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
@@ -159,7 +160,7 @@ async def rights_of(kubeconfig: Path, release: str) -> list[str]:
     found = []
     try:
         for resource, name in (
-            ("configmaps", f"{release}-heteroinfer-calibration"),
+            ("configmaps", f"{release}-heteroinfer-measured"),
             ("configmaps", "another"),
             ("pods", "any"),
         ):

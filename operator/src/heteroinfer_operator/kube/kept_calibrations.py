@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
+from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
@@ -61,16 +62,28 @@ def read_entries(stored: Manifest) -> Entries:
 async def keep(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:
     """Keeps what was measured of a kind of nodes in the ConfigMap, beside what it has of others.
 
+    No template makes the ConfigMap: what replaces an object by a template would empty it. Each kind has a
+    field manager of its own, so that an apply leaves the entries of other kinds alone.
+
     Raises:
-        CalibrationError: there is no such ConfigMap, or it may not be written.
+        CalibrationError: the namespace is gone, or the ConfigMap may not be written.
         ApiError: the API server did not answer.
     """
+    metadata = {
+        "namespace": name.namespace,
+        "name": name.name,
+        "labels": {"app.kubernetes.io/managed-by": names.MANAGER},
+    }
+    config_map = {"apiVersion": CONFIG_MAP.api_version, "kind": CONFIG_MAP.name, "metadata": metadata}
+    path = CONFIG_MAP.path(name.namespace, name.name)
     try:
-        await server.merge(CONFIG_MAP.path(name.namespace, name.name), {"data": kind.to_entry()})
+        await server.apply(
+            path, {**config_map, "data": kind.to_entry()}, manager=f"{names.MANAGER}-calibration-{kind.name}"
+        )
     except ApiError as error:
         if error.status not in (NOT_FOUND, FORBIDDEN):
             raise
         raise CalibrationError(
-            f"ConfigMap {name}: {error.said}; `helm upgrade` with calibration.nodeKinds makes it, with the "
-            "right to write it"
+            f"ConfigMap {name}: {error.said}; `helm upgrade` with calibration.nodeKinds gives the right to "
+            "write it; with rbac.create=false, give the verbs create and patch yourself"
         ) from error
