@@ -22,8 +22,12 @@ def trusted(file: str) -> int:
 
 
 def bundled(folder: Path, text: str, **env: str) -> dict[str, str]:
+    return bundled_bytes(folder, text.encode(), **env)
+
+
+def bundled_bytes(folder: Path, content: bytes, **env: str) -> dict[str, str]:
     bundle = folder / "ca.crt"
-    bundle.write_text(text)
+    bundle.write_bytes(content)
     found = {names.ENV_CA_BUNDLE: str(bundle), **env}
     trust_ca_bundle(found, folder)
     return found
@@ -60,3 +64,41 @@ def test_a_file_that_the_user_names_counts_as_the_systems(tmp_path: Path) -> Non
 def test_what_holds_no_certificates_is_said(tmp_path: Path, text: str) -> None:
     with pytest.raises(ContractError, match=r"model\.caBundle: the key that it names has no certificates"):
         bundled(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"# Főtanúsítvány\n{FIRST}# ő\n{SECOND}".encode(),
+        f"# Fôt\n{FIRST}{SECOND}".encode("latin-1"),
+        f"{FIRST}{SECOND}".encode("utf-8-sig"),
+        f"{FIRST}{SECOND}".replace("\n", "\r\n").encode(),
+        f"{FIRST}{SECOND}\0".encode(),
+    ],
+    ids=["comment", "latin-1", "byte order mark", "CRLF", "NUL"],
+)
+def test_text_around_certificates_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setattr(certificates, "SYSTEM_BUNDLES", ())
+    assert trusted(bundled_bytes(tmp_path, content)["SSL_CERT_FILE"]) == 2
+
+
+def test_text_of_any_encoding_is_kept_in_the_systems_file(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_bytes("# ô\n".encode("latin-1") + FIRST.encode())
+    assert trusted(bundled(tmp_path, SECOND, SSL_CERT_FILE=str(own))["SSL_CERT_FILE"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (FIRST.encode("utf-16"), "no BEGIN CERTIFICATE line"),
+        (f"{FIRST}-----BEGIN CERTIFICATE-----\nxx\n{END}".encode(), "certificate 2 of 2 cannot be read"),
+        (FIRST.replace("M", "Ő", 1).encode(), "no BEGIN CERTIFICATE line"),
+    ],
+    ids=["UTF-16", "no certificate", "letters"],
+)
+def test_reports_which_certificate_cannot_be_read(tmp_path: Path, content: bytes, problem: str) -> None:
+    with pytest.raises(ContractError, match=rf"has no certificates in PEM \({problem}.*; put those of your"):
+        bundled_bytes(tmp_path, content)

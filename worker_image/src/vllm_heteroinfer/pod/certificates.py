@@ -1,5 +1,6 @@
 """Certificate authorities of `model.caBundle`, added to the system's. Stdlib and the contract only."""
 
+import re
 import ssl
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -21,6 +22,9 @@ SYSTEM_BUNDLES: Final = (
     "/etc/ssl/ca-bundle.pem",  # SUSE
 )
 _COMBINED: Final = "heteroinfer-ca.crt"
+_CERTIFICATE: Final = re.compile(
+    rb"-----BEGIN (X509 )?CERTIFICATE-----[\x00-\x7f]*?-----END (X509 )?CERTIFICATE-----"
+)
 
 
 def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
@@ -33,29 +37,45 @@ def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
         folder: where the combined file is written.
 
     Raises:
-        ContractError: the bundle has no certificates.
+        ContractError: the bundle has no certificates, or one that OpenSSL cannot read.
     """
     bundle = env.get(names.ENV_CA_BUNDLE, "")
     if not bundle:
         return
     try:
-        own = Path(bundle).read_text(encoding="utf-8")
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=own)
-    except (OSError, ValueError, ssl.SSLError) as error:
+        own = _read_certificates(Path(bundle).read_bytes())
+    except (OSError, ValueError) as error:
         raise ContractError(
             f"model.caBundle: the key that it names has no certificates in PEM ({error}); put those of your "
             "authority there, each with its BEGIN CERTIFICATE line"
         ) from error
     given = [env[name] for name in VARIABLES[:1] if env.get(name)]
-    system = next((text for each in (*given, *SYSTEM_BUNDLES) if (text := _read(Path(each)))), "")
+    system = next((text for each in (*given, *SYSTEM_BUNDLES) if (text := _read(Path(each)))), b"")
     combined = folder / _COMBINED
-    combined.write_text(f"{system}\n{own}\n", encoding="utf-8")
+    combined.write_bytes(b"\n".join((system, *own, b"")))
     for name in VARIABLES:
         env[name] = str(combined)
 
 
-def _read(file: Path) -> str:
+def _read_certificates(bundle: bytes) -> list[bytes]:
+    """Returns each certificate without the text around it, which may be of any encoding.
+
+    Raises:
+        ValueError: there is none, or one that OpenSSL cannot read.
+    """
+    found = [match.group() for match in _CERTIFICATE.finditer(bundle)]
+    if not found:
+        raise ValueError("no BEGIN CERTIFICATE line with its END CERTIFICATE line in ASCII")
+    for number, certificate in enumerate(found, 1):
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=certificate.decode("ascii"))
+        except ssl.SSLError as error:
+            raise ValueError(f"certificate {number} of {len(found)} cannot be read: {error}") from error
+    return found
+
+
+def _read(file: Path) -> bytes:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
+        return file.read_bytes()
+    except OSError:
+        return b""
