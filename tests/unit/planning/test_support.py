@@ -114,6 +114,23 @@ def test_a_gpu_comes_first_for_an_encoder_and_another_one_last_for_the_head(
     assert "".join(rank.device.value[0] for rank in text) == "".join(sorted(order)), "the head on a GPU"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "cpus", "order"),
+    [
+        (gpu(pods=2), cpu(memory="200Gi", pods=4), "GGCCCC"),
+        (gpu(pods=2, layers=[4]), cpu(memory="200Gi", pods=4, layers=[12, 12]), "GGCCCC"),
+        (gpu(pods=4, layers=[4, 4]), cpu(memory="200Gi", pods=2, layers=[20]), "GGCCGG"),
+    ],
+    ids=["as planned", "given layers", "two stages of GPUs"],
+)
+def test_a_stage_of_gpus_comes_first_for_an_encoder(
+    gpus: dict[str, Any], cpus: dict[str, Any], order: str
+) -> None:
+    both = spec(cpus, {**gpus, "deviceMemory": "80Gi"}, parallelism={"mode": "Tensor", "tensor": 2})
+    ranks = plan(both, recorded_profiles()["Qwen2.5-VL-7B-Instruct"]).plan.ranks
+    assert "".join(rank.device.value[0] for rank in ranks) == order
+
+
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-7B-Instruct", "Mistral-Small-3.2-24B-Instruct"])
 def test_an_encoder_that_no_gpu_may_run_is_refused(name: str) -> None:
     roles = [cpu(memory="64Gi"), gpu(deviceMemory="80Gi")]

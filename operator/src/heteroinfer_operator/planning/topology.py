@@ -112,8 +112,13 @@ def _order(
     first_gpu = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
     if not has_encoder or not first_gpu:
         return pods
-    # A GPU first for the encoder; all others keep their places, so that the head is on another GPU if any.
-    return [pods[first_gpu], *pods[:first_gpu], *pods[first_gpu + 1 :]]
+    # A stage of GPUs first for the encoder; all other pods keep their places, so that the head is on another
+    # GPU if any.
+    end, ranks = first_gpu + 1, pods[first_gpu].role.ranks_per_pod
+    while ranks % tensor:
+        ranks += pods[end].role.ranks_per_pod
+        end += 1
+    return [*pods[first_gpu:end], *pods[:first_gpu], *pods[end:]]
 
 
 def _order_by_device(
