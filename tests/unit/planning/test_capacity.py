@@ -11,7 +11,15 @@ from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.demand import Taint
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
-from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
+from heteroinfer_operator.planning import (
+    Capacity,
+    GroupRequest,
+    Planned,
+    assign_again,
+    build_free_nodes,
+    plan_group,
+)
+from heteroinfer_operator.planning.gpu_floor import usable_gpu_memory
 from tests.unit.planning.planned_models import GIB, cpu, gpu, profile, spec
 from tests.unit.planning.test_placement import GPU, ZONE, node
 
@@ -201,6 +209,35 @@ def test_memory_and_product_of_gpus_come_from_labels() -> None:
     )
     needed = on_large.node_assignment.gpu_memory_mib[1]
     assert 12 * 1024 < needed <= 80 * 1024, "another node that has it would do"
+
+
+@pytest.mark.parametrize("memory_mib", [8192, 11264, 16384, 24576, 81920])
+def test_a_pod_asks_for_a_gpu_that_holds_the_floor_too(memory_mib: int) -> None:
+    group, labelled = spec(gpu(), cpu(memory="96Gi")), [big("a", gpus=1, memory_mib=memory_mib)]
+    planned = fit(group, build_free_nodes(labelled))
+    rank = planned.plan.ranks[1]
+    floor = planned.sizes.gpu_floor
+    asked = planned.node_assignment.gpu_memory_mib[1]
+    floor_bytes = floor.total(embeds=False, samples=True, gpus=1)
+    assert rank.weight_bytes + rank.kv_cache_bytes <= usable_gpu_memory(asked * 2**20, floor_bytes)
+    assert asked <= memory_mib
+    again, _ = assign_again(group, planned.plan, Capacity(free_nodes=build_free_nodes(labelled)), floor)
+    assert again.gpu_memory_mib == {1: asked}
+
+
+def test_a_plan_that_leaves_less_than_the_floor_still_gets_its_gpu() -> None:
+    """Earlier versions made such plans: no GPU of the cluster has the floor beside them."""
+    group = spec(gpu(), cpu(memory="96Gi"))
+    planned = fit(group, build_free_nodes([big("a", gpus=1, memory_mib=16384)]))
+    full = replace(planned.plan.ranks[1], kv_cache_bytes=int(14.4 * GIB) - planned.plan.ranks[1].weight_bytes)
+    plan, floor = replace(planned.plan, ranks=(planned.plan.ranks[0], full)), planned.sizes.gpu_floor
+
+    def asked(memory_mib: int) -> int:
+        nodes = build_free_nodes([big("a", gpus=1, memory_mib=memory_mib)])
+        return assign_again(group, plan, Capacity(free_nodes=nodes), floor)[0].gpu_memory_mib[1]
+
+    assert asked(16384) == 16384
+    assert asked(24576) > 16384
 
 
 def test_device_memory_of_the_role_wins_over_labels() -> None:

@@ -58,6 +58,34 @@ def message(world: World, kind: str) -> str:
     return str(next(c for c in world.status["conditions"] if c["type"] == kind)["message"])
 
 
+def least_gpu_memory_mib(world: World) -> dict[str, str]:
+    """Returns the value that the label of GPU memory must exceed, by pod."""
+    found = dict[str, str]()
+    for name in world.workers():
+        affinity = world.manifests[name]["spec"]["affinity"]["nodeAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        (label,) = (each for each in term["matchExpressions"] if each["key"] == f"{GPU}.memory")
+        found[name] = label["values"][0]
+    return found
+
+
+def test_a_pod_that_is_made_later_asks_for_the_same_gpu_memory() -> None:
+    """The GPU holds a CUDA context beside weights and KV cache: a smaller GPU would not do."""
+    role = {"name": "gpu", "device": "GPU", "pods": 2}
+    spec = {**cpu_pair(), "roles": [role]}
+    nodes = [node(name, gpus=1, labels={f"{GPU}.memory": "3072"}) for name in "ab"]
+    at_once = least_gpu_memory_mib(started(spec, *nodes))
+    assert len(at_once) == 2
+    world = CapacityWorld(spec=spec, nodes=tuple(nodes), unanswered={("Pod", "demo-0-*-1")})
+    world.settle()
+    world.answer_inspection()
+    world.live(5)
+    assert len(world.workers()) == 1
+    world.unanswered.clear()
+    world.live(31)
+    assert least_gpu_memory_mib(world) == at_once
+
+
 def test_nothing_of_a_group_is_created_until_all_of_it_has_capacity() -> None:
     world = started(gpu_and_cpu(), node("a"))
     assert world.workers() == []

@@ -4,13 +4,13 @@ free_nodes = build_free_nodes(nodes, promised)
 planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes its share of them
 """
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
 from heteroinfer_contract.calibration import Calibration
-from heteroinfer_contract.plan import Device, Plan
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, ResourceKey, RoleSpec, ShortageAction
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.nodes.calibrations import Calibrations, slowest
@@ -23,7 +23,7 @@ from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, obstacle
 from heteroinfer_operator.nodes.role_demand import role_demand
-from heteroinfer_operator.planning.gpu_floor import GPU_USABLE
+from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
@@ -111,7 +111,7 @@ def _placed(
     planned = make_plan(request, inventory)  # what can never be planned is reported before what is missing
     missing = _take(found, asked, capacity, free_nodes, key)
     node_assignment = NodeAssignment(
-        gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes)
+        gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes, planned.sizes.gpu_floor)
     )
     planned = replace(planned, missing=missing)
     if found is None or capacity.others_wait:
@@ -124,8 +124,13 @@ def _placed(
     return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
 
 
-def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> tuple[NodeAssignment, str]:
+def assign_again(
+    spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity, floor: GpuFloor | None
+) -> tuple[NodeAssignment, str]:
     """Returns a node for each pod of a plan that is there already; takes what it needs of them.
+
+    Args:
+        floor: of the plan's GPUs; None if it is unknown.
 
     Returns:
         The nodes, and what is missing that somebody else will have to wait for, or "".
@@ -145,44 +150,60 @@ def assign_again(spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity) -> t
     found = capacity.assign(asked, key)
     missing = _take(found, asked, capacity, capacity.free_nodes, key)
     labelled = labelled_roles(spec, [free_node.node for free_node in capacity.free_nodes])
-    assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled))
+    assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled, floor))
     if found is None or capacity.others_wait:
         return assignment, missing
     nodes = {pod.index: node for pod, node in zip(plan.pods, found.nodes, strict=True)}
     return replace(assignment, nodes=nodes, domain=(key, found.domain) if key else None), missing
 
 
-def gpu_memory_mib(spec: HeteroInferenceSpec, plan: Plan, labelled: Collection[str]) -> dict[int, int]:
+def gpu_memory_mib(
+    spec: HeteroInferenceSpec, plan: Plan, labelled: Mapping[str, int], floor: GpuFloor | None
+) -> dict[int, int]:
     """Returns the memory that GPUs must have at least, in MiB by pod index, where node labels tell it.
 
     The scheduler may choose another node than the plan was made for; what the plan puts on a GPU
     must fit there too.
 
     Args:
-        labelled: roles whose GPUs have labels.
+        labelled: roles whose GPUs have labels, with the memory of such a GPU in bytes. A plan of an
+            earlier version may leave less than the floor on each of them: its floor does not count.
+        floor: of the plan's GPUs; None if it is unknown.
     """
     by_labels = {role.name for role in spec.roles if role.device_memory is None and role.name in labelled}
+
+    def least_bytes(rank: RankAssignment) -> int:
+        held = rank.weight_bytes + rank.kv_cache_bytes
+        least = ceil(held / GPU_USABLE)
+        if floor is None:
+            return least
+        gpus = 1 if plan.is_mixed(rank.stage) else plan.tensor_parallel_size
+        last = plan.pipeline_parallel_size - 1
+        besides = floor.total(embeds=rank.stage == 0, samples=rank.stage == last, gpus=gpus)
+        return max(least, held + besides) if held + besides <= labelled[rank.role] else least
+
     return {
-        pod.index: max(
-            ceil((rank.weight_bytes + rank.kv_cache_bytes) / GPU_USABLE / 2**20)
-            for rank in pod.ranks
-            if rank.device is Device.GPU
-        )
+        pod.index: max(-(-least_bytes(rank) // 2**20) for rank in pod.ranks if rank.device is Device.GPU)
         for pod in plan.pods
         if pod.role in by_labels and pod.device is Device.GPU
     }
 
 
-def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> frozenset[str]:
-    """Returns the GPU roles without deviceMemory for whose GPUs every node has a label of memory."""
-    found = set()
+def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
+    """Returns the GPU roles without deviceMemory for whose GPUs every node has a label of memory.
+
+    Returns:
+        The memory of the largest such GPU, in bytes, by role.
+    """
+    found = {}
     for role in spec.roles:
         if role.device is not Device.GPU or role.device_memory is not None:
             continue
         having = [node for node in nodes if node.allocatable.get(role.gpu_resource, 0) > 0]
-        if having and all(device_memory_mib(node, role.gpu_resource) is not None for node in having):
-            found.add(role.name)
-    return frozenset(found)
+        sizes = [size for node in having if (size := device_memory_mib(node, role.gpu_resource)) is not None]
+        if sizes and len(sizes) == len(having):
+            found[role.name] = max(sizes) * 2**20
+    return found
 
 
 def _take(

@@ -93,6 +93,23 @@ def predict_again(
         spec: what the user asks for now.
         inventory: what is known of the machines that the group is on.
     """
+    found = find_sizes(plan, spec, profile)
+    if found is None:
+        return None
+    sizes, remote = found
+    predicted, rates = predict_ranks(plan, spec, sizes, remote, inventory)
+    sources = {rank.role: each.source for rank, each in zip(plan.ranks, rates, strict=True)}
+    return PredictedPlan(plan=predicted, step=predict(predicted, rates), sources=sources)
+
+
+def find_sizes(
+    plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
+) -> tuple[Sizes, Remote | None] | None:
+    """Returns the sizes that a plan was made with, or None if it is none of this spec and model.
+
+    Returns:
+        The sizes of a rank in a stage, and what feed-forward ranks have of the model.
+    """
     roles = {role.name: role for role in spec.roles}
     if any(rank.role not in roles for rank in plan.ranks):
         return None
@@ -101,9 +118,7 @@ def predict_again(
     remote = _remote(plan, roles, profile)
     kept = profile if remote is None else remote.kept
     sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once)
-    predicted, rates = predict_ranks(plan, spec, sizes, remote, inventory)
-    sources = {rank.role: each.source for rank, each in zip(plan.ranks, rates, strict=True)}
-    return PredictedPlan(plan=predicted, step=predict(predicted, rates), sources=sources)
+    return sizes, remote
 
 
 def _remote(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) -> Remote | None:

@@ -38,8 +38,9 @@ from heteroinfer_operator.planning import (
     make_plan,
     plan_group,
 )
+from heteroinfer_operator.planning.gpu_floor import GpuFloor
 from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
-from heteroinfer_operator.planning.predicted_plan import PredictedPlan, predict_again
+from heteroinfer_operator.planning.predicted_plan import PredictedPlan, find_sizes, predict_again
 from heteroinfer_operator.reconcile.reading import pods_by_group
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
@@ -113,7 +114,8 @@ class GroupPlanner:
         """
         gang = self._choose_gang(spec)
         try:
-            assignment, missing = assign_again(spec, plan, self._capacity(spec, gang, group))
+            capacity = self._capacity(spec, gang, group)
+            assignment, missing = assign_again(spec, plan, capacity, self._gpu_floor(spec, plan))
         except Shortage as shortage:
             raise self._with_promises(shortage) from None
         hinted = self._hinted(assignment, gang, group)
@@ -129,8 +131,15 @@ class GroupPlanner:
             pods: those others.
         """
         labelled = labelled_roles(spec, self.observation.nodes or ())
-        memory = gpu_memory_mib(spec, plan, labelled)
+        memory = gpu_memory_mib(spec, plan, labelled, self._gpu_floor(spec, plan))
         return NodeAssignment(gang=gang_of(pods), gpu_memory_mib=memory, apart=self._are_apart)
+
+    def _gpu_floor(self, spec: HeteroInferenceSpec, plan: Plan) -> GpuFloor | None:
+        """Returns the floor of a plan's GPUs; None while the sizes of its model are not known."""
+        if self.request is None or self.request.spec.model != spec.model:
+            return None
+        found = find_sizes(plan, spec, self.request.profile)
+        return None if found is None else found[0].gpu_floor
 
     @property
     def profile(self) -> ModelProfile | None:
