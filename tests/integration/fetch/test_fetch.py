@@ -21,7 +21,13 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model.weights import INDEX_FILE
 from heteroinfer_contract.model_cache import damaged_files, read_marker
-from heteroinfer_contract.model_fetch import MARKER_FILE, CacheCleanup, CompleteModel, model_folder
+from heteroinfer_contract.model_fetch import (
+    LOCK_FILE,
+    MARKER_FILE,
+    CacheCleanup,
+    CompleteModel,
+    model_folder,
+)
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.cluster.folders import REPOSITORY
@@ -96,12 +102,14 @@ def check_folder(hub: HubServer, cache: Path) -> None:
     marker = read_marker(folder)
     assert marker is not None
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert found == {path for path in repository.files if path not in USELESS} | {MARKER_FILE, ".lock"}
+    assert found == {path for path in repository.files if path not in USELESS} | {MARKER_FILE, LOCK_FILE}
     for file in marker.files:
         path = folder / file.path
         assert path.read_bytes() == repository.files[file.path]
         assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o775
+    for name in (MARKER_FILE, LOCK_FILE):  # a later fetch by another user of the group confirms the commit
+        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o664
     assert damaged_files(folder, marker) == []
 
 

@@ -11,7 +11,9 @@ from heteroinfer_contract import names
 from heteroinfer_contract.model_cache import read_marker
 from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, CacheCleanup
 from vllm_heteroinfer.fetch.cache_cleanup import RECENT_S, remove_unused
+from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.fetch_pod import read_cleanup
+from vllm_heteroinfer.fetch.locking import try_lock_file
 from vllm_heteroinfer.fetch.store import ModelStore
 
 NOW_S = time.time()
@@ -67,6 +69,55 @@ def test_what_another_fetch_has_the_lock_of_stays(cache: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert clean(cache, keep=1) == [3, 9]
     assert clean(cache, keep=1) == [9]
+
+
+@pytest.mark.parametrize("moment", ["before the lock is opened", "before it is locked"])
+def test_a_fetch_starts_over_if_its_folder_goes_as_it_begins(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    store = ModelStore(cache, REPOSITORY, commit_of(1))
+    cleanup = CacheCleanup(keep=1, in_use=(), listed_s=time.time())
+    removed: list[str] = []
+
+    def remove() -> None:
+        removed.extend(remove_unused(cache / "acme--tiny", commit_of(5), cleanup) if not removed else ())
+
+    def take(descriptor: int) -> bool | None:
+        remove()
+        return try_lock_file(descriptor)
+
+    if moment == "before it is locked":
+        monkeypatch.setattr("vllm_heteroinfer.fetch.store.try_lock_file", take)
+    else:
+        remove()
+    with store.try_lock() as alone, ModelStore(cache, REPOSITORY, commit_of(1)).try_lock() as other:
+        assert commit_of(1) in removed
+        assert (alone, other) == (True, False), "both look at the lock of the folder that is there"
+        assert store.confirm() is None
+        assert store.mark_complete([]) == store.complete()
+
+
+def test_a_lock_that_is_removed_again_and_again_ends_the_fetch(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ModelStore(cache, REPOSITORY, commit_of(1))
+
+    def take(descriptor: int) -> bool:
+        (store.folder / LOCK_FILE).unlink()
+        return True
+
+    monkeypatch.setattr("vllm_heteroinfer.fetch.store.try_lock_file", take)
+    with (
+        pytest.raises(FetchError, match="the folder was removed 100 times as a fetch began"),
+        store.try_lock(),
+    ):
+        pass
+
+
+def test_a_cache_with_a_file_in_place_of_the_folder_is_refused(cache: Path) -> None:
+    (cache / "acme--tiny" / commit_of(7)).write_text("no folder")
+    with pytest.raises(FetchError, match="File exists"):
+        ModelStore(cache, REPOSITORY, commit_of(7))
 
 
 def test_what_a_clean_up_that_was_killed_left_is_removed(cache: Path) -> None:

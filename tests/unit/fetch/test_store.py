@@ -88,6 +88,20 @@ def test_a_marker_that_was_cut_short_is_none(store: ModelStore) -> None:
     assert read_marker(store.folder) is None
 
 
+def test_a_marker_that_is_no_file_is_none(store: ModelStore) -> None:
+    marker = store.folder / MARKER_FILE
+    os.mkfifo(marker)
+    writer = os.open(marker, os.O_RDWR)  # it is opened, and nothing comes
+    try:
+        assert read_marker(store.folder) is None
+    finally:
+        os.close(writer)
+    assert read_marker(store.folder) is None
+    marker.unlink()
+    marker.mkdir()
+    assert read_marker(store.folder) is None
+
+
 def test_the_lock_is_for_one(store: ModelStore, tmp_path: Path) -> None:
     other = ModelStore(tmp_path, "acme/tiny", "abc")
     with store.try_lock() as first, other.try_lock() as second:

@@ -1,5 +1,7 @@
 """Whether a model that was fetched is complete in its cache. Reads its files; stdlib only."""
 
+import os
+import stat
 from pathlib import Path
 
 from heteroinfer_contract.errors import ContractError, ModelIncompleteError
@@ -7,9 +9,14 @@ from heteroinfer_contract.model_fetch import MARKER_FILE, CompleteModel, Fetched
 
 
 def read_marker(directory: Path) -> CompleteModel | None:
-    """Returns the marker of a model's folder; None without one, or with one that cannot be read."""
+    """Returns the marker of a model's folder; None without one, or with one that cannot be read.
+
+    Never waits: others who write to a shared cache may have put a FIFO there.
+    """
     try:
-        return CompleteModel.from_json((directory / MARKER_FILE).read_text())
+        with open(directory / MARKER_FILE, opener=_open_at_once) as file:
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            return CompleteModel.from_json(file.read()) if is_file else None
     except (OSError, UnicodeDecodeError, ContractError):
         return None
 
@@ -36,6 +43,10 @@ def check_complete(directory: Path) -> None:
             f"{directory}: {len(damaged)} of {len(complete.files)} files are missing or cut short, the first "
             f"{damaged[0].path}, expected {damaged[0].size_bytes} bytes; the operator fetches them again"
         )
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _size_bytes(path: Path) -> int:

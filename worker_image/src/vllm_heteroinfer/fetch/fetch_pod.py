@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
 WATCH_EVERY_S = 1.0
-_READABLE_BY_ALL = 0o022
-"""The umask: readers are other pods, which may run as another user: files 0644, folders 0755."""
+_UMASK: Final = 0o002
+"""Readers are other pods, which may run as another user. So may later fetches, in the volume's group: they
+write to the folders, take the lock, and touch the marker."""
 
 
 def fetch_model(options: FetchOptions) -> int:
@@ -40,7 +41,7 @@ def fetch_model(options: FetchOptions) -> int:
     )
     for library in ("httpx", "httpx2"):  # they log URLs, with signatures in them
         logging.getLogger(library).setLevel(logging.WARNING)
-    os.umask(_READABLE_BY_ALL)
+    os.umask(_UMASK)
     clock = TurnClock(WATCH_EVERY_S, time.monotonic())
     try:
         hub = HubModel(options.repository, options.revision)

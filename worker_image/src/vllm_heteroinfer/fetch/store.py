@@ -33,6 +33,8 @@ _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MOST_NAME_BYTES: Final = 200
 """Of a part's name before its hash; a file system has 255."""
+_MOST_TRIES: Final = 100
+"""To lock a folder; a clean-up takes a commit away once."""
 _FREE_SPACE: Final = (
     "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim"
 )
@@ -54,19 +56,51 @@ class ModelStore:
         self._alone = uuid.uuid4().hex
         self._descriptor: int | None = None
         with self.in_words():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
+
+    def _make_folder(self) -> None:
+        for tries_left in reversed(range(_MOST_TRIES)):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:  # a clean-up took the folder away meanwhile, or it is a file
+                if not tries_left:
+                    raise
+            else:
+                return
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
-        """Yields whether this fetch alone works in the folder now; the kernel frees it with the process."""
+        """Yields whether this fetch alone works in the folder now; the kernel frees it with the process.
+
+        A clean-up may take the folder away until it is locked: then the folder is made anew.
+        """
         with self.in_words():
-            descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor, alone = self._open_lock()
         self._descriptor = descriptor
         try:
-            yield self._lock(descriptor)
+            yield alone
         finally:
             self._descriptor = None
             os.close(descriptor)
+
+    def _open_lock(self) -> tuple[int, bool]:
+        """Returns a descriptor of the folder's lock, and whether this fetch alone has it."""
+        path = self.folder / LOCK_FILE
+        for _ in range(_MOST_TRIES):
+            self._make_folder()
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    alone = self._lock(descriptor)
+                    if os.path.samestat(os.fstat(descriptor), path.stat()):
+                        return descriptor, alone
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                os.close(descriptor)  # the lock of a folder that was taken away
+        raise FileNotFoundError(
+            errno.ENOENT, f"the folder was removed {_MOST_TRIES} times as a fetch began", str(self.folder)
+        )
 
     def share_lock(self) -> int:
         """Returns a descriptor that keeps the lock until it is closed, even after `try_lock` has ended."""
