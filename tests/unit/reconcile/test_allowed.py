@@ -135,13 +135,6 @@ def test_code_of_a_model_is_found_inside_json(args: list[str]) -> None:
         ("--hf-token", "tokenSecretRef"),
         ("--api-key", "VLLM_API_KEY by engine.env from a Secret"),
         ("--runner", "pooling"),
-        ("--cpu-offload-gb", "counts neither the host memory nor the time"),
-        ("--cpu-offload-params", "FeedForward"),
-        ("--offload-backend", "a role of CPU pods"),
-        ("--offload-group-size", "FeedForward"),
-        ("--offload-num-in-group", "FeedForward"),
-        ("--offload-prefetch-step", "FeedForward"),
-        ("--offload-params", "FeedForward"),
         ("--profiler-config", "allowedArguments"),
         ("--additional-config", "allowedArguments"),
         ("--such-option", "allowedArguments"),
@@ -151,6 +144,27 @@ def test_arguments_that_load_code_or_hold_secrets_are_refused(option: str, why: 
     for args in ([option, "x"], [f"{option}=x"], [f"{option}.key", "x"], ["--max-log-len", "0", option]):
         assert why in refusal(*args), args
     assert not refusal(option, "x", allowed=Allowed(arguments=(option,))), "an administrator allowed it"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--cpu-offload-gb",
+        "--cpu-offload-params",
+        "--offload-backend",
+        "--offload-group-size",
+        "--offload-num-in-group",
+        "--offload-prefetch-step",
+        "--offload-params",
+        "--cpu-off",
+    ],
+)
+def test_weight_offloading_is_refused_whatever_is_allowed(option: str) -> None:
+    for allowed in (Allowed(), ALL, Allowed(arguments=(option,))):
+        for args in ([option, "4"], [f"{option}=4"], [option.replace("-", "_").replace("__", "--") + "=4"]):
+            found = refusal(*args, allowed=allowed)
+            assert "counts neither the host memory nor the time" in found, args
+            assert "a role of CPU pods" in found
 
 
 @pytest.mark.parametrize("allowed", [Allowed(), ALL, Allowed(arguments=("--seed",))])

@@ -32,7 +32,7 @@ class Allowed:
 
     Attributes:
         remote_code: whether a model's own Python code may run in its pods.
-        arguments: options of vLLM beside those listed; None allows all.
+        arguments: options of vLLM beside those listed; None allows all but weight offloading.
         annotations: of pods, beside those listed: keys, or prefixes that end with a slash; None allows all.
         images: what `engine.image` may name: images, or prefixes that end with / : or @; empty allows all.
         host_paths: folders in which a path of a node may lie; empty allows all.
@@ -60,8 +60,7 @@ class Allowed:
     def forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
         """Finds those of these arguments for vLLM that are refused here."""
         yield from refused_arguments(args)
-        if self.arguments is not None:
-            yield from find_unlisted(args, more=self.arguments, remote_code=self.remote_code)
+        yield from find_unlisted(args, more=self.arguments, remote_code=self.remote_code)
 
     def _forbidden_annotations(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         for role in spec.roles:

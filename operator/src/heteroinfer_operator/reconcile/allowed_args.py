@@ -104,6 +104,22 @@ class _Why:
 
 _OWN_CODE: Final = "runs code from a file or a module with all that the pod may do"
 _OWN_IMAGE: Final = "leave it out, or put it into an image of your own"
+_OFFLOADING: Final = _Why(
+    options=(
+        "--cpu-offload-gb",
+        "--cpu-offload-params",
+        "--offload-backend",
+        "--offload-group-size",
+        "--offload-num-in-group",
+        "--offload-prefetch-step",
+        "--offload-params",
+    ),
+    why="copies weights from host memory to the GPU in each step: the plan counts neither the host "
+    "memory nor the time, and gives each rank layers that fit",
+    remedy="leave it out; a role of CPU pods holds layers that the GPUs lack memory for, and "
+    "parallelism.mode FeedForward their experts",
+)
+"""Refused whatever an installation allows: no plan counts it."""
 WHY: Final = (
     _Why(
         options=(
@@ -133,21 +149,7 @@ WHY: Final = (
         why="would show a secret to everybody who may read the resource, the plan or a log",
         remedy="set VLLM_API_KEY by engine.env from a Secret; a hub's token is spec.model.tokenSecretRef",
     ),
-    _Why(
-        options=(
-            "--cpu-offload-gb",
-            "--cpu-offload-params",
-            "--offload-backend",
-            "--offload-group-size",
-            "--offload-num-in-group",
-            "--offload-prefetch-step",
-            "--offload-params",
-        ),
-        why="copies weights from host memory to the GPU in each step: the plan counts neither the host "
-        "memory nor the time, and gives each rank layers that fit",
-        remedy="leave it out; a role of CPU pods holds layers that the GPUs lack memory for, and "
-        "parallelism.mode FeedForward their experts",
-    ),
+    _OFFLOADING,
     _Why(
         options=("--runner",),
         why="chooses pooling, which is not tested over stages, or says what is so anyway",
@@ -162,7 +164,9 @@ _UNLISTED_REASON: Final = "ArgumentNotAllowed"
 _REMOTE_CODE_REASON: Final = "RemoteCodeNotAllowed"
 
 
-def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bool) -> Iterator[PlanError]:
+def find_unlisted(
+    args: Sequence[str], *, more: Collection[str] | None, remote_code: bool
+) -> Iterator[PlanError]:
     """Finds the arguments that are not allowed here, of those that some plan takes.
 
     Only options that are spelled in full are allowed: with hyphens or underscores, `--opt value` or
@@ -170,7 +174,7 @@ def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bo
 
     Args:
         args: as given to vLLM.
-        more: options that an installation allows beside those listed.
+        more: options that an installation allows beside those listed; None: all but weight offloading.
         remote_code: whether code that comes with models may run.
     """
     for given in given_options(args):
@@ -180,7 +184,11 @@ def find_unlisted(args: Sequence[str], *, more: Collection[str], remote_code: bo
                 yield unlisted
 
 
-def _refuse(given: GivenOption, more: Collection[str], remote_code: bool) -> PlanError | None:
+def _refuse(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
+    if any(map(given.may_be, _OFFLOADING.options)):
+        return _error(given.arg, _OFFLOADING.why, _OFFLOADING.remedy)
+    if more is None:
+        return None
     if given.option == REMOTE_CODE and not given.path:
         return None if remote_code or given.is_taken_back else _remote_code(given)
     if given.option in more:
