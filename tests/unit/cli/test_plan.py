@@ -444,7 +444,19 @@ def test_resources_that_the_chart_gives_roles_count(
     )
 
 
-@pytest.mark.parametrize("text", ["[1]", "allowedArguments: --runner", "a: [", "allowRemoteCode: maybe"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "allowedArguments: --runner",
+        "a: [",
+        "allowRemoteCode: maybe",
+        "podResources: {fetch: {limits: {cpu: 2020-01-01}}}",
+        "podResources: {fetch: !!binary aGk=}",
+        "podResources: &a {fetch: *a}",
+        pytest.param("a: " + "[" * 3000 + "]" * 3000, id="deep"),
+    ],
+)
 def test_what_holds_no_values_of_the_chart_is_refused(
     text: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -568,6 +580,51 @@ def test_hundreds_of_nodes_take_seconds(
     assert "fits: pod 0 on node-" in capsys.readouterr().out
 
 
+def test_names_of_others_write_no_terminal_sequences(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["architectures"] = ["Llama\x1b]0;TITLE\x07ForCausalLM"]
+    (model / "config.json").write_text(json.dumps(config))
+    nodes = tmp_path / "nodes.json"
+    for name in ("n\x1b[8m\nerror: forged", "\ud800"):
+        nodes.write_text(json.dumps(kubectl(stored_node(name))))
+        for output in ("table", "json", "yaml"):
+            file = write(tmp_path, model, roles=CPU_ROLE)
+            assert main(["plan", "-f", file, "--nodes", str(nodes), "-o", output]) == 0
+            out, err = capsys.readouterr()
+            assert out.encode().replace(b"\n", b"").decode().isprintable()
+            assert "error: forged" not in out.splitlines() + err.splitlines()
+
+
+def test_pods_of_lower_priority_are_no_obstacle(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placeholder = {
+        "kind": "Pod",
+        "metadata": {"name": "x", "namespace": "y"},
+        "spec": {
+            "nodeName": "a",
+            "priority": -10,
+            "containers": [{"resources": {"requests": {"memory": "62Gi"}}}],
+        },
+        "status": {"phase": "Running"},
+    }
+    low = {"kind": "PriorityClass", "metadata": {"name": "low"}, "value": -10}
+    high = {"kind": "PriorityClass", "metadata": {"name": "system-node-critical"}, "value": 2_000_001_000}
+    nodes, file = tmp_path / "nodes.json", write(tmp_path, model, roles=CPU_ROLE)
+    nodes.write_text(json.dumps(kubectl(stored_node("a"), placeholder, low, high)))
+    assert main(["plan", "-f", file, "--nodes", str(nodes)]) == 0
+    out = capsys.readouterr().out
+    assert "fits: pod 0 on a\n" in out
+    assert "note: waiting until the scheduler preempts pods of lower priority on node a\n" in out
+    of_low = write(tmp_path, model, roles=CPU_ROLE, scheduling={"priorityClassName": "low"})
+    assert "PriorityClasses" not in error(capsys, "-f", of_low, "--nodes", str(nodes), code=3)
+    nodes.write_text(json.dumps(kubectl(stored_node("a"), placeholder)))
+    reported = error(capsys, "-f", write(tmp_path, model, roles=CPU_ROLE), "--nodes", str(nodes), code=3)
+    assert "the file has no PriorityClasses, so that pods of lower priority count as obstacles" in reported
+
+
 def test_json_that_is_cut_off_names_its_line(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -578,14 +635,25 @@ def test_json_that_is_cut_off_names_its_line(
     assert "kubectl get nodes,pods" in reported
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "kind: List", "{kind: List, items: []}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1]",
+        "kind: List",
+        "{kind: List, items: []}",
+        pytest.param('{"kind": "List", "items": ' + "[" * 100_000 + "]" * 100_000 + "}", id="deep JSON"),
+        pytest.param("items: " + "[" * 2000 + "]" * 2000, id="deep YAML"),
+    ],
+)
 def test_what_holds_no_nodes_is_refused(
     text: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = tmp_path / "nodes.yaml"
     nodes.write_text(text)
     reported = error(capsys, "-f", write(tmp_path, model), "--nodes", str(nodes))
-    assert "Create the file with `kubectl get nodes,pods -A -o json`" in reported
+    assert "Create the file with `kubectl get nodes,pods,priorityclasses -A -o json`" in reported
     assert "Error(" not in reported
     assert "No such file" in error(capsys, "-f", write(tmp_path, model), "--nodes", str(tmp_path / "none"))
 

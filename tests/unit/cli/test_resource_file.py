@@ -69,6 +69,24 @@ def test_what_is_not_yaml_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, "a: [").startswith("not YAML: ")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "roles: &a [*a]",
+        "name: !!binary aGk=",
+        "name: !!set {a}",
+        "restartedAt: !!timestamp 2020-01-01",
+    ],
+)
+def test_values_that_json_has_not_are_refused(tmp_path: Path, text: str) -> None:
+    assert "expected only what JSON has too" in refused(tmp_path, f"{GOOD}  x:\n    {text}\n")
+
+
+@pytest.mark.parametrize("text", ["[a]: b", "{}: b", "x: !!timestamp x", "x: !!int x", "x: " + "[" * 3000])
+def test_yaml_that_cannot_be_built_is_refused(tmp_path: Path, text: str) -> None:
+    assert "not YAML: " in refused(tmp_path, f"{GOOD}{text}\n")
+
+
 def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     message = refused(tmp_path, GOOD + "  model: {uri: hf://org/other}\n")
     assert message.startswith("not YAML: key 'model' occurs twice; remove one")

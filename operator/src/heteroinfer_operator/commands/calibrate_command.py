@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from heteroinfer_contract.calibration import ALL_NODES, Calibration
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.local import calibration_file, worker_python
 from heteroinfer_operator.nodes.calibrations import describe
 from heteroinfer_operator.quantity import gigabytes_per_s
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     calibration = calibration_file.measure(python)
     file = arguments.output or calibration_file.cache_folder() / calibration_file.FILE
     calibration_file.write(calibration, file)
-    sys.stdout.write("\n".join((*describe_all(calibration), f"kept in {file}", "")))
+    for line in (*describe_all(calibration), f"kept in {file}"):
+        sys.stdout.write(f"{printable(line)}\n")
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from heteroinfer_contract.own_account import ensure_own_account
+from heteroinfer_contract.printable import printable
 from heteroinfer_operator.commands.calibrate_command import describe_all
 from heteroinfer_operator.commands.printable_logs import JsonFormatter, PrintableFormatter
 from heteroinfer_operator.errors import HeteroInferError
@@ -134,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(settings: InstallationSettings) -> int:
     problems = asyncio.run(check(settings))
     for problem in problems:
-        sys.stdout.write(f"{problem}\n")
+        sys.stdout.write(f"{printable(problem)}\n")
     sys.stdout.write(
         "not ready\n" if problems else "ok: the API server serves HeteroInference and grants every right\n"
     )
@@ -165,5 +166,5 @@ async def _keep(settings: InstallationSettings, arguments: argparse.Namespace) -
         await keep(server, name, kind)
     finally:
         await server.close()
-    said = (*describe_all(kind.calibration), f"kept in ConfigMap {name}: {kind.name}", "")
-    sys.stdout.write("\n".join(said))
+    for line in (*describe_all(kind.calibration), f"kept in ConfigMap {name}: {kind.name}"):
+        sys.stdout.write(f"{printable(line)}\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 from pydantic.alias_generators import to_camel
 
 from heteroinfer_contract import names
@@ -28,15 +28,16 @@ from heteroinfer_operator.commands.account import (
 )
 from heteroinfer_operator.commands.choices import describe_choices, describe_waste
 from heteroinfer_operator.commands.model_to_plan import read_model
-from heteroinfer_operator.commands.plan_nodes import load_free_nodes
+from heteroinfer_operator.commands.plan_nodes import HOW, GivenNodes, load_nodes
 from heteroinfer_operator.commands.resource_file import load_resource
-from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
+from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
+from heteroinfer_operator.nodes.priorities import preempting_priority
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.prediction import overhead_s, predict
 from heteroinfer_operator.quantity import parse_bytes
@@ -45,6 +46,9 @@ from heteroinfer_operator.reconcile import Allowed
 _NO_CALIBRATION = "none"
 _NODE_OF_OPTIONS = "(--gpus)"
 """The only node where --gpus says what there is."""
+_NO_PRIORITIES: Final = (
+    f"the file has no PriorityClasses, so that pods of lower priority count as obstacles. {HOW}"
+)
 _SHORT_OF: Final = frozenset(
     {PlanReason.INSUFFICIENT_CAPACITY, PlanReason.INSUFFICIENT_GPU, PlanReason.INSUFFICIENT_MEMORY}
 )
@@ -97,7 +101,7 @@ class ChartValues(BaseModel):
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
-    pod_resources: dict[str, Any] = {}
+    pod_resources: dict[str, JsonValue] = {}
     allowed_worker_images: tuple[str, ...] = ()
     allowed_host_paths: tuple[str, ...] = ()
     allowed_service_accounts: tuple[str, ...] = ()
@@ -130,7 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes",
         metavar="FILE",
-        help="nodes and pods as `kubectl get nodes,pods -A -o json` prints them; - for stdin: "
+        help="nodes, pods and priority classes as `kubectl get nodes,pods,priorityclasses -A -o json` prints "
+        "them; - for stdin: "
         "the pods of one more group must fit them",
     )
     parser.add_argument(
@@ -190,13 +195,22 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
         served_name=resource.served_name,
         model_path=names.MODEL_MOUNT,
     )
+    given = _given_nodes(arguments)
+    classes = None if given is None else given.priority_classes
     capacity = Capacity(
-        free_nodes=_free_nodes(resource, arguments),
+        free_nodes=_node_of_options(resource, arguments) if given is None else given.free_nodes,
         calibrations=calibrations,
         resource=ResourceKey(namespace=resource.metadata.namespace, name=resource.metadata.name),
+        priority=preempting_priority(resource.spec.scheduling.priority_class_name, classes),
     )
-    planned = plan_group(request, capacity)
-    return replace(planned, notes=(*planned.notes, *notes))
+    try:
+        planned = plan_group(request, capacity)
+    except Shortage as shortage:
+        if given is None or classes is not None:
+            raise
+        raise Shortage(f"{shortage.message}; {_NO_PRIORITIES}", reason=shortage.reason) from None
+    missing = (planned.missing,) if planned.missing else ()
+    return replace(planned, notes=(*planned.notes, *missing, *notes))
 
 
 def _chart_values(file: str | None) -> ChartValues:
@@ -206,7 +220,7 @@ def _chart_values(file: str | None) -> ChartValues:
         return ChartValues.model_validate({} if stored is None else stored)
     except OSError as error:
         raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise HeteroInferError(
             f"--chart-values: {file} holds no values of the chart ({' '.join(str(error).split())}). "
             "Create the file with `helm get values RELEASE --all -o yaml`",
@@ -253,14 +267,19 @@ def _size(text: str) -> int:
     return size
 
 
-def _free_nodes(resource: HeteroInference, arguments: argparse.Namespace) -> list[FreeNode] | None:
-    """Returns what there is to place pods on, or None if nothing was said of it."""
-    if arguments.nodes is not None:
-        if arguments.gpus is not None or arguments.gpu_memory is not None:
-            raise HeteroInferError(
-                "--nodes: got --gpus or --gpu-memory too, which say the same; leave them out", reason="Usage"
-            )
-        return load_free_nodes(arguments.nodes)
+def _given_nodes(arguments: argparse.Namespace) -> GivenNodes | None:
+    """Returns the nodes of --nodes, or None without that option."""
+    if arguments.nodes is None:
+        return None
+    if arguments.gpus is not None or arguments.gpu_memory is not None:
+        raise HeteroInferError(
+            "--nodes: got --gpus or --gpu-memory too, which say the same; leave them out", reason="Usage"
+        )
+    return load_nodes(arguments.nodes)
+
+
+def _node_of_options(resource: HeteroInference, arguments: argparse.Namespace) -> list[FreeNode] | None:
+    """Returns the node of --gpus and --gpu-memory, or None if no pods are placed."""
     gpus, memory_bytes = arguments.gpus, arguments.gpu_memory
     if gpus is None and memory_bytes is None:
         return None
@@ -338,24 +357,22 @@ def describe_plan(planned: Planned, calibrations: Calibrations, name: str, *, ex
         f"{overhead_s(plan) * 1e3:.1f} ms between steps; the range is that of the rates below"
     )
     every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())
-    return "\n".join(
-        [
-            head,
-            *lines,
-            *_placed(planned),
-            describe_model(planned.request.profile, engine.extra_args),
-            *describe_memory(planned),
-            step,
-            *describe_speed(planned),
-            *([f"not measured: {calibrations.missing}"] if calibrations.missing else []),
-            describe_capacity(planned),
-            *describe_bounds(planned),
-            *(describe_choices if explain else describe_waste)(planned),
-            every,
-            *(f"note: {note}" for note in planned.notes),
-            "",
-        ]
-    )
+    all_lines = [
+        head,
+        *lines,
+        *_placed(planned),
+        describe_model(planned.request.profile, engine.extra_args),
+        *describe_memory(planned),
+        step,
+        *describe_speed(planned),
+        *([f"not measured: {calibrations.missing}"] if calibrations.missing else []),
+        describe_capacity(planned),
+        *describe_bounds(planned),
+        *(describe_choices if explain else describe_waste)(planned),
+        every,
+        *(f"note: {note}" for note in planned.notes),
+    ]
+    return "".join(f"{printable(line)}\n" for line in all_lines)
 
 
 def _row(rank: RankAssignment) -> tuple[str, ...]:

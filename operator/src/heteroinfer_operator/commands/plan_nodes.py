@@ -1,11 +1,11 @@
-"""Nodes and pods as kubectl prints them, to what is free."""
+"""Nodes, pods and priority classes as kubectl prints them, to what is free."""
 
 import json
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.nodes.demand import total
 from heteroinfer_operator.nodes.placement import FreeNode
+from heteroinfer_operator.nodes.priorities import PriorityClassView
 from heteroinfer_operator.planning import build_free_nodes
 from heteroinfer_operator.stored_fields import UnreadableError
 
@@ -22,10 +23,26 @@ _JSON: Final = re.compile(r'\s*\{\s*["}]')
 """How a JSON object begins; in YAML `{kind: List}` does not."""
 _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's, ten times as fast, where PyYAML was built with it."""
-_HOW = "Create the file with `kubectl get nodes,pods -A -o json`"
+_NOT_OBJECTS: Final = (
+    yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError, UnreadableError
+)  # fmt: skip
+"""What a file raises that holds no Kubernetes objects."""
+HOW: Final = "Create the file with `kubectl get nodes,pods,priorityclasses -A -o json`"
 
 
-def load_free_nodes(file: str) -> list[FreeNode]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenNodes:
+    """What a file holds.
+
+    Attributes:
+        priority_classes: of the cluster; None where the file has none, though each cluster has some.
+    """
+
+    free_nodes: list[FreeNode]
+    priority_classes: tuple[PriorityClassView, ...] | None
+
+
+def load_nodes(file: str) -> GivenNodes:
     """Returns what is free on the nodes of a file.
 
     Args:
@@ -39,23 +56,31 @@ def load_free_nodes(file: str) -> list[FreeNode]:
         items = _items(_parse(text))
         nodes = [trim.node_view(item) for item in items if item.get("kind") == "Node"]
         pods = [trim.pod_requests(item) for item in items if item.get("kind") == "Pod"]
+        classes = [PriorityClassView.of(item) for item in items if item.get("kind") == "PriorityClass"]
     except OSError as error:
         raise HeteroInferError(f"--nodes: {file}: {error.strerror}", reason="NodesNotReadable") from error
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, UnreadableError) as error:
+    except _NOT_OBJECTS as error:
         raise HeteroInferError(
-            f"--nodes: {file} is not a list of Kubernetes objects{_where(error)}. {_HOW}",
+            f"--nodes: {file} is not a list of Kubernetes objects{_where(error)}. {HOW}",
             reason="NodesNotReadable",
         ) from error
     if not nodes:
-        raise HeteroInferError(f"--nodes: {file} contains no nodes. {_HOW}", reason="NodesNotReadable")
-    requests: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
+        raise HeteroInferError(f"--nodes: {file} contains no nodes. {HOW}", reason="NodesNotReadable")
+    requests: defaultdict[str, defaultdict[int, list[Mapping[str, float]]]]
+    requests = defaultdict(lambda: defaultdict(list))
     for pod in pods:
         if pod is not None:
-            requests[pod.node].append(pod.requests)
-    placed = [replace(node, requested=total(requests[node.name])) for node in nodes]
-    return build_free_nodes(
-        placed, [pod.promise.demand for pod in pods if pod is not None and pod.promise is not None]
-    )
+            requests[pod.node][pod.priority].append(pod.requests)
+    taken = {
+        name: {priority: total(each) for priority, each in own.items()} for name, own in requests.items()
+    }
+    placed = [
+        replace(node, requested=total(by_priority.values()), by_priority=by_priority)
+        for node in nodes
+        for by_priority in [taken.get(node.name, {})]
+    ]
+    promised = [pod.promise.demand for pod in pods if pod is not None and pod.promise is not None]
+    return GivenNodes(free_nodes=build_free_nodes(placed, promised), priority_classes=tuple(classes) or None)
 
 
 def _parse(text: str) -> Any:

@@ -1,5 +1,6 @@
 """A user's file to a HeteroInference, as strictly as `kubectl apply` reads it."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -54,13 +55,17 @@ def load_document(file: str) -> dict[str, Any]:
     Documents of other kinds (a Secret, a claim) may stand beside it and are skipped.
 
     Raises:
-        SpecError: the file is missing, isn't YAML, or holds none or several.
+        SpecError: the file is missing, isn't YAML, holds none or several, or has values that JSON has not.
     """
     documents = _documents(file)
     ours = [document for document in documents if document.get("kind") == names.KIND]
     if len(ours) != 1:
         kinds = ", ".join(str(document.get("kind", "no kind")) for document in documents) or "nothing"
         raise SpecError([f"{file}: got {kinds}, expected one document of kind {names.KIND}"])
+    try:
+        json.dumps(ours[0])
+    except (TypeError, ValueError, RecursionError) as error:  # !!binary, !!set, an alias of itself
+        raise SpecError([f"{file}: expected only what JSON has too ({error}); write it as text"]) from error
     return ours[0]
 
 
@@ -72,7 +77,7 @@ def _documents(file: str) -> list[dict[str, Any]]:
         ]
     except OSError as error:
         raise SpecError([f"{file}: {error.strerror}; give the path of a {names.KIND}"]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise SpecError([f"{file}: not YAML: {' '.join(str(error).split())}"]) from error
     wrong = next((document for document in documents if not isinstance(document, dict)), None)
     if wrong is not None:
