@@ -42,6 +42,14 @@ def test_volumes_of_the_machine_are_met() -> None:
     assert parse_pod(manifest, {}).arguments == ("run",)
 
 
+def test_a_selector_of_the_machines_own_labels_is_met() -> None:
+    asked = with_spec(nodeSelector={"kubernetes.io/os": "linux", "kubernetes.io/arch": "arm64"})
+    arm = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "arm64"}
+    assert parse_pod(asked, {}, node_labels=arm).arguments == ("run",)
+    with pytest.raises(UnsupportedPodFieldError, match=r"spec\.nodeSelector"):
+        parse_pod(asked, {})
+
+
 MOUNTED_ELSEWHERE = pod(volumeMounts=[{"name": "model", "mountPath": "/model"}])
 MOUNTED_ELSEWHERE["spec"]["volumes"] = [{"name": "model", "hostPath": {"path": "/m"}}]
 SECRET = {"name": "T", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}

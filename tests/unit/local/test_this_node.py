@@ -8,10 +8,14 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import Device
+from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.pod_process import PodProcess, share_cores, threads_per_rank
-from heteroinfer_operator.local.this_node import observe_gpus, observe_node
+from heteroinfer_operator.local.this_node import check_platform, observe_gpus, observe_node
 from heteroinfer_operator.local.worker_python import ENV_WORKER_PYTHON, WorkerPythonError, find_worker_python
+from heteroinfer_operator.nodes.node_platform import ARCH_LABEL, IMAGE_PLATFORM
+from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.local.plans import plan
+from tests.unit.planning.planned_models import cpu, gpu, spec
 
 GIB = 2**30
 CPU_PAIR = plan(("a", Device.CPU, 1), ("b", Device.CPU, 1))
@@ -44,6 +48,19 @@ def test_tightest_limit_of_the_cgroups_above_counts(tmp_path: Path) -> None:
     (cgroup / "a" / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {GIB // 2}\nshmem {GIB}\n")
     (cgroup / "a" / "b" / "cpu.max").write_text("50000 100000\n")
     assert observe_node(proc, cgroup).allocatable == {"memory": 2.5 * GIB, "cpu": 0.5}
+
+
+def test_a_machine_of_another_architecture_runs_what_asks_for_it_alone() -> None:
+    arm = NodeView(name="here", allocatable={}, labels={**IMAGE_PLATFORM, ARCH_LABEL: "arm64"})
+    own, other = ({"template": {"nodeSelector": {ARCH_LABEL: arch}}} for arch in ("arm64", "amd64"))
+    check_platform(spec(gpu(), cpu()), NodeView(name="here", allocatable={}, labels=IMAGE_PLATFORM))
+    check_platform(spec(gpu(**own), cpu(**own)), arm)
+    for roles in ((gpu(**own), cpu()), (gpu(**own), cpu(**other))):
+        with pytest.raises(
+            HeteroInferError,
+            match=r"role cpu: this machine is of architecture arm64, and the pod needs amd64\. Use an x86-64",
+        ):
+            check_platform(spec(*roles), arm)
 
 
 def test_gpus_are_the_drivers_own_list(tmp_path: Path) -> None:

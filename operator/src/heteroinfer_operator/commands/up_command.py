@@ -21,7 +21,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.local.adapter import LocalOptions
 from heteroinfer_operator.local.calibration_file import cache_folder
-from heteroinfer_operator.local.this_node import observe_gpus, observe_node
+from heteroinfer_operator.local.this_node import check_platform, observe_gpus, observe_node
 from heteroinfer_operator.local.worker_python import HELP as WORKER_PYTHON_HELP
 from heteroinfer_operator.local.worker_python import find_worker_python
 from heteroinfer_operator.nodes.calibrations import Calibrations
@@ -75,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         HeteroInferError: the file is wrong, the resource failed, or it cannot run here.
     """
     document, resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
+    node = observe_node()
+    check_platform(resource.spec, node)
     worker_python = find_worker_python(arguments.worker_python)
     calibrations = _calibrations(worker_python, measure=arguments.calibrate)
     console = Console()
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             worker_python=worker_python,
             scratch=scratch,
             log_dir=log_dir,
-            node=observe_node(),
+            node=node,
             gpus=observe_gpus(),
             env=dict(os.environ),
             calibrations=calibrations,

@@ -274,7 +274,7 @@ class LocalCluster:
     async def _start(self, manifest: Manifest) -> StoredPod:
         config_maps = {name: stored for (kind, name), stored in self._objects.items() if kind == "ConfigMap"}
         pod = share_cores(
-            parse_pod(manifest, config_maps, self._secrets),
+            parse_pod(manifest, config_maps, self._secrets, self._options.node.labels),
             cores=self._options.node.allocatable["cpu"],
             groups=self._spec.get("replicas", 1),
             env=self._options.env,

@@ -87,9 +87,15 @@ class PodProcess:
 
 
 def parse_pod(
-    manifest: Manifest, config_maps: Mapping[str, Manifest], secrets: Mapping[str, Manifest] = _NO_SECRETS
+    manifest: Manifest,
+    config_maps: Mapping[str, Manifest],
+    secrets: Mapping[str, Manifest] = _NO_SECRETS,
+    node_labels: Mapping[str, str] = IMAGE_PLATFORM,
 ) -> PodProcess:
     """Returns the process that a Pod is; ConfigMaps and Secrets are by name, a user's own Secrets not here.
+
+    Args:
+        node_labels: of this machine.
 
     Raises:
         UnsupportedPodFieldError: it has a field that is neither run nor met here.
@@ -98,7 +104,9 @@ def parse_pod(
     pod.only(manifest, _POD_FIELDS, "")
     spec = manifest["spec"]
     pod.only(
-        {key: value for key, value in spec.items() if not _is_met_here(key, value)}, _SPEC_FIELDS, "spec"
+        {key: value for key, value in spec.items() if not _is_met_here(key, value, node_labels)},
+        _SPEC_FIELDS,
+        "spec",
     )
     if spec.get("restartPolicy") != "Never":
         pod.refuse("spec.restartPolicy", f"expected Never, got {spec.get('restartPolicy')!r}")
@@ -155,13 +163,10 @@ def _instead_of(kind: str) -> str:
     return "remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
 
 
-def _is_met_here(field: str, value: Any) -> bool:
-    """Returns whether a field only keeps a pod off what this machine is not.
-
-    Nobody shares its GPUs, and the plan compares its system and architecture with the node selector.
-    """
+def _is_met_here(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
+    """Returns whether a field only keeps a pod off what this machine is not; nobody shares its GPUs."""
     if field == "nodeSelector":
-        return bool(value.items() <= IMAGE_PLATFORM.items())
+        return bool(value.items() <= node_labels.items())
     return field == "affinity" and any(
         value == require_label({}, unshared(term["key"].removesuffix(".sharing-strategy")))
         for term in _first_expressions(value)

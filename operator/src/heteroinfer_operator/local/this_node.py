@@ -8,8 +8,14 @@ from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.cgroups import available_memory, cpu_quota
-from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE
-from heteroinfer_operator.nodes.node_platform import ARCH_LABEL, OS_LABEL
+from heteroinfer_operator.api import DEFAULT_GPU_RESOURCE, HeteroInferenceSpec
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.nodes.node_platform import (
+    ARCH_LABEL,
+    OS_LABEL,
+    other_platform,
+    platform_selector,
+)
 from heteroinfer_operator.nodes.node_view import NodeView
 
 NODE_NAME: Final = "localhost"
@@ -45,6 +51,26 @@ def _platform_labels() -> dict[str, str]:
         OS_LABEL: platform.system().lower(),
         ARCH_LABEL: {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine),
     }
+
+
+def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
+    """Checks that this machine is of the platform that each role's pods ask for.
+
+    A group was never run on another one: its user must ask for that by name, as in a cluster.
+
+    Raises:
+        HeteroInferError: it is not.
+    """
+    for role in spec.roles:
+        selected = role.template.node_selector if role.template else None
+        other = other_platform({**platform_selector(role.template), **(selected or {})}, node.labels)
+        if other:
+            own = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
+            raise HeteroInferError(
+                f"role {role.name}: this machine is {other}. Use an x86-64 machine, or, if the worker's "
+                f"Python has a vLLM that was built for this one, try roles[].template.nodeSelector: {{{own}}}",
+                reason="OtherPlatform",
+            )
 
 
 def observe_gpus(proc: Path = _PROC, env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
