@@ -68,7 +68,7 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
             own = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
             raise HeteroInferError(
                 f"role {role.name}: this machine is {other}. Use an x86-64 machine, or, if the worker's "
-                f"Python has a vLLM that was built for this one, try roles[].template.nodeSelector: {{{own}}}",
+                f"Python has a vLLM that was built for this one, roles[].template.nodeSelector: {{{own}}}",
                 reason="OtherPlatform",
             )
 

@@ -4,10 +4,13 @@ torch's process groups and vLLM's queues listen at ports that the kernel chooses
 NetworkPolicy drops what goes there, they wait until the start has taken too long, and name nobody.
 """
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from heteroinfer_contract.errors import ContractError
@@ -16,6 +19,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import Deadline, Patience
 from vllm_heteroinfer.group.rendezvous import GroupStore
 from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.pod.threads import start_thread
 
 PATIENCE_S: Final = 30.0
 """For one pod to be reached: a CNI may need seconds to let in a pod that has just started."""
@@ -37,10 +41,8 @@ def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: Group
     if len(plan.pods) == 1 or rank.local_rank != 0:
         return
     own = addresses.own_address(os.environ)
-    with socket.socket(addresses.family_of(own), socket.SOCK_STREAM) as listener:
-        listener.bind((own, 0))
-        listener.listen(len(plan.pods))  # the kernel takes the connections; nobody reads from them
-        store.put(f"reach/{rank.pod}", json.dumps([own, listener.getsockname()[1]]))
+    with _listening(own) as port:
+        store.put(f"reach/{rank.pod}", json.dumps([own, port]))
         others = [pod.index for pod in plan.pods if pod.index != rank.pod]
         for pod in others:
             first = plan.pods[pod].ranks[0].rank
@@ -50,6 +52,33 @@ def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: Group
         for pod in others:
             first = plan.pods[pod].ranks[0].rank
             store.get(f"reached/{pod}", end, what=f"word that pod {pod} reaches all others", rank=first)
+
+
+@contextlib.contextmanager
+def _listening(host: str) -> Iterator[int]:
+    """Listens at a free port, yields it, and closes each connection at once."""
+    with socket.socket(addresses.family_of(host), socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        ended = threading.Event()
+
+        def close_all() -> None:
+            while not ended.is_set():
+                try:
+                    listener.accept()[0].close()
+                except OSError:  # of this connection, or too many open files
+                    ended.wait(_NAP_S)
+
+        failures: list[BaseException] = []
+        closing = start_thread(close_all, name="reach", failed=failures.append)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            ended.set()
+            listener.shutdown(socket.SHUT_RDWR)  # ends the accept
+            closing.join(_TRY_S)
+        if failures:
+            raise failures[0]
 
 
 def _parse(text: str, pod: int) -> tuple[str, int]:
