@@ -1,5 +1,6 @@
 """KvHeadroom for the KV cache: what the kernel tells, shares, and what is said of too little."""
 
+import resource
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -136,6 +137,12 @@ def test_peak_of_a_run(tmp_path: Path) -> None:
     peak = headroom.PeakOfRun(tmp_path)
     assert (tmp_path / "clear_refs").read_text() == "5"
     assert peak.above_rest_bytes() == 2 * MIB
+
+
+def test_peak_of_a_run_on_a_kernel_without_peaks(tmp_path: Path) -> None:
+    write(tmp_path, status="Name:\tpython\nVmRSS:\t  1024 kB\n")  # gVisor
+    own_peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert headroom.PeakOfRun(tmp_path).above_rest_bytes() >= own_peak_bytes - MIB > 0
 
 
 def test_peak_of_this_process() -> None:

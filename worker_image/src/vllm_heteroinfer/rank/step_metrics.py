@@ -293,9 +293,15 @@ class RankMetrics(Meter):
 
 
 def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
-    """Returns the memory of a process that is locked (mlock) or pinned for a device (RDMA), in bytes."""
+    """Returns the memory of a process that is locked (mlock) or pinned for a device (RDMA), in bytes.
+
+    NaN on a kernel that does not tell (gVisor).
+    """
     status = (process / "status").read_text()
-    return float(kernel_bytes(status, "VmLck") + kernel_bytes(status, "VmPin"))
+    try:
+        return float(kernel_bytes(status, "VmLck") + kernel_bytes(status, "VmPin"))
+    except KeyError:
+        return float("nan")
 
 
 def locked_memory_limit_bytes() -> float:

@@ -4,6 +4,7 @@ Arithmetic, and the reading of what the kernel says. Stdlib only.
 """
 
 import contextlib
+import resource
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -117,4 +118,8 @@ class PeakOfRun:
     def above_rest_bytes(self) -> int:
         """Returns the peak of the resident set since, less what is resident now."""
         status = (self._process / "status").read_text()
-        return max(0, kernel_bytes(status, "VmHWM") - kernel_bytes(status, "VmRSS"))
+        try:
+            peak_bytes = kernel_bytes(status, "VmHWM")
+        except KeyError:  # gVisor: the peak of loading counts, as above
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(0, peak_bytes - kernel_bytes(status, "VmRSS"))
