@@ -20,6 +20,26 @@ def test_a_user_without_an_account_gets_one(tmp_path: Path, monkeypatch: pytest.
     assert written.read_text() == "assigned:x:1000680000:100::/tmp:/usr/sbin/nologin\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("/h\u00f6me", "/h\u00f6me"),
+        ("/x\nroot2:x:0:0::/:/bin/sh", "/tmp"),
+        ("a:b", "/tmp"),
+        ("/\udc80", "/tmp"),
+    ],
+)
+def test_any_home_makes_one_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, taken: str
+) -> None:
+    accounts, written = tmp_path / "passwd", tmp_path / "written"
+    accounts.symlink_to(written)
+    monkeypatch.setattr(os, "getuid", lambda: ASSIGNED)
+    monkeypatch.setenv("HOME", given)
+    ensure_own_account(accounts)
+    assert written.read_text("utf-8") == f"assigned:x:1000680000:100::{taken}:/usr/sbin/nologin\n"
+
+
 def test_elsewhere_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accounts, written = tmp_path / "passwd", tmp_path / "folder" / "written"
     ensure_own_account(accounts)  # its user has an account

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import threading
 import time
 from pathlib import Path
@@ -112,3 +113,9 @@ def test_a_pod_that_was_frozen_goes_on(tmp_path: Path) -> None:
     """The hub may have sent all the while."""
     with pytest.raises(FetchError, match="released"):
         run(tmp_path, "turns", patience_s=3.0)
+
+
+def test_the_log_shows_control_characters_escaped() -> None:
+    record = logging.LogRecord("x", logging.ERROR, "x.py", 1, "names %s files", ("a\x1b]0;TITLE\x07",), None)
+    shown = fetch_pod.FetchLogFormatter("%(message)s").format(record)
+    assert shown == r"names a\x1b]0;TITLE\x07 files"

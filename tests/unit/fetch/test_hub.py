@@ -30,6 +30,8 @@ def test_names_that_a_file_can_have(path: str) -> None:
         "/etc/passwd",
         "a\0.json",
         "\ud800.json",
+        "e\x1b]0;TITLE\x07.json",
+        "a\nerror: forged.json",
         5,
         "ö" * 128,
         "a/" * 1100 + "b",

@@ -98,7 +98,11 @@ _NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError,
 
 def has_tokenizer(directory: Path) -> bool:
     """Returns whether a directory holds a tokenizer, without which the API server cannot start."""
-    return any(fnmatch(name, pattern) for name in os.listdir(directory) for pattern in _TOKENIZER_FILES)
+    return any(
+        fnmatch(name, pattern) and (directory / name).exists()  # no link to a file that was left out
+        for name in os.listdir(directory)
+        for pattern in _TOKENIZER_FILES
+    )
 
 
 def _read_profile(directory: Path) -> ModelProfile:

@@ -9,6 +9,7 @@ from typing import Final
 FURTHER_ACCOUNTS: Final = Path("/var/lib/extrausers/passwd")
 """Read by glibc besides /etc/passwd in our images: a link into /tmp, as their root file system is fixed."""
 _NAME: Final = "assigned"
+_HOME: Final = "/tmp"  # noqa: S108 - that of our images
 _USERS: Final = 100
 """Group of the account: libnss-extrausers ignores accounts of the groups below 500, but of this one."""
 
@@ -25,7 +26,9 @@ def ensure_own_account(accounts: Path = FURTHER_ACCOUNTS) -> None:
         return
     if not accounts.is_symlink():
         return  # no image of ours
-    home = os.environ.get("HOME") or "/tmp"  # noqa: S108 - the home of our images
+    home = os.environ.get("HOME") or _HOME
+    if not home.isprintable() or ":" in home:  # it would forge another field or account
+        home = _HOME
     line = f"{_NAME}:x:{user}:{_USERS}::{home}:/usr/sbin/nologin\n"
     with contextlib.suppress(OSError):  # what needs no account goes on without
-        accounts.readlink().write_text(line, encoding="ascii")
+        accounts.readlink().write_text(line, encoding="utf-8")

@@ -14,6 +14,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.model_fetch import HUB_SCHEME, CacheCleanup
+from heteroinfer_contract.printable import printable
 from vllm_heteroinfer.fetch.errors import FetchError
 from vllm_heteroinfer.fetch.hub import HubModel
 from vllm_heteroinfer.fetch.job import FetchJob, FetchOptions
@@ -31,14 +32,22 @@ _UMASK: Final = 0o002
 write to the folders, take the lock, and touch the marker."""
 
 
+class FetchLogFormatter(logging.Formatter):
+    """Escapes control characters: hubs and indexes can put any text into a message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats one record."""
+        return printable(super().format(record), keep="\n\t")  # a traceback has several lines
+
+
 def fetch_model(options: FetchOptions) -> int:
     """Brings the model into the cache; returns the exit code, or ends this process after a failure.
 
     A FetchedModel, or a Failure in words, is left as the termination message.
     """
-    logging.basicConfig(
-        level=logging.INFO, format="[fetch] %(asctime)s %(levelname)s %(message)s", force=True
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(FetchLogFormatter("[fetch] %(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for library in ("httpx", "httpx2"):  # they log URLs, with signatures in them
         logging.getLogger(library).setLevel(logging.WARNING)
     os.umask(_UMASK)

@@ -31,7 +31,7 @@ _WEIGHTS: Final = re.compile(r"[^/]+\.safetensors")
 
 def can_be_a_file(path: Any) -> bool:
     """Returns whether a hub's path can be a file of a model's folder: written plainly, and not ours."""
-    if not isinstance(path, str) or "\0" in path or path != path.encode(errors="replace").decode():
+    if not isinstance(path, str) or not path.isprintable():  # a log would show it raw
         return False
     pure = PurePosixPath(path)
     if path != str(pure) or pure.is_absolute() or ".." in pure.parts:
