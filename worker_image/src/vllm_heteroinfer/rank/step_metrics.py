@@ -295,13 +295,13 @@ class RankMetrics(Meter):
 def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
     """Returns the memory of a process that is locked (mlock) or pinned for a device (RDMA), in bytes.
 
-    NaN on a kernel that does not tell (gVisor).
+    0 on a kernel that does not count it (gVisor).
     """
     status = (process / "status").read_text()
     try:
         return float(kernel_bytes(status, "VmLck") + kernel_bytes(status, "VmPin"))
     except KeyError:
-        return float("nan")
+        return 0.0
 
 
 def locked_memory_limit_bytes() -> float:
