@@ -20,6 +20,7 @@ from heteroinfer_contract.model_fetch import (
     FetchProgress,
     model_folder,
 )
+from vllm_heteroinfer.fetch.fetch_pod import _UMASK
 from vllm_heteroinfer.fetch.store import ModelStore
 
 CONTENT = b"weights" * 1000
@@ -45,6 +46,34 @@ def test_a_file_has_its_name_once_its_hash_is_right(store: ModelStore) -> None:
     assert store.keep(FILE)
     assert store.missing([FILE]) == []
     assert store.done_bytes([FILE]) == len(CONTENT)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become two users")
+def test_a_part_of_another_user_of_the_group_is_continued(tmp_path: Path) -> None:
+    """Two users take turns in one folder that their group may write, as with a volume's fsGroup."""
+    os.chown(tmp_path, 0, 3000)
+    tmp_path.chmod(0o2770)
+    for folder in tmp_path.parents:
+        if folder.stat().st_uid == 0 and str(folder).startswith("/tmp/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    cases = ((1000, CONTENT[:10], False), (2000, CONTENT, True))
+    for user, content, whole in cases:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.umask(_UMASK)
+                os.setgroups([])
+                os.setgid(3000)
+                os.setuid(user)
+                own = ModelStore(tmp_path, "acme/tiny", "abc")
+                with own.try_lock() as alone:
+                    own.open_part(FILE).write_bytes(content)
+                    done = alone and (not whole or (own.keep(FILE) and bool(own.mark_complete([FILE]))))
+                os._exit(0 if done else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, user
+    check_complete(tmp_path / model_folder("acme/tiny", "abc"))
 
 
 def test_a_path_longer_than_a_name_has_a_part(store: ModelStore) -> None:

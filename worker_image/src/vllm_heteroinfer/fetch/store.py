@@ -197,7 +197,8 @@ class ModelStore:
                 return False
             path = self.folder / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.chmod(0o644)
+            with contextlib.suppress(PermissionError):  # another user of the group began it
+                part.chmod(0o644)
             part.rename(path)
         return True
 
