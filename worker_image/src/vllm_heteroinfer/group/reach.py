@@ -6,7 +6,6 @@ NetworkPolicy drops what goes there, they wait until the start has taken too lon
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import threading
@@ -21,8 +20,6 @@ from vllm_heteroinfer.group.deadline import Deadline, Patience
 from vllm_heteroinfer.group.rendezvous import GroupStore
 from vllm_heteroinfer.pod import addresses
 from vllm_heteroinfer.pod.threads import start_thread
-
-_logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 30.0
 """For one pod to be reached: a CNI may need seconds to let in a pod that has just started."""
@@ -57,10 +54,6 @@ def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: Group
             store.get(f"reached/{pod}", end, what=f"word that pod {pod} reaches all others", rank=first)
 
 
-def _report(error: BaseException) -> None:
-    _logger.error("connections that try this pod are no longer closed", exc_info=error)
-
-
 @contextlib.contextmanager
 def _listening(host: str) -> Iterator[int]:
     """Listens at a free port, yields it, and closes each connection at once."""
@@ -76,13 +69,16 @@ def _listening(host: str) -> Iterator[int]:
                 except OSError:  # of this connection, or too many open files
                     ended.wait(_NAP_S)
 
-        closing = start_thread(close_all, name="reach", failed=_report)
+        failures: list[BaseException] = []
+        closing = start_thread(close_all, name="reach", failed=failures.append)
         try:
             yield listener.getsockname()[1]
         finally:
             ended.set()
             listener.shutdown(socket.SHUT_RDWR)  # ends the accept
-            closing.join()
+            closing.join(_TRY_S)
+        if failures:
+            raise failures[0]
 
 
 def _parse(text: str, pod: int) -> tuple[str, int]:
