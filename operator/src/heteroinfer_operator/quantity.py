@@ -54,8 +54,9 @@ def parse_quantity(text: object) -> Fraction:
     """Returns the number that a quantity means, such as `3920m`, `80Gi`, `.5` or `1e9`.
 
     Reads every form of `k8s.io/apimachinery/pkg/api/resource.ParseQuantity`, which the API server stores:
-    any number of digits, any exponent. Like Kubernetes, it takes a larger number for 2**63 - 1 and rounds
-    away from zero to a billionth. The schema of the resource takes fewer (BYTES_PATTERN, RESOURCE_PATTERN).
+    any number of digits, any exponent. It takes a larger number for 2**63 - 1, as Kubernetes does with
+    binary suffixes, and like Kubernetes rounds away from zero to a billionth. The schema of the resource
+    takes fewer (BYTES_PATTERN, RESOURCE_PATTERN).
 
     Raises:
         ValueError: it is not a quantity.
@@ -104,6 +105,22 @@ def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> F
     read = digits[:_DIGITS_READ]
     amount = Fraction(int(read)) * Fraction(10) ** (power - len(read)) * factor
     return min(max(math.ceil(amount / _LEAST) * _LEAST, _LEAST), _MOST)
+
+
+def exact_quantity(text: str) -> Fraction:
+    """Returns a quantity of RESOURCE_PATTERN as the API server compares it with another one.
+
+    Only numbers with a binary suffix end at 2**63 - 1 there.
+    Source: k8s.io/apimachinery/pkg/api/resource/quantity.go, ParseQuantity.
+
+    Raises:
+        ValueError: as parse_quantity.
+    """
+    value = parse_quantity(text)
+    match = _QUANTITY.fullmatch(text)
+    if match is None or value < _MOST or match["suffix"].endswith("i"):
+        return value
+    return Fraction(f"{match['whole']}.{match['part'] or 0}") * _SUFFIX[match["suffix"]]
 
 
 def parse_bytes(text: str) -> int:

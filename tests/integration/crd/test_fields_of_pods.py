@@ -117,6 +117,10 @@ REFUSED: Final = {
         resources(requests={"cpu": 2}, limits={"cpu": "1999m"}),
         "requests: expected no more than limits",
     ),
+    "more than a limit beyond the largest integer": (
+        resources(requests={"cpu": "294590482P"}, limits={"cpu": "293590482P"}),
+        "requests: expected no more than limits",
+    ),
     "a queue with a blank": (
         {"scheduling": {"queueName": "my queue"}},
         "queueName",

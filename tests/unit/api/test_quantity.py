@@ -184,3 +184,15 @@ def test_schema_and_parser_take_the_same_durations(text: str) -> None:
 @given(st.integers(0, 2**50))
 def test_a_size_as_a_quantity_is_rounded_up(size: int) -> None:
     assert 0 <= quantity.parse_bytes(quantity.mebibytes(size)) - size < 2**20
+
+
+def test_only_numbers_with_a_binary_suffix_end_at_the_largest_integer() -> None:
+    """The API server refused requests of 294590482P beside limits of 293590482P; the models took both."""
+    assert quantity.exact_quantity("294590482P") > quantity.exact_quantity("293590482P")
+    assert quantity.exact_quantity("1.5P") == quantity.parse_quantity("1.5P")
+    assert (
+        quantity.exact_quantity("999999999999999Pi")
+        == quantity.exact_quantity("99999999999999Pi")
+        == 2**63 - 1
+    )
+    assert quantity.exact_quantity("999999999999999.5P") == Fraction(9999999999999995, 10) * 10**15

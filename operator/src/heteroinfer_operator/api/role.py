@@ -1,6 +1,5 @@
 """`spec.roles`: the pods of a group. Pure."""
 
-from fractions import Fraction
 from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
@@ -10,7 +9,7 @@ from heteroinfer_contract.pod_launch import CpuBinding
 from heteroinfer_operator.api.base import ByteSize, Model, ResourceQuantity, ValidationRule
 from heteroinfer_operator.api.pod_fields import RESOURCE_NAME, keys_rule
 from heteroinfer_operator.api.template import PodTemplate
-from heteroinfer_operator.quantity import parse_quantity
+from heteroinfer_operator.quantity import exact_quantity
 
 MAX_PODS_PER_ROLE: Final = 64
 MAX_RANKS_PER_POD: Final = 16
@@ -23,21 +22,13 @@ def _resource_names(name: str) -> ValidationRule:
     return keys_rule(name, name, words, RESOURCE_NAME)
 
 
-_MOST_OF_A_QUANTITY: Final = 2**63 - 1
-"""What Kubernetes takes larger ones for."""
-
-
 def _above_limits(resources: "Resources") -> list[str]:
     """Returns which resources are asked for beyond their limits."""
-
-    def amount(text: str) -> Fraction:
-        return min(parse_quantity(text), Fraction(_MOST_OF_A_QUANTITY))
-
     limits = resources.limits or {}
     return [
         name
         for name, asked in (resources.requests or {}).items()
-        if name in limits and amount(asked) > amount(limits[name])
+        if name in limits and exact_quantity(asked) > exact_quantity(limits[name])
     ]
 
 
