@@ -118,6 +118,12 @@ gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-schedulers, 
 	$(PYTEST) tests/integration/scheduling -m gang_schedulers
 .PHONY: gangs
 
+routes: setup  ## two groups behind Envoy with TLS, an API key and an endpoint picker, which it builds; root
+	@$(BIN)/python -m tests.cluster build node
+	@$(BIN)/python -m tests.cluster images
+	$(PYTEST) tests/routes
+.PHONY: routes
+
 e2e: need-root setup  ## a real Kubernetes node with images of this tree; root
 	@$(BIN)/python -m tests.cluster build node
 	@$(BIN)/python -m tests.cluster images

@@ -95,6 +95,8 @@ KUEUE = Tool(name="kueue", programs=("kueue",))
 VOLCANO = Tool(name="volcano", programs=("scheduler", "controller-manager"))
 KUBE_SCORE = Tool(name="kube-score", programs=("kube-score",))
 """Judges what the chart renders to."""
+ENDPOINT_PICKER = Tool(name="endpoint-picker", programs=("epp",))
+"""Of the Gateway API Inference Extension; its module also has the CRD of InferencePools."""
 KSTATUS = _common("kstatus", "./kstatus")
 """Ours: what Flux and others make of a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))

@@ -1,0 +1,207 @@
+"""Two groups behind a gateway with TLS, an API key and an endpoint picker, on a real node: `make routes`.
+
+The parts are real: the endpoint picker of the Gateway API Inference Extension over the API server, and
+Envoy. No gateway controller makes Envoy's configuration of the HTTPRoute here: `gateway.py` does.
+"""
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract import names
+from tests.cluster import processes, tools
+from tests.cluster.control_plane import reserved_ports
+from tests.cluster.crds import wait_established
+from tests.cluster.folders import REPOSITORY
+from tests.cluster.node import NodeCluster
+from tests.cluster.pki import Pki
+from tests.cluster.volumes import volume_manifests
+from tests.e2e.conftest import model
+from tests.e2e.serving import RELEASE, SYSTEM, Resource, install
+from tests.routes.gateway import GatewayPorts, build_picker_command, ensure_envoy, write_envoy_configuration
+
+__all__ = ["model"]
+
+NAMESPACE = "routed"
+HOST = "llm.example.com"
+KEY = "a-key-of-these-tests"
+START_S = 420.0
+REQUESTS = 24
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="module")
+def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[Resource]:
+    """examples/cpu-pair.yaml with two groups, and the API key as docs/operations.md#routes gives it."""
+    install(node_cluster)
+    node_cluster.kubectl("create", "namespace", NAMESPACE)
+    node_cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
+    secret = ("create", "secret", "generic", "cpu-pair-api-key", f"--from-literal=key={KEY}")
+    node_cluster.kubectl(*secret, "-n", NAMESPACE)
+    document = yaml.safe_load((REPOSITORY / "examples/cpu-pair.yaml").read_text())
+    document["spec"]["replicas"] = 2
+    reference = {"secretKeyRef": {"name": "cpu-pair-api-key", "key": "key"}}
+    dev_mode = {"name": "VLLM_SERVER_DEV_MODE", "value": "1"}
+    document["spec"]["engine"] |= {
+        "args": ["--enable-sleep-mode"],
+        "env": [{"name": "VLLM_API_KEY", "valueFrom": reference}, dev_mode],
+    }
+    node_cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(document))
+    resource = Resource(cluster=node_cluster, namespace=NAMESPACE, name="cpu-pair")
+    resource.wait_ready(START_S)
+    yield resource
+    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_s=130)
+    node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
+    node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """What clients reach from outside."""
+
+    groups: Resource
+    port: int
+    authority: Path
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, *, key: str = KEY) -> tuple[int, str]:
+        """Returns status and text of a request by TLS."""
+        context = ssl.create_default_context(cafile=str(self.authority))
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"https://localhost:{self.port}{path}", data, headers)
+        direct = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        try:
+            with direct.open(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def complete(self, prompt: list[int], max_tokens: int = 16, **options: Any) -> tuple[int, str]:
+        body = {"model": "cpu-pair", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        return self.ask("/v1/completions", {**body, **options})
+
+    def answered(self) -> Counter[str]:
+        """Returns how many requests each leader has answered, by pod."""
+        found: Counter[str] = Counter()
+        for pod in leaders(self.groups):
+            url = f"http://{pod['status']['podIP']}:8000/metrics"
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as said:
+                lines = said.read().decode().splitlines()
+            done = [line for line in lines if line.startswith("vllm:request_success_total")]
+            found[pod["metadata"]["name"]] = round(sum(float(line.rpartition(" ")[2]) for line in done))
+        return found
+
+
+def leaders(groups: Resource) -> list[dict[str, Any]]:
+    return [pod for pod in groups.pods() if names.LABEL_LEADER in pod["metadata"]["labels"]]
+
+
+@pytest.fixture(scope="module")
+def gateway(groups: Resource) -> Gateway:
+    """The pool of the example with its picker, and Envoy in front, both as processes beside the node."""
+    cluster, state = groups.cluster, groups.cluster.state
+    bases = tools.source_folder("endpoint-picker", "sigs.k8s.io/gateway-api-inference-extension")
+    for file in sorted((bases / "config/crd/bases").glob("*.yaml")):
+        cluster.kubectl("apply", "--server-side", "-f", str(file))
+        wait_established(cluster, yaml.safe_load(file.read_text())["metadata"]["name"])
+    example = (REPOSITORY / "examples/routes/inference-pool.yaml").read_text()
+    pool = next(item for item in yaml.safe_load_all(example) if item["kind"] == "InferencePool")
+    cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(pool))
+    with reserved_ports(4) as free:
+        ports = GatewayPorts(https=free[0], picker=free[1], picker_health=free[2], picker_metrics=free[3])
+    pki = Pki(folder=state.folder / "gateway")
+    pki.folder.mkdir(mode=0o700)
+    pki.create_authority("ca", "gateway")
+    pki.issue("server", f"/CN={HOST}", server_names=["DNS:localhost", f"DNS:{HOST}"])
+    configuration = state.folder / "envoy.json"
+    write_envoy_configuration(
+        configuration, ports, Path(pki.path("server.crt")), Path(pki.path("server.key"))
+    )
+    picker = tools.program(tools.ENDPOINT_PICKER, "epp")
+    processes.spawn(
+        build_picker_command(picker, ports, NAMESPACE, "cpu-pair"),
+        mark=state.folder,
+        log=state.log("endpoint-picker"),
+        environment={"KUBECONFIG": str(cluster.kubeconfig), "NAMESPACE": NAMESPACE, "NO_PROXY": "*"},
+    )
+    processes.spawn(
+        [str(ensure_envoy()), "-c", str(configuration), "--concurrency", "1", "--log-level", "info"],
+        mark=state.folder,
+        log=state.log("envoy"),
+        environment={},
+    )
+    front = Gateway(groups=groups, port=ports.https, authority=Path(pki.path("ca.crt")))
+
+    def answers() -> bool:
+        try:
+            return front.ask("/v1/models")[0] == 200
+        except OSError:
+            return False
+
+    processes.wait_until("the gateway", answers, timeout_s=60, log=state.log("endpoint-picker"))
+    return front
+
+
+def test_tokens_are_those_of_the_reference(gateway: Gateway, model: tuple[Path, dict[str, Any]]) -> None:
+    for answer in model[1].values():
+        status, text = gateway.complete(
+            answer["prompt_token_ids"], len(answer["token_ids"]), temperature=0, return_token_ids=True
+        )
+        assert (status, json.loads(text)["choices"][0]["token_ids"]) == (200, answer["token_ids"]), text
+
+
+def test_without_the_key_nothing_is_answered_and_no_other_path_is_there(gateway: Gateway) -> None:
+    assert gateway.ask("/v1/models", key="another")[0] == 401
+    assert gateway.ask("/metrics")[0] == 404
+    assert gateway.ask("/sleep", {})[0] == 404
+
+
+def test_both_groups_get_requests(gateway: Gateway) -> None:
+    before = gateway.answered()
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        said = list(pool.map(lambda i: gateway.complete([3 + i, 5 + i], 64), range(REQUESTS)))
+    assert Counter(status for status, _ in said) == {200: REQUESTS}
+    now = gateway.answered()
+    shares = {pod: now[pod] - before[pod] for pod in now}
+    assert sum(shares.values()) == REQUESTS
+    assert min(shares.values()) >= REQUESTS // 6, shares
+
+
+def test_a_stream_comes_through_in_parts(gateway: Gateway) -> None:
+    status, text = gateway.complete([11, 7], 32, stream=True)
+    lines = [line for line in text.splitlines() if line.startswith("data: ")]
+    assert (status, lines[-1]) == (200, "data: [DONE]")
+    assert len(lines) >= 32
+
+
+def test_a_group_that_sleeps_gets_no_request(gateway: Gateway) -> None:
+    asleep = leaders(gateway.groups)[0]
+    name, address = asleep["metadata"]["name"], asleep["status"]["podIP"]
+    status, said = gateway.groups.cluster.pod_http(address, 8000, "/sleep?level=1", body=b"", timeout_s=60)
+    assert status == 200, said
+
+    def is_unready() -> bool:
+        pod = gateway.groups.get("pod", name)
+        return {c["type"]: c["status"] for c in pod["status"]["conditions"]}["Ready"] == "False"
+
+    processes.wait_until("the sleeping leader is not Ready", is_unready, timeout_s=60)
+    before = gateway.answered()
+    said_now = [gateway.complete([5 + i, 9], 4)[0] for i in range(8)]
+    now = gateway.answered()
+    assert said_now == [200] * 8
+    assert now[name] == before[name]
+    assert gateway.groups.cluster.pod_http(address, 8000, "/wake_up", body=b"", timeout_s=60)[0] == 200
+    gateway.groups.wait_ready(60)
