@@ -97,6 +97,12 @@ KUBE_SCORE = Tool(name="kube-score", programs=("kube-score",))
 """Judges what the chart renders to."""
 ENDPOINT_PICKER = Tool(name="endpoint-picker", programs=("epp",))
 """Of the Gateway API Inference Extension; its module also has the CRD of InferencePools."""
+HTTP_ADD_ON = Tool(
+    name="http-add-on",
+    programs=("interceptor",),
+    packages=("github.com/kedacore/http-add-on/interceptor",),
+)
+"""The part that holds requests; its module also has the CRD of HTTPScaledObjects."""
 KSTATUS = _common("kstatus", "./kstatus")
 """Ours: what Flux and others make of a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))

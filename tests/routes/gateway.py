@@ -1,9 +1,11 @@
-"""A gateway as others make it of an HTTPRoute and an InferencePool: Envoy, which asks an endpoint picker."""
+"""A gateway as others make it of an HTTPRoute and an InferencePool: Envoy, which asks an endpoint picker.
+
+All parts run in the network namespace of the node: what they listen on is reached from nowhere else but
+this machine.
+"""
 
 import json
-import os
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,47 +30,52 @@ def ensure_envoy() -> Path:
     return program
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayPorts:
-    """Where the parts listen, on loopback."""
-
-    https: int
-    picker: int
-    picker_health: int
-    picker_metrics: int
+HTTPS_PORT: Final = 18443
+PICKER_PORT: Final = 19002
+HOLDER_PORT: Final = 18080
+HOLDER_QUEUE_PORT: Final = 18081
 
 
-def build_picker_command(program: Path, ports: GatewayPorts, namespace: str, pool: str) -> list[str]:
+def build_picker_command(program: Path, namespace: str, pool: str) -> list[str]:
     """Returns the endpoint picker of a pool, as in examples/routes/inference-pool.yaml but without TLS."""
     return [
         str(program),
         f"--pool-name={pool}",
         f"--pool-namespace={namespace}",
-        f"--grpc-port={ports.picker}",
-        f"--grpc-health-port={ports.picker_health}",
-        f"--metrics-port={ports.picker_metrics}",
+        f"--grpc-port={PICKER_PORT}",
+        "--grpc-health-port=19003",
+        "--metrics-port=19004",
         "--secure-serving=false",
         "--metrics-endpoint-auth=false",
         "--tracing=false",
     ]
 
 
-def write_envoy_configuration(file: Path, ports: GatewayPorts, certificate: Path, key: Path) -> None:
+def build_holder_command(program: Path, resolver: Path) -> list[str]:
+    """Returns the interceptor of KEDA's HTTP add-on, which finds Services by the cluster's DNS."""
+    script = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+    private = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", script]
+    return [*private, str(resolver), str(program)]
+
+
+def build_holder_environment(namespace: str) -> dict[str, str]:
+    """Returns the settings of the interceptor."""
+    return {
+        "KEDA_HTTP_CURRENT_NAMESPACE": namespace,
+        "KEDA_HTTP_WATCH_NAMESPACE": namespace,
+        "KEDA_HTTP_PROXY_PORT": str(HOLDER_PORT),
+        "KEDA_HTTP_ADMIN_PORT": str(HOLDER_QUEUE_PORT),
+        "OTEL_PROM_EXPORTER_PORT": "18082",
+    }
+
+
+def write_envoy_configuration(file: Path, certificate: Path, key: Path) -> None:
     """Writes what a gateway makes of the HTTPRoute of examples/routes: TLS, /v1 alone, no time-out."""
-    file.write_text(
-        json.dumps(
-            {
-                "static_resources": {
-                    "listeners": [_listener(ports, certificate, key)],
-                    "clusters": [_leaders(), _picker(ports)],
-                }
-            }
-        )
-    )
-    os.chmod(file, 0o600)
+    resources = {"listeners": [_listener(certificate, key)], "clusters": [_leaders(), _picker()]}
+    file.write_text(json.dumps({"static_resources": resources}))
 
 
-def _listener(ports: GatewayPorts, certificate: Path, key: Path) -> dict[str, Any]:
+def _listener(certificate: Path, key: Path) -> dict[str, Any]:
     files = {"certificate_chain": {"filename": str(certificate)}, "private_key": {"filename": str(key)}}
     tls = {
         "@type": f"{_TYPE}.extensions.transport_sockets.tls.v3.DownstreamTlsContext",
@@ -90,7 +97,7 @@ def _listener(ports: GatewayPorts, certificate: Path, key: Path) -> dict[str, An
         "transport_socket": {"name": "tls", "typed_config": tls},
         "filters": [{"name": "http", "typed_config": manager}],
     }
-    return {"name": "https", "address": _loopback(ports.https), "filter_chains": [chain]}
+    return {"name": "https", "address": _address("0.0.0.0", HTTPS_PORT), "filter_chains": [chain]}
 
 
 def _route() -> dict[str, Any]:
@@ -124,12 +131,12 @@ def _leaders() -> dict[str, Any]:
     }
 
 
-def _picker(ports: GatewayPorts) -> dict[str, Any]:
+def _picker() -> dict[str, Any]:
     http2 = {
         "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
-    endpoint = {"endpoint": {"address": _loopback(ports.picker)}}
+    endpoint = {"endpoint": {"address": _address("127.0.0.1", PICKER_PORT)}}
     return {
         "name": "picker",
         "type": "STATIC",
@@ -139,5 +146,5 @@ def _picker(ports: GatewayPorts) -> dict[str, Any]:
     }
 
 
-def _loopback(port: int) -> dict[str, Any]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+def _address(address: str, port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": address, "port_value": port}}

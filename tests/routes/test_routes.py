@@ -20,15 +20,24 @@ import yaml
 
 from heteroinfer_contract import names
 from tests.cluster import processes, tools
-from tests.cluster.control_plane import reserved_ports
 from tests.cluster.crds import wait_established
 from tests.cluster.folders import REPOSITORY
+from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
 from tests.cluster.pki import Pki
 from tests.cluster.volumes import volume_manifests
 from tests.e2e.conftest import model
 from tests.e2e.serving import RELEASE, SYSTEM, Resource, install
-from tests.routes.gateway import GatewayPorts, build_picker_command, ensure_envoy, write_envoy_configuration
+from tests.routes.gateway import (
+    HOLDER_PORT,
+    HOLDER_QUEUE_PORT,
+    HTTPS_PORT,
+    build_holder_command,
+    build_holder_environment,
+    build_picker_command,
+    ensure_envoy,
+    write_envoy_configuration,
+)
 
 __all__ = ["model"]
 
@@ -71,7 +80,7 @@ class Gateway:
     """What clients reach from outside."""
 
     groups: Resource
-    port: int
+    address: str
     authority: Path
 
     def ask(self, path: str, body: dict[str, Any] | None = None, *, key: str = KEY) -> tuple[int, str]:
@@ -79,7 +88,7 @@ class Gateway:
         context = ssl.create_default_context(cafile=str(self.authority))
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"https://localhost:{self.port}{path}", data, headers)
+        request = urllib.request.Request(f"https://{self.address}:{HTTPS_PORT}{path}", data, headers)
         direct = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
@@ -120,30 +129,27 @@ def gateway(groups: Resource) -> Gateway:
     example = (REPOSITORY / "examples/routes/inference-pool.yaml").read_text()
     pool = next(item for item in yaml.safe_load_all(example) if item["kind"] == "InferencePool")
     cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(pool))
-    with reserved_ports(4) as free:
-        ports = GatewayPorts(https=free[0], picker=free[1], picker_health=free[2], picker_metrics=free[3])
+    address, inside = Addresses(number=state.number).node, cluster.namespaces.prefix
     pki = Pki(folder=state.folder / "gateway")
     pki.folder.mkdir(mode=0o700)
     pki.create_authority("ca", "gateway")
-    pki.issue("server", f"/CN={HOST}", server_names=["DNS:localhost", f"DNS:{HOST}"])
+    pki.issue("server", f"/CN={HOST}", server_names=[f"IP:{address}", f"DNS:{HOST}"])
     configuration = state.folder / "envoy.json"
-    write_envoy_configuration(
-        configuration, ports, Path(pki.path("server.crt")), Path(pki.path("server.key"))
-    )
+    write_envoy_configuration(configuration, Path(pki.path("server.crt")), Path(pki.path("server.key")))
     picker = tools.program(tools.ENDPOINT_PICKER, "epp")
     processes.spawn(
-        build_picker_command(picker, ports, NAMESPACE, "cpu-pair"),
+        [*inside, *build_picker_command(picker, NAMESPACE, "cpu-pair")],
         mark=state.folder,
         log=state.log("endpoint-picker"),
         environment={"KUBECONFIG": str(cluster.kubeconfig), "NAMESPACE": NAMESPACE, "NO_PROXY": "*"},
     )
     processes.spawn(
-        [str(ensure_envoy()), "-c", str(configuration), "--concurrency", "1", "--log-level", "info"],
+        [*inside, str(ensure_envoy()), "-c", str(configuration), "--concurrency", "1", "--log-level", "info"],
         mark=state.folder,
         log=state.log("envoy"),
         environment={},
     )
-    front = Gateway(groups=groups, port=ports.https, authority=Path(pki.path("ca.crt")))
+    front = Gateway(groups=groups, address=address, authority=Path(pki.path("ca.crt")))
 
     def answers() -> bool:
         try:
@@ -205,3 +211,77 @@ def test_a_group_that_sleeps_gets_no_request(gateway: Gateway) -> None:
     assert now[name] == before[name]
     assert gateway.groups.cluster.pod_http(address, 8000, "/wake_up", body=b"", timeout_s=60)[0] == 200
     gateway.groups.wait_ready(60)
+
+
+# Scale to zero
+
+
+@pytest.fixture(scope="module")
+def holder(gateway: Gateway) -> str:
+    """The interceptor of KEDA's HTTP add-on with the example's HTTPScaledObject; returns its address.
+
+    KEDA and the add-on's scaler and operator are not here: the test scales by what the interceptor counts.
+    """
+    cluster, state = gateway.groups.cluster, gateway.groups.cluster.state
+    addon = tools.source_folder("http-add-on", "github.com/kedacore/http-add-on")
+    cluster.kubectl("apply", "--server-side", "-f", str(addon / "config/crd/bases"))
+    wait_established(cluster, "httpscaledobjects.http.keda.sh")
+    example = REPOSITORY / "examples/scale-to-zero/http-scaled-object.yaml"
+    cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(example))
+    resolver = state.folder / "holder-resolv.conf"
+    names_of = "search svc.cluster.local cluster.local"
+    resolver.write_text(f"nameserver {gateway.address}\n{names_of}\noptions ndots:5\n")
+    program = tools.program(tools.HTTP_ADD_ON, "interceptor")
+    processes.spawn(
+        [*cluster.namespaces.prefix, *build_holder_command(program, resolver)],
+        mark=state.folder,
+        log=state.log("interceptor"),
+        environment={"KUBECONFIG": str(cluster.kubeconfig), **build_holder_environment(NAMESPACE)},
+    )
+
+    def counts() -> bool:
+        try:
+            return waiting(gateway.address) == 0
+        except OSError:
+            return False
+
+    processes.wait_until("the interceptor", counts, timeout_s=60, log=state.log("interceptor"))
+    return gateway.address
+
+
+def waiting(address: str) -> int:
+    """Returns how many requests the interceptor has taken and not answered: its scaler scales by them."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"http://{address}:{HOLDER_QUEUE_PORT}/queue", timeout=5) as answer:
+        found = json.load(answer)
+    return sum(int(counts["Concurrency"]) for counts in found.values())
+
+
+def ask_holder(address: str) -> tuple[int, str]:
+    """Returns status and text of a completion by the interceptor, which holds it until a group is Ready."""
+    body = {"model": "cpu-pair", "prompt": [3, 5], "max_tokens": 4}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", "Host": HOST}
+    url = f"http://{address}:{HOLDER_PORT}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=START_S) as answer:
+        return answer.status, answer.read().decode()
+
+
+def test_a_request_is_held_while_there_is_no_group(gateway: Gateway, holder: str) -> None:
+    """The last test: all groups go, and one comes for the request."""
+    groups = gateway.groups
+    scale = ("scale", "-n", NAMESPACE, "hinf/cpu-pair")
+    groups.cluster.kubectl(*scale, "--replicas=0")
+    processes.wait_until("the end of all pods", lambda: not groups.pods(), timeout_s=120)
+    reasons = {c["type"]: (c["status"], c["reason"]) for c in groups.status["conditions"]}
+    assert reasons["Ready"] == ("True", "ScaledToZero")
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(ask_holder, holder)
+        processes.wait_until("a held request", lambda: waiting(holder) == 1, timeout_s=30)
+        assert not held.done()
+        groups.cluster.kubectl(*scale, "--replicas=1")  # what KEDA does of this count
+        status, text = held.result(timeout=START_S)
+    assert status == 200
+    assert len(json.loads(text)["choices"]) == 1
+    assert waiting(holder) == 0
