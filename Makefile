@@ -118,8 +118,8 @@ gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-schedulers, 
 	$(PYTEST) tests/integration/scheduling -m gang_schedulers
 .PHONY: gangs
 
-routes: setup  ## two groups behind Envoy with TLS, an API key and an endpoint picker, which it builds; root
-	@$(BIN)/python -m tests.cluster build node
+routes: need-root setup  ## two groups behind Envoy, an endpoint picker and KEDA's interceptor, which it builds; root
+	@$(BIN)/python -m tests.cluster build routes
 	@$(BIN)/python -m tests.cluster images
 	$(PYTEST) tests/routes
 .PHONY: routes

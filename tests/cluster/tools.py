@@ -114,7 +114,15 @@ WATCHING = (PROMETHEUS, PROMETHEUS_OPERATOR, PROMETHEUS_ADAPTER)
 """What the tests of dashboards, alerts and autoscaling need besides."""
 GANGS = (*CONTROL_PLANE, *LATER_KUBERNETES.values(), KWOK, KUEUE, VOLCANO, COSCHEDULING)
 """What `make gangs` needs."""
-SETS = {"control-plane": CONTROL_PLANE, "node": NODE, "all": (*NODE, *WATCHING), "gangs": GANGS}
+ROUTES = (*NODE, ENDPOINT_PICKER, HTTP_ADD_ON)
+"""What `make routes` needs."""
+SETS = {
+    "control-plane": CONTROL_PLANE,
+    "node": NODE,
+    "all": (*NODE, *WATCHING),
+    "gangs": GANGS,
+    "routes": ROUTES,
+}
 """By the name that `python -m tests.cluster build` takes; the others are built where they are used."""
 
 

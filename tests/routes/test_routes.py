@@ -6,14 +6,15 @@ Envoy. No gateway controller makes Envoy's configuration of the HTTPRoute here: 
 
 import json
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -27,11 +28,12 @@ from tests.cluster.node import NodeCluster
 from tests.cluster.pki import Pki
 from tests.cluster.volumes import volume_manifests
 from tests.e2e.conftest import model
-from tests.e2e.serving import RELEASE, SYSTEM, Resource, install
+from tests.e2e.serving import Resource, install
 from tests.routes.gateway import (
     HOLDER_PORT,
     HOLDER_QUEUE_PORT,
     HTTPS_PORT,
+    build_envoy_command,
     build_holder_command,
     build_holder_environment,
     build_picker_command,
@@ -51,8 +53,10 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
-def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Iterator[Resource]:
+def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
     """examples/cpu-pair.yaml with two groups, and the API key as docs/operations.md#routes gives it."""
+    for tool in (tools.ENDPOINT_PICKER, tools.HTTP_ADD_ON):
+        tools.ensure_built(tool)
     install(node_cluster)
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
@@ -60,6 +64,7 @@ def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Ite
     node_cluster.kubectl(*secret, "-n", NAMESPACE)
     document = yaml.safe_load((REPOSITORY / "examples/cpu-pair.yaml").read_text())
     document["spec"]["replicas"] = 2
+    document["spec"]["roles"][0]["resources"]["requests"]["cpu"] = "200m"  # four pods on two cores
     reference = {"secretKeyRef": {"name": "cpu-pair-api-key", "key": "key"}}
     dev_mode = {"name": "VLLM_SERVER_DEV_MODE", "value": "1"}
     document["spec"]["engine"] |= {
@@ -69,10 +74,7 @@ def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Ite
     node_cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(document))
     resource = Resource(cluster=node_cluster, namespace=NAMESPACE, name="cpu-pair")
     resource.wait_ready(START_S)
-    yield resource
-    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_s=130)
-    node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--timeout", "60s")
-    node_cluster.kubectl("delete", "crd", f"{names.PLURAL}.{names.API_GROUP}", "--timeout=30s")
+    return resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,8 @@ class Gateway:
     address: str
     authority: Path
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, *, key: str = KEY) -> tuple[int, str]:
-        """Returns status and text of a request by TLS."""
+    def open(self, path: str, body: dict[str, Any] | None, key: str = KEY) -> HTTPResponse:
+        """Returns the answer to a request by TLS, of which the body is not read yet."""
         context = ssl.create_default_context(cafile=str(self.authority))
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         data = None if body is None else json.dumps(body).encode()
@@ -92,15 +94,18 @@ class Gateway:
         direct = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
+        return cast("HTTPResponse", direct.open(request, timeout=60))
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, *, key: str = KEY) -> tuple[int, str]:
+        """Returns status and text of a request by TLS."""
         try:
-            with direct.open(request, timeout=60) as answer:
+            with self.open(path, body, key) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
     def complete(self, prompt: list[int], max_tokens: int = 16, **options: Any) -> tuple[int, str]:
-        body = {"model": "cpu-pair", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
-        return self.ask("/v1/completions", {**body, **options})
+        return self.ask("/v1/completions", asks_for(prompt, max_tokens, **options))
 
     def answered(self) -> Counter[str]:
         """Returns how many requests each leader has answered, by pod."""
@@ -112,6 +117,11 @@ class Gateway:
             done = [line for line in lines if line.startswith("vllm:request_success_total")]
             found[pod["metadata"]["name"]] = round(sum(float(line.rpartition(" ")[2]) for line in done))
         return found
+
+
+def asks_for(prompt: list[int], max_tokens: int, **options: Any) -> dict[str, Any]:
+    body = {"model": "cpu-pair", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    return {**body, **options}
 
 
 def leaders(groups: Resource) -> list[dict[str, Any]]:
@@ -144,7 +154,7 @@ def gateway(groups: Resource) -> Gateway:
         environment={"KUBECONFIG": str(cluster.kubeconfig), "NAMESPACE": NAMESPACE, "NO_PROXY": "*"},
     )
     processes.spawn(
-        [*inside, str(ensure_envoy()), "-c", str(configuration), "--concurrency", "1", "--log-level", "info"],
+        [*inside, *build_envoy_command(ensure_envoy(), configuration)],
         mark=state.folder,
         log=state.log("envoy"),
         environment={},
@@ -172,6 +182,7 @@ def test_tokens_are_those_of_the_reference(gateway: Gateway, model: tuple[Path, 
 def test_without_the_key_nothing_is_answered_and_no_other_path_is_there(gateway: Gateway) -> None:
     assert gateway.ask("/v1/models", key="another")[0] == 401
     assert gateway.ask("/metrics")[0] == 404
+    assert gateway.ask("/v1/../metrics")[0] == 404
     assert gateway.ask("/sleep", {})[0] == 404
 
 
@@ -187,10 +198,13 @@ def test_both_groups_get_requests(gateway: Gateway) -> None:
 
 
 def test_a_stream_comes_through_in_parts(gateway: Gateway) -> None:
-    status, text = gateway.complete([11, 7], 32, stream=True)
-    lines = [line for line in text.splitlines() if line.startswith("data: ")]
-    assert (status, lines[-1]) == (200, "data: [DONE]")
-    assert len(lines) >= 32
+    began = time.monotonic()
+    with gateway.open("/v1/completions", asks_for([11, 7], 128, stream=True)) as answer:
+        arrived = [(time.monotonic() - began, line.strip()) for line in answer if line.strip()]
+    assert arrived[-1][1] == b"data: [DONE]"
+    assert len(arrived) >= 128
+    (first_s, _), *_, (last_s, _) = arrived
+    assert first_s < last_s / 2, f"the first of {len(arrived)} events came after {first_s} of {last_s} s"
 
 
 def test_a_group_that_sleeps_gets_no_request(gateway: Gateway) -> None:
@@ -200,8 +214,8 @@ def test_a_group_that_sleeps_gets_no_request(gateway: Gateway) -> None:
     assert status == 200, said
 
     def is_unready() -> bool:
-        pod = gateway.groups.get("pod", name)
-        return {c["type"]: c["status"] for c in pod["status"]["conditions"]}["Ready"] == "False"
+        conditions = gateway.groups.get("pod", name)["status"]["conditions"]
+        return any((c["type"], c["status"]) == ("Ready", "False") for c in conditions)
 
     processes.wait_until("the sleeping leader is not Ready", is_unready, timeout_s=60)
     before = gateway.answered()
@@ -274,8 +288,12 @@ def test_a_request_is_held_while_there_is_no_group(gateway: Gateway, holder: str
     scale = ("scale", "-n", NAMESPACE, "hinf/cpu-pair")
     groups.cluster.kubectl(*scale, "--replicas=0")
     processes.wait_until("the end of all pods", lambda: not groups.pods(), timeout_s=120)
-    reasons = {c["type"]: (c["status"], c["reason"]) for c in groups.status["conditions"]}
-    assert reasons["Ready"] == ("True", "ScaledToZero")
+
+    def is_at_zero() -> bool:
+        reasons = {c["type"]: (c["status"], c["reason"]) for c in groups.status["conditions"]}
+        return reasons["Ready"] == ("True", "ScaledToZero")
+
+    processes.wait_until("reason ScaledToZero", is_at_zero, timeout_s=30)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(ask_holder, holder)
         processes.wait_until("a held request", lambda: waiting(holder) == 1, timeout_s=30)
@@ -284,4 +302,4 @@ def test_a_request_is_held_while_there_is_no_group(gateway: Gateway, holder: str
         status, text = held.result(timeout=START_S)
     assert status == 200
     assert len(json.loads(text)["choices"]) == 1
-    assert waiting(holder) == 0
+    processes.wait_until("the end of the count", lambda: waiting(holder) == 0, timeout_s=10)
