@@ -32,24 +32,10 @@ def ensure_envoy() -> Path:
 
 
 HTTPS_PORT: Final = 18443
-PICKER_PORT: Final = 19002
+PICKER_PORT: Final = 9002
+"""The default of the picker, and the port in examples/routes/inference-pool.yaml."""
 HOLDER_PORT: Final = 18080
 HOLDER_QUEUE_PORT: Final = 18081
-
-
-def build_picker_command(program: Path, namespace: str, pool: str) -> list[str]:
-    """Returns the endpoint picker of a pool, as in examples/routes/inference-pool.yaml but without TLS."""
-    return [
-        str(program),
-        f"--pool-name={pool}",
-        f"--pool-namespace={namespace}",
-        f"--grpc-port={PICKER_PORT}",
-        "--grpc-health-port=19003",
-        "--metrics-port=19004",
-        "--secure-serving=false",
-        "--metrics-endpoint-auth=false",
-        "--tracing=false",
-    ]
 
 
 def build_holder_command(program: Path, resolver: Path) -> list[str]:
@@ -150,10 +136,16 @@ def _picker() -> dict[str, Any]:
         "explicit_http_config": {"http2_protocol_options": {}},
     }
     endpoint = {"endpoint": {"address": _address("127.0.0.1", PICKER_PORT)}}
+    # The picker makes its certificate itself: gateways do not verify it.
+    tls = {
+        "@type": f"{_TYPE}.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+        "common_tls_context": {"alpn_protocols": ["h2"]},
+    }
     return {
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "5s",
+        "transport_socket": {"name": "tls", "typed_config": tls},
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
         "load_assignment": {"cluster_name": "picker", "endpoints": [{"lb_endpoints": [endpoint]}]},
     }

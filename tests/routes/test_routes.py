@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPResponse
@@ -36,7 +37,6 @@ from tests.routes.gateway import (
     build_envoy_command,
     build_holder_command,
     build_holder_environment,
-    build_picker_command,
     ensure_envoy,
     write_envoy_configuration,
 )
@@ -128,6 +128,27 @@ def leaders(groups: Resource) -> list[dict[str, Any]]:
     return [pod for pod in groups.pods() if names.LABEL_LEADER in pod["metadata"]["labels"]]
 
 
+def start_picker(cluster: NodeCluster, inside: Sequence[str]) -> None:
+    """Starts the picker with the arguments and the service account of the example's Deployment."""
+    example = yaml.safe_load_all((REPOSITORY / "examples/routes/inference-pool.yaml").read_text())
+    objects = {item["kind"]: item for item in example}
+    pod = objects.pop("Deployment")["spec"]["template"]["spec"]
+    cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump_all(objects.values()))
+    token = cluster.kubectl("create", "token", pod["serviceAccountName"], "-n", NAMESPACE).strip()
+    configuration = json.loads(cluster.kubeconfig.read_text())
+    configuration["users"][0]["user"] = {"token": token}
+    kubeconfig = cluster.state.folder / "picker.kubeconfig"
+    kubeconfig.touch(mode=0o600)
+    kubeconfig.write_text(json.dumps(configuration))
+    arguments = [given.replace("$(NAMESPACE)", NAMESPACE) for given in pod["containers"][0]["args"]]
+    processes.spawn(
+        [*inside, str(tools.program(tools.ENDPOINT_PICKER, "epp")), *arguments],
+        mark=cluster.state.folder,
+        log=cluster.state.log("endpoint-picker"),
+        environment={"KUBECONFIG": str(kubeconfig), "NAMESPACE": NAMESPACE},
+    )
+
+
 @pytest.fixture(scope="module")
 def gateway(groups: Resource) -> Gateway:
     """The pool of the example with its picker, and Envoy in front, both as processes beside the node."""
@@ -136,9 +157,6 @@ def gateway(groups: Resource) -> Gateway:
     for file in sorted((bases / "config/crd/bases").glob("*.yaml")):
         cluster.kubectl("apply", "--server-side", "-f", str(file))
         wait_established(cluster, yaml.safe_load(file.read_text())["metadata"]["name"])
-    example = (REPOSITORY / "examples/routes/inference-pool.yaml").read_text()
-    pool = next(item for item in yaml.safe_load_all(example) if item["kind"] == "InferencePool")
-    cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(pool))
     address, inside = Addresses(number=state.number).node, cluster.namespaces.prefix
     pki = Pki(folder=state.folder / "gateway")
     pki.folder.mkdir(mode=0o700)
@@ -146,13 +164,7 @@ def gateway(groups: Resource) -> Gateway:
     pki.issue("server", f"/CN={HOST}", server_names=[f"IP:{address}", f"DNS:{HOST}"])
     configuration = state.folder / "envoy.json"
     write_envoy_configuration(configuration, Path(pki.path("server.crt")), Path(pki.path("server.key")))
-    picker = tools.program(tools.ENDPOINT_PICKER, "epp")
-    processes.spawn(
-        [*inside, *build_picker_command(picker, NAMESPACE, "cpu-pair")],
-        mark=state.folder,
-        log=state.log("endpoint-picker"),
-        environment={"KUBECONFIG": str(cluster.kubeconfig), "NAMESPACE": NAMESPACE, "NO_PROXY": "*"},
-    )
+    start_picker(cluster, inside)
     processes.spawn(
         [*inside, *build_envoy_command(ensure_envoy(), configuration)],
         mark=state.folder,
