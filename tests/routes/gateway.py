@@ -1,7 +1,6 @@
-"""A gateway as others make it of an HTTPRoute and an InferencePool: Envoy, which asks an endpoint picker.
+"""Envoy and an endpoint picker: what a gateway controller makes of an HTTPRoute and an InferencePool.
 
-All parts run in the network namespace of the node: what they listen on is reached from nowhere else but
-this machine.
+All programs run in the network namespace of the node, so only this machine reaches their ports.
 """
 
 import hashlib
@@ -57,12 +56,12 @@ def build_holder_environment(namespace: str) -> dict[str, str]:
 
 
 def build_envoy_command(program: Path, configuration: Path) -> list[str]:
-    """Returns Envoy, with nothing that another Envoy of this machine could share."""
+    """Returns the command of Envoy, without the memory that it would share with another Envoy."""
     return [str(program), "-c", str(configuration), "--concurrency", "1", "--disable-hot-restart"]
 
 
 def write_envoy_configuration(file: Path, certificate: Path, key: Path) -> None:
-    """Writes what a gateway makes of the HTTPRoute of examples/routes: TLS, /v1 alone, no time-out."""
+    """Writes what a controller makes of the HTTPRoute of examples/routes: TLS, /v1 alone, no time-out."""
     resources = {"listeners": [_listener(certificate, key)], "clusters": [_leaders(), _picker()]}
     file.write_text(json.dumps({"static_resources": resources}))
 
@@ -79,7 +78,7 @@ def _listener(certificate: Path, key: Path) -> dict[str, Any]:
         "normalize_path": True,  # as Envoy Gateway and Istio have it: /v1/../metrics is /metrics
         "route_config": {"virtual_hosts": [{"name": "llm", "domains": ["*"], "routes": [_route()]}]},
         "http_filters": [
-            # Off but where the route turns it on: of other paths the picker hears nothing.
+            # The route turns it on, so requests for other paths do not reach the picker.
             {"name": "picker", "disabled": True, "typed_config": _asks_picker()},
             {
                 "name": "router",
