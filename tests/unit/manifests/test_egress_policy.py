@@ -193,7 +193,7 @@ def test_the_chart_has_the_same_defaults() -> None:
         '{"ports": ["443"]}',
         '{"ports": [0]}',
         '{"ports": [true]}',
-        '{"cidrs": ["10.0.0.1/8"]}',
+        '{"cidrs": ["10.0.0.1/33"]}',
         '{"cidrs": ["10.0.0.1"]}',
         '{"except": [7]}',
     ],

@@ -257,7 +257,7 @@ def test_json_is_looked_into(args: list[str], key: str) -> None:
     [
         [],
         ["--enable-prefix-caching", "--no-enable-chunked-prefill", "--enable_sleep_mode"],
-        ["--max-logprobs", "-1", "--stream-interval=2", "--kv-cache-dtype", "fp8"],
+        ["--max-logprobs", "100", "--stream-interval=2", "--kv-cache-dtype", "fp8"],
         ["-O3", "-cc.mode=0", "-q", "fp8", "--compilation-config", '{"cudagraph_mode": "PIECEWISE"}'],
         ["--cudagraph-capture-sizes", "1", "2", "4", "--compilation-config.custom_ops+", "+rms_norm"],
         ["--structured-outputs-config", '{"backend": "xgrammar"}', "--no-async-scheduling"],
@@ -267,6 +267,11 @@ def test_json_is_looked_into(args: list[str], key: str) -> None:
 )
 def test_usual_arguments_are_allowed(args: list[str]) -> None:
     assert not refusal(*args)
+
+
+@pytest.mark.parametrize("value", ["-1", "101", "9" * 30, "many", ""])
+def test_log_probabilities_that_are_not_counted_are_refused(value: str) -> None:
+    assert "set 0 to 100" in refusal(f"--max-logprobs={value}")
 
 
 @pytest.mark.parametrize("value", ["nvfp4", "fp8_ds_mla", "int4_per_token_head", "turboquant_4bit_nc"])

@@ -115,9 +115,9 @@ def _network(cidr: object) -> _Network:
     try:
         if not isinstance(cidr, str) or "/" not in cidr:
             raise ValueError
-        return ip_network(cidr)
+        return ip_network(cidr, strict=False)
     except ValueError as error:
-        raise _bad(f"got {cidr!r}, expected address ranges such as 10.0.0.0/8, without host bits") from error
+        raise _bad(f"got {cidr!r}, expected address ranges such as 10.0.0.0/8") from error
 
 
 def _is_within(part: _Network, whole: _Network) -> bool:

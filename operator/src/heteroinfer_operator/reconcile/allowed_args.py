@@ -91,6 +91,10 @@ VALUES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {"--kv-cache-dtype": frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})}
 )
 """Options of which some values make ranks need memory that the plan does not count: those that it counts."""
+MAX_LOGPROBS: Final = 100
+"""Of `--max-logprobs`: a client may ask for so many entries of the vocabulary for each token.
+
+All of them (-1) take gigabytes a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +205,8 @@ def _refuse(given: GivenOption, more: Collection[str] | None, remote_code: bool)
 
 
 def _refuse_value(given: GivenOption, remote_code: bool) -> PlanError | None:
-    values = VALUES.get(given.option)
-    if values is not None and given.value not in values:
-        return _error(
-            f"{given.option} {given.value}",
-            "makes a KV cache that the plan cannot count",
-            f"set one of {', '.join(sorted(values))}",
-        )
+    if (uncounted := _refuse_uncounted(given)) is not None:
+        return uncounted
     inside = _read_json(given.value)
     deep = {*given.path, *_keys(inside)}
     if not remote_code and REMOTE_CODE.removeprefix("--").replace("-", "_") in deep:
@@ -225,6 +224,22 @@ def _refuse_value(given: GivenOption, remote_code: bool) -> PlanError | None:
         "is not on the list of this option's keys",
         f"leave it out; {', '.join(sorted(keys))} are allowed",
     )
+
+
+def _refuse_uncounted(given: GivenOption) -> PlanError | None:
+    """Returns the error of a value by which ranks need memory that the plan does not count, or None."""
+    shown, values = f"{given.option} {given.value}", VALUES.get(given.option)
+    if values is not None and given.value not in values:
+        remedy = f"set one of {', '.join(sorted(values))}"
+        return _error(shown, "makes a KV cache that the plan cannot count", remedy)
+    if given.option == "--max-logprobs" and not _is_up_to(given.value, MAX_LOGPROBS):
+        why = "lets each client take memory that the plan does not count"
+        return _error(shown, why, f"set 0 to {MAX_LOGPROBS}")
+    return None
+
+
+def _is_up_to(value: str | None, most: int) -> bool:
+    return value is not None and value.isascii() and value.isdecimal() and int(value[:9]) <= most
 
 
 def _remote_code(given: GivenOption) -> PlanError:

@@ -35,9 +35,13 @@ write to the folders, take the lock, and touch the marker."""
 class FetchLogFormatter(logging.Formatter):
     """Escapes control characters: hubs and indexes can put any text into a message."""
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        """Formats the line of one record."""
+        return printable(super().formatMessage(record))
+
     def format(self, record: logging.LogRecord) -> str:
-        """Formats one record."""
-        return printable(super().format(record), keep="\n\t")  # a traceback has several lines
+        """Formats one record, with its traceback."""
+        return printable(super().format(record), keep="\n\t")
 
 
 def fetch_model(options: FetchOptions) -> int:

@@ -23,7 +23,7 @@ SYSTEM_BUNDLES: Final = (
 )
 _COMBINED: Final = "heteroinfer-ca.crt"
 _CERTIFICATE: Final = re.compile(
-    rb"-----BEGIN (X509 )?CERTIFICATE-----[\x00-\x7f]*?-----END (X509 )?CERTIFICATE-----"
+    rb"-----BEGIN (X509 )?CERTIFICATE-----[^-\x80-\xff]*-----END (X509 )?CERTIFICATE-----"
 )
 
 
