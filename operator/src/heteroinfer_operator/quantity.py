@@ -118,9 +118,9 @@ def exact_quantity(text: str) -> Fraction:
     """
     value = parse_quantity(text)
     match = _QUANTITY.fullmatch(text)
-    if match is None or value < _MOST or match["suffix"].endswith("i"):
+    if match is None or value < _MOST or match["exponent"] or (match["suffix"] or "").endswith("i"):
         return value
-    return Fraction(f"{match['whole']}.{match['part'] or 0}") * _SUFFIX[match["suffix"]]
+    return Fraction(f"{match['whole']}.{match['part'] or 0}") * _SUFFIX[match["suffix"] or ""]
 
 
 def parse_bytes(text: str) -> int:

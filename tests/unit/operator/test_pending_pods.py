@@ -80,6 +80,7 @@ class Look:
             "Secret b does not exist in namespace default",
         ),
         ((TIMED_OUT,), 'kubelet reports FailedMount: "Unable to attach or mount volumes'),
+        ((MISSING, event(5, "FailedMount", "no route to the server"), TIMED_OUT), "no route to the server"),
         ((MISSING, TIMED_OUT, PULLING), ""),
         ((), ""),
     ],

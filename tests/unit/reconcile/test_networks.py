@@ -45,6 +45,30 @@ def test_policies_let_pods_out_as_long_as_others_keep_them_in(world: World) -> N
     assert world.pods == pods
 
 
+@pytest.mark.parametrize("kept_in", [({},), ({"matchLabels": {"team": "a"}}, {"matchLabels": {"team": "b"}})])
+def test_pods_that_serve_keep_their_way_out_until_they_have_another_one(kept_in: tuple[Any, ...]) -> None:
+    def way_out(world: World) -> str:
+        (found,) = (name for kind, name in world.objects if kind == POLICY and "-egress-" in name)
+        return found
+
+    world, later = (
+        World(spec=cpu_pair(), kept_in=each) for each in (({"matchLabels": {"team": "a"}},), kept_in)
+    )
+    world.serve()
+    later.settle()
+    old, new = way_out(world), way_out(later)
+    world.refuses = {(POLICY, new): "exceeded quota: policies"}
+    world.kept_in = kept_in
+    for _ in range(4):
+        world.advance_time(40)
+        world.step()
+    assert (POLICY, old) in world.objects
+    world.refuses = {}
+    world.advance_time(600)
+    world.settle()
+    assert way_out(world) == new
+
+
 def test_a_group_waits_for_the_policy_that_lets_it_out() -> None:
     world = World(spec=cpu_pair(), kept_in=({},))
     world.refuses = {(POLICY, "demo-0-ranks-egress-*"): "no policies here"}

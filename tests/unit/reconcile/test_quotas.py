@@ -61,6 +61,20 @@ def test_no_group_waits_for_ever_for_one_that_never_gets_its_pods() -> None:
     assert whole_groups(world) == ["1"]
 
 
+def test_a_group_waits_for_no_other_that_does_not_get_its_pods_soon() -> None:
+    """A pod of group 2 is refused, and the API server does not answer for one of group 0: group 1 starts."""
+    world = wanting(3)
+    world.refuses["Pod", "demo-2-*-0"] = "denied"
+    live(world, 1500)
+    epoch = world.status["groups"][0]["epoch"]
+    world.unanswered = {("Pod", f"demo-0-{each}-1") for each in range(epoch + 1, epoch + 40)}
+    world.end_pod(next(name for name in world.workers() if name.startswith("demo-0-")))
+    live(world, 10)
+    world.end_pod(next(name for name in world.workers() if name.startswith("demo-1-")))
+    live(world, 60)
+    assert "1" in whole_groups(world)
+
+
 def test_refused_pods_of_two_resources_are_not_tried_again_together() -> None:
     def retries(uid: str) -> list[float]:
         owner = Owner(key=ResourceKey(namespace="team", name="llama"), uid=uid)

@@ -37,6 +37,8 @@ _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
 """Reasons of the kubelet's and the attach controller's events."""
 _MISSING: Final = re.compile('(configmap|secret) "([^"]+)" not found')
+_SUMMARY: Final = "Unable to attach or mount volumes"
+"""Of the kubelet's event about all volumes of a pod (kubelet/volumemanager/volume_manager.go)."""
 _CREATING: Final = frozenset({"ContainerCreating", "PodInitializing"})
 _KINDS: Final = {"configmap": "ConfigMap", "secret": "Secret"}
 
@@ -202,13 +204,13 @@ def _why_not_mounted(events: Sequence[Mapping[str, Any]], namespace: str) -> str
     if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
         return ""
     failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
-    for event in failures:  # the kubelet's summary, "timed out", may be newer
-        if (missing := _MISSING.search(as_text(event.get("note"), "note"))) is not None:
-            what = f"{_KINDS[missing[1]]} {printable(missing[2])[:253]}"
-            return (
-                f"{what} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
-            )
-    return _quote(failures[0])
+    # The kubelet's summary names no cause, and may be newer than the failure that does.
+    causes = [each for each in failures if _SUMMARY not in as_text(each.get("note"), "note")]
+    newest = (causes or failures)[0]
+    if (missing := _MISSING.search(as_text(newest.get("note"), "note"))) is not None:
+        what = f"{_KINDS[missing[1]]} {printable(missing[2])[:253]}"
+        return f"{what} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
+    return _quote(newest)
 
 
 def _may_wait(pod: PodRecord, seen_s: float) -> bool:

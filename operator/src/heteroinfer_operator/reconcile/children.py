@@ -103,9 +103,9 @@ def find_children(
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _of_resource(context, sorted(in_use), ports)
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
-    if context.target.refusal is not None:
+    if context.target.refusal is not None:  # a pod may still fetch the model of the spec before
         kept.add(identity.client_service(owner))
-        kept_kinds.add(CLAIM)
+        kept_kinds |= {CLAIM, POLICY_KIND}
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
     records = (identity.revision_record(owner, name) for name in context.recorded)
     return Children(
@@ -210,9 +210,12 @@ def decide_children(
     created: the user may let them grow.
 
     Plans that some group still names (`used_plans`, hashes) are kept. A budget waits until a group has pods:
-    one without any is reported as a problem, in an event of its controller.
+    one without any is reported as a problem, in an event of its controller. Policies that nobody wants any
+    more stay until those that are wanted are there: the create of a policy may be refused, and a pod that
+    serves needs one of them.
     """
     by_name = {_name(manifest): manifest for manifest in stored}
+    new = {_name(child.manifest) for child in children.wanted} - by_name.keys()
     before: list[Action] = []
     after: list[Action] = []
     for child in children.wanted:
@@ -227,11 +230,19 @@ def decide_children(
             before.append(action)
         elif has_pods:
             after.append(action)
+    lacks_policy = any(
+        isinstance(each, ApplyObject) and each.manifest["kind"] == POLICY_KIND and _name(each.manifest) in new
+        for each in before
+    )
     after += [
         _delete(manifest)
         for manifest in by_name.values()
         if _is_forged(manifest, children.forged)
-        or (_spare(manifest, used_plans) and not _is_kept(manifest, children))
+        or (
+            _spare(manifest, used_plans)
+            and not _is_kept(manifest, children)
+            and not (lacks_policy and manifest["kind"] == POLICY_KIND)
+        )
     ]
     return before, after
 

@@ -128,14 +128,17 @@ class Context:
         return max(found, key=lambda refusal: refusal.retry_at, default=None)
 
     @property
-    def refused_worker(self) -> Refusal | None:
-        """Returns a pod of any group that the API server refused, or None.
+    def refused_worker(self) -> tuple[int, Refusal] | None:
+        """Returns a pod of any group that the API server refused, with the index of its group, or None.
 
         While there is one, one group starts at a time: groups that start together could each get some of
         their pods, if a quota has room for one group only.
         """
-        found = (self.pod_refusal_of(index) for index in range(self.replicas))
-        return next((each for each in found if each is not None and each.reason == OBJECT_REFUSED), None)
+        for index in range(self.replicas):
+            found = self.pod_refusal_of(index)
+            if found is not None and found.reason == OBJECT_REFUSED:
+                return index, found
+        return None
 
     @property
     def clients_refusal(self) -> Refusal | None:

@@ -6,6 +6,8 @@ down only within `rollout.maxUnavailable`, and only for a revision that has a pl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupPhase, GroupStatus
@@ -19,6 +21,9 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.made import Made, revision_of
 from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Closing, Context
+
+_TURN: Final = timedelta(seconds=10)
+"""After which a group that still lacks pods keeps no other one from its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +126,7 @@ def decide_wanted(
         )
         if decision.status.epoch_start_time is None:
             making.discard(index)
-        elif decision.creates and context.refused_worker is not None:
+        elif decision.creates and context.refused_worker is not None and _has_turn(context, decision.status):
             making.add(index)
         if serves and decision.deletes:
             budget -= 1
@@ -134,16 +139,22 @@ def decide_wanted(
 def _find_making(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    """Returns the groups whose epoch has begun and lacks pods, if a group must wait for such."""
+    """Returns the groups whose epoch has just begun and lacks pods, if a group must wait for such."""
     if context.refused_worker is None:
         return set()
     found = set()
     for index in range(context.replicas):
         status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
         current = [pod for pod in pods if epoch_of(pod) == status.epoch and not pod.ended]
-        if status.epoch_start_time is not None and Made.of(context, status, current).missing(current):
+        if _has_turn(context, status) and Made.of(context, status, current).missing(current):
             found.add(index)
     return found
+
+
+def _has_turn(context: Context, status: GroupStatus) -> bool:
+    """Returns whether others wait for a group to get its pods: creates that take longer may take for ever."""
+    began = status.epoch_start_time
+    return began is not None and context.now - began < _TURN
 
 
 def find_rollout(

@@ -76,10 +76,11 @@ def _find_pod_refusal(
     own = context.pod_refusal_of(status.index)
     if own is not None and own.retry_at > context.now:
         return own, (own.retry_at - context.now).total_seconds()
-    refused = own or context.refused_worker
-    if starts_after is None or refused is None:
+    if starts_after is None or context.refused_worker is None:
         return None, 0.0
-    message = f"starts once group {starts_after} has its pods: {refused.message}"
+    group, refused = (status.index, own) if own is not None else context.refused_worker
+    turn = f"starts once group {starts_after} has its pods, one group at a time"
+    message = f"{turn}, since a pod of group {group} was refused: {refused.message}"
     return replace(refused, message=message), _TURN_EVERY_S
 
 
