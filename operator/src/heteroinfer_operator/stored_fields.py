@@ -1,11 +1,12 @@
-"""Reads fields of stored objects as the types that they must have. Pure.
+"""Reads fields of stored objects, and JSON of the chart, as the types that they must have. Pure.
 
 The API server checks most objects, but not all of them against the schema that this operator was written
 for. So each field of another party's object is read here: a wrong type is an UnreadableError, never a
 TypeError later.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -147,3 +148,18 @@ def _as_list(value: object, field: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise _unreadable(field, value, "a list")
     return value
+
+
+def read_json_parts(text: str, parts: Collection[str]) -> dict[str, Any]:
+    """Returns the JSON object that the chart gives in an environment variable; an empty one for "".
+
+    Raises:
+        ValueError: the text is no JSON object, or has a part of another name. The message has the text.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"got {text[:200]!r}, expected JSON") from error
+    if not isinstance(found, dict) or found.keys() - set(parts):
+        raise ValueError(f"got {text[:200]!r}, expected an object with {', '.join(parts)}")
+    return found

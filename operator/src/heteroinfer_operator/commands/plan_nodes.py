@@ -94,7 +94,7 @@ def _parse(text: str) -> Any:
 
 
 def _where(error: Exception) -> str:
-    """Returns line and problem of a file that is no YAML or JSON, in words, or ""."""
+    """Describes where a file breaks the rules of YAML or JSON, and how; "" if that is unknown."""
     if isinstance(error, json.JSONDecodeError):
         return f" (line {error.lineno}: {error.msg})"
     mark = getattr(error, "problem_mark", None)

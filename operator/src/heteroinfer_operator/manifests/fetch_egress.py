@@ -1,6 +1,5 @@
 """Where pods that fetch a model may connect to, under the operator's own NetworkPolicies. Pure."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -13,6 +12,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.stored_fields import read_json_parts
 
 METADATA_ADDRESSES: Final = (
     "169.254.0.0/16",  # link-local: AWS, Azure, GCP, Oracle and others, agents of nodes
@@ -54,16 +54,16 @@ class FetchEgress:
             HeteroInferError: the text says something else.
         """
         try:
-            parts = json.loads(text or "{}")
-            if not isinstance(parts, dict) or parts.keys() - {"ports", "cidrs", "except"}:
-                raise _bad(f"got {text[:200]!r}, expected an object with ports, cidrs and except")
+            parts = read_json_parts(text, ("ports", "cidrs", "except"))
             given = {
                 name: tuple(parts[key])
                 for name, key in (("ports", "ports"), ("cidrs", "cidrs"), ("excepted", "except"))
                 if parts.get(key) is not None
             }
-        except (ValueError, TypeError, RecursionError) as error:
-            raise _bad(f"got {text[:200]!r}, expected JSON") from error
+        except ValueError as error:
+            raise _bad(str(error)) from error
+        except TypeError as error:
+            raise _bad(f"got {text[:200]!r}, expected lists of ports, cidrs and except") from error
         found = cls(**given)
         for port in found.ports:
             if type(port) is not int or not 1 <= port <= 65535:

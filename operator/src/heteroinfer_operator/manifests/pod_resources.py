@@ -1,6 +1,5 @@
 """Requests and limits of pods: the resource's own, completed by those of the installation. Pure."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -10,6 +9,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.api import HeteroInferenceSpec, Resources, RoleSpec, parse_resources
 from heteroinfer_operator.errors import HeteroInferError, SpecError
 from heteroinfer_operator.quantity import parse_quantity
+from heteroinfer_operator.stored_fields import read_json_parts
 
 EPHEMERAL_STORAGE: Final = "ephemeral-storage"
 _ENV: Final = "HETEROINFER_POD_RESOURCES"
@@ -44,12 +44,10 @@ class PodResources:
             HeteroInferError: the text says something else.
         """
         try:
-            parts = json.loads(text or "{}")
-            if not isinstance(parts, dict) or parts.keys() - set(_PARTS):
-                raise _bad(f"got {text[:200]!r}, expected an object with {', '.join(_PARTS)}")
-            return cls(**{name: _read(name, part) for name, part in parts.items() if part is not None})
-        except (ValueError, RecursionError) as error:
-            raise _bad(f"got {text[:200]!r}, expected JSON") from error
+            parts = read_json_parts(text, _PARTS)
+        except ValueError as error:
+            raise _bad(str(error)) from error
+        return cls(**{name: _read(name, part) for name, part in parts.items() if part is not None})
 
     def of_model_pod(self, spec: HeteroInferenceSpec, *, fetches: bool) -> dict[str, Any]:
         """Returns the resources of the pod that fetches or reads the model."""

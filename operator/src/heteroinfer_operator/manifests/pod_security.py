@@ -1,6 +1,5 @@
 """Security contexts of the pods of resources, as the installation has them. Pure."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -8,6 +7,7 @@ from typing import Any, Final
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.stored_fields import read_json_parts
 
 _USER: Final = 65532
 """Of the images' own user: `nonroot` by convention of distroless images."""
@@ -51,14 +51,10 @@ class PodSecurity:
             HeteroInferError: the text says something else.
         """
         try:
-            parts = json.loads(text or "{}")
-        except (ValueError, RecursionError) as error:
+            parts = read_json_parts(text, _PARTS)
+        except ValueError as error:
             raise _bad(text) from error
-        if (
-            not isinstance(parts, dict)
-            or parts.keys() - set(_PARTS)
-            or not all(isinstance(part, dict) for part in parts.values())
-        ):
+        if not all(isinstance(part, dict) for part in parts.values()):
             raise _bad(text)
         return cls(**parts)
 

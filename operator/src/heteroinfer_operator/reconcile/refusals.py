@@ -279,7 +279,7 @@ class Acting:
     def _is_blocked(self, action: Write) -> bool:
         match action:
             case CreateObject() | ApplyObject():
-                # What several groups need is made for those that are not blocked.
+                # If several groups need an object, one group that is not blocked is enough.
                 nobody_needs_it = bool(action.scopes) and action.scopes <= self._blocked
                 return self._makes_nothing or nobody_needs_it
             case DeleteObject():
