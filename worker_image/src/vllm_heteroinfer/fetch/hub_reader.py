@@ -149,7 +149,7 @@ class HubReader:
 class TokenForOneHost(urllib.request.HTTPRedirectHandler):
     """Follows redirects over HTTP alone; the token goes to no other host."""
 
-    def redirect_request(  # noqa: D102 - urllib's
+    def redirect_request(
         self,
         req: urllib.request.Request,
         fp: IO[bytes],
