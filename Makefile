@@ -53,7 +53,7 @@ lint: setup  ## ruff: rules and format
 types: setup  ## mypy, strict
 	$(BIN)/mypy
 
-chart: setup  ## checkov, kube-score and kubernetes-validate over the rendered chart: each finding is listed in docs/chart.md
+chart: setup  ## checkov, kube-score and kubernetes-validate over the rendered chart: each finding is listed in docs/contributor/chart.md
 	$(BIN)/python -m tests.chart_linters
 
 static: lint imports types chart

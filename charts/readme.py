@@ -120,8 +120,8 @@ helm install other charts/heteroinfer --namespace heteroinfer-system --take-owne
   --set image.repository=REGISTRY/heteroinfer/operator
 ```
 
-Guide: docs/operations.md of the source tree. These values beside those of CloudNativePG and cert-manager:
-docs/chart.md.
+Guide: docs/README.md of the source tree. These values beside those of CloudNativePG and cert-manager:
+docs/contributor/chart.md.
 
 ## Values
 """

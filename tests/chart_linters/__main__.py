@@ -2,7 +2,7 @@
 
     python -m tests.chart_linters
 
-docs/chart.md has the list. What it lacks fails, and so does what it has and no linter finds any more.
+docs/contributor/chart.md has the list. What it lacks fails, and so does what it has and no linter finds any more.
 """
 
 import hashlib
@@ -145,9 +145,9 @@ def main() -> int:
             *ask_kubernetes_validate(programs, files),
         }
     for finding in sorted(found - listed):
-        print(f"new: {finding.tool} {finding.rule} on a {finding.kind}. Mend it, or list it in docs/chart.md")
+        print(f"new: {finding.tool} {finding.rule} on a {finding.kind}. Mend it, or list it in docs/contributor/chart.md")
     for finding in sorted(listed - found):
-        print(f"gone: {finding.tool} {finding.rule} on a {finding.kind}. Take it out of docs/chart.md")
+        print(f"gone: {finding.tool} {finding.rule} on a {finding.kind}. Take it out of docs/contributor/chart.md")
     print(f"{len(found)} findings by linters of the chart, {len(found & listed)} of them listed")
     return int(found != listed)
 

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
-    """examples/cpu-pair.yaml with two groups, and the API key as docs/operations.md#routes gives it."""
+    """examples/cpu-pair.yaml with two groups, and the API key as docs/user/expose.md#routes gives it."""
     for tool in (tools.ENDPOINT_PICKER, tools.HTTP_ADD_ON):
         tools.ensure_built(tool)
     install(node_cluster)
@@ -201,7 +201,7 @@ def test_without_the_key_nothing_is_answered_and_no_other_path_is_there(gateway:
 
 
 def test_the_picker_refuses_a_prompt_of_token_ids(gateway: Gateway) -> None:
-    """docs/operations.md#routes warns of it; without a picker vLLM takes such a prompt."""
+    """docs/user/expose.md#routes warns of it; without a picker vLLM takes such a prompt."""
     assert gateway.complete([3, 5])[0] == 400
 
 

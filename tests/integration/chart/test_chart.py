@@ -540,7 +540,7 @@ def test_a_kept_crd_is_adopted_by_a_release_of_another_name(plane: Cluster) -> N
 
 
 def test_a_team_installs_a_release_with_rights_in_its_namespace(plane: Cluster) -> None:
-    """As docs/operations.md says: the CRD and the roles are a cluster administrator's."""
+    """As docs/user/install.md says: the CRD and the roles are a cluster administrator's."""
     roles = REPOSITORY / "examples" / "team" / "cluster-roles.yaml"
     forced = ("apply", "--server-side", "--force-conflicts", "-f")
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", "-f", str(LEAST_VALUES))

@@ -208,7 +208,7 @@ def test_the_examples_are_applied_together(cluster: Cluster) -> None:
 
 def test_the_documented_command_adds_a_variable_to_those_that_are_there(cluster: Cluster) -> None:
     """A merge patch would replace the whole list."""
-    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    page = (REPOSITORY / "docs" / "user" / "expose.md").read_text()
     ((options, manifest),) = re.findall(
         r"^kubectl (apply --server-side --field-manager=api-key -f -) <<'END'\n(.*?)^END$", page, re.M | re.S
     )

@@ -314,7 +314,7 @@ def test_no_list_holds_what_another_refuses() -> None:
     ],
 )
 def test_variables_that_load_code_or_devices_are_refused(name: str) -> None:
-    with pytest.raises(SpecError, match=f"docs/operations.md.*got {name}"):
+    with pytest.raises(SpecError, match=f"docs/user/secure.md.*got {name}"):
         parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
 
 

@@ -68,7 +68,7 @@ def test_only_variables_that_a_dashboard_has_are_used() -> None:
 
 
 def test_every_alert_says_what_to_do_and_has_its_runbook() -> None:
-    text = (REPOSITORY / "docs/runbooks.md").read_text()
+    text = (REPOSITORY / "docs/user/runbooks.md").read_text()
     sections = dict(zip(*[iter(re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
     assert set(sections) == set(ALERTS)
     operations = (REPOSITORY / "docs/operations.md").read_text()

@@ -182,7 +182,7 @@ class EnvVar(Model):
         _rule(
             f"self.name in {_cel_list((*names.USER_ENV, *ALLOWED_ENV))} || {_OWNED_CEL}",
             lambda variable: variable.name in (*names.USER_ENV, *ALLOWED_ENV) or _is_owned(variable.name),
-            "a variable that is not on the list of docs/operations.md; remove it, "
+            "a variable that is not on the list of docs/user/secure.md; remove it, "
             "or set it in an image of your own (spec.engine.image)",
         ),
         _rule(

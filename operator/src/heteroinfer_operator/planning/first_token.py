@@ -15,7 +15,7 @@ from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.vllm_support.engine_options import KEEP_ALIVE, EngineOptions
 
 KEEP_ALIVE_S: Final = 15
-"""Half of the shortest time-out that is common among proxies: docs/operations.md#streams-behind-proxies."""
+"""Half of the shortest time-out that is common among proxies: docs/user/expose.md#streams-behind-proxies."""
 _FROM_S: Final = 5.0
 """A first token that always comes sooner needs no keep-alive: requests that wait for others excepted."""
 

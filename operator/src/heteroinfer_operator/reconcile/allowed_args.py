@@ -162,7 +162,7 @@ WHY: Final = (
 )
 _NOT_LISTED: Final = "is not on the list of options"
 _IN_FULL: Final = (
-    "write an option of docs/operations.md in full, or have the chart's allowedArguments name this one"
+    "write an option of docs/user/secure.md in full, or have the chart's allowedArguments name this one"
 )
 _UNLISTED_REASON: Final = "ArgumentNotAllowed"
 _REMOTE_CODE_REASON: Final = "RemoteCodeNotAllowed"
