@@ -23,7 +23,7 @@ from tests.cluster.folders import LEAST_VALUES, REPOSITORY, cache_folder, locked
 from tests.cluster.progress import say
 
 HERE = Path(__file__).parent
-PAGE = REPOSITORY / "docs" / "chart.md"
+PAGE = REPOSITORY / "docs" / "contributor" / "chart.md"
 KUBERNETES = ("1.30", "1.37")
 """The oldest that the chart takes, and the newest that kubernetes-validate knows."""
 _LISTED = re.compile(r"^\| (checkov|kube-score|kubernetes-validate) \| `([^`]+)` \| (\w+) \| ", re.M)
@@ -145,9 +145,13 @@ def main() -> int:
             *ask_kubernetes_validate(programs, files),
         }
     for finding in sorted(found - listed):
-        print(f"new: {finding.tool} {finding.rule} on a {finding.kind}. Mend it, or list it in docs/contributor/chart.md")
+        print(
+            f"new: {finding.tool} {finding.rule} on a {finding.kind}. Mend it, or list it in docs/contributor/chart.md"
+        )
     for finding in sorted(listed - found):
-        print(f"gone: {finding.tool} {finding.rule} on a {finding.kind}. Take it out of docs/contributor/chart.md")
+        print(
+            f"gone: {finding.tool} {finding.rule} on a {finding.kind}. Take it out of docs/contributor/chart.md"
+        )
     print(f"{len(found)} findings by linters of the chart, {len(found & listed)} of them listed")
     return int(found != listed)
 

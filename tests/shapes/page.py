@@ -25,7 +25,7 @@ from tests.shapes.comparison import compare, recorded, settings
 from tests.shapes.corpus import SHAPES
 from tests.shapes.profiles import recorded_profiles
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "user" / "supported-models.md"
 GROUPS: Final[dict[str, tuple[str, str, int, int]]] = {
     "A": ("24Gi", "64Gi", 16, 1),
     "B": ("80Gi", "512Gi", 64, 2),

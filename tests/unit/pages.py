@@ -6,6 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/cluster/README.md"])
+GUIDE = [page for page in PAGES if page.is_relative_to(ROOT / "docs/user")]
+"""The pages for users."""
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
 """Those that say what is, not what was."""
 CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.M | re.S)
@@ -21,6 +23,11 @@ def code(text: str) -> Iterator[str]:
     for fence, span in CODE.findall(text):
         for line in (fence or span).splitlines():
             yield line.partition(" #")[0]
+
+
+def guide() -> str:
+    """Returns the text of all pages for users."""
+    return "\n".join(page.read_text() for page in GUIDE)
 
 
 def without_what_was(page: str) -> str:

@@ -43,7 +43,7 @@ WORDS_OF_OTHERS = {
 }
 PACKAGES = {"heteroinfer_operator", "heteroinfer_contract"}
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_MENTIONED_ANCHOR = re.compile(r"\bdocs/([\w.-]+\.md)#([\w-]+)")
+_MENTIONED_ANCHOR = re.compile(r"\bdocs/([\w./-]+\.md)#([\w-]+)")
 _PATH = re.compile(r"(?<![\w./-])[a-z]\w*(?:\[\])?(?:\.[a-z]\w*(?:\[\])?)+(?![\w/(.-])")
 _WORD = re.compile(
     r"^[A-Z][a-z]\w*$|(?<![\w.:/-])[A-Z][a-z0-9]+(?:[A-Z]+[a-z0-9]*)+(?![\w-])|(?<==)[A-Z][a-z]\w+"

@@ -1,4 +1,4 @@
-"""docs/operations.md explains every reason of a condition, failure or event, and none that there is not."""
+"""The pages for users explain every reason of a condition, failure or event, and none that there is not."""
 
 import ast
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.api import ConditionType, GroupPhase, StartupPhase
 from heteroinfer_operator.errors import PlanReason, SpecError
+from tests.unit.pages import guide
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = ROOT / "operator" / "src" / "heteroinfer_operator"
@@ -58,7 +59,7 @@ def in_code() -> set[str]:
 
 def in_docs() -> tuple[set[str], set[str]]:
     """Returns all words in backticks, and those of the first columns of tables whose head says reason."""
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = guide()
     said = set(re.findall(r"`(\w+)`", text))
     listed: set[str] = set()
     for table in re.findall(r"(?m)(?:^\|.*\n)+", text):

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from heteroinfer_operator.manifests.identity import revision
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, VALUES, WHY
 from tests.unit.api.test_template import DIGEST
+from tests.unit.pages import guide
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 ALL = Allowed(arguments=None, annotations=None)
-REPOSITORY = Path(__file__).parents[3]
 
 
 def annotated(*keys: str) -> dict[str, Any]:
@@ -341,7 +340,7 @@ def test_a_secret_is_of_a_secret(name: str) -> None:
 
 def test_examples_keep_to_the_lists() -> None:
     """What we tell people to write is allowed."""
-    text = (REPOSITORY / "docs" / "operations.md").read_text()
+    text = guide()
     found = re.findall(r"args: \[(--[^\]]+)\]", text)
     assert found
     assert not [args for args in found if refusal(*args.split(", "))]
