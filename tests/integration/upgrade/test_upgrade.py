@@ -143,7 +143,7 @@ def account_kubeconfig(plane: Cluster, folder: Path) -> Path:
 async def upgraded(
     version: Path, plane: Cluster, objects: list[dict[str, Any]], folder: Path
 ) -> AsyncIterator[tuple[ApiServer, OperatorProcess, dict[str, Any]]]:
-    """Installs an older chart, stores what its operator had stored, and upgrades as docs/user/upgrade.md says.
+    """Installs an older chart, stores the objects of its operator, and upgrades by docs/user/upgrade.md.
 
     Returns:
         The API server, this operator at work, and the pods as they were before the upgrade.
