@@ -2,8 +2,8 @@
 
     python -m tests.chart_linters
 
-docs/contributor/chart.md lists the findings. A finding that is not listed fails, and so does a listed one that no
-linter reports.
+docs/contributor/chart.md lists the findings. A finding that is not listed fails, and so does a listed one
+that no linter reports.
 """
 
 import hashlib
