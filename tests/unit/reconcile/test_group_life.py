@@ -296,7 +296,7 @@ def test_a_loss_on_a_deleted_node_is_put_down_to_the_node(world: World) -> None:
     assert world.workers() == NEXT
     (failure,) = group(world)["failures"]
     assert (failure["reason"], failure["counted"], group(world).get("restarts", 0)) == ("NodeLost", False, 0)
-    assert "node far of pod demo-0-1-1 does not exist any more" in failure["message"]
+    assert "node far of pod demo-0-1-1 no longer exists" in failure["message"]
 
 
 def test_no_node_is_lost_where_nodes_may_not_be_read(world: World) -> None:
@@ -513,7 +513,8 @@ def test_pods_that_run_and_do_not_meet_are_started_again(world: World) -> None:
     assert world.workers() == NEXT
     (failure,) = group(world)["failures"]
     assert (failure["reason"], failure["counted"]) == ("StartupTimeout", True)
-    assert "have not met within 300 s (startup.timeout): waiting: rank 1 (pod 1)" in failure["message"]
+    expected = "their ranks did not connect within 300 s (startup.timeout): waiting: rank 1 (pod 1)"
+    assert expected in failure["message"]
 
 
 def test_only_time_that_the_operator_saw_ends_a_start(world: World) -> None:

@@ -22,6 +22,8 @@ FIRST, BEFORE = "0.1.0", "0.2.0-at-81a91cc"
 OF_BOTH = ("serving", "again", "failed", "backoff", "paused", "refused", "rolling", "unreadable", "noted")
 LEFT = {BEFORE: tuple(handover.STATES), FIRST: OF_BOTH}
 NEW_FIELDS = ("damagedPod", "notes")
+READ_BACK = ("kubectl label", "kubectl patch")
+"""Parts of the messages that those versions parse; all other messages may change."""
 NEW_REASONS = {
     ("failed", False): ["RestartsUsedUp"],
     ("refused", False): ["RefusedArgument"],
@@ -81,12 +83,21 @@ def handed_over(
     return json.loads(json.dumps(left["status"])), handover.taken(handover.from_json(left))
 
 
-def without_new_fields(value: Any) -> Any:
+def comparable(value: Any) -> Any:
+    """Drops new fields, and messages that no version parses."""
     if isinstance(value, list):
-        return [without_new_fields(item) for item in value]
+        return [comparable(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: without_new_fields(item) for key, item in value.items() if key not in NEW_FIELDS}
+    return {
+        key: comparable(item)
+        for key, item in value.items()
+        if key not in NEW_FIELDS and (key != "message" or _is_parsed(value))
+    }
+
+
+def _is_parsed(owner: dict[str, Any]) -> bool:
+    return owner.get("type") == "Planned" or any(part in owner["message"] for part in READ_BACK)
 
 
 both_ways = pytest.mark.parametrize("back", [False, True], ids=["upgrade", "rollback"])
@@ -96,7 +107,7 @@ both_ways = pytest.mark.parametrize("back", [False, True], ids=["upgrade", "roll
 @pytest.mark.parametrize("state", LEFT[BEFORE])
 def test_a_status_of_before_typed_transitions_stays(packages: Path, state: str, back: bool) -> None:
     before, taken = handed_over(packages, BEFORE, state, back=back)
-    assert without_new_fields(taken["status"]) == without_new_fields(before)
+    assert comparable(taken["status"]) == comparable(before)
     assert taken["events"] == []
     assert taken["touched"] == []
     if state != "cut off":  # its refused Service is tried again

@@ -131,7 +131,7 @@ def test_a_start_that_does_not_reach_a_pod_names_it() -> None:
     world.settle()
     leader, follower = world.workers()
     [group] = world.status["groups"]
-    assert f"their leader, pod {leader}, does not answer the operator at port 8081" in group["message"]
+    assert f"the leader, pod {leader}, does not answer the operator at port 8081" in group["message"]
     ranks = tuple(RankStatus(rank=rank, pod=rank, phase=RankPhase.STARTING) for rank in range(2))
     report = GroupReport(
         group_uid="u", epoch=1, plan_hash="h", ready=False, message="", ranks=ranks, missing_pods=(1, 7)
@@ -142,7 +142,7 @@ def test_a_start_that_does_not_reach_a_pod_names_it() -> None:
     assert f"pod {follower} does not reach the leader, pod {leader}, at port 29499" in group["message"]
     world.reports[0] = replace(report, missing_pods=())
     world.settle()
-    assert world.status["groups"][0]["message"] == "the ranks connect"
+    assert world.status["groups"][0]["message"] == "the ranks are connecting"
 
 
 def held(world: World, name: str) -> None:

@@ -118,7 +118,7 @@ def test_a_revision_that_cannot_start_keeps_the_others_serving_and_says_so() -> 
     assert world.serving() == {1: GOOD[0], 2: GOOD[0]}
     assert world.condition("Progressing") == ("False", "RolloutStuck")
     assert "no such file" in message(world, "Progressing")
-    assert "2 groups of an older revision" in message(world, "Progressing")
+    assert "2 of 3 groups keep an older revision" in message(world, "Progressing")
     assert world.condition("Available") == ("True", "Serving")
     assert world.condition("Ready")[0] == "False"
     assert world.condition("Stalled") == ("True", "RestartsUsedUp")

@@ -133,7 +133,10 @@ def test_a_pod_of_which_nothing_is_known_serves_nobody_and_is_left_alone() -> No
     )
     decision = world.step()
     assert world.condition("Available")[0] == "False"
-    assert f"nothing is known of pod {name}: the API server is silent" in world.status["groups"][0]["message"]
+    assert (
+        f"the state of pod {name} is unknown: the API server is silent"
+        in world.status["groups"][0]["message"]
+    )
     assert not [action for action in decision.actions if isinstance(action, DeleteObject)]
     world.settle()
     assert world.created.count(name) == 1

@@ -1,8 +1,8 @@
-"""Which epoch of a group is believed, and which of its pods count. Pure.
+"""Determines the real epoch of a group, and which pods belong to the group. Pure.
 
-Pods that live win over the status: the status may be damaged, or be of a write whose deletes were never
-sent. A pod counts only if the operator can have made it: others can create pods with any name, label and
-owner.
+Running pods take precedence over the status: the status may be damaged, or the operator may have died after
+it wrote the status and before it deleted the pods. A pod belongs to the group only if the operator can have
+created it: other users can create pods with any name, label and owner.
 """
 
 from collections import defaultdict
@@ -20,12 +20,12 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BelievedGroup:
-    """What is believed of one group.
+    """A group's status and pods after the check.
 
     Attributes:
-        status: as last written, without what the pods refute.
-        pods: of the group, of its epoch and of older ones.
-        strangers: pods with the name and owner of a pod of the group that the operator has not made.
+        status: last written status without the values that the pods refute.
+        pods: pods of the group's current epoch and of older epochs.
+        strangers: pods that the operator did not create, with the name and owner of a pod of the group.
     """
 
     status: GroupStatus
@@ -34,7 +34,7 @@ class BelievedGroup:
 
 
 def believe(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> BelievedGroup:
-    """Returns what is believed of a group."""
+    """Checks a group's status against its pods."""
     by_epoch: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         by_epoch[epoch_of(pod)].append(pod)
@@ -57,12 +57,12 @@ def believe(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> B
 def _find_living(
     context: Context, status: GroupStatus, by_epoch: Mapping[int, Sequence[PodView]]
 ) -> int | None:
-    """Returns the epoch of which all pods are there and none has ended, or None.
+    """Finds the epoch whose pods all exist, with none ended, or None.
 
-    The status is written before the pods of an ended epoch are deleted. If the operator dies in between, a
-    pod of that epoch has ended or is missing, or the end is decided again. An epoch that lives on regardless
-    and whose end is on record is believed only while it serves. Of two that are equal in this the status's is
-    believed: others can make all pods of a higher one.
+    The operator writes the status before it deletes the pods of an ended epoch. If it dies in between, a pod
+    of that epoch has ended or is missing, or the operator decides the end again. An epoch with a recorded end
+    that still runs counts only while it serves. Between two equal candidates the epoch of the status wins:
+    other users can create all pods of a higher epoch.
     """
     recorded = {failure.epoch for failure in status.failures}
     found: list[tuple[bool, bool, int]] = []
@@ -77,19 +77,19 @@ def _find_living(
 
 
 def _is_believed(context: Context, status: GroupStatus, by_epoch: Mapping[int, Sequence[PodView]]) -> bool:
-    """Returns whether the operator can have written a status's epoch, or has made pods of it."""
+    """Checks whether the operator can have written the status's epoch, or has created pods of that epoch."""
     return status.epoch <= context.largest_epoch or not by_epoch.keys().isdisjoint(
         {status.epoch, status.epoch - 1}
     )
 
 
 def _can_be(context: Context, status: GroupStatus, epoch: int) -> bool:
-    """Returns whether the operator can have made a pod of an epoch."""
+    """Checks whether the operator can have created a pod of this epoch."""
     return epoch <= context.largest_epoch or epoch in {status.epoch, status.epoch - 1}
 
 
 def _with_members_of(context: Context, status: GroupStatus, epoch: int, made: Made) -> GroupStatus:
-    """Returns the status without entries of pods that the epoch cannot have."""
+    """Removes the entries of pods that the epoch cannot have."""
 
     def can_be(entry: RankEntry) -> bool:
         place = identity.find_place(context.owner, entry.pod)

@@ -1,4 +1,4 @@
-"""The pods of an epoch, and what is said when it starts. Pure."""
+"""The pods of an epoch, and the events at its start. Pure."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from heteroinfer_operator.reconcile.scopes import group_scope
 
 
 def name_epoch(status: GroupStatus) -> str:
-    """Returns a group's epoch, as events name it."""
+    """Name of a group's epoch in events."""
     return f"group {status.index} epoch {status.epoch}"
 
 
 def start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, ...]:
-    """Returns what people should know when an epoch starts."""
+    """Events that report the start of an epoch."""
     who = name_epoch(status)
     plan = planned.plan
     reported = [
@@ -40,7 +40,7 @@ def start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, 
 def gang_object(
     context: Context, revision: Revision, status: GroupStatus, plan: Plan, gang: Gang | None
 ) -> dict[str, Any] | None:
-    """Returns what tells a gang scheduler of an epoch; None if there is none, or if its API is not served."""
+    """Object that describes an epoch to a gang scheduler; None without a scheduler that serves its API."""
     if gang not in context.planner.observation.gangs:
         return None
     return build_gang_object(revision.spec, context.epoch_ref(status), gang, len(plan.pods))
@@ -54,7 +54,7 @@ def decide_creates(
     indices: set[int],
     node_assignment: NodeAssignment,
 ) -> tuple[CreateObject, ...]:
-    """Returns the pods to create, after the Secret with their group's key."""
+    """Creates the Secret with the group's key, then the pods."""
     group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
@@ -78,7 +78,7 @@ def decide_creates(
 
 
 def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...]:
-    """Returns the creation of the Secret with a group's key, if it has one; it may be there already."""
+    """Creates the Secret with the group's key, if the group has a key; the Secret may already exist."""
     group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     if key is None:

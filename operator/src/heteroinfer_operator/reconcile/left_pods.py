@@ -1,7 +1,7 @@
 """Pods that outlive their resource. Pure.
 
-Garbage collection deletes the pods of a resource that is gone, and the kubelet of each says when it has
-ended. A node that is lost never says so: what is being deleted there goes by force.
+Garbage collection deletes the pods of a deleted resource, and the kubelet confirms the end of each pod. A
+lost node never confirms it, so the operator force-deletes pods that are being deleted there.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss
 def decide_left_pods(
     pods: Sequence[PodView], nodes: Sequence[NodeView] | None, now: datetime
 ) -> tuple[DeleteObject, ...]:
-    """Returns the deletions by force of pods that are being deleted on lost nodes.
+    """Force-deletes pods that are being deleted on lost nodes.
 
-    A pod that nobody has deleted stays: only garbage collection knows for certain that its owner is gone.
-    What the resource said of `nodeLostAfter` is gone with it: the default counts.
+    A pod without a deletion stays: only garbage collection knows for certain that its owner is gone. The
+    resource's `nodeLostAfter` is gone too, so the default applies.
 
     Args:
-        nodes: None where nodes may not be read: then no node is ever taken for lost.
+        nodes: None if the operator may not read nodes; then it never treats a node as lost.
     """
     loss = NodeLoss(
         nodes=None if nodes is None else {node.name: node for node in nodes},

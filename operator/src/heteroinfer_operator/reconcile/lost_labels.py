@@ -1,7 +1,7 @@
-"""Labels and owners that somebody took off pods: what comes of it, and the command that mends it. Pure.
+"""Pods whose labels or owner another user removed: the effects, and the command that restores them. Pure.
 
-The operator may not change pods, so it says so, and counts on people. Nothing ends for that reason: the
-name of a pod says whose it is.
+The operator has no permission to change pods, so it reports the loss and the command to users. The epoch
+continues: the name of a pod identifies its resource.
 """
 
 from collections.abc import Sequence
@@ -17,32 +17,32 @@ from heteroinfer_operator.reconcile.reading import epoch_of, index_of
 
 REASON: Final = "PodLabelLost"
 _OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER})
-"""What the Service of clients selects leaders by."""
+"""Labels by which the Service of clients selects leaders."""
 _OF_GROUPS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP})
-"""What the NetworkPolicy, the headless Service and the budget of a group select its pods by."""
+"""Labels by which a group's NetworkPolicy, headless Service and disruption budget select pods."""
 
 
 class Loss(NamedTuple):
-    """A pod that somebody took a label or its owner off, and what to do about it."""
+    """A pod that lost a label or its owner, and the fix."""
 
     pod: str
     words: str
 
 
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> Loss | None:
-    """Returns what the first pod that lacks a label lacks, what comes of it, and how to mend it, or None."""
+    """Finds the first pod that lost a label, or else its owner; describes the effects and the fix."""
     labels = next((Loss(pod.name, _describe(owner, pod)) for pod in pods if _lost(pod)), None)
     owners = (Loss(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner)
     return labels or next(owners, None)
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
-    """Returns whether the Service of clients selects none of these pods of one epoch, ready or not."""
+    """Checks whether the Service of clients selects no pod of this epoch, ready or not."""
     return not any(index_of(pod) == 0 and _OF_CLIENTS.isdisjoint(pod.lost_labels) for pod in pods)
 
 
 def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
-    """Returns the decision of a group with what its pods' labels lack, in its message too."""
+    """Adds the lost labels of its pods to the decision of a group, and to its message."""
     current = [pod for pod in pods if epoch_of(pod) == decision.status.epoch and not pod.ended]
     loss = find_lost(owner, current) if decision.runs else None
     if loss is None:
@@ -56,7 +56,7 @@ def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodVi
 
 
 def _lost(pod: PodView) -> dict[str, str | None]:
-    """Returns the lost labels by which pods are selected: of the others nothing depends."""
+    """Lost labels that a selector uses; the loss of other labels has no effect."""
     selecting = _OF_CLIENTS | _OF_GROUPS
     return {label: value for label, value in sorted(pod.lost_labels.items()) if label in selecting}
 

@@ -1,8 +1,8 @@
-"""Pods that do not go by themselves: when those of lost nodes are given up, and who holds others. Pure.
+"""Pods that do not end by themselves: on lost nodes, or blocked by a finalizer or a container. Pure.
 
-A pod that is deleted stays until its kubelet says that it has ended. A node that is lost never
-says so: its pods are deleted by force, so that the next epoch can start. All stamps that are compared
-here are of one clock, the operator's.
+A deleted pod stays until its kubelet confirms its end. A lost node never confirms it, so the operator
+force-deletes the node's pods and the next epoch can start. All times compared here come from the operator's
+clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,25 +18,25 @@ from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 
 
 def find_still_running(pods: Sequence[PodView]) -> str:
-    """Returns which container of others keeps which pod from ending, "" if none does."""
+    """Describes the first pod that an injected container keeps from ending, or ""."""
     pod = next((pod for pod in pods if pod.still_running), None)
     if pod is None:
         return ""
     who = ", ".join(pod.still_running)[:512]
     return (
-        f"pod {pod.name}: its worker has ended, but container {who} still runs and keeps the pod (somebody "
-        "added it when the pod was created, such as a service mesh). Keep such containers out of pods with "
-        f"the label {names.LABEL_RESOURCE}"
+        f"pod {pod.name}: its worker has ended, but container {who} still runs and keeps the pod from ending "
+        "(an admission webhook added it, for example a service mesh). Exclude pods with the label "
+        f"{names.LABEL_RESOURCE} from that webhook"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoss:
-    """What is known of the nodes of pods.
+    """Detects lost nodes.
 
     Attributes:
-        nodes: by name; None where nodes may not be read: then no node is ever taken for lost.
-        after: how long a node may be silent, `restart.nodeLostAfter`.
+        nodes: nodes by name; None if the operator may not read nodes. Then it never treats a node as lost.
+        after: how long a node may send no heartbeat, `restart.nodeLostAfter`.
     """
 
     nodes: Mapping[str, NodeView] | None
@@ -45,7 +45,7 @@ class NodeLoss:
 
     @classmethod
     def of(cls, observation: ResourceObservation, restart: RestartSpec, now: datetime) -> "NodeLoss":
-        """Returns the loss of nodes in an observation."""
+        """Builds the detector from the observed nodes."""
         nodes = observation.nodes
         return cls(
             nodes=None if nodes is None else {node.name: node for node in nodes},
@@ -54,23 +54,25 @@ class NodeLoss:
         )
 
     def is_silent(self, pod: PodView) -> bool:
-        """Returns whether the pod's node has been silent for too long."""
+        """Checks whether the pod's node has sent no heartbeat for too long."""
         given_up = self._given_up(pod)
         return given_up is not None and given_up <= self.now
 
     def find_epoch_end(self, pods: Sequence[PodView]) -> EpochEnd | None:
-        """Returns the end of an epoch that has a pod on a lost node, or on one that was deleted, or None."""
+        """Ends an epoch that has a pod on a lost or deleted node."""
         pod = next((pod for pod in pods if self._is_orphan(pod)), None)
         if pod is None:
             return None
-        return EpochEnd(reason=NODE_LOST, message=f"{self._describe(pod)}; it is given up", counted=False)
+        message = f"{self._describe(pod)}; the operator treats the pod as lost"
+        return EpochEnd(reason=NODE_LOST, message=message, counted=False)
 
     def deletes(
         self, pods: Sequence[PodView], *, grace_s: int | None, after_status: bool = False
     ) -> tuple[DeleteObject, ...]:
-        """Returns the deletion of these pods, by force where nobody is left to say that they ended.
+        """Deletes these pods, by force if their kubelet can no longer confirm the end.
 
-        Those that are being deleted already are left to end. `grace_s` None takes each pod's own.
+        Pods that are already being deleted get no second deletion, except by force. With `grace_s` None, each
+        pod's own grace period applies.
         """
         graces = {pod.name: 0 if self._is_orphan(pod) else grace_s for pod in pods}
         return tuple(
@@ -82,29 +84,32 @@ class NodeLoss:
         )
 
     def look_again_s(self, pods: Sequence[PodView]) -> float | None:
-        """Returns when one of these pods may have to be given up, or is held, in seconds, or None."""
+        """Seconds until a pod may count as lost or as blocked, or None."""
         moments = [self._given_up(pod) for pod in pods]
         moments += [pod.gone_by for pod in pods if self._is_nowhere(pod) or pod.finalizers]
         waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]
         return min((wait for wait in waits if wait > 0), default=None)
 
     def message(self, pods: Sequence[PodView]) -> str:
-        """Returns which pod's node is silent, or what keeps which pod from going, "" if nothing does."""
+        """Describes the first pod that is on a silent node or does not end, or ""."""
         silent = (self._describe(pod) for pod in pods if self._given_up(pod) is not None)
         return next(silent, "") or self.find_held(pods) or find_still_running(pods)
 
     def find_held(self, pods: Sequence[PodView]) -> str:
-        """Returns which pod is past its grace period and held by whom, "" if none is."""
+        """Describes the first pod that a finalizer blocks after its grace period, or ""."""
         held = [pod for pod in pods if pod.deleting and pod.finalizers and self._is_past_grace(pod)]
         if not held:
             return ""
         who = ", ".join(held[0].finalizers)[:512]
-        return f"pod {held[0].name} is held by finalizer {who}: whoever has set it must let the pod go"
+        return (
+            f"pod {held[0].name} is being deleted, but finalizer {who} blocks it. The controller that owns "
+            "the finalizer must remove it"
+        )
 
     def _describe(self, pod: PodView) -> str:
         node = self.nodes.get(pod.node) if self.nodes else None
         if node is None:
-            return f"node {pod.node} of pod {pod.name} does not exist any more"
+            return f"node {pod.node} of pod {pod.name} no longer exists"
         since = node.unreachable_since
         return f"node {pod.node} of pod {pod.name} has sent no heartbeat since {since:%H:%M:%S} UTC"
 
@@ -113,14 +118,14 @@ class NodeLoss:
         return None if node is None or node.unreachable_since is None else node.unreachable_since + self.after
 
     def _is_nowhere(self, pod: PodView) -> bool:
-        """Returns whether a pod that shall go is bound to a node that does not exist."""
+        """Checks whether a pod that is being deleted is bound to a node that does not exist."""
         return self.nodes is not None and pod.deleting and pod.node != "" and pod.node not in self.nodes
 
     def _is_orphan(self, pod: PodView) -> bool:
-        """Returns whether nobody will ever say that this pod has ended.
+        """Checks whether no kubelet will ever confirm the end of this pod.
 
-        Where its node does not exist, it is not believed before the pod's grace period has passed:
-        the node may just not have been seen yet.
+        If the pod's node does not exist, the check waits for the end of the pod's grace period: the operator
+        may only not have seen the node yet.
         """
         return self.is_silent(pod) or (self._is_nowhere(pod) and self._is_past_grace(pod))
 

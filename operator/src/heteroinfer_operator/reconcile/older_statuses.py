@@ -1,7 +1,8 @@
-"""What other versions' statuses lack, and the sentences that those versions read back. Goes with 0.4.0. Pure.
+"""Compatibility with statuses of older versions, and sentences that those versions parse. Pure.
 
-0.1.0 and 0.2.0 before typed transitions took data out of messages. After a rollback they do so again: what is
-written here stays word for word, or they would report it once more.
+Remove this module with 0.4.0. Version 0.1.0, and 0.2.0 before typed transitions, read data back from
+messages, and would do so again after a rollback. The sentences here must stay word for word; otherwise those
+versions would report the same fact a second time.
 """
 
 import json
@@ -16,11 +17,11 @@ from heteroinfer_operator.manifests.identity import Owner
 NO_CLIENTS: Final = "no Service sends clients to it"
 NO_API: Final = "clients are sent to it, and it has no API"
 NO_POLICY: Final = "its group's NetworkPolicy does not select it"
-"""Effects of lost labels."""
+"""Effects of lost labels on clients and policies."""
 
 
 def plan_notes(status: HeteroInferenceStatus) -> str | None:
-    """Returns the notes on the plans in use of a status whose plans have none: the message of Planned."""
+    """Reads the notes on plans from the message of Planned, if the status has plans without notes."""
     planned = status.condition(ConditionType.PLANNED.value)
     if planned is None or planned.status is not ConditionStatus.TRUE or any(p.notes for p in status.plans):
         return None
@@ -28,21 +29,21 @@ def plan_notes(status: HeteroInferenceStatus) -> str | None:
 
 
 def planned_message(plans: Iterable[PlanStatus]) -> str:
-    """Returns the message of Planned while it is True, which is taken for the notes on plans."""
+    """Message of Planned while it is True; older versions read it back as the notes on plans."""
     return "; ".join(dict.fromkeys(plan.notes for plan in plans if plan.notes))
 
 
 def reports_loss(status: HeteroInferenceStatus, words: str) -> bool:
-    """Returns whether a status without `damagedPod` reports a lost label or owner in its messages."""
+    """Checks whether a status without `damagedPod` reports a lost label or owner in its messages."""
     model = status.condition(ConditionType.MODEL_READY.value)
     messages = [group.message for group in status.groups] + [model.message if model else ""]
     return any(words in message for message in messages if message)
 
 
 def lost_label(owner: Owner, pod: str, lost: Mapping[str, str | None], *, effects: Sequence[str]) -> str:
-    """Returns the words of a pod whose labels somebody changed.
+    """Describes a pod whose labels another user changed (frozen sentence).
 
-    `lost` has the labels with their right values; None for one that the pod must not have.
+    `lost` maps the labels to their correct values; None for a label that the pod must not have.
     """
     lacks = [f"{label}={value}" for label, value in lost.items() if value is not None]
     wrong = [label for label, value in lost.items() if value is None]
@@ -57,7 +58,7 @@ def lost_label(owner: Owner, pod: str, lost: Mapping[str, str | None], *, effect
 
 
 def lost_owner(owner: Owner, pod: str) -> str:
-    """Returns the words of a pod whose owner somebody took off."""
+    """Describes a pod whose owner another user removed (frozen sentence)."""
     patch = json.dumps({"metadata": {"ownerReferences": [owner.reference]}}, separators=(",", ":"))
     return (
         f"pod {pod} has lost its ownerReference: no watch of the operator shows it, and Kubernetes does "

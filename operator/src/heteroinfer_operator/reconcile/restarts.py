@@ -1,4 +1,4 @@
-"""How often a group may be started again, and when. Pure."""
+"""The number of restarts that a group may use, and the wait before each. Pure."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -8,19 +8,20 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile.epoch_end import IMAGE_CHANGED, NODE_LOST
 
 _FIRST_BACKOFF_S = 10.0
-"""Wait before the second restart within the window; each further one waits twice as long."""
+"""Wait before the second restart within the window; each further restart waits twice as long."""
 
 
 _MESSAGE_CHARACTERS = 400
-"""Of a kept failure: 64 groups with 21 of them stay below etcd's 1.5 MiB an object."""
+"""Length of a stored failure's message: 64 groups with 21 failures each stay below etcd's 1.5 MiB limit."""
 
 
 def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    """Returns how many failures count: those within the window that ends at the last one.
+    """Counts the failures within the window that ends at the last failure.
 
-    Beyond it count those of epochs that never served, back to the last epoch that did: two starts of
-    30 minutes in a window of one hour would else go on for ever. The window ends at the last failure,
-    not now: a group that has used up its restarts stays failed however much time passes.
+    Failures before the window count if their epochs never served, back to the last epoch that served.
+    Otherwise two failing starts of 30 minutes each in a window of one hour would repeat without end. The
+    window ends at the last failure, not now: a group that has used up its restarts stays failed however much
+    time passes.
     """
     if not failures:
         return 0
@@ -34,12 +35,12 @@ def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
 
 
 def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
-    """Returns whether a group has failed for good: by a failure that counts, never by an eviction."""
+    """Checks whether a group has failed permanently: only a counted failure can do this, not an eviction."""
     return bool(failures) and failures[-1].counted and recent(failures, restart) > restart.max_restarts
 
 
 def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
-    """Returns whether failures tell anything of the next start: how long it waits, or that there is none."""
+    """Checks whether stored failures still affect the next start: its wait, or whether it happens at all."""
     if not failures:
         return False
     since = now - timedelta(seconds=parse_duration_s(restart.window))
@@ -48,10 +49,10 @@ def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: da
 
 
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
-    """Returns when a group whose epoch has ended is started again; None is at once.
+    """Time of the next start of a group whose epoch has ended; None for at once.
 
-    What does not count, such as evictions, makes the next start wait all the same. Upgrades make only
-    further upgrades wait.
+    Uncounted ends, such as evictions, also delay the next start. Restarts for an upgrade delay only further
+    restarts for an upgrade.
     """
     last = failures[-1]
     count = recent(failures, restart) if last.counted else _uncounted(failures, restart)
@@ -61,7 +62,7 @@ def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> 
 
 
 def backoff_s(before: int, restart: RestartSpec) -> float:
-    """Returns how long to wait, in seconds, after so many waits before."""
+    """Seconds to wait after `before` earlier waits."""
     return min(_FIRST_BACKOFF_S * 2.0 ** min(before, 32), parse_duration_s(restart.backoff_max))
 
 
@@ -73,10 +74,10 @@ def _uncounted(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
 
 
 def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
-    """Returns the failures with the last one put down to a lost node, which counts for nothing.
+    """Attributes the last failure to a lost node, so that it does not count.
 
-    Peers miss a pod within seconds, the cluster its node after most of a minute: what was counted
-    as a lost pod was none.
+    Other pods notice a lost pod within seconds; the cluster notices a lost node only after most of a minute.
+    The failure was therefore counted as a lost pod first.
     """
     last = failures[-1]
     reported = f"{message}; before that: {last.message}"[:_MESSAGE_CHARACTERS]
@@ -85,7 +86,7 @@ def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStat
 
 
 def remember(failures: Sequence[FailureStatus], failure: FailureStatus) -> tuple[FailureStatus, ...]:
-    """Returns the failures to keep: those that don't count are forgotten first, then the oldest."""
+    """Adds a failure; drops the oldest uncounted failures first, then the oldest ones."""
     short = failure.changed(message=failure.message[:_MESSAGE_CHARACTERS])
     kept = [*failures, short]
     while len(kept) > MAX_FAILURES:

@@ -1,7 +1,7 @@
-"""Which groups are replaced by a new revision, how far that is, and why it goes no further. Pure.
+"""Rolls out a new revision over the groups, and reports progress and obstacles. Pure.
 
-A group is replaced as a whole: its next epoch has the new revision. Groups that serve are taken
-down only within `rollout.maxUnavailable`, and only for a revision that has a plan.
+The operator replaces each group as a whole: the group's next epoch uses the new revision. It stops serving
+groups only within `rollout.maxUnavailable`, and only for a revision that has a plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Closing, Context
 
 _TURN: Final = timedelta(seconds=10)
-"""After which a group that still lacks pods keeps no other one from its start."""
+"""Time after which a group that still lacks pods no longer delays the start of other groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,9 @@ class Rollout:
     """A rollout that has not reached every group.
 
     Attributes:
-        outdated: groups of an older revision.
-        stuck: why it goes no further until somebody acts, or "".
+        outdated: number of groups with an older revision.
+        wanted: number of groups of the resource.
+        stuck: why the rollout cannot continue until the user acts, or "".
     """
 
     outdated: int
@@ -41,11 +42,11 @@ class Rollout:
 
     @property
     def message(self) -> str:
-        """Returns how far it is, for people."""
+        """Progress of the rollout for users."""
         if self.stuck:
             return (
-                f"{self.stuck}; {self.outdated} groups of an older revision are left as they are: "
-                "change the spec, or apply the former one again"
+                f"rollout stopped: {self.stuck}. {self.outdated} of {self.wanted} groups keep an older "
+                "revision. Fix the spec, or apply the previous spec to roll back"
             )
         return f"{self.wanted - self.outdated} of {self.wanted} groups have the new revision"
 
@@ -53,9 +54,10 @@ class Rollout:
 def find_closing(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> Closing:
-    """Returns whether evictions must stop, and have stopped, before a rollout takes down a group that serves.
+    """Decides whether evictions must be blocked, and are blocked, before a rollout stops a serving group.
 
-    A group alone has nobody to leave to serve. Where the budget is refused, the rollout goes on without it.
+    A single group needs no block: no other group could serve during the rollout. If the API server refuses
+    the disruption budget, the rollout continues without it.
     """
     if (
         context.replicas == 1
@@ -106,7 +108,7 @@ def decide_wanted(
     by_group: Mapping[int, Sequence[PodView]],
     reports: Mapping[int, GroupReport],
 ) -> list[GroupDecision]:
-    """Decides every wanted group, by index."""
+    """Decides for each wanted group, in the order of the index."""
     count = context.replicas
     serving, outdated = _serving(context, old, by_group), _outdated(context, old, by_group)
     problem = context.problem if outdated and not context.life.suspend else None
@@ -139,7 +141,7 @@ def decide_wanted(
 def _find_making(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    """Returns the groups whose epoch has just begun and lacks pods, if a group must wait for such."""
+    """Finds groups whose epoch has just begun and lacks pods, if the groups must start one at a time."""
     if context.refused_worker is None:
         return set()
     found = set()
@@ -152,7 +154,7 @@ def _find_making(
 
 
 def _has_turn(context: Context, status: GroupStatus) -> bool:
-    """Returns whether others wait for a group to get its pods: creates that take longer may take for ever."""
+    """Checks whether other groups still wait for this group's pods; the wait is limited to `_TURN`."""
     began = status.epoch_start_time
     return began is not None and context.now - began < _TURN
 
@@ -160,7 +162,7 @@ def _has_turn(context: Context, status: GroupStatus) -> bool:
 def find_rollout(
     decisions: Sequence[GroupDecision], revision: str | None, *, model_problem: str
 ) -> Rollout | None:
-    """Returns the rollout that these decisions are part of, or None where no group has an older revision."""
+    """The rollout that is in progress, or None if no group has an older revision."""
     outdated = [d for d in decisions if d.runs and d.status.revision != revision]
     if not outdated:
         return None
@@ -180,9 +182,9 @@ def _problem(decision: GroupDecision) -> str:
 
 
 def _serves(status: GroupStatus, pods: Sequence[PodView]) -> bool:
-    """Returns whether a group serves now; one that has lost a pod does not, however ready the others are.
+    """Checks whether a group serves now: all its pods exist and are ready.
 
-    Nor does one whose leader the Service of clients does not select.
+    A group whose leader the Service of clients does not select does not serve.
     """
     newest = max((epoch_of(pod) for pod in pods), default=0)
     pods = [pod for pod in pods if epoch_of(pod) == newest]

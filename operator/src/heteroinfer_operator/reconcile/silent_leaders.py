@@ -1,8 +1,8 @@
-"""What leaders say, or no longer say, while their pods count as Ready. Pure.
+"""Leaders that no longer answer the operator while Kubernetes reports their pods as Ready. Pure.
 
-Kubernetes takes up to 50 s to report that a node is gone, and until then its pods stay Ready. Nothing ends
-because of a silent leader: the network between operator and node may be gone instead. The status is Unknown.
-While the API server does not show pods, the leader's report is all that the operator can learn of a group.
+Kubernetes takes up to 50 s to report a lost node, and until then the node's pods stay Ready. A silent leader
+does not end its epoch: the network between operator and node may have failed instead. The conditions become
+Unknown. While the API server does not show pods, the leader's report is the operator's only source.
 """
 
 from dataclasses import replace
@@ -14,16 +14,16 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 REASON: Final = "LeaderSilent"
 SILENT_S: Final = 0.8
-"""Every connection of so many seconds failed, three at least: more than a lost packet."""
+"""Seconds in which every connection failed (at least three): too long for a lost packet."""
 _SURE_S: Final = 5.0
 _LOOK_SOON_S: Final = 1.0
 _LOOK_AGAIN_S: Final = 10.0
 
 
 def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecision:
-    """Returns the decision of a group with what the silence of its leader means.
+    """Adds the effects of a silent leader to the decision of its group.
 
-    `silent_s` is None while the leader is reached.
+    `silent_s` is None while the operator reaches the leader.
     """
     if silent_s is None or decision.status.phase is not GroupPhase.READY:
         return decision
@@ -37,9 +37,9 @@ def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecisi
 
 
 def with_report_alone(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
-    """Returns the decision of a group of which nobody watches the pods."""
+    """Adds the leader's report to the decision of a group whose pods the API server does not show."""
     status = decision.status
-    # A leader that never answered cannot be reached from here: its silence says nothing.
+    # A leader that never answered may be unreachable for the operator: its silence proves nothing.
     if status.phase is not GroupPhase.READY or status.measured_time is None:
         return decision
     current = report is not None and report.epoch in {0, status.epoch}

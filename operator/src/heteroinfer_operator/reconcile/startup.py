@@ -1,8 +1,8 @@
-"""How far a group that starts has come, and when it has stood still for too long. Pure.
+"""Progress of a starting group, and what it waits for. Pure.
 
-Waiting for capacity, images and the model has no limit: a new epoch would begin the same wait again.
-What happens once all pods are connected is watched by the leader's supervisor, which sees every
-move; here is what it cannot see, since a pod that never speaks may as well be pulling its image.
+Waiting for capacity, images and the model has no limit: a new epoch would begin the same wait again. Once all
+pods are connected, the leader's supervisor watches the start, because it sees every step. This module covers
+the time before: the supervisor cannot distinguish a silent pod from a pod that still pulls its image.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,14 +17,14 @@ from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.reading import index_of
 
 LOOK_EVERY_S = 15.0
-"""While ranks connect, load and warm up: nothing else tells that they moved."""
+"""Seconds between checks while ranks connect, load and warm up: no event reports their progress."""
 _WRITE_EVERY = timedelta(seconds=60)
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
 _LATER_S = 0.1
-"""Behind a moment, so that it has passed."""
+"""Margin that makes a check run after the time that it waits for, not at it."""
 _DOING = {
-    StartupPhase.CONNECTING: "the ranks connect",
+    StartupPhase.CONNECTING: "the ranks are connecting",
     StartupPhase.LOADING: "reading weights",
     StartupPhase.WARMING_UP: "warming up",
 }
@@ -32,7 +32,7 @@ _NO_ERROR = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 def begin(phase: StartupPhase, old: StartupStatus | None, now: datetime) -> StartupStatus:
-    """Returns a phase with the time since when it lasts."""
+    """Builds the status of a phase; keeps the start time if the phase has not changed."""
     if old is not None and old.phase is phase:
         return old
     return StartupStatus(phase=phase, since=now)
@@ -46,7 +46,7 @@ def observe_startup(
     whole: bool,
     now: datetime,
 ) -> StartupStatus:
-    """Returns how far a group that is not ready has come."""
+    """Determines the progress of a group that is not ready."""
     status = begin(_phase(old, pods, report, whole=whole), old, now)
     if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:
         return status
@@ -66,7 +66,7 @@ def _phase(
     if not all(pod.started for pod in pods):
         return StartupPhase.IMAGE
     if report is None:
-        # Silent once: what was last said holds.
+        # The leader may miss one answer. Its last report holds.
         return StartupPhase.CONNECTING if old is None or old.phase in BEFORE_RANKS else old.phase
     phases = {rank.phase for rank in report.ranks}
     if phases & {RankPhase.STARTING, RankPhase.CONNECTING}:
@@ -86,20 +86,20 @@ def _measured(status: StartupStatus, before: StartupStatus) -> StartupStatus:
 
 
 def connects(startup: StartupStatus | None) -> bool:
-    """Returns whether all pods of a group that starts run, and its ranks have not met yet."""
+    """Checks whether all pods of a starting group run but its ranks are not connected yet."""
     return startup is not None and startup.phase is StartupPhase.CONNECTING
 
 
 def describe(
     startup: StartupStatus, pods: Sequence[PodView], report: GroupReport | None, expected: int
 ) -> str:
-    """Returns in words what a group waits for, of so many pods."""
+    """Describes what a starting group waits for; `expected` is its number of pods."""
     ended = next((pod for pod in pods if pod.ended), None)
     if ended is not None:
-        return f"{describe_end(ended)}; it is replaced"
+        return f"{describe_end(ended)}; the operator replaces it"
     unknown = next((pod for pod in pods if pod.unknown), None)
     if unknown is not None:
-        return f"nothing is known of pod {unknown.name}: {unknown.unknown}"
+        return f"the state of pod {unknown.name} is unknown: {unknown.unknown}"
     late = sorted((pod for pod in pods if not pod.started and pod.node), key=waits_in_vain, reverse=True)
     if late:
         return describe_wait(late[0])
@@ -112,44 +112,42 @@ def describe(
 
 
 def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) -> str:
-    """Returns who does not reach whom, as far as the leader answers."""
+    """Describes which pod does not reach the leader, if the leader answers the operator."""
     words, by_index = _DOING[StartupPhase.CONNECTING], {index_of(pod): pod.name for pod in pods}
     if report is None:
-        leader = by_index.get(0, "that is not there")
-        port = names.DEFAULT_HEALTH_PORT
-        return f"{words}; their leader, pod {leader}, does not answer the operator at port {port} yet"
+        leader, port = by_index.get(0, "with index 0 (missing)"), names.DEFAULT_HEALTH_PORT
+        return f"{words}; the leader, pod {leader}, does not answer the operator at port {port} yet"
     missing = [by_index[index] for index in report.missing_pods if index in by_index]
     if not missing:
         return words
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return (
         f"{words}; pod {missing[0]}{more} does not reach the leader, pod {by_index.get(0)}, at port "
-        f"{names.DEFAULT_CONTROL_PORT} yet. If that lasts, check the NetworkPolicies of the namespace, the "
-        "network between the two nodes, and the log of the first pod"
+        f"{names.DEFAULT_CONTROL_PORT} yet. If this persists, check the NetworkPolicies of the namespace, "
+        "the network between the two nodes, and the log of the first pod"
     )
 
 
 def describe_wait(pod: PodView) -> str:
-    """Returns what a pod that has not run yet waits for."""
-    return f"pod {pod.name} waits: {pod.unschedulable or pod.waiting or 'its container is not made yet'}"
+    """Describes what a pod that has not run yet waits for."""
+    return f"pod {pod.name} waits: {pod.unschedulable or pod.waiting or 'its container is not created yet'}"
 
 
 def waits_in_vain(pod: PodView) -> bool:
-    """Returns whether a container cannot be made as things are, as with an image that is not there."""
+    """Checks whether an error keeps the container from being created, for example a missing image."""
     return pod.waiting is not None and not pod.started and pod.waiting.reason not in _NO_ERROR
 
 
 def lacks_configuration(pod: PodView) -> bool:
-    """Returns whether a container waits for a Secret or ConfigMap that its variables are from."""
+    """Checks whether a container waits for the Secret or ConfigMap with its environment variables."""
     return pod.waiting is not None and not pod.started and pod.waiting.reason == "CreateContainerConfigError"
 
 
 def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, PodView]:
-    """Returns the pods whose containers could not be made, by index, until they run.
+    """Finds the pods whose containers could not be created, by index. A pod stays in this set until it runs.
 
-    The kubelet's reason flips between ErrImagePull, ImagePullBackOff and ContainerCreating.
-
-    `before` are those that were stuck when the status was last written.
+    The kubelet's reason changes back and forth between ErrImagePull, ImagePullBackOff and ContainerCreating.
+    `before` holds the pods that were stuck when the status was last written.
     """
     by_index = {index_of(pod): pod for pod in pods}
     return {
@@ -160,7 +158,7 @@ def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, Po
 
 
 def describe_end(pod: PodView) -> str:
-    """Returns how a pod ended that had not run."""
+    """Describes how a pod ended that had never run."""
     why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
     where = f" by node {pod.node}" if pod.node else ""
     how = "was deleted" if pod.deleting else f"was rejected{where}"
@@ -168,20 +166,20 @@ def describe_end(pod: PodView) -> str:
 
 
 def is_rejected(pod: PodView) -> bool:
-    """Returns whether a pod's node rejected it before it ran."""
+    """Checks whether the node rejected a pod before the pod ran."""
     return is_over_unrun(pod) and not pod.deleting
 
 
 def is_over_unrun(pod: PodView) -> bool:
-    """Returns whether a pod was seen to end before it ran: it can have met nobody, and never will."""
+    """Checks whether a pod ended before it ran: it never joined its group and never will."""
     return pod.ended and not has_run(pod)
 
 
 def find_spare(pods: Sequence[PodView], now: datetime, *, replace_after_s: float) -> list[PodView]:
-    """Returns the pods that never ran and never will, whose name another one shall have now.
+    """Finds the pods that never ran and never will, and that new pods may replace now.
 
-    `replace_after_s` counts from the creation of a pod that its node rejected: the scheduler may choose the
-    same node.
+    `replace_after_s` counts from the creation of a pod that its node rejected. The wait is needed because the
+    scheduler may choose the same node again.
     """
     over = [pod for pod in pods if is_over_unrun(pod)]
     return [pod for pod in over if pod.deleting or _age_s(pod, now) >= replace_after_s]
@@ -190,7 +188,7 @@ def find_spare(pods: Sequence[PodView], now: datetime, *, replace_after_s: float
 def look_again_s(
     startup: StartupStatus | None, pods: Sequence[PodView], now: datetime, *, replace_after_s: float
 ) -> float | None:
-    """Returns when a group that starts shall be looked at though nothing says that it changed, in seconds."""
+    """Seconds until the next check of a starting group; None if only events matter."""
     waits = [max(0.0, replace_after_s - _age_s(pod, now)) + _LATER_S for pod in pods if is_rejected(pod)]
     if startup is not None and startup.phase not in BEFORE_RANKS:
         waits.append(LOOK_EVERY_S)

@@ -1,6 +1,6 @@
-"""The transitions of a group: the only functions that write a GroupStatus. Pure.
+"""The transitions of a group: the only functions that change a GroupStatus. Pure.
 
-Each takes what it needs by keyword, and mypy checks the names and types of the fields that it changes.
+Each function takes its values by keyword, and mypy checks the names and types of the fields that it changes.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,45 +19,45 @@ from heteroinfer_operator.api.status import MOST_COUNT, next_count, next_epoch
 
 
 def describe_failure(failure: FailureStatus) -> str:
-    """Returns the message of a group that is down because of a failure."""
+    """Message of a group that is down because of a failure."""
     who = "" if failure.rank is None else f"rank {failure.rank}: "
     return f"{failure.reason}: {who}{failure.message}"[:MAX_TEXT]
 
 
-# What the pods show
+# Facts that the pods show
 
 
 def seen_in_epoch(status: GroupStatus, epoch: int) -> GroupStatus:
-    """Returns the status of a group whose pods show its epoch; spare pods are of one epoch alone."""
+    """Sets the epoch that the pods show. A new epoch clears `spare_pods`, which belong to one epoch."""
     if status.epoch < epoch:
         return status.changed(epoch=epoch, spare_pods=())
     return status.changed(epoch=epoch)
 
 
 def made_with(status: GroupStatus, *, revision: str | None, plan_hash: str | None) -> GroupStatus:
-    """Returns the status of a group whose pods show their revision and plan."""
+    """Sets the revision and plan that the pods show."""
     return status.changed(revision=revision, plan_hash=plan_hash)
 
 
 def without_epoch(status: GroupStatus) -> GroupStatus:
-    """Returns the status of a group whose epoch in the status cannot be believed."""
+    """Drops an epoch that cannot be trusted."""
     return status.changed(epoch=0, epoch_start_time=None, spare_pods=())
 
 
 def not_begun(status: GroupStatus) -> GroupStatus:
-    """Returns the status of a group of whose epoch no pod was ever asked for."""
+    """Marks the epoch as not begun: none of its pods was ever requested."""
     return status.changed(epoch_start_time=None)
 
 
 def with_ranks(
     status: GroupStatus, members: Sequence[RankEntry], *, measured_time: datetime | None, kv: KvStatus | None
 ) -> GroupStatus:
-    """Returns the status with its table of ranks and what they reported."""
+    """Sets the table of ranks and their last measurements."""
     return status.changed(members=tuple(members), measured_time=measured_time, kv=kv)
 
 
 def with_members(status: GroupStatus, members: Sequence[RankEntry]) -> GroupStatus:
-    """Returns the status with another table of ranks."""
+    """Replaces the table of ranks."""
     return status.changed(members=tuple(members))
 
 
@@ -65,9 +65,9 @@ def with_members(status: GroupStatus, members: Sequence[RankEntry]) -> GroupStat
 
 
 def stopped(status: GroupStatus, *, message: str, has_pods: bool, had_epoch: bool) -> GroupStatus:
-    """Returns the status of a group that shall not run.
+    """Stops a group that must not run.
 
-    The next epoch has another number if this one has begun (`had_epoch`).
+    The next epoch gets a new number if this epoch has begun (`had_epoch`).
     """
     status = _nothing_runs(status).changed(
         phase=GroupPhase.STOPPING if has_pods else GroupPhase.PENDING, message=message, after_failure=False
@@ -76,7 +76,7 @@ def stopped(status: GroupStatus, *, message: str, has_pods: bool, had_epoch: boo
 
 
 def replaced(status: GroupStatus, *, revision: str | None, message: str) -> GroupStatus:
-    """Returns the status of a group whose pods go for those of another revision: it begins anew."""
+    """Stops a group that another revision replaces, and clears its failures and restarts."""
     return _next_epoch(_nothing_runs(status)).changed(
         revision=revision,
         phase=GroupPhase.STOPPING,
@@ -96,9 +96,9 @@ def ended(
     held: str,
     next_epoch_time: datetime | None,
 ) -> GroupStatus:
-    """Returns the status of a group whose epoch has ended by the last of its failures.
+    """Ends an epoch because of the last of the group's failures.
 
-    `next_epoch_time` is None for at once.
+    `next_epoch_time` is None for a restart at once.
     """
     last = failures[-1]
     status = _next_epoch(_nothing_runs(status)).changed(
@@ -111,19 +111,19 @@ def ended(
 
 
 def failed(status: GroupStatus, *, held: str = "") -> GroupStatus:
-    """Returns the status of a group that has used up its restarts; `held` is why a pod does not end."""
+    """Marks a group that has used up its restarts as failed; `held` is the reason why a pod does not end."""
     words = describe_failure(status.failures[-1])
     message = f"{words[: MAX_TEXT - len(held) - 2]}; {held}" if held else words
     return status.changed(phase=GroupPhase.FAILED, message=message)
 
 
 def stopping(status: GroupStatus, *, message: str | None) -> GroupStatus:
-    """Returns the status of a group whose pods go."""
+    """Marks a group whose pods are being deleted."""
     return status.changed(phase=GroupPhase.STOPPING, message=message)
 
 
 def deleted(status: GroupStatus, *, message: str) -> GroupStatus:
-    """Returns the status of a group whose resource is being deleted."""
+    """Marks a group whose resource is being deleted."""
     return status.changed(phase=GroupPhase.STOPPING, message=message, startup=None)
 
 
@@ -131,14 +131,14 @@ def deleted(status: GroupStatus, *, message: str) -> GroupStatus:
 
 
 def forgiven(status: GroupStatus) -> GroupStatus:
-    """Returns the status of a group without its failures: the next epoch is of another revision."""
+    """Clears the failures of a group because its next epoch uses another revision."""
     return status.changed(failures=(), restarts=0, next_epoch_time=None)
 
 
 def excused(
     status: GroupStatus, failures: tuple[FailureStatus, ...], *, next_epoch_time: datetime | None
 ) -> GroupStatus:
-    """Returns the status of a group whose last failure is put down to its node, and does not count."""
+    """Attributes the last failure to a lost node, so that it no longer counts."""
     return status.changed(
         failures=failures,
         restarts=max(0, status.restarts - 1),
@@ -148,24 +148,24 @@ def excused(
 
 
 def waiting(status: GroupStatus, *, until: datetime) -> GroupStatus:
-    """Returns the status of a group that waits before it starts again."""
+    """Marks a group that waits before its next start."""
     return status.changed(phase=GroupPhase.WAITING, next_epoch_time=until)
 
 
 def pending(status: GroupStatus, *, message: str | None) -> GroupStatus:
-    """Returns the status of a group that cannot start yet."""
+    """Marks a group that cannot start yet."""
     return status.changed(phase=GroupPhase.PENDING, message=message)
 
 
 def not_planned(status: GroupStatus, *, message: str, startup: StartupStatus) -> GroupStatus:
-    """Returns the status of a group that has no plan to start by."""
+    """Marks a group that cannot start because it has no plan."""
     return pending(status, message=message[:MAX_TEXT]).changed(startup=startup)
 
 
 def refused(status: GroupStatus, *, message: str, startup: StartupStatus, had_epoch: bool) -> GroupStatus:
-    """Returns the status of a group of which a pod was refused, so that none of it runs.
+    """Marks a group that does not run because the API server refused one of its pods.
 
-    The next epoch has another number if this one has begun (`had_epoch`).
+    The next epoch gets a new number if this epoch has begun (`had_epoch`).
     """
     status = _nothing_runs(status).changed(
         phase=GroupPhase.PENDING,
@@ -175,10 +175,10 @@ def refused(status: GroupStatus, *, message: str, startup: StartupStatus, had_ep
     return _next_epoch(status) if had_epoch else status
 
 
-# An epoch that begins and lives
+# Start and run of an epoch
 
 
-def starting(  # noqa: PLR0913 - what an epoch begins with
+def starting(  # noqa: PLR0913 - the fields that a new epoch sets
     status: GroupStatus,
     *,
     epoch: int,
@@ -189,7 +189,7 @@ def starting(  # noqa: PLR0913 - what an epoch begins with
     begun: datetime | None,
     startup: StartupStatus,
 ) -> GroupStatus:
-    """Returns the status of a group that starts."""
+    """Starts a new epoch."""
     rejections = status.rejections
     return _nothing_runs(status).changed(
         epoch=epoch,
@@ -204,7 +204,7 @@ def starting(  # noqa: PLR0913 - what an epoch begins with
     )
 
 
-def living(  # noqa: PLR0913 - what an epoch shows
+def living(  # noqa: PLR0913 - the fields that an active epoch sets
     status: GroupStatus,
     *,
     phase: GroupPhase,
@@ -219,10 +219,13 @@ def living(  # noqa: PLR0913 - what an epoch shows
     newly_rejected: int,
     stuck_pods: Collection[int],
 ) -> GroupStatus:
-    """Returns the status of a group whose epoch lives.
+    """Updates a group with an active epoch.
 
-    `spare_pods` ended before they ran; of `rejected_pods`, which are counted and still there,
-    `newly_rejected` are counted now; containers of `stuck_pods` could not be made. All are indices.
+    Args:
+        spare_pods: indices of pods that ended before they ran.
+        rejected_pods: indices of existing pods whose rejection was counted.
+        newly_rejected: number of rejections to count now.
+        stuck_pods: indices of pods whose containers could not be created.
     """
     ready = phase is GroupPhase.READY
     return status.changed(
@@ -243,22 +246,22 @@ def living(  # noqa: PLR0913 - what an epoch shows
 
 
 def with_loss(status: GroupStatus, *, pod: str, words: str) -> GroupStatus:
-    """Returns the status with a pod that lost a label or its owner, and words about it in its message."""
+    """Records a pod that lost a label or its owner; appends `words` to the message."""
     before = status.message
     message = f"{before[: MAX_TEXT - len(words) - 2]}; {words}" if before else words
     return status.changed(message=message[:MAX_TEXT], damaged_pod=pod)
 
 
-# What is asked or kept of a group
+# Changes for a dry run or for the size of the status
 
 
 def asked_for(status: GroupStatus, *, plan_hash: str) -> GroupStatus:
-    """Returns the status of the epoch that the API server is asked for before it begins."""
+    """Status of the epoch whose objects the API server validates (dry run) before the epoch begins."""
     return status.changed(epoch=status.epoch + 1, plan_hash=plan_hash)
 
 
 def without_details(status: GroupStatus) -> GroupStatus:
-    """Returns the status without nodes and times of its ranks: there is no space for them."""
+    """Drops nodes and times of the ranks because the status would be too large."""
     members = (
         entry.changed(node=None, step_ms=None, compute_ms=None, wait_ms=None) for entry in status.members
     )
@@ -266,7 +269,7 @@ def without_details(status: GroupStatus) -> GroupStatus:
 
 
 def with_failures(status: GroupStatus, failures: Sequence[FailureStatus]) -> GroupStatus:
-    """Returns the status with failures of which some words were left out."""
+    """Replaces the failures by shortened ones."""
     return status.changed(failures=tuple(failures))
 
 

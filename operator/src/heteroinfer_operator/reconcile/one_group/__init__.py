@@ -1,1 +1,1 @@
-"""What one group needs: the order of the questions, and an answer to each. Pure."""
+"""Decides the changes that one group needs: ordered checks, one module for each kind. Pure."""

@@ -1,6 +1,6 @@
-"""A group without an epoch: what it waits for, and how the next epoch starts. Pure.
+"""Decides for a group without an active epoch: what it waits for and how it starts. Pure.
 
-While the spec is refused, the next epoch is of the revision that the last one had.
+While the spec is refused, the next epoch uses the revision of the last epoch.
 """
 
 from collections.abc import Sequence
@@ -32,17 +32,17 @@ from heteroinfer_operator.reconcile.reconcile_context import POD, Context
 from heteroinfer_operator.reconcile.revisions import Revision
 
 _TURN_EVERY_S: Final = 1.0
-"""A group that lets another one start first looks this often whether it has, should nothing wake it."""
-_NOT_ANSWERED: Final = "waiting for the API server to say whether it takes the new revision"
+"""Seconds between checks of a group that waits for another group to start, if no event wakes it earlier."""
+_NOT_ANSWERED: Final = "waiting for the API server to validate the new revision (dry run)"
 
 
 def decide_between_epochs(
     context: Context, status: GroupStatus, pods: Sequence[PodView], starts_after: int | None
 ) -> GroupDecision:
-    """Returns what a group without an epoch needs."""
+    """Decides the changes that a group without an active epoch needs."""
     revision_name = next_revision(context, status)
     waits = _waits_for_admission(context, status, revision_name)
-    # What is not known to be taken forgives no failure: it may be refused, and the group be what it was.
+    # An unvalidated revision does not clear failures: if it is refused, the group keeps its old revision.
     if revision_name is not None and status.revision != revision_name and not waits:
         status = transitions.forgiven(status)
     status, events = put_down_to_node(context, status, pods)
@@ -51,14 +51,14 @@ def decide_between_epochs(
     if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
         return end_epoch(context, status, pods, never_seen(status.epoch))
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
-        # A clock that was set back, or a shorter backoffMax, prolongs no wait.
+        # The wait stays within backoffMax even if the clock was set back or the user has lowered backoffMax.
         longest = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
         until = min(status.next_epoch_time, context.now + longest)
         wait_s = (until - context.now).total_seconds()
         return GroupDecision(status=transitions.waiting(status, until=until), look_again_s=wait_s)
     refusal, wait_s = _find_pod_refusal(context, status, starts_after)
     if refusal is not None:
-        # It may have begun in the status, before its pods were refused.
+        # The status may show a begun epoch: the operator writes it before the API server refuses the pods.
         had_epoch = status.epoch_start_time is not None
         return GroupDecision(
             status=refuse(context, status, refusal, had_epoch=had_epoch), look_again_s=wait_s
@@ -72,20 +72,20 @@ def decide_between_epochs(
 def _find_pod_refusal(
     context: Context, status: GroupStatus, starts_after: int | None
 ) -> tuple[Refusal | None, float]:
-    """Returns for which refused pod a group waits, and for how many seconds; None if it may start."""
+    """Finds the refused pod that delays a group's start, and the wait in seconds; None if it may start."""
     own = context.pod_refusal_of(status.index)
     if own is not None and own.retry_at > context.now:
         return own, (own.retry_at - context.now).total_seconds()
     if starts_after is None or context.refused_worker is None:
         return None, 0.0
     group, refused = (status.index, own) if own is not None else context.refused_worker
-    turn = f"starts once group {starts_after} has its pods, one group at a time"
-    message = f"{turn}, since a pod of group {group} was refused: {refused.message}"
+    turn = f"waiting until group {starts_after} has its pods: groups start one at a time"
+    message = f"{turn}, because a pod of group {group} was refused: {refused.message}"
     return replace(refused, message=message), _TURN_EVERY_S
 
 
 def next_revision(context: Context, status: GroupStatus) -> str | None:
-    """Returns the revision of a group's next epoch, or None while there is none that could start."""
+    """Name of the revision that a group's next epoch uses, or None if no revision can start now."""
     own = _own(context, status)
     if own is None or not _keeps_own(context, status):
         return context.target.name if context.problem is None else None
@@ -93,9 +93,9 @@ def next_revision(context: Context, status: GroupStatus) -> str | None:
 
 
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
-    """Returns whether a group's next epoch waits for what the API server says of the target.
+    """Checks whether a group's next epoch must wait until the API server has validated the target revision.
 
-    An answer is waited for a moment; a group that has another one to start by does not wait longer.
+    Every group waits a moment for the answer. If none comes, a group with an older revision starts with that.
     """
     if not context.waits_for_admission:
         return False
@@ -103,9 +103,10 @@ def _waits_for_admission(context: Context, status: GroupStatus, revision: str | 
 
 
 def _keeps_own(context: Context, status: GroupStatus) -> bool:
-    """Returns whether a group stays with what it had: the target could not start, or has failed already.
+    """Checks whether a group keeps its revision because the target cannot start or has already failed.
 
-    A model that is looked at again is waited for: the group may have ended because of it.
+    A group of the target revision waits while the model is inspected again: a change of the model may have
+    ended the group.
     """
     problem, same = context.problem, status.revision == context.target.name
     if problem is None:
@@ -114,27 +115,27 @@ def _keeps_own(context: Context, status: GroupStatus) -> bool:
 
 
 def _own(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
-    """Returns what a group was last made with, as far as it is kept."""
+    """The revision and plan that a group last used, or None unless both are still stored."""
     revision = context.revisions.get(status.revision or "")
     plan = context.plans.get(status.plan_hash or "")
     return (revision, plan) if revision is not None and plan is not None else None
 
 
 def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochPlan, str]:
-    """Returns what the next epoch is made with: what the spec asks for, or else what the group had.
+    """Chooses revision and plan of the next epoch: those of the spec, otherwise those the group last used.
 
     Returns:
-        The revision, the plan, and the hash by which the plan is kept.
+        The revision, the plan, and the hash under which the plan is stored.
 
     Raises:
-        HeteroInferError: there is neither now.
+        HeteroInferError: neither is available now.
     """
     own = _own(context, status)
     if own is None or not _keeps_own(context, status):
         if context.problem is not None:
             raise context.problem
         planned = context.planner.make(status.index)
-        assert context.target.name is not None  # a spec that cannot be read is a problem
+        assert context.target.name is not None  # an unreadable spec is a `context.problem`, raised above
         return context.revisions[context.target.name], planned, planned.plan.hash
     revision, plan = own
     spec = context.options.pod_resources.complete_roles(revision.spec)
@@ -152,11 +153,11 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
             status=transitions.not_planned(status, message=problem.message, startup=begun), refusal=problem
         )
     plan, refusal = planned.plan, context.refusal_of(status.index)
-    # Until all that pods need is there, no pod is asked for, and so no epoch has begun.
+    # The epoch begins with the first request for a pod, and that waits for the objects that pods need.
     waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
-    # Pods that nobody has seen may have been made, and have run.
+    # Pods that the operator never saw may have been created and may have run.
     follows = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
-    # What pods need carries the number too: it is kept until the first pod is asked for.
+    # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
     first = EpochRef(owner=context.owner, index=status.index, epoch=follows).pod_name(0)
     stays = follows > 0 and (waits or first in context.unasked)
     status = transitions.starting(

@@ -1,11 +1,11 @@
-"""What is to be done with one group. Pure.
+"""Decides what to do with one group. Pure.
 
-An epoch lives as long as all its pods do, from their first run on: a pod that is seen to end before it
-has run is replaced, and the others wait for it; with Kueue they go, too. One that is gone unseen may
-have run, and may run still where nobody sees it: its name is not used again.
+From its first run on, every pod must stay for its epoch to continue. If the operator sees a pod end before
+the pod ran, it replaces that pod alone while the others wait; under Kueue it ends the whole epoch. A pod that
+disappeared unseen may have run, and may still run on an unreachable node, so its name is not used again.
 
-A running epoch needs neither the spec nor its plan to live on: what it was made with is kept, and its
-pods say the rest.
+A running epoch continues without the spec and without its plan: the operator stores the revision that the
+epoch was created with, and the labels of the pods identify it.
 """
 
 from collections.abc import Sequence
@@ -40,10 +40,13 @@ def decide_group(
     report: GroupReport | None = None,
     starts_after: int | None = None,
 ) -> GroupDecision:
-    """Returns what a group needs.
+    """Decides the changes that a group needs.
 
-    `pods` are of every epoch; `status.epoch` is 0 before the first one. `may_replace` says whether a group of
-    an old revision may be replaced now. `starts_after` is a group that must have its pods first.
+    Args:
+        status: its `epoch` is 0 before the first epoch.
+        pods: the group's pods of all epochs.
+        may_replace: whether the rollout may replace a group of an old revision now.
+        starts_after: index of a group that must have its pods first.
     """
     number = max([status.epoch, *(epoch_of(pod) for pod in pods)])
     is_forgotten = status.epoch < number
@@ -53,7 +56,7 @@ def decide_group(
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
     made = Made.of(context, status, current)
     unmade = _find_unmade(context, status)
-    # Without pods, a status whose members never ran has an epoch only if it is known which pods that has.
+    # Without pods, members that never ran prove an epoch only if its plan or revision is still stored.
     has_members = had_run(status) or (status.members and made.is_known)
     if not current and not has_members and not (unmade and _goes_on(context, status, made)):
         return decide_between_epochs(context, _not_begun(context, status), pods, starts_after)
@@ -75,7 +78,7 @@ def decide_group(
 
 
 def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
-    """Returns the pods of a group's epoch that were to be made, and have never existed."""
+    """Indices of the pods of a group's epoch that the operator decided to create but that never existed."""
     if status.epoch_start_time is None or not context.unmade:
         return set()
     prefix = context.epoch_ref(status).pod_name(0)[:-1]
@@ -83,22 +86,22 @@ def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
 
 
 def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
-    """Returns the status of a group; its epoch has not begun if the first of its pods was never asked for.
+    """Marks the epoch as not begun if its first pod was never requested.
 
-    The others are asked for once the first one is made.
+    The operator requests the other pods only after it has created the first.
     """
     first = context.epoch_ref(status).pod_name(0)
     return transitions.not_begun(status) if first in context.unasked else status
 
 
 def _goes_on(context: Context, status: GroupStatus, made: Made) -> bool:
-    """Returns whether an epoch of which no pod has been made yet is still the one to make."""
+    """Checks whether an epoch without any pod so far can still start with its revision and plan."""
     has_all = made.plan is not None and made.revision is not None and context.refusal_of(status.index) is None
     return has_all and made.revision_name == next_revision(context, status)
 
 
 def _end_incomplete(epoch: BegunEpoch, pods: Sequence[PodView], index: int) -> GroupDecision:
-    """Returns the end of an epoch that lacks a pod which was made, or may have been."""
+    """Ends an epoch that lacks a pod if the pod was, or may have been, created."""
     context, status = epoch.context, epoch.status
     refusal = context.pod_refusal_of(status.index)
     if refusal is not None:
@@ -107,7 +110,7 @@ def _end_incomplete(epoch: BegunEpoch, pods: Sequence[PodView], index: int) -> G
 
 
 def _without_older(context: Context, living: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
-    """Returns the decision with the deletion of pods of older epochs, seen only after their end."""
+    """Adds the deletion of pods of older epochs that appeared only after the end of their epoch."""
     older = [pod for pod in pods if epoch_of(pod) < living.status.epoch]
     deletes = context.node_loss.deletes(older, grace_s=ENDED_EPOCH_GRACE_S)
     return replace(living, deletes=(*living.deletes, *deletes))

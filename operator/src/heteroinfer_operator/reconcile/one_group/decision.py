@@ -1,4 +1,4 @@
-"""What is decided about one group. Pure."""
+"""The decision about one group. Pure."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from heteroinfer_operator.errors import HeteroInferError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDecision:
-    """What one group needs.
+    """The changes that one group needs, and facts for the conditions.
 
     Attributes:
-        keys: the Secret of its key, where a pod waits for it.
-        creates: its pods, each group's first after the Secret of its key.
-        runs: whether it has an epoch.
-        new_plan: the plan if it is to be kept from now on.
-        notes: on a plan made now, for people; None for an older plan.
-        unplaced: which pod has no node, and why, or "".
-        gang_object: what tells a gang scheduler of the epoch, or None.
-        lost_labels: which labels somebody took off a pod of the epoch, and what to do, or "".
-        cut_off: whether, for that reason, clients do not reach it by their Service.
-        silent: why nobody knows whether its Ready leader still serves, or "".
-        defaulted: resources that a LimitRange gave its pods, by role, or "".
+        keys: creation of the Secret with the group's key, if a pod waits for that Secret.
+        creates: creation of the group's pods, after the Secret with its key.
+        runs: whether the group has an active epoch.
+        new_plan: plan that the operator must store from now on.
+        notes: notes for users on a plan made in this reconcile; None for an older plan.
+        unplaced: the pod that has no node, and the reason, or "".
+        gang_object: object that describes the epoch to a gang scheduler, or None.
+        lost_labels: the labels that a pod of the epoch has lost, and the fix, or "".
+        cut_off: whether the lost labels remove the group from the Service of clients.
+        silent: why it is unknown whether the Ready leader still serves, or "".
+        defaulted: resources that a LimitRange gave the group's pods, by role, or "".
     """
 
     status: GroupStatus

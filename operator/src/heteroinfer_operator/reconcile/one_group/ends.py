@@ -1,4 +1,4 @@
-"""What ends an epoch, in the order in which the causes go before each other. Pure."""
+"""The causes that end an epoch, in order of precedence. Pure."""
 
 from collections.abc import Callable
 from typing import Final
@@ -18,12 +18,12 @@ from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, had_run
 
 PODS_NEVER_SEEN: Final = "PodsNeverSeen"
 _SUPERVISORS_FIRST_S: Final = 30.0
-"""A supervisor's own time-out has the same length, and names the rank."""
+"""Extra seconds for the supervisor: its own timeout has the same length, and its report names the rank."""
 EndCheck = Callable[[BegunEpoch], EpochEnd | None]
 
 
 def find_epoch_end(epoch: BegunEpoch) -> EpochEnd | None:
-    """Returns why an epoch has ended, by the first of ENDS that finds a cause, or None if it lives."""
+    """Finds why an epoch has ended: the first cause that a check in ENDS finds, or None."""
     return next((end for check in ENDS if (end := check(epoch)) is not None), None)
 
 
@@ -43,7 +43,7 @@ def held_by_kueue(epoch: BegunEpoch) -> EpochEnd | None:
     if gang_of(epoch.pods) is not Gang.KUEUE or not epoch.spare:
         return None
     spare = epoch.spare
-    message = f"{startup.describe_end(spare[0])}; Kueue lets the pods of a group go together only"
+    message = f"{startup.describe_end(spare[0])}; Kueue cannot replace one pod, so the whole group restarts"
     deleted = spare[0].deleting
     lost = epoch.context.node_loss.find_epoch_end(spare)
     return lost or EpochEnd(
@@ -52,7 +52,7 @@ def held_by_kueue(epoch: BegunEpoch) -> EpochEnd | None:
 
 
 def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
-    """A pod that had run is not there any more."""
+    """A pod that had run no longer exists."""
     present = {pod.name for pod in epoch.pods}
     gone = [pod for pod in had_run(epoch.status) if pod not in present]
     return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone") if gone else None
@@ -68,16 +68,16 @@ def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
     what = f"the container of pod {waiting}" if waiting else f"a pod of epoch {epoch.status.epoch}"
     return EpochEnd(
         reason=PlanReason.PLAN_LOST.value,
-        message=f"{what} is to be made, and what it is made with is not kept any more; a new epoch gets a "
-        "new plan",
+        message=f"cannot create {what}: the ConfigMap of its plan or revision was deleted or damaged; the "
+        "group restarts with a new plan",
     )
 
 
 def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """A pod or its container must be made, and the operator no longer has the key of the other pods.
+    """A pod or its container must be created, but the operator no longer has the key of the other pods.
 
-    It has another key of its own now, and so has the group. A container would wait for the Secret of the old
-    one for ever; a pod with the new one would meet nobody.
+    The operator's own key has changed, and the group's key is derived from it. A container would wait
+    indefinitely for the Secret with the old key; a pod with the new key could not join the others.
     """
     group = epoch.context.epoch_ref(epoch.status)
     key = key_of(epoch.context.options.operator_key, group)
@@ -89,17 +89,17 @@ def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
         return None
     key_of_pod = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"
     message = (
-        f"pod {old.name} was made with {key_of_pod}, and the operator has another one now; a new epoch is "
-        "made with that"
+        f"pod {old.name} was created with {key_of_pod}, but the operator's key has changed since; the group "
+        "restarts with the current key"
     )
     return EpochEnd(reason="KeyLost", message=message, counted=False)
 
 
 def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
-    """A spare pod must be created again, and would get another image than the other pods have.
+    """A spare pod must be created again, but would get another image than the other pods have.
 
-    The operator has other defaults, after an upgrade of the chart. Pods of an older version don't say
-    what they were made with.
+    The operator's default images change with an upgrade of the chart. Pods that an older version created do
+    not record their images.
     """
     made = epoch.made
     if made.plan is None or made.revision is None or not epoch.missing & set(epoch.status.spare_pods):
@@ -109,8 +109,8 @@ def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
     if old is None:
         return None
     message = (
-        f"a pod is to be made again, with {images} now, and the epoch of pod {old.name} was made with "
-        f"{old.images}; a new epoch is made with what is new"
+        f"a pod must be created again, but the operator's worker images have changed from {old.images} (pod "
+        f"{old.name}) to {images}; the group restarts with the new images"
     )
     return EpochEnd(reason=IMAGE_CHANGED, message=message, counted=False)
 
@@ -124,19 +124,19 @@ ENDS: Final[tuple[EndCheck, ...]] = (
     key_lost,
     images_changed,
 )
-"""The first that finds a cause names it.
+"""The checks in order of precedence; the first that finds a cause decides.
 
-The end of a Ready group must show in its pods: `believed_group` takes back any other.
+The end of a Ready group must be visible in its pods: `believed_group` revokes any other end.
 """
 
 
 def find_overdue(
     epoch: BegunEpoch, status: StartupStatus | None, report: GroupReport | None
 ) -> EpochEnd | None:
-    """Returns the end of an epoch whose pods all run and have not met in time, or None.
+    """Ends an epoch whose pods all run but whose ranks did not connect in time.
 
-    Nobody is blamed while the leader does not answer the operator: its supervisor may be well. The stamps in
-    the status are for people: a clock that is set, or an operator that is stopped, makes no rank late.
+    The check needs a report of the leader: a leader that does not answer the operator may be healthy. It does
+    not use the times in the status, so a clock change or a stopped operator does not make a rank late.
     """
     timeout_s = parse_duration_s(epoch.context.life.startup.timeout)
     connecting_s = epoch.context.connecting_s.get((epoch.status.index, epoch.status.epoch), 0.0)
@@ -145,23 +145,23 @@ def find_overdue(
         return None
     return EpochEnd(
         reason=FailureReason.STARTUP_TIMEOUT.value,
-        message=f"all pods run, but have not met within {timeout_s:g} s (startup.timeout): {report.message}; "
-        "see the logs of that pod, and whether its node reaches the leader's",
+        message=f"all pods run, but their ranks did not connect within {timeout_s:g} s (startup.timeout): "
+        f"{report.message}. Check the log of that pod, and the network between its node and the leader's",
     )
 
 
 def pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
-    """Returns the end of an epoch that lacks a pod which was made, or may have been."""
+    """Ends an epoch that lacks a pod that was, or may have been, created."""
     name = epoch.context.epoch_ref(epoch.status).pod_name(index)
-    message = f"pod {name} is not there, and nobody saw it end before it ran: it may have met others"
+    message = f"pod {name} disappeared and may already have joined its group; the group restarts"
     return EpochEnd(reason=POD_DELETED, message=message, counted=False)
 
 
 def never_seen(epoch: int) -> EpochEnd:
-    """Returns the end of an epoch of which no pod was ever seen: the next one waits longer each time."""
+    """Ends an epoch whose pods the operator never saw; each further such epoch waits longer."""
     message = (
-        f"no pod of epoch {epoch} was ever seen: the pods were not created, or somebody changed "
-        "or deleted them at once. Look for a mutating webhook or a controller that changes labels or owners "
-        "of pods"
+        f"the operator never saw a pod of epoch {epoch}: the pods were not created, or another controller "
+        "changed or deleted them at once. Look for a mutating webhook or a controller that changes labels or "
+        "owners of pods"
     )
     return EpochEnd(reason=PODS_NEVER_SEEN, message=message, counted=False)

@@ -1,4 +1,4 @@
-"""A group whose epoch lives: its phase, the pods that are replaced, what people are told. Pure."""
+"""Decides for a group with an active epoch: phase, pods to replace, messages and events. Pure."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from heteroinfer_operator.reconcile.reading import index_of
 
 
 def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecision:
-    """Returns what a group needs whose epoch has not ended."""
+    """Decides the changes that a group with an active epoch needs."""
     context, before, current, made = epoch.context, epoch.status, epoch.pods, epoch.made
     missing, spare = epoch.missing, epoch.spare
     ready = not missing and all(pod.ready and not pod.ended for pod in current)
@@ -29,7 +29,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     if start is not None:
         message = _unplaced(current) or silent or startup.describe(start, current, report, len(made.pods))
     over = {index_of(pod) for pod in current if startup.is_over_unrun(pod)}
-    # Who has the name next is made only after it was seen to be free.
+    # The operator creates the next pod of this name only after it has seen that the name is free.
     counted = over & set(before.rejected_pods)
     rejected = {index_of(pod) for pod in spare if startup.is_rejected(pod)} - counted
     stuck = startup.find_stuck(current, before.stuck_pods)
@@ -42,7 +42,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         startup=start,
         whole=not missing,
         now=context.now,
-        # A pod that was never made is known as such by this process alone: the next one may be wrong.
+        # Only this process knows which pods were never created. The next process could not know it.
         spare_pods=over | (missing & set(before.spare_pods)),
         rejected_pods=counted | rejected,
         newly_rejected=len(rejected),
@@ -70,7 +70,7 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
 
 
 def _missing_pods(epoch: BegunEpoch, status: GroupStatus) -> tuple[tuple[CreateObject, ...], Manifest | None]:
-    """Returns the creates of missing pods, and what tells a gang scheduler of the epoch."""
+    """Creates the missing pods, and the object that describes the epoch to a gang scheduler."""
     context, made = epoch.context, epoch.made
     if made.plan is None or made.revision is None:
         return (), None
@@ -83,7 +83,7 @@ def _missing_pods(epoch: BegunEpoch, status: GroupStatus) -> tuple[tuple[CreateO
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
     if report is None:
-        # A leader that does not answer in time once: what was last said holds as long as no pod ends.
+        # The leader may miss one answer. Its last report holds as long as no pod ends.
         return status.phase is GroupPhase.SLEEPING
     return any(rank.phase is RankPhase.SLEEPING for rank in report.ranks)
 
@@ -97,7 +97,7 @@ def _events(
     reported = [
         RecordEvent(
             reason="PodReplaced",
-            message=f"{who}: {startup.describe_end(pod)}; it is replaced"[:1000],
+            message=f"{who}: {startup.describe_end(pod)}; the operator replaces it"[:1000],
             warning=True,
         )
         for pod in spare
@@ -111,11 +111,11 @@ def _events(
 
 def _how_to_wake(pods: Sequence[PodView]) -> str:
     leader = min(pods, key=index_of)
-    return f"asleep; POST /wake_up to the API of pod {leader.name} wakes it (kubectl port-forward reaches it)"
+    return f"asleep. To wake it, send POST /wake_up to the API of pod {leader.name} (kubectl port-forward)"
 
 
 def _defaulted(pods: Sequence[PodView]) -> str:
-    """Returns what a LimitRange gave the pods of each role, or ""."""
+    """Describes the resources that a LimitRange gave the pods of each role, or ""."""
     given = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
     return "; ".join(
         f"role {role}: a LimitRange of the namespace gave its pods {values}. The plan does not count this. "

@@ -1,4 +1,4 @@
-"""What the pods of an epoch were made with, and what is known of the epoch. Pure."""
+"""The revision and plan that the pods of an epoch were created with. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from heteroinfer_operator.reconcile.revisions import Revision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What an epoch was made with.
+    """The revision and plan that an epoch was created with.
 
     Attributes:
-        revision: that pods can be made of, or None.
-        plan: or None if it is not kept any more.
-        pods: that it has when it is whole.
+        revision: stored revision for new pods of this epoch, or None.
+        plan: stored plan, or None if its ConfigMap is gone.
+        pods: indices of the pods of the complete epoch.
     """
 
     revision_name: str | None
@@ -32,7 +32,7 @@ class Made:
 
     @classmethod
     def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "Made":
-        """Returns what the pods' labels say, or else the status."""
+        """Reads revision and plan from the labels of the pods, otherwise from the status."""
         revision_name = revision_of(context, status, current)
         plan_hash = _label_or_status(current, names.LABEL_PLAN, context.plans, status.plan_hash)
         plan = context.plans.get(plan_hash or "")
@@ -53,21 +53,21 @@ class Made:
 
     @property
     def is_known(self) -> bool:
-        """Returns whether something that is kept says how many pods it has."""
+        """Whether a stored plan or revision gives the number of pods."""
         return self.plan is not None or self.revision is not None
 
     def has(self, index: int) -> bool:
-        """Returns whether it can have a pod of this index."""
+        """Checks whether the epoch can contain a pod of this index."""
         return index in self.pods or not self.is_known
 
     def missing(self, current: Sequence[PodView]) -> set[int]:
-        """Returns the pods that are not there."""
+        """Indices of the pods that do not exist."""
         return set(self.pods - {index_of(pod) for pod in current})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunEpoch:
-    """An epoch of a group that has begun."""
+    """A group's epoch that has begun."""
 
     context: Context
     status: GroupStatus
@@ -76,34 +76,34 @@ class BegunEpoch:
 
     @property
     def missing(self) -> set[int]:
-        """Returns the indices of the pods that are not there."""
+        """Indices of the pods that do not exist."""
         return self.made.missing(self.pods)
 
     @property
     def replace_after_s(self) -> float:
-        """Returns how long after its creation a pod that its node rejected is replaced."""
+        """Seconds from the creation of a pod that its node rejected to its replacement."""
         return restarts.backoff_s(self.status.rejections, self.context.life.restart)
 
     @property
     def spare(self) -> list[PodView]:
-        """Returns the pods that never ran and never will, whose names others shall have now."""
+        """Pods that never ran and never will; new pods may take their names now."""
         return startup.find_spare(self.pods, self.context.now, replace_after_s=self.replace_after_s)
 
 
 def had_run(status: GroupStatus) -> list[str]:
-    """Returns the names of a group's pods that had run, as last written."""
+    """Names of the pods that had run when the status was last written."""
     return [entry.pod for entry in status.members if entry.started or entry.ready]
 
 
 def revision_of(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> str | None:
-    """Returns the revision that pods were made with, or else that of the status; None if neither says it."""
+    """Revision from the labels of the pods, otherwise from the status; None if neither has it."""
     return _label_or_status(pods, names.LABEL_REVISION, context.revisions, status.revision)
 
 
 def _label_or_status(
     pods: Sequence[PodView], label: str, known: Mapping[str, Any], kept: str | None
 ) -> str | None:
-    """Returns the value of a label if it is known, else the status's if that is, else either."""
+    """Chooses the label's value if it is known, otherwise the status's if known, otherwise either."""
     values = sorted({value for pod in pods if (value := pod.labels.get(label))})
     known_values = [value for value in values if value in known]
     if known_values:

@@ -1,7 +1,7 @@
-"""How a group stops: by its spec, for a new revision, or because its epoch has ended. Pure.
+"""Stops a group: because of its spec, for a new revision, or because its epoch has ended. Pure.
 
-The failure and the next epoch are written to the status first, then the old pods are deleted, and the new
-ones are created once the old are gone.
+The operator first writes the failure and the next epoch to the status, then deletes the old pods. It creates
+the new pods once the old pods are gone.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 ENDED_EPOCH_GRACE_S: Final = 2
-"""For the pods of an epoch that has ended: there is no request left that they could answer."""
+"""Grace period for pods of an epoch that has ended: they can no longer answer any request."""
 _CONSEQUENCES_OF_NODE_LOSS: Final = frozenset({FailureReason.POD_LOST.value, POD_DELETED, POD_ENDED})
 
 
 def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], message: str) -> GroupDecision:
-    """Returns how a group that shall not run ends; its running requests may end first."""
-    # From its first pod on: all of them may have run, and be gone, before anybody looks again.
+    """Stops a group that must not run; its running requests may finish first."""
+    # One pod is enough: all pods may have run and disappeared before the next reconcile.
     had_epoch = status.epoch_start_time is not None or any(epoch_of(pod) == status.epoch for pod in pods)
     return GroupDecision(
         status=transitions.stopped(
@@ -41,7 +41,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
 
 
 def replace_group(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
-    """Returns how a group gives way to the new revision."""
+    """Stops a group so that the new revision can replace it."""
     message = context.node_loss.message(pods) or "replaced by the new revision"
     return GroupDecision(
         status=transitions.replaced(status, revision=context.target.name, message=message),
@@ -53,7 +53,7 @@ def replace_group(context: Context, status: GroupStatus, pods: Sequence[PodView]
 def end_epoch(
     context: Context, status: GroupStatus, pods: Sequence[PodView], epoch_end: EpochEnd
 ) -> GroupDecision:
-    """Returns how an epoch ends that cannot live on."""
+    """Ends an epoch that cannot continue: records the failure and deletes the pods."""
     failure = FailureStatus(
         epoch=status.epoch,
         time=context.now,
@@ -92,7 +92,7 @@ def end_epoch(
 def go_on_stopping(
     context: Context, status: GroupStatus, pods: Sequence[PodView], events: tuple[RecordEvent, ...]
 ) -> GroupDecision:
-    """Returns how a group between two epochs waits for its old pods to go; one that has failed keeps logs."""
+    """Waits until the old pods of a group are gone; a failed group keeps the pods that have logs."""
     if restarts.used_up(status.failures, context.life.restart):
         status = transitions.failed(status, held=find_still_running(pods))
         pods = [pod for pod in pods if not _has_logs(pod)]
@@ -109,7 +109,7 @@ def go_on_stopping(
 def put_down_to_node(
     context: Context, status: GroupStatus, pods: Sequence[PodView]
 ) -> tuple[GroupStatus, tuple[RecordEvent, ...]]:
-    """Returns the status with a counted loss of a pod put down to its node, if that is lost too."""
+    """Attributes a counted loss of a pod to its node if the node turns out to be lost too."""
     last = status.failures[-1] if status.failures else None
     if last is None or not last.counted or last.reason not in _CONSEQUENCES_OF_NODE_LOSS:
         return status, ()
@@ -126,9 +126,9 @@ def put_down_to_node(
 def give_back(
     context: Context, status: GroupStatus, current: Sequence[PodView], refusal: Refusal
 ) -> GroupDecision:
-    """Returns how a group of which a pod is refused gives back what its other pods hold, and tries again."""
+    """Deletes the other pods of a group with a refused pod to free their resources; the group retries."""
     if any(pod.started for pod in current):
-        message = f"not all of its pods can be made: {refusal.message}"
+        message = f"the group's pods cannot all be created: {refusal.message}"
         end = EpochEnd(reason="PodRefused", message=message, counted=False)
         return end_epoch(context, status, current, end)
     return GroupDecision(
@@ -139,7 +139,7 @@ def give_back(
 
 
 def refuse(context: Context, status: GroupStatus, refusal: Refusal, *, had_epoch: bool) -> GroupStatus:
-    """Returns the status of a group of which a pod was refused."""
+    """Status of a group with a refused pod."""
     begun = startup.begin(StartupPhase.SCHEDULING, status.startup, context.now)
     return transitions.refused(status, message=refusal.message, startup=begun, had_epoch=had_epoch)
 
