@@ -6,7 +6,7 @@ for: a thousand resources are some hundred kilobytes.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,7 +18,6 @@ from heteroinfer_operator.api import (
     GroupPhase,
     GroupStatus,
     HeteroInferenceStatus,
-    parse_status,
 )
 from heteroinfer_operator.cluster import ResourceKey
 
@@ -95,13 +94,13 @@ class OperatorMetrics:
         self.registry.register(self._resources)
         ProcessCollector(registry=self.registry)
 
-    def observe_status(self, key: ResourceKey, status: Mapping[str, Any] | None) -> None:
-        """Keeps the readable parts of a resource's status; None forgets a resource that is gone."""
+    def observe_status(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
+        """Keeps a resource's status; None forgets a resource that is gone."""
         if status is None:
             self._resources.known.pop(key, None)
             self.observe_status_write(key, written=True)
         else:
-            self._resources.known[key] = _resource(parse_status(status))
+            self._resources.known[key] = _resource(status)
 
     def observe_status_write(self, key: ResourceKey, written: bool) -> None:
         """Notes whether the status of a resource could be written, or is true as it is stored."""

@@ -6,14 +6,14 @@ import logging
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from kubernetes.aio import client
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import ConditionType
+from heteroinfer_operator.api import ConditionStatus, ConditionType, HeteroInferenceStatus
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.health import Health, serve, some_of
 from heteroinfer_operator.kube import handlers
@@ -257,13 +257,13 @@ class Operator:
             reported = set(unreadable)
             await asyncio.sleep(POLL_S)
 
-    def _observed(self, key: ResourceKey, status: object) -> None:
-        self._metrics.observe_status(key, status if isinstance(status, dict) else None)
+    def _observed(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
+        self._metrics.observe_status(key, status)
         if status is None:
             self._known.discard(key)
         else:
             self._known.add(key)
-        if isinstance(status, dict) and _waits_for_capacity(status):
+        if status is not None and _waits_for_capacity(status):
             self._without_capacity.add(key)
         else:
             self._without_capacity.discard(key)
@@ -343,10 +343,10 @@ def _left_out(cluster_state: ClusterState) -> str:
     return ""
 
 
-def _waits_for_capacity(status: Mapping[str, Any]) -> bool:
+def _waits_for_capacity(status: HeteroInferenceStatus) -> bool:
     return any(
-        condition.get("type") == ConditionType.CAPACITY_AVAILABLE and condition.get("status") == "False"
-        for condition in status.get("conditions") or ()
+        condition.type == ConditionType.CAPACITY_AVAILABLE and condition.status is ConditionStatus.FALSE
+        for condition in status.conditions
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import metric_names as names
+from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.metrics import OperatorMetrics
 
@@ -43,6 +44,10 @@ STATUS: dict[str, Any] = {
 }
 
 
+def status_of(*phases: str) -> HeteroInferenceStatus:
+    return parse_status({"groups": [{"index": i, "phase": phase} for i, phase in enumerate(phases)]})
+
+
 def test_groups_are_counted_by_phase_until_their_resource_is_gone() -> None:
     metrics = OperatorMetrics()
     a, b = (ResourceKey(namespace="ns", name=name) for name in "ab")
@@ -50,19 +55,23 @@ def test_groups_are_counted_by_phase_until_their_resource_is_gone() -> None:
     def count(phase: str) -> float | None:
         return metrics.registry.get_sample_value(names.OPERATOR_GROUPS, {"phase": phase})
 
-    metrics.observe_status(a, {"groups": [{"index": 0, "phase": "Ready"}, {"index": 1, "phase": "Starting"}]})
-    metrics.observe_status(b, {"groups": [{"index": 0, "phase": "Ready"}]})
+    metrics.observe_status(
+        a, parse_status({"groups": [{"index": 0, "phase": "Ready"}, {"index": 1, "phase": "Starting"}]})
+    )
+    metrics.observe_status(b, status_of("Ready"))
     assert (count("Ready"), count("Starting"), count("Failed")) == (2, 1, 0)
-    metrics.observe_status(a, {"groups": [{"index": 0, "phase": "Ready"}, {"index": 1, "phase": "Ready"}]})
+    metrics.observe_status(
+        a, parse_status({"groups": [{"index": 0, "phase": "Ready"}, {"index": 1, "phase": "Ready"}]})
+    )
     assert (count("Ready"), count("Starting")) == (3, 0)
     metrics.observe_status(a, None)
-    metrics.observe_status(b, {})
+    metrics.observe_status(b, parse_status({}))
     assert (count("Ready"), count("Starting")) == (0, 0)
 
 
 def test_a_group_tells_its_life() -> None:
     metrics = OperatorMetrics()
-    metrics.observe_status(KEY, STATUS)
+    metrics.observe_status(KEY, parse_status(STATUS))
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(name, {**GROUP, **labels})
@@ -75,14 +84,14 @@ def test_a_group_tells_its_life() -> None:
     newest = {"reason": "RankExited", "rank": "1"}
     assert value(names.GROUP_LAST_FAILURE_TIMESTAMP_SECONDS, **newest) == 1795248060
     served = {**STATUS, "groups": [{**STATUS["groups"][0], "phase": "Ready"}]}
-    metrics.observe_status(KEY, served)
+    metrics.observe_status(KEY, parse_status(served))
     assert value(names.GROUP_READY) == 1
     assert value(names.GROUP_PHASE, phase="Starting") is None
 
 
 def test_conditions_are_one_zero_or_minus_one() -> None:
     metrics = OperatorMetrics()
-    metrics.observe_status(KEY, STATUS)
+    metrics.observe_status(KEY, parse_status(STATUS))
     found = {
         item["type"]: metrics.registry.get_sample_value(
             names.RESOURCE_CONDITION,
@@ -95,7 +104,7 @@ def test_conditions_are_one_zero_or_minus_one() -> None:
 
 def test_series_do_not_outlive_their_resource() -> None:
     metrics = OperatorMetrics()
-    metrics.observe_status(KEY, STATUS)
+    metrics.observe_status(KEY, parse_status(STATUS))
     assert b"ns/tiny/0" in metrics.exposition()
     metrics.observe_status(KEY, None)
     assert b"ns/tiny" not in metrics.exposition()
@@ -123,7 +132,7 @@ def test_its_own_memory_is_reported() -> None:
 )
 def test_a_damaged_status_loses_only_its_unreadable_parts(damaged: dict[str, Any]) -> None:
     metrics = OperatorMetrics()
-    metrics.observe_status(KEY, {**STATUS, **damaged})
+    metrics.observe_status(KEY, parse_status({**STATUS, **damaged}))
     page = metrics.exposition().decode()
     samples = [line.rpartition(" ")[0] for line in page.splitlines() if not line.startswith("#")]
     assert len(samples) == len(set(samples)), "Prometheus refuses a page with one series twice"

@@ -4,9 +4,11 @@ import asyncio
 from typing import Any
 
 from heteroinfer_contract import names
+from heteroinfer_operator.api import parse_status
 from heteroinfer_operator.cluster import ResourceKey, ResourceView
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError
+from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import UnlabelledPods
 from heteroinfer_operator.manifests.identity import Owner
 
@@ -40,6 +42,10 @@ def resource(uid: str = OWNER.uid) -> ResourceView:
     )
 
 
+async def find(pods: UnlabelledPods, of: ResourceView, shown: list[PodRecord]) -> list[PodRecord]:
+    return await pods.find(of, parse_status(of.status), shown)
+
+
 class Server:
     """Answers once it may."""
 
@@ -60,13 +66,13 @@ async def test_an_answer_that_nobody_waited_for_is_none_to_a_later_question() ->
     pods = UnlabelledPods(server, patience_s=0.01)  # type: ignore[arg-type]
     shown = trim.pod_record(stored(**{names.LABEL_RESOURCE: "demo"}))
     assert shown is not None
-    (unknown,) = await pods.find(resource(), [])
+    (unknown,) = await find(pods, resource(), [])
     assert unknown.view.unknown
     server.may.set()
     await asyncio.sleep(0)
-    assert await pods.find(resource(), [shown]) == []
+    assert await find(pods, resource(), [shown]) == []
     server.is_gone = True
-    assert await pods.find(resource(), []) == []
+    assert await find(pods, resource(), []) == []
 
 
 async def test_a_pod_of_an_earlier_resource_is_none_of_a_later_one_of_its_name() -> None:
@@ -76,7 +82,7 @@ async def test_a_pod_of_an_earlier_resource_is_none_of_a_later_one_of_its_name()
     pods = UnlabelledPods(server)  # type: ignore[arg-type]
     shown = trim.pod_record(stored(**{names.LABEL_RESOURCE: "demo"}))
     assert shown is not None
-    assert await pods.find(resource(), [shown]) == []
-    (found,) = await pods.find(resource(), [])
+    assert await find(pods, resource(), [shown]) == []
+    (found,) = await find(pods, resource(), [])
     assert (found.view.name, found.view.unknown) == (POD, "")
-    assert await pods.find(resource("another"), []) == []
+    assert await find(pods, resource("another"), []) == []

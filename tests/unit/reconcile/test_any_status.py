@@ -168,7 +168,7 @@ def _check(name: str, status: Json) -> World:
     world = copy.deepcopy(_worlds()[name])
     world.status, world.version = status, world.version + 1
     served = {pod.uid for pod in world.pods.values() if pod.ready and not pod.ended}
-    OperatorMetrics().observe_status(KEY, status)
+    OperatorMetrics().observe_status(KEY, parse_status(status))
     for actions in _steps(world):
         for write in (action for action in actions if isinstance(action, PatchStatus)):
             assert list(find_problems(STATUS, write.status)) == []

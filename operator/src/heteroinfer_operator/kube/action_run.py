@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.background import start_task
+from heteroinfer_operator.api import HeteroInferenceStatus
 from heteroinfer_operator.cluster import (
     Action,
     ApplyObject,
@@ -66,13 +67,13 @@ class Callbacks:
     """What is called back.
 
     Attributes:
-        observed: with the stored status of each resource that is observed; None once it is gone.
+        observed: with the status of each resource that is observed; None once it is gone.
         status_written: with whether the status of a resource could be written.
         held_back: with each kind of action of which one had to wait for the resource's budget.
         wake: with a resource once a request is answered that no reconcile waited for.
     """
 
-    observed: Callable[[ResourceKey, Manifest | None], None] = lambda key, status: None
+    observed: Callable[[ResourceKey, HeteroInferenceStatus | None], None] = lambda key, status: None
     status_written: Callable[[ResourceKey, bool], None] = lambda key, written: None
     held_back: Callable[[str], None] = lambda kind: None
     wake: Callable[[ResourceKey], None] = lambda key: None

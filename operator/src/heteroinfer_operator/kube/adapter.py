@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import parse_status
+from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import (
     Action,
     Manifest,
@@ -91,11 +91,12 @@ class KubeCluster:
             self._pending.forget(key)
             self._groups.watch_only(key, ())
             return None
-        self._callbacks.observed(key, resource.status)
+        status = parse_status(resource.status)
+        self._callbacks.observed(key, status)
         unwatched = self._cluster_state.pods_unwatched(key)
         for may_look_again in (True, True, False):
             known = self._cluster_state.pods(key, resource.uid)
-            unlabelled = await self._unlabelled.find(resource, known)
+            unlabelled = await self._unlabelled.find(resource, status, known)
             known += unlabelled
             ours = _with_complete_labels(known)
             self._groups.watch_only(key, ours)
@@ -111,7 +112,7 @@ class KubeCluster:
             pods += [pod for pod in unlabelled if pod.view.name not in shown]
             if not (may_look_again and _vanished(known, pods)):
                 break
-        unmade = self._unmade(resource, (pod.view.name for pod in pods))
+        unmade = self._unmade(resource, status, (pod.view.name for pod in pods))
         return ResourceObservation(
             resource=resource,
             pods=self._pending.explain(resource, pods),
@@ -159,12 +160,14 @@ class KubeCluster:
         if (kept := self._kept.pop(key, None)) is not None:
             kept.cancel()
 
-    def _unmade(self, resource: ResourceView, shown: Iterable[str]) -> UnmadePods:
+    def _unmade(
+        self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
+    ) -> UnmadePods:
         """Returns the pods that were to be made, and have never existed."""
         unmade = self._kept_of(resource).unmade
         for name in shown:
             unmade.settle(name)
-        unmade.forget_before({group.index: group.epoch for group in parse_status(resource.status).groups})
+        unmade.forget_before({group.index: group.epoch for group in status.groups})
         return unmade
 
     async def _try_create(self, manifest: Manifest) -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Final, TypeAlias
 
 from heteroinfer_contract.background import start_task
-from heteroinfer_operator.api import RankEntry, parse_status
+from heteroinfer_operator.api import HeteroInferenceStatus, RankEntry
 from heteroinfer_operator.cluster import PodView, ResourceKey, ResourceView
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.paths import POD
@@ -73,7 +73,9 @@ class UnlabelledPods:
         self._patience_s = patience_s
         self._known: dict[ResourceKey, _Known] = {}
 
-    async def find(self, resource: ResourceView, shown: Sequence[PodRecord]) -> list[PodRecord]:
+    async def find(
+        self, resource: ResourceView, status: HeteroInferenceStatus, shown: Sequence[PodRecord]
+    ) -> list[PodRecord]:
         """Returns such pods of a resource, beside those that the watches have `shown`.
 
         A pod of which the API server says nothing now is `unknown`. Asked for are those alone that the
@@ -89,7 +91,7 @@ class UnlabelledPods:
         # Somebody may have written other texts: a path of the API server, say.
         said = {
             rank.pod: rank
-            for group in parse_status(resource.status).groups
+            for group in status.groups
             for rank in group.members
             if find_place(owner, rank.pod) is not None
         }

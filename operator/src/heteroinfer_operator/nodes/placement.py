@@ -37,7 +37,7 @@ class FreeNode:
 
     node: NodeView
     free: dict[str, float]
-    by_priority: dict[int, dict[str, float]] = field(default_factory=dict)
+    by_priority: dict[int, Mapping[str, float]] = field(default_factory=dict)
     promised: list[str] = field(default_factory=list)
     """Names of the pods without a node for which some of it is kept."""
 
@@ -47,7 +47,7 @@ class FreeNode:
         return cls(
             node=node,
             free={name: whole - node.requested.get(name, 0.0) for name, whole in node.allocatable.items()},
-            by_priority={priority: dict(taken) for priority, taken in node.by_priority.items()},
+            by_priority=dict(node.by_priority),  # whoever changes an entry replaces it
         )
 
     def has_lower(self, priority: int) -> bool:
@@ -62,7 +62,10 @@ class FreeNode:
 
     def has(self, requests: Mapping[str, float]) -> bool:
         """Returns whether so much is free."""
-        return all(self.left(name) + _LEAST >= asked for name, asked in requests.items())
+        for name, asked in requests.items():  # noqa: SIM110 - a generator for each node and pod costs twice
+            if self.left(name) + _LEAST < asked:
+                return False
+        return True
 
     def left(self, resource: str) -> float:
         """Returns what is free of a resource.
@@ -219,7 +222,7 @@ def search_nodes(
     choices = [places_of(series, kinds) for series in terms.series]
     tries = max(MOST_TRIES // max(prod(map(len, choices)), 1), _FEWEST_TRIES)
     for chosen in islice(product(*choices), _MOST_CHOICES):
-        found = _search_within(demands, free_nodes, kinds, terms, chosen, tries)
+        found = _search_within(demands, kinds, terms, chosen, tries)
         if found is not None:
             return found
     return None
@@ -247,20 +250,18 @@ def places_of(series: PodSeries, kinds: Sequence[AlikePods]) -> list[Values]:
 
 def _search_within(
     demands: Sequence[PodDemand],
-    free_nodes: Sequence[FreeNode],
     kinds: Sequence[AlikePods],
     terms: GroupTerms,
     chosen: Sequence[Values],
     tries: int,
 ) -> tuple[str, ...] | None:
     """Returns where all pods fit, each series where it was chosen to be; None if that is not found."""
-    copies = {each: FreeNode(node=each.node, free=dict(each.free)) for each in free_nodes}
     limited = []
     for index, kind in enumerate(kinds):
-        where: Sequence[FreeNode] = kind.free_nodes
+        where = kind.free_nodes
         for series, values in zip(terms.series, chosen, strict=True):
             where = _within(series, values, where) if index in series.kinds else where
-        limited.append(replace(kind, free_nodes=[copies[free_node] for free_node in where]))
+        limited.append(AlikePods(demand=kind.demand, pods=kind.pods, free_nodes=where))
     kind_of = {pod: index for index, kind in enumerate(kinds) for pod in kind.pods}
     limited.sort(key=_hardness, reverse=True)
     return _Search(demands=demands, kinds=limited, terms=terms, kind_of=kind_of, tries_left=tries).run()
@@ -313,17 +314,24 @@ class _Search:
     kind_of: Mapping[int, int]
     tries_left: int
     chosen: dict[int, FreeNode] = field(default_factory=dict)
-    open_to: dict[FreeNode, frozenset[int]] = field(default_factory=dict)
+    before: dict[FreeNode, dict[str, float]] = field(default_factory=dict)
+    """Free capacity of each node that the search used, before it did."""
+    nodes_of: list[set[FreeNode]] = field(init=False)
+    """By kind: nodes of the same kinds and amounts are alike."""
 
     def __post_init__(self) -> None:
-        """Notes for each node which kinds may be there: nodes of the same kinds and amounts are alike."""
-        kinds_of: dict[FreeNode, list[int]] = {}
-        for index, kind in enumerate(self.kinds):
-            for free_node in kind.free_nodes:
-                kinds_of.setdefault(free_node, []).append(index)
-        self.open_to = {free_node: frozenset(kinds) for free_node, kinds in kinds_of.items()}
+        """Collects the nodes of each kind."""
+        self.nodes_of = [set(kind.free_nodes) for kind in self.kinds]
 
     def run(self) -> tuple[str, ...] | None:
+        """Names of the nodes for the pods, or None. Leaves the nodes' free capacity as it was."""
+        try:
+            return self._search()
+        finally:
+            for free_node, free in self.before.items():
+                free_node.free = free
+
+    def _search(self) -> tuple[str, ...] | None:
         order = [(kind, pod) for kind in self.kinds for pod in kind.pods]
         # An explicit stack: a group may have a thousand pods, and Python's own is not that deep.
         stack: list[Iterator[tuple[int, FreeNode]]] = []
@@ -350,13 +358,13 @@ class _Search:
         return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
 
     def _candidates(self, kind: AlikePods, first: int) -> Iterator[tuple[int, FreeNode]]:
-        seen: list[tuple[dict[str, float], frozenset[int]]] = []
+        seen: list[tuple[dict[str, float], list[bool]]] = []
         paired = any(demand.near or demand.away for demand in self.demands)
         for index in range(first, len(kind.free_nodes)):
             free_node = kind.free_nodes[index]
             if not free_node.has(kind.demand.requests):
                 continue
-            state = (dict(free_node.free), self.open_to[free_node])
+            state = (dict(free_node.free), [free_node in nodes for nodes in self.nodes_of])
             if not paired and state in seen:
                 continue
             seen.append(state)
@@ -367,6 +375,7 @@ class _Search:
         if not self._agrees(pod, free_node):
             del self.chosen[pod]
             return False
+        self.before.setdefault(free_node, dict(free_node.free))
         free_node.take(self.demands[pod].requests)
         return True
 

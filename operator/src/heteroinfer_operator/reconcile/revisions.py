@@ -153,7 +153,7 @@ def read_records(
             continue
         record, is_signed = read_revision_record(signer.owner, stored), signer.vouches(stored)
         any_signed = any_signed or is_signed
-        is_named = record is not None and _is_named_by_content(record)
+        is_named = record is not None and (is_signed or _is_named_by_content(record))
         if record is not None and (
             is_signed or (not all_signed and is_named and _is_accepted(record, allowed))
         ):
