@@ -12,9 +12,8 @@ from typing import Any, Final
 from heteroinfer_contract.model import AttentionKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.commands.plan_command import describe_plan
+from heteroinfer_operator.commands.plan_text import Shown, describe_plan
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.cpu_features import AMX
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
 from heteroinfer_operator.planning.memory import Sizes
@@ -130,7 +129,7 @@ _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 
 
 def _answers() -> str:
-    parts = ["\n## Thirteen that do not fit or cannot run, as `heteroinfer plan` answers\n"]
+    parts = ["\n## Thirteen that do not fit or cannot run, by `heteroinfer plan`\n"]
     for title, name, group, fields in _QUESTIONS:
         try:
             ask(recorded_profiles()[name], group, **fields)
@@ -162,11 +161,10 @@ _FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 
 
 def _accounts() -> str:
-    parts = ["\n## Ten that fit, as `heteroinfer plan` explains them\n"]
+    parts = ["\n## Ten that fit, by `heteroinfer plan --explain --choices`\n"]
     for title, name, group, fields in _FITS:
-        said = describe_plan(
-            ask(recorded_profiles()[name], group, **fields), Calibrations(), "m", explain=True
-        )
+        shown = Shown(explain=True, choices=True)
+        said = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)
         parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}```\n")
     return "\n".join(parts)
 

@@ -1,6 +1,7 @@
-"""`heteroinfer plan`: the table, and one clear message for each refusal."""
+"""`heteroinfer plan` from a file: its output, exit code, and one clear message for each refusal."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from importlib import metadata
@@ -60,70 +61,78 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 1) ->
     return err
 
 
-def test_the_table_shows_each_rank(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path, model, planning=CPU_ONLY)
-    assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi", "--explain"]) == 0
-    head, columns, first, last, *account, every, note = capsys.readouterr().out.splitlines()
-    made_of, of_cpu, of_gpu, step, load, rates, missing, tokens, requests, length, *choices = account
-    without_gpu, without_cpu, cheaper = choices
-    assert head.startswith("llama: mode Pipeline, 2 stages of 1 ranks, 2 pods, plan ")
-    assert columns.split() == [
-        "RANK",
-        "POD",
-        "ROLE",
-        "DEVICE",
-        "STAGE",
-        "LAYERS",
-        "WEIGHTS",
-        "KV",
-        "CACHE",
-        "STEP",
-    ]
-    assert first.split()[:7] == ["0", "0", "cpu", "CPU", "0", "1", "(0-0)"]
-    assert last.split()[:7] == ["1", "1", "gpu", "GPU", "1", "3", "(1-3)"]
-    assert made_of.startswith("model: LlamaForCausalLM, float32: layers 0.1 MiB (4 Full); embedding 0.1 MiB")
-    assert load.startswith("predicted step by requests of 256 tokens: 1: ")
-    assert "64: " in load
-    assert "; first token: " in load
-    assert rates == (f"rates: role cpu: {CPU_DEFAULTS}, role gpu: {GPU_UNKNOWN}")
-    assert missing == (
-        "not measured: this machine was not measured; run `heteroinfer calibrate`, which takes under a minute"
-    )
-    assert tokens.endswith("a step has 64 requests at most")
-    assert cheaper.startswith("cheaper: with one longest sequence at a time it needs ")
-    assert step.startswith("predicted decode step of one request: ")
-    assert of_cpu.startswith("memory of a rank of stage 0, role cpu: 1 layer ")
-    assert of_cpu.endswith(", of a memory that is not known")
-    assert of_gpu.startswith("memory of a rank of stage 1, role gpu: 3 layers ")
-    assert of_gpu.endswith(" of 72.00 GiB")
-    who = "a memory that is not known of all ranks"
-    assert requests == f"requests: 4 of 512 tokens, 4 of full length, by {who}; a step has 64"
-    assert length == "length: 512 tokens, by default, and the model was made for no more"
-    assert without_gpu.startswith("cheaper: without role gpu a step takes ")
-    assert without_cpu.startswith("cheaper: without role cpu a step takes ")
-    assert "dtype float32" in every
-    assert "max_model_len 512" in every
-    assert note.startswith("note: hybrid not needed: the model takes ")
-
-
-def test_other_plans_are_shown_when_asked_for(
+def test_prints_verdict_figures_and_ranks(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, model, planning=CPU_ONLY)
-    arguments = ["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]
-    words = ("cheaper: ", "roomier: ", "faster: ", "choices: ")
-    assert main(arguments) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(words)]
-    # Either role serves so small a model alone: that is shown in any case.
-    assert [line.split(" a step")[0] for line in shown] == [
-        "cheaper: without role gpu",
-        "cheaper: without role cpu",
-        "choices: --explain shows the next cheaper, roomier and faster plans",
+    assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]) == 0
+    verdict, speed, together, first_token, requests, rates, _, heading, first, last, _, *notes, more = (
+        line for line in capsys.readouterr().out.splitlines()
+    )
+    assert verdict == (
+        "llama has a plan: 2 pods (1 CPU, 1 GPU), mode Pipeline. Whether it fits is unknown: set "
+        "resources.limits.memory of role cpu"
+    )
+    assert speed.startswith("  speed        2.")
+    assert " tokens/s for one request. Limit: rank " in speed
+    assert together.endswith(" tokens/s for 4 requests of 512 tokens at once")
+    assert first_token.startswith("  first token  ")
+    limit = "an assumed KV cache, because the memory of role cpu is unknown"
+    assert requests == f"  requests     4 of 512 tokens at once. Limit: {limit}"
+    assert rates == (
+        "  rates        defaults: this machine was not measured; run `heteroinfer calibrate`, which takes "
+        "under a minute"
+    )
+    assert heading.split() == ["RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP"]
+    assert first.split()[:5] == ["0", "cpu", "CPU", "1", "(0-0)"]
+    assert last.split()[:5] == ["1", "gpu", "GPU", "3", "(1-3)"]
+    assert " of 72.00 GiB" in last
+    note, *advice, empty = notes
+    assert note.startswith("note: hybrid not needed: ")
+    # Either role serves so small a model alone.
+    assert [line.split(", a step")[0] for line in advice] == [
+        "advice: fewer pods: without role gpu",
+        "advice: fewer pods: without role cpu",
     ]
-    assert main([*arguments, "--explain", "-o", "json"]) == 0
+    assert empty == ""
+    assert more.startswith("More: --explain (")
+
+
+def test_explain_adds_details_under_headings(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, model, planning=CPU_ONLY)
+    assert main(["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi", "--explain"]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    for text in (
+        "architecture LlamaForCausalLM, float32",
+        "layers 0.1 MiB, by attention: 4 full",
+        f"role cpu: {CPU_DEFAULTS}",
+        f"role gpu: {GPU_UNKNOWN}",
+        "length 512 tokens (the default of engine.maxModelLen), the most that the model supports",
+        "step at most 64 requests and 2,048 tokens",
+        "model llama, float32, up to 512 tokens",
+    ):
+        assert text in lines
+    assert any(re.match(r"stage 0, role cpu: 1 layer .* of an unknown memory$", line) for line in lines)
+    assert any(re.match(r"stage 1, role gpu: 3 layers .* of 72.00 GiB$", line) for line in lines)
+    assert "CHOICES" not in lines
+
+
+@pytest.mark.parametrize("option", ["--choices", "--explain"])
+def test_choices_are_shown_if_asked_for(
+    option: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, model, planning=CPU_ONLY)
+    arguments = ["plan", "-f", file, "--gpus", "1", "--gpu-memory", "80Gi"]
+    assert main([*arguments, "--choices"]) == 0
+    shown = capsys.readouterr().out.split("\nCHOICES\n")[1].split("\n\n")[0].splitlines()
+    assert main([*arguments, option, "-o", "json"]) == 0
     choices = json.loads(capsys.readouterr().out)["choices"]
-    assert choices[:2] == shown[:2]
-    assert choices[2].startswith("cheaper: with one longest sequence at a time it needs ")
+    assert [line.strip() for line in shown] == choices
+    assert [choice.partition(": ")[0] for choice in choices][:2] == ["fewer pods"] * 2
+    assert "save memory: if you serve one full-length request at a time, each rank of role cpu" in shown[2]
 
 
 @pytest.mark.parametrize(("output", "parse"), [("json", json.loads), ("yaml", yaml.safe_load)])
@@ -207,7 +216,8 @@ def test_memory_in_thousandths_of_bytes_is_refused(
         roles=[{"name": "a", "device": device, "resources": {"limits": {"memory": "1500m"}}}],
     )
     assert error(capsys, "-f", file, code=3) == (
-        "error: role a: got resources.limits.memory 1500m, which is thousandths of a byte; write 1500Mi\n"
+        "error: llama does not fit: role a: got resources.limits.memory 1500m, which is thousandths of a "
+        "byte; write 1500Mi\n"
     )
 
 
@@ -219,8 +229,8 @@ def of_this_machine() -> Calibration:
 
 
 def rates_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    return "".join(x for x in capsys.readouterr().out.splitlines() if x.startswith(("rates: ", "not meas")))
+    assert main(["plan", "--explain", *arguments]) == 0
+    return capsys.readouterr().out.split("\nRATES\n")[1].split("\n\n")[0]
 
 
 def test_this_machines_calibration_is_read_and_named(
@@ -325,7 +335,9 @@ def test_names_each_argument_and_annotation_that_the_chart_refuses(
     file = write(tmp_path, model, engine={"args": ["--middleware", "a.B", "--trust-remote-code", "--foo"]})
     assert main(["plan", "-f", file]) == 4
     out, err = capsys.readouterr()
-    assert out.startswith("llama: mode Pipeline, ")
+    assert out.startswith(
+        "llama has a plan, but the installation refuses 3 settings (see below): 2 pods (1 CPU, 1 GPU)"
+    )
     lines = err.splitlines()
     assert len(lines) == 3
     for line, argument in zip(lines, ("--middleware", "--trust-remote-code", "--foo"), strict=True):
@@ -493,14 +505,14 @@ def test_resources_that_the_chart_gives_roles_count(
         pytest.param("a: " + "[" * 3000 + "]" * 3000, id="deep"),
     ],
 )
-def test_what_holds_no_values_of_the_chart_is_refused(
+def test_refuses_a_file_that_does_not_hold_values_of_the_chart(
     text: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(text)
     file = write(tmp_path, model)
     reported = error(capsys, "-f", file, "--chart-values", str(values))
-    assert reported.startswith(f"error: --chart-values: {values} holds no values of the chart (")
+    assert reported.startswith(f"error: --chart-values: {values} does not hold values of the chart (")
     assert "Create the file with `helm get values RELEASE --all -o yaml`" in reported
     assert "No such file" in error(capsys, "-f", file, "--chart-values", str(tmp_path / "none"))
 
@@ -543,9 +555,9 @@ def test_a_gpu_role_and_no_gpu_anywhere(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0", code=3) == (
-        "error: needs 1 pod (role gpu) with 1 nvidia.com/gpu; node (--gpus) has no nvidia.com/gpu; the group "
-        "waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly (expected step time on CPUs"
-        ": 2.1 ms (1.89 to 2.74) instead of 2.1 ms (1.89 to 2.73))\n"
+        "error: llama does not fit: needs 1 pod (role gpu) with 1 nvidia.com/gpu; node (--gpus) has no "
+        "nvidia.com/gpu; the group waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly "
+        "(expected step time on CPUs: 2.1 ms (1.89 to 2.74) instead of 2.1 ms (1.89 to 2.73))\n"
     )
 
 
@@ -567,7 +579,14 @@ def stored_node(name: str, **allocatable: str) -> dict[str, Any]:
     }
 
 
-def test_given_nodes_say_where_the_pods_fit(
+def table_of(out: str) -> list[str]:
+    """Returns the heading and the rows of the table of ranks."""
+    lines = out.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("RANK"))
+    return lines[begin : lines.index("", begin)]
+
+
+def test_the_table_shows_the_node_of_each_rank(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = tmp_path / "nodes.json"
@@ -576,7 +595,9 @@ def test_given_nodes_say_where_the_pods_fit(
     file = write(tmp_path, model)
     assert main(["plan", "-f", file, "--nodes", str(nodes)]) == 0
     out = capsys.readouterr().out
-    assert "fits: pod 0 on b, pod 1 on a\n" in out
+    rows = {row.split()[1]: row.removesuffix("<- slowest").split()[-1] for row in table_of(out)[1:]}
+    assert table_of(out)[0].split()[-1] == "NODE"
+    assert rows == {"cpu": "b", "gpu": "a"}
     assert "hybrid not needed" in out, "the memory of a GPU is labelled"
     taken = {
         "kind": "Pod",
@@ -613,7 +634,7 @@ def test_hundreds_of_nodes_take_seconds(
     began_s = time.process_time()
     assert main(["plan", "-f", write(tmp_path, model, roles=CPU_ROLE), "--nodes", str(file)]) == 0
     assert time.process_time() - began_s < 5, "CPU time: others may compute meanwhile"
-    assert "fits: pod 0 on node-" in capsys.readouterr().out
+    assert table_of(capsys.readouterr().out)[1].split()[-1].startswith("node-")
 
 
 def test_names_of_others_write_no_terminal_sequences(
@@ -652,7 +673,7 @@ def test_pods_of_lower_priority_are_no_obstacle(
     nodes.write_text(json.dumps(kubectl(stored_node("a"), placeholder, low, high)))
     assert main(["plan", "-f", file, "--nodes", str(nodes)]) == 0
     out = capsys.readouterr().out
-    assert "fits: pod 0 on a\n" in out
+    assert table_of(out)[1].split()[-1] == "a"
     assert "note: waiting until the scheduler preempts pods of lower priority on node a\n" in out
     of_low = write(tmp_path, model, roles=CPU_ROLE, scheduling={"priorityClassName": "low"})
     assert "PriorityClasses" not in error(capsys, "-f", of_low, "--nodes", str(nodes), code=3)

@@ -15,8 +15,10 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
-from heteroinfer_operator.commands.account import describe_capacity, describe_memory, describe_speed
-from heteroinfer_operator.commands.choices import describe_choices
+from heteroinfer_operator.commands.plan_choices import describe_choices
+from heteroinfer_operator.commands.plan_details import describe_kv_cache, describe_memory, describe_times
+from heteroinfer_operator.commands.plan_figures import Figures
+from heteroinfer_operator.commands.plan_text import Shown, describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.feed_forward import (
@@ -337,7 +339,7 @@ def test_experts_whose_columns_ranks_cannot_share_are_shared_whole(unit: int, co
     model = in_units(unit, columns)
     planned = plan(of_ranks(4), model)
     assert cuts(planned) == {True}
-    assert " of weights in whole experts, and up to " in "\n".join(describe_memory(planned))
+    assert " of weights (whole experts), and up to " in "\n".join(describe_memory(planned))
     assert [rank.weight_bytes for rank in planned.plan.ranks[1:]] == [6 * 32 * EXPERT] * 4
     again = predict_again(planned.plan, of_ranks(4), model, Inventory())
     assert again is not None
@@ -490,28 +492,31 @@ def test_steps_by_load_count_what_feed_forward_ranks_take() -> None:
     assert planned.remote is not None
     load = Load(requests=8, context=1024)
     on_cpus = feed_forward_seconds(planned.remote, planned.plan.engine, planned.rates[-1], load)
-    words = " ".join(describe_speed(planned))
-    found = re.search(r"8: ([0-9.]+) ms", words)
+    words = "\n".join(text for _, text in describe_times(planned))
+    found = re.search(r"([0-9.]+) ms .* for 8 requests of 1,024 tokens", words)
     assert found is not None, words
     assert float(found[1]) / 1e3 > on_cpus > 0
 
 
-def test_the_account_says_what_the_gpu_keeps_not_the_ranks_without_a_kv_cache() -> None:
+def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
     planned = plan(feed_forward(), mixture())
     kv = planned.sizes.kv
     blocks = planned.plan.ranks[0].kv_cache_bytes // kv.block_bytes(0, 24)
     assert blocks > kv.sequence_blocks
-    assert describe_capacity(planned).startswith(f"KV cache: {blocks} blocks of {kv.block_tokens} tokens")
-    assert f"each {format_bytes(kv.block_bytes(0, 24) * kv.sequence_blocks)} over" in describe_capacity(
-        planned
-    )
-    assert any(line.startswith("cheaper: ") for line in describe_choices(planned))
+    found = dict(describe_kv_cache(planned, Figures.of(planned)))
+    assert found["size"].startswith(f"{blocks} blocks of {kv.block_tokens} tokens on every rank")
+    one = format_bytes(kv.block_bytes(0, 24) * kv.sequence_blocks)
+    assert found["requests"].endswith(f" tokens takes {one} over all ranks")
+    assert any(line.startswith("save memory: ") for line in describe_choices(planned))
     of_gpu, of_cpu = describe_memory(planned)
-    assert of_gpu.startswith("memory of a rank of stage 0, role gpu: 24 layers ")
+    assert of_gpu.startswith("stage 0, role gpu: 24 layers ")
     theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
-    said = f"memory of a feed-forward rank of role gpu: {theirs} of weights, and up to 2.12 GiB beside them: "
-    assert of_cpu.startswith(said)
-    assert "role gpu (feed-forward): defaults for CPUs" in describe_speed(planned)[-1]
+    words = f"feed-forward rank of role gpu: {theirs} of weights, and up to 2.12 GiB for the process and for "
+    assert of_cpu.startswith(words)
+    text = describe_plan(planned, "moe", Shown(explain=True))
+    assert "role gpu, feed-forward: defaults for CPUs" in text
+    assert text.startswith(f"moe fits: 1 pod (1 GPU, {len(planned.plan.ranks)} ranks), mode FeedForward\n")
+    assert "Limit: rank 1 (role gpu, feed-forward), " in text
 
 
 def test_windows_keep_the_blocks_of_the_step_that_is_scheduled_ahead() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from heteroinfer_contract.model import LayerKind
-from heteroinfer_operator.commands.account import describe_memory
+from heteroinfer_operator.commands.plan_details import describe_memory
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.gpu_floor import CONTEXT_BYTES, GRAPHS_BYTES, NCCL_BYTES
 from heteroinfer_operator.planning.planner import Planned

@@ -14,7 +14,7 @@ from heteroinfer_contract.model import LayerKind, Routing, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import HeteroInferenceSpec
-from heteroinfer_operator.commands.account import describe_memory
+from heteroinfer_operator.commands.plan_details import describe_memory
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind
 from heteroinfer_operator.nodes.cpu_features import roles_without_amx

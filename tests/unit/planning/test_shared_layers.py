@@ -7,7 +7,7 @@ import pytest
 
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_operator.commands.account import describe_model
+from heteroinfer_operator.commands.plan_details import describe_model
 from heteroinfer_operator.errors import PlanError
 from tests.unit.planning.planned_models import GIB, MIB, cpu, device_memory, gpu, plan, profile, spec
 
@@ -99,4 +99,4 @@ def test_embeddings_of_layers_are_on_every_rank() -> None:
         assert ours.num_layers == bare.num_layers
         assert ours.weight_bytes - bare.weight_bytes == copies * 5376 * MIB
     assert with_tables.sizes.profile.total_bytes - without.sizes.profile.total_bytes == 5.25 * GIB
-    assert "embeddings of each layer 5.25 GiB, on every rank" in describe_model(e4b())
+    assert ("embeddings per layer", "5.25 GiB, on every rank") in describe_model(e4b())

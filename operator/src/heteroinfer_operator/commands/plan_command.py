@@ -1,38 +1,29 @@
-"""`heteroinfer plan`: a resource's rank table, and whether its pods fit given nodes; no cluster is asked."""
+"""`heteroinfer plan`: whether a resource fits, how fast it is, and its ranks, without a cluster."""
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict, JsonValue
-from pydantic.alias_generators import to_camel
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import Device, RankAssignment
-from heteroinfer_contract.printable import format_bytes, printable
-from heteroinfer_operator.api import HeteroInference, HeteroInferenceSpec
+from heteroinfer_contract.plan import Device
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.api import HeteroInference
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.commands.account import (
-    describe_bounds,
-    describe_capacity,
-    describe_memory,
-    describe_model,
-    describe_speed,
-)
-from heteroinfer_operator.commands.choices import describe_choices, describe_waste
 from heteroinfer_operator.commands.model_to_plan import read_model
+from heteroinfer_operator.commands.plan_choices import describe_choices
 from heteroinfer_operator.commands.plan_nodes import HOW, GivenNodes, load_nodes
+from heteroinfer_operator.commands.plan_policy import find_refused, read_chart_values
+from heteroinfer_operator.commands.plan_text import Shown, describe_plan
 from heteroinfer_operator.commands.resource_file import load_resource
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.local import calibration_file
-from heteroinfer_operator.manifests.addressing import host_path_refusal
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
@@ -40,13 +31,12 @@ from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import preempting_priority
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from heteroinfer_operator.planning.prediction import overhead_s, predict
+from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_bytes
-from heteroinfer_operator.reconcile import Allowed
 
 _NO_CALIBRATION = "none"
 _NODE_OF_OPTIONS = "(--gpus)"
-"""The only node where --gpus says what there is."""
+"""Name of the only node, if --gpus or --gpu-memory describe it."""
 _NO_PRIORITIES: Final = (
     f"the file has no PriorityClasses, so that pods of lower priority count as obstacles. {HOW}"
 )
@@ -56,27 +46,27 @@ _SHORT_OF: Final = frozenset(
 
 
 class PlanExit(IntEnum):
-    """Exit codes of `heteroinfer plan`, without 2, which argparse has for wrong options."""
+    """Exit codes of `heteroinfer plan`; argparse exits with 2 on wrong options."""
 
     FITS = 0
     INVALID = 1
-    """No plan takes the spec or the model, or a file cannot be read."""
+    """The spec or the model cannot be planned, or a file cannot be read."""
     DOES_NOT_FIT = 3
     """Memory, GPUs or other capacity is missing."""
     REFUSED_BY_POLICY = 4
-    """There is a plan, but the installation refuses an argument, annotation, image or path of a node."""
+    """There is a plan, but the installation refuses an argument, annotation, image or host path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """What is found out about a file.
+    """The result of planning a file.
 
     Attributes:
-        name: of the resource.
+        name: name of the resource, "" until the file is read.
         planned: the plan, or None.
-        calibrations: what was measured of the machines that are planned for.
+        calibrations: measurements of the machines that are planned for.
         errors: why there is no plan.
-        refused: each argument, annotation, image and path that every plan or the installation refuses.
+        refused: arguments, annotations, images and paths that every plan or the installation refuses.
     """
 
     name: str = ""
@@ -87,106 +77,109 @@ class PlanAnswer:
 
     @property
     def exit_code(self) -> PlanExit:
-        """The first that holds: invalid, does not fit, refused, fits."""
+        """The first exit code that applies, in the order invalid, does not fit, refused, fits."""
         if self.errors:
             short = all(error.reason in _SHORT_OF for error in self.errors)
             return PlanExit.DOES_NOT_FIT if short else PlanExit.INVALID
         return PlanExit.REFUSED_BY_POLICY if self.refused else PlanExit.FITS
 
-
-class ChartValues(BaseModel):
-    """What an installation allows and gives, as the values of its chart have it."""
-
-    model_config = ConfigDict(frozen=True, alias_generator=to_camel)
-
-    allow_host_paths: bool = False
-    allow_remote_code: bool = False
-    allowed_arguments: tuple[str, ...] = ()
-    allowed_annotations: tuple[str, ...] = ()
-    pod_resources: dict[str, JsonValue] = {}
-    allowed_worker_images: tuple[str, ...] = ()
-    allowed_host_paths: tuple[str, ...] = ()
-    allowed_service_accounts: tuple[str, ...] = ()
+    @property
+    def refused_by_policy(self) -> tuple[HeteroInferError, ...]:
+        """The refusals of the installation alone."""
+        return tuple(error for error in self.refused if error not in self.errors)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer plan`."""
+    parser.epilog = "Example: heteroinfer plan -f llama.yaml --gpu-memory 24Gi --choices"
     parser.add_argument(
-        "-f", "--filename", required=True, metavar="FILE", help="a HeteroInference; - for stdin"
+        "-f", "--filename", required=True, metavar="FILE", help="file with a HeteroInference; - reads stdin"
     )
     parser.add_argument(
         "--model-dir",
         type=Path,
         metavar="DIR",
-        help="the model's folder, instead of the file's model.uri; needed where that is pvc://",
+        help="folder of the model, instead of the file's model.uri; required for pvc:// and oci://",
     )
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="what `heteroinfer calibrate -o FILE` measured, of any machine; none: take defaults. "
-        "Without it: this machine's own, if it was measured and no --nodes are given",
+        help="measurements by `heteroinfer calibrate -o FILE`, of any machine, or `none` for default rates. "
+        "Default: those of this machine, if it was measured and --nodes is not given",
     )
-    parser.add_argument("-o", "--output", choices=("table", "json", "yaml"), default="table")
+    parser.add_argument(
+        "-o", "--output", choices=("table", "json", "yaml"), default="table", help="format; default: table"
+    )
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="also show the next cheaper, roomier and faster plans: with a pod less or more, or a layer less "
-        "where memory is short",
+        help="also show bytes, KV cache, predicted times, rates and settings",
+    )
+    parser.add_argument(
+        "--choices",
+        action="store_true",
+        help="also show plans that are cheaper, faster or hold more requests by at least 3 %%",
     )
     parser.add_argument(
         "--nodes",
         metavar="FILE",
-        help="nodes, pods and priority classes as `kubectl get nodes,pods,priorityclasses -A -o json` prints "
-        "them; - for stdin: "
-        "the pods of one more group must fit them",
+        help="output of `kubectl get nodes,pods,priorityclasses -A -o json`; - reads stdin. "
+        "The pods of one more group must fit these nodes",
     )
     parser.add_argument(
-        "--gpus", type=_count, help="GPUs of the only node; as many as the roles ask for if not given"
+        "--gpus",
+        type=gpu_count,
+        metavar="N",
+        help="GPUs of the only node; default: as many as the roles request",
     )
     parser.add_argument(
-        "--gpu-memory", type=_size, help="memory of one GPU, such as 80Gi, for roles without deviceMemory"
+        "--gpu-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="memory of one GPU, such as 80Gi, for roles without deviceMemory",
     )
     parser.add_argument(
         "--chart-values",
         metavar="FILE",
-        help="values of the chart as `helm get values RELEASE --all -o yaml` prints them, for what the "
-        "installation allows, and the resources that it gives roles; default: the chart's own",
+        help="output of `helm get values RELEASE --all -o yaml`: what the installation allows, and the "
+        "resources that it gives roles; default: the chart's own values",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan, or why there is none, and all that is refused. Returns the exit code."""
     answer = _answer(arguments)
-    sys.stdout.write(_render(answer, arguments.output, explain=arguments.explain))
+    sys.stdout.write(_render(answer, arguments))
     file = arguments.chart_values
     policy = "the chart's default values" if file is None else f"the values of {file}"
-    by_policy = [error for error in answer.refused if error not in answer.errors]
-    for what, errors in (("error", answer.errors), (f"refused by an operator with {policy}", by_policy)):
+    problem = "error"
+    if answer.exit_code is PlanExit.DOES_NOT_FIT and answer.name:
+        problem = f"error: {answer.name} does not fit"
+    by_policy = answer.refused_by_policy
+    for what, errors in ((problem, answer.errors), (f"refused by an operator with {policy}", by_policy)):
         for line in (line for error in errors for line in error.message.splitlines()):
-            sys.stderr.write(f"{what}: {printable(line)}\n")
+            sys.stderr.write(f"{printable(f'{what}: {line}')}\n")
     return answer.exit_code
 
 
 def _answer(arguments: argparse.Namespace) -> PlanAnswer:
     refused: tuple[PlanError, ...] = ()
+    name = ""
     try:
         resource = load_resource(arguments.filename)
-        values = _chart_values(arguments.chart_values)
-        refused = tuple(_find_refused(values, resource.spec))
+        name = resource.metadata.name
+        values = read_chart_values(arguments.chart_values)
+        refused = tuple(find_refused(values, resource.spec))
         given = PodResources.from_json(json.dumps(values.pod_resources))
         resource = resource.changed(spec=given.complete_roles(resource.spec))
         impossible = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
         if impossible:
-            return PlanAnswer(errors=impossible, refused=refused)
+            return PlanAnswer(name=name, errors=impossible, refused=refused)
         calibrations = _calibrations(arguments)
-        return PlanAnswer(
-            name=resource.metadata.name,
-            planned=_plan(resource, calibrations, arguments),
-            calibrations=calibrations,
-            refused=refused,
-        )
+        planned = _plan(resource, calibrations, arguments)
+        return PlanAnswer(name=name, planned=planned, calibrations=calibrations, refused=refused)
     except HeteroInferError as error:
-        return PlanAnswer(errors=(error,), refused=refused)
+        return PlanAnswer(name=name, errors=(error,), refused=refused)
 
 
 def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argparse.Namespace) -> Planned:
@@ -215,43 +208,8 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
     return replace(planned, notes=(*planned.notes, *missing, *notes))
 
 
-def _chart_values(file: str | None) -> ChartValues:
-    """Returns the values of an installation's chart, or the chart's defaults.
-
-    Without a file paths are allowed: the resource may be one for `heteroinfer up` on this machine.
-    """
-    if file is None:
-        return ChartValues.model_validate({"allowHostPaths": True})
-    try:
-        stored = yaml.safe_load(Path(file).read_text())
-        return ChartValues.model_validate({} if stored is None else stored)
-    except OSError as error:
-        raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise HeteroInferError(
-            f"--chart-values: {file} holds no values of the chart ({' '.join(str(error).split())}). "
-            "Create the file with `helm get values RELEASE --all -o yaml`",
-            reason="Usage",
-        ) from error
-
-
-def _find_refused(values: ChartValues, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-    """Finds what an operator with these values would refuse of a spec."""
-    allowed = Allowed(
-        remote_code=values.allow_remote_code,
-        arguments=values.allowed_arguments,
-        annotations=values.allowed_annotations,
-        images=values.allowed_worker_images,
-        host_paths=values.allowed_host_paths,
-        service_accounts=values.allowed_service_accounts,
-    )
-    yield from allowed.find_all_forbidden(spec)
-    if spec.model.uri.startswith("file://") and not values.allow_host_paths:
-        yield host_path_refusal(spec)
-
-
 def _calibrations(arguments: argparse.Namespace) -> Calibrations:
-    """Returns what was measured of the machines that are planned for."""
+    """Returns the measurements of the machines that are planned for."""
     if arguments.calibration == _NO_CALIBRATION:
         return Calibrations(missing="--calibration none")
     if arguments.calibration is not None:
@@ -262,13 +220,15 @@ def _calibrations(arguments: argparse.Namespace) -> Calibrations:
     return Calibrations(this_machine=own, missing=missing)
 
 
-def _count(text: str) -> int:
+def gpu_count(text: str) -> int:
+    """Returns the value of --gpus; raises ArgumentTypeError."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of GPUs, 0 or more")
     return int(text)
 
 
-def _size(text: str) -> int:
+def memory_size(text: str) -> int:
+    """Returns the bytes of a size such as 80Gi; raises ArgumentTypeError."""
     try:
         size = parse_bytes(text)
     except ValueError as error:
@@ -284,13 +244,13 @@ def _given_nodes(arguments: argparse.Namespace) -> GivenNodes | None:
         return None
     if arguments.gpus is not None or arguments.gpu_memory is not None:
         raise HeteroInferError(
-            "--nodes: got --gpus or --gpu-memory too, which say the same; leave them out", reason="Usage"
+            "--nodes cannot be combined with --gpus or --gpu-memory. Remove these", reason="Usage"
         )
     return load_nodes(arguments.nodes)
 
 
 def _node_of_options(resource: HeteroInference, arguments: argparse.Namespace) -> list[FreeNode] | None:
-    """Returns the node of --gpus and --gpu-memory, or None if no pods are placed."""
+    """Returns the node that --gpus and --gpu-memory describe, or None without these options."""
     gpus, memory_bytes = arguments.gpus, arguments.gpu_memory
     if gpus is None and memory_bytes is None:
         return None
@@ -304,19 +264,27 @@ def _node_of_options(resource: HeteroInference, arguments: argparse.Namespace) -
     return build_free_nodes([node])
 
 
-def _render(answer: PlanAnswer, output: str, *, explain: bool) -> str:
-    planned = answer.planned
+def _render(answer: PlanAnswer, arguments: argparse.Namespace) -> str:
+    planned, output = answer.planned, arguments.output
     if output == "table":
         if planned is None:
             return ""
-        return describe_plan(planned, answer.calibrations, answer.name, explain=explain)
+        nodes = arguments.nodes is not None
+        return describe_plan(
+            planned,
+            answer.name,
+            Shown(explain=arguments.explain, choices=arguments.choices, nodes=nodes),
+            not_measured=answer.calibrations.missing,
+            refusals=len(answer.refused_by_policy),
+        )
+    with_choices = arguments.choices or arguments.explain
     value = {
         "exitCode": int(answer.exit_code),
         "outcome": answer.exit_code.name.lower().replace("_", " "),
         "errors": _problems(answer.errors),
         "refused": _problems(answer.refused),
         **({} if planned is None else _plan_fields(planned)),
-        **({"choices": list(describe_choices(planned))} if explain and planned is not None else {}),
+        **({"choices": list(describe_choices(planned))} if with_choices and planned is not None else {}),
     }
     if output == "json":
         return json.dumps(value, indent=2) + "\n"
@@ -339,81 +307,7 @@ def _plan_fields(planned: Planned) -> dict[str, Any]:
     }
 
 
-_HEADINGS = ("RANK", "POD", "ROLE", "DEVICE", "STAGE", "LAYERS", "WEIGHTS", "KV CACHE", "STEP")
-
-
-def describe_plan(planned: Planned, calibrations: Calibrations, name: str, *, explain: bool) -> str:
-    """Returns a plan in words: who has what, where each byte is, how fast it is, and what else there is.
-
-    Args:
-        explain: whether other plans are shown that cost more than nothing.
-    """
-    plan, engine = planned.plan, planned.plan.engine
-    rows = [_HEADINGS, *map(_row, plan.ranks)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    settings = {
-        field.name: value
-        for field in dataclasses.fields(engine)
-        if (value := getattr(engine, field.name)) != () and field.name != "model"
-    }
-    head = (
-        f"{name}: mode {plan.mode}, {plan.pipeline_parallel_size} stages of "
-        f"{plan.tensor_parallel_size} ranks, {len(plan.pods)} pods, plan {plan.hash}"
-    )
-    step = (
-        f"predicted decode step of one request: {predict(plan, planned.rates)}, of it "
-        f"{overhead_s(plan) * 1e3:.1f} ms between steps; the range is that of the rates below"
-    )
-    every = "every rank: " + ", ".join(f"{key} {value}" for key, value in settings.items())
-    all_lines = [
-        head,
-        *lines,
-        *_placed(planned),
-        describe_model(planned.request.profile, engine.extra_args),
-        *describe_memory(planned),
-        step,
-        *describe_speed(planned),
-        *([f"not measured: {calibrations.missing}"] if calibrations.missing else []),
-        describe_capacity(planned),
-        *describe_bounds(planned),
-        *(describe_choices if explain else describe_waste)(planned),
-        every,
-        *(f"note: {note}" for note in planned.notes),
-    ]
-    return "".join(f"{printable(line)}\n" for line in all_lines)
-
-
-def _row(rank: RankAssignment) -> tuple[str, ...]:
-    return (
-        str(rank.rank),
-        str(rank.pod),
-        rank.role,
-        rank.device.value,
-        str(rank.stage),
-        f"{rank.num_layers} ({rank.first_layer}-{rank.end_layer - 1})",
-        format_bytes(rank.weight_bytes),
-        format_bytes(rank.kv_cache_bytes),
-        f"{rank.predicted_step_s * 1e3:.2f} ms",
-    )
-
-
 def _step_ms(planned: Planned) -> dict[str, float]:
     step = predict(planned.plan, planned.rates)
     values = {"predicted": step.step_s, "least": step.least_s, "most": step.most_s}
     return {name: round(seconds * 1e3, 2) for name, seconds in values.items()}
-
-
-def _placed(planned: Planned) -> list[str]:
-    node_assignment = planned.node_assignment
-    if set(node_assignment.nodes.values()) <= {_NODE_OF_OPTIONS}:
-        return []
-    within = (
-        ""
-        if node_assignment.domain is None
-        else f", all with {node_assignment.domain[0]}={node_assignment.domain[1]}"
-    )
-    pods = ", ".join(f"pod {pod} on {node}" for pod, node in node_assignment.nodes.items())
-    return [f"fits: {pods}{within}"]

@@ -284,22 +284,34 @@ def forecast_first_token(
 def _stages(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load, elsewhere: Elsewhere
 ) -> list[Prediction]:
-    """Returns how long each stage takes: its slowest rank, and what its feed-forward ranks have."""
-    last = plan.pipeline_parallel_size - 1
-    # Feed-forward ranks are the last of all.
+    """Returns the time of each stage: that of its slowest rank, and the wait for its feed-forward ranks."""
+    # Feed-forward ranks have the highest numbers.
     remote = _within(elsewhere(load), rates[-1].error)
 
     def compute(rank: RankAssignment) -> Prediction:
-        read = count_reads(
-            sizes, rank.first_layer, rank.end_layer, load, last=rank.stage == last, engine=plan.engine
-        )
-        seconds = max(read.seconds(rates[rank.rank]), _launch_s(plan, sizes, rank, load))
-        return _within(seconds, rates[rank.rank].error)
+        return _within(_compute_s(plan, sizes, rates, rank, load), rates[rank.rank].error)
 
     return [
         _slowest(compute(rank) for rank in plan.stage(stage)) + remote
         for stage in range(plan.pipeline_parallel_size)
     ]
+
+
+def slowest_rank(
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load, elsewhere: Elsewhere = _nowhere
+) -> int:
+    """Returns the rank that computes longest in a step of this load."""
+    beside = [rank.rank for rank in plan.ranks if rank.feed_forward is not None]
+    seconds = {
+        rank.rank: _compute_s(plan, sizes, rates, rank, load) for rank in plan.stage_ranks
+    } | dict.fromkeys(beside, elsewhere(load) if beside else 0.0)
+    return max(seconds, key=seconds.__getitem__)
+
+
+def _compute_s(plan: Plan, sizes: Sizes, rates: Sequence[Rates], rank: RankAssignment, load: Load) -> float:
+    last = rank.stage == plan.pipeline_parallel_size - 1
+    read = count_reads(sizes, rank.first_layer, rank.end_layer, load, last=last, engine=plan.engine)
+    return max(read.seconds(rates[rank.rank]), _launch_s(plan, sizes, rank, load))
 
 
 def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: Load) -> float:

@@ -1,0 +1,192 @@
+"""The choices of `heteroinfer plan --choices`: cheaper, faster, more concurrency. Pure.
+
+Each choice is planned, not estimated, and is shown only if it gains at least 3 %.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from heteroinfer_contract.plan import Device, Mode
+from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
+from heteroinfer_operator.commands.plan_figures import sequences_at_once
+from heteroinfer_operator.commands.plan_words import count, duration
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.planner import Planned, make_plan
+from heteroinfer_operator.planning.prediction import predict
+
+_LEAST_GAIN: Final = 0.03
+"""Share of a step, of memory or of concurrency that a choice must gain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """How another plan differs from this one.
+
+    Attributes:
+        costs_nothing: whether a step takes no longer and no fewer requests run at once, in printed figures.
+    """
+
+    words: str
+    costs_nothing: bool
+
+
+def describe_choices(planned: Planned) -> tuple[str, ...]:
+    """Returns the next cheaper choices, the next with more concurrency and the next faster, one line each."""
+    fewer = (
+        f"fewer pods: {words}, {_compare(other, planned).words}" for words, other in _with_fewer(planned)
+    )
+    faster = (f"faster: {words}, {_compare(other, planned).words}" for words, other in _with_more(planned))
+    return (*fewer, *_save_memory(planned), *_more_concurrency(planned), *faster, *_moved_layers(planned))
+
+
+def describe_waste(planned: Planned) -> tuple[str, ...]:
+    """Returns the pods and roles that gain nothing, one line each."""
+    found = [(words, _compare(other, planned)) for words, other in _with_fewer(planned)]
+    return tuple(f"fewer pods: {words}, {change.words}" for words, change in found if change.costs_nothing)
+
+
+def _compare(other: Planned, planned: Planned) -> _Difference:
+    steps_s = [predict(each.plan, each.rates).step_s for each in (other, planned)]
+    step, step_now = map(duration, steps_s)
+    room, room_now = (f"{sequences_at_once(each):,.1f}" for each in (other, planned))
+    requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
+    time = f"as long ({step})" if step == step_now else f"{step} instead of {step_now}"
+    if room == room_now:
+        held = f"as many {requests} run at once ({room})"
+    else:
+        held = f"{room} {requests} run at once instead of {room_now}"
+    more_requests = sequences_at_once(other) >= sequences_at_once(planned) or room == room_now
+    costs_nothing = (steps_s[0] <= steps_s[1] or step == step_now) and more_requests
+    return _Difference(words=f"a step takes {time}, and {held}", costs_nothing=costs_nothing)
+
+
+def _with_fewer(planned: Planned) -> Iterator[tuple[str, Planned]]:
+    """Yields the plan with one pod fewer, for each role."""
+    spec = planned.request.spec
+    for role in _free_roles(spec):
+        if role.pods > 1:
+            other = _plan_again(planned, _with_pods(spec, role, role.pods - 1))
+            words = f"with {count(role.pods - 1, 'pod')} of role {role.name} instead of {role.pods}"
+        elif len(spec.roles) > 1:
+            other = _plan_again(planned, _with_pods(spec, role, 0))
+            words = f"without role {role.name}"
+        else:
+            continue
+        if other is not None:
+            yield words, other
+
+
+def _with_more(planned: Planned) -> Iterator[tuple[str, Planned]]:
+    """Yields the plan with one pod more, for each GPU role, if that is faster."""
+    spec = planned.request.spec
+    step_s = predict(planned.plan, planned.rates).step_s
+    for role in _free_roles(spec):
+        if role.device is not Device.GPU:
+            continue
+        other = _plan_again(planned, _with_pods(spec, role, role.pods + 1))
+        if other is not None and predict(other.plan, other.rates).step_s <= (1 - _LEAST_GAIN) * step_s:
+            yield f"with {role.pods + 1} pods of role {role.name} instead of {role.pods}", other
+
+
+def _free_roles(spec: HeteroInferenceSpec) -> Sequence[RoleSpec]:
+    """Returns the roles whose number of pods may change; in mode FeedForward a group has one pod."""
+    return () if spec.parallelism.mode is Mode.FEED_FORWARD else spec.roles
+
+
+def _with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroInferenceSpec:
+    """Returns the spec with this number of pods of a role; with 0 the role is removed."""
+
+    def changed(roles: Sequence[RoleSpec]) -> Iterator[RoleSpec]:
+        for each in roles:
+            if each.name != role.name:
+                yield each
+            elif pods:
+                yield each.changed(pods=pods)
+
+    return spec.changed(roles=tuple(changed(spec.roles)))
+
+
+def _plan_again(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
+    """Returns the plan of another spec, or None if it has no plan."""
+    try:
+        return make_plan(replace(planned.request, spec=spec), planned.inventory)
+    except PlanError:
+        return None
+
+
+def _save_memory(planned: Planned) -> Iterator[str]:
+    """Yields the memory that each role has beyond one full-length request."""
+    kv = planned.sizes.kv
+    spare: dict[str, tuple[int, int]] = {}
+    for rank in planned.plan.stage_ranks:
+        least = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.least_blocks
+        found = (rank.kv_cache_bytes - least, rank.kv_cache_bytes + rank.weight_bytes)
+        spare[rank.role] = min(spare.get(rank.role, found), found)
+    for role, (size, held) in spare.items():
+        if size >= _LEAST_GAIN * held:
+            yield (
+                "save memory: if you serve one full-length request at a time, each rank of role "
+                f"{role} needs {format_bytes(size)} less"
+            )
+
+
+def _moved_layers(planned: Planned) -> Iterator[str]:
+    """Yields the time that each layer saves when it moves from a CPU role to a GPU."""
+    plan = planned.plan
+    on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
+    if not on_cpus or len(on_cpus) == len(plan.ranks):
+        return
+    step_s = predict(plan, planned.rates).step_s
+    first = on_cpus[0]
+    layer_s = first.predicted_step_s / max(first.num_layers, 1)
+    if first.predicted_step_s >= _LEAST_GAIN * step_s:
+        need = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in on_cpus)
+        yield (
+            f"faster: each layer that you move from role {first.role} to a GPU saves {duration(layer_s)} "
+            f"per step. All layers on CPUs take {format_bytes(need)}"
+        )
+
+
+def _more_concurrency(planned: Planned) -> Iterator[str]:
+    """Yields the plan with one layer fewer in the stage that bounds concurrency.
+
+    GPU stages are filled with layers for speed, so a GPU may hold the KV cache of one full-length request
+    while CPUs have plenty of memory.
+    """
+    plan, spec = planned.plan, planned.request.spec
+    if planned.limiting_rank is None or spec.parallelism.mode is not Mode.PIPELINE:
+        return
+    if sequences_at_once(planned) >= plan.engine.max_num_seqs:
+        return
+    stages = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]
+    free = [
+        (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
+        for budget, rank in zip(planned.budgets, stages, strict=True)
+    ]
+    tight, other = plan.ranks[planned.limiting_rank].stage, max(range(len(free)), key=free.__getitem__)
+    if other == tight or stages[tight].num_layers == 1:
+        return
+    layers = [rank.num_layers for rank in stages]
+    layers[tight] -= 1
+    layers[other] += 1
+    found = _plan_again(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
+    if found is None or sequences_at_once(found) < (1 + _LEAST_GAIN) * sequences_at_once(planned):
+        return
+    yield (
+        f"more concurrency: with one layer moved from stage {tight} (role {stages[tight].role}) to stage "
+        f"{other} (role {stages[other].role}), {_compare(found, planned).words}"
+    )
+
+
+def _with_layers(
+    spec: HeteroInferenceSpec, layers: Sequence[int], roles: Sequence[str]
+) -> HeteroInferenceSpec:
+    """Returns the spec with these layers by stage; `roles` has the role of each stage."""
+
+    def own(name: str) -> tuple[int, ...]:
+        return tuple(number for number, role in zip(layers, roles, strict=True) if role == name)
+
+    pinned = tuple(role.changed(layers=own(role.name)) for role in spec.roles)
+    return spec.changed(roles=pinned)

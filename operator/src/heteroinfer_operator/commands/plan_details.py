@@ -1,0 +1,218 @@
+"""The details of `heteroinfer plan --explain`: bytes, KV cache, predicted times, rates, settings. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device
+from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.commands.plan_figures import (
+    Figures,
+    describe_requests,
+    kv_blocks,
+    longest_request,
+    memory_limit,
+    typical_context,
+)
+from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread, table
+from heteroinfer_operator.planning.feed_forward import beside_weights_bytes
+from heteroinfer_operator.planning.first_token import waits_elsewhere
+from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS
+from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
+from heteroinfer_operator.planning.planner import Planned
+from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token, overhead_s, predict
+from heteroinfer_operator.vllm_support.engine_options import EngineOptions
+
+_REQUESTS = (1, 8, 64)
+_LONG_CONTEXT = 16384
+"""Tokens of a second row of predicted steps, if engine.maxModelLen is larger."""
+
+
+def describe_details(planned: Planned, figures: Figures, not_measured: str) -> list[str]:
+    """Returns the details of a plan as lines under headings.
+
+    Args:
+        not_measured: why rates are defaults, or "".
+    """
+    engine_args = planned.plan.engine.extra_args
+    rates = [*_describe_rates(planned), *([f"not measured: {not_measured}"] if not_measured else [])]
+    sections = {
+        "MODEL": table(describe_model(planned.request.profile, engine_args)),
+        "MEMORY OF EACH RANK": describe_memory(planned),
+        "KV CACHE": table(describe_kv_cache(planned, figures)),
+        "PREDICTED TIMES": table(describe_times(planned)),
+        "RATES": rates,
+        "SETTINGS OF ALL RANKS": table(_describe_settings(planned)),
+    }
+    return [line for heading, lines in sections.items() for line in section(heading, lines)]
+
+
+def section(heading: str, lines: Iterable[str]) -> list[str]:
+    """Returns lines under a heading, after an empty line."""
+    return ["", heading, *(f"{INDENT}{line}" for line in lines)]
+
+
+def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Returns the parts of a model with their sizes, as the group serves it with these arguments."""
+    scheme = "" if profile.scheme.bits == 16 else f", {profile.scheme}"
+    kinds = Counter(kind.attention.value.lower() for kind in profile.layers)
+    attention = ", ".join(f"{number} {name}" for name, number in kinds.items())
+    rows = [
+        ("architecture", f"{profile.architecture}, {profile.dtype}{scheme}"),
+        ("layers", f"{format_bytes(sum(profile.layer_bytes))}, by attention: {attention}"),
+    ]
+    if profile.experts:
+        routed = sum(kind.routed_bytes for kind in profile.layers)
+        read = max(kind.experts_per_token for kind in profile.layers)
+        rows.append(
+            (
+                "experts",
+                f"{format_bytes(routed)} of the layers, {profile.experts} per layer; a token reads {read}",
+            )
+        )
+    rows.append(("embedding", format_bytes(profile.embedding_bytes)))
+    rows.append(("head", "tied to the embedding" if profile.tied_head else format_bytes(profile.head_bytes)))
+    if profile.encoder:
+        where = "not loaded" if EngineOptions.of(engine_args).is_text_only else "on every rank"
+        rows.append(("encoder", f"{format_bytes(profile.encoder_bytes)} for {profile.encoder}, {where}"))
+    if profile.layer_table_bytes:
+        size = format_bytes(profile.layer_table_bytes)
+        rows.append(("embeddings per layer", f"{size}, on every rank"))
+    if profile.dropped_bytes:
+        rows.append(("not loaded", f"{format_bytes(profile.dropped_bytes)} of the checkpoint"))
+    return rows
+
+
+def describe_memory(planned: Planned) -> list[str]:
+    """Returns the sum of each stage's bytes per rank; stages with equal sums share a line."""
+    found: dict[str, list[int]] = {}
+    for stage in range(planned.plan.pipeline_parallel_size):
+        found.setdefault(_stage_sum(planned, stage), []).append(stage)
+    lines = [f"{_stages(stages)}, {words}" for words, stages in found.items()]
+    if planned.remote is not None:
+        remote = sorted({(r.role, r.weight_bytes) for r in planned.plan.ranks if r.feed_forward is not None})
+        besides = format_bytes(beside_weights_bytes(planned.remote, planned.plan.engine))
+        whole = " (whole experts)" if planned.remote.by_experts else ""
+        lines += [
+            f"feed-forward rank of role {role}: {format_bytes(size)} of weights{whole}, and up to {besides} "
+            "for the process and for packing a layer or the largest batch"
+            for role, size in remote
+        ]
+    return lines
+
+
+def _stage_sum(planned: Planned, stage: int) -> str:
+    """Returns the sum of the bytes of a stage's tightest rank."""
+    plan, sizes = planned.plan, planned.sizes
+    ranks = plan.stage(stage)
+    first, end = ranks[0].first_layer, ranks[0].end_layer
+    budget = planned.budgets[stage].tightest(sizes, first, end)
+    rank = next(rank for rank in ranks if rank.role == budget.role)
+    layers = sizes.layers(first, end, budget.kernels)
+    tables = rank.weight_bytes - layers - sizes.encoder_bytes
+    packed = f" packed for {budget.kernels}" if layers != sizes.layers(first, end) else ""
+    parts = [f"{count(rank.num_layers, 'layer')} {format_bytes(layers)}{packed}"]
+    if tables:
+        names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))
+        copies = f"{CPU_TABLE_COPIES} copies of " if rank.device is Device.CPU else ""
+        parts.append(f"{copies}{names} {format_bytes(tables)}")
+    if sizes.encoder_bytes:
+        parts.append(f"encoder {format_bytes(sizes.encoder_bytes)}")
+    parts.append(f"KV cache {format_bytes(rank.kv_cache_bytes)}")
+    usable = "an unknown memory" if budget.budget is None else format_bytes(budget.budget)
+    taken = format_bytes(rank.weight_bytes + rank.kv_cache_bytes)
+    words = f"role {rank.role}: {' + '.join(parts)} = {taken} of {usable}"
+    if budget.beside:
+        words += f". {format_bytes(budget.beside)} more are kept free for {BESIDE_ON_GPUS}"
+    return words
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"stage {numbers[0]}"
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"stages {numbers[0]} to {numbers[-1]}"
+    return f"stages {', '.join(map(str, numbers))}"
+
+
+def describe_kv_cache(planned: Planned, figures: Figures) -> list[tuple[str, str]]:
+    """Returns the size of the KV cache, and what bounds requests and their length."""
+    plan, kv, blocks = planned.plan, planned.sizes.kv, kv_blocks(planned)
+    one = sum(
+        kv.block_bytes(rank.first_layer, rank.end_layer) * kv.sequence_blocks for rank in plan.stage_ranks
+    )
+    full = f"One of {count(kv.sequence_tokens, 'token')} takes {format_bytes(one)} over all ranks"
+    size = f"{count(blocks, 'block')} of {count(kv.block_tokens, 'token')} on every rank"
+    return [
+        ("size", f"{size}, about {count(kv.tokens(blocks), 'token')}"),
+        ("requests", f"{describe_requests(planned, figures)}. {full}"),
+        ("length", _describe_length(planned)),
+    ]
+
+
+def _describe_length(planned: Planned) -> str:
+    engine, made_for = planned.plan.engine, planned.sizes.profile.max_position_embeddings
+    asked = planned.request.spec.engine.max_model_len
+    field = "the default of engine.maxModelLen" if asked is None else "engine.maxModelLen"
+    length = f"{count(engine.max_model_len, 'token')} ({field})"
+    if made_for <= engine.max_model_len:
+        return f"{length}, the most that the model supports"
+    longest = longest_request(planned)
+    allowed = "" if longest is None else f"; {memory_limit(planned)} allows {longest:,}"
+    return f"{length}. The model supports {made_for:,}{allowed}"
+
+
+def describe_times(planned: Planned) -> list[tuple[str, str]]:
+    """Returns predicted steps and first tokens by requests and their length."""
+    plan, sizes, rates = planned.plan, planned.sizes, planned.rates
+    between = duration(overhead_s(plan))
+    rows = [("step", f"{spread(predict(plan, rates))} for one request, including {between} of scheduling")]
+    elsewhere = waits_elsewhere(plan, rates, planned.remote)
+    contexts = [typical_context(plan.engine.max_model_len)]
+    if plan.engine.max_model_len > _LONG_CONTEXT:
+        contexts.append(_LONG_CONTEXT)
+    for context in contexts:
+        for requests in _REQUESTS:
+            if requests <= plan.engine.max_num_seqs:
+                step = forecast(plan, sizes, rates, Load(requests=requests, context=context), elsewhere)
+                rows.append(("", f"{spread(step)} for {count(requests, 'request')} of {context:,} tokens"))
+    for context in contexts:
+        first = forecast_first_token(plan, sizes, rates, context, elsewhere)
+        label = "first token" if context == contexts[0] else ""
+        rows.append((label, f"{spread(first)} after a prompt of {count(context, 'token')}"))
+    return rows
+
+
+def _describe_rates(planned: Planned) -> list[str]:
+    found = sorted(
+        {
+            (rank.role, ", feed-forward" if rank.feed_forward else "", planned.rates[rank.rank].source)
+            for rank in planned.plan.ranks
+        }
+    )
+    return [f"role {role}{kind}: {source}" for role, kind, source in found]
+
+
+def _describe_settings(planned: Planned) -> list[tuple[str, str]]:
+    plan, engine = planned.plan, planned.plan.engine
+    per_stage = "" if plan.tensor_parallel_size == 1 else f" of {count(plan.tensor_parallel_size, 'rank')}"
+    stages = f"{count(plan.pipeline_parallel_size, 'stage')}{per_stage}"
+    tokens = count(engine.max_num_batched_tokens, "token")
+    rows = [
+        ("plan", f"{plan.hash}, mode {plan.mode}, {stages}"),
+        ("model", f"{engine.served_name}, {engine.dtype}, up to {count(engine.max_model_len, 'token')}"),
+        (
+            "step",
+            f"at most {count(engine.max_num_seqs, 'request')} and {tokens}",
+        ),
+        ("blocks", count(engine.block_size, "token")),
+        ("GPU ranks", "eager, without CUDA graphs" if engine.eager_gpu else "compiled, with CUDA graphs"),
+        ("CPU ranks", "eager" if engine.eager_cpu else "compiled"),
+        ("batches in flight", str(engine.batches_in_flight)),
+        ("seed", str(engine.seed)),
+    ]
+    devices = {rank.device for rank in plan.ranks}
+    hidden = {f"{device} ranks" for device in Device if device not in devices}
+    if engine.extra_args:
+        rows.append(("arguments", " ".join(engine.extra_args)))
+    return [row for row in rows if row[0] not in hidden]

@@ -1,0 +1,154 @@
+"""Figures of a plan that its verdict, details and choices show: requests at once, tokens a second. Pure."""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import Final
+
+from heteroinfer_operator.commands.plan_words import count
+from heteroinfer_operator.planning.first_token import waits_elsewhere
+from heteroinfer_operator.planning.kv_cache import build_kv_cache
+from heteroinfer_operator.planning.planner import Planned, block_capacities
+from heteroinfer_operator.planning.prediction import (
+    Load,
+    Prediction,
+    forecast,
+    forecast_first_token,
+    predict,
+    slowest_rank,
+)
+
+_SHORT: Final = 1024
+"""Tokens of a short request, if the longest request has as many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The figures that a user compares.
+
+    Attributes:
+        step: one decode step for one request without context.
+        slowest: rank that takes most of this step.
+        short: tokens of a short request: 1,024, or engine.maxModelLen if that is less.
+        short_requests: requests of `short` tokens that run at once.
+        full_requests: requests of engine.maxModelLen tokens that run at once.
+        tokens_per_s: tokens that `short_requests` requests get together in a second.
+        prompt: tokens of the prompt of `first_token`.
+        first_token: time from a request to its first token.
+        slowest_for_prompt: rank that takes most of the time to the first token.
+    """
+
+    step: Prediction
+    slowest: int
+    short: int
+    short_requests: int
+    full_requests: int
+    tokens_per_s: float
+    prompt: int
+    first_token: Prediction
+    slowest_for_prompt: int
+
+    @classmethod
+    def of(cls, planned: Planned) -> "Figures":
+        """Returns the figures of a plan."""
+        plan, sizes, rates = planned.plan, planned.sizes, planned.rates
+        elsewhere = waits_elsewhere(plan, rates, planned.remote)
+        engine = plan.engine
+        short = min(_SHORT, engine.max_model_len)
+        held = max(kv_blocks(planned) - 1, 0)
+        short_requests = min(held // max(sequence_blocks(planned, short), 1), engine.max_num_seqs)
+        load = Load(requests=max(short_requests, 1), context=short)
+        prompt = typical_context(engine.max_model_len)
+        chunk = min(prompt, engine.max_num_batched_tokens)
+        return cls(
+            step=predict(plan, rates),
+            slowest=slowest_rank(plan, sizes, rates, Load(), elsewhere),
+            short=short,
+            short_requests=short_requests,
+            full_requests=min(int(sequences_at_once(planned)), engine.max_num_seqs),
+            tokens_per_s=load.requests / forecast(plan, sizes, rates, load, elsewhere).step_s,
+            prompt=prompt,
+            first_token=forecast_first_token(plan, sizes, rates, prompt, elsewhere),
+            slowest_for_prompt=slowest_rank(plan, sizes, rates, Load(tokens=chunk), elsewhere),
+        )
+
+
+def typical_context(max_model_len: int) -> int:
+    """Returns the tokens of a typical prompt: 1,024, or half of a length that has no more."""
+    return _SHORT if max_model_len > _SHORT else max(max_model_len // 2, 1)
+
+
+def kv_blocks(planned: Planned) -> int:
+    """Returns the number of KV cache blocks, which is equal on all ranks."""
+    kv = planned.sizes.kv
+    found = [
+        rank.kv_cache_bytes // size
+        for rank in planned.plan.stage_ranks  # feed-forward ranks have no KV cache
+        if (size := kv.block_bytes(rank.first_layer, rank.end_layer))
+    ]
+    return min(found, default=0)
+
+
+def sequences_at_once(planned: Planned) -> float:
+    """Returns how many requests of the maximum length the KV cache holds."""
+    return max(kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
+
+
+def sequence_blocks(planned: Planned, tokens: int) -> int:
+    """Returns the KV cache blocks that one request of this many tokens takes."""
+    plan, sizes = planned.plan, planned.sizes
+    engine = replace(plan.engine, max_model_len=tokens)
+    kv = build_kv_cache(sizes.profile, engine, tensor=sizes.tensor, batches=plan.batches_at_once)
+    return kv.sequence_blocks
+
+
+def longest_request(planned: Planned) -> int | None:
+    """Returns the tokens of the longest request that memory allows with these layers; None if unknown."""
+    stages = [planned.plan.stage(stage)[0] for stage in range(planned.plan.pipeline_parallel_size)]
+    layers = [rank.num_layers for rank in stages]
+    found = block_capacities(layers, planned.budgets, planned.sizes)
+    capacities = [blocks for blocks in found if blocks is not None]
+    if len(capacities) < len(stages):
+        return None
+    lengths = range(1, planned.sizes.profile.max_position_embeddings + 1)
+    blocks = min(capacities) - 1  # vLLM keeps one for itself
+    return bisect_right(lengths, blocks, key=lambda tokens: sequence_blocks(planned, tokens))
+
+
+def roles_of_unknown_memory(planned: Planned) -> tuple[str, ...]:
+    """Returns the roles whose memory is unknown, if that leaves a stage without a bound."""
+    unbounded = (stage for stage in planned.budgets if not stage.is_known)
+    return tuple(dict.fromkeys(rank.role for stage in unbounded for rank in stage.ranks))
+
+
+def memory_limit(planned: Planned) -> str:
+    """Returns the memory that bounds the KV cache, for people."""
+    if planned.limiting_rank is None:
+        roles = name_roles(roles_of_unknown_memory(planned))
+        return f"an assumed KV cache, because the memory of {roles} is unknown"
+    return f"the memory of {name_rank(planned, planned.limiting_rank)}"
+
+
+def describe_requests(planned: Planned, figures: Figures) -> str:
+    """Returns how many requests run at once, short ones and full ones, and what bounds them."""
+    most, full = planned.plan.engine.max_num_seqs, figures.full_requests
+    longest = planned.plan.engine.max_model_len
+    scheduler = f"{count(most, 'request')} in a step"
+    short = f"{figures.short_requests:,} of {count(figures.short, 'token')} at once"
+    if figures.short == longest or full >= most:
+        limit = scheduler if full >= most else memory_limit(planned)
+        return f"{full:,} of {count(longest, 'token')} at once. Limit: {limit}"
+    if figures.short_requests >= most:
+        return f"{short}, or {full:,} of {longest:,}. Limits: {scheduler}; {memory_limit(planned)}"
+    return f"{short}, or {full:,} of {longest:,}. Limit: {memory_limit(planned)}"
+
+
+def name_rank(planned: Planned, rank: int) -> str:
+    """Returns a rank with its role, for people."""
+    assigned = planned.plan.ranks[rank]
+    kind = ", feed-forward" if assigned.feed_forward is not None else ""
+    return f"rank {rank} (role {assigned.role}{kind})"
+
+
+def name_roles(roles: tuple[str, ...]) -> str:
+    """Returns the names of roles, for people."""
+    return f"{'role' if len(roles) == 1 else 'roles'} {', '.join(roles)}"

@@ -1,0 +1,178 @@
+"""The text of `heteroinfer plan`: verdict, table of ranks, and on request details and choices. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_contract.printable import format_bytes, printable
+from heteroinfer_operator.api import RoleSpec
+from heteroinfer_operator.commands.plan_choices import describe_choices, describe_waste
+from heteroinfer_operator.commands.plan_details import describe_details, section
+from heteroinfer_operator.commands.plan_figures import (
+    Figures,
+    describe_requests,
+    name_rank,
+    name_roles,
+    roles_of_unknown_memory,
+)
+from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread, table, three_digits
+from heteroinfer_operator.planning.planner import Planned
+
+_HEADINGS: Final = ("RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What the text shows besides the verdict.
+
+    Attributes:
+        explain: whether details are shown.
+        choices: whether other plans are shown.
+        nodes: whether the table shows the node of each rank.
+    """
+
+    explain: bool = False
+    choices: bool = False
+    nodes: bool = False
+
+
+def describe_plan(
+    planned: Planned, name: str, shown: Shown, *, not_measured: str = "", refusals: int = 0
+) -> str:
+    """Returns a plan as text: verdict and figures first, then a line for each rank.
+
+    Args:
+        not_measured: why rates are defaults, or "".
+        refusals: settings that the installation refuses.
+    """
+    figures = Figures.of(planned)
+    lines = [
+        describe_verdict(planned, name, refusals),
+        *(f"{INDENT}{line}" for line in table(describe_figures(planned, figures, not_measured))),
+        "",
+        *_rank_table(planned, with_nodes=shown.nodes),
+        *_notes(planned, shown),
+    ]
+    if shown.explain:
+        lines += describe_details(planned, figures, not_measured)
+    if shown.choices:
+        lines += section("CHOICES", describe_choices(planned) or ("none of the choices gains 3 % or more",))
+    options = {
+        "--explain (bytes, rates, KV cache)": shown.explain,
+        "--choices (cheaper, faster, more concurrency)": shown.choices,
+    }
+    if hidden := [option for option, given in options.items() if not given]:
+        lines += ["", f"More: {', '.join(hidden)}, -o yaml"]
+    return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def describe_verdict(planned: Planned, name: str, refusals: int = 0) -> str:
+    """Returns whether the group fits, and the pods that it needs."""
+    unknown = roles_of_unknown_memory(planned)
+    fits = f"{name} has a plan" if unknown else f"{name} fits"
+    if refusals:
+        fits += f", but the installation refuses {count(refusals, 'setting')} (see below)"
+    words = f"{fits}: {describe_pods(planned.plan)}"
+    if unknown:
+        words += (
+            f". Whether it fits is unknown: set {_memory_fields(planned, unknown)} of {name_roles(unknown)}"
+        )
+    return words
+
+
+def _memory_fields(planned: Planned, roles: Sequence[str]) -> str:
+    devices = {rank.device for stage in planned.budgets for rank in stage.ranks if rank.role in roles}
+    fields = {Device.GPU: "deviceMemory", Device.CPU: "resources.limits.memory"}
+    return " and ".join(field for device, field in fields.items() if device in devices)
+
+
+def describe_pods(plan: Plan) -> str:
+    """Returns the pods of a plan by device: "2 pods (1 CPU, 1 GPU), mode Pipeline"."""
+    pods = plan.pods
+    devices = Counter(pod.device.value for pod in pods)
+    kinds = [", ".join(f"{number:,} {device}" for device, number in devices.items())]
+    if len(plan.ranks) != len(pods):
+        kinds.append(count(len(plan.ranks), "rank"))
+    return f"{count(len(pods), 'pod')} ({', '.join(kinds)}), mode {plan.mode}"
+
+
+def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> list[tuple[str, str]]:
+    """Returns the figures that a user compares, each with its limit."""
+    step, slowest = figures.step, planned.plan.ranks[figures.slowest]
+    share = f"{duration(slowest.predicted_step_s)} of it"
+    speed = f"{spread(step)} per token, {three_digits(1 / step.step_s)} tokens/s for one request"
+    rows = [("speed", f"{speed}. Limit: {name_rank(planned, figures.slowest)}, {share}")]
+    if figures.short_requests > 1:
+        load = f"{figures.short_requests:,} requests of {count(figures.short, 'token')}"
+        rows.append(("", f"{three_digits(figures.tokens_per_s)} tokens/s for {load} at once"))
+    limit = name_rank(planned, figures.slowest_for_prompt)
+    first = f"{spread(figures.first_token)} after a prompt of {count(figures.prompt, 'token')}"
+    rows += [
+        ("first token", f"{first}. Limit: {limit}"),
+        ("requests", describe_requests(planned, figures)),
+    ]
+    if not_measured:
+        rows.append(("rates", f"defaults: {not_measured}"))
+    domain = planned.node_assignment.domain
+    if domain is not None:
+        rows.append(("nodes", f"all with {domain[0]}={domain[1]}"))
+    return rows
+
+
+def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
+    plan = planned.plan
+    roles = {role.name: role for role in planned.request.spec.roles}
+    nodes = planned.node_assignment.nodes if with_nodes else {}
+    slowest = max(rank.predicted_step_s for rank in plan.ranks)
+    all_equal = all(rank.predicted_step_s == slowest for rank in plan.ranks)
+    rows = [(*_HEADINGS, *(["NODE"] if nodes else []), "")]
+    for rank in plan.ranks:
+        is_slowest = rank.predicted_step_s == slowest and not all_equal
+        rows.append(
+            (
+                str(rank.rank),
+                f"{rank.role} (feed-forward)" if rank.feed_forward is not None else rank.role,
+                rank.device.value,
+                f"{rank.num_layers} ({rank.first_layer}-{rank.end_layer - 1})",
+                _memory(planned, rank, roles),
+                duration(rank.predicted_step_s),
+                *([nodes[rank.pod]] if nodes else []),
+                "<- slowest" if is_slowest else "",
+            )
+        )
+    return table(rows)
+
+
+def _memory(planned: Planned, rank: RankAssignment, roles: Mapping[str, RoleSpec]) -> str:
+    """Returns the bytes that a rank takes, those that it may take, and the memory as the user wrote it."""
+    taken = rank.weight_bytes + rank.kv_cache_bytes
+    role = roles[rank.role]
+    if rank.feed_forward is not None:
+        own = role.feed_forward
+        return format_bytes(taken) if own is None else f"{format_bytes(taken)} ({own.memory})"
+    budget = next(each for each in planned.budgets[rank.stage].ranks if each.role == rank.role)
+    if budget.budget is None:
+        return format_bytes(taken)
+    written = _written_memory(role, rank.device)
+    usable, used = format_bytes(budget.budget), format_bytes(taken)
+    if usable.endswith(" GiB") and used.endswith(" GiB"):
+        used = used.removesuffix(" GiB")
+    return f"{used} of {usable}{written}"
+
+
+def _written_memory(role: RoleSpec, device: Device) -> str:
+    if device is Device.GPU:
+        return f" ({role.device_memory})" if role.device_memory else ""
+    for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
+        if amounts and "memory" in amounts:
+            return f" ({amounts['memory']}{' per pod' if role.ranks_per_pod > 1 else ''})"
+    return ""
+
+
+def _notes(planned: Planned, shown: Shown) -> list[str]:
+    notes = [f"note: {note}" for note in planned.notes]
+    if not shown.choices:
+        notes += [f"advice: {words}" for words in describe_waste(planned)]
+    return ["", *notes] if notes else []
