@@ -3,6 +3,7 @@
 Each kind has a function that finds what a text names, and a test that it finds what is wrong.
 """
 
+import argparse
 import contextlib
 import io
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from heteroinfer_operator.cli import COMMANDS
+from heteroinfer_operator.cli import COMMANDS, build_parser
 from tests.unit.pages import ROOT, TODAY, code, name_of, without_what_was
 from vllm_heteroinfer.calibration import __main__ as calibration
 from vllm_heteroinfer.launch import cli
@@ -167,6 +168,19 @@ def test_the_verb_names_no_target(text: str) -> None:
     assert wrong_targets(text) == []
 
 
+def command_options() -> dict[str, set[str]]:
+    """Returns the options of each command."""
+    (commands,) = (
+        action
+        for action in build_parser([], every=True)._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return {
+        name: {option for action in parser._actions for option in action.option_strings}
+        for name, parser in commands.choices.items()
+    }
+
+
 def test_every_option_of_the_command_line_is_there() -> None:
     named = [
         (page, command, set(_OPTION.findall(rest)))
@@ -175,11 +189,7 @@ def test_every_option_of_the_command_line_is_there() -> None:
         for command, rest in re.findall(r"(?:^|[ /(])heteroinfer ([a-z]+)(?![\w/])([^|;&]*)", line)
     ]
     assert {command for _, command, _ in named} <= set(COMMANDS)
-    commands = ROOT / "operator/src/heteroinfer_operator/commands"
-    known = {
-        name: set(re.findall(r'"(--?[\w-]+)"', (commands / f"{name}_command.py").read_text()))
-        for name in COMMANDS
-    }
+    known = command_options()
     assert sum(len(options) for _, _, options in named) > 15
     assert not [(page, command, odd) for page, command, options in named if (odd := options - known[command])]
 

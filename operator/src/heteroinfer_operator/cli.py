@@ -1,16 +1,19 @@
 """`heteroinfer`: the shell of the command line. Each sub-command is a module of `commands`, NAME_command.
 
-A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`, and is imported
-only when it is the one that is asked for: `plan` must not wait for kopf's import.
+A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`. Its module is imported only if
+the user names it, so that `plan` does not wait for kopf's import. Installed as `kubectl-heteroinfer`, the
+same program is a plugin: `kubectl heteroinfer top`.
 """
 
 import argparse
+import difflib
 import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NoReturn
 
 from heteroinfer_contract.names import exit_code_of
 from heteroinfer_contract.printable import printable
@@ -27,29 +30,85 @@ COMMANDS: Final = MappingProxyType(
         "operator": "run the operator (in a cluster)",
     }
 )
-"""Name of each sub-command, whose module is NAME_command, and what it does."""
+"""What each sub-command does, by name; its module is NAME_command."""
+EXAMPLES: Final = MappingProxyType(
+    {
+        "up": "{prog} up -f examples/quickstart.yaml --model-dir ~/models/qwen",
+        "top": "{prog} top -n models",
+        "logs": "{prog} logs llama --previous",
+        "plan": "{prog} plan -f examples/quickstart.yaml --model-dir ~/models/qwen",
+        "calibrate": "{prog} calibrate -o m7i.json",
+        "crd": "{prog} crd | kubectl apply --server-side -f -",
+        "operator": "{prog} operator --check",
+    }
+)
+"""An example for the help of each sub-command."""
 
 EXIT_REFUSED: Final = 1
+EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = exit_code_of(signal.SIGINT)
 
+_PLUGIN: Final = "kubectl-"
+"""Prefix by which kubectl finds its plugins on the PATH."""
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a sub-command; returns its exit code. An error of ours is one message on stderr."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(
-        prog="heteroinfer",
+
+class _CommandParser(argparse.ArgumentParser):
+    """Suggests the sub-command that a misspelt word is closest to."""
+
+    words: Sequence[str] = ()
+    """What the user typed after the program's name."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the error, and exits with EXIT_USAGE."""
+        word = next((each for each in self.words if not each.startswith("-")), "")
+        close = difflib.get_close_matches(word, COMMANDS, n=1) if word not in COMMANDS else []
+        if close:
+            message = f"unknown command {word!r}: did you mean {close[0]}?"
+        super().error(printable(message))
+
+
+def build_parser(
+    arguments: Sequence[str], *, prog: str = "heteroinfer", every: bool = False
+) -> argparse.ArgumentParser:
+    """Returns the parser with the options of the sub-command that `arguments` begins with.
+
+    Args:
+        every: adds the options of all sub-commands, for the reference page and completion.
+    """
+    parser = _CommandParser(
+        prog=prog,
         description="One model on GPUs and CPU nodes, as one vLLM engine.",
+        epilog=f"`{prog} COMMAND --help` shows the options of a command, and an example.",
     )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.words = arguments
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
     for name, purpose in COMMANDS.items():
         # capitalize() would write the kinds of Kubernetes in lower case.
         description = f"{purpose[0].upper()}{purpose[1:]}."
-        command = subparsers.add_parser(name, help=purpose, description=description)
-        if arguments[:1] == [name]:
+        command = subparsers.add_parser(
+            name,
+            help=purpose,
+            description=description,
+            epilog=f"example:\n  {EXAMPLES[name].format(prog=prog)}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if every or arguments[:1] == [name]:
             module = importlib.import_module(f"heteroinfer_operator.commands.{name}_command")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a sub-command and returns its exit code. Prints a HeteroInferError as one message on stderr."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser(arguments, prog=_program())
     parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help()
+        return 0
     try:
         return int(parsed.run(parsed))
     except HeteroInferError as error:
@@ -58,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _program() -> str:
+    """Returns what the user typed: `heteroinfer`, or `kubectl heteroinfer` for the plugin."""
+    is_plugin = Path(sys.argv[0]).name.startswith(_PLUGIN)
+    return "kubectl heteroinfer" if is_plugin else "heteroinfer"
 
 
 if __name__ == "__main__":

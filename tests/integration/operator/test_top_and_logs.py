@@ -5,8 +5,6 @@ So pods have no logs here, and leaders are not reached: what is reported then. T
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.running_cluster import Cluster
+from tests.integration.operator.command_line import heteroinfer, reported
 from tests.integration.operator.life import (
     COLLECTED_S,
     Install,
@@ -30,25 +29,6 @@ from tests.integration.operator.life import (
 from tests.integration.operator.running_operator import end_pod, operator, until
 
 VIEWER = "viewer"
-
-
-def heteroinfer(kubeconfig: Path, *arguments: str) -> tuple[int, str, str]:
-    """Returns exit code, output and errors of the command, as a user runs it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "heteroinfer_operator.cli", *arguments],
-        env={"KUBECONFIG": str(kubeconfig), "NO_PROXY": "*", "HOME": str(kubeconfig.parent)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def reported(kubeconfig: Path, *arguments: str) -> str:
-    code, out, errors = heteroinfer(kubeconfig, *arguments)
-    assert (code, errors) == (0, ""), errors
-    return out
 
 
 @pytest.fixture
@@ -126,7 +106,7 @@ async def test_from_a_serving_group_to_what_is_left_of_a_failed_one(
             1, f"error: namespace {namespace}: no HeteroInference nothing; see `kubectl get hinf -A`\n"
         )  # fmt: skip
         code, _, errors = heteroinfer(viewer, "logs", "tiny", "--group", "7")
-        assert (code, errors) == (1, f"error: {namespace}/tiny has not group 7; its groups: 0\n")
+        assert (code, errors) == (1, f"error: {namespace}/tiny has no group 7. Its groups: 0\n")
 
         failure = Failure(
             reason=FailureReason.RANK_EXITED, message="rank 1 was killed", pod=1, rank=1, exit_code=-9,

@@ -1,12 +1,14 @@
 """The shell of the command line, and `heteroinfer crd`."""
 
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 from kubernetes.aio.config import kube_config
 
 from heteroinfer_operator.api.crd import render_crd
-from heteroinfer_operator.cli import COMMANDS, main
+from heteroinfer_operator.cli import COMMANDS, EXAMPLES, build_parser, main
 from heteroinfer_operator.commands.crd_command import COPIES
 
 
@@ -29,12 +31,85 @@ def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture
     assert f"{purpose[0].upper()}{purpose[1:]}." in " ".join(out.split()), "kinds keep their capitals"
 
 
-@pytest.mark.parametrize("arguments", [[], ["unknown"]])
-def test_no_command_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_that_it_accepts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    example = EXAMPLES[name].format(prog="heteroinfer")
+    assert capsys.readouterr().out.endswith(f"example:\n  {example}\n")
+    words = shlex.split(example.split("|")[0].split(" >")[0])[1:]
+    assert words[0] == name
+    assert build_parser(words).parse_args(words).command == name
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("usage: heteroinfer")
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [
+        ("pln", "unknown command 'pln': did you mean plan?"),
+        ("log", "unknown command 'log': did you mean logs?"),
+        ("xyzzy", "invalid choice: 'xyzzy'"),
+        ("\x1b[2Jxyzzy", "invalid choice: '\\x1b[2Jxyzzy'"),
+    ],
+)
+def test_an_unknown_command_is_a_usage_error(
+    word: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        main([word])
     assert caught.value.code == 2
-    assert "usage: heteroinfer" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "usage: heteroinfer" in shown
+    assert error in shown
+
+
+def test_as_a_plugin_the_help_has_the_name_that_the_user_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/local/bin/kubectl-heteroinfer", "top", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    out = capsys.readouterr().out
+    assert out.startswith("usage: kubectl heteroinfer top ")
+    assert "example:\n  kubectl heteroinfer top" in out
+
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: here
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}]
+users: [{name: u, user: {}}]
+contexts:
+- {name: here, context: {cluster: c, user: u}}
+- {name: there, context: {cluster: c, user: u, namespace: models}}
+"""
+
+
+def test_a_context_that_the_kubeconfig_lacks_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config"
+    file.touch(mode=0o600)
+    file.write_text(KUBECONFIG)
+    assert main(["top", "--kubeconfig", str(file), "--context", "nowhere"]) == 1
+    assert capsys.readouterr().err == (
+        "error: --context: the kubeconfig has no context nowhere. Its contexts: here, there\n"
+    )
+    assert main(["top", "--once", "--kubeconfig", str(file), "--context", "there"]) == 1
+    assert "/namespaces/models/heteroinferences: no answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["-A", "-lteam=search"])
+def test_a_name_excludes_the_choice_of_several(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "llama", option]) == 1
+    assert "exclude each other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["top"], ["logs", "tiny"]])

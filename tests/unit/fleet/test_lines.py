@@ -70,7 +70,7 @@ def rows(line: ResourceLine) -> list[list[str]]:
 
 def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
     resource, group, first, second = rows(build_line(KEY, status(), {}))
-    assert resource[:3] == ["ml/llama", "", "Available, GroupsReady 1/1"]
+    assert resource[:3] == ["ml/llama", "", "Available, 1/1 groups ready (GroupsReady)"]
     culprit = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
     assert group == [
         "group 0 epoch 3", "", "Ready", "", "20.0", "", "", "19.0", "256 tokens", "2", culprit,
@@ -82,10 +82,10 @@ def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
 @pytest.mark.parametrize(
     ("ready", "available", "words"),
     [
-        ("False", "True", "Available, RollingOut 1/1"),
-        ("False", "False", "not Available, RollingOut 1/1"),
-        ("True", "False", "not Available, RollingOut 1/1"),
-        ("Unknown", "Unknown", "RollingOut 1/1"),
+        ("False", "True", "Available, 1/1 groups ready (RollingOut)"),
+        ("False", "False", "not Available, 1/1 groups ready (RollingOut)"),
+        ("True", "False", "not Available, 1/1 groups ready (RollingOut)"),
+        ("Unknown", "Unknown", "1/1 groups ready (RollingOut)"),
     ],
 )
 def test_whether_requests_are_answered_is_shown_beside_the_reason(
@@ -127,8 +127,22 @@ def test_what_is_not_ready_is_reported_in_words() -> None:
     new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus(), {})
     assert list(waits([waiting, new])) == [
         "ml/llama: Starting: as it is",
-        "ml/new: not seen by the operator yet",
+        "ml/new: no operator has acted on it yet. `heteroinfer check` finds out why",
     ]
+
+
+def test_a_resource_without_a_status_is_a_sentence_and_not_an_empty_row() -> None:
+    new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus(), {})
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(build_screen([new], ""))
+    assert shown.get().splitlines() == [
+        "ml/new: no operator has acted on it yet. `heteroinfer check` finds out why"
+    ]
+    with console.capture() as both:
+        console.print(build_screen([new, build_line(KEY, status(), {})], ""))
+    assert both.get().count("ml/new") == 1
+    assert "rank 1 gpu" in both.get()
 
 
 def test_the_table_shows_text_as_it_is() -> None:

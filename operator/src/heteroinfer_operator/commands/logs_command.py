@@ -1,4 +1,4 @@
-"""`heteroinfer logs`: what the ranks of a resource printed, the culprit's first."""
+"""`heteroinfer logs`: the logs of a resource's ranks, the culprit's first."""
 
 import argparse
 import asyncio
@@ -10,11 +10,16 @@ from heteroinfer_contract import names
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView, ResourceKey
+from heteroinfer_operator.commands.cluster_access import (
+    add_cluster_options,
+    add_namespace_option,
+    open_cluster,
+)
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.fleet.fleet_reader import current_namespace, read_resources
+from heteroinfer_operator.fleet.fleet_reader import read_resources
 from heteroinfer_operator.fleet.story import PodStory, build_stories, epochs, tell_failure, tell_group
 from heteroinfer_operator.kube.paths import POD
-from heteroinfer_operator.kube.server import ApiError, ApiServer, Query, load_configuration
+from heteroinfer_operator.kube.server import ApiError, ApiServer, Query
 from heteroinfer_operator.kube.trim import pod_view
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.reading import pods_by_group, with_complete_labels
@@ -26,26 +31,29 @@ _TAB: Final = "\t"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer logs`."""
-    parser.add_argument("name", metavar="NAME", help="a HeteroInference")
-    parser.add_argument("-n", "--namespace", metavar="NS", help="default: the kubeconfig's current one")
-    parser.add_argument("--group", type=int, metavar="N", help="one group; default: all")
+    parser.add_argument("name", metavar="NAME", help="name of a HeteroInference")
+    add_namespace_option(parser)
+    parser.add_argument("--group", type=int, metavar="N", help="index of one group. Default: all groups")
     parser.add_argument(
-        "--previous", action="store_true", help="why earlier epochs ended, and what is left of their pods"
+        "--previous",
+        action="store_true",
+        help="show why earlier epochs ended, and the logs of their pods that still exist",
     )
     parser.add_argument(
         "--tail",
         type=_lines,
         default=_TAIL_LINES,
         metavar="LINES",
-        help=f"of each pod; default {_TAIL_LINES}",
+        help=f"lines of each pod. Default: {_TAIL_LINES}",
     )
+    add_cluster_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the logs; returns 0.
 
     Raises:
-        HeteroInferError: there is no such resource or group, or the user may not read pods.
+        HeteroInferError: there is no such resource or group, or the user lacks the right to read pods.
     """
     asyncio.run(_print_logs(arguments))
     return 0
@@ -53,14 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lines(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of lines, 1 or more")
+        raise argparse.ArgumentTypeError(f"must be a number of lines, 1 or more: got {text!r}")
     return int(text)
 
 
 async def _print_logs(arguments: argparse.Namespace) -> None:
-    namespace = arguments.namespace or await current_namespace()
-    server = ApiServer(await load_configuration())
-    try:
+    async with open_cluster(arguments) as cluster:
+        server, namespace = cluster.server, cluster.namespace
         (resource,) = await read_resources(server, namespace, arguments.name)
         groups = _chosen(resource.status.groups, arguments.group, resource.key)
         by_group = pods_by_group(await _read_pods(server, resource.key))
@@ -70,17 +77,19 @@ async def _print_logs(arguments: argparse.Namespace) -> None:
                 await _tell_previous(server, namespace, group, own, arguments.tail)
             else:
                 await _tell_current(server, namespace, group, own, arguments.tail)
-    finally:
-        await server.close()
 
 
 def _chosen(groups: Sequence[GroupStatus], index: int | None, key: ResourceKey) -> list[GroupStatus]:
     chosen = [group for group in groups if index is None or group.index == index]
-    if not chosen:
-        have = ", ".join(str(group.index) for group in groups) or "none yet; `kubectl describe` says why"
-        which = "a group" if index is None else f"group {index}"
-        raise HeteroInferError(f"{key} has not {which}; its groups: {have}", reason="NoGroup")
-    return chosen
+    if chosen:
+        return chosen
+    if groups:
+        have = ", ".join(str(group.index) for group in groups)
+        raise HeteroInferError(f"{key} has no group {index}. Its groups: {have}", reason="NoGroup")
+    raise HeteroInferError(
+        f"{key} has no groups yet. Run `heteroinfer status {key.name} -n {key.namespace}` to see why",
+        reason="NoGroup",
+    )
 
 
 async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]:
@@ -91,7 +100,7 @@ async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]
         try:
             found.append(pod_view(item))
         except UnreadableError as error:
-            _say(f"a pod is left out, since it cannot be read ({error.message})")
+            _say(f"skipping a pod that cannot be read: {error.message}")
     return with_complete_labels(found, Owner(key=key, uid=""))
 
 
@@ -103,7 +112,10 @@ async def _tell_current(
         _say(f"last failure: {tell_failure(group.failures[-1])}")
     known = epochs(pods)
     if not known:
-        _say("it has no pods now" + (": what is left of the last ones is above" if group.failures else ""))
+        _say(
+            "the group has no pods now"
+            + (". The line above is kept from the last ones" if group.failures else "")
+        )
         return
     for story in build_stories(group, pods, known[-1]):
         await _tell_pod(server, namespace, story, tail)
@@ -114,14 +126,14 @@ async def _tell_previous(
 ) -> None:
     _say(f"==> {tell_group(group)}")
     if not group.failures:
-        _say("no epoch of it has failed")
+        _say("no epoch of this group has failed")
     for failure in reversed(group.failures):
         _say(tell_failure(failure))
     left = [epoch for epoch in epochs(pods) if epoch < group.epoch]
     if group.failures and not left:
         _say(
-            "their pods and logs are gone: pods are deleted before the next epoch starts; "
-            "the lines above are what is kept (status.groups[].failures)"
+            "their pods and logs are gone: the operator deletes pods before the next epoch starts. "
+            "The lines above are kept in status.groups[].failures"
         )
     for epoch in reversed(left):
         for story in build_stories(group, pods, epoch):
@@ -144,5 +156,5 @@ async def _tell_pod(server: ApiServer, namespace: str, story: PodStory, tail: in
 
 
 def _say(line: str) -> None:
-    """Prints one line. Pods, leaders and the status can hold any text, terminal sequences too."""
+    """Prints one line. Pods, leaders and the status can contain any text, even terminal sequences."""
     sys.stdout.write(f"{printable(line, keep=_TAB)}\n")

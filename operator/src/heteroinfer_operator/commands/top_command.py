@@ -1,64 +1,79 @@
-"""`heteroinfer top`: resources, groups and ranks of a cluster, as a table that is kept up to date."""
+"""`heteroinfer top`: resources, groups and ranks of a cluster, as a live table."""
 
 import argparse
 import asyncio
-import json
-import sys
 from typing import Final
 
 from rich.console import Console
 from rich.live import Live as LiveTable
 
+from heteroinfer_operator.commands.cluster_access import (
+    add_cluster_options,
+    add_namespace_option,
+    add_selector_option,
+    open_cluster,
+)
+from heteroinfer_operator.commands.structured_output import add_output_option, write_value
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.fleet.fleet_reader import LeaderReader, current_namespace, read_resources
+from heteroinfer_operator.fleet.fleet_reader import LeaderReader, read_resources
 from heteroinfer_operator.fleet.lines import ResourceLine, build_line
 from heteroinfer_operator.fleet.screen import build_screen
-from heteroinfer_operator.kube.server import ApiError, ApiServer, load_configuration
+from heteroinfer_operator.kube.server import ApiError
 
 INTERVAL_S: Final = 2.0
 _WIDTH_OF_FILES: Final = 2000
-"""Columns where the output is no terminal: no line is ever broken."""
+"""Columns if the output is not a terminal: rich then breaks no line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer top`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one HeteroInference; default: all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one HeteroInference. Default: all")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-n", "--namespace", metavar="NS", help="default: the kubeconfig's current one")
-    where.add_argument("-A", "--all-namespaces", action="store_true")
-    parser.add_argument(
-        "--once", action="store_true", help="print once; so it does where the output is no terminal"
+    add_namespace_option(where)
+    where.add_argument(
+        "-A", "--all-namespaces", action="store_true", help="show the resources of all namespaces"
     )
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="json: once")
+    add_selector_option(parser)
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print once and exit (the default if the output is not a terminal)",
+    )
+    add_output_option(parser, "table", note="json and yaml print once")
+    add_cluster_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the table until Ctrl-C, or once; returns 0.
 
     Raises:
-        HeteroInferError: the API server cannot be asked, or there is no such resource.
+        HeteroInferError: the API server does not answer, or there is no such resource.
     """
-    if arguments.name and arguments.all_namespaces:
-        message = f"got the name {arguments.name} with -A: a name is of one namespace, give -n"
-        raise HeteroInferError(message, reason="BadArguments")
+    for option in ("all_namespaces", "selector"):
+        if arguments.name and getattr(arguments, option):
+            raise HeteroInferError(
+                f"NAME and --{option.replace('_', '-')} exclude each other. Use -n NAMESPACE",
+                reason="BadArguments",
+            )
     asyncio.run(_show(arguments))
     return 0
 
 
 async def _show(arguments: argparse.Namespace) -> None:
-    namespace = None if arguments.all_namespaces else arguments.namespace or await current_namespace()
-    server = ApiServer(await load_configuration())
-    leaders = LeaderReader(server)
+    async with open_cluster(arguments) as cluster:
+        namespace = None if arguments.all_namespaces else cluster.namespace
+        leaders = LeaderReader(cluster.server)
 
-    async def look() -> list[ResourceLine]:
-        resources = await read_resources(server, namespace, arguments.name)
-        live = await leaders.read(resources)
-        return [build_line(each.key, each.status, live.get(each.key, {})) for each in resources]
+        async def look() -> list[ResourceLine]:
+            resources = await read_resources(
+                cluster.server, namespace, arguments.name, selector=arguments.selector
+            )
+            live = await leaders.read(resources)
+            return [build_line(each.key, each.status, live.get(each.key, {})) for each in resources]
 
-    try:
-        if arguments.output == "json":
+        if arguments.output != "table":
             value = {"resources": [line.dump() for line in await look()], "note": leaders.problem}
-            sys.stdout.write(json.dumps(value, indent=2) + "\n")
+            write_value(value, arguments.output)
             return
         console = Console()
         if not console.is_terminal:
@@ -71,12 +86,10 @@ async def _show(arguments: argparse.Namespace) -> None:
             while True:
                 try:
                     lines, note = await look(), _note(leaders)
-                except ApiError as error:  # it may be starting again: what was seen last stays
+                except ApiError as error:  # the API server may be restarting: keep the last values
                     note = f"not up to date: {error.message}"
                 table.update(build_screen(lines, note), refresh=True)
                 await asyncio.sleep(INTERVAL_S)
-    finally:
-        await server.close()
 
 
 def _note(leaders: LeaderReader) -> str:

@@ -1,13 +1,10 @@
-"""What a user may read of HeteroInferences: their status, what leaders say through the API server, logs."""
+"""Reads what a user may see of HeteroInferences: their status, the reports of leaders, logs."""
 
 import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-from kubernetes.aio import config
-from kubernetes.aio.config import ConfigException
+from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
@@ -16,11 +13,11 @@ from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.lines import Live
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
-from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer, find_kubeconfigs
+from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.report_client import parse_report
 
 PROXY_TIMEOUT_S: Final = 3.0
-"""For a leader's answer: a table must not wait for a group that fails."""
+"""For the answer of a leader: a failing group must not hold up the table."""
 AT_ONCE: Final = 16
 _KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 """vLLM's own gauge, 0 to 1 (`vllm/v1/metrics/loggers.py@v0.32.0`)."""
@@ -28,34 +25,28 @@ _KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A HeteroInference as stored; its leaders serve on `api_port`."""
+    """A stored HeteroInference, whose leaders serve on `api_port`; `manifest` is the whole object."""
 
     key: ResourceKey
     api_port: int
     status: HeteroInferenceStatus
+    manifest: Manifest
 
 
-async def current_namespace() -> str:
-    """Returns the namespace of the kubeconfig's current context, or `default`."""
-    if not find_kubeconfigs():
-        return "default"
-    contexts: Any = config.list_kube_config_contexts
-    try:
-        _, active = contexts()
-    except ConfigException:
-        return "default"
-    return str(active["context"].get("namespace") or "default")
+async def read_resources(
+    server: ApiServer, namespace: str | None, name: str | None, *, selector: str | None = None
+) -> list[Stored]:
+    """Reads the resources of a namespace (None: all), or the one with this name.
 
-
-async def read_resources(server: ApiServer, namespace: str | None, name: str | None) -> list[Stored]:
-    """Returns the resources of a namespace (None: all), or the one of this name.
+    Args:
+        selector: of labels, in Kubernetes' own grammar.
 
     Raises:
-        HeteroInferError: there is none of this name, or the user may not read them.
+        HeteroInferError: no resource has this name, or the user lacks the right to read them.
     """
     path = HETERO_INFERENCE.path(namespace, name)
     try:
-        answer = await server.get(path)
+        answer = await server.get(path, {"labelSelector": selector} if selector else None)
     except ApiError as error:
         if error.status == NOT_FOUND:
             raise HeteroInferError(
@@ -79,14 +70,15 @@ def _stored(item: Manifest) -> Stored:
         key=ResourceKey(namespace=metadata["namespace"], name=metadata["name"]),
         api_port=int(item["spec"].get("engine", {}).get("port", names.DEFAULT_API_PORT)),
         status=parse_status(item.get("status") or {}),
+        manifest=item,
     )
 
 
 class LeaderReader:
-    """Asks leaders through the API server's proxy, which takes the right to get `pods/proxy`.
+    """Asks leaders through the API server's proxy, which needs the right to get `pods/proxy`.
 
     Attributes:
-        problem: why the last round left out groups, in words, or "".
+        problem: why the last round left out groups, for people, or "".
     """
 
     def __init__(self, server: ApiServer) -> None:
@@ -95,7 +87,7 @@ class LeaderReader:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def read(self, resources: Sequence[Stored]) -> dict[ResourceKey, dict[int, Live]]:
-        """Returns by resource and group index what leaders say now; without those that do not answer."""
+        """Reads the reports of all leaders, by resource and group index, without leaders that are silent."""
         self.problem = ""
         asked = [(stored, group) for stored in resources for group in stored.status.groups if group.members]
         answers = await asyncio.gather(*(self._ask(stored, group) for stored, group in asked))
@@ -133,7 +125,7 @@ class LeaderReader:
 
 
 def kv_use_of(exposition: str) -> float | None:
-    """Returns the share of the KV cache in use that vLLM's metrics tell, 0 to 1, or None without them."""
+    """Returns the used share of the KV cache from vLLM's metrics, 0 to 1; None without that metric."""
     found = [share for text in _KV_USE.findall(exposition) if (share := _share(text)) is not None]
     return max(found) if found else None
 

@@ -123,6 +123,11 @@ class ResourceLine:
     groups: str
     lines: tuple[GroupLine, ...]
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether an operator has written conditions yet."""
+        return bool(self.reason)
+
     def dump(self) -> dict[str, Any]:
         """Returns JSON values, in the status's own spelling; times as text."""
         return {

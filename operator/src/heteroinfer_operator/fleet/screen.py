@@ -29,12 +29,16 @@ _CAPTION: Final = (
 
 
 def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType:
-    """Returns the table, what it waits for, and a note on where the values are from."""
+    """Builds the table, a line for each resource that waits, and a note on the source of the values.
+
+    A resource that no operator has acted on gets only its line: a row of the table would be empty.
+    """
     if not resources:
         return Text("no HeteroInference here; -A looks in all namespaces")
-    rows = [row for resource in resources for row in build_rows(resource)]
+    rows = [row for resource in resources if resource.is_seen for row in build_rows(resource)]
     lines = (*waits(resources), *predictions(resources), *([note] if note else ()))
-    return Group(build_table(rows, TOP_COLUMNS), *(Text(printable(line)) for line in lines))
+    texts = [Text(printable(line)) for line in lines]
+    return Group(build_table(rows, TOP_COLUMNS), *texts) if rows else Group(*texts)
 
 
 def build_table(rows: Iterable[Row], columns: Sequence[str]) -> Table:
@@ -49,10 +53,14 @@ def build_table(rows: Iterable[Row], columns: Sequence[str]) -> Table:
 
 
 def build_rows(resource: ResourceLine) -> Iterable[Row]:
-    """Yields a resource, and under it its groups."""
+    """Yields the row of a resource, then the rows of its groups."""
     available = {"True": "Available", "False": "not Available"}.get(resource.available, "")
-    why = f"{resource.reason} {resource.groups}".strip()
-    yield {"name": str(resource.key), "phase": ", ".join(each for each in (available, why) if each)}
+    groups = f"{resource.groups} groups ready" if resource.groups else ""
+    phase = ", ".join(each for each in (available, groups) if each)
+    yield {
+        "name": str(resource.key),
+        "phase": f"{phase} ({resource.reason})" if phase and resource.reason else phase or resource.reason,
+    }
     for group in resource.lines:
         yield from build_group_rows(group)
 
@@ -87,14 +95,14 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
 
 
 def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields in words what each resource that is not Ready waits for."""
+    """Yields a line for each resource that is not Ready: the reason, and the messages of its groups."""
     for resource in resources:
-        if resource.ready != "True":
+        if not resource.is_seen:
+            yield f"{resource.key}: no operator has acted on it yet. `heteroinfer check` finds out why"
+        elif resource.ready != "True":
             reported = {group.message for group in resource.lines if group.message}
             words = "; ".join(sorted(reported) or filter(None, [resource.message]))
-            yield f"{resource.key}: {resource.reason or 'not seen by the operator yet'}" + (
-                f": {words}" if words else ""
-            )
+            yield f"{resource.key}: {resource.reason}{words and f': {words}'}"
 
 
 def predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:

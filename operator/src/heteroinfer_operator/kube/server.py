@@ -157,30 +157,32 @@ def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
     return [file for file in files if file.exists()]
 
 
-async def load_configuration(kubeconfig: str | None = None) -> client.Configuration:
+async def load_configuration(
+    kubeconfig: str | None = None, context: str | None = None
+) -> client.Configuration:
     """Returns how to reach the API server: in a pod its service account, else the kubeconfig.
+
+    A kubeconfig or a context that the caller names is used in a pod too.
 
     Raises:
         HeteroInferError: neither is there, or the kubeconfig cannot be read.
     """
     # No limit of connections: with one, watches would take all there are, and every request wait for ever.
     configuration = client.Configuration(connection_pool_maxsize=0)
-    # The client is typed in part; all that is used of it untyped stands behind these names.
-    load_in_pod: Any = config.load_incluster_config
-    load_kubeconfig: Any = config.load_kube_config
     # A pod reaches the API server directly, by its address. Ranges of addresses in NO_PROXY mean nothing to
     # aiohttp (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would ask a proxy for it.
     proxied = False
-    try:
-        load_in_pod(client_configuration=configuration)
-    except ConfigException:
+    if kubeconfig or context or not _read_service_account(configuration):
         proxied = bool(getproxies().keys() - {"no"})
+        load_kubeconfig: Any = config.load_kube_config
         try:
             if not find_kubeconfigs(kubeconfig):
                 named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
                 raise ConfigException(f"{named} does not exist")
             # Nothing may be written beside the user's file (a refreshed token would be).
-            await load_kubeconfig(kubeconfig, client_configuration=configuration, persist_config=False)
+            await load_kubeconfig(
+                kubeconfig, context=context, client_configuration=configuration, persist_config=False
+            )
         except ConfigException as error:
             raise HeteroInferError(
                 f"cannot reach a cluster: no kubeconfig ({error}), and this process does not run in a pod. "
@@ -191,6 +193,16 @@ async def load_configuration(kubeconfig: str | None = None) -> client.Configurat
     # thread before each request (`aiohttp/client.py::ClientSession._request@3.14`).
     configuration.client_session_kwargs = {"trust_env": proxied}
     return configuration
+
+
+def _read_service_account(configuration: client.Configuration) -> bool:
+    """Reads the service account of this pod; returns False outside of pods."""
+    load_in_pod: Any = config.load_incluster_config  # the client is typed in part
+    try:
+        load_in_pod(client_configuration=configuration)
+    except ConfigException:
+        return False
+    return True
 
 
 class ApiServer:
@@ -204,6 +216,7 @@ class ApiServer:
         on_unanswered: called in the same way with each write that the API server could not answer.
         before_write: called right before each write; what it raises stops the write.
         watch_silence_s: as the attribute.
+        agent: User-Agent of the requests, and so the manager of the fields that merge patches write.
     """
 
     def __init__(
@@ -214,11 +227,12 @@ class ApiServer:
         on_unanswered: OnWrite = lambda verb, plural: None,
         before_write: Callable[[], None] = lambda: None,
         watch_silence_s: float = WATCH_SILENCE_S,
+        agent: str = names.MANAGER,
     ) -> None:
         self.configuration = configuration
         self.watch_silence_s = watch_silence_s
         self._client: Any = client.ApiClient(configuration)
-        self._client.user_agent = names.MANAGER
+        self._client.user_agent = agent
         self._on_write = on_write
         self._on_unanswered = on_unanswered
         self._before_write = before_write
