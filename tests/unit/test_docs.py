@@ -57,12 +57,11 @@ _FILES = {"json", "yaml", "py", "md", "txt", "safetensors"}
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """Returns what GitHub names the headings of a page."""
+    """Returns the anchors of a page: its headings as GitHub names them, and its `<a id="…">`."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     headings = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)", text, re.M))
-    return frozenset(
-        re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
-    )
+    named = {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    return frozenset(named.union(re.findall(r'<a id="([\w-]+)">', text)))
 
 
 def test_every_link_leads_somewhere() -> None:

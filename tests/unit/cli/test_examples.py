@@ -17,6 +17,7 @@ MODELS = {
     "hub-model": "Llama-3.1-8B-Instruct",
     "moe": "Qwen3-0.6B",
     "quickstart": "Qwen3-0.6B",
+    "small-model": "Qwen3-0.6B",
     "tensor": "Llama-3.1-8B-Instruct",
 }
 OF_ANY_GPU = {"moe", "quickstart"}
@@ -59,9 +60,9 @@ def test_the_sizes_that_the_mixtures_example_names_plan(
     assert "experts or MLPs of 20 layers" in capsys.readouterr().out
 
 
-def test_the_resource_of_the_readme_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_resource_of_the_concepts_page_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (manifest,) = re.findall(
-        r"(?ms)^```yaml\n(apiVersion: heteroinfer.*?)^```", (ROOT / "README.md").read_text()
+        r"(?ms)^```yaml\n(apiVersion: heteroinfer.*?)^```", (ROOT / "docs/user/concepts.md").read_text()
     )
     file = tmp_path / "llama.yaml"
     file.write_text(manifest)
