@@ -174,7 +174,7 @@ soak: setup  ## an hour of pods that go and an API server that dies: all Ready a
 	$(BIN)/python -m tests.soak $(SOAK)
 .PHONY: soak
 
-SCALE := --resources 1000 --idle-seconds 600 --write docs/scale.md
+SCALE := --resources 1000 --idle-seconds 600 --write docs/contributor/scale.md
 scale: setup  ## 1,000 resources of 4 pods on kwok nodes: time, memory, silence, restart; root
 	@$(BIN)/python -m tests.cluster build control-plane
 	$(PYTEST) -s tests/integration/operator -m many_namespaces

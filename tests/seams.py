@@ -1,6 +1,6 @@
 """Where HeteroInfer enters vLLM without replacing anything; patches/registry.py has what is replaced.
 
-docs/patches.md is made of this table, and a test looks each target up in the pinned vLLM.
+docs/contributor/patches.md is made of this table, and a test looks each target up in the pinned vLLM.
 Stdlib only.
 """
 
@@ -241,7 +241,7 @@ SEAMS: Final = (
 
 
 def to_markdown() -> str:
-    """Returns the page docs/patches.md."""
+    """Returns the page docs/contributor/patches.md."""
     rows = "\n".join(f"| `{s.target}` | {s.kind} | `{s.used_by}` | {s.why} |" for s in SEAMS)
     patches = "\n".join(
         f"| `{p.id}` | `{p.target}` | {p.processes} | {p.why} | {p.upstream or 'not asked for yet'} "

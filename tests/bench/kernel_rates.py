@@ -1,7 +1,7 @@
 """How fast a CPU kernel is at this moment: a process that measures it each time it is asked.
 
-A host's rate moves by half within seconds (docs/benchmarks.md): who compares a prediction with a measured
-time asks in turns with it, and predicts from the mean of the answers.
+A host's rate moves by half within seconds (docs/user/benchmarks.md): to compare a prediction with a
+measured time, ask in turns with it, and predict from the mean of the answers.
 """
 
 import json

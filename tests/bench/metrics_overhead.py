@@ -209,7 +209,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def to_markdown(pairs: Sequence[Pair], cost: Cost, options: argparse.Namespace) -> str:
-    """Returns the table of docs/benchmarks.md."""
+    """Returns the table of docs/user/benchmarks.md."""
     overheads = [pair.overhead for pair in pairs]
     low, high = median_interval(overheads)
     on, off = statistics.median(p.on_s for p in pairs), statistics.median(p.off_s for p in pairs)

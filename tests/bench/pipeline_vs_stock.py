@@ -181,7 +181,7 @@ def warm_caches(folder: Path, env: dict[str, str], model: Path) -> None:
 def to_markdown(
     started: dict[str, float], rates: dict[Load, dict[str, list[float]]], rounds: int, command: str
 ) -> str:
-    """Returns the section of docs/benchmarks.md."""
+    """Returns the section of docs/user/benchmarks.md."""
     rows = [
         f"| {load.concurrency} at once, {load.tokens} tokens each | {statistics.median(by['ours']):.1f} | "
         f"{statistics.median(by['stock']):.1f} | {ratio(by):.2f} |"

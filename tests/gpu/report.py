@@ -1,4 +1,4 @@
-"""What each topology showed, as a table for docs/benchmarks.md."""
+"""What each topology showed, as a table for docs/user/benchmarks.md."""
 
 import datetime
 from dataclasses import dataclass, field

@@ -175,7 +175,7 @@ _SERVED: Final = """
 By `make models`, planned from their files for two CPU pods on nodes like the machine that it runs on, with
 greedy tokens equal to those of stock vLLM in one process; those with a star by `make test` too. What needs
 more than the machine has must be refused there in these words. What was
-run: [testing.md](../testing.md#models-on-two-cpu-pods).
+run: [testing.md](../contributor/testing.md#models-on-two-cpu-pods).
 
 | model | attention | weights | dtype | two CPU pods |
 |---|---|---|---|---|

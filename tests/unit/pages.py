@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/cluster/README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 GUIDE = [page for page in PAGES if page.is_relative_to(ROOT / "docs/user")]
 """The pages for users."""
 TODAY = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]

@@ -24,7 +24,7 @@ FOLDERS = ("charts", "docs", "examples", "operator", "tests", "worker_image")
 OF_OTHERS = ("asyncio", "huggingface_hub", "kopf", "torch", "vllm")
 """Projects whose files are cited."""
 NO_LONGER_THERE = {
-    # docs/testing.md says where the tests of these are now
+    # docs/contributor/testing.md says where the tests of these are now
     "worker/test_serving.py", "worker/test_features.py", "worker/test_drain.py", "worker/test_death.py",
     "integration/test_control_plane.py", "e2e/test_node.py", "e2e/test_joined_node.py",
 }  # fmt: skip
@@ -207,8 +207,8 @@ def is_there(parts: list[str]) -> bool:
 
 
 def test_the_invariants_name_tests_that_there_are() -> None:
-    (section,) = re.findall(r"(?ms)^## Invariants$(.*?)^## ", (ROOT / "docs" / "testing.md").read_text())
-    named = set(re.findall(r"`(\w+_\w+)`", section))
+    page = (ROOT / "docs/contributor/invariants.md").read_text()
+    named = set(re.findall(r"`(\w+_\w+)`", page))
     assert len(named) > 70
     there = {
         found

@@ -1,4 +1,4 @@
-"""The table of docs/faults.md, made of the matrix and of what a run of it measured.
+"""The table of docs/contributor/faults.md, made of the matrix and of what a run of it measured.
 
 OUT=DIR python -m pytest tests/e2e/faults && python -m tests.e2e.faults.table DIR/faults.json
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.cluster.folders import REPOSITORY
 from tests.e2e.faults.matrix import MATRIX, Blocked, Ends, Fault, GoesOn, Waits
 
-PAGE = REPOSITORY / "docs/faults.md"
+PAGE = REPOSITORY / "docs/contributor/faults.md"
 BEGIN, END = "<!-- the matrix -->", "<!-- end of the matrix -->"
 HEADER = (
     "| fault | how | what is seen | Ready=False | old pods gone | next epoch's pods | serves again |\n"

@@ -3,7 +3,7 @@
 The rows follow each other on one group: each leaves it serving for the next. `make e2e` leaves out those
 marked `every_fault`; `make faults` runs all. With OUT=DIR in the environment
 what was measured is left in DIR/faults.json, from which `python -m tests.e2e.faults.table` makes the table of
-docs/faults.md.
+docs/contributor/faults.md.
 """
 
 import json

@@ -36,8 +36,8 @@ def answer(options: dict[str, Any], prompts: list[list[int]], tokens: int, *, at
 
     assert type(current_platform).__module__ == "vllm.platforms.cpu", current_platform
     if options["dtype"] != "float32":
-        # Its routers of CPUs round the weights of experts to 16 bits, and ours don't (docs/patches.md); that
-        # those are right is shown by themselves.
+        # vLLM's router on CPUs rounds the weights of experts to 16 bits, ours does not (patch cpu_router in
+        # docs/contributor/patches.md). Tests of their own show that ours is right.
         from vllm_heteroinfer.patches import cpu_router
 
         cpu_router.install()

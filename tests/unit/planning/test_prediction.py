@@ -1,4 +1,4 @@
-"""Step times against what was measured (docs/benchmarks.md), and what they depend on."""
+"""Step times against what was measured (docs/user/benchmarks.md), and what they depend on."""
 
 from typing import Any
 

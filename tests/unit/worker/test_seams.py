@@ -4,6 +4,6 @@ from tests import seams
 
 
 def test_page_is_made_of_the_table() -> None:
-    page = Path(__file__).parents[3] / "docs/patches.md"
-    remedy = "python -m tests.seams > docs/patches.md"
+    page = Path(__file__).parents[3] / "docs/contributor/patches.md"
+    remedy = "python -m tests.seams > docs/contributor/patches.md"
     assert page.read_text() == seams.to_markdown(), remedy

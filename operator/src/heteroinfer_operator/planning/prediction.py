@@ -17,7 +17,7 @@ from heteroinfer_operator.planning.memory import Sizes, plain_bytes
 from heteroinfer_operator.planning.rates import CPU_DEFAULTS_ERROR, GPU_ERROR, GPU_UNKNOWN_ERROR, Error, Rates
 
 STEP_OVERHEAD_S: Final = 2.1e-3
-"""Between a step's answer and the next call, with scheduling, sampling and messages (docs/benchmarks.md)."""
+"""Between a step's answer and the next call: scheduling, sampling, messages (docs/user/benchmarks.md)."""
 AHEAD_OVERHEAD_S: Final = 0.6e-3
 """The same where a step is scheduled while one runs: 0.4 to 0.8 ms, mode FeedForward (H200, 2026-11-22)."""
 REQUEST_OVERHEAD_S: Final = 9e-3
@@ -26,7 +26,8 @@ REQUEST_OVERHEAD_S: Final = 9e-3
 MIXTURE_LAUNCH_S: Final = 1.5e-3
 """A mixture's layer on a GPU takes that at least where a step has more tokens than CUDA graphs were captured
 for, whatever their number: its kernels are launched one by one. 24 layers took 45 ms for 512 tokens and 39
-for 2,048 (stock vLLM, H200, 2026-11-22; docs/benchmarks.md); 16, four of them without any, 24 for 1,024."""
+for 2,048 (stock vLLM, H200, 2026-11-22; docs/user/benchmarks.md). 16, four of them without any, took 24 for
+1,024."""
 _MOST_CAPTURED: Final = 512
 """Tokens of the largest graph (vllm/config/compilation.py@v0.32.0: twice max_num_seqs, at most that)."""
 

@@ -22,7 +22,7 @@ from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 CPU_BYTES_PER_S: Final = 115e9
 """By all threads of a pod with our bf16 kernels: 110 to 120 GB/s by 14 threads of a 16-core Xeon with
-AVX512-BF16 and AMX (docs/benchmarks.md, 2026-11-21). More cores than that were not measured."""
+AVX512-BF16 and AMX (docs/user/benchmarks.md, 2026-11-21). More cores than that were not measured."""
 CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
 """By one thread of those 14; fewer threads read less, by about that much each."""
 CPU_OPERATIONS_PER_S: Final = 2e12
@@ -99,7 +99,7 @@ class Error:
 
 CPU_ERROR: Final = Error(least=0.9, most=1.6)
 """Steps with CPU stages took so much of the prediction on three hosts of one kind: 19.8 to 30.2 ms where 21.1
-are predicted (docs/benchmarks.md, 4 layers off the GPU)."""
+are predicted (docs/user/benchmarks.md, 4 layers off the GPU)."""
 GPU_ERROR: Final = Error(least=0.9, most=1.3)
 """Where the product is known; H200s alone were measured, others are taken from data sheets."""
 CPU_DEFAULTS_ERROR: Final = Error(least=0.3, most=3.0)
@@ -141,9 +141,10 @@ CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = Ma
 """Bytes that a rank reads of weights in a format, for each byte that it reads of ours in bf16 with one row:
 with one row, and with each of MORE_ROWS as far as they are given, of experts for each of them.
 
-By 13 threads of an H200's host, 2026-11-22 (docs/benchmarks.md): bf16 of linear layers and one row of experts
-are the kernels alone (experts by 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits 61 to 80, MXFP4 45 to
-51, where ours read 100); AWQ, FP8 in blocks, and many rows of bf16 experts are what was left of the steps and
+By 13 threads of an H200's host, 2026-11-22 (docs/user/benchmarks.md): bf16 of linear layers and one row of
+experts are the kernels alone (experts by 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits 61 to 80,
+MXFP4 45 to 51, where ours read 100); AWQ, FP8 in blocks,
+and many rows of bf16 experts are what was left of the steps and
 first tokens of whole groups, so that the rest of a layer is in them. GPTQ and int4 are taken for AWQ. FP8 per
 channel: 0.5 GB/s by 2 threads, through torch. int8 was not measured."""
 CPU_PLAIN_OTHER: Final = 60 / 115
@@ -157,7 +158,7 @@ _COMPUTING_ROWS: Final = 512
 EXCHANGE_S: Final = 20e-6
 """What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
 EXCHANGE_BYTES_PER_S: Final = 14e9
-"""Of rows to a feed-forward rank and back: 12 to 16 GB/s beyond the first row (docs/benchmarks.md)."""
+"""Of rows to a feed-forward rank and back: 12 to 16 GB/s beyond the first row (docs/user/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

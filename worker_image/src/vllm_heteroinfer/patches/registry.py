@@ -1,4 +1,4 @@
-"""Every patch of vLLM, as data; docs/patches.md is made of it. Stdlib only."""
+"""Every patch of vLLM, as data; docs/contributor/patches.md is made of it. Stdlib only."""
 
 from dataclasses import dataclass, replace
 from typing import Final

@@ -1,7 +1,8 @@
 """Processes of a pod that are forked from its first one, once that has imported torch and vLLM.
 
-Importing vLLM costs 11 s of a CPU in each process that does it (docs/startup.md). So the supervisor
-starts one process, and asks it for the others: a fork has the imports already, and shares their memory.
+Importing vLLM costs 11 s of a CPU in each process that does it (docs/contributor/startup.md). So the
+supervisor starts one process, and asks it for the others: a fork has the imports already, and
+shares their memory.
 Each fork is orphaned on purpose, by a parent that ends at once: it becomes the child of the supervisor,
 which is PID 1 or asks for orphans, so that exit codes, signals and the kill at the supervisor's death
 are as if the supervisor had started it. The first process then goes on as the rank that it is.
