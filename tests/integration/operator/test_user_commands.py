@@ -1,5 +1,8 @@
 """Commands of users against a real API server, with resources that no operator has acted on."""
 
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
 import yaml
 
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
@@ -32,3 +35,60 @@ async def test_a_selector_and_a_context_choose_resources(
     code, _, errors = heteroinfer(control_plane.kubeconfig, "top", "-l", "not a selector!")
     assert code == 1
     assert "unable to parse requirement" in errors
+
+
+async def spec_of(server: ApiServer, namespace: str, name: str) -> dict[str, Any]:
+    return dict((await server.get(HETERO_INFERENCE.path(namespace, name)))["spec"])
+
+
+async def test_suspend_and_resume_change_one_field(
+    server: ApiServer, namespace: str, control_plane: Cluster
+) -> None:
+    await create_resource(server, namespace, replicas=2)
+    config = control_plane.kubeconfig
+    before = await spec_of(server, namespace, "tiny")
+    options = ("tiny", "-n", namespace)
+    assert reported(config, "resume", *options) == "heteroinference/tiny was not suspended\n"
+    assert reported(config, "suspend", *options) == "heteroinference/tiny suspended\n"
+    assert await spec_of(server, namespace, "tiny") == {**before, "suspend": True}
+    assert reported(config, "suspend", *options) == "heteroinference/tiny was suspended already\n"
+    assert reported(config, "restart", *options) == (
+        "heteroinference/tiny restart requested (suspended: takes effect when you resume it)\n"
+    )
+    assert reported(config, "resume", *options) == "heteroinference/tiny resumed\n"
+    spec = await spec_of(server, namespace, "tiny")
+    restarted = datetime.fromisoformat(spec.pop("restartedAt"))
+    assert abs(datetime.now(UTC) - restarted) < timedelta(minutes=2)
+    assert spec == {**before, "suspend": False}
+    stored = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
+    managers = {each["manager"] for each in stored["metadata"]["managedFields"]}
+    assert "heteroinfer-cli" in managers
+
+
+async def test_a_verb_takes_several_names_and_a_selector(
+    server: ApiServer, namespace: str, control_plane: Cluster
+) -> None:
+    config = control_plane.kubeconfig
+    for name in ("one", "two", "three"):
+        await create_resource(server, namespace, name)
+        await server.merge(
+            HETERO_INFERENCE.path(namespace, name), {"metadata": {"labels": {"own": str(name == "one")}}}
+        )
+    code, out, errors = heteroinfer(config, "restart", "one", "four", "-n", namespace)
+    assert (code, out) == (1, "")
+    assert "no HeteroInference four" in errors
+    assert "restartedAt" not in await spec_of(server, namespace, "one"), "a misspelt name changes nothing"
+    assert reported(config, "restart", "one", "two", "-n", namespace).splitlines() == [
+        "heteroinference/one restart requested",
+        "heteroinference/two restart requested",
+    ]
+    assert "restartedAt" not in await spec_of(server, namespace, "three")
+    shown = reported(config, "suspend", "-l", "own=False", "-n", namespace).splitlines()
+    assert sorted(shown) == ["heteroinference/three suspended", "heteroinference/two suspended"]
+    code, _, errors = heteroinfer(config, "suspend", "-n", namespace)
+    assert (code, errors) == (1, "error: name the resources, or choose them with -l LABELS\n")
+    code, _, errors = heteroinfer(config, "suspend", "-n", namespace, "-l", "own=nobody")
+    assert (code, errors) == (
+        1,
+        f"error: namespace {namespace}: no HeteroInference has the labels own=nobody\n",
+    )

@@ -91,7 +91,6 @@ class PlanAnswer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer plan`."""
-    parser.epilog = "Example: heteroinfer plan -f llama.yaml --gpu-memory 24Gi --choices"
     parser.add_argument(
         "-f", "--filename", required=True, metavar="FILE", help="file with a HeteroInference; - reads stdin"
     )

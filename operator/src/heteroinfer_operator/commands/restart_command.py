@@ -1,0 +1,28 @@
+"""`heteroinfer restart`: starts all groups of a resource again."""
+
+import argparse
+import asyncio
+from datetime import UTC, datetime
+
+from heteroinfer_operator.commands.spec_patch import Spec, add_target_options, patch_specs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer restart`."""
+    add_target_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sets `spec.restartedAt` to now; returns 0.
+
+    Raises:
+        HeteroInferError: as patch_specs.
+    """
+    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+    def restart(spec: Spec) -> tuple[Spec, str]:
+        later = " (suspended: takes effect when you resume it)" if spec.get("suspend") else ""
+        return {"restartedAt": now}, f"restart requested{later}"
+
+    asyncio.run(patch_specs(arguments, restart))
+    return 0
