@@ -24,17 +24,17 @@ BYTES_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?
 """A size in bytes, as the schema of the resource has it."""
 RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 """Any resource of a container, as the schema of the resource has it."""
-DURATION_PATTERN: Final = r"^([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,6}s)?$"
-"""A duration, as the schema of the resource has it (together with a length of at least 2)."""
+DURATION_PATTERN: Final = r"^([0-9]{1,5}(h|m|s|ms)|[0-9]{6}s){1,4}$"
+"""Grammar of durations in the resource: GEP-2257's, plus the six digits of seconds that 0.1.0 allowed."""
 _UNITS: Final = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
 PATTERN_WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        BYTES_PATTERN: f"expected a size in bytes such as 80Gi (units: {_UNITS})",
-        RESOURCE_PATTERN: f"expected an amount such as 64Gi, 500m or 2 (units: m, {_UNITS})",
-        DURATION_PATTERN: "expected a duration such as 30m, 60s or 1h30m",
+        BYTES_PATTERN: f"must be a size in bytes such as 80Gi (units: {_UNITS})",
+        RESOURCE_PATTERN: f"must be an amount such as 64Gi, 500m or 2 (units: m, {_UNITS})",
+        DURATION_PATTERN: "must be a duration such as 30m, 1h30m or 1500ms",
     }
 )
-"""What a text that does not match should be, for people."""
+"""Error message for a text that does not match the pattern."""
 
 _QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<part>[0-9]*+))?+"
@@ -47,7 +47,9 @@ _DIGITS_READ: Final = 80
 _MOST_EXPONENT: Final = 10**9
 _REMEMBERED: Final = 64
 """Characters of a text that is remembered: strangers may store texts of a megabyte."""
-_DURATION = re.compile(r"(?:([0-9]{1,5})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s)?")
+_DURATION: Final = re.compile(DURATION_PATTERN)
+_DURATION_PART: Final = re.compile("([0-9]+)(ms|h|m|s)")
+_MILLISECONDS: Final[Mapping[str, int]] = MappingProxyType({"h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1})
 
 
 def parse_quantity(text: object) -> Fraction:
@@ -129,16 +131,15 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_duration_s(text: str) -> float:
-    """Returns a duration such as `1h30m` in seconds.
+    """Returns a duration such as `1h30m` or `1500ms` in seconds.
 
     Raises:
         ValueError: `text` is not a duration.
     """
-    match = _DURATION.fullmatch(text) if text else None
-    if match is None:
-        raise ValueError(f"got {text!r}, expected a duration such as 30m, 60s or 1h30m")
-    hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(hours * 3600 + minutes * 60 + seconds)
+    if _DURATION.fullmatch(text) is None:
+        raise ValueError(f"{text!r} must be a duration such as 30m, 1h30m or 1500ms")
+    parts = _DURATION_PART.findall(text)
+    return sum(int(amount) * _MILLISECONDS[unit] for amount, unit in parts) / 1000
 
 
 def format_quantity(value: Fraction) -> str:

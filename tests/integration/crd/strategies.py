@@ -93,7 +93,7 @@ def _texts(schema: Json) -> st.SearchStrategy[str]:
         return st.datetimes().map(lambda time: time.isoformat(timespec="seconds") + "Z")
     shortest, longest = schema.get("minLength", 0), schema["maxLength"]
     if schema.get("pattern") == DURATION_PATTERN:  # within the bounds of every duration there is
-        return st.sampled_from(["1m", "90s", "2m5s", "300s"])
+        return st.sampled_from(["1m", "90s", "2m5s", "300s", "60500ms", "1m1s1ms"])
     if "pattern" in schema:
         pattern = schema["pattern"].replace("$", r"\Z")
         return st.from_regex(pattern).filter(lambda text: shortest <= len(text) <= longest)

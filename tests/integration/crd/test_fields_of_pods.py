@@ -48,41 +48,53 @@ def source(kind: str, key: str) -> dict[str, Any]:
 
 
 REFUSED: Final = {
-    "a label with a blank": (template(labels={"team name": "a"}), "labels: expected each key"),
+    "a label with a blank": (template(labels={"team name": "a"}), "each key must be NAME or PREFIX/NAME"),
     "a label with two prefixes": (template(labels={"a/b/c": "a"}), "got a/b/c"),
     "a label with capitals in its prefix": (template(labels={"A.example/b": "a"}), "got A.example/b"),
     "a label without a name": (template(labels={"a.example/": "a"}), "got a.example/"),
-    "a label with a long prefix": (template(labels={f"{'a' * 254}/b": "c"}), "labels: expected each key"),
-    "a label with a long name": (template(labels={"a" * 64: "c"}), "labels: expected each key"),
-    "no label": (template(labels={"": "c"}), "labels: expected each key"),
-    "a label of two lines": (template(labels={"a\n": "c"}), "labels: expected each key"),
+    "a label with a long prefix": (
+        template(labels={f"{'a' * 254}/b": "c"}),
+        "each key must be NAME or PREFIX/NAME",
+    ),
+    "a label with a long name": (template(labels={"a" * 64: "c"}), "each key must be NAME or PREFIX/NAME"),
+    "no label": (template(labels={"": "c"}), "each key must be NAME or PREFIX/NAME"),
+    "a label of two lines": (template(labels={"a\n": "c"}), "each key must be NAME or PREFIX/NAME"),
     "a label's value with a blank": (template(labels={"team": "a b"}), "labels.team"),
     "a label's value with a dash": (template(labels={"team": "a-"}), "labels.team"),
     "an annotation with a blank": (
         template(annotations={"team name": "a"}),
-        "annotations: expected each key",
+        "each key must be NAME or PREFIX/NAME",
     ),
     "a node's label with a blank": (
         template(nodeSelector={"my zone": "a"}),
-        "nodeSelector: expected each key",
+        "each key must be NAME or PREFIX/NAME",
     ),
     "a node's value with a blank": (template(nodeSelector={"zone": "a b"}), "nodeSelector.zone"),
-    "a toleration of anything": (template(tolerations=[{"effect": "NoSchedule"}]), "has operator Exists"),
+    "a toleration of anything": (
+        template(tolerations=[{"effect": "NoSchedule"}]),
+        "must be set unless operator is Exists",
+    ),
     "a toleration of any value": (
         template(tolerations=[{"key": "a", "operator": "Exists", "value": "b"}]),
-        "has no value",
+        "must be unset for operator Exists",
     ),
     "a toleration for seconds": (
         template(tolerations=[{"key": "a", "operator": "Exists", "tolerationSeconds": 5}]),
-        "tolerationSeconds is for effect NoExecute",
+        "must be unset unless effect is NoExecute",
     ),
     "a toleration with a blank": (template(tolerations=[{"key": "a b", "operator": "Exists"}]), "key"),
-    "a node in nothing": (node(key="zone", operator="In"), "expected at least one for operator In or NotIn"),
+    "a node in nothing": (
+        node(key="zone", operator="In"),
+        "must have at least one entry for operator In or NotIn",
+    ),
     "a node that exists so": (
         node(key="zone", operator="Exists", values=["a"]),
-        "expected none for operator",
+        "must be empty for operator",
     ),
-    "a node above two": (node(key="gpus", operator="Gt", values=["1", "2"]), "expected one for operator Gt"),
+    "a node above two": (
+        node(key="gpus", operator="Gt", values=["1", "2"]),
+        "must have exactly one entry for operator Gt",
+    ),
     "a node by a key with a blank": (node(key="my zone", operator="Exists"), "key"),
     "a node by a value with a blank": (
         node(key="zone", operator="In", values=["a b"]),
@@ -90,36 +102,36 @@ REFUSED: Final = {
     ),
     "a node's field": (
         nodes("matchFields", {"key": "spec.x", "operator": "In", "values": ["a"]}),
-        "expected key metadata.name",
+        "each entry must have key metadata.name",
     ),
     "two nodes": (
         nodes("matchFields", {"key": "metadata.name", "operator": "In", "values": ["a", "b"]}),
-        "expected key metadata.name",
+        "each entry must have key metadata.name",
     ),
     "near to a label with a blank": (
         near(labelSelector={"matchLabels": {"team name": "a"}}),
-        "matchLabels: expected each key",
+        "each key must be NAME or PREFIX/NAME",
     ),
     "near to nothing": (
         near(labelSelector={"matchExpressions": [{"key": "team", "operator": "NotIn"}]}),
-        "expected at least one for operator In or NotIn",
+        "must have at least one entry for operator In or NotIn",
     ),
     "near to a namespace with a dot": (near(namespaces=["a.b"]), "namespaces[0]"),
     "near by a key with a blank": (near(topologyKey="my zone"), "topologyKey"),
     "a class of two dots": (template(runtimeClassName="a..b"), "runtimeClassName"),
-    "a resource that is none": (resources(limits={"gpus": "1"}), "limits: expected resources of a container"),
-    "a resource with a blank": (resources(limits={"a.example/my gpu": 1}), "limits: expected resources"),
+    "a resource that is none": (resources(limits={"gpus": "1"}), "each key must be cpu, memory"),
+    "a resource with a blank": (resources(limits={"a.example/my gpu": 1}), "each key must be cpu, memory"),
     "more memory than its limit": (
         resources(requests={"memory": "2Gi"}, limits={"memory": "2G"}),
-        "requests: expected no more than limits",
+        "must not exceed limits",
     ),
     "more cores than their limit": (
         resources(requests={"cpu": 2}, limits={"cpu": "1999m"}),
-        "requests: expected no more than limits",
+        "must not exceed limits",
     ),
     "more than a limit beyond the largest integer": (
         resources(requests={"cpu": "294590482P"}, limits={"cpu": "293590482P"}),
-        "requests: expected no more than limits",
+        "must not exceed limits",
     ),
     "a queue with a blank": (
         {"scheduling": {"queueName": "my queue"}},
@@ -138,11 +150,11 @@ REFUSED: Final = {
                 "args": ["--max-log-len=1", "--chat-template=/etc/heteroinfer/files/b.jinja"],
             }
         },
-        "args: a file in /etc/heteroinfer/files must be one of engine.files; add it there",
+        "each file in /etc/heteroinfer/files must be one of engine.files",
     ),
     "authorities of nothing": (
         {"model": {"uri": "pvc://models/tiny", "caBundle": {}}},
-        "caBundle: give exactly one of configMapKeyRef and secretKeyRef",
+        "must set exactly one of configMapKeyRef and secretKeyRef",
     ),
 }
 TAKEN: Final = {

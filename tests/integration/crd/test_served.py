@@ -45,28 +45,28 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
     [
         (
             {"parallelism": {"tensor": 1, "pipeline": 3}},
-            "or leave tensor and pipeline out: got tensor 1 x pipeline 3 and roles with 1 ranks",
+            "over roles (got tensor 1 x pipeline 3 and roles with 1 ranks). Change the roles",
         ),
         (
             {"roles": [{"name": "cpu", "device": "CPU", "pods": 0}]},
-            "a role has at least 1 pod; remove the role or set pods: got cpu with pods 0",
+            "spec.roles[0].pods in body should be greater than or equal to 1",
         ),
         ({"engine": {"maxModelLenght": 1}}, 'unknown field "spec.engine.maxModelLenght"'),
         (
             {"model": {"uri": "s3://b/m"}},
-            "expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER or file:///ABSOLUTE/PATH",
+            "must be hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER or file:///ABSOLUTE/PATH",
         ),
         (
             {"engine": {"env": [{"name": "RANK", "value": "0"}]}},
-            "set roles[].device, roles[].layers or network instead: got RANK",
+            "must not be a variable that the plan or the operator sets (got RANK)",
         ),
         (
             {"engine": {"env": [{"name": "LD_PRELOAD", "value": "/model/x.so"}]}},
-            "or set it in an image of your own (spec.engine.image): got LD_PRELOAD",
+            "(got LD_PRELOAD). Remove it, or set it in an image of your own",
         ),
         (
             {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "hunter2"}]}},
-            "put it into a Secret and give valueFrom.secretKeyRef: got VLLM_API_KEY",
+            "reader of the resource would see the value (got VLLM_API_KEY). Store the value in a Secret",
         ),
     ],
 )
@@ -76,8 +76,8 @@ def test_kubectl_apply_is_refused_in_words(fields: dict[str, Any], said: str, cl
 
 def test_a_name_too_long_for_host_names_is_refused_in_words(cluster: Cluster) -> None:
     said = refusal(cluster, resource("a" * 41))
-    assert "metadata.name: expected at most 40 characters" in said
-    assert "choose a shorter name: got 41 characters" in said
+    assert "name must have at most 40 characters" in said
+    assert "(got 41 characters). Choose a shorter name" in said
 
 
 def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
@@ -132,9 +132,34 @@ def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
     assert row.split()[-3:] == ["hf://org/model", "3", "0a1b"]
 
 
-def test_it_is_among_all(cluster: Cluster, server: Server) -> None:
+def test_it_is_in_its_own_category_and_not_in_all(cluster: Cluster, server: Server) -> None:
+    """`kubectl delete all --all` must not delete models."""
     server.create(resource("listed"), dry_run=False)
-    assert "heteroinference.heteroinfer.dev/listed" in cluster.kubectl("get", "all", "-o", "name").split()
+    listed = "heteroinference.heteroinfer.dev/listed"
+    assert listed in cluster.kubectl("get", "heteroinfer", "-o", "name").split()
+    assert listed not in cluster.kubectl("get", "all", "-o", "name").split()
+
+
+def test_fields_select_resources(cluster: Cluster, server: Server) -> None:
+    server.create(resource("stopped", suspend=True), dry_run=False)
+    server.create(resource("of-a-claim", model={"uri": "pvc://claim/a"}), dry_run=False)
+
+    def selected(field: str) -> list[str]:
+        found = cluster.kubectl("get", "hinf", "--field-selector", field, "-o", "name").split()
+        return [name.rpartition("/")[2] for name in found]
+
+    assert selected("spec.suspend=true") == ["stopped"]
+    assert "stopped" not in selected("spec.suspend=false")
+    assert selected("spec.model.uri=pvc://claim/a") == ["of-a-claim"]
+    assert {"stopped", "of-a-claim"} <= {*selected("spec.parallelism.mode=Pipeline")}
+
+
+def test_a_refusal_names_the_field(cluster: Cluster) -> None:
+    too_long = refusal(cluster, resource(drainTimeout="25h"))
+    assert "spec.drainTimeout: Invalid value: must be between 0s and 24h (got 25h)" in too_long
+    role = {"name": "cpu", "device": "CPU", "deviceMemory": "8Gi"}
+    wrong_device = refusal(cluster, resource(roles=[role]))
+    assert "spec.roles[0].device: Forbidden: must be GPU if deviceResourceName" in wrong_device
 
 
 def test_kubectl_scale_sets_the_groups(cluster: Cluster, server: Server) -> None:
@@ -159,8 +184,14 @@ def test_a_status_cannot_be_written_with_the_spec(cluster: Cluster) -> None:
 
 
 def test_kubectl_explain_describes_fields(cluster: Cluster) -> None:
-    said = cluster.kubectl("explain", "hinf.spec.roles.layers")
-    assert "Layers of each of the role's stages, in order" in said
+    said = " ".join(cluster.kubectl("explain", "hinf.spec.roles.layers").split())
+    assert "Number of layers of each stage of this role, in order" in said
+    assert "Default: chosen by the plan." in said
+
+
+def test_kubectl_explain_shows_defaults(cluster: Cluster) -> None:
+    said = " ".join(cluster.kubectl("explain", "hinf.spec.drainTimeout").split())
+    assert "Default: 60s." in said
 
 
 def durations(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -184,7 +215,7 @@ def test_a_duration_of_the_wrong_form_is_refused_in_one_way(path: tuple[str, ...
         said = refusal(cluster, resource(**value))
         assert f"spec.{'.'.join(path)}" in said, wrong
         assert re.search(r"should match|should be at least", said), (wrong, said)
-        assert not re.search(r"conversion|evaluating rule|expected a duration from", said), (wrong, said)
+        assert not re.search(r"conversion|evaluating rule|must be between", said), (wrong, said)
 
 
 def test_durations_are_found() -> None:

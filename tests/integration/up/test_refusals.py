@@ -29,7 +29,7 @@ def _refused(folder: Path, arguments: list[str | Path]) -> str:
 SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "world size does not match roles": (
         {"parallelism": {"pipeline": 3}},
-        r"spec: parallelism: expected the number of ranks.*leave pipeline out: got pipeline 3 and .*2 ranks",
+        r"spec\.parallelism\.pipeline: must divide the number of ranks.*got pipeline 3 and .*2 ranks",
     ),
     "layers do not sum up": (
         {"roles": [{**CPU_ROLE, "layers": [4, 3]}]},
@@ -37,7 +37,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown field": (
         {"replica": 1},
-        r"spec\.replica: unknown field; check its spelling",
+        r"spec\.replica: unknown field",
     ),
     "engine argument of the plan": (
         {"engine": {"args": ["--pipeline-parallel-size=2"]}},
@@ -45,7 +45,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a role without pods": (
         {"roles": [{**CPU_ROLE, "pods": 0}]},
-        r"spec\.roles\[0\]: a role has at least 1 pod",
+        r"spec\.roles\[0\]\.pods: must be greater than or equal to 1",
     ),
     "memory below a worker's own": (
         {"roles": [{**CPU_ROLE, "resources": {"limits": {"memory": "1Gi"}}}]},
@@ -74,7 +74,7 @@ def test_name_too_long_for_a_host_name(tmp_path: Path, model_dir: Path, port: st
     document = resource(model_dir)
     document["metadata"]["name"] = "n" * 41
     errors = _refused(tmp_path, ["-f", write(tmp_path, document), "--port", port])
-    assert re.search(r"metadata\.name: expected at most 40 characters.*got 41", errors), errors
+    assert re.search(r"metadata: name must have at most 40 characters.*got 41", errors), errors
 
 
 def test_model_that_is_missing(tmp_path: Path, port: str) -> None:

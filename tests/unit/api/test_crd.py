@@ -1,5 +1,6 @@
 """The generated CRD: equal to its copies, structural, and bounded everywhere."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from heteroinfer_operator.api.base import RuleReason
 from heteroinfer_operator.api.crd import build_crd, build_schema, render_crd
 from heteroinfer_operator.commands.crd_command import COPIES
 
@@ -53,15 +55,24 @@ def test_every_text_list_and_map_has_a_bound() -> None:
     assert unbounded == []
 
 
-def test_every_list_of_objects_says_how_it_is_merged() -> None:
-    silent = [
-        path
-        for path, node in NODES
-        if node.get("type") == "array"
-        and node["items"].get("type") == "object"
-        and "x-kubernetes-list-type" not in node
-    ]
-    assert silent == []
+def test_every_list_has_a_list_type() -> None:
+    lists = [(path, node) for path, node in NODES if node.get("type") == "array"]
+    assert [path for path, node in lists if "x-kubernetes-list-type" not in node] == []
+
+
+def test_every_number_has_a_format_that_holds_it() -> None:
+    integers = [(path, node) for path, node in NODES if node.get("type") == "integer"]
+    assert {node["format"] for _, node in integers} == {"int32", "int64"}
+    small = [path for path, node in integers if node["format"] == "int32" and node["maximum"] >= 2**31]
+    assert small == []
+    assert [path for path, node in NODES if node.get("type") == "number" and node["format"] != "double"] == []
+
+
+def test_a_count_of_at_least_one_has_that_minimum() -> None:
+    """IDEs and kubeconform read the schema, and no rules in CEL."""
+    schema = dict(NODES)
+    for name in ("pods", "ranksPerPod", "feedForward.ranks", "feedForward.layers", "layers[]"):
+        assert schema[f".spec.roles[].{name}"]["minimum"] == 1, name
 
 
 def test_map_keys_are_required_fields() -> None:
@@ -75,6 +86,32 @@ def test_every_field_has_a_description() -> None:
     assert silent == []
 
 
+# Fields that must be set, or of which exactly one is set: they have no default.
+_NO_DEFAULT = re.compile(
+    r"[.](claimName|size|value|valueFrom|secretKeyRef|configMapKeyRef|resourceClaim(Template)?Name|configMap"
+    r"|secret|projected|emptyDir|image|persistentVolumeClaim|cache)$"
+)
+
+
+def test_every_optional_field_of_the_spec_has_its_default_in_words() -> None:
+    """`kubectl explain` shows no default but those in descriptions."""
+    silent = []
+    for path, node in NODES:
+        if not path.startswith(".spec"):
+            continue
+        for name, field in node.get("properties", {}).items():
+            own = f"{path}.{name}"
+            optional = name not in node.get("required", ()) and field.get("default") != {}
+            if optional and not _NO_DEFAULT.search(own) and "Default: " not in field["description"]:
+                silent.append(own)
+    assert silent == []
+
+
+def test_every_description_is_one_line_that_ends_like_a_sentence() -> None:
+    odd = [path for path, node in NODES if not re.fullmatch(r"[A-Z].*[.]", node.get("description", "A."))]
+    assert odd == []
+
+
 def test_nothing_is_left_of_what_structural_schemas_lack() -> None:
     lacking = {"$ref", "$defs", "title", "const", "propertyNames", "nullable"}
     assert [path for path, node in NODES if lacking & node.keys()] == []
@@ -85,6 +122,18 @@ def test_every_rule_is_in_words() -> None:
     rules = [rule for _, node in NODES for rule in node.get("x-kubernetes-validations", ())]
     assert len(rules) > 15
     assert all(rule["message"] and "\n" not in rule["message"] for rule in rules)
+    assert [
+        rule["message"] for rule in rules if not re.search("must|does not support", rule["message"])
+    ] == []
+
+
+def test_every_rule_has_a_reason_and_names_its_field() -> None:
+    """A rule over which of several fields are set is about their object."""
+    for path, node in NODES:
+        for rule in node.get("x-kubernetes-validations", ()):
+            assert rule["reason"] in {*RuleReason}, (path, rule)
+            of_object = re.match("must (set (exactly one|either)|come from a Secret)", rule["message"])
+            assert ("fieldPath" in rule) != bool(of_object), (path, rule)
 
 
 def test_columns() -> None:

@@ -28,14 +28,17 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (spec(mode="Pipeline"), "give both, or neither"),
-        (spec(own=None), "give both, or neither"),
-        (spec(pods=2), "several GPUs are not supported yet"),
-        (spec(ranksPerPod=2), "several GPUs are not supported yet"),
-        (spec(layers=[4]), "set feedForward.layers"),
-        (spec(own={**OWN, "ranks": 0}), "feedForward has at least 1 rank"),
-        (spec(own={**OWN, "ranks": 16}), "a pod has at most 16 ranks"),
-        (spec(own={**OWN, "layers": 0}), "feedForward computes for at least 1 layer"),
+        (
+            spec(mode="Pipeline"),
+            "must be FeedForward if a role sets feedForward, and another mode if none does",
+        ),
+        (spec(own=None), "must be FeedForward if a role sets feedForward, and another mode if none does"),
+        (spec(pods=2), "does not support several GPUs yet"),
+        (spec(ranksPerPod=2), "does not support several GPUs yet"),
+        (spec(layers=[4]), "Set feedForward.layers"),
+        (spec(own={**OWN, "ranks": 0}), "feedForward.ranks: must be greater than or equal to 1"),
+        (spec(own={**OWN, "ranks": 16}), "ranksPerPod: must be at most 16 together with feedForward.ranks"),
+        (spec(own={**OWN, "layers": 0}), "feedForward.layers: must be greater than or equal to 1"),
         (spec(own={"cpu": "14"}), "memory"),
     ],
 )

@@ -110,142 +110,146 @@ def test_an_integer_is_a_quantity() -> None:
         (
             spec(parallelism={"tensor": 2, "pipeline": 3}, roles=[cpu(ranksPerPod=2), gpu(ranksPerPod=2)]),
             (
-                "spec: parallelism: expected tensor x pipeline to be the number of ranks, the sum of pods x "
-                "ranksPerPod "
-                "over roles; change roles, or leave tensor and pipeline out: got tensor 2 x pipeline 3 and "
-                "roles with 4 ranks"
+                "spec.parallelism: tensor x pipeline must be the number of ranks, the sum of pods x "
+                "ranksPerPod over roles (got tensor 2 x pipeline 3 and roles with 4 ranks). Change the "
+                "roles, or remove tensor and pipeline"
             ),
         ),
         (
             spec(parallelism={"pipeline": 3}),
             (
-                "spec: parallelism: expected the number of ranks, the sum of pods x ranksPerPod over roles, "
-                "to be a multiple "
-                "of pipeline; change roles, or leave pipeline out: got pipeline 3 and roles with 2 ranks"
+                "spec.parallelism.pipeline: must divide the number of ranks, the sum of pods x "
+                "ranksPerPod over roles (got pipeline 3 and roles with 2 ranks). Change the roles, or "
+                "remove pipeline"
             ),
         ),
         (
             spec(roles=[cpu(layer=[1])]),
-            "spec.roles[0].layer: unknown field; check its spelling against `heteroinfer crd` or remove it",
+            (
+                "spec.roles[0].layer: unknown field. Remove it, or correct it (see "
+                "`kubectl explain hinf.spec`)"
+            ),
         ),
         (
             spec(roles=[cpu(pods=0)]),
-            "spec.roles[0]: a role has at least 1 pod; remove the role or set pods: got cpu with pods 0",
+            "spec.roles[0].pods: must be greater than or equal to 1 (got 0)",
         ),
         # The other rules.
         (
             spec(roles=[cpu(ranksPerPod=0)]),
-            "spec.roles[0]: a pod has at least 1 rank; set ranksPerPod: got cpu with ranksPerPod 0",
+            "spec.roles[0].ranksPerPod: must be greater than or equal to 1 (got 0)",
         ),
         (
             spec(roles=[cpu(layers=[3, 0], pods=2)]),
-            "spec.roles[0]: a stage has at least 1 layer; set each entry of layers to 1 or more: got cpu",
+            "spec.roles[0].layers[1]: must be greater than or equal to 1 (got 0)",
         ),
         (
             spec(roles=[cpu(deviceMemory="8Gi")]),
             (
-                "spec.roles[0]: deviceResourceName and deviceMemory are for device GPU; remove them "
-                "(the memory of a CPU role is that of its resources): got cpu with device CPU"
+                "spec.roles[0].device: must be GPU if deviceResourceName or deviceMemory is set (got "
+                "role cpu). Remove them: resources sets the memory of a CPU role"
             ),
         ),
         (
             spec(roles=[cpu(), gpu(cpuBinding="Always")]),
             (
-                "spec.roles[1]: cpuBinding is for device CPU; remove it (the ranks of a GPU role compute on "
-                "their GPUs): got gpu with device GPU"
+                "spec.roles[1].cpuBinding: must be Auto or unset for device GPU, because its ranks "
+                "compute on GPUs (got role gpu). Remove it"
             ),
         ),
         (
             spec(roles=[cpu(), cpu()]),
-            "spec: roles: expected each name once, rename or remove one: got cpu twice",
+            "spec.roles: each name must be unique (got cpu twice). Rename or remove one entry",
         ),
-        (spec(roles=[cpu(layers=[1]), gpu()]), "spec: roles: give layers for all roles, or for none"),
+        (spec(roles=[cpu(layers=[1]), gpu()]), "spec.roles: must set layers in all roles or in none"),
         (
             spec(parallelism={"tensor": 2}, roles=[cpu(pods=2)]),
             (
-                "spec: parallelism.tensor: the ranks of a stage are in one pod; make each role's ranksPerPod "
-                "a multiple of it: "
-                "got 2"
+                "spec.parallelism.tensor: must divide ranksPerPod of each role, because the ranks of a "
+                "stage share one pod (got 2). Make each ranksPerPod a multiple of tensor"
             ),
         ),
         (
             spec(parallelism={"tensor": 1}, roles=[cpu(layers=[1, 2])]),
             (
-                "spec: roles: layers has one entry for each stage of the role, pods x ranksPerPod / tensor; "
-                "add or remove entries"
+                "spec.roles: layers must have one entry for each stage of the role, that is pods x "
+                "ranksPerPod / tensor entries. Add or remove entries"
             ),
         ),
         (
             spec(roles=[cpu(name=f"r{i}", pods=64, ranksPerPod=16) for i in range(2)]),
-            "spec: roles: a group has at most 256 ranks; use fewer pods or ranksPerPod: got 2048",
+            (
+                "spec.roles: must have at most 256 ranks, the sum of pods x ranksPerPod (got 2048). "
+                "Use fewer pods, or fewer ranksPerPod"
+            ),
         ),
         (
             spec(engine={"port": 29500}),
             (
-                "spec: engine.port and network.rendezvousPort: expected two ports that workers don't use, "
-                "not 8081, 29499, 29501 or 9400-9415; choose others: got 29500 and 29500"
+                "spec.engine.port: must not be network.rendezvousPort or a port that workers use: "
+                "8081, 29499, 29501 or 9400-9415 (got 29500)"
             ),
         ),
         (
             spec(model={"uri": "s3://bucket/model"}),
             (
-                "spec.model: uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH, "
-                "oci://REGISTRY/NAME@sha256:DIGEST#FOLDER or file:///ABSOLUTE/PATH: got s3://bucket/model"
+                "spec.model.uri: must be hf://ORG/MODEL, pvc://CLAIM/PATH, "
+                "oci://REGISTRY/NAME@sha256:DIGEST#FOLDER or file:///ABSOLUTE/PATH (got "
+                "s3://bucket/model)"
             ),
         ),
         (
             spec(model={"uri": "file:///models/../etc"}),
-            "spec.model: uri: expected a path without '..'; write it out: got file:///models/../etc",
+            "spec.model.uri: must be a path without '..' (got file:///models/../etc). Write out the path",
         ),
         (
             spec(model={"uri": "pvc://claim", "revision": "main"}),
             (
-                "spec.model: revision, tokenSecretRef and cache are for hf:// models; remove them: got "
-                "pvc://claim"
+                "spec.model.uri: must be an hf:// model if revision, tokenSecretRef or cache is set "
+                "(got pvc://claim). Remove them"
             ),
         ),
         (
             spec(model={"uri": "hf://a/b", "cache": {"claimName": "x", "size": "1Gi"}}),
-            "spec.model.cache: give either claimName (an existing claim) or size (a claim to make)",
+            "spec.model.cache: must set either claimName (for an existing claim) or size (for a new claim)",
         ),
         (
             spec(model={"uri": "hf://a/b", "cache": {"size": "0.0Gi"}}),
-            "spec.model.cache: size: expected more than 0; set what the model's files need, such as 40Gi",
+            "spec.model.cache.size: must be more than 0. Set the size of the model's files, such as 40Gi",
         ),
         (
             spec(model={"uri": "hf://a/b", "cache": {"claimName": "x", "accessMode": "ReadWriteMany"}}),
             (
-                "spec.model.cache: storageClassName and accessMode are of a claim to make; remove them, or "
-                "claimName"
+                "spec.model.cache.claimName: must be unset if storageClassName or accessMode is set, "
+                "which are for a new claim. Remove them, or replace claimName by size"
             ),
         ),
         (
             spec(engine={"env": [{"name": "HETEROINFER_PLAN", "value": "x"}]}),
             (
-                "spec.engine.env[0]: a variable that the plan or the operator sets; remove it, and set "
-                "roles[].device, "
-                "roles[].layers or network instead: got HETEROINFER_PLAN"
+                "spec.engine.env[0].name: must not be a variable that the plan or the operator sets "
+                "(got HETEROINFER_PLAN). Remove it, and set roles[].device, roles[].layers or network "
+                "instead"
             ),
         ),
         (
             spec(engine={"env": [{"name": "TZ"}]}),
-            "spec.engine.env[0]: give exactly one of value and valueFrom: got TZ",
+            "spec.engine.env[0]: must set exactly one of value and valueFrom (got TZ)",
         ),
         (
             spec(engine={"env": [{"name": "TZ", "valueFrom": {}}]}),
-            "spec.engine.env[0].valueFrom: valueFrom: give exactly one of secretKeyRef and configMapKeyRef",
+            "spec.engine.env[0].valueFrom: must set exactly one of secretKeyRef and configMapKeyRef",
         ),
         (
             spec(roles=[cpu(template={"labels": {"heteroinfer.dev/group": "1"}})]),
             (
-                "spec.roles[0].template: labels: heteroinfer.dev/* and app.kubernetes.io/managed-by are set "
-                "by the operator; "
-                "remove them"
+                "spec.roles[0].template.labels: must not have heteroinfer.dev/* or "
+                "app.kubernetes.io/managed-by, which the operator sets"
             ),
         ),
-        ({"roles": [cpu()]}, "spec.model: missing; add it"),
-        (spec(replicas="2"), "spec.replicas: Input should be a valid integer: got '2'"),
-        (spec(roles=[cpu(device="TPU")]), "spec.roles[0].device: Input should be 'CPU' or 'GPU': got 'TPU'"),
+        ({"roles": [cpu()]}, "spec.model: required field is missing"),
+        (spec(replicas="2"), "spec.replicas: must be a valid integer (got '2')"),
+        (spec(roles=[cpu(device="TPU")]), "spec.roles[0].device: must be 'CPU' or 'GPU' (got 'TPU')"),
     ],
 )
 def test_bad_input_is_refused_in_words(raw: dict[str, Any], expected: str) -> None:
@@ -255,7 +259,7 @@ def test_bad_input_is_refused_in_words(raw: dict[str, Any], expected: str) -> No
 def test_every_problem_has_its_line() -> None:
     raw = spec(replica=2, roles=[cpu(pods=0), gpu(device="TPU")])
     assert [line.split(":")[0] for line in problems(raw).splitlines()] == [
-        "spec.roles[0]",
+        "spec.roles[0].pods",
         "spec.roles[1].device",
         "spec.replica",
     ]
@@ -266,21 +270,21 @@ def test_a_name_that_makes_host_names_too_long_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
         parse_resource(resource("a" * 41))
     assert caught.value.message == (
-        "resource: metadata.name: expected at most 40 characters, since pod names, NAME-GROUP-EPOCH-POD, "
-        "have at most 63; choose a shorter name: got 41 characters"
+        "metadata: name must have at most 40 characters, because pod names, NAME-GROUP-EPOCH-POD, "
+        "have at most 63 (got 41 characters). Choose a shorter name"
     )
 
 
 @pytest.mark.parametrize("name", ["1llama", "llama.3", "-x", "Llama", "x-"])
 def test_a_name_that_is_no_service_name_is_refused(name: str) -> None:
     with pytest.raises(
-        SpecError, match="expected lower-case letters, digits and '-', beginning with a letter"
+        SpecError, match="name must consist of lower-case letters, digits and '-', and start with a letter"
     ):
         parse_resource(resource(name))
 
 
 def test_another_kind_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"^kind: Input should be 'HeteroInference': got 'Deployment'$"):
+    with pytest.raises(SpecError, match=r"^kind: must be 'HeteroInference' \(got 'Deployment'\)$"):
         parse_resource({**resource(), "kind": "Deployment"})
 
 
@@ -302,8 +306,8 @@ def test_a_spec_that_no_object_could_hold_is_refused_in_words() -> None:
     spec = {"model": {"uri": "pvc://models/tiny"}, "roles": roles}
     with pytest.raises(SpecError) as caught:
         parse_spec(spec)
-    assert "expected at most 256 KiB" in caught.value.message
-    assert "roles[1] is 33" in caught.value.message
+    assert "must be at most 256 KiB" in caught.value.message
+    assert " KiB in roles[1])" in caught.value.message
     assert parse_stored_spec(spec).roles[1].name == "b", "what is stored is read all the same"
 
 

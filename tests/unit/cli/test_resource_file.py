@@ -95,5 +95,5 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
 
 def test_problems_name_file_and_field(tmp_path: Path) -> None:
     assert refused(tmp_path, GOOD.replace("device: CPU", "device: TPU")) == (
-        "spec.roles[0].device: Input should be 'CPU' or 'GPU': got 'TPU'"
+        "spec.roles[0].device: must be 'CPU' or 'GPU' (got 'TPU')"
     )

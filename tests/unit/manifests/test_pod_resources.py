@@ -84,7 +84,7 @@ def test_an_installation_without_defaults_leaves_a_spec_alone() -> None:
         ('{"worker": {"limits": {"cpu": "many"}}}', r"worker\.limits\.cpu"),
         (
             '{"fetch": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}',
-            "fetch: requests: expected no more",
+            "fetch.requests: must not exceed limits",
         ),
     ],
 )

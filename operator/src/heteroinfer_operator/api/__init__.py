@@ -1,4 +1,4 @@
-"""The resource HeteroInference: models of its spec and status, from and to JSON values.
+"""Models of the HeteroInference resource, spec and status, from and to JSON values.
 
     spec = parse_spec(body["spec"])                  # SpecError names the field
     status = HeteroInferenceStatus(replicas=1)

@@ -1,7 +1,7 @@
-"""What every model of the resource is made of: the base class, rules said twice, bounded types.
+"""Building blocks of the resource's models: the base class, validation rules, and bounded types.
 
-A rule that spans fields is declared once as a Rule: its CEL text goes into the CRD,
-its `problem` runs here. Pure; imports nothing of Kubernetes.
+A rule that spans fields is declared once, as a ValidationRule. Its CEL text goes into the CRD, and its
+`problem` runs here. Pure; imports nothing of Kubernetes.
 """
 
 from collections import Counter
@@ -31,8 +31,22 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from heteroinfer_operator import quantity
 
 AS_STORED: Final = "as stored"
-"""Validation context in which rules are not checked: a rule may be younger than what is stored."""
+"""Validation context that skips all rules: a stored resource may be older than a rule."""
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
+
+
+RULE_ERROR: Final = "rule"
+"""Type of the validation error that a model raises for its rules."""
+PROBLEMS: Final = "problems"
+"""Key of that error's context: pairs of a field's path and a message."""
+
+
+class RuleReason(StrEnum):
+    """Kinds of problem that the API server distinguishes."""
+
+    INVALID = "FieldValueInvalid"
+    FORBIDDEN = "FieldValueForbidden"
+    REQUIRED = "FieldValueRequired"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,36 +54,49 @@ class ValidationRule:
     """A condition over the fields of one model, in CEL and in Python.
 
     Attributes:
-        cel: true for a good value; `self` is the model (x-kubernetes-validations).
-        holds: the same in Python.
-        message: what was expected and what to do.
-        got: printf-style format of what was got, appended to the message; empty for none.
-        got_cel: its arguments in CEL.
-        got_values: its arguments in Python.
+        cel: true for a valid value; `self` is the model (x-kubernetes-validations).
+        holds: the same condition in Python.
+        field: path of the invalid field below the model, such as `network.interface`; "" for the model.
+        message: requirement without the name of the field, such as "must be at least 1".
+        fix: sentence in the imperative that follows the message; "" for none.
+        reason: kind of problem in the API server's answer.
+        got: printf-style format of the value that was found; "" for none.
+        got_cel: arguments of `got` in CEL.
+        got_values: arguments of `got` in Python.
     """
 
     cel: str
     holds: Callable[[Any], bool]
     message: str
+    field: str = ""
+    fix: str = ""
+    reason: RuleReason = RuleReason.INVALID
     got: str = ""
     got_cel: tuple[str, ...] = ()
     got_values: Callable[[Any], tuple[object, ...]] = lambda _: ()
 
     def problem(self, model: object) -> str | None:
-        """Returns the message for a bad model, None for a good one."""
+        """Returns the message for an invalid model, None for a valid one."""
         if self.holds(model):
             return None
-        return f"{self.message}: got {self.got % self.got_values(model)}" if self.got else self.message
+        return self._sentence(self.got % self.got_values(model)) if self.got else self._sentence("")
+
+    def _sentence(self, got: str) -> str:
+        found = f" (got {got})" if got else ""
+        return f"{self.message}{found}. {self.fix}" if self.fix else f"{self.message}{found}"
 
     @property
-    def message_cel(self) -> str:
-        """Returns CEL for the message with what was got, or nothing if there is nothing to add.
-
-        By `format`, since the API server takes the length of `string(int)` for unbounded
-        and refuses it for its cost (seen with Kubernetes 1.35.4).
-        """
-        text = cel_text(f"{self.message}: got {self.got}")
-        return f"{text}.format([{', '.join(self.got_cel)}])" if self.got else ""
+    def schema(self) -> dict[str, str]:
+        """The rule as an entry of x-kubernetes-validations."""
+        found = {"rule": self.cel, "message": self._sentence(""), "reason": self.reason.value}
+        if self.field:
+            found["fieldPath"] = f".{self.field}"
+        if self.got:
+            # By `format`: the API server estimates the length of `string(int)` as unbounded and refuses
+            # the rule for its cost (Kubernetes 1.35.4).
+            text = cel_text(self._sentence(self.got))
+            found["messageExpression"] = f"{text}.format([{', '.join(self.got_cel)}])"
+        return found
 
 
 def cel_text(text: str) -> str:
@@ -79,7 +106,7 @@ def cel_text(text: str) -> str:
 
 
 class Model(BaseModel):
-    """Base of the spec's models: frozen, camelCase, unknown fields refused, nothing coerced."""
+    """Base of the spec's models: frozen, camelCase, without unknown fields and without type coercion."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -92,56 +119,54 @@ class Model(BaseModel):
 
     rules: ClassVar[tuple[ValidationRule, ...]] = ()
     first_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Defaults that fields had when they came, of those whose default was changed later."""
+    """First defaults of the fields whose default was changed in a later version."""
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
         if info.context == AS_STORED:
             return self
-        problems = [*self._repeated_keys(), *filter(None, (rule.problem(self) for rule in self.rules))]
+        found = ((rule.field, rule.problem(self)) for rule in self.rules)
+        problems = [*self._repeated_keys(), *((field, text) for field, text in found if text is not None)]
         if problems:
-            raise PydanticCustomError("rule", "{message}", {"message": "; ".join(problems)})
+            message = "; ".join(f"{field}: {text}" if field else text for field, text in problems)
+            raise PydanticCustomError(RULE_ERROR, "{message}", {"message": message, PROBLEMS: problems})
         return self
 
-    def _repeated_keys(self) -> Iterator[str]:
+    def _repeated_keys(self) -> Iterator[tuple[str, str]]:
         # The API server checks the same by x-kubernetes-list-map-keys.
         for name, alias, keys in _keyed_lists(type(self)):
             fields = [to_snake(key) for key in keys]
             entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))
             for entry in (entry for entry, count in entries.items() if count > 1):
                 what, got = "/".join(keys), "/".join(map(str, entry))
-                yield f"{alias}: expected each {what} once, rename or remove one: got {got} twice"
+                yield alias, f"each {what} must be unique (got {got} twice). Rename or remove one entry"
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Returns the JSON schema with the rules as x-kubernetes-validations."""
+        """Adds the rules to the JSON schema, as x-kubernetes-validations."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         if cls.rules:
-            schema["x-kubernetes-validations"] = [
-                {"rule": rule.cel, "message": rule.message}
-                | ({"messageExpression": rule.message_cel} if rule.message_cel else {})
-                for rule in cls.rules
-            ]
+            schema["x-kubernetes-validations"] = [rule.schema for rule in cls.rules]
         return schema
 
     def changed(self, **fields: Any) -> Self:
-        """Returns a copy with other values of some fields, unchecked at run time.
+        """Returns a copy with other values of some fields, without validation.
 
         mypy checks names and types of the fields (tests/typed_changes.py).
         """
         return self.model_copy(update=fields)
 
     def dump(self) -> dict[str, Any]:
-        """Returns the model as JSON values in the resource's own spelling, without nulls."""
+        """Returns the model as JSON values with camelCase keys, without nulls."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def given(self) -> dict[str, Any]:
-        """Returns as JSON values what differs from the defaults that fields had when they came.
+        """Returns the fields that differ from their first default, as JSON values.
 
-        A field that a later version adds is in no resource of before, and a default that it changes
-        is stored in each as it was: neither is a change of what the user asked for.
+        An upgrade must not look like a change by the user. Resources of an older version lack the fields
+        that a newer version adds, and they store the old default of a field whose default changes.
         """
         found: dict[str, Any] = {}
         dumped = self.model_dump(mode="json", by_alias=True)
@@ -154,7 +179,7 @@ class Model(BaseModel):
 
 @cache
 def _keyed_lists(cls: type[Model]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """Returns name, name in the resource and keys of each list whose entries have keys of their own."""
+    """Returns attribute, field name and keys of each list with x-kubernetes-list-map-keys."""
     found = []
     for name, field in cls.model_fields.items():
         extra = field.json_schema_extra
@@ -166,7 +191,7 @@ def _keyed_lists(cls: type[Model]) -> tuple[tuple[str, str, tuple[str, ...]], ..
 
 @cache
 def _first_defaults(cls: type[Model]) -> tuple[tuple[str, str, Any], ...]:
-    """Returns of each field its name, its name in the resource, and the default that it had when it came."""
+    """Returns attribute, field name and first default of each field."""
     return tuple(
         (
             name,
@@ -189,15 +214,15 @@ def _given(value: Any) -> Any:
 class StatusModel(Model):
     """Base of the status's models.
 
-    Unknown fields are dropped, since the status may have been written by a newer
-    operator and is computed anew on each reconcile.
+    Unknown fields are dropped: a newer operator may have written the status, and each reconcile computes
+    the whole status again.
     """
 
     model_config = ConfigDict(extra="ignore")
 
 
 class When(StrEnum):
-    """Whether a feature is used."""
+    """When a feature is used."""
 
     AUTO = "Auto"
     ALWAYS = "Always"
@@ -207,9 +232,9 @@ class When(StrEnum):
 def _integer_to_text(value: object) -> object:
     if isinstance(value, bool):
         return value
-    # 2.0 is the integer 2 to the API server.
+    # The API server takes 2.0 for the integer 2.
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return str(int(value)) if whole else value  # type: ignore[call-overload]  # a number, as was just seen
+    return str(int(value)) if whole else value  # type: ignore[call-overload]  # a number, by the line above
 
 
 _EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -217,16 +242,16 @@ _LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
 
 
 def _in_seconds(value: datetime) -> datetime:
-    """Returns a time in UTC and whole seconds, within a range in which no sum with a duration overflows."""
+    """Returns a time in UTC and whole seconds, bounded so that adding a duration never overflows."""
     if value.tzinfo is None:
-        raise ValueError("got a time without a zone, expected UTC")
-    # Compared first: a time of year 1 or 9999 cannot be converted from every zone.
+        raise ValueError("must have a time zone, such as Z for UTC")
+    # Bounded before the conversion: a time of year 1 or 9999 cannot be converted from every zone.
     return min(max(value, _EARLIEST), _LATEST).astimezone(UTC).replace(microsecond=0)
 
 
 def _quantity(pattern: str) -> Any:
-    # The validator comes last, so that it runs before the pattern is checked; the
-    # integer form has no sign either.
+    # The validator is the last annotation, so that it runs before the pattern is checked. A negative integer
+    # becomes a text with a sign, which the pattern refuses.
     extra: dict[str, Any] = {"x-kubernetes-int-or-string": True}
     return Field(pattern=pattern, max_length=24, json_schema_extra=extra), BeforeValidator(_integer_to_text)
 
@@ -236,7 +261,7 @@ ByteSize = Annotated[str, *_quantity(quantity.BYTES_PATTERN)]
 ResourceQuantity = Annotated[str, *_quantity(quantity.RESOURCE_PATTERN)]
 """An amount of a container's resource such as 500m or 64Gi."""
 Duration = Annotated[str, Field(pattern=quantity.DURATION_PATTERN, min_length=2, max_length=20)]
-"""A duration such as 30m; quantity.parse_duration_s gives seconds."""
+"""A duration such as 30m or 1500ms; quantity.parse_duration_s gives seconds."""
 Time = Annotated[
     datetime,
     AfterValidator(_in_seconds),
@@ -246,44 +271,40 @@ Time = Annotated[
         when_used="json",
     ),
 ]
-"""A moment in UTC, in whole seconds as Kubernetes writes it, so that it equals itself when read back."""
+"""A time in UTC and whole seconds, as Kubernetes writes it: it stays equal when it is read back."""
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 """Name of a Kubernetes object."""
 MAX_TEXT: Final = 1024
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 """A short text."""
 Port = Annotated[int, Field(ge=1024, le=65535)]
-"""A TCP port that a process without privileges may open."""
+"""A TCP port that an unprivileged process may open."""
 
 
 ATOMIC: Final = {"x-kubernetes-list-type": "atomic"}
-"""The field setting of a list of objects without a key of their own."""
+"""Schema setting of a list that is replaced as a whole."""
 
 
 def map_list(*keys: str) -> Any:
-    """Returns the field setting of a list of objects merged by `keys` (x-kubernetes-list-map-keys)."""
+    """Returns the schema setting of a list of objects that `keys` identify (x-kubernetes-list-map-keys)."""
     return {"x-kubernetes-list-type": "map", LIST_MAP_KEYS: list(keys)}
 
 
 def duration_rule(name: str, attribute: str, *, least: str, most: str) -> ValidationRule:
-    """Returns the rule that a duration keeps within bounds.
-
-    Args:
-        least: the shortest that is allowed.
-        most: the longest.
-    """
+    """Returns the rule that a duration is from `least` to `most`."""
     low, high = quantity.parse_duration_s(least), quantity.parse_duration_s(most)
 
     def holds(model: object) -> bool:
         text = getattr(model, attribute)
         return text is None or low <= quantity.parse_duration_s(text) <= high
 
-    # The pattern of the field refuses any other form in its own words; the conversion would fail here.
+    # A value of another form is refused by the field's pattern; `duration` would add an evaluation error.
     own, form = f"self.{name}", cel_text(quantity.DURATION_PATTERN)
     return ValidationRule(
+        field=name,
         cel=f"!has({own}) || {own} == '' || !{own}.matches({form}) || "
         f"(duration({own}) >= duration('{least}') && duration({own}) <= duration('{most}'))",
-        message=f"{name}: expected a duration from {least} to {most}; change it",
+        message=f"must be between {least} and {most}",
         holds=holds,
         got="%s",
         got_cel=(own,),

@@ -15,22 +15,22 @@ _MOST_REASON: Final = 128
 
 
 UNREADABLE: Final = "Unreadable"
-"""Reason that stands for a stored reason which no condition can have."""
+"""Reason in place of a stored reason that is not valid in a condition."""
 
 
 def is_reason(word: str) -> bool:
-    """Returns whether a word of somebody else's can be a condition's reason."""
+    """Whether a word from outside the operator is valid as the reason of a condition."""
     return len(word) <= _MOST_REASON and re.fullmatch(_REASON, word) is not None
 
 
 StoredReason = Annotated[
     str, Field(max_length=64), AfterValidator(lambda word: word if is_reason(word) else UNREADABLE)
 ]
-"""A reason in the status that becomes the reason of a condition; the schema takes any text."""
+"""A reason in the status that later becomes the reason of a condition; the schema takes any text."""
 
 
 class ConditionType(StrEnum):
-    """Conditions of a HeteroInference."""
+    """Conditions that the operator writes."""
 
     AVAILABLE = "Available"
     READY = "Ready"
@@ -44,7 +44,7 @@ class ConditionType(StrEnum):
 
 
 class ConditionStatus(StrEnum):
-    """Whether a condition holds."""
+    """Status of a condition."""
 
     TRUE = "True"
     FALSE = "False"
@@ -52,28 +52,28 @@ class ConditionStatus(StrEnum):
 
 
 class Condition(StatusModel):
-    """One aspect of the resource."""
+    """An aspect of the resource's state, like metav1.Condition."""
 
     type: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9]*$", min_length=1, max_length=64)]
-    """CamelCase."""
+    """Type of the condition, in CamelCase or as PREFIX/NAME."""
     status: ConditionStatus
-    """Whether it holds."""
+    """Status of the condition: True, False or Unknown."""
     reason: Annotated[str, Field(pattern=_REASON, min_length=1, max_length=_MOST_REASON)]
-    """CamelCase, for programs."""
+    """Reason for the last transition, in CamelCase."""
     message: Annotated[str, Field(max_length=4096)] = ""
-    """For people."""
+    """Details of the last transition."""
     last_transition_time: Time
-    """When status last changed."""
+    """Time of the last change of status."""
     observed_generation: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    """Generation of the spec that it is about."""
+    """Generation of the spec for which the condition was set."""
 
 
 def merge_conditions(
     current: Iterable[Condition], wanted: Iterable[Condition], *, now: datetime
 ) -> tuple[Condition, ...]:
-    """Returns the wanted conditions, sorted by type, with the time of their last real change.
+    """Returns the wanted conditions, sorted by type, with their lastTransitionTime.
 
-    A condition whose status is as before keeps its lastTransitionTime; another one gets `now`.
+    A condition keeps its time if its status did not change. Otherwise it gets `now`.
     """
     before = {condition.type: condition for condition in current}
 

@@ -1,9 +1,10 @@
-"""The CustomResourceDefinition, from the models of the resource.
+"""Builds the CustomResourceDefinition from the models of the resource.
 
-Pure: no file is read or written here (commands/crd_command.py writes). Imports no Kubernetes client.
+Pure: commands/crd_command.py writes the files. Imports no Kubernetes client.
 """
 
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,7 +18,10 @@ HEADER: Final = (
 )
 
 _DROPPED: Final = frozenset({"$defs", "title", "additionalProperties", "propertyNames", "default", "const"})
-"""Keywords that are handled apart, or that a structural schema doesn't have."""
+"""JSON schema keywords that a structural schema lacks, or that this module converts."""
+CATEGORY: Final = "heteroinfer"
+"""Not `all`: `kubectl delete all --all` would delete every model."""
+_INT32_MAX: Final = 2**31 - 1
 
 
 def build_crd() -> dict[str, Any]:
@@ -35,7 +39,7 @@ def build_crd() -> dict[str, Any]:
                 "plural": names.PLURAL,
                 "singular": names.SINGULAR,
                 "shortNames": [names.SHORT_NAME],
-                "categories": ["all"],
+                "categories": [CATEGORY],
             },
             "versions": [
                 {
@@ -44,6 +48,7 @@ def build_crd() -> dict[str, Any]:
                     "storage": True,
                     "schema": {"openAPIV3Schema": build_schema()},
                     "additionalPrinterColumns": _columns(),
+                    "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
                     "subresources": {
                         "status": {},
                         "scale": {
@@ -58,31 +63,34 @@ def build_crd() -> dict[str, Any]:
     }
 
 
+SELECTABLE: Final = (".spec.model.uri", ".spec.parallelism.mode", ".spec.suspend")
+"""Fields for `kubectl get --field-selector`, on Kubernetes 1.31 or later."""
+
+
 @functools.cache
 def render_crd() -> str:
-    """Returns the CRD as the YAML text that is kept in crds/ and in the chart."""
+    """Returns the CRD as YAML, the text of the files in crds/ and in the chart."""
     return HEADER + yaml.dump(
         build_crd(), Dumper=_PlainDumper, sort_keys=False, width=100, allow_unicode=True
     )
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Writes a value that occurs twice twice, instead of an anchor and an alias."""
+    """Writes YAML without anchors and aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Returns that no value is written as an alias."""
         return True
 
 
 def build_schema() -> dict[str, Any]:
-    """Returns the structural schema of the resource."""
+    """Returns the structural schema of the resource, with all defaults in descriptions."""
     raw = HeteroInference.model_json_schema(by_alias=True)
     schema = _structural(raw, raw["$defs"])
     schema["properties"].update(
         apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"}
     )
     schema["required"] = ["spec"]
-    # With it comes observedGeneration -1: kstatus takes a resource without a status for one that is done.
+    # The default sets observedGeneration to -1: kstatus takes a resource without a status for a finished one.
     schema["properties"]["status"]["default"] = {}
     return schema
 
@@ -90,8 +98,7 @@ def build_schema() -> dict[str, Any]:
 def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema without references, nulls and titles.
 
-    Keywords beside a reference (a field's own description and default) win over those
-    of what it points to.
+    A field's own keywords, such as its description and default, override those of the referenced model.
     """
     node = _resolve(raw, definitions)
     result: dict[str, Any] = {}
@@ -109,11 +116,34 @@ def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[
         result["default"] = {}  # the fields' own defaults fill it
     elif default not in (None, [], ""):
         result["default"] = default
+    _complete(result)
     if node.get("x-kubernetes-int-or-string"):
         del result["type"]
-        result |= {"minimum": 0, "maximum": 10**15 - 1}  # as many digits as the pattern has
+        result |= {"minimum": 0, "maximum": 10**15 - 1}  # as many digits as the pattern allows
         result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
     return result
+
+
+def _complete(schema: dict[str, Any]) -> None:
+    """Adds the default to the description, the format of a number, and the type of a list."""
+    if "description" in schema:
+        schema["description"] = _description(schema)
+    match schema.get("type"):
+        case "integer":
+            schema["format"] = "int32" if schema["maximum"] <= _INT32_MAX else "int64"
+        case "number":
+            schema["format"] = "double"
+        case "array":
+            schema.setdefault("x-kubernetes-list-type", "atomic")
+
+
+def _description(schema: Mapping[str, Any]) -> str:
+    """Returns the description on one line, with the default, which `kubectl explain` does not show itself."""
+    text = " ".join(schema["description"].split())
+    default = schema.get("default")
+    if default is None or isinstance(default, dict) or "Default: " in text:
+        return text
+    return f"{text} Default: {default if isinstance(default, str) else json.dumps(default)}."
 
 
 def _resolve(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:

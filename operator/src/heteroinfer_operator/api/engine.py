@@ -1,4 +1,4 @@
-"""`spec.engine`: vLLM's settings that the plan doesn't own. Pure."""
+"""`spec.engine`: settings of vLLM that the plan does not choose. Pure."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
@@ -35,20 +35,20 @@ class ConfigMapKey(Model):
     name: ObjectName
     """Name of the ConfigMap."""
     key: KeyOfObject
-    """Key in it."""
+    """Key in the ConfigMap."""
 
 
 class EngineFile(Model):
-    """A small file of the engine: a chat template, or a tool parser's."""
+    """A small file in every worker, such as a chat template or a tool parser."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", min_length=1, max_length=64)]
-    """Name of the file, in /etc/heteroinfer/files."""
+    """Name of the file in the folder /etc/heteroinfer/files."""
     config_map_key_ref: ConfigMapKey
-    """Where its content comes from; a ConfigMap holds at most 1 MiB."""
+    """Key of a ConfigMap with the content of the file, at most 1 MiB."""
 
 
 def _missing_file(engine: "EngineSpec") -> str:
-    """Returns the first argument that names a file in the folder of `files` that is not there, or ""."""
+    """Returns the first argument with a path in the folder of `files` that is not in `files`, or ""."""
     files = tuple(f"{_FOLDER}{each.name}" for each in engine.files)
     return next((arg for arg in engine.args if _FOLDER in arg and not arg.endswith(files)), "")
 
@@ -61,13 +61,14 @@ _IS_MISSING: Final = (
 
 
 class EngineSpec(Model):
-    """vLLM's settings that the plan doesn't own."""
+    """Settings of vLLM that the plan does not choose."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="args",
             cel=f"!has(self.args) || !self.args.exists(a, {_IS_MISSING})",
-            message=f"args: a file in {names.FILES_MOUNT} must be one of engine.files; add it there, or "
-            "correct its name",
+            message=f"each file in {names.FILES_MOUNT} must be one of engine.files",
+            fix="Add it to engine.files, or correct its name",
             holds=lambda engine: not _missing_file(engine),
             got="%s",
             got_cel=(f"self.args.filter(a, {_IS_MISSING})[0]",),
@@ -76,20 +77,23 @@ class EngineSpec(Model):
     )
 
     image: Image | None = None
-    """Worker image; the operator's default if not given."""
+    """Container image of the workers. Default: the image that the installation sets for the role's device."""
     args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=64)] = ()
-    """Further options of vLLM; those that the plan owns are refused."""
+    """Further command-line options of vLLM. The operator refuses options that the plan sets and options that
+    the installation does not allow. Default: none."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=64, json_schema_extra=map_list("name"))] = ()
-    """Further environment of every worker."""
+    """Further environment variables of every worker. Default: none."""
     files: Annotated[tuple[EngineFile, ...], Field(max_length=16, json_schema_extra=map_list("name"))] = ()
-    """Small files of ConfigMaps for every worker, in /etc/heteroinfer/files; options in args name them."""
+    """Small files from ConfigMaps, in the folder /etc/heteroinfer/files of every worker. Options in args can
+    name them. Default: none."""
     port: Port = names.DEFAULT_API_PORT
-    """OpenAI API."""
+    """TCP port of the OpenAI API in the pods."""
     dtype: DType = DType.AUTO
-    """auto takes the checkpoint's own."""
+    """Element type of weights and activations. auto: the type of the checkpoint."""
     max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Longest prompt plus output, in tokens; the lesser of the model's and 8192 if not given."""
+    """Longest sequence, prompt and output together, in tokens. Default: 8192, or the model's limit if that is
+    lower."""
     eager: When = When.AUTO
-    """Always runs without CUDA graphs and torch.compile; Auto decides by device and mode."""
+    """Whether vLLM runs without CUDA graphs and torch.compile. Auto: depends on device and mode."""
     shm_size: ByteSize = "8Gi"
-    """Size of /dev/shm; counts as memory of the pod."""
+    """Size of /dev/shm in each pod. It counts as memory of the pod."""

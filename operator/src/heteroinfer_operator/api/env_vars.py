@@ -1,7 +1,7 @@
-"""The environment of workers: which variables a user may set, and where their values come from. Pure.
+"""Environment variables of workers: the variables that a user may set, and the sources of values. Pure.
 
-Variables are listed by name. What is not listed belongs to the plan, or may load code, take devices, or
-open what is closed: the image can set it, in which such things are seen.
+Variables are listed by name. A variable that is not on the list may load code, take devices, or open closed
+ports, or it belongs to the plan. An image can still set it, and reviewers of images see such settings.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import Field
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api.base import Model, ObjectName, ValidationRule, cel_text
+from heteroinfer_operator.api.base import Model, ObjectName, RuleReason, ValidationRule, cel_text
 from heteroinfer_operator.api.pod_fields import KeyOfObject
 
 
@@ -20,24 +20,24 @@ class KeyReference(Model):
     name: ObjectName
     """Name of the object."""
     key: KeyOfObject
-    """Key in it."""
+    """Key in the object."""
 
 
 class EnvSource(Model):
-    """Where the value of a variable comes from: exactly one of its fields."""
+    """Source of a variable's value: exactly one of the fields."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel="has(self.secretKeyRef) != has(self.configMapKeyRef)",
-            message="valueFrom: give exactly one of secretKeyRef and configMapKeyRef",
+            message="must set exactly one of secretKeyRef and configMapKeyRef",
             holds=lambda source: (source.secret_key_ref is None) != (source.config_map_key_ref is None),
         ),
     )
 
     secret_key_ref: KeyReference | None = None
-    """A key of a Secret."""
+    """Key of a Secret with the value."""
     config_map_key_ref: KeyReference | None = None
-    """A key of a ConfigMap."""
+    """Key of a ConfigMap with the value."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ OWNED_ENV: Final = (
 """Variables that the plan or the supervisor sets."""
 OWNED_ENV_PREFIX: Final = "HETEROINFER_"
 SECRET_ENV: Final = (names.ENV_HUB_TOKEN, "VLLM_API_KEY")
-"""Variables that hold a secret: a value of theirs would stand in the resource."""
+"""Variables that hold a secret, which must not be written into the resource."""
 ALLOWED_ENV: Final = _words(
     """
     ALL_PROXY all_proxy HTTPS_PROXY https_proxy HTTP_PROXY http_proxy NO_PROXY no_proxy
@@ -135,7 +135,7 @@ ALLOWED_ENV: Final = _words(
     VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_VIDEO_FETCH_TIMEOUT VLLM_XGRAMMAR_CACHE_MB
     """
 )
-"""Variables that a user may set, beside our own (names.USER_ENV)."""
+"""Variables that a user may set, in addition to the project's own (names.USER_ENV)."""
 
 
 def _is_owned(name: str) -> bool:
@@ -152,12 +152,23 @@ _OWNED_CEL: Final = (
 )
 
 
-def _rule(cel: str, holds: Callable[["EnvVar"], bool], message: str) -> ValidationRule:
-    """Returns a rule whose message names the variable."""
+def _rule(
+    cel: str,
+    holds: Callable[["EnvVar"], bool],
+    message: str,
+    *,
+    field: str,
+    fix: str = "",
+    reason: RuleReason = RuleReason.FORBIDDEN,
+) -> ValidationRule:
+    """Returns a rule whose message contains the name of the variable."""
     return ValidationRule(
+        field=field,
         cel=cel,
         holds=holds,
         message=message,
+        fix=fix,
+        reason=reason,
         got="%s",
         got_cel=("self.name",),
         got_values=lambda variable: (variable.name,),
@@ -165,25 +176,29 @@ def _rule(cel: str, holds: Callable[["EnvVar"], bool], message: str) -> Validati
 
 
 class EnvVar(Model):
-    """A variable of every worker's environment."""
+    """An environment variable of every worker."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         _rule(
             "has(self.value) != has(self.valueFrom)",
             lambda variable: (variable.value is None) != (variable.value_from is None),
-            "give exactly one of value and valueFrom",
+            "must set exactly one of value and valueFrom",
+            field="",
+            reason=RuleReason.INVALID,
         ),
         _rule(
             f"!{_OWNED_CEL}",
             lambda variable: not _is_owned(variable.name),
-            "a variable that the plan or the operator sets; remove it, "
-            "and set roles[].device, roles[].layers or network instead",
+            "must not be a variable that the plan or the operator sets",
+            field="name",
+            fix="Remove it, and set roles[].device, roles[].layers or network instead",
         ),
         _rule(
             f"self.name in {_cel_list((*names.USER_ENV, *ALLOWED_ENV))} || {_OWNED_CEL}",
             lambda variable: variable.name in (*names.USER_ENV, *ALLOWED_ENV) or _is_owned(variable.name),
-            "a variable that is not on the list of docs/user/secure.md; remove it, "
-            "or set it in an image of your own (spec.engine.image)",
+            "must be a variable on the list of docs/user/secure.md",
+            field="name",
+            fix="Remove it, or set it in an image of your own (spec.engine.image)",
         ),
         _rule(
             f"!(self.name in {_cel_list(SECRET_ENV)}) "
@@ -192,14 +207,15 @@ class EnvVar(Model):
                 variable.name not in SECRET_ENV
                 or (variable.value_from is not None and variable.value_from.secret_key_ref is not None)
             ),
-            "a secret, which everybody who may read the resource would see; "
-            "put it into a Secret and give valueFrom.secretKeyRef",
+            "must come from a Secret, because every reader of the resource would see the value",
+            field="",
+            fix="Store the value in a Secret, and set valueFrom.secretKeyRef",
         ),
     )
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", min_length=1, max_length=128)]
-    """Its name."""
+    """Name of the variable."""
     value: Annotated[str, Field(max_length=4096)] | None = None
-    """Its value."""
+    """Value of the variable. Set either value or valueFrom."""
     value_from: EnvSource | None = None
-    """Where its value comes from."""
+    """Source of the value. Set either value or valueFrom."""

@@ -1,11 +1,11 @@
-"""Selectors of labels, as pods have them. Pure."""
+"""Label selectors, as in a Pod. Pure."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from heteroinfer_operator.api.base import ATOMIC, Model, ValidationRule, cel_text
+from heteroinfer_operator.api.base import ATOMIC, Model, RuleReason, ValidationRule, cel_text
 from heteroinfer_operator.api.pod_fields import LabelKey, Labels, LabelValue, label_keys_rule
 
 
@@ -19,44 +19,48 @@ class LabelOperator(StrEnum):
 
 
 def values_rules(*with_values: str) -> tuple[ValidationRule, ...]:
-    """Returns the rules that operators have values exactly if they compare with some."""
+    """Returns the rules that `values` is set for the operators `with_values`, and unset for the others."""
     listed = f"[{', '.join(map(cel_text, with_values))}]"
     return (
         ValidationRule(
+            field="values",
+            reason=RuleReason.REQUIRED,
             cel=f"!(self.operator in {listed}) || (has(self.values) && self.values.size() > 0)",
-            message=f"values: expected at least one for operator {' or '.join(with_values)}; add it",
+            message=f"must have at least one entry for operator {' or '.join(with_values)}",
             holds=lambda own: own.operator not in with_values or bool(own.values),
         ),
         ValidationRule(
+            field="values",
+            reason=RuleReason.FORBIDDEN,
             cel=f"self.operator in {listed} || !has(self.values) || self.values.size() == 0",
-            message="values: expected none for operator Exists or DoesNotExist; remove them",
+            message="must be empty for operator Exists or DoesNotExist",
             holds=lambda own: own.operator in with_values or not own.values,
         ),
     )
 
 
 class LabelRequirement(Model):
-    """A requirement on an object's label."""
+    """A requirement on a label of an object."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = values_rules("In", "NotIn")
 
     key: LabelKey
-    """Label."""
+    """Key of the label."""
     operator: LabelOperator
-    """How the values are compared."""
+    """Relation between the label and values: In, NotIn, Exists or DoesNotExist."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
-    """Values to compare with."""
+    """Values for operator In or NotIn. Default: none."""
 
 
 LabelRequirements = Annotated[tuple[LabelRequirement, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
 
 
 class LabelSelector(Model):
-    """Which objects are meant."""
+    """Selection of objects by their labels; all requirements must hold."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (label_keys_rule("matchLabels", "match_labels"),)
 
     match_labels: Labels | None = None
-    """Labels that must be equal."""
+    """Labels that an object must have with the same values. Default: none."""
     match_expressions: LabelRequirements | None = None
-    """Requirements that must hold."""
+    """Requirements on labels that an object must meet. Default: none."""

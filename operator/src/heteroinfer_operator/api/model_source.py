@@ -1,4 +1,4 @@
-"""`spec.model`: which model is served, and where it comes from. Pure."""
+"""`spec.model`: the model to serve, and the place of its files. Pure."""
 
 import re
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, ValidationRule, cel_text
+from heteroinfer_operator.api.base import ByteSize, Model, ObjectName, RuleReason, ValidationRule, cel_text
 from heteroinfer_operator.api.env_vars import KeyReference
 from heteroinfer_operator.api.pod_fields import ClassName, KeyOfObject
 from heteroinfer_operator.api.role import Resources
@@ -18,13 +18,13 @@ _URI_PATTERNS: Final = (
     "file://(/[^/]+)+",
     "oci://[a-z0-9][A-Za-z0-9._:/@-]*(#[^/]+(/[^/]+)*)?",
 )
-"""One a scheme; understood alike by RE2 (CEL) and Python."""
+"""One pattern for each scheme, with the same meaning in RE2 (CEL) and Python."""
 _DIGEST: Final = "^[^#]*@sha256:[0-9a-f]{64}(#|$)"
-"""Of an image's URI."""
+"""Matches the URI of an image with a digest."""
 
 
 class AccessMode(StrEnum):
-    """How a volume may be mounted."""
+    """Access mode of a volume."""
 
     READ_WRITE_ONCE = "ReadWriteOnce"
     READ_ONLY_MANY = "ReadOnlyMany"
@@ -33,79 +33,86 @@ class AccessMode(StrEnum):
 
 
 class TokenReference(Model):
-    """A Secret that holds the token for a model hub."""
+    """A Secret with the access token of a model hub."""
 
     name: ObjectName
     """Name of the Secret."""
     key: KeyOfObject = "token"
-    """Key in it."""
+    """Key in the Secret."""
 
 
 class CaBundle(Model):
-    """Certificate authorities in PEM: a key of a ConfigMap or of a Secret of the same namespace."""
+    """Certificate authorities in PEM, from a ConfigMap or a Secret of the same namespace."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel="has(self.secretKeyRef) != has(self.configMapKeyRef)",
-            message="caBundle: give exactly one of configMapKeyRef and secretKeyRef",
+            message="must set exactly one of configMapKeyRef and secretKeyRef",
             holds=lambda own: (own.secret_key_ref is None) != (own.config_map_key_ref is None),
         ),
     )
 
     config_map_key_ref: KeyReference | None = None
-    """A key of a ConfigMap."""
+    """Key of a ConfigMap with the certificates."""
     secret_key_ref: KeyReference | None = None
-    """A key of a Secret."""
+    """Key of a Secret with the certificates."""
 
 
 class ModelCache(Model):
-    """Where a downloaded model is kept: an existing claim, or a new one."""
+    """Volume for the files of a downloaded model: an existing claim, or a new claim."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel="has(self.claimName) != has(self.size)",
-            message="give either claimName (an existing claim) or size (a claim to make)",
+            message="must set either claimName (for an existing claim) or size (for a new claim)",
             holds=lambda cache: (cache.claim_name is None) != (cache.size is None),
         ),
         ValidationRule(
+            field="claimName",
+            reason=RuleReason.FORBIDDEN,
             cel="!has(self.claimName) || !(has(self.storageClassName) || has(self.accessMode))",
-            message="storageClassName and accessMode are of a claim to make; remove them, or claimName",
+            message="must be unset if storageClassName or accessMode is set, which are for a new claim",
+            fix="Remove them, or replace claimName by size",
             holds=lambda cache: (
                 cache.claim_name is None or (cache.storage_class_name or cache.access_mode) is None
             ),
         ),
         ValidationRule(
+            field="size",
             cel="!has(self.size) || (type(self.size) == int ? self.size > 0 : self.size.matches('[1-9]'))",
-            message="size: expected more than 0; set what the model's files need, such as 40Gi",
+            message="must be more than 0",
+            fix="Set the size of the model's files, such as 40Gi",
             holds=lambda cache: cache.size is None or parse_quantity(cache.size) > 0,
         ),
     )
 
     claim_name: ObjectName | None = None
-    """An existing PersistentVolumeClaim."""
+    """Name of an existing PersistentVolumeClaim. Set either claimName or size."""
     size: ByteSize | None = None
-    """Size of the claim to make, which goes with the resource; another size makes a new claim."""
+    """Size of the PersistentVolumeClaim that the operator creates. It is deleted with the resource. Another
+    size creates another claim. Set either claimName or size."""
     storage_class_name: ClassName | None = None
-    """Storage class of the claim to make."""
+    """Storage class of the claim that the operator creates. Default: the cluster's default class."""
     access_mode: AccessMode | None = None
-    """Access mode of the claim to make; ReadWriteMany if not given."""
+    """Access mode of the claim that the operator creates. Default: ReadWriteMany."""
     keep: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """Commits of the model that stay in the cache, the last ones, beside those in use; a fetch removes the
-    others. 2 if not given, for a claim that is made; of an existing claim nothing is removed then."""
+    """Number of the model's newest commits to keep in the cache, in addition to those in use. A download
+    removes the others. Default: 2 in a claim that the operator creates; all in an existing claim."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns what says which volume is meant."""
+        """The settings that identify the volume."""
         return {key: value for key, value in self.dump().items() if key != "keep"}
 
 
 class ModelSpec(Model):
-    """Which model is served."""
+    """The model to serve."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="uri",
             cel=" || ".join(f"self.uri.matches({cel_text(f'^{pattern}$')})" for pattern in _URI_PATTERNS),
-            message="uri: expected hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER"
+            message="must be hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER"
             " or file:///ABSOLUTE/PATH",
             holds=lambda model: any(re.fullmatch(pattern, model.uri) for pattern in _URI_PATTERNS),
             got="%s",
@@ -113,9 +120,10 @@ class ModelSpec(Model):
             got_values=lambda model: (model.uri,),
         ),
         ValidationRule(
+            field="uri",
             cel=f"!self.uri.startsWith('oci://') || self.uri.matches({cel_text(_DIGEST)})",
-            message="uri: an image must have a digest, since nodes may hold different weights of one tag; "
-            "use oci://REGISTRY/NAME@sha256:DIGEST (`crane digest REGISTRY/NAME:TAG` prints it)",
+            message="an image must have a digest, because nodes may hold different weights for the same tag",
+            fix="Use oci://REGISTRY/NAME@sha256:DIGEST (`crane digest REGISTRY/NAME:TAG` prints the digest)",
             holds=lambda model: (
                 not model.uri.startswith("oci://") or re.search(_DIGEST, model.uri) is not None
             ),
@@ -124,17 +132,21 @@ class ModelSpec(Model):
             got_values=lambda model: (model.uri,),
         ),
         ValidationRule(
+            field="uri",
             cel="!self.uri.matches('(^|[/#])[.][.](/|$)')",
-            message="uri: expected a path without '..'; write it out",
+            message="must be a path without '..'",
+            fix="Write out the path",
             holds=lambda model: ".." not in re.split("[/#]", model.uri),
             got="%s",
             got_cel=("self.uri",),
             got_values=lambda model: (model.uri,),
         ),
         ValidationRule(
+            field="uri",
             cel="self.uri.startsWith('hf://') "
             "|| !(has(self.revision) || has(self.tokenSecretRef) || has(self.cache))",
-            message="revision, tokenSecretRef and cache are for hf:// models; remove them",
+            message="must be an hf:// model if revision, tokenSecretRef or cache is set",
+            fix="Remove them",
             holds=lambda model: (
                 model.uri.startswith("hf://")
                 or (model.revision or model.token_secret_ref or model.cache) is None
@@ -146,21 +158,25 @@ class ModelSpec(Model):
     )
 
     uri: Annotated[str, Field(min_length=1, max_length=512)]
-    """hf://ORG/MODEL, pvc://CLAIM/PATH, oci://REGISTRY/NAME@sha256:DIGEST#FOLDER (an image's files,
-    Kubernetes 1.35 or later; FOLDER may be left out) or file:///ABSOLUTE/PATH on the node."""
+    """Location of the model. hf://ORG/MODEL: a model on a hub. pvc://CLAIM/PATH: a folder of a
+    PersistentVolumeClaim. oci://REGISTRY/NAME@sha256:DIGEST#FOLDER: the files of an image, on Kubernetes 1.35
+    or later; #FOLDER is optional. file:///ABSOLUTE/PATH: a folder on each node."""
     revision: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
     ) = None
-    """Branch, tag or commit of a hub's model; main if not given. What it means is looked up once."""
+    """Branch, tag or commit of an hf:// model. The operator resolves it once; change it to get newer files.
+    Default: main."""
     served_name: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")] | None
     ) = None
-    """Name in the OpenAI API; the resource's name if not given."""
+    """Name of the model in the OpenAI API. Default: the name of the resource."""
     token_secret_ref: TokenReference | None = None
-    """Token for a hub; only the pod that fetches the model sees it."""
+    """Access token for the hub. Only the pod that downloads the model gets it. Default: none."""
     cache: ModelCache | None = None
-    """Where a hub's model is kept; pods mount it read-only."""
+    """Volume for the files of an hf:// model; workers mount it read-only. Required for hf:// models."""
     resources: Resources | None = None
-    """Resources of the pod that fetches or reads the model; what they leave out is the installation's."""
+    """Resources of the pod that downloads or inspects the model. Default: the installation's, also for each
+    resource that is missing here."""
     ca_bundle: CaBundle | None = None
-    """Authorities that the pods that fetch and serve the model trust besides the system's."""
+    """Certificate authorities that the pods trust in addition to the system's, while they download and serve.
+    Default: none."""

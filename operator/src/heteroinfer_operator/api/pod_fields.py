@@ -1,8 +1,8 @@
-"""What Kubernetes takes in the fields of a pod that a user may set: names, values and keys of maps. Pure.
+"""Formats of names, label values and map keys in pods, as Kubernetes validates them. Pure.
 
-What it would refuse is refused with the resource, not once pods are to be made of it. The patterns are
-those of `k8s.io/apimachinery/pkg/util/validation` and `pkg/apis/core/validation`; RE2, Python and Rust
-understand them alike.
+A value that Kubernetes would refuse in a pod is refused in the resource, before any pod is created. The
+patterns are those of `k8s.io/apimachinery/pkg/util/validation` and `pkg/apis/core/validation`. They mean the
+same in RE2, Python and Rust.
 """
 
 import re
@@ -16,23 +16,23 @@ from heteroinfer_operator.api.base import AS_STORED, Model, ValidationRule, cel_
 _DNS_LABEL: Final = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 SUBDOMAIN: Final = f"{_DNS_LABEL}([.]{_DNS_LABEL})*"
 _NAME: Final = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-"""Of a label, without its prefix; a label's value, too."""
+"""Name part of a label key, without its prefix; also a label value."""
 LABEL_KEY: Final = f"({SUBDOMAIN}/)?{_NAME}"
 LABEL_VALUE: Final = f"({_NAME})?"
 _ANNOTATION_KEY: Final = f"({SUBDOMAIN.replace('a-z', 'A-Za-z')}/)?{_NAME}"
 RESOURCE_NAME: Final = f"cpu|memory|ephemeral-storage|hugepages-[0-9]+(k|M|G|Ki|Mi|Gi)|{SUBDOMAIN}/{_NAME}"
-"""Of a container: what is no resource of Kubernetes' own has a prefix."""
+"""Name of a container's resource. Resources that are not Kubernetes' own have a prefix."""
 MAX_KEY_LENGTH: Final = 317
 """An optional prefix of 253 and a name of 63 characters."""
 _MAX_PREFIX_LENGTH: Final = 253
 
 
 def _text(pattern: str, *, most: int) -> Any:
-    """Returns the settings of a text of this pattern, which is not asked of what is stored."""
+    """Returns the settings of a text with this pattern. The pattern is not checked in stored resources."""
 
     def check(value: str, info: ValidationInfo) -> str:
         if info.context != AS_STORED and re.fullmatch(pattern, value) is None:
-            message = f"expected what pods have there, of the pattern {pattern}"
+            message = f"must match the pattern {pattern}, as in a Pod"
             raise PydanticCustomError("pattern", "{message}", {"message": message})
         return value
 
@@ -41,7 +41,7 @@ def _text(pattern: str, *, most: int) -> Any:
 
 
 LabelKey = Annotated[str, *_text(LABEL_KEY, most=MAX_KEY_LENGTH)]
-"""A label's key, anywhere but in a map."""
+"""Key of a label in a field of its own. For keys of maps see `label_keys_rule`."""
 LabelKeyOrNone = Annotated[str, *_text(f"({LABEL_KEY})?", most=MAX_KEY_LENGTH)]
 LabelValue = Annotated[str, *_text(LABEL_VALUE, most=63)]
 Labels = Annotated[dict[str, LabelValue], Field(max_length=32)]
@@ -51,20 +51,20 @@ ClassName = Annotated[str, *_text(SUBDOMAIN, most=253)]
 ClassNameOrNone = Annotated[str, *_text(f"({SUBDOMAIN})?", most=253)]
 """Name of a PriorityClass, or ""."""
 OperatorClass = NamespaceName
-"""Which operator serves a resource: not of pods, but with the same characters."""
+"""Class of the operator that serves a resource: a DNS label."""
 QueueName = Annotated[str, *_text(LABEL_VALUE, most=253)]
-"""Name of a queue, which pods have as a label, or ""."""
+"""Name of a queue, which becomes a label value of the pods, or ""."""
 KeyOfObject = Annotated[str, *_text("[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*", most=253)]
 """Key of a Secret or a ConfigMap."""
 Image = Annotated[str, *_text("[!-~]+", most=512)]
-"""A container image: without blanks."""
+"""Reference of a container image, without spaces."""
 
 
-def keys_rule(name: str, attribute: str, what: str, pattern: str) -> ValidationRule:
-    """Returns the rule that a map has keys of this pattern only: a structural schema has no word for it.
+def keys_rule(name: str, attribute: str, message: str, pattern: str) -> ValidationRule:
+    """Returns the rule that all keys of a map match a pattern, which a structural schema cannot express.
 
     Args:
-        what: a key is, for people.
+        message: requirement on the keys.
         pattern: without anchors.
     """
     good = (
@@ -76,25 +76,30 @@ def keys_rule(name: str, attribute: str, what: str, pattern: str) -> ValidationR
         return [key for key in getattr(model, attribute) or () if not _is_key(key, pattern)]
 
     return ValidationRule(
+        field=name,
         cel=f"!has(self.{name}) || self.{name}.all(k, {good})",
         holds=lambda model: not bad_keys(model),
-        message=f"{name}: expected {what}, as pods have it; change or remove the key",
+        message=message,
+        fix="Change or remove the key",
         got="%s",
         got_cel=(f"self.{name}.filter(k, !({good}))[0]",),
         got_values=lambda model: (bad_keys(model)[0],),
     )
 
 
+_KEY_MESSAGE: Final = (
+    "each key must be NAME or PREFIX/NAME, with a NAME of at most 63 letters, digits, '-', '_' and '.'"
+)
+
+
 def label_keys_rule(name: str, attribute: str) -> ValidationRule:
-    """Returns the rule that a map has labels for keys."""
-    words = "each key to be a name of at most 63 letters, digits, '-', '_' and '.', or PREFIX/NAME"
-    return keys_rule(name, attribute, words, LABEL_KEY)
+    """Returns the rule that the keys of a map are label keys."""
+    return keys_rule(name, attribute, _KEY_MESSAGE, LABEL_KEY)
 
 
 def annotation_keys_rule(name: str, attribute: str) -> ValidationRule:
-    """Returns the rule that a map has annotations for keys: as of labels, with capitals in the prefix."""
-    words = "each key to be a name of at most 63 letters, digits, '-', '_' and '.', or PREFIX/NAME"
-    return keys_rule(name, attribute, words, _ANNOTATION_KEY)
+    """Returns the rule that the keys of a map are annotation keys, whose prefix may have capitals."""
+    return keys_rule(name, attribute, _KEY_MESSAGE, _ANNOTATION_KEY)
 
 
 def _is_key(key: str, pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""Users, name resolution and devices of a role's pods, as far as a resource may choose them. Pure."""
+"""User ids, DNS settings and devices that a resource may set on a role's pods. Pure."""
 
 import ipaddress
 from enum import StrEnum
@@ -10,51 +10,55 @@ from heteroinfer_operator.api.base import ATOMIC, Model, ValidationRule
 from heteroinfer_operator.api.pod_fields import ClassName
 
 Id = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Of a user or a group; not 0, which owns the files of nodes."""
+"""Id of a user or a group; not 0, because root owns the files of nodes."""
 
 
 class GroupChangePolicy(StrEnum):
-    """When the group of a volume's files is set."""
+    """When Kubernetes changes the group of a volume's files."""
 
     ALWAYS = "Always"
     ON_ROOT_MISMATCH = "OnRootMismatch"
 
 
 class TemplateSecurityContext(Model):
-    """Whose files the pods can read: the fields given here win over the installation's."""
+    """User and groups of the pods. Each field overrides the installation's setting."""
 
     run_as_user: Id | None = None
-    """User id."""
+    """User id of the processes. Default: the installation's."""
     run_as_group: Id | None = None
-    """Group id."""
+    """Group id of the processes. Default: the installation's."""
     fs_group: Id | None = None
-    """Group that volumes get, where their driver can do it."""
+    """Group id of the files in volumes, if the volume's driver supports it. Default: the installation's."""
     fs_group_change_policy: GroupChangePolicy | None = None
-    """When volumes get it."""
+    """When the group of the files in a volume is changed: Always or OnRootMismatch. Default: the
+    installation's."""
     supplemental_groups: Annotated[tuple[Id, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None = (
         None
     )
-    """Further groups, such as those of files on NFS."""
+    """Further group ids of the processes, such as the group of files on NFS. Default: the installation's."""
 
 
 class DnsPolicy(StrEnum):
-    """Which name servers pods ask; the pods of a group find each other by the cluster's names."""
+    """Name servers of the pods.
+
+    The pods of a group find each other by the cluster's names, so a policy without them is not offered.
+    """
 
     CLUSTER_FIRST = "ClusterFirst"
     NONE = "None"
 
 
 class DnsOption(Model):
-    """An option of the resolver, such as ndots."""
+    """An option of the DNS resolver, such as ndots."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
-    """Name."""
+    """Name of the option."""
     value: Annotated[str, Field(max_length=63)] | None = None
-    """Value, if it has one."""
+    """Value of the option. Default: none."""
 
 
 def _is_address(text: str) -> bool:
-    """Checks whether a text is an address as isIP of CEL has it: without a zone, no IPv4 inside of IPv6."""
+    """Whether CEL's isIP takes a text: an address without a zone, and not IPv4 inside IPv6."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -63,12 +67,13 @@ def _is_address(text: str) -> bool:
 
 
 class DnsConfig(Model):
-    """Name servers and search domains besides those of dnsPolicy."""
+    """DNS settings in addition to those of dnsPolicy."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="nameservers",
             cel="!has(self.nameservers) || self.nameservers.all(n, isIP(n))",
-            message="nameservers: each must be an IP address; correct it",
+            message="each entry must be an IP address",
             holds=lambda own: all(map(_is_address, own.nameservers or ())),
         ),
     )
@@ -76,27 +81,27 @@ class DnsConfig(Model):
     nameservers: Annotated[tuple[Annotated[str, Field(max_length=45)], ...], Field(max_length=3)] | None = (
         None
     )
-    """Addresses."""
+    """IP addresses of further name servers. Default: none."""
     searches: Annotated[tuple[ClassName, ...], Field(max_length=6)] | None = None
-    """Search domains."""
+    """Further search domains for host names. Default: none."""
     options: Annotated[tuple[DnsOption, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None = None
-    """Options of the resolver."""
+    """Options of the DNS resolver. Default: none."""
 
 
 class ResourceClaim(Model):
-    """Devices of dynamic resource allocation (DRA) besides the GPUs of deviceResourceName."""
+    """Devices by dynamic resource allocation (DRA), in addition to the GPUs of deviceResourceName."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel="has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
-            message="give each of resourceClaims either resourceClaimName or resourceClaimTemplateName",
+            message="must set either resourceClaimName or resourceClaimTemplateName",
             holds=lambda own: (own.resource_claim_name is None) != (own.resource_claim_template_name is None),
         ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=63)]
-    """Name in the pod."""
+    """Name of the claim inside the pod."""
     resource_claim_name: ClassName | None = None
-    """A ResourceClaim of the same namespace, which all pods of the role share."""
+    """Name of a ResourceClaim in the same namespace, which all pods of the role share."""
     resource_claim_template_name: ClassName | None = None
-    """A ResourceClaimTemplate of the same namespace: each pod gets a claim of its own."""
+    """Name of a ResourceClaimTemplate in the same namespace, from which each pod gets its own claim."""

@@ -1,6 +1,7 @@
-"""Volumes that a role's pods may have besides those of the plan: of safe kinds. Pure.
+"""Volumes that a resource may add to a role's pods. Pure.
 
-These open nothing of the node: no hostPath, no token of a service account, no driver of its own.
+Only kinds that give no access to the node are allowed: no hostPath, no service account token, no inline CSI
+driver.
 """
 
 from collections.abc import Iterator
@@ -9,26 +10,38 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from heteroinfer_operator.api.base import ATOMIC, ByteSize, Model, ObjectName, ValidationRule, cel_text
+from heteroinfer_operator.api.base import (
+    ATOMIC,
+    ByteSize,
+    Model,
+    ObjectName,
+    RuleReason,
+    ValidationRule,
+    cel_text,
+)
 from heteroinfer_operator.api.pod_fields import ClassName, Image, KeyOfObject
 
 OWN_VOLUMES: Final = ("model", "scratch", "shm", "ca-bundle", "files")
-"""Names of volumes that the manifests of workers have."""
+"""Names of the volumes that the operator itself adds to worker pods."""
 MOUNT_ROOTS: Final = ("/mnt", "/data", "/srv")
-"""Folders of a container below which volumes are mounted.
+"""Folders of a container below which volumes may be mounted.
 
-No image has code, settings or accounts there. Anywhere else a file of a ConfigMap may become code of a worker
-(`sitecustomize.py`, `/etc/ld.so.preload`, a user's site-packages), whatever the installation refuses in args.
+No image has code, settings or accounts there. In any other folder a file of a ConfigMap may become code of a
+worker (`sitecustomize.py`, `/etc/ld.so.preload`, a user's site-packages), although the installation refuses
+such code in args.
 """
 _FileMode = Annotated[int, Field(ge=0, le=0o777)]
 _PART: Final = "([^/:.]|[.][^/:.])[^/:]*"
-"""Of a path: not `.`, and nothing that begins with `..`. A rule in CEL would cost too much so deep inside."""
+"""Part of a path: not `.`, and not a name that begins with `..`.
+
+A pattern, because a CEL rule at this depth of the schema would exceed the API server's cost limit.
+"""
 _RELATIVE: Final = f"{_PART}(/{_PART})*"
 _ABSOLUTE: Final = f"(/{_PART})+"
 
 
 class PullPolicy(StrEnum):
-    """When an image is pulled."""
+    """When the node pulls an image."""
 
     ALWAYS = "Always"
     IF_NOT_PRESENT = "IfNotPresent"
@@ -36,116 +49,117 @@ class PullPolicy(StrEnum):
 
 
 class Medium(StrEnum):
-    """What an emptyDir is made of."""
+    """Storage of an emptyDir."""
 
     DISK = ""
     MEMORY = "Memory"
 
 
 class KeyToPath(Model):
-    """A key of a ConfigMap or Secret, and its path in the volume."""
+    """A key of a ConfigMap or Secret, and the path of its file in the volume."""
 
     key: KeyOfObject
-    """Key."""
+    """Key of the ConfigMap or Secret."""
     path: Annotated[str, Field(pattern=f"^{_RELATIVE}$", min_length=1, max_length=256)]
-    """Path of its file, relative to the volume."""
+    """Path of the file, relative to the volume."""
     mode: _FileMode | None = None
-    """Permissions of the file; defaultMode if not given."""
+    """Permissions of the file, as a decimal number. Default: defaultMode of the volume."""
 
 
 _Items = Annotated[tuple[KeyToPath, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
 
 
 class ConfigMapVolume(Model):
-    """A ConfigMap of the same namespace."""
+    """Files from a ConfigMap of the same namespace."""
 
     name: ObjectName
-    """Its name."""
+    """Name of the ConfigMap."""
     items: _Items | None = None
-    """Keys to mount; all if not given."""
+    """Keys to mount. Default: all keys."""
     default_mode: _FileMode | None = None
-    """Permissions of the files; 0644 if not given."""
+    """Permissions of the files, as a decimal number. Default: 420 (octal 0644)."""
     optional: bool | None = None
-    """Whether pods start without it."""
+    """Whether pods start without the ConfigMap. Default: false."""
 
 
 class SecretVolume(Model):
-    """A Secret of the same namespace."""
+    """Files from a Secret of the same namespace."""
 
     secret_name: ObjectName
-    """Its name."""
+    """Name of the Secret."""
     items: _Items | None = None
-    """Keys to mount; all if not given."""
+    """Keys to mount. Default: all keys."""
     default_mode: _FileMode | None = None
-    """Permissions of the files; 0644 if not given."""
+    """Permissions of the files, as a decimal number. Default: 420 (octal 0644)."""
     optional: bool | None = None
-    """Whether pods start without it."""
+    """Whether pods start without the Secret. Default: false."""
 
 
 class ProjectedObject(Model):
     """A ConfigMap or Secret of the same namespace, as a part of a volume."""
 
     name: ObjectName
-    """Its name."""
+    """Name of the object."""
     items: _Items | None = None
-    """Keys to mount; all if not given."""
+    """Keys to mount. Default: all keys."""
     optional: bool | None = None
-    """Whether pods start without it."""
+    """Whether pods start without the object. Default: false."""
 
 
 class ProjectedSource(Model):
-    """A part of a projected volume: exactly one of its fields."""
+    """A part of a projected volume: exactly one of the fields."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel="has(self.configMap) != has(self.secret)",
-            message="sources: give exactly one of configMap and secret in each",
+            message="must set exactly one of configMap and secret",
             holds=lambda own: (own.config_map is None) != (own.secret is None),
         ),
     )
 
     config_map: ProjectedObject | None = None
-    """A ConfigMap."""
+    """Files from a ConfigMap."""
     secret: ProjectedObject | None = None
-    """A Secret."""
+    """Files from a Secret."""
 
 
 class ProjectedVolume(Model):
-    """Several ConfigMaps and Secrets in one folder."""
+    """Files from several ConfigMaps and Secrets in one folder."""
 
     sources: Annotated[
         tuple[ProjectedSource, ...], Field(min_length=1, max_length=16, json_schema_extra=ATOMIC)
     ]
-    """Its parts."""
+    """ConfigMaps and Secrets whose files the volume has."""
     default_mode: _FileMode | None = None
-    """Permissions of the files; 0644 if not given."""
+    """Permissions of the files, as a decimal number. Default: 420 (octal 0644)."""
 
 
 class EmptyDirVolume(Model):
-    """A folder that begins empty with each pod."""
+    """A folder that is empty when the pod starts."""
 
     medium: Medium | None = None
-    """Memory counts as memory of the pod, which the plan does not subtract; disk if not given."""
+    """Storage of the folder. Memory: a file system in memory, which counts as memory of the pod; the plan
+    does not subtract it. Default: the node's disk."""
     size_limit: ByteSize | None = None
-    """A pod that writes more is evicted."""
+    """Most bytes in the folder; a pod that writes more is evicted. Default: none."""
 
 
 class ImageVolume(Model):
-    """The files of an image or of an OCI artifact, read-only."""
+    """Files of a container image or an OCI artifact, read-only."""
 
     reference: Image
-    """Its name, as a container's image."""
+    """Reference of the image, as for a container."""
     pull_policy: PullPolicy | None = None
-    """When it is pulled; Always for the tag latest, else IfNotPresent, if not given."""
+    """When the node pulls the image. Default: Always for the tag latest, otherwise IfNotPresent."""
 
 
 class ClaimVolume(Model):
     """A PersistentVolumeClaim of the same namespace."""
 
     claim_name: ClassName
-    """Its name."""
+    """Name of the PersistentVolumeClaim."""
     read_only: bool | None = None
-    """Whether it is mounted read-only."""
+    """Whether the claim is mounted read-only. Default: false."""
 
 
 _KINDS: Final = ("configMap", "secret", "projected", "emptyDir", "image", "persistentVolumeClaim")
@@ -153,46 +167,51 @@ _ATTRIBUTES: Final = ("config_map", "secret", "projected", "empty_dir", "image",
 
 
 class TemplateVolume(Model):
-    """A volume: exactly one of its kinds."""
+    """A volume of the pods: a name, and exactly one kind of volume."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             cel=f"[{', '.join(f'has(self.{kind})' for kind in _KINDS)}].filter(given, given).size() == 1",
-            message=f"volumes: give exactly one of {', '.join(_KINDS)} in each",
+            message=f"must set exactly one of {', '.join(_KINDS)}",
             holds=lambda own: sum(getattr(own, name) is not None for name in _ATTRIBUTES) == 1,
         ),
         ValidationRule(
+            field="name",
+            reason=RuleReason.FORBIDDEN,
             cel=f"!(self.name in [{', '.join(map(cel_text, OWN_VOLUMES))}])",
-            message=f"volumes: the operator has volumes {', '.join(OWN_VOLUMES)} itself; choose another name",
+            message=f"must not be {', '.join(OWN_VOLUMES[:-1])} or {OWN_VOLUMES[-1]}, names of the "
+            "operator's own volumes",
             holds=lambda own: own.name not in OWN_VOLUMES,
         ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=63)]
-    """Name, by which volumeMounts mean it."""
+    """Name of the volume, for volumeMounts."""
     config_map: ConfigMapVolume | None = None
-    """A ConfigMap."""
+    """Files from a ConfigMap."""
     secret: SecretVolume | None = None
-    """A Secret."""
+    """Files from a Secret."""
     projected: ProjectedVolume | None = None
-    """Several ConfigMaps and Secrets in one folder."""
+    """Files from several ConfigMaps and Secrets in one folder."""
     empty_dir: EmptyDirVolume | None = None
-    """A folder that begins empty with each pod."""
+    """A folder that is empty when the pod starts."""
     image: ImageVolume | None = None
-    """The files of an image, read-only; Kubernetes 1.35 or later."""
+    """Files of an image, read-only. Needs Kubernetes 1.35 or later."""
     persistent_volume_claim: ClaimVolume | None = None
-    """A claim."""
+    """A PersistentVolumeClaim."""
 
 
 class TemplateMount(Model):
-    """Where a volume is mounted in the worker container."""
+    """A mount of a volume in the worker container."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="mountPath",
             cel=f"[{', '.join(cel_text(f'{root}/') for root in MOUNT_ROOTS)}]"
             ".exists(r, self.mountPath.startsWith(r))",
-            message=f"mountPath: must be below {', '.join(MOUNT_ROOTS)}, such as /mnt/NAME; files elsewhere "
-            "may become code of workers",
+            message=f"must be below {', '.join(MOUNT_ROOTS[:-1])} or {MOUNT_ROOTS[-1]}, because a worker "
+            "may run files of other folders as code",
+            fix="Use a path such as /mnt/NAME",
             holds=lambda own: own.mount_path.startswith(tuple(f"{root}/" for root in MOUNT_ROOTS)),
             got="%s",
             got_cel=("self.mountPath",),
@@ -201,16 +220,16 @@ class TemplateMount(Model):
     )
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
-    """Name of one of volumes."""
+    """Name of the volume in volumes."""
     mount_path: Annotated[str, Field(pattern=f"^{_ABSOLUTE}$", min_length=2, max_length=256)]
-    """Folder in the container, below /mnt, /data or /srv."""
+    """Folder in the container: below /mnt, /data or /srv."""
     sub_path: Annotated[str, Field(pattern=f"^{_RELATIVE}$", min_length=1, max_length=256)] | None = None
-    """A part of the volume; all of it if not given."""
+    """Folder of the volume to mount. Default: the whole volume."""
     read_only: bool | None = None
-    """Whether it is mounted read-only."""
+    """Whether the volume is mounted read-only. Default: false."""
 
 
 def unknown_mounts(mounts: tuple[TemplateMount, ...], volumes: tuple[TemplateVolume, ...]) -> Iterator[str]:
-    """Yields the names in mounts that no volume has."""
+    """Yields the names of mounts without a volume of that name."""
     known = {volume.name for volume in volumes}
     yield from (mount.name for mount in mounts if mount.name not in known)

@@ -1,8 +1,8 @@
-"""A whole HeteroInference: from parsed YAML or JSON to models, or to errors that name the field. Pure."""
+"""Converts a whole HeteroInference from JSON values to models, or to errors with the field's path. Pure."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -11,7 +11,14 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 from pydantic import ConfigDict, Field, ValidationError
 
 from heteroinfer_operator import quantity
-from heteroinfer_operator.api.base import AS_STORED, Model, ObjectName, ValidationRule
+from heteroinfer_operator.api.base import (
+    AS_STORED,
+    PROBLEMS,
+    RULE_ERROR,
+    Model,
+    ObjectName,
+    ValidationRule,
+)
 from heteroinfer_operator.api.role import Resources
 from heteroinfer_operator.api.spec import HeteroInferenceSpec, LifeSpec
 from heteroinfer_operator.api.status import HeteroInferenceStatus
@@ -20,12 +27,12 @@ from heteroinfer_operator.errors import SpecError
 ModelT = TypeVar("ModelT", bound=Model)
 
 MAX_NAME_LENGTH: Final = 40
-"""A pod's host name is NAME-GROUP-EPOCH-POD and has at most 63 characters: this leaves 20 digits."""
+"""The host name of a pod, NAME-GROUP-EPOCH-POD, has at most 63 characters; 20 of them are for digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class ResourceKey:
-    """Name of a HeteroInference."""
+    """Namespace and name of a HeteroInference."""
 
     namespace: str
     name: str
@@ -35,14 +42,14 @@ class ResourceKey:
 
 
 class Metadata(Model):
-    """What we read of a resource's metadata; the rest is Kubernetes' own."""
+    """The fields of metadata that the operator reads."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: Annotated[str, Field(min_length=1, max_length=253)]
     """Name of the resource."""
     namespace: ObjectName = "default"
-    """Its namespace."""
+    """Namespace of the resource."""
 
 
 class HeteroInference(Model):
@@ -50,18 +57,22 @@ class HeteroInference(Model):
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="metadata",
             cel=f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
-            message=f"metadata.name: expected at most {MAX_NAME_LENGTH} characters, since pod names, "
-            "NAME-GROUP-EPOCH-POD, have at most 63; choose a shorter name",
+            message=f"name must have at most {MAX_NAME_LENGTH} characters, because pod names, "
+            "NAME-GROUP-EPOCH-POD, have at most 63",
+            fix="Choose a shorter name",
             holds=lambda resource: len(resource.metadata.name) <= MAX_NAME_LENGTH,
             got="%d characters",
             got_cel=("self.metadata.name.size()",),
             got_values=lambda resource: (len(resource.metadata.name),),
         ),
         ValidationRule(
+            field="metadata",
             cel="self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-            message="metadata.name: expected lower-case letters, digits and '-', beginning with a letter, "
-            "since it becomes a Service's name; choose another name",
+            message="name must consist of lower-case letters, digits and '-', and start with a letter, "
+            "because it becomes the name of a Service",
+            fix="Choose another name",
             holds=lambda resource: (
                 re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", resource.metadata.name) is not None
             ),
@@ -76,27 +87,28 @@ class HeteroInference(Model):
     kind: Literal["HeteroInference"] = "HeteroInference"
     """Kind of the resource."""
     metadata: Metadata
-    """Name and namespace."""
+    """Name and namespace of the resource."""
     spec: HeteroInferenceSpec
-    """What the user asks for."""
+    """Desired state: the model, the pods that serve it, and how they run."""
     status: HeteroInferenceStatus | None = None
-    """What is, as the operator last saw it."""
+    """State that the operator observed last."""
 
     @property
     def served_name(self) -> str:
-        """Returns the model's name in the OpenAI API."""
+        """Name of the model in the OpenAI API."""
         return self.spec.model.served_name or self.metadata.name
 
 
 MAX_SPEC_LENGTH: Final = 256 * 1024
-"""Of a spec as JSON: it is kept in a ConfigMap, parts of it in pods, and the status has the same object."""
+"""Most bytes of a spec as JSON: a ConfigMap stores it, pods hold parts of it, and the status is stored with
+it."""
 
 
 def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
-    """Returns the resource that parsed YAML or JSON holds.
+    """Returns the resource from parsed YAML or JSON.
 
     Raises:
-        SpecError: it isn't one; a line for each problem, with the field's path.
+        SpecError: the resource is invalid; the message has a line with the field's path for each problem.
     """
     found = _parse(HeteroInference, raw, "")
     _check_length(raw["spec"])
@@ -104,7 +116,7 @@ def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
 
 
 def parse_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
-    """Returns the spec that a resource's `spec` holds; raises SpecError as parse_resource."""
+    """Returns the spec from a resource's `spec`; raises SpecError like parse_resource."""
     found = _parse(HeteroInferenceSpec, raw, "spec")
     _check_length(raw)
     return found
@@ -114,7 +126,7 @@ _OTHER_PATTERN: Final = "string_pattern_mismatch"
 
 
 def _check_length(spec: Mapping[str, Any]) -> None:
-    """Raises SpecError for a spec of which the API server would not store the objects."""
+    """Raises SpecError if the API server could not store the objects made from the spec."""
     length = _length(spec)
     if length <= MAX_SPEC_LENGTH:
         return
@@ -122,9 +134,9 @@ def _check_length(spec: Mapping[str, Any]) -> None:
     parts |= {f"roles[{i}]": _length(role) for i, role in enumerate(spec["roles"])}
     longest = max(parts, key=lambda name: parts[name])
     problem = (
-        f"spec: expected at most {MAX_SPEC_LENGTH >> 10} KiB of JSON, since pods and ConfigMaps hold it, and "
-        f"the API server stores no large objects; make it shorter: got {length >> 10} KiB, of which "
-        f"{longest} is {parts[longest] >> 10} KiB"
+        f"spec: must be at most {MAX_SPEC_LENGTH >> 10} KiB of JSON, because pods and ConfigMaps hold it and "
+        f"the API server stores no larger objects (got {length >> 10} KiB, including "
+        f"{parts[longest] >> 10} KiB in {longest}). Shorten it"
     )
     raise SpecError([problem])
 
@@ -134,44 +146,44 @@ def _length(raw: object) -> int:
 
 
 def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
-    """Returns a spec that some version accepted: without rules, and without fields that are not known here.
+    """Returns a spec that any version accepted: rules are skipped, and unknown fields are dropped.
 
     Raises:
-        SpecError: it cannot be read even so.
+        SpecError: the spec still cannot be read.
     """
     try:
         return _as_stored(HeteroInferenceSpec, raw)
-    except ValidationError:  # it may be for a field that is not known here
+    except ValidationError:  # perhaps because of a field that this version does not know
         pass
     return _parse(HeteroInferenceSpec, _known_only(raw, HeteroInferenceSpec), "spec", context=AS_STORED)
 
 
 def parse_life(raw: Mapping[str, Any]) -> LifeSpec:
-    """Returns what a spec says of the life of groups, whatever else is wrong with it.
+    """Returns the part of a spec that is about the life of groups, even if other parts are invalid.
 
-    A field that cannot be read has its default.
+    A field that cannot be read gets its default.
     """
     life = _salvage(LifeSpec, raw)
     return life if raw.get("replicas") is not None else life.changed(replicas=1)
 
 
 def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
-    """Returns the status that a resource's `status` holds, an empty one for none.
+    """Returns the status from a resource's `status`; an empty status if there is none.
 
-    What cannot be read, since it was written by another version or damaged, loses only itself: a
-    field, or the entry of a list whose needed field is lost.
+    A value that cannot be read, because another version wrote it or it was damaged, is dropped alone: the
+    field, or the list entry if a required field is affected.
     """
     return _salvage(HeteroInferenceStatus, raw or {})
 
 
 def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]:
-    """Returns a status as JSON values that the schema takes, and what it lost for that.
+    """Returns a status as JSON values that the schema takes, and the problems of dropped values.
 
-    Nothing checks what `changed(...)` writes into a model. What the schema would refuse is left
-    out: the API server would refuse the whole status, again and again.
+    `changed(...)` writes into a model without validation. A value that the schema would refuse is dropped,
+    because the API server would refuse the whole status again and again.
 
     Returns:
-        The values, and the problems of what was left out, "" if nothing was.
+        The values, and the problems of the dropped values, "" if there are none.
     """
     value = status.dump()
     try:
@@ -184,7 +196,7 @@ def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]
 def _salvage(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
     try:
         return _as_stored(cls, {key: raw[key] for key in _fields(cls) if key in raw})
-    except ValidationError:  # seldom: what follows costs ten times as much
+    except ValidationError:  # rare; the code below takes ten times as long
         pass
     value = _known_only(_without_nulls(raw, cls), cls)
     while True:
@@ -199,12 +211,12 @@ def _salvage(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
 
 
 def _as_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
-    """Returns the model of what is stored, if nothing of it has to be left out; raises ValidationError."""
+    """Returns the model of stored values; raises ValidationError if a value would have to be dropped."""
     return cls.model_validate_json(_text(raw, cls), context=AS_STORED, by_alias=True, by_name=False)
 
 
 def _deepest(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Returns the path of what must go so that a problem does: for a field that is missing, its holder."""
+    """Returns the path of the value to drop because of a problem: the parent, if a field is missing."""
     path = problem["loc"][:-1] if problem["type"] == "missing" else problem["loc"]
     found: list[str | int] = []
     for part in path:
@@ -221,7 +233,7 @@ def _has_item(value: Any, index: str | int) -> bool:
 
 
 def _last_first(path: Sequence[str | int]) -> tuple[Any, ...]:
-    """Returns what sorts later entries of a list, and inner values, before what their removal would move."""
+    """Sort key that removes later list entries and inner values first, so that other paths stay valid."""
     return tuple((-part, "") if isinstance(part, int) else (0, part) for part in path)
 
 
@@ -229,7 +241,7 @@ def _remove(value: Any, path: Sequence[str | int]) -> None:
     *outer, last = path
     for part in outer:
         if not (part in value if isinstance(value, dict) else _has_item(value, part)):
-            return  # its holder has gone
+            return  # the parent was removed already
         value = value[part]
     del value[last]
 
@@ -245,29 +257,30 @@ def _known_only(raw: object, cls: type[Model] | None) -> Any:
 
 
 def parse_resources(raw: Mapping[str, Any], where: str) -> Resources:
-    """Returns requests and limits of a container; raises SpecError, in whose message `where` comes first."""
+    """Returns requests and limits of a container; raises SpecError, whose message starts with `where`."""
     return _parse(Resources, raw, where)
 
 
 def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str, *, context: str | None = None) -> ModelT:
-    # Through JSON, since strict models take enums and lists only from JSON.
+    # Through JSON, because strict models take enums and lists only from JSON.
     try:
         return cls.model_validate_json(_text(raw, cls), context=context)
     except ValidationError as error:
-        raise SpecError(_problem(where, problem) for problem in _causes(error)) from None
+        causes = _causes(error)
+        raise SpecError(text for cause in causes for text in _problems(where, cause)) from None
 
 
 def _text(raw: Mapping[str, Any], cls: type[Model]) -> str:
-    """Returns JSON values as text, without the nulls that mean nothing."""
-    text = json.dumps(raw, default=dict)  # kopf's views are mappings, and no dicts
+    """Returns JSON values as text, without nulls that stand for absent fields."""
+    text = json.dumps(raw, default=dict)  # kopf's views are mappings but not dicts
     return text if "null" not in text else json.dumps(_without_nulls(raw, cls))
 
 
 def _without_nulls(raw: object, cls: type[Model] | None) -> object:
     """Returns JSON values without nulls in maps and in fields that `cls` knows.
 
-    The API server takes such a null for an absent field; one in an unknown field is an
-    unknown field. Mappings that aren't dicts (kopf's views) become dicts.
+    The API server takes such a null for an absent field, but a null in an unknown field still makes it an
+    unknown field. Mappings that are not dicts (kopf's views) become dicts.
     """
     if isinstance(raw, Mapping):
         fields = {} if cls is None else _fields(cls)
@@ -283,7 +296,7 @@ def _without_nulls(raw: object, cls: type[Model] | None) -> object:
 
 @cache
 def _fields(cls: type[Model]) -> Mapping[str, type[Model] | None]:
-    """Returns by its name in the resource the model inside each field, or None."""
+    """Returns the model inside each field, or None, by the name of the field in the resource."""
     fields = cls.model_fields.values()
     return MappingProxyType({str(field.alias): _model_of(field.annotation) for field in fields})
 
@@ -296,7 +309,7 @@ def _model_of(annotation: object) -> type[Model] | None:
 
 
 def _causes(error: ValidationError) -> list[Any]:
-    # A list with a bad item is also reported as too short: leave out the outer error.
+    # pydantic also reports a list with an invalid item as too short: drop that outer error.
     found = error.errors()
     locations = [problem["loc"] for problem in found]
     return [
@@ -309,18 +322,26 @@ def _causes(error: ValidationError) -> list[Any]:
     ]
 
 
-def _problem(where: str, error: Mapping[str, Any]) -> str:
+def _problems(where: str, error: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the problems of an error, each with the path of its field."""
     path = where
     for part in error["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    if error["type"] == "extra_forbidden":
-        return f"{path}: unknown field; check its spelling against `heteroinfer crd` or remove it"
-    if error["type"] == "missing":
-        return f"{path}: missing; add it"
-    got = (
-        ""
-        if error["type"] == "rule" or isinstance(error["input"], dict | list)
-        else f": got {error['input']!r}"
-    )
-    words = quantity.PATTERN_WORDS.get(error["ctx"]["pattern"]) if error["type"] == _OTHER_PATTERN else None
-    return f"{path or 'resource'}: {words or error['msg']}{got}"
+    if error["type"] == RULE_ERROR:
+        for field, text in error["ctx"][PROBLEMS]:
+            yield f"{'.'.join(filter(None, (path, field))) or 'resource'}: {text}"
+    elif error["type"] == "extra_forbidden":
+        yield f"{path}: unknown field. Remove it, or correct it (see `kubectl explain hinf.spec`)"
+    elif error["type"] == "missing":
+        yield f"{path}: required field is missing"
+    else:
+        got = "" if isinstance(error["input"], dict | list) else f" (got {error['input']!r})"
+        yield f"{path or 'resource'}: {_message(error)}{got}"
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    """Returns pydantic's message of an error, with "must be" as in the API server's answers."""
+    if error["type"] == _OTHER_PATTERN and (words := quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])):
+        return words
+    message: str = error["msg"]
+    return re.sub("^(Input|String|List|Tuple|Dictionary) should ", "must ", message)

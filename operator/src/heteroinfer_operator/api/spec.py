@@ -1,6 +1,6 @@
-"""`spec` of a HeteroInference: what the user asks for.
+"""The `spec` of a HeteroInference: the user's settings.
 
-Attribute docstrings become the descriptions of the CRD. Pure.
+Attribute docstrings become the descriptions in the CRD; `api/crd.py` adds the default. Pure.
 """
 
 from enum import StrEnum
@@ -14,6 +14,7 @@ from heteroinfer_operator.api.base import (
     Duration,
     Model,
     Port,
+    RuleReason,
     StatusModel,
     ValidationRule,
     When,
@@ -28,56 +29,60 @@ from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 MAX_ROLES: Final = 16
 MAX_GROUPS: Final = 64
 MAX_RANKS: Final = 4096
-"""Ranks of all groups: the status has an entry for each, and etcd takes 1.5 MiB of an object."""
+"""Most ranks in all groups: the status lists each rank, and etcd stores at most 1.5 MiB per object."""
 MAX_RESTARTS: Final = 20
 
 
 class StageOrder(StrEnum):
-    """Which role's stages come first."""
+    """Order of the pipeline stages."""
 
     AUTO = "Auto"
     AS_LISTED = "AsListed"
 
 
 class ParallelismSpec(Model):
-    """How the ranks share the model; whatever is left out is planned."""
+    """How the ranks share the model."""
 
     mode: Mode = Mode.PIPELINE
-    """Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each layer. FeedForward: the
-    GPU keeps attention, and CPU ranks of its pod (roles[].feedForward) compute experts and MLPs."""
+    """How the model is divided. Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each
+    layer. FeedForward: the GPU computes attention, and CPU ranks in its pod (roles[].feedForward) compute
+    experts and MLPs."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
-    """Ranks of a stage."""
+    """Number of ranks in each stage. Default: chosen by the plan."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
-    """Stages."""
+    """Number of stages. Default: chosen by the plan."""
     stage_order: StageOrder = StageOrder.AUTO
-    """Auto: CPU stages first and GPU stages last, so that the output head is on a GPU."""
+    """Order of the stages. Auto: CPU stages first and GPU stages last, so that a GPU computes the output
+    head. AsListed: in the order of roles."""
     batches_in_flight: Annotated[int, Field(ge=1, le=8)] = 1
-    """Decode batches in the pipeline at once; each reads all weights, so one is best where reading bounds."""
+    """Number of decode batches in the pipeline at the same time. Each batch reads all weights, so 1 is best
+    if reading weights limits the speed."""
 
 
 class ShortageAction(StrEnum):
-    """What to do when GPUs are missing."""
+    """Reaction to missing GPUs."""
 
     WAIT = "Wait"
     CPU_ONLY = "CPUOnly"
 
 
 class ShortageSpec(Model):
-    """What to do when there are fewer GPUs than the roles ask for."""
+    """Reaction to fewer GPUs than the roles need."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (duration_rule("after", "after", least="0s", most="168h"),)
 
     action: ShortageAction = ShortageAction.WAIT
-    """Wait for them, or run the GPU roles on CPUs."""
+    """Reaction to missing GPUs. Wait: wait until the GPUs exist. CPUOnly: run the GPU roles on CPUs."""
     after: Duration = "10m"
-    """How long GPUs may be missing before CPUOnly is done; no wait where nodes can't come."""
+    """Time without enough GPUs before CPUOnly takes effect; ignored with action Wait. If no node can be
+    added, CPUOnly takes effect at once."""
 
 
 class PlanningSpec(Model):
-    """How the plan is made."""
+    """How the operator plans a group."""
 
     on_gpu_shortage: ShortageSpec = Field(default=ShortageSpec(), alias="onGPUShortage")
-    """What to do when there are fewer GPUs than the roles ask for."""
+    """Reaction to fewer GPUs than the roles need."""
 
 
 class NetworkSpec(Model):
@@ -88,28 +93,29 @@ class NetworkSpec(Model):
     )
 
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", min_length=1, max_length=15)] = "auto"
-    """Network interface; auto takes the one that routes to the leader."""
+    """Network interface of the pods. auto: the interface that routes to the leader."""
     rendezvous_port: Port = names.DEFAULT_RENDEZVOUS_PORT
-    """torch.distributed's store on the leader."""
+    """TCP port of torch.distributed's store in the leader's pod."""
     heartbeat_timeout: Duration | None = None
-    """Silence of a pod's supervisor after which it is lost; 1.5 s if not given, and more by itself where
-    machines are busy. Longer where networks pause: a lost pod is then noticed that much later."""
+    """Time without a heartbeat after which a pod counts as lost. On busy machines the pods extend it
+    themselves. Raise it if the network pauses for longer; a lost pod is then detected that much later.
+    Default: 1500ms."""
 
 
 class StartupSpec(Model):
-    """How long a group that starts may stand still."""
+    """How long a starting group may make no progress."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         duration_rule("timeout", "timeout", least="10s", most="24h"),
     )
 
     timeout: Duration = "30m"
-    """Longest time without progress once every pod runs; a load whose bytes move goes on.
+    """Longest time without progress after all pods run. Loading counts as progress while bytes are read.
     Waiting for a node, an image or the model has no limit."""
 
 
 class RestartSpec(Model):
-    """How often a group is started again."""
+    """How often and how fast a failed group restarts."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         duration_rule("window", "window", least="1m", most="720h"),
@@ -118,37 +124,39 @@ class RestartSpec(Model):
     )
 
     max_restarts: Annotated[int, Field(ge=0, le=MAX_RESTARTS)] = 5
-    """Restarts within the window after which the group is Failed."""
+    """Number of restarts within the window after which the group has failed and stays stopped."""
     window: Duration = "1h"
-    """Older restarts don't count, unless the group has not served since."""
+    """Period in which restarts count. Older restarts count only if the group has not served since."""
     backoff_max: Duration = "5m"
-    """Longest wait between two restarts, after evictions and rejections too."""
+    """Longest wait between two restarts, also after evictions and rejected pods."""
     node_lost_after: Duration = "60s"
-    """How long a node may be unreachable before its pods are given up, and deleted by force."""
+    """Time after which the operator force-deletes the pods of an unreachable node."""
 
 
 class RolloutSpec(Model):
-    """How groups are replaced."""
+    """How groups are replaced after a change of the spec."""
 
     max_unavailable: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = 1
-    """Groups that may be replaced at once."""
+    """Number of groups that may be replaced at the same time."""
 
 
 class SchedulingSpec(Model):
-    """How the pods of a group get onto nodes."""
+    """How the pods of a group are placed on nodes."""
 
     gang: When = When.AUTO
-    """All pods of a group at once or none. Auto: by the cluster's gang scheduler if it has one, else nothing
-    of a group is created until all its pods fit. Always: by a gang scheduler only. Never: the
-    pods are created at once, and placed one by one."""
+    """Whether the pods of a group are placed all together or not at all. Auto: by the cluster's gang
+    scheduler; without one, the operator creates no pod until all of them fit. Always: only by a gang
+    scheduler. Never: the operator creates all pods at once, and each pod is placed on its own."""
     queue_name: QueueName = ""
-    """Queue of Kueue or Volcano."""
+    """Name of the Kueue or Volcano queue. Default: none."""
     scheduler_name: Annotated[str, Field(max_length=253)] = ""
-    """Scheduler of the pods; if not given, that of the gang scheduler, or else the cluster's default."""
+    """Name of the scheduler for the pods. Default: the gang scheduler's, or the cluster's default
+    scheduler."""
     priority_class_name: ClassNameOrNone = ""
-    """Priority class of the pods."""
+    """Name of the PriorityClass of the pods. Default: the cluster's default."""
     topology_key: LabelKeyOrNone = ""
-    """Node label within one value of which a group stays."""
+    """Node label, such as topology.kubernetes.io/zone: all pods of a group run on nodes with the same value.
+    Default: none, so that a group may use any nodes."""
 
 
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
@@ -158,7 +166,8 @@ RESERVED_PORTS: Final = (
     names.DEFAULT_EXECUTOR_PORT,
     *range(names.DEFAULT_METRICS_PORT, names.DEFAULT_METRICS_PORT + MAX_RANKS_PER_POD),
 )
-"""Ports that every worker pod uses already."""
+"""Ports that every worker pod uses itself."""
+_PORT_LIST: Final = f"{', '.join(map(str, RESERVED_PORTS[:3]))} or {RESERVED_PORTS[3]}-{RESERVED_PORTS[-1]}"
 
 
 def _stages_fit_pods(spec: "HeteroInferenceSpec") -> bool:
@@ -187,48 +196,55 @@ def _is_one_rank(spec: "HeteroInferenceSpec") -> bool:
 
 
 class HeteroInferenceSpec(Model):
-    """What the user asks for."""
+    """Desired state: the model, the pods that serve it, and how they run."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="parallelism.mode",
             cel="(self.parallelism.mode == 'FeedForward') == self.roles.exists(r, has(r.feedForward))",
-            message="parallelism.mode FeedForward and roles[].feedForward go together; give both, or neither",
+            message="must be FeedForward if a role sets feedForward, and another mode if none does",
+            fix="Set both, or neither",
             holds=lambda spec: (
                 (spec.parallelism.mode is Mode.FEED_FORWARD)
                 == any(role.feed_forward is not None for role in spec.roles)
             ),
         ),
         ValidationRule(
+            field="parallelism.mode",
             cel=f"self.parallelism.mode != 'FeedForward' || ({_WORLD_CEL} == 1 && !has(self.roles[0].layers) "
             "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == 1) "
             "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
-            message="parallelism.mode FeedForward: expected one role with pods 1, ranksPerPod 1 and no "
-            "layers (set feedForward.layers), and tensor and pipeline 1 or left out; several GPUs are not "
-            "supported yet: use mode Pipeline for them",
+            message="FeedForward does not support several GPUs yet: there must be one role with pods 1, "
+            "ranksPerPod 1 and no layers, and tensor and pipeline must be 1 or unset",
+            fix="Set feedForward.layers instead of layers, or use mode Pipeline for several GPUs",
             holds=_is_one_rank,
         ),
         ValidationRule(
+            field="roles",
             cel=f"{_WORLD_CEL} <= {MAX_WORLD_SIZE}",
-            message=f"roles: a group has at most {MAX_WORLD_SIZE} ranks; use fewer pods or ranksPerPod",
+            message=f"must have at most {MAX_WORLD_SIZE} ranks, the sum of pods x ranksPerPod",
+            fix="Use fewer pods, or fewer ranksPerPod",
             holds=lambda spec: spec.world_size <= MAX_WORLD_SIZE,
             got="%d",
             got_cel=(_WORLD_CEL,),
             got_values=lambda spec: (spec.world_size,),
         ),
         ValidationRule(
+            field="replicas",
             cel=f"self.replicas * {_WORLD_CEL} <= {MAX_RANKS}",
-            message=f"replicas: all groups together have at most {MAX_RANKS} ranks, since the status lists "
-            "each; use fewer groups, or several resources",
+            message=f"must give at most {MAX_RANKS} ranks in all groups, because the status lists each rank",
+            fix="Use fewer replicas, or several resources",
             holds=lambda spec: spec.replicas * spec.world_size <= MAX_RANKS,
             got="%d groups of %d ranks",
             got_cel=("self.replicas", _WORLD_CEL),
             got_values=lambda spec: (spec.replicas, spec.world_size),
         ),
         ValidationRule(
+            field="parallelism",
             cel="!has(self.parallelism.pipeline) || !has(self.parallelism.tensor) "
             f"|| self.parallelism.tensor * self.parallelism.pipeline == {_WORLD_CEL}",
-            message="parallelism: expected tensor x pipeline to be the number of ranks, "
-            "the sum of pods x ranksPerPod over roles; change roles, or leave tensor and pipeline out",
+            message="tensor x pipeline must be the number of ranks, the sum of pods x ranksPerPod over roles",
+            fix="Change the roles, or remove tensor and pipeline",
             holds=lambda spec: (
                 None in (spec.parallelism.tensor, spec.parallelism.pipeline)
                 or spec.parallelism.tensor * spec.parallelism.pipeline == spec.world_size
@@ -238,10 +254,11 @@ class HeteroInferenceSpec(Model):
             got_values=lambda spec: (spec.parallelism.tensor, spec.parallelism.pipeline, spec.world_size),
         ),
         ValidationRule(
+            field="parallelism.pipeline",
             cel="!has(self.parallelism.pipeline) || has(self.parallelism.tensor) "
             f"|| {_WORLD_CEL} % self.parallelism.pipeline == 0",
-            message="parallelism: expected the number of ranks, the sum of pods x ranksPerPod over roles, "
-            "to be a multiple of pipeline; change roles, or leave pipeline out",
+            message="must divide the number of ranks, the sum of pods x ranksPerPod over roles",
+            fix="Change the roles, or remove pipeline",
             holds=lambda spec: (
                 spec.parallelism.pipeline is None
                 or spec.parallelism.tensor is not None
@@ -252,60 +269,72 @@ class HeteroInferenceSpec(Model):
             got_values=lambda spec: (spec.parallelism.pipeline, spec.world_size),
         ),
         ValidationRule(
+            field="parallelism.tensor",
             cel="!has(self.parallelism.tensor) || self.parallelism.mode == 'Tensor' "
             "|| self.roles.all(r, r.ranksPerPod % self.parallelism.tensor == 0)",
-            message="parallelism.tensor: the ranks of a stage are in one pod; "
-            "make each role's ranksPerPod a multiple of it",
+            message="must divide ranksPerPod of each role, because the ranks of a stage share one pod",
+            fix="Make each ranksPerPod a multiple of tensor",
             holds=_stages_fit_pods,
             got="%d",
             got_cel=("self.parallelism.tensor",),
             got_values=lambda spec: (spec.parallelism.tensor,),
         ),
         ValidationRule(
+            field="roles",
             cel="self.roles.all(r, has(r.layers)) || !self.roles.exists(r, has(r.layers))",
-            message="roles: give layers for all roles, or for none",
+            message="must set layers in all roles or in none",
             holds=lambda spec: len({role.layers is None for role in spec.roles}) == 1,
         ),
         ValidationRule(
+            field="roles",
             cel="!has(self.parallelism.tensor) || self.roles.all(r, !has(r.layers) "
             "|| r.layers.size() * self.parallelism.tensor == r.pods * r.ranksPerPod)",
-            message="roles: layers has one entry for each stage of the role, pods x ranksPerPod / tensor; "
-            "add or remove entries",
+            message="layers must have one entry for each stage of the role, that is "
+            "pods x ranksPerPod / tensor entries",
+            fix="Add or remove entries",
             holds=_layers_match_stages,
         ),
         ValidationRule(
+            field="operatorClass",
+            reason=RuleReason.FORBIDDEN,
             cel="has(self.operatorClass) == has(oldSelf.operatorClass) "
             "&& (!has(self.operatorClass) || self.operatorClass == oldSelf.operatorClass)",
-            message="operatorClass: cannot be changed, since two operators would act on one resource; "
-            "delete the resource, and create it with the other class",
-            holds=lambda spec: True,  # a rule over two versions, which only the API server has
+            message="must not change, because two operators would act on one resource",
+            fix="Delete the resource and create it with the other class",
+            holds=lambda spec: True,  # compares two versions of the resource, which only the API server has
         ),
         duration_rule("drainTimeout", "drain_timeout", least="0s", most="24h"),
         duration_rule("stepTimeout", "step_timeout", least="10s", most="24h"),
         ValidationRule(
-            cel=f"![{', '.join(map(str, RESERVED_PORTS))}]"
-            ".exists(p, p == self.engine.port || p == self.network.rendezvousPort) "
+            field="engine.port",
+            cel=f"!(self.engine.port in [{', '.join(map(str, RESERVED_PORTS))}]) "
             "&& self.engine.port != self.network.rendezvousPort",
-            message="engine.port and network.rendezvousPort: expected two ports that workers don't use, "
-            f"not {', '.join(map(str, RESERVED_PORTS[:3]))} or {RESERVED_PORTS[3]}-{RESERVED_PORTS[-1]}; "
-            "choose others",
-            holds=lambda spec: (
-                not {spec.engine.port, spec.network.rendezvous_port} & {*RESERVED_PORTS}
-                and spec.engine.port != spec.network.rendezvous_port
-            ),
-            got="%d and %d",
-            got_cel=("self.engine.port", "self.network.rendezvousPort"),
-            got_values=lambda spec: (spec.engine.port, spec.network.rendezvous_port),
+            message=f"must not be network.rendezvousPort or a port that workers use: {_PORT_LIST}",
+            holds=lambda spec: spec.engine.port not in (*RESERVED_PORTS, spec.network.rendezvous_port),
+            got="%d",
+            got_cel=("self.engine.port",),
+            got_values=lambda spec: (spec.engine.port,),
+        ),
+        ValidationRule(
+            field="network.rendezvousPort",
+            cel=f"!(self.network.rendezvousPort in [{', '.join(map(str, RESERVED_PORTS))}])",
+            message=f"must not be a port that workers use: {_PORT_LIST}",
+            holds=lambda spec: spec.network.rendezvous_port not in RESERVED_PORTS,
+            got="%d",
+            got_cel=("self.network.rendezvousPort",),
+            got_values=lambda spec: (spec.network.rendezvous_port,),
         ),
     )
 
     replicas: Annotated[int, Field(ge=0, le=MAX_GROUPS)] = 1
-    """Groups: copies of the model, each served by its own pods."""
+    """Number of groups. Each group is a copy of the model with its own pods. With 0 all pods are removed, but
+    the operator still fetches and checks the model; to stop that too, set suspend."""
     suspend: bool = False
-    """true removes all pods and keeps the resource."""
+    """Whether the resource is stopped. true removes all pods and fetches nothing; the resource, its model
+    cache and replicas stay, so that false starts it again."""
     operator_class: OperatorClass | None = None
-    """Which operator serves the resource: that whose chart has this `operatorClass`; left out: that which has
-    none. It cannot be changed."""
+    """Operator that serves the resource: the release with this `operatorClass` in its chart values. Cannot be
+    changed. Default: the release without an operatorClass."""
     restarted_at: (
         Annotated[
             str,
@@ -316,51 +345,48 @@ class HeteroInferenceSpec(Model):
         ]
         | None
     ) = None
-    """Any change starts every group afresh and clears Failed."""
+    """Time of the last requested restart, in RFC 3339. Each change restarts all groups, and starts failed
+    groups again. Default: none."""
     model: ModelSpec
-    """Which model is served."""
+    """The model to serve."""
     engine: EngineSpec = EngineSpec()
-    """vLLM's settings that the plan doesn't own."""
+    """Settings of vLLM that the plan does not choose."""
     parallelism: ParallelismSpec = ParallelismSpec()
-    """How the ranks share the model; whatever is left out is planned."""
+    """How the ranks share the model."""
     roles: Annotated[
         tuple[RoleSpec, ...], Field(min_length=1, max_length=MAX_ROLES, json_schema_extra=map_list("name"))
     ]
-    """The pods of each group."""
+    """The pods of each group, by role."""
     planning: PlanningSpec = PlanningSpec()
-    """How the plan is made."""
+    """How the operator plans a group."""
     network: NetworkSpec = NetworkSpec()
     """How the pods of a group reach each other."""
     startup: StartupSpec = StartupSpec()
-    """How long a group that starts may stand still."""
+    """How long a starting group may make no progress."""
     restart: RestartSpec = RestartSpec()
-    """How often a group is started again."""
+    """How often and how fast a failed group restarts."""
     rollout: RolloutSpec = RolloutSpec()
-    """How groups are replaced."""
+    """How groups are replaced after a change of the spec."""
     scheduling: SchedulingSpec = SchedulingSpec()
-    """How the pods of a group get onto nodes."""
+    """How the pods of a group are placed on nodes."""
     drain_timeout: Duration = "60s"
-    """How long running requests may take to end when a group is stopped; of pods made from then on."""
+    """Time that running requests get to finish when a group stops. A change applies to pods created later."""
     step_timeout: Duration | None = None
-    """Longest time that a rank may be busy with one step, or API server and engine may answer nothing while
-    no rank is busy, before the group is ended; 5m if not given."""
+    """Longest time for one step of a rank. The API server and the engine get the same time to answer while no
+    rank computes. The operator restarts the group after it. Default: 5m."""
 
     @property
     def world_size(self) -> int:
-        """Returns the ranks of a group."""
+        """Number of ranks in a group."""
         return sum(role.num_ranks for role in self.roles)
 
 
 class LifeSpec(StatusModel):
-    """What a spec says of how groups live, which holds though the rest of the spec is refused."""
+    """The parts of a spec that apply even if the rest of the spec is invalid."""
 
     replicas: Annotated[int, Field(ge=0, le=MAX_GROUPS)] | None = None
-    """Groups; None where the spec does not say it in a way that can be read."""
+    """Number of groups; None if the spec's value cannot be read."""
     suspend: bool = False
-    """Whether no group shall run."""
     startup: StartupSpec = StartupSpec()
-    """How long a group that starts may stand still."""
     restart: RestartSpec = RestartSpec()
-    """How often a group is started again."""
     rollout: RolloutSpec = RolloutSpec()
-    """How groups are replaced."""

@@ -1,8 +1,8 @@
-"""`status` of a HeteroInference: what is, as the operator last saw it.
+"""The `status` of a HeteroInference: the state that the operator observed last.
 
-Built from pure code; `dump()` gives JSON values without nulls. Attribute docstrings
-become the descriptions of the CRD. Lists are atomic, since one writer replaces the whole status: with keys,
-managedFields would repeat every entry, and half of what etcd takes of an object would be theirs. Pure.
+`dump()` gives JSON values without nulls. Attribute docstrings become the descriptions in the CRD. Lists are
+atomic, because one writer replaces the whole status. Keyed lists would repeat every entry in managedFields,
+which would then take half of the size that etcd allows for an object. Pure.
 """
 
 from enum import StrEnum
@@ -16,22 +16,22 @@ from heteroinfer_operator.api.condition import Condition, StoredReason
 from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
 
 MAX_FAILURES: Final = MAX_RESTARTS + 1
-"""Failures that a group keeps, the newest: enough to count the most restarts that can be allowed."""
+"""Newest failures that the status keeps of a group: enough for the largest restart.maxRestarts."""
 MAX_PLANS: Final = 16
 MAX_PROFILE_LENGTH: Final = 16384
 """Characters; a layer takes about 11, and a pod's termination message holds 4,096."""
 
 MOST_EXIT_CODE: Final = 256
-"""In size; negative for a signal."""
+"""Largest absolute value; a signal has a negative exit code."""
 MOST_COUNT: Final = 2**53
 MAX_EPOCH: Final = 10**15 - 1
-"""The largest epoch that a pod's name can hold: `manifests/identity.py` reads as many digits."""
+"""Largest epoch in a pod's name: `manifests/identity.py` reads this number of digits."""
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
-"""A number that is never negative; 2**53 keeps exact in every JSON reader."""
+"""A number of at least 0 and at most 2**53, which every JSON reader keeps exact."""
 
 
 def _at_most(most: int) -> AfterValidator:
-    """Refuses a number that the schema takes and the operator never writes."""
+    """Refuses a number that the schema takes but the operator never writes."""
 
     def check(value: int) -> int:
         if value > most:
@@ -42,28 +42,28 @@ def _at_most(most: int) -> AfterValidator:
 
 
 Epoch = Annotated[Count, _at_most(MAX_EPOCH)]
-"""An incarnation of a group."""
+"""Number of a group's start: each start of its pods is a new epoch."""
 GroupIndex = Annotated[Count, _at_most(MAX_GROUPS - 1)]
-"""Position of a group."""
+"""Index of a group, from 0."""
 GroupCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
-"""A number of groups; /scale reads it as an int32."""
+"""Number of groups; /scale reads it as an int32."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
 Hash = Annotated[str, Field(max_length=64)]
 RoleName = Annotated[str, Field(max_length=63)]
 
 
 def next_epoch(epoch: int) -> int:
-    """Returns the epoch after an epoch; 0, which is none, after the largest."""
+    """Returns the epoch after an epoch; 0, the value before the first epoch, after the largest."""
     return epoch + 1 if epoch < MAX_EPOCH else 0
 
 
 def next_count(count: int) -> int:
-    """Returns the number after a count; the largest count stays as it is."""
+    """Returns a count plus 1, but at most the largest count."""
     return min(count + 1, MOST_COUNT)
 
 
 class ModelPhase(StrEnum):
-    """How far the model is known and there."""
+    """Progress of reading or downloading the model."""
 
     PENDING = "Pending"
     INSPECTING = "Inspecting"
@@ -73,318 +73,323 @@ class ModelPhase(StrEnum):
 
 
 class GroupPhase(StrEnum):
-    """What a group is doing, as last written; pods decide whether it still holds."""
+    """Phase of a group when the status was written; the operator checks it against the pods."""
 
     PENDING = "Pending"
     STARTING = "Starting"
     READY = "Ready"
     SLEEPING = "Sleeping"
-    """Put to sleep over its API; it serves again once it is woken."""
+    """The group sleeps at a client's request, and serves again when a client wakes it."""
     STOPPING = "Stopping"
     WAITING = "Waiting"
-    """For its back-off to pass."""
+    """The group waits for the end of its back-off."""
     FAILED = "Failed"
 
 
 class StartupPhase(StrEnum):
-    """What a group that starts waits for, in order."""
+    """Phases of a group's start, in order."""
 
     MODEL = "Model"
-    """The model's files and sizes."""
+    """Waiting for the model's files and sizes."""
     SCHEDULING = "Scheduling"
-    """A node for each pod; no limit of time, since only free capacity helps."""
+    """Waiting for a node for each pod. No time limit, because only free capacity helps."""
     IMAGE = "Image"
-    """Images and volumes on the nodes; no limit of time, since a new pod would begin again."""
+    """Waiting for images and volumes on the nodes. No time limit, because a new pod would wait again."""
     CONNECTING = "Connecting"
-    """Every pod runs; its ranks meet."""
+    """All pods run; the ranks connect."""
     LOADING = "Loading"
-    """A rank reads weights."""
+    """At least one rank reads weights."""
     WARMING_UP = "WarmingUp"
-    """Weights are read; ranks measure memory, compile, and the API comes up."""
+    """All weights are read; ranks measure memory and compile, and the API starts."""
 
 
 class ModelStatus(StatusModel):
-    """The model."""
+    """State of the model's files."""
 
     phase: ModelPhase = ModelPhase.PENDING
-    """How far it is known and there."""
+    """Progress of reading or downloading the model: Pending, Inspecting, Downloading, Ready or Failed."""
     key: Hash | None = None
-    """Hash of the URI and revision that the profile is of."""
+    """Hash of the URI and revision to which the profile belongs."""
     commit: Hash | None = None
-    """What the revision of a hub's model meant when it was fetched; it stays until revision is changed."""
+    """Commit of an hf:// model that was downloaded. It stays the same until model.revision changes."""
     bytes_done: Count | None = None
-    """In the cache so far, in hundredths of bytesTotal while it is fetched."""
+    """Bytes in the cache, in steps of a hundredth of bytesTotal during a download."""
     bytes_total: Count | None = None
-    """To fetch."""
+    """Bytes to download."""
     failures: Count | None = None
-    """Attempts in a row that failed; each waits longer for the next."""
+    """Number of consecutive failed attempts. The wait for the next attempt grows with it."""
     reason: StoredReason | None = None
-    """Why the last attempt failed, CamelCase; none once an attempt gets on."""
+    """Reason of the last failed attempt, in CamelCase; unset when an attempt makes progress."""
     message: Text | None = None
-    """The same for people."""
+    """Details of the last failed attempt."""
     damaged_pod: Annotated[str, Field(max_length=253)] | None = None
-    """The pod that reads it, if somebody took a label or its owner off; an event reported it."""
+    """Name of the pod that reads the model, if it lost a label or its owner; an event reported it."""
     checked_time: Time | None = None
-    """When the profile was read from the files."""
+    """Time when the profile was read from the files."""
     profile: Annotated[str, Field(max_length=MAX_PROFILE_LENGTH)] | None = None
-    """Sizes of the model, as the JSON text of a ModelProfile."""
+    """Sizes of the model's parts, as JSON text for the operator."""
 
 
 class RankPlan(StatusModel):
-    """A rank's position and share."""
+    """Position and share of a rank in a plan."""
 
     rank: Count
-    """Global rank."""
+    """Global rank in torch.distributed."""
     stage: Count
-    """Pipeline stage."""
+    """Index of the pipeline stage."""
     role: RoleName
-    """Its role."""
+    """Name of the rank's role."""
     device: Device
-    """What it computes on; CPU in a GPU role if planning.onGPUShortage said so."""
+    """Device on which the rank computes; CPU in a GPU role if planning.onGPUShortage chose it."""
     layers: Count
-    """Transformer layers it holds."""
+    """Number of transformer layers that the rank holds."""
     memory: Annotated[str, Field(max_length=24)]
-    """Weights and KV cache, as a quantity."""
+    """Memory for weights and KV cache, as a quantity."""
     predicted_step_ms: Milliseconds | None = None
-    """Predicted compute time of a decode step of one request, in milliseconds."""
+    """Predicted compute time of a decode step for one request, in milliseconds."""
 
 
 class PlanStatus(StatusModel):
     """A plan in use."""
 
     hash: Hash
-    """Tells it from any other plan."""
+    """Hash that identifies the plan."""
     world_size: Count
-    """Ranks of a group."""
+    """Number of ranks in a group."""
     eager_reason: Text | None = None
-    """Why GPU ranks run without CUDA graphs, where the plan's layout forbids them."""
+    """Reason why GPU ranks run without CUDA graphs, if the plan's layout forbids them."""
     predicted_step_ms: Milliseconds | None = None
-    """Predicted decode step of one request, in milliseconds: to be compared with stepMs of ranks."""
+    """Predicted decode step for one request, in milliseconds. Compare it with stepMs of the ranks."""
     calibration: Text | None = None
-    """What the predictions were made of, by role: which calibration of its nodes, or defaults."""
+    """Calibration behind the predictions, for each role: the calibration of its nodes, or default rates."""
     notes: Text | None = None
-    """What people should know of it."""
+    """Advice and warnings about the plan."""
     ranks: Annotated[tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Rank table."""
+    """Ranks of the plan."""
 
 
 class FailureStatus(StatusModel):
-    """Why an epoch of a group ended."""
+    """The end of an epoch of a group, and its reason."""
 
     epoch: Count
-    """Which incarnation."""
+    """Number of the epoch that ended."""
     time: Time
-    """When it was seen."""
+    """Time when the operator detected the end."""
     reason: StoredReason
-    """CamelCase."""
+    """Reason, in CamelCase."""
     message: Text
-    """For people."""
+    """Details of the reason."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
-    """The culprit, if it is a rank."""
+    """Global rank that caused the end, if a rank did."""
     exit_code: Annotated[int, Field(ge=-MOST_EXIT_CODE, le=MOST_EXIT_CODE)] | None = None
-    """Of the culprit; negative for a signal."""
+    """Exit code of the process that caused the end; negative for a signal."""
     counted: bool = True
-    """Whether it counts towards restart.maxRestarts; evictions, drains and preemptions don't."""
+    """Whether the failure counts towards restart.maxRestarts. Evictions, drains and preemptions do not."""
     served: bool = True
-    """Whether the epoch had served; failures of starts count however old they are."""
+    """Whether the epoch had served. Failures of epochs that never served count regardless of their age."""
 
 
 class RankEntry(StatusModel):
-    """A rank of a group now."""
+    """Current state of a rank."""
 
     rank: Count
-    """Global rank."""
+    """Global rank in torch.distributed."""
     role: RoleName
-    """Its role."""
+    """Name of the rank's role."""
     pod: Annotated[str, Field(max_length=253)]
-    """Its pod."""
+    """Name of the rank's pod."""
     node: Annotated[str, Field(max_length=253)] | None = None
-    """Its pod's node."""
+    """Name of the pod's node."""
     started: bool = False
-    """Whether its pod runs or ran; before, another pod can replace it."""
+    """Whether the pod runs or has run. Until then another pod can replace it."""
     ready: bool = False
-    """Whether it is alive and loaded."""
+    """Whether the rank is alive and has loaded its weights."""
     step_ms: Milliseconds | None = None
-    """A decode step, in milliseconds."""
+    """Duration of a decode step, in milliseconds."""
     compute_ms: Milliseconds | None = None
-    """Of which its own compute."""
+    """Part of stepMs in which the rank computes, in milliseconds."""
     wait_ms: Milliseconds | None = None
-    """Of which waiting for peers."""
+    """Part of stepMs in which the rank waits for other ranks, in milliseconds."""
 
 
 class KvLimit(StrEnum):
-    """What bounds a KV cache."""
+    """Limit of a KV cache."""
 
     PLAN = "Plan"
-    """Every rank's memory holds what the plan gives it."""
+    """The memory of every rank holds the KV cache of the plan."""
     MEMORY = "Memory"
-    """The limiting rank has less than the plan gives it."""
+    """The memory of the limiting rank holds less than the plan's KV cache."""
 
 
 class KvStatus(StatusModel):
-    """The KV cache of a group; equal on every rank, in blocks."""
+    """KV cache of a group, with the same number of blocks on every rank."""
 
     blocks: Count
-    """Blocks that each rank has: as many as the rank with the least headroom."""
+    """Number of blocks on each rank: the number that fits on the rank with the least free memory."""
     block_tokens: Count | None = None
-    """Tokens of a block, in layers that keep tokens."""
+    """Number of tokens in a block, for layers that store tokens."""
     tokens: Count
-    """Tokens that these hold, in sequences of the longest length."""
+    """Number of tokens in all blocks, for sequences of the longest length."""
     limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
-    """The rank whose memory holds the fewest blocks, as it measured after its largest batch."""
+    """Global rank whose memory holds the fewest blocks, measured after its largest batch."""
     limiting_role: RoleName
-    """Its role: whose memory to raise."""
+    """Role of the limiting rank. Raise its memory for a larger KV cache."""
     limited_by: KvLimit
-    """Plan, or Memory."""
+    """Limit of the KV cache. Plan: every rank holds the plan's cache. Memory: the limiting rank holds
+    less."""
     room_blocks: Count
-    """Blocks that the limiting rank's memory holds."""
+    """Number of blocks that fit into the memory of the limiting rank."""
 
 
 class StartupStatus(StatusModel):
-    """How far a group that starts has come."""
+    """Progress of a group's start."""
 
     phase: StartupPhase
-    """What it waits for."""
+    """Phase of the start: Model, Scheduling, Image, Connecting, Loading or WarmingUp."""
     since: Time
-    """When this phase began."""
+    """Time when this phase began."""
     bytes_done: Count | None = None
-    """Weights read by all ranks; written at most once a minute."""
+    """Bytes of weights that all ranks have read, updated at most once a minute."""
     bytes_total: Count | None = None
-    """Weights to read."""
+    """Bytes of weights to read."""
     measured_time: Time | None = None
-    """When the bytes last moved, as far as it was written."""
+    """Time when bytesDone last changed."""
 
 
 class GroupStatus(StatusModel):
-    """One copy of the model."""
+    """State of a group."""
 
     index: GroupIndex
-    """From 0."""
+    """Index of the group, from 0."""
     revision: Hash | None = None
-    """Of what the user asked for."""
+    """Revision of the spec with which the group runs."""
     plan_hash: Hash | None = None
-    """Its plan."""
+    """Hash of the group's plan."""
     epoch: Epoch = 0
-    """Its incarnation: grows with each start; 0 before the first."""
+    """Number of the group's current start. It grows with each start; 0 before the first start."""
     phase: GroupPhase = GroupPhase.PENDING
-    """What it is doing."""
+    """Phase of the group: Pending, Starting, Ready, Sleeping, Stopping, Waiting or Failed."""
     message: Text | None = None
-    """What it waits for."""
+    """What the group waits for, or why it failed."""
     epoch_start_time: Time | None = None
-    """When its pods were made, or were to be made first: they may have run since, whether seen or not."""
+    """Time when the operator first created pods of this epoch, or was about to. They may have run since
+    then."""
     startup: StartupStatus | None = None
-    """How far it has come, while it starts."""
+    """Progress of the start, while the group starts."""
     next_epoch_time: Time | None = None
-    """When it will be started again."""
+    """Time of the next start."""
     restarts: Count = 0
-    """How often it was started again because of a failure that counts."""
+    """Number of restarts because of failures that count."""
     after_failure: bool = False
-    """Whether the epoch before failed: its reason is that of Ready until the group serves again."""
+    """Whether the previous epoch failed. Its reason is the reason of Ready until the group serves again."""
     served_time: Time | None = None
-    """When its epoch began to serve."""
+    """Time when this epoch began to serve."""
     spare_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Pods of this epoch, by index, that were seen to end before they ran: others may have their names."""
+    """Indexes of pods of this epoch that ended before they ran; their names may be reused."""
     rejections: Count = 0
-    """Pods of this epoch that their nodes rejected before they ran; each next one waits longer."""
+    """Number of pods of this epoch that nodes rejected before they ran. The wait for the next pod grows with
+    it."""
     rejected_pods: Annotated[
         tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
     ] = ()
-    """Of the spare pods those, by index, that are counted already and still there."""
+    """Indexes of spare pods that rejections already counts and that still exist."""
     stuck_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Pods of this epoch, by index, whose containers could not be made; an event reported each of them."""
+    """Indexes of pods of this epoch whose containers could not be created; an event reported each pod."""
     damaged_pod: Annotated[str, Field(max_length=253)] | None = None
-    """A pod that somebody took a label or its owner off; an event reported it."""
+    """Name of a pod that lost a label or its owner; an event reported it."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()
-    """Its last failures, the newest last."""
+    """Last failures of the group, the newest last."""
     measured_time: Time | None = None
-    """When the ranks' times were measured; they are written at most once a minute."""
+    """Time when the times of the ranks were measured. They are updated at most once a minute."""
     kv: KvStatus | None = None
-    """Its KV cache."""
+    """KV cache of the group."""
     members: Annotated[tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Its ranks."""
+    """Ranks of the group."""
 
 
 class RetiredGroup(StatusModel):
-    """What is remembered of a group that is not wanted any more, for when it is wanted again."""
+    """History of a group that was scaled down, for a later scale-up."""
 
     index: GroupIndex
-    """As it had."""
+    """Index that the group had."""
     epoch: Epoch = 0
-    """Its next incarnation."""
+    """Number of the group's next epoch."""
     revision: Hash | None = None
-    """Of what it was last made with."""
+    """Revision of the spec with which the group last ran."""
     restarts: Count = 0
-    """How often it was started again because of a failure that counts."""
+    """Number of restarts because of failures that count."""
     next_epoch_time: Time | None = None
-    """Before this it is not started again."""
+    """Earliest time of the next start."""
     failures: Annotated[
         tuple[FailureStatus, ...], Field(max_length=MAX_FAILURES, json_schema_extra=ATOMIC)
     ] = ()
-    """Its last failures, the newest last and alone with its words."""
+    """Last failures of the group, the newest last. Only the newest has its message."""
 
 
 class Summary(StatusModel):
-    """Small values that `kubectl get` prints."""
+    """Values for the columns of `kubectl get`."""
 
     groups: Annotated[str, Field(max_length=16)] | None = None
-    """Ready groups of all, as 1/2."""
+    """Number of ready groups and of all groups, such as 1/2."""
     gpu_ranks: Count | None = None
-    """Ranks of a group that compute on a GPU."""
+    """Number of ranks in a group that compute on a GPU."""
     cpu_ranks: Count | None = None
-    """Ranks of a group that compute on a CPU."""
+    """Number of ranks in a group that compute on a CPU."""
     step_ms: Annotated[str, Field(max_length=16)] | None = None
-    """A decode step of the slowest group, in milliseconds with one decimal."""
+    """Duration of a decode step in the slowest group, in milliseconds with one decimal."""
     predicted_step_ms: Annotated[str, Field(max_length=16)] | None = None
-    """The same of one request as predicted."""
+    """Predicted duration of a decode step for one request, in milliseconds with one decimal."""
     slowest_rank: Annotated[str, Field(max_length=64)] | None = None
-    """Rank with the longest compute time and its role, as 1 (cpu)."""
+    """Rank with the longest compute time, and its role, such as 1 (cpu)."""
     restarts: Count | None = None
-    """Of all groups."""
+    """Number of restarts of all groups."""
     plan: Hash | None = None
-    """Hash of the plan that new groups get."""
+    """Hash of the plan for new groups."""
 
 
 class HeteroInferenceStatus(StatusModel):
-    """What is, as the operator last saw it."""
+    """State that the operator observed last."""
 
     observed_generation: Annotated[int, Field(ge=-1, le=2**53)] = -1
-    """Generation of the spec that this status is about; -1 before the operator has seen the resource."""
+    """Generation of the spec to which this status belongs; -1 until the operator handles the resource."""
     replicas: GroupCount = 0
-    """Groups that exist."""
+    """Number of groups that exist."""
     ready_replicas: GroupCount = 0
-    """Groups that serve."""
+    """Number of groups that serve."""
     updated_replicas: GroupCount = 0
-    """Groups of the update revision."""
+    """Number of groups that run with updateRevision."""
     selector: Annotated[str, Field(max_length=512)] | None = None
-    """Label selector of the groups' leaders, for /scale."""
+    """Label selector of the groups' leader pods, for the scale subresource."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
     """URL of the OpenAI API inside the cluster."""
     current_revision: Hash | None = None
-    """Revision that all groups had when the last roll-out ended."""
+    """Revision of all groups at the end of the last rollout."""
     update_revision: Hash | None = None
-    """Revision of the spec."""
+    """Revision of the current spec."""
     records_signed_by: Hash | None = None
-    """Fingerprint of the operator's key by which all records of revisions are signed; others are ignored."""
+    """Fingerprint of the key that signs all stored revisions; the operator ignores revisions without this
+    signature."""
     summary: Summary | None = None
-    """Small values that `kubectl get` prints."""
+    """Values for the columns of `kubectl get`."""
     conditions: Annotated[
         tuple[Condition, ...], Field(max_length=16, json_schema_extra=map_list("type"))
     ] = ()
-    """Available, Ready, Stalled, Progressing, Planned, ModelReady, CapacityAvailable, Degraded, Failed."""
+    """Conditions of the resource. The operator writes Available, Ready, Stalled, Progressing, Planned,
+    ModelReady, CapacityAvailable, Degraded and Failed. Alert on Stalled: nothing changes without a person."""
     gpus_missing_since: Time | None = None
-    """Since when GPUs have been missing; planning.onGPUShortage.after counts from here."""
+    """Time since when GPUs are missing; planning.onGPUShortage.after counts from it."""
     model: ModelStatus | None = None
-    """The model."""
+    """State of the model's files."""
     plans: Annotated[tuple[PlanStatus, ...], Field(max_length=MAX_PLANS, json_schema_extra=ATOMIC)] = ()
     """Plans in use."""
     groups: Annotated[tuple[GroupStatus, ...], Field(max_length=MAX_GROUPS, json_schema_extra=ATOMIC)] = ()
-    """By index."""
+    """State of each group, by index."""
     retired_groups: Annotated[
         tuple[RetiredGroup, ...], Field(max_length=MAX_GROUPS, json_schema_extra=ATOMIC)
     ] = ()
-    """Groups that were scaled away, as long as failures of theirs count: scaling forgives none."""
+    """History of groups that were scaled down, while their failures still count."""
 
     def condition(self, kind: str) -> Condition | None:
         """Returns the condition of this type, or None."""

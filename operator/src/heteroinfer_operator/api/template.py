@@ -1,6 +1,6 @@
-"""What a user may set on the pods of a role: an allow-list of the pod template.
+"""`spec.roles[].template`: the settings of pods that a user may choose.
 
-Whatever isn't here belongs to the plan and to the manifests; unknown fields are refused. Pure.
+All other fields of a pod belong to the plan and the manifests; unknown fields are refused. Pure.
 """
 
 import re
@@ -10,7 +10,16 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api.base import ATOMIC, Model, ObjectName, Text, ValidationRule, cel_text, map_list
+from heteroinfer_operator.api.base import (
+    ATOMIC,
+    Model,
+    ObjectName,
+    RuleReason,
+    Text,
+    ValidationRule,
+    cel_text,
+    map_list,
+)
 from heteroinfer_operator.api.label_selector import LabelSelector, values_rules
 from heteroinfer_operator.api.pod_fields import (
     SUBDOMAIN,
@@ -52,7 +61,7 @@ class TolerationOperator(StrEnum):
 
 
 class TaintEffect(StrEnum):
-    """What a taint does."""
+    """Effect of a taint."""
 
     NO_SCHEDULE = "NoSchedule"
     PREFER_NO_SCHEDULE = "PreferNoSchedule"
@@ -60,46 +69,53 @@ class TaintEffect(StrEnum):
 
 
 class Toleration(Model):
-    """A taint that the role's pods tolerate, as in a Pod."""
+    """A toleration of taints, as in a Pod."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="key",
+            reason=RuleReason.REQUIRED,
             cel="(has(self.key) && self.key != '') || (has(self.operator) && self.operator == 'Exists')",
-            message="a toleration without a key has operator Exists; set key, or operator",
+            message="must be set unless operator is Exists",
             holds=lambda own: bool(own.key) or own.operator is TolerationOperator.EXISTS,
         ),
         ValidationRule(
+            field="value",
+            reason=RuleReason.FORBIDDEN,
             cel="!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''",
-            message="a toleration with operator Exists has no value; remove value, or set operator Equal",
+            message="must be unset for operator Exists",
             holds=lambda own: own.operator is not TolerationOperator.EXISTS or not own.value,
         ),
         ValidationRule(
+            field="tolerationSeconds",
+            reason=RuleReason.FORBIDDEN,
             cel="!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
-            message="tolerationSeconds is for effect NoExecute; remove it, or set effect",
+            message="must be unset unless effect is NoExecute",
             holds=lambda own: own.toleration_seconds is None or own.effect is TaintEffect.NO_EXECUTE,
         ),
     )
 
     key: LabelKeyOrNone | None = None
-    """Taint key; none matches every key (operator Exists)."""
+    """Key of the taints. Default: every key, with operator Exists."""
     operator: TolerationOperator | None = None
-    """Equal if not given."""
+    """Relation between the taint and value: Exists or Equal. Default: Equal."""
     value: LabelValue | None = None
-    """Taint value."""
+    """Value of the taints, for operator Equal. Default: empty."""
     effect: TaintEffect | None = None
-    """Taint effect; none matches every effect."""
+    """Effect of the taints. Default: every effect."""
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31)] | None = None
-    """For NoExecute: how long the pod stays, in seconds."""
+    """Seconds that a pod stays on a node with such a taint, for effect NoExecute. Default: no limit."""
 
 
 class NodeRequirement(Model):
-    """A requirement on a node's label or field."""
+    """A requirement on a label or field of a node."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         *values_rules("In", "NotIn", "Gt", "Lt"),
         ValidationRule(
+            field="values",
             cel="!(self.operator in ['Gt', 'Lt']) || !has(self.values) || self.values.size() == 1",
-            message="values: expected one for operator Gt or Lt; remove the others",
+            message="must have exactly one entry for operator Gt or Lt",
             holds=lambda own: (
                 own.operator not in (NodeOperator.GT, NodeOperator.LT) or len(own.values or (0,)) == 1
             ),
@@ -107,11 +123,11 @@ class NodeRequirement(Model):
     )
 
     key: LabelKey
-    """Label or field."""
+    """Key of the label, or name of the field."""
     operator: NodeOperator
-    """How the values are compared."""
+    """Relation between the label and values: In, NotIn, Exists, DoesNotExist, Gt or Lt."""
     values: Annotated[tuple[LabelValue, ...], Field(max_length=32)] | None = None
-    """Values to compare with."""
+    """Values for operator In or NotIn; one whole number for Gt or Lt. Default: none."""
 
 
 NodeRequirements = Annotated[tuple[NodeRequirement, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
@@ -127,105 +143,106 @@ def _is_node_field(asked: NodeRequirement) -> bool:
 
 
 class NodeSelectorTerm(Model):
-    """A node matches if all of its requirements hold."""
+    """Requirements on a node, all of which must hold."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="matchFields",
             cel="!has(self.matchFields) || self.matchFields.all(f, f.key == 'metadata.name' "
             "&& f.operator in ['In', 'NotIn'] && has(f.values) && f.values.size() == 1 "
             f"&& f.values[0].matches({cel_text(f'^{SUBDOMAIN}$')}))",
-            message="matchFields: expected key metadata.name, operator In or NotIn, and one value, a node's "
-            "name; use matchExpressions for labels",
+            message="each entry must have key metadata.name, operator In or NotIn, and the name of one node",
+            fix="Use matchExpressions for labels",
             holds=lambda term: all(map(_is_node_field, term.match_fields or ())),
         ),
     )
 
     match_expressions: NodeRequirements | None = None
-    """Requirements on labels."""
+    """Requirements on labels. Default: none."""
     match_fields: NodeRequirements | None = None
-    """Requirements on fields."""
+    """Requirements on fields. Default: none."""
 
 
 class NodeSelector(Model):
-    """A node matches if any of its terms does."""
+    """A selection of nodes."""
 
     node_selector_terms: Annotated[
         tuple[NodeSelectorTerm, ...], Field(min_length=1, max_length=16, json_schema_extra=ATOMIC)
     ]
-    """Terms."""
+    """Terms of which a node must match at least one."""
 
 
 class PreferredNodeTerm(Model):
-    """A term that the scheduler prefers."""
+    """Nodes that the scheduler prefers."""
 
     weight: Annotated[int, Field(ge=1, le=100)]
-    """Of this preference."""
+    """Weight of this preference, from 1 to 100."""
     preference: NodeSelectorTerm
-    """Which nodes are preferred."""
+    """Preferred nodes."""
 
 
 class NodeAffinity(Model):
-    """Which nodes the role's pods may or should run on."""
+    """Nodes on which the role's pods must or should run."""
 
     required_during_scheduling_ignored_during_execution: NodeSelector | None = None
-    """Nodes that are allowed."""
+    """Nodes on which the pods may run. Default: all nodes."""
     preferred_during_scheduling_ignored_during_execution: (
         Annotated[tuple[PreferredNodeTerm, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None
     ) = None
-    """Nodes that are preferred."""
+    """Nodes that the scheduler prefers. Default: none."""
 
 
 class PodAffinityTerm(Model):
-    """Pods to be near to, or away from."""
+    """Pods, and the node label within whose values they count as near."""
 
     topology_key: LabelKey
-    """Node label that says what near means."""
+    """Key of the node label; nodes with the same value are near to each other."""
     label_selector: LabelSelector | None = None
-    """Which pods."""
+    """Labels of the pods. Default: no pods."""
     namespaces: Annotated[tuple[NamespaceName, ...], Field(max_length=16)] | None = None
-    """Their namespaces; the resource's own if none is given."""
+    """Namespaces of the pods. Default: the resource's namespace."""
     namespace_selector: LabelSelector | None = None
-    """Their namespaces, by label."""
+    """Labels of further namespaces of the pods. Default: none."""
 
 
 class WeightedPodAffinityTerm(Model):
-    """A pod affinity that the scheduler prefers."""
+    """Pods to which the scheduler prefers to place the role's pods near, or not near."""
 
     weight: Annotated[int, Field(ge=1, le=100)]
-    """Of this preference."""
+    """Weight of this preference, from 1 to 100."""
     pod_affinity_term: PodAffinityTerm
-    """What is preferred."""
+    """Pods of this preference."""
 
 
 class PodAffinity(Model):
-    """Which pods the role's pods must or should be near to, or away from."""
+    """Pods to which the role's pods must or should be near, or not near."""
 
     required_during_scheduling_ignored_during_execution: (
         Annotated[tuple[PodAffinityTerm, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None
     ) = None
-    """Terms that must hold."""
+    """Terms that must hold. Default: none."""
     preferred_during_scheduling_ignored_during_execution: (
         Annotated[tuple[WeightedPodAffinityTerm, ...], Field(max_length=16, json_schema_extra=ATOMIC)] | None
     ) = None
-    """Terms that are preferred."""
+    """Terms that the scheduler prefers. Default: none."""
 
 
 class Affinity(Model):
     """Scheduling constraints, as in a Pod."""
 
     node_affinity: NodeAffinity | None = None
-    """To nodes."""
+    """Nodes on which the pods must or should run. Default: all nodes."""
     pod_affinity: PodAffinity | None = None
-    """To pods."""
+    """Pods to which the pods must or should be near. Default: none."""
     pod_anti_affinity: PodAffinity | None = None
-    """Away from pods."""
+    """Pods to which the pods must not or should not be near. Default: none."""
 
 
 class ObjectReference(Model):
     """An object of the same namespace."""
 
     name: ObjectName
-    """Its name."""
+    """Name of the object."""
 
 
 def _is_reserved(key: str) -> bool:
@@ -234,16 +251,17 @@ def _is_reserved(key: str) -> bool:
 
 def _reserved_keys(field: str) -> ValidationRule:
     return ValidationRule(
+        field=field,
+        reason=RuleReason.FORBIDDEN,
         cel=f"!has(self.{field}) || self.{field}.all(k, !k.startsWith({cel_text(names.API_GROUP + '/')}) "
         f"&& k != {cel_text(names.LABEL_MANAGED_BY)})",
         holds=lambda template: not any(map(_is_reserved, getattr(template, field) or ())),
-        message=f"{field}: {names.API_GROUP}/* and {names.LABEL_MANAGED_BY} are set by the operator; "
-        "remove them",
+        message=f"must not have {names.API_GROUP}/* or {names.LABEL_MANAGED_BY}, which the operator sets",
     )
 
 
 class PodTemplate(Model):
-    """What may be set on the pods of a role; the plan's own settings win over it."""
+    """Settings of a role's pods. The plan's own settings override them."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         _reserved_keys("labels"),
@@ -252,16 +270,20 @@ class PodTemplate(Model):
         annotation_keys_rule("annotations", "annotations"),
         label_keys_rule("nodeSelector", "node_selector"),
         ValidationRule(
+            field="volumeMounts",
             cel="!has(self.volumeMounts) || (has(self.volumes) && "
             "self.volumeMounts.all(m, self.volumes.exists(v, v.name == m.name))) "
             "|| self.volumeMounts.size() == 0",
-            message="volumeMounts: each must name one of volumes; add the volume, or correct the name",
+            message="the name of each entry must be the name of an entry of volumes",
+            fix="Add the volume, or correct the name",
             holds=lambda template: not any(unknown_mounts(template.volume_mounts, template.volumes)),
         ),
         ValidationRule(
+            field="dnsPolicy",
             cel="!has(self.dnsPolicy) || self.dnsPolicy != 'None' || (has(self.dnsConfig) && "
             "has(self.dnsConfig.nameservers) && self.dnsConfig.nameservers.size() > 0)",
-            message="dnsPolicy None needs dnsConfig.nameservers that know the cluster's names; add them",
+            message="must not be None without dnsConfig.nameservers that resolve the cluster's names",
+            fix="Add the name servers",
             holds=lambda template: (
                 template.dns_policy is not DnsPolicy.NONE
                 or bool(template.dns_config is not None and template.dns_config.nameservers)
@@ -270,44 +292,48 @@ class PodTemplate(Model):
     )
 
     labels: Labels | None = None
-    """Added to the pods."""
+    """Labels that are added to the pods. Default: none."""
     annotations: Annotated[dict[str, Text], Field(max_length=32)] | None = None
-    """Added to the pods."""
+    """Annotations that are added to the pods, if the installation allows them. Default: none."""
     node_selector: Labels | None = None
-    """Labels that a node must have."""
+    """Labels that a node must have. The operator adds kubernetes.io/os and kubernetes.io/arch of its images,
+    unless you set them. Default: none."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32, json_schema_extra=ATOMIC)] | None = (
         None
     )
-    """Taints that the pods tolerate."""
+    """Taints that the pods tolerate. Default: none."""
     affinity: Affinity | None = None
-    """Scheduling constraints."""
+    """Scheduling constraints of the pods. Default: none."""
     runtime_class_name: ClassName | None = None
-    """Runtime class of the pods."""
+    """Name of the RuntimeClass of the pods. Default: the cluster's default runtime."""
     image_pull_secrets: Annotated[
         tuple[ObjectReference, ...], Field(max_length=8, json_schema_extra=map_list("name"))
     ] = ()
-    """Secrets to pull the image with."""
+    """Secrets of the same namespace with which nodes pull the image, in addition to the installation's.
+    Default: none."""
     service_account_name: ClassName | None = None
-    """Service account of the pods, one of the chart's allowedServiceAccounts; they never get its token."""
+    """Service account of the pods: an entry of the chart's allowedServiceAccounts. The pods never get its
+    token. Default: the namespace's default account."""
     security_context: TemplateSecurityContext | None = None
-    """User and groups of the pods."""
+    """User and groups of the pods. Default: the installation's."""
     topology_spread_constraints: Annotated[
         tuple[TopologySpread, ...], Field(max_length=4, json_schema_extra=map_list(*SPREAD_KEYS))
     ] = ()
-    """How the scheduler spreads the role's pods."""
+    """Rules by which the scheduler spreads the role's pods. Default: none."""
     resource_claims: Annotated[
         tuple[ResourceClaim, ...], Field(max_length=8, json_schema_extra=map_list("name"))
     ] = ()
-    """Devices of dynamic resource allocation (DRA)."""
+    """Devices by dynamic resource allocation (DRA). Default: none."""
     volumes: Annotated[
         tuple[TemplateVolume, ...], Field(max_length=16, json_schema_extra=map_list("name"))
     ] = ()
-    """Further volumes."""
+    """Volumes of the pods, in addition to the operator's own. Default: none."""
     volume_mounts: Annotated[
         tuple[TemplateMount, ...], Field(max_length=16, json_schema_extra=map_list("mountPath"))
     ] = ()
-    """Where they are mounted."""
+    """Mounts of these volumes in the worker container. Default: none."""
     dns_policy: DnsPolicy | None = None
-    """Which name servers pods ask; ClusterFirst if not given."""
+    """Name servers of the pods. ClusterFirst: the cluster's. None: only those of dnsConfig. Default:
+    ClusterFirst."""
     dns_config: DnsConfig | None = None
-    """Further name servers and search domains."""
+    """Further name servers and search domains. Default: none."""

@@ -1,39 +1,41 @@
-"""How pods are spread over nodes, zones and the like, as in a Pod. Pure."""
+"""Topology spread constraints, as in a Pod. Pure."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from heteroinfer_operator.api.base import Model, ValidationRule
+from heteroinfer_operator.api.base import Model, RuleReason, ValidationRule
 from heteroinfer_operator.api.label_selector import LabelSelector
 from heteroinfer_operator.api.pod_fields import LabelKey
 
 SPREAD_KEYS: Final = ("topologyKey", "whenUnsatisfiable")
-"""Of a list of constraints: no two are equal in both."""
+"""Keys of the list of constraints: no two constraints have the same values of both."""
 
 
 class WhenUnsatisfiable(StrEnum):
-    """What the scheduler does with a pod that would break a spread constraint."""
+    """Reaction of the scheduler to a pod that would break a spread constraint."""
 
     DO_NOT_SCHEDULE = "DoNotSchedule"
     SCHEDULE_ANYWAY = "ScheduleAnyway"
 
 
 class InclusionPolicy(StrEnum):
-    """Whether node rules or taints leave nodes out of a spread."""
+    """Whether node affinity or taints exclude nodes from a spread."""
 
     HONOR = "Honor"
     IGNORE = "Ignore"
 
 
 class TopologySpread(Model):
-    """How evenly pods are spread over the values of a node label, as in a Pod."""
+    """A rule that spreads pods evenly over the values of a node label, as in a Pod."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
+            field="minDomains",
+            reason=RuleReason.FORBIDDEN,
             cel="!has(self.minDomains) || self.whenUnsatisfiable == 'DoNotSchedule'",
-            message="minDomains is for whenUnsatisfiable DoNotSchedule; remove it, or set that",
+            message="must be unset unless whenUnsatisfiable is DoNotSchedule",
             holds=lambda own: (
                 own.min_domains is None or own.when_unsatisfiable is WhenUnsatisfiable.DO_NOT_SCHEDULE
             ),
@@ -41,16 +43,17 @@ class TopologySpread(Model):
     )
 
     max_skew: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    """Most pods by which one value may be ahead of another."""
+    """Largest difference between the numbers of pods of two label values."""
     topology_key: LabelKey
-    """Node label."""
+    """Key of the node label."""
     when_unsatisfiable: WhenUnsatisfiable
-    """ScheduleAnyway prefers; DoNotSchedule requires, which the capacity check does not count."""
+    """Reaction to a pod that would break the rule. ScheduleAnyway: the rule is a preference. DoNotSchedule:
+    the pod waits; the operator's capacity check ignores the rule."""
     label_selector: LabelSelector | None = None
-    """Which pods are counted."""
+    """Pods that count. Default: no pods."""
     min_domains: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """Fewest values."""
+    """Fewest label values over which pods are spread. Default: 1."""
     node_affinity_policy: InclusionPolicy | None = None
-    """Whether node selector and node affinity leave nodes out."""
+    """Whether nodes that the node selector or node affinity excludes count. Default: Honor, they do not."""
     node_taints_policy: InclusionPolicy | None = None
-    """Whether taints leave nodes out."""
+    """Whether nodes with taints that the pods do not tolerate count. Default: Ignore, they do."""
