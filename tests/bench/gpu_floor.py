@@ -190,7 +190,7 @@ def build_config(case: Case, model: Path) -> Any:
         model=str(model),
         load_format="dummy",
         dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max(MAX_MODEL_LEN, case.tokens),
         max_num_seqs=case.seqs,
         max_num_batched_tokens=case.tokens,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
@@ -326,7 +326,7 @@ def serve_largest(runner: Any, case: Case, meter: "DeviceMeter | HostMeter", not
             run(min(case.seqs, case.tokens), uniform_decode=True)
         note("served")
         if case.has_head:  # a request that asks for the log-probabilities of its prompt's tokens
-            logits = runner.model.compute_logits(hidden[: case.tokens])
+            logits = runner.model.compute_logits(hidden[: case.seqs])  # in parts: prompt_logprobs.py
             runner.sampler.compute_logprobs(logits)
             del logits
             note("prompt logprobs")

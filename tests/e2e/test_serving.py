@@ -56,6 +56,20 @@ def pair(installed: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource
     return resource
 
 
+DENY_CALIBRATIONS = json.dumps(
+    {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "deny-calibrations", "namespace": SYSTEM},
+        "spec": {
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "heteroinfer-calibration"}},
+            "policyTypes": ["Ingress", "Egress"],
+        },
+    }
+)
+"""What a policy that denies all traffic of the namespace is for these pods; the operator keeps its own."""
+
+
 def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
     """All prompts at once give the reference's tokens."""
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -153,6 +167,7 @@ def test_a_node_is_measured_when_there_is_one_and_predictions_follow(
     selector = "app.kubernetes.io/component=calibration"
     (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", SYSTEM, "-l", selector, "-o", "json"))["items"]
     assert job["status"]["active"] == 1, "it waits for a node of its kind"
+    cluster.kubectl("apply", "-f", "-", stdin=DENY_CALIBRATIONS)  # the chart's own policy opens their way
     cluster.kubectl("label", "node", node, "kind=small")
     name = job["metadata"]["name"]
     cluster.kubectl(
