@@ -166,7 +166,7 @@ async def test_after_an_outage_and_a_410_the_list_replaces_everything(
             lambda: names_of(watched.cluster_state, owner.key, owner.uid) == ["ghosts-b", "ghosts-c"],
         )
         assert owner.key in watched.touched
-        assert "too old to go on watching, listing again" in caplog.text
+        assert "the cached version is too old to watch from. Listing again" in caplog.text
         # And it watches again.
         await direct.create(POD.path("default"), pod(owner, "ghosts-d"))
         await until(

@@ -162,7 +162,7 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
     fenced = ApiServer(server.configuration, before_write=lease.require)
     owner = await create_resource(server, namespace)
     try:
-        with pytest.raises(LeaseNotHeldError, match="nothing was written"):
+        with pytest.raises(LeaseNotHeldError, match="Nothing was written"):
             await fenced.create(POD.path(namespace), pod(owner, "too-early"))
         await lease.acquire()
         await fenced.create(POD.path(namespace), pod(owner, "in-time"))

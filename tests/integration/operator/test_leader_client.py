@@ -191,7 +191,7 @@ async def test_a_200_that_is_not_a_report_gives_nothing(leader: Leader, body: st
         for _ in range(2):
             assert await client.observe([pod(leader.port, ready=False)]) == {}
         (reported,) = client.take_nonsense(pod(leader.port).key)
-        assert reported.startswith("pod a: what it says of its group is ignored: ")
+        assert reported.startswith("pod a: ignoring its invalid report: ")
         assert client.take_nonsense(pod(leader.port).key) == []
     finally:
         await client.close()

@@ -135,7 +135,10 @@ async def test_what_a_limit_range_gave_workers_is_reported(
         await until("what they got", lambda: has(words), timeout_s=40, said=lambda: process.said)
         roles = [{**role, "resources": {"requests": {"memory": "8Gi"}}} for role in SPEC["roles"]]
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"roles": roles}})
-        words = "less than or equal to memory limit of 512Mi. Set resources of role front that the LimitRange"
+        words = (
+            "less than or equal to memory limit of 512Mi. Set resources of role front that the namespace's "
+            "LimitRange allows"
+        )
         await until("the refusal", lambda: has(words), timeout_s=40, said=lambda: process.said)
         assert await process.stop() == 0
 

@@ -182,7 +182,7 @@ class Resource:
             every = await self.pods()
             number = self.nth_epoch(epoch)
             pods = [pod for pod in every if pod["metadata"]["labels"][names.LABEL_EPOCH] == str(number)]
-            words = f"Kueue's Workload {self.name}-0-{number} says why" if kueue else ""
+            words = f"Kueue's Workload {self.name}-0-{number} shows the reason" if kueue else ""
             placed = [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
             assert not placed, f"half a gang was placed: {placed}"
             status, reason, message = await capacity(self.server, self.namespace, self.name)

@@ -1,4 +1,4 @@
-"""What is said of a name that another object holds."""
+"""The message about a child's name that another object still has."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from heteroinfer_operator.kube.child_errors import name_held
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({}, "Service tiny belongs to an earlier HeteroInference of this name, and is not gone yet; "),
+        ({}, "Service tiny belongs to an earlier HeteroInference of this name and still exists. "),
         ({"finalizers": ["a/b"]}, "belongs to an earlier HeteroInference of this name"),
-        ({"deletionTimestamp": "2026-01-01T00:00:00Z"}, "Service tiny is being deleted; "),
+        ({"deletionTimestamp": "2026-01-01T00:00:00Z"}, "Service tiny is being deleted. "),
         (
             {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["a/b", "c/d"]},
-            "is being deleted, and held by a/b, c/d: whoever set that must let go of it; ",
+            "is being deleted, but finalizer a/b, c/d blocks it. The controller that owns the finalizer",
         ),
     ],
 )
-def test_a_refusal_says_who_holds_the_name(metadata: dict[str, Any], said: str) -> None:
+def test_reports_why_the_old_object_still_has_the_name(metadata: dict[str, Any], said: str) -> None:
     error = name_held("Service tiny", {"metadata": metadata})
     assert said in str(error)
-    assert str(error).endswith("its name is needed")
+    assert str(error).endswith("The operator needs this name and waits")

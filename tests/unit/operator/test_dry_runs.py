@@ -68,7 +68,7 @@ async def test_nobody_waits_for_a_webhook_that_is_slow() -> None:
     server = Server()
     runs = DryRuns(server.try_create)
     for _ in range(3):
-        with pytest.raises(ChildError, match="has not said"):
+        with pytest.raises(ChildError, match="waiting for the API server to validate"):
             await runs.find(resource(), asks(), patience_s=0)
     assert runs.admitted(resource()) == frozenset()
     server.may.set()
@@ -106,7 +106,7 @@ async def test_no_answer_is_none_and_asked_for_again(status: int) -> None:
     server.may.set()
     runs = DryRuns(server.try_create)
     for tries in (1, 2):
-        with pytest.raises(ChildError, match=r"not said .*POST /pods: no answer"):
+        with pytest.raises(ChildError, match=r"waiting for the API server .*POST /pods: no answer"):
             await runs.find(resource(), asks(), patience_s=5)
         assert server.asked == tries
 
@@ -123,7 +123,7 @@ async def test_a_name_that_is_taken_and_a_webhook_that_fails_refuse_no_revision(
 async def test_the_answer_of_another_revision_is_not_waited_for() -> None:
     server = Server()
     runs = DryRuns(server.try_create)
-    with pytest.raises(ChildError, match="has not said"):
+    with pytest.raises(ChildError, match="waiting for the API server to validate"):
         await runs.find(resource(), asks("old"), patience_s=0)
     server.may.set()
     await until_known(lambda: runs.find(resource(), asks("new"), patience_s=0))
@@ -135,7 +135,7 @@ async def test_many_resources_take_a_part_of_the_requests() -> None:
     runs = DryRuns(server.try_create)
     names = [f"demo-{i}" for i in range(3 * AT_ONCE)]
     for name in names:
-        with pytest.raises(ChildError, match="has not said"):
+        with pytest.raises(ChildError, match="waiting for the API server to validate"):
             await runs.find(resource(name), asks(), patience_s=0)
     server.may.set()
     for name in names:
@@ -147,7 +147,7 @@ async def test_many_resources_take_a_part_of_the_requests() -> None:
 async def test_what_is_gone_is_forgotten() -> None:
     server = Server()
     runs = DryRuns(server.try_create)
-    with pytest.raises(ChildError, match="has not said"):
+    with pytest.raises(ChildError, match="waiting for the API server to validate"):
         await runs.find(resource(), asks(), patience_s=0)
     runs.forget(resource().key)
     server.may.set()

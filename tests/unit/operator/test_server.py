@@ -81,7 +81,7 @@ def test_an_api_server_that_cannot_answer_refuses_nothing(status: int) -> None:
 )
 def test_what_is_no_answer_is_an_error_of_the_api_server(text: str | bytes) -> None:
     """Anything else ended the watch, and the operator's process with it."""
-    with pytest.raises(ApiError, match=r"GET /pods: got .*, expected") as caught:
+    with pytest.raises(ApiError, match=r"GET /pods: the answer must be .*, got ") as caught:
         parse_answer("GET /pods", text, has=("kind", "metadata"))
     assert not caught.value.is_refusal
     assert len(caught.value.message) < 600

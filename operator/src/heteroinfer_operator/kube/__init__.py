@@ -1,4 +1,5 @@
-"""The port of cluster.py on Kubernetes; the only package that speaks to the API server.
+"""Implements the interface of cluster.py on Kubernetes.
 
-Apart from it only kopf does, which watches HeteroInference (handlers.py).
+Only this package sends requests to the API server, apart from kopf, which watches HeteroInference
+(handlers.py).
 """

@@ -1,8 +1,8 @@
-"""The actions of one decision on their way to the API server.
+"""Runs the actions of one decision against the API server.
 
-The status comes first. No other request is waited for longer than a moment: it goes on beside the next
-reconciles, which leave its object alone, and wakes the resource once it is answered. So the status is as
-true as pods are known, however long a webhook takes.
+The status is written first. A reconcile waits only a moment for other requests. A slower request continues in
+the background: the next reconciles do not touch its object, and its answer wakes the resource. So a slow
+webhook does not delay the status.
 """
 
 import asyncio
@@ -56,21 +56,24 @@ from heteroinfer_operator.reconcile.refusals import (
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 0.25
-"""How long a reconcile waits for its status to be written, and again for all else: most is done by then."""
+"""How long a reconcile waits for its status write, and then again for all other requests.
+
+Most requests are done within this time.
+"""
 _RETRY_STATUS_S: Final = 0.5
-"""After a try to write a status that failed."""
-_UNDER_WAY: Final = "it was sent, and the answer is awaited"
+"""Pause after a failed attempt to write a status."""
+_UNDER_WAY: Final = "the request was sent; waiting for the answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """What is called back.
+    """Functions that the cluster adapter calls.
 
     Attributes:
-        observed: with the status of each resource that is observed; None once it is gone.
-        status_written: with whether the status of a resource could be written.
-        held_back: with each kind of action of which one had to wait for the resource's budget.
-        wake: with a resource once a request is answered that no reconcile waited for.
+        observed: gets the status of each observed resource; None once the resource is gone.
+        status_written: gets whether the status of a resource was written.
+        held_back: gets the kind of each action that must wait for the resource's budget.
+        wake: gets a resource once a request is answered after its reconcile stopped waiting.
     """
 
     observed: Callable[[ResourceKey, HeteroInferenceStatus | None], None] = lambda key, status: None
@@ -81,7 +84,7 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """What actions are run with."""
+    """Collaborators that run actions."""
 
     server: ApiServer
     cluster_state: ClusterState
@@ -93,15 +96,15 @@ class Ways:
 
 
 class ActionRun:
-    """The actions of one decision; follows the resourceVersion through its own writes.
+    """Runs the actions of one decision. Tracks the resourceVersion through its own writes.
 
     Args:
-        kept: of the resource; `begin` was called.
+        kept: state of the resource, after `begin`.
     """
 
     def __init__(self, ways: Ways, observation: ResourceObservation, kept: Kept) -> None:
         self._ways = ways
-        self._resource = observation.resource.without_fields()  # requests may be under way for long
+        self._resource = observation.resource.without_fields()  # requests may run for long
         self._kept = kept
         self._acting = kept.acting
         self._generation = kept.generation
@@ -115,13 +118,13 @@ class ActionRun:
         self._over = False
 
     async def run_all(self, actions: Sequence[Action]) -> float | None:
-        """Runs what can be run now.
+        """Runs the actions that can run now.
 
         Returns:
-            Seconds until something may be tried again, or None.
+            Seconds until an action may be tried again, or None.
 
         Raises:
-            ConflictError: an action met another state than the decision was made on.
+            ConflictError: an object is in another state than the decision assumed.
         """
         try:
             self._promise(actions)
@@ -143,7 +146,7 @@ class ActionRun:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _promise(self, actions: Sequence[Action]) -> None:
-        """Keeps capacity for the pods of this decision until the next one, before others decide."""
+        """Reserves capacity for the pods of this decision until the next, before other resources decide."""
         creates = [action.manifest for action in actions if isinstance(action, CreateObject)]
         pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
         self._kept.promises.close()
@@ -155,20 +158,24 @@ class ActionRun:
     def _left_s(self) -> float:
         return max(0.0, self._until_s - asyncio.get_running_loop().time())
 
-    # The resource itself: its status first, since it depends on nothing.
+    # Writes to the resource itself. The status comes first, because it depends on no other write.
 
     async def _write_resource(self, actions: Sequence[Action]) -> bool:
-        """Returns False if the new status was not sent: the events of this decision are not true yet."""
+        """Writes the status and the finalizers.
+
+        Returns:
+            False if the new status was not sent. Then the events of this decision must wait too.
+        """
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
-        if not statuses and self._kept.status_tries.are_under_way:  # one may still change what is stored
+        if not statuses and self._kept.status_tries.are_under_way:  # an attempt may still be stored
             self._kept.status_tries.cancel()
             self._hold([PatchStatus(status={}, resource_version="")])
             self._status_s = STATUS_AGAIN_S
-        elif not statuses:  # what is stored is true
+        elif not statuses:  # the stored status is up to date
             self._ways.callbacks.status_written(self._resource.key, True)
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
-        if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # nothing is sent, nor counted
+        if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # send nothing and count nothing
             self._hold(writes)
             self._status_s = wait_s
             return not statuses
@@ -238,7 +245,7 @@ class ActionRun:
             raise finalizer_set_each_time(self._resource)
 
     def _body(self, fields: Manifest, version: str) -> Manifest:
-        """Returns the resource to write, if it still has this version."""
+        """Builds the request body. The API server refuses it if the resource has another version."""
         metadata = {
             **fields.get("metadata", {}),
             "name": self._resource.key.name,
@@ -250,7 +257,7 @@ class ActionRun:
         return {**kind, **fields, "metadata": metadata}
 
     async def _write(self, write: Coroutine[Any, Any, Manifest]) -> None:
-        """Writes to the resource; its own writes count as unchanged."""
+        """Sends a write of the resource and keeps its new version as the expected one."""
         try:
             stored = await write
         except ApiError as error:
@@ -261,7 +268,7 @@ class ActionRun:
         self._version = stored["metadata"]["resourceVersion"]
         self._ways.cluster_state.resources.note_written(stored)
 
-    # Children.
+    # Writes to children.
 
     async def _run_stage(self, stage: Sequence[Write]) -> None:
         started: dict[asyncio.Task[object], Sequence[Write]] = {}
@@ -284,14 +291,14 @@ class ActionRun:
                 task.result()
 
     def _take_pod(self, action: CreateObject) -> CreateObject | None:
-        """Returns the creation of a pod if it may begin now; what is to be made is kept in mind."""
+        """Returns the create action of a pod if it may start now. Remembers the pod's manifest."""
         name, epoch = action.manifest["metadata"]["name"], _epoch_of(action)
         if (POD.name, name) in self._kept.under_way:
             return None
         if epoch:
             action = replace(action, manifest=self._kept.unmade.want(action.manifest))
         others = (each for each in self._kept.under_way.values() if each.epoch not in ("", epoch))
-        if any(action.scopes & each.scopes for each in others):  # pods of an epoch that has ended
+        if any(action.scopes & each.scopes for each in others):  # pods of an earlier epoch
             self._acting.conflicted(action)
             return None
         return action if self._acting.may(action) else None
@@ -305,7 +312,7 @@ class ActionRun:
         return True
 
     def _note_under_way(self, actions: Iterable[Write]) -> None:
-        """Has nothing made that needs an object of which the write is not answered yet."""
+        """Blocks objects that depend on an object whose write has no answer yet."""
         for action in actions:
             if isinstance(action, CreateObject | ApplyObject):
                 self._refused(action, NOT_ANSWERED, unanswered_words(action, _UNDER_WAY))
@@ -322,16 +329,15 @@ class ActionRun:
     def _answered(self, actions: Iterable[Write]) -> None:
         for action in actions:
             found = subject(action, self._resource.key.name)
-            if self._kept.under_way.get(found) is self._launched.get(found):  # not that of a later try
+            if self._kept.under_way.get(found) is self._launched.get(found):  # not a later attempt
                 self._kept.under_way.pop(found, None)
         if self._over:
             self._ways.callbacks.wake(self._resource.key)
 
     async def _create_pods(self, creates: Sequence[CreateObject]) -> None:
-        """Creates pods of one epoch; of an epoch without any, one pod comes first.
+        """Creates pods of one epoch. If the epoch has no pod yet, creates one pod before the others.
 
-        What keeps the first one from being made, such as a policy, would keep all others from it, and each
-        would be a request in vain, or a pod that others changed.
+        If a policy or a webhook refuses or changes the first pod, it would do the same with all others.
         """
         first = self._epochs.isdisjoint({_epoch(creates[0].manifest["metadata"].get("labels") or {})})
         alone, together = (creates[:1], creates[1:]) if first else ((), creates)
@@ -345,7 +351,7 @@ class ActionRun:
                 group.create_task(self._run_one(create))
 
     async def _run_one(self, action: Write) -> bool:
-        """Runs an action on a child; returns whether it was done. The action is not under way after that."""
+        """Runs an action on a child; returns whether it succeeded."""
         match action:
             case CreateObject():
                 work = self._in_slot(self._ways.objects.create(self._resource, self._kept, action))
@@ -354,7 +360,7 @@ class ActionRun:
             case DeleteObject():
                 work = self._ways.objects.delete(self._resource, self._kept, action)
             case _:
-                raise AssertionError(f"{action} is no write of a child")
+                raise AssertionError(f"{action} does not write a child")
         try:
             return await self._attempt(action, work)
         finally:
@@ -365,7 +371,7 @@ class ActionRun:
             await work
 
     async def _attempt(self, action: Write, work: Coroutine[Any, Any, None]) -> bool:
-        """Returns whether an action was done; why it was not is noted."""
+        """Awaits an action; returns whether it succeeded. Records why it failed."""
         try:
             await work
         except ConflictError as error:
@@ -398,7 +404,9 @@ class ActionRun:
         self._refused(action, NOT_ANSWERED, unanswered_words(action, error.message[:300]))
 
     def _refused(self, action: Write, reason: str, message: str) -> None:
-        if self._generation != self._kept.generation:  # the spec was changed: all is tried anew
+        if (
+            self._generation != self._kept.generation
+        ):  # the spec changed since: earlier refusals no longer count
             return
         news = self._current().refused(action, reason, message)
         if news is not None:
@@ -409,14 +417,14 @@ class ActionRun:
         return start_task(work, name=name, failed=self._report)
 
     def _report(self, error: BaseException) -> None:
-        if isinstance(error, HeteroInferError):  # the process may not write any more
+        if isinstance(error, HeteroInferError):  # this process may not write any more
             logger.warning("%s: %s", self._resource.key, error.message)
-        elif self._over:  # else the reconcile raises it
-            logger.error("%s: a defect of the operator, please report it", self._resource.key, exc_info=error)
+        elif self._over:  # before that, the reconcile raises the error
+            logger.error("%s: a defect of the operator. Report it", self._resource.key, exc_info=error)
 
 
 def _stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
-    """Yields the actions on children in stages: those of one stage may run at once."""
+    """Groups the actions on children into stages. Actions of one stage may run at the same time."""
     stage: list[Write] = []
     for action in actions:
         if not isinstance(action, CreateObject | ApplyObject | DeleteObject):

@@ -1,4 +1,4 @@
-"""KubeCluster: the port of cluster.py on the API server."""
+"""KubeCluster implements the interface of cluster.py on the API server."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -35,15 +35,15 @@ from heteroinfer_operator.reconcile.cache_use import claim_to_clean
 from heteroinfer_operator.reconcile.reading import read_labels
 
 _READ_S: Final = 0.75
-"""How long a reconcile waits for a resource of which the copy is old."""
+"""How long a reconcile waits for a resource whose cached copy is old."""
 
 
 class KubeCluster:
-    """What a reconcile needs of Kubernetes.
+    """Observes resources and runs the actions of reconciles.
 
     Args:
         cluster_state: running and synced.
-        patience_s: how long `run` waits for the status, and again for all else.
+        patience_s: how long `run` waits for the status write, and again for all other requests.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class KubeCluster:
         )
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
-        """Returns the resource and its children as last seen, or None if it is gone.
+        """Returns the cached resource and its children, or None if the resource is gone.
 
         Raises:
-            ApiError: what was last seen is known to be old, and the API server did not answer, or refused.
+            ApiError: the cached copy is known to be old, and the API server refused or did not answer.
         """
         resource = await self._read(key)
         self._left.look(key, self._cluster_state.resources.uid(key))
@@ -106,7 +106,7 @@ class KubeCluster:
             for text in self._groups.take_nonsense(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
                 self._ways.recorder.record(resource, event)
-            # Taken after the last await, as all below: of one moment.
+            # Read after the last await, like everything below, so that all values are from one moment.
             pods = self._cluster_state.pods(key, resource.uid)
             shown = {pod.view.name for pod in pods}
             pods += [pod for pod in unlabelled if pod.view.name not in shown]
@@ -136,13 +136,17 @@ class KubeCluster:
         )
 
     def _neighbours(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[Neighbour, ...] | None:
-        """Returns the other resources that name the claim of a model's cache, if a fetch may begin now."""
+        """Returns the other users of the claim of the model cache, if a fetch may start now."""
         fetches = any(pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods)
         claim = "" if fetches else claim_to_clean(resource)
         return self._cluster_state.neighbours(resource.key, claim) if claim else None
 
     async def _read(self, key: ResourceKey) -> ResourceView | None:
-        """Returns the resource; raises ApiError if it must be read anew, and there is no answer soon."""
+        """Returns the resource.
+
+        Raises:
+            ApiError: the cached copy is old, and the API server did not answer within _READ_S.
+        """
         try:
             async with asyncio.timeout(_READ_S):
                 return await self._cluster_state.resources.read(key)
@@ -163,7 +167,7 @@ class KubeCluster:
     def _unmade(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
     ) -> UnmadePods:
-        """Returns the pods that were to be made, and have never existed."""
+        """Returns the pods that the operator decided to create and that never existed."""
         unmade = self._kept_of(resource).unmade
         for name in shown:
             unmade.settle(name)
@@ -175,17 +179,17 @@ class KubeCluster:
         await self._server.try_create(kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER})
 
     async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
-        """Runs actions: the status first, then all else in order, beside what is under way.
+        """Runs actions: the status first, then all others in order.
 
-        Requests that are not answered within a moment go on after this returns; once they are answered,
-        `wake` is called. What was written by then is in the caches. What is refused is in the next
-        observation, and keeps nothing from being done but what needs it.
+        A request that is not answered within patience_s continues after this method returns. Its answer
+        calls `wake`. Answered writes are in the caches when this method returns. The next observation
+        contains refused writes. A refused object blocks only the objects that depend on it.
 
         Returns:
-            Seconds until something may be tried again, or that no watch shows is looked at again, or None.
+            Seconds until the next attempt, or the next check of state that no watch shows, or None.
 
         Raises:
-            ConflictError: an action met another state than the decision was made on.
+            ConflictError: an object is in another state than the decision assumed.
         """
         key = observation.resource.key
         kept = self._kept_of(observation.resource)
@@ -197,12 +201,12 @@ class KubeCluster:
 
 
 def _with_complete_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
-    """Returns the pods that are ours by their names, with the labels that these say."""
+    """Returns the pods whose names are ours, with the labels that follow from the names."""
     views = [(pod, read_labels(pod.view, Owner(key=pod.key, uid=pod.owner_uid))) for pod in pods]
     return [replace(pod, view=view) for pod, view in views if view is not None]
 
 
 def _vanished(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
-    """Returns whether a pod that nobody had deleted is shown no more: it may have lost its label only."""
+    """Returns whether a pod disappeared without being deleted: it may only have lost its label."""
     names_after = {pod.view.name for pod in after}
     return any(pod.view.gone_by is None and pod.view.name not in names_after for pod in before)

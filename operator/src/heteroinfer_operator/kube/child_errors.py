@@ -1,4 +1,4 @@
-"""Why a child is not as it should be, though the API server refuses nothing: what users read of it. Pure."""
+"""Messages to users about children that the operator cannot write as wanted. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,21 +29,22 @@ _OF_LIMIT_RANGE: Final = re.compile(
     r"(maximum|minimum) [a-z.-]+ usage per (Container|Pod) is|max limit to request ratio per|"
     r"must be less than or equal to [a-z.-]+ limit"
 )
-"""Source: `plugin/pkg/admission/limitranger/admission.go`; the last is of a default limit below a request."""
+"""Source: `plugin/pkg/admission/limitranger/admission.go`. The last form: a default limit is below a request.
+"""
 
 
 class ChildError(HeteroInferError):
-    """A child cannot be as it should, for a reason of `refusals`; it is tried again later."""
+    """A child cannot be stored as wanted, for a reason of `refusals`. The operator tries again later."""
 
 
 def refused_words(action: Action, said: str) -> str:
-    """Returns who refuses what, in the API server's words."""
+    """Returns the message of a refused write: the object, the API server's words and a known fix."""
     advice = _image_volume_advice(action, said) or _resources_advice(action, said)
     return f"the API server refuses {_written(action)}: {said}" + (f". {advice}" if advice else "")
 
 
 def _resources_advice(action: Action, said: str) -> str:
-    """Returns how to have a pod taken whose resources a ResourceQuota or LimitRange refuses, or ""."""
+    """Returns a fix if a ResourceQuota or LimitRange refuses a pod's resources, or ""."""
     if not isinstance(action, CreateObject) or action.manifest["kind"] != "Pod":
         return ""
     labels = action.manifest["metadata"].get("labels", {})
@@ -52,10 +53,10 @@ def _resources_advice(action: Action, said: str) -> str:
         role = f"role {labels.get(names.LABEL_ROLE)}"
         limits = f"Set resources.limits of {role}, or podResources.worker of the chart"
         lower = f"Raise the quota, or lower resources of {role}"
-        fitting = f"Set resources of {role} that the LimitRange of the namespace takes"
+        fitting = f"Set resources of {role} that the namespace's LimitRange allows"
     else:
         what = "fetches" if component == names.COMPONENT_FETCH else "reads"
-        own = f"The operator makes this pod: it {what} the model. "
+        own = f"The operator creates this pod, which {what} the model. "
         limits = fitting = f"{own}Set spec.model.resources, or podResources.{component} of the chart"
         lower = f"{own}Raise the quota, or lower spec.model.resources"
     if "exceeded quota:" in said:
@@ -66,20 +67,23 @@ def _resources_advice(action: Action, said: str) -> str:
 
 
 def _image_volume_advice(action: Action, said: str) -> str:
-    """Returns what to do if the API server drops image volumes and then finds a volume of no kind, or ""."""
+    """Returns a fix if the cluster does not support image volumes, or "".
+
+    Such an API server drops the `image` field and then refuses the volume because it has no type.
+    """
     if not isinstance(action, CreateObject) or "must specify a volume type" not in said:
         return ""
     if not any("image" in each for each in action.manifest.get("spec", {}).get("volumes", ())):
         return ""
     return (
-        "This cluster has no image volumes: they need Kubernetes 1.35, or 1.33 with the feature gate "
-        "ImageVolume. Use hf:// or pvc:// in model.uri, and no volumes of kind image"
+        "This cluster does not support image volumes: they need Kubernetes 1.35, or 1.33 with the feature "
+        "gate ImageVolume. Use hf:// or pvc:// in model.uri, and remove image volumes from the spec"
     )
 
 
 def unanswered_words(action: Action, why: str) -> str:
-    """Returns what the API server does not answer, and that the write is tried again."""
-    return f"the API server has not answered the write of {_written(action)}, which is tried again: {why}"
+    """Returns the message of a write without an answer, which the operator tries again."""
+    return f"the API server has not answered the write of {_written(action)} ({why}). Trying again"
 
 
 def _written(action: Action) -> str:
@@ -94,72 +98,86 @@ def _written(action: Action) -> str:
 
 
 def name_taken(what: str) -> ChildError:
-    """Returns the error of an object that belongs to somebody else, by its kind and name."""
+    """Builds the error for a name that an object of another owner has.
+
+    Args:
+        what: kind and name of the object.
+    """
     return ChildError(
-        f"{what} exists and does not belong to this {names.KIND}: delete it, or give the {names.KIND} "
+        f"{what} exists and does not belong to this {names.KIND}. Delete it, or give the {names.KIND} "
         "another name",
         reason=NAME_TAKEN,
     )
 
 
 def name_held(what: str, stored: Manifest) -> ChildError:
-    """Returns the error of an object that has the name of a child and will go."""
-    return ChildError(f"{what} {_describe_going(stored)}; its name is needed", reason=NAME_HELD)
+    """Builds the error for a name that an object still has, which will disappear."""
+    return ChildError(
+        f"{what} {_describe_going(stored)}. The operator needs this name and waits", reason=NAME_HELD
+    )
 
 
 def changed(what: str, drift: Manifest) -> ChildError:
-    """Returns the error of an object that others change, by the patch that would mend it."""
+    """Builds the error for an object that others change.
+
+    Args:
+        drift: the patch that would restore the object.
+    """
     return ChildError(
-        f"{what} gets another {_fields(drift)} than was written: a webhook or another "
-        "controller changes it; have it leave this object alone",
+        f"{what}: a webhook or another controller keeps changing {_fields(drift)}. Exclude this object from "
+        "that webhook or controller",
         reason=CHANGED_BY_OTHERS,
     )
 
 
 def changed_on_creation(what: str, fields: Sequence[str]) -> ChildError:
-    """Returns the error of a pod that was changed while it was created, and so was deleted."""
+    """Builds the error for a pod that a webhook changed on creation, so the operator deleted it."""
     return ChildError(
-        f"{what} was created with another {', '.join(fields[:_NAMED_FIELDS])} than was sent, and deleted "
-        "again: a mutating webhook changes pods. Exempt the pods of this namespace from the webhook, or "
-        "have the webhook leave these fields alone",
+        f"{what}: a mutating webhook changed {', '.join(fields[:_NAMED_FIELDS])} on creation, so the "
+        "operator deleted the pod. Exempt the pods of this namespace from the webhook, or configure it not "
+        "to change these fields",
         reason=CHANGED_BY_OTHERS,
     )
 
 
 def deleted_each_time(what: str) -> ChildError:
-    """Returns the error of a child that is made again and again."""
+    """Builds the error for a child that others delete each time the operator creates it."""
     return ChildError(
-        f"{what} is made again and again, and deleted each time: have whoever deletes it leave this "
-        "object alone",
+        f"{what}: another controller or a user deletes it each time the operator creates it. Stop that "
+        "controller or user from deleting this object",
         reason=DELETED_BY_OTHERS,
     )
 
 
 def made_each_time(what: str) -> ChildError:
-    """Returns the error of an object that is not wanted, and deleted again and again."""
+    """Builds the error for an obsolete object that others create each time the operator deletes it."""
     return ChildError(
-        f"{what} is not wanted any more, deleted again and again, and made each time: have whoever makes "
-        "it leave it out",
+        f"{what}: another controller or a user creates it each time the operator deletes it, although it "
+        "is no longer needed. Stop that controller or user from creating this object",
         reason=MADE_BY_OTHERS,
     )
 
 
 def finalizer_set_each_time(resource: ResourceView) -> ChildError:
-    """Returns the error of a resource that gets its former finalizer back after each removal."""
+    """Builds the error for a finalizer of earlier versions that others set again after each removal."""
     others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
     return ChildError(
-        f"finalizer {names.FINALIZER} is set again each time this operator removes it (by field manager "
-        f"{others}). If an operator of an earlier version sets it, uninstall that operator, or have it watch "
-        "other namespaces. If a tool sets it, remove the finalizer from the tool's manifest",
+        f"finalizer {names.FINALIZER}: field manager {others} sets it again each time this operator removes "
+        "it. If an operator of an earlier version sets it, uninstall that operator, or let it watch other "
+        "namespaces. If a tool sets it, remove the finalizer from the tool's manifest",
         reason=MADE_BY_OTHERS,
     )
 
 
 def not_answered(what: str) -> ChildError:
-    """Returns the error of a revision of which it is not known whether it would be taken, and why."""
+    """Builds the error for a new revision that the API server has not validated yet.
+
+    Args:
+        what: why there is no answer yet.
+    """
     return ChildError(
-        f"the API server has not said whether it takes pods and ConfigMaps of the new revision ({what}); "
-        "nothing is taken down before",
+        "waiting for the API server to validate the pods and ConfigMaps of the new revision by a dry run "
+        f"({what}). Running groups stay up until it answers",
         reason=NOT_ANSWERED,
     )
 
@@ -167,11 +185,14 @@ def not_answered(what: str) -> ChildError:
 def _describe_going(stored: Manifest) -> str:
     metadata = stored["metadata"]
     if "deletionTimestamp" not in metadata:
-        return f"belongs to an earlier {names.KIND} of this name, and is not gone yet"
+        return f"belongs to an earlier {names.KIND} of this name and still exists"
     finalizers = ", ".join(metadata.get("finalizers") or ())
     if not finalizers:
         return "is being deleted"
-    return f"is being deleted, and held by {finalizers}: whoever set that must let go of it"
+    return (
+        f"is being deleted, but finalizer {finalizers} blocks it. The controller that owns the finalizer "
+        "must remove it"
+    )
 
 
 def _fields(drift: Manifest) -> str:
@@ -179,11 +200,11 @@ def _fields(drift: Manifest) -> str:
 
 
 def _paths(patch: Manifest, prefix: str = "") -> list[str]:
-    """Returns the paths of the fields that a patch writes."""
+    """Returns the paths of the fields in a patch."""
     found: list[str] = []
     for key, value in patch.items():
         path = f"{prefix}.{key}" if prefix else str(key)
-        # Of labels and owners a patch has all, whichever differs.
+        # A patch always carries all labels and owner references, so list metadata fields as a whole.
         whole = prefix == "metadata" or not isinstance(value, Mapping) or not value
         found += [path] if whole else _paths(value, path)
     return found

@@ -1,4 +1,4 @@
-"""All that the operator keeps a copy of, in cluster scope or in a few namespaces."""
+"""The operator's caches of the cluster, in cluster scope or for some namespaces."""
 
 import asyncio
 import contextlib
@@ -41,31 +41,34 @@ from heteroinfer_operator.nodes.priorities import PriorityClassView, preempting_
 logger = logging.getLogger(__name__)
 
 NEEDED_CHILDREN: Final = (CONFIG_MAP, SERVICE)
-"""ConfigMaps keep the plans, and Services the ports of clients; children of other kinds decide nothing."""
+"""Kinds that decisions need: ConfigMaps contain the plans, Services the client ports."""
 OTHERS_LISTED_S: Final = 5.0
-"""How long the first decisions wait for the caches that they can do without."""
+"""How long the first decisions wait for caches that they do not need."""
 PROMISE_S: Final = 600.0
-"""How long capacity is kept for a pod that has no node: twice the time after which kube-scheduler tries each
-unschedulable pod again whatever it has seen (`pkg/scheduler/internal/queue`, 5 minutes)."""
+"""How long capacity stays reserved for a pod without a node.
+
+Twice the time after which kube-scheduler retries each unschedulable pod even without an event
+(`pkg/scheduler/internal/queue`, 5 minutes).
+"""
 OURS: Final = {"labelSelector": names.LABEL_RESOURCE}
 NOT_OVER: Final = {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
 
 
 class ClusterState:
-    """Resources, their pods and other children; nodes and what is requested of them in cluster scope.
+    """Caches resources, their pods and other children. In cluster scope also nodes and their requests.
 
     Attributes:
-        cluster_scope: whether all namespaces are kept.
+        cluster_scope: whether all namespaces are cached.
 
     Args:
-        namespaces: to keep; empty for all, which also brings the nodes.
-        touched: called with each resource that changed, or of which a child did.
-        nodes_changed: called when a node came, went, or changed in what a plan reads.
-        capacity_freed: called when a pod gave back what it had of a node.
-        operator_class: as of ResourceCache.
+        namespaces: namespaces to cache. Empty: all namespaces and the nodes.
+        touched: called with each resource that changed or whose child changed.
+        nodes_changed: called when a node is added, removed or changed in a field that plans read.
+        capacity_freed: called when a pod releases its node's resources.
+        operator_class: see ResourceCache.
     """
 
-    def __init__(  # noqa: PLR0913 - what is kept, and whom it wakes
+    def __init__(  # noqa: PLR0913 - scope and callbacks
         self,
         server: ApiServer,
         *,
@@ -132,7 +135,8 @@ class ClusterState:
         self._gangs = GangSchedulers(server, build_children, changed=self._touch_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._requests: WatchCache[PodRequests] | None = None
-        # Not one of `all`: nothing waits for it, and an operator without the right to read it works.
+        # Not part of `all`: nothing waits for this cache, and the operator works without the right to read
+        # it.
         self._classes: WatchCache[PriorityClassView] | None = None
         if self.cluster_scope:
             self._nodes = WatchCache(
@@ -156,16 +160,16 @@ class ClusterState:
             )
         self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
         self._kept = kept
-        # By node: what all its pods request; made anew when one of them has changed.
+        # Total requests of all pods, by node. Recomputed after a change of one of the pods.
         self._requested: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._clock = clock
-        # Of pods that are being created, and by uid: since when capacity is kept for stored pods.
+        # Demands of pods that are being created. Below, by uid of stored pods: start of the reservation.
         self._promises: dict[NamespacedName, PodDemand] = {}
         self._promised_since: dict[str, float] = {}
 
     def all(self) -> list[WatchCache[Any]]:
-        """Returns every cache."""
+        """Returns the caches that `wait_synced` waits for."""
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
         children = [cache for kind in self._kinds.values() for cache in kind.values()]
         kept = [self._kept.cache] if self._kept is not None else []
@@ -173,22 +177,22 @@ class ClusterState:
         return [*self.resources.caches, *pods, *isolating, *children, *capacity, *kept]
 
     def kept_in(self, namespace: str) -> tuple[Manifest, ...] | None:
-        """Returns which pods of a namespace policies of others keep in, as selectors; None if not known."""
+        """Returns the selectors of pods whose egress other owners' policies restrict; None if unknown."""
         return self._isolating.selectors(namespace)
 
     @property
     def calibrations(self) -> Calibrations:
-        """Returns the measured rates of nodes; none before the first are read."""
+        """Measured rates of nodes; empty until the ConfigMap is read."""
         return Calibrations() if self._kept is None else self._kept.calibrations
 
     @property
     def gangs(self) -> frozenset[Gang]:
-        """Returns the gang schedulers that the cluster has, as last asked."""
+        """Gang schedulers that the cluster served at the last check."""
         return self._gangs.found
 
     @property
     def unknown_gangs(self) -> tuple[str, ...]:
-        """Returns API versions of gang schedulers that the cluster serves and the operator does not know."""
+        """API versions of gang schedulers that the cluster serves but this operator does not support."""
         return self._gangs.unknown
 
     @property
@@ -196,15 +200,15 @@ class ClusterState:
         return {**self._children, **self._gangs.kinds}
 
     def of(self, kind: Kind, namespace: str) -> WatchCache[Any] | None:
-        """Returns the cache that holds the children of a kind in a namespace.
+        """Returns the cache of the children of a kind in a namespace.
 
-        None if the namespace is not served, or the cluster has no such kind (any more).
+        None if the operator does not serve the namespace or the cluster does not serve the kind.
         """
         scope = None if self.cluster_scope else namespace
         return self._pods.get(scope) if kind is POD else self._kinds.get(kind, {}).get(scope)
 
     def note_written(self, kind: Kind, stored: Manifest) -> None:
-        """Takes in the API server's answer to a write."""
+        """Updates the caches from the API server's answer to a write."""
         cache = self.of(kind, stored["metadata"]["namespace"])
         if cache is not None:
             cache.note_written(stored)
@@ -213,7 +217,7 @@ class ClusterState:
             self._requests.note_written(stored)
 
     def note_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
-        """Takes in that the API server says that an object is gone; one of another uid stays."""
+        """Removes an object that is gone according to the API server. Keeps an object with another uid."""
         cache = self.of(kind, name.namespace)
         if cache is not None:
             cache.note_gone(name, uid)
@@ -221,29 +225,29 @@ class ClusterState:
             self._requests.note_gone(name, uid)
 
     def unsynced(self) -> list[str]:
-        """Returns the labels of the caches that have not been listed once."""
+        """Returns the labels of the caches without a first complete list."""
         return [cache.collection.label for cache in self.all() if not cache.synced.is_set()]
 
     async def wait_synced(self) -> None:
-        """Waits until everything is listed; the caller sets the deadline."""
+        """Waits until all caches are listed. The caller sets the deadline."""
         await self._gangs.known.wait()
         for cache in self.all():
             await cache.synced.wait()
 
     async def wait_ready(self) -> None:
-        """Waits until the resources of one namespace can be decided; the caller sets the deadline."""
+        """Waits until one namespace is ready. The caller sets the deadline."""
         await self._some_ready.wait()
 
     def is_ready(self, namespace: str) -> bool:
-        """Returns whether enough is known of a namespace to decide its resources.
+        """Returns whether the caches of a namespace suffice to decide its resources.
 
-        A namespace becomes ready when its resources, their pods, ConfigMaps and Services are listed,
-        and nodes in cluster scope; then `touched` is called for its resources.
+        A namespace is ready once its resources, pods, ConfigMaps and Services are listed, and in cluster
+        scope the nodes. Then `touched` is called for its resources.
         """
         return (None if self.cluster_scope else namespace) in self._ready
 
     def unreadable(self) -> dict[str, str]:
-        """Returns the namespaces that the API server refuses to let the operator read, with its words."""
+        """Returns the API server's error by namespace that it does not let the operator read."""
         found: dict[str, str] = {}
         for scope in self._pods:
             refused = [cache.refusal for cache in self._needed(scope) if cache.refusal]
@@ -252,7 +256,7 @@ class ClusterState:
         return found
 
     def stale(self) -> list[str]:
-        """Returns the labels of caches that may show the past, without namespaces that cannot be read."""
+        """Returns the labels of caches that may be outdated. Skips namespaces that cannot be read."""
         unreadable = self.unreadable()
         left_out = set(unreadable) if len(unreadable) < len(self._pods) else set()
         return [
@@ -262,13 +266,13 @@ class ClusterState:
         ]
 
     def relist(self, namespace: str | None = None) -> None:
-        """Has the caches of a namespace, or all, list anew: what they hold may be wrong."""
+        """Makes the caches of a namespace, or all caches, list again, because they may be wrong."""
         for cache in self.all():
             if namespace in (None, cache.collection.namespace):
                 cache.relist()
 
     async def run(self) -> None:
-        """Keeps all caches until cancelled."""
+        """Runs all caches until cancelled."""
         async with asyncio.TaskGroup() as group:
             for cache in self.all():
                 group.create_task(cache.run(), name=cache.collection.label)
@@ -293,7 +297,7 @@ class ClusterState:
         self._touch_namespace(scope)
 
     def _needed(self, scope: str | None) -> list[WatchCache[Any]]:
-        """Returns the caches without which no resource of a scope can be decided."""
+        """Returns the caches that decisions in a scope need."""
         children = [self._children[kind][scope] for kind in NEEDED_CHILDREN]
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
         return [self.resources.of(scope), self._pods[scope], *children, *capacity]
@@ -307,13 +311,17 @@ class ClusterState:
                 self._touched(key)
 
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
-        """Returns the pods of a resource, in order of their names."""
+        """Returns the pods of a resource, sorted by name."""
         cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
         found = cache.under(key) if cache is not None else []
         return [self._by_own_clock(pod) for pod in found if pod.owner_uid == uid]
 
     def left_pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
-        """Returns the pods of earlier resources of this name; `uid` is of the one of now, or ""."""
+        """Returns the pods of earlier resources of this name.
+
+        Args:
+            uid: uid of the present resource, or "".
+        """
         cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
         found = cache.under(key) if cache is not None else []
         return [self._by_own_clock(pod) for pod in found if pod.owner_uid != uid]
@@ -327,17 +335,17 @@ class ClusterState:
         return replace(pod, view=replace(view, gone_by=gone_by, created=created))
 
     def _touch_pods(self, scope: str | None) -> None:
-        """Has resources looked at whose pods nobody watches now: their leaders may know more."""
+        """Wakes the resources of a scope whose pod watch fails: their leaders may know more."""
         for key in sorted({pod.key for pod in self._pods[scope].values()}):
             self._touched(key)
 
     def pods_unwatched(self, key: ResourceKey) -> bool:
-        """Returns whether the last list or watch of a resource's pods failed."""
+        """Returns whether the cache of a resource's pods is failing."""
         cache = self.of(POD, key.namespace)
         return cache is not None and cache.is_failing
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
-        """Returns the other children of a resource, in order of kind and name."""
+        """Returns the children of a resource other than pods, sorted by kind and name."""
         found: list[ChildRecord] = []
         for kind in self._kinds:
             cache: WatchCache[ChildRecord] | None = self.of(kind, key.namespace)
@@ -346,12 +354,13 @@ class ClusterState:
         return found
 
     def neighbours(self, key: ResourceKey, claim: str) -> tuple[Neighbour, ...] | None:
-        """Returns the other resources of a namespace that name or mount a claim, with their ConfigMaps.
+        """Returns the other resources of a namespace that use a claim, with their ConfigMaps.
 
-        Their spec, status, plans and revisions may name it, and their pods may mount it.
+        A resource uses the claim if its spec, status, plan or revision names it, or if its pods mount it.
 
-        Returns None if that is not known of all pods: a resource of the namespace is of another operator, or
-        pods of a resource that is gone still mount the claim.
+        Returns:
+            None if some users may be unknown: another operator serves a resource of the namespace, or pods
+            of a deleted resource still mount the claim.
         """
         cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
         pods = cache.values() if cache is not None else []
@@ -379,18 +388,18 @@ class ClusterState:
         return None if mounting else tuple(found)
 
     def child(self, kind: Kind, name: NamespacedName) -> ChildRecord | None:
-        """Returns a child other than a pod, or None."""
+        """Returns a cached child other than a pod, or None."""
         cache: WatchCache[ChildRecord] | None = self.of(kind, name.namespace)
         return cache.get(name) if cache is not None else None
 
     def nodes(self) -> tuple[NodeView, ...] | None:
-        """Returns nodes with what their pods request; None outside cluster scope."""
+        """Returns nodes with the requests of their pods; None outside cluster scope."""
         if self._nodes is None:
             return None
         return tuple(self._view_of(node) for node in self._nodes.values())
 
     def priority_classes(self) -> tuple[PriorityClassView, ...] | None:
-        """Returns the priority classes; None outside cluster scope, and before they were listed."""
+        """Returns the priority classes; None outside cluster scope and before the first list."""
         if self._classes is None or not self._classes.synced.is_set():
             return None
         return tuple(self._classes.values())
@@ -407,10 +416,10 @@ class ClusterState:
         return view
 
     def promised(self) -> tuple[PodDemand, ...]:
-        """Returns what pods of ours ask for that have no node yet.
+        """Returns the demands of our pods that have no node yet.
 
-        Counts a stored pod only while its resource exists, and for PROMISE_S: a pod that the scheduler never
-        places must not keep capacity from others for ever.
+        Counts a stored pod only while its resource exists, and for PROMISE_S at most. Otherwise a pod that
+        the scheduler never places would block capacity forever.
         """
         waiting = self._requests.under("") if self._requests is not None else []
         stored = [pod.promise for pod in waiting if pod.promise is not None]
@@ -425,9 +434,9 @@ class ClusterState:
 
     @contextlib.contextmanager
     def promising(self, pods: Sequence[Manifest]) -> Iterator[None]:
-        """Counts these pods as promised from now on, before the API server has any of them.
+        """Reserves capacity for these pods before the API server has stored them.
 
-        Two resources that are decided one after the other would else be given the same capacity.
+        Otherwise two resources that decide one after the other could plan the same capacity.
         """
         promises = {NamespacedName.of(pod): self._promise(pod) for pod in pods}
         del pods  # a promise lasts until the next decision, and a manifest takes 13 KB
@@ -439,7 +448,7 @@ class ClusterState:
                 self._promises.pop(name, None)
 
     def _promise(self, pod: Manifest) -> PodDemand:
-        """Returns what a pod will ask for, with the priority that the API server will give it."""
+        """Returns the demand of a pod, with the priority that the API server will set."""
         class_name = pod["spec"].get("priorityClassName", "")
         return replace(trim.promise(pod), priority=preempting_priority(class_name, self.priority_classes()))
 

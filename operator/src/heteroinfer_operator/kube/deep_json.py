@@ -1,22 +1,22 @@
-"""Parses JSON of any depth, as the API server stores it in the fields of managers. Pure."""
+"""Parses JSON of any depth. The API server stores such JSON in `metadata.managedFields`. Pure."""
 
 import json
 import re
 from typing import Any, Final
 
 MOST_DEPTH: Final = 200
-"""Kubernetes' own objects nest a tenth of this."""
+"""Ten times the depth of Kubernetes' own objects."""
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"|[][{}]', re.DOTALL)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns what JSON says; values that nest deeper than Python's parser goes are null.
+    """Parses JSON. Replaces values by null if they nest deeper than Python's parser can follow.
 
-    Whoever may create a pod may store `metadata.managedFields` that nest thousands of times. Such an object
-    must not keep the list that it is in from being read.
+    An account that may create pods can store `metadata.managedFields` that nest thousands of times. Such an
+    object must not make a whole list unreadable.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -25,7 +25,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _without_depth(text: str) -> str:
-    """Returns JSON with null for each object and list below MOST_DEPTH others."""
+    """Returns the JSON text with null for each object or list that is nested deeper than MOST_DEPTH."""
     kept: list[str] = []
     depth = start = 0
     for token in _TOKEN.finditer(text):

@@ -1,7 +1,7 @@
-"""Dry runs on their way: no reconcile waits for a webhook that is slow, nor do other resources.
+"""Runs dry runs in the background, so that no reconcile waits for a slow webhook.
 
-While one reconcile of a resource is at work no other is, and its status is as old as that one: a webhook may
-take 30 s for each pod. So what is tried goes on by itself, and a later reconcile finds the answer.
+A webhook may take 30 s for each pod. A resource has one reconcile at a time, and its status would stay old
+for that long. So a dry run continues in the background, and a later reconcile finds its result.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
 logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 16
-"""Requests, of all resources together: a part of those that the operator has at once."""
+"""Most dry-run requests at the same time, over all resources."""
 HOLDS_S: Final = 600.0
-"""How long an answer holds: policies change, and a rollout may take hours."""
+"""How long a result is valid. Policies change, and a rollout may take hours."""
 
 TryCreate = Callable[[Manifest], Awaitable[None]]
-"""Finds out whether an object would be created; raises ApiError."""
+"""Sends the dry run of one object; raises ApiError if the object would be refused."""
 
 
 @dataclass(slots=True)
@@ -36,11 +36,11 @@ class _Tried:
     since_s: float
     task: asyncio.Task[None]
     is_admitted: bool = False
-    """Whether a reconcile knows that the objects would be taken."""
+    """Whether a reconcile has seen that the API server accepts the objects."""
 
 
 class DryRuns:
-    """What was tried of each resource, and what came of it. Use from one event loop."""
+    """The newest dry run of each resource and its result. Use from one event loop."""
 
     def __init__(self, try_create: TryCreate, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._try_create = try_create
@@ -49,7 +49,7 @@ class DryRuns:
         self._tried: dict[ResourceKey, _Tried] = {}
 
     def admitted(self, resource: ResourceView) -> frozenset[str]:
-        """Returns the revision of a resource that was last tried and would be taken, if that was of late."""
+        """Returns the resource's revision that passed its dry run within HOLDS_S, or an empty set."""
         found = self._tried.get(resource.key)
         if found is None or not found.is_admitted or found.uid != resource.uid:
             return frozenset()
@@ -57,17 +57,21 @@ class DryRuns:
         return frozenset({found.revision}) if holds else frozenset()
 
     async def find(self, resource: ResourceView, action: TryObjects, *, patience_s: float) -> None:
-        """Returns once it is known that the objects would be taken, which is remembered.
+        """Waits until the API server has accepted all objects in a dry run, and remembers that.
+
+        Args:
+            patience_s: longest wait.
 
         Raises:
-            ChildError: ObjectRefused, one would not; NotAnswered, it is not known yet: ask again.
+            ChildError: ObjectRefused if the API server refuses an object; NotAnswered if the dry run is not
+                done yet, in which case the caller must call again.
         """
         tried = self._tried.get(resource.key)
         if tried is None or not self._is_asked_for(tried, resource, action):
             tried = self._start(resource, action)
         await asyncio.wait({tried.task}, timeout=patience_s)
         if not tried.task.done():
-            raise not_answered("it was asked, and the answer is awaited")
+            raise not_answered("it has not answered yet")
         if tried.task.exception() is not None:
             del self._tried[resource.key]
         try:
@@ -77,7 +81,7 @@ class DryRuns:
         tried.is_admitted, tried.since_s = True, self._clock()
 
     def forget(self, key: ResourceKey) -> None:
-        """Takes in that a resource is gone."""
+        """Drops the dry run of a resource that is gone."""
         tried = self._tried.pop(key, None)
         if tried is not None:
             tried.task.cancel()
@@ -105,11 +109,11 @@ class DryRuns:
             if error.is_of_object:
                 words = refused_words(CreateObject(manifest=manifest), error.said)
                 raise ChildError(words, reason=OBJECT_REFUSED) from error
-            # A plan's ConfigMap may be there: other revisions have the same.
+            # The plan's ConfigMap may exist already, because another revision has the same plan.
             if not error.is_refusal and error.status != CONFLICT:
                 raise
 
 
 def _report(error: BaseException) -> None:
-    if not isinstance(error, HeteroInferError):  # `find` raises the others, if anybody still asks
-        logger.error("dry run: a defect of the operator, please report it", exc_info=error)
+    if not isinstance(error, HeteroInferError):  # a later `find` raises HeteroInferErrors
+        logger.error("dry run failed: a defect of the operator. Report it", exc_info=error)

@@ -1,4 +1,4 @@
-"""Events on a resource: what happened, for people; never more than a few a minute of the same."""
+"""Records Kubernetes events on resources, with a limit per resource and minute."""
 
 import asyncio
 import logging
@@ -20,22 +20,22 @@ from heteroinfer_operator.kube.server import NAMESPACE_ENDS, NOT_FOUND, ApiError
 logger = logging.getLogger(__name__)
 
 WINDOW_S: Final = 600.0
-"""The same event within this time is counted in the first one's series."""
+"""An identical event within this time increments the count of the first one's series."""
 SERIES_UPDATE_S: Final = 60.0
-"""A series is written at most so often."""
+"""Shortest time between two writes of a series."""
 MOST_REMEMBERED: Final = 2000
 ENDING_S: Final = 30.0
-"""A namespace that is being deleted is not asked for again within this time; one of its name may come."""
+"""How long no events are written into a namespace that is being deleted. It may be created again."""
 MESSAGE_CHARACTERS: Final = 1024
-"""Limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
+"""Kubernetes' limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
 
 AT_ONCE: Final = 4
 MOST_WAITING: Final = 1000
 MOST_A_MINUTE: Final = 10
-"""Of one resource."""
+"""Most new events of one resource in a minute."""
 MINUTE_S: Final = 60.0
 FLUSH_S: Final = 0.5
-"""How long the end of the process waits for events that are not written yet."""
+"""How long a stopping process waits for unwritten events."""
 
 _Same = tuple[str, str, str, bool]
 
@@ -49,16 +49,16 @@ class _Series:
 
 
 class EventRecorder:
-    """Writes events on resources in the background; identical ones become one with a count.
+    """Writes events on resources in the background. Identical events become one event with a count.
 
-    Events are for people, so no reconcile waits for one. A resource gets MOST_A_MINUTE new events a minute,
-    and at most MOST_WAITING events wait for a slow API server; the others are dropped and counted. An event
-    that cannot be written is logged and dropped. Into a namespace that is being deleted none is written:
-    nobody will read it.
+    Events are for users, so no reconcile waits for them. A resource gets at most MOST_A_MINUTE new events a
+    minute, and at most MOST_WAITING events wait for a slow API server. The recorder drops and counts the
+    others. It logs and drops an event that cannot be written. It writes no events into a namespace that is
+    being deleted.
 
     Args:
         reporter: name of this operator's instance.
-        dropped: called for each event that is not written.
+        dropped: called for each dropped event.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class EventRecorder:
         self._workers: set[asyncio.Task[None]] = set()
         self._at_work: set[_Same] = set()
         self._recent: dict[str, deque[float]] = {}
-        """By uid of a resource: when its new events of the last minute came."""
+        """Times of each resource's new events in the last minute, by uid."""
         self._seen: OrderedDict[_Same, _Series] = OrderedDict()
         self._ending: dict[str, float] = {}
-        """By namespace that is being deleted: when that was said."""
+        """Time of the API server's refusal, by namespace that is being deleted."""
 
     def record(self, resource: ResourceView, event: RecordEvent) -> None:
-        """Has an event written soon; the same again within WINDOW_S only counts."""
+        """Queues an event. An identical event within WINDOW_S only increments the count."""
         same, now = _same(resource, event), self._clock()
         if self._is_ending(resource.key.namespace, now):
             return
-        if any(_same(*each) == same for each in self._waiting):  # one more of them is no news
+        if any(_same(*each) == same for each in self._waiting):  # an identical event is already queued
             return
         known = same in self._seen or same in self._at_work
         if len(self._waiting) >= MOST_WAITING or not (known or self._is_within_rate(resource.uid, now)):
-            logger.debug("%s: event %s is one too many", resource.key, event.reason)
+            logger.debug("%s: dropped event %s: over the limit", resource.key, event.reason)
             self._dropped()
             return
         self._waiting.append((resource.without_fields(), event))
@@ -101,12 +101,12 @@ class EventRecorder:
             task.add_done_callback(self._workers.discard)
 
     async def flush(self, timeout_s: float = FLUSH_S) -> None:
-        """Returns once all events are written, or after this time."""
+        """Waits until all events are written, or until the timeout."""
         if self._workers:
             await asyncio.wait(self._workers, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Waits a moment for the events that are not written yet, and drops the others."""
+        """Waits for unwritten events for FLUSH_S and drops the rest."""
         await self.flush()
         for task in self._workers:
             task.cancel()
@@ -127,7 +127,7 @@ class EventRecorder:
         while self._waiting:
             resource, event = self._waiting.popleft()
             same = _same(resource, event)
-            if same in self._at_work:  # its first one is being written: one more is no news
+            if same in self._at_work:  # an identical event is being written
                 continue
             self._at_work.add(same)
             try:
@@ -145,7 +145,7 @@ class EventRecorder:
                 series = await self._create(resource, event, now)
             else:
                 series = await self._count(resource, replace(series, count=series.count + 1), now)
-        except HeteroInferError as error:  # also a Lease that is not held any more
+        except HeteroInferError as error:  # includes a lost Lease
             causes, status = (error.causes, error.status) if isinstance(error, ApiError) else ((), 0)
             if NAMESPACE_ENDS in causes:
                 self._ending[resource.key.namespace] = now
@@ -208,9 +208,9 @@ def _same(resource: ResourceView, event: RecordEvent) -> _Same:
 
 
 def _report(error: BaseException) -> None:
-    logger.error("events: a defect of the operator, please report it", exc_info=error)
+    logger.error("cannot record events: a defect of the operator. Report it", exc_info=error)
 
 
 def _micro_time(when: datetime) -> str:
-    """Returns a time as Kubernetes' MicroTime wants it."""
+    """Formats a time as Kubernetes' MicroTime."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,6 +1,6 @@
-"""Which gang schedulers a cluster has, by the API groups that it serves, and the caches of their objects.
+"""Detects the gang schedulers of a cluster by its API groups, and caches their objects.
 
-Discovery is open to everybody who may log in, in namespaced mode too.
+Every authenticated account may use discovery, also in namespaced mode.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from heteroinfer_operator.nodes.node_assignment import Gang
 logger = logging.getLogger(__name__)
 
 ASK_S: Final = 300.0
-"""Time between two questions to the API server."""
+"""Time between two checks."""
 RETRY_FIRST_S: Final = 1.0
 RETRY_MOST_S: Final = 30.0
-"""After a question without an answer, or a task that failed."""
+"""Longest pause after a check without an answer, or a failed task."""
 LISTED_S: Final = 20.0
 """A gang scheduler whose objects cannot be listed for so long is reported."""
 
@@ -37,23 +37,23 @@ _SIGNS: Final = MappingProxyType(
         Gang.NATIVE_BETA: (("scheduling.k8s.io/v1beta1",), "podgroups"),
     }
 )
-"""Group versions, of which one must serve this resource."""
+"""Group versions and resource that identify each gang scheduler: one version must serve the resource."""
 
 Caches: TypeAlias = dict[str | None, WatchCache[ChildRecord]]
-"""Of one kind, by scope."""
+"""Caches of one kind, by scope."""
 
 
 async def ask_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
-    """Asks for each gang scheduler whether its API is served now; an error answers for that one only."""
+    """Checks for each gang scheduler whether the cluster serves its API, or returns the error."""
     answers = await asyncio.gather(*(_is_served(server, gang) for gang in _SIGNS))
     return dict(zip(_SIGNS, answers, strict=True))
 
 
 async def ask_unknown(server: ApiServer) -> tuple[str, ...]:
-    """Asks which API versions of gang schedulers are served that no operator of this version knows.
+    """Returns the API versions of gang schedulers that the cluster serves but this operator does not support.
 
     Raises:
-        ApiError: the API server refuses, or does not answer.
+        ApiError: the API server refused or did not answer.
     """
     known: dict[str, tuple[set[str], set[str]]] = {}
     for group_versions, plural in _SIGNS.values():
@@ -108,16 +108,17 @@ async def _resources(server: ApiServer, group_version: str) -> set[str]:
 
 
 class GangSchedulers:
-    """Gang schedulers that come and go while the operator runs, with the caches of their objects.
+    """Follows the gang schedulers of the cluster while they are installed and removed.
 
     Attributes:
-        found: those whose objects were listed.
-        unknown: API versions of gang schedulers that are served, and that this operator does not know.
-        kinds: the caches of these, by kind and scope.
-        known: set once the API server answered for each, and the objects of those that it serves were listed.
+        found: gang schedulers whose objects are listed.
+        unknown: served API versions of gang schedulers that this operator does not support.
+        kinds: caches of the gang schedulers' objects, by kind and scope.
+        known: set once the API server has answered for every gang scheduler, and the objects of the served
+            ones are listed.
 
     Args:
-        changed: called after `found` has changed.
+        changed: called after a change of `found`.
     """
 
     def __init__(
@@ -136,12 +137,12 @@ class GangSchedulers:
         self._tasks: dict[Gang, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Asks from time to time, until cancelled; sooner after an error."""
+        """Checks every ASK_S until cancelled; sooner after an error."""
         retry_s = RETRY_FIRST_S
         try:
             while True:
                 failed, self._failed = self._failed.is_set(), asyncio.Event()
-                with contextlib.suppress(ApiError):  # it says what only a message needs
+                with contextlib.suppress(ApiError):  # only a message uses `unknown`
                     self.unknown = await ask_unknown(self._server)
                 self._update(await ask_gangs(self._server))
                 if failed or self._unanswered:
@@ -157,10 +158,10 @@ class GangSchedulers:
                 task.cancel()
 
     def _update(self, answers: Mapping[Gang, bool | ApiError]) -> None:
-        """Follows the gang schedulers that are served; without an answer, what was known stays."""
+        """Starts and stops following gang schedulers. An error changes nothing."""
         problems = {gang: answer for gang, answer in answers.items() if isinstance(answer, ApiError)}
         for gang in sorted(problems.keys() - self._reported):
-            logger.warning("gang scheduler %s: %s; asking again", gang, problems[gang].message)
+            logger.warning("gang scheduler %s: %s. Trying again", gang, problems[gang].message)
         self._reported = frozenset(problems)
         self._unanswered -= answers.keys() - problems.keys()
         for gang, is_served in sorted(answers.items()):
@@ -168,7 +169,7 @@ class GangSchedulers:
                 logger.info("the cluster has a gang scheduler: %s", gang)
                 self._start(gang)
             if is_served is False and gang in self._tasks:
-                logger.warning("the API of gang scheduler %s is not served any more", gang)
+                logger.warning("the cluster no longer serves the API of gang scheduler %s", gang)
                 self._tasks.pop(gang).cancel()
                 self._lose(gang)
         self._check_known()
@@ -176,7 +177,10 @@ class GangSchedulers:
     def _start(self, gang: Gang) -> None:
         def failed(error: BaseException) -> None:
             logger.error(
-                "the objects of gang scheduler %s: %r; listing them again", gang, error, exc_info=error
+                "gang scheduler %s: caching its objects failed: %r. Listing them again",
+                gang,
+                error,
+                exc_info=error,
             )
             del self._tasks[gang]
             self._lose(gang)
@@ -185,7 +189,7 @@ class GangSchedulers:
         self._tasks[gang] = start_task(self._follow(gang), name=f"objects of {gang}", failed=failed)
 
     async def _follow(self, gang: Gang) -> None:
-        """Keeps the objects of a gang scheduler; it counts as found once they were listed."""
+        """Caches the objects of a gang scheduler. After the first list it counts as found."""
         kind = GANG_CHILDREN.get(gang)
         caches = self._build(kind) if kind is not None else {}
         async with asyncio.TaskGroup() as group:
@@ -195,7 +199,7 @@ class GangSchedulers:
                 async with asyncio.timeout(LISTED_S):
                     await _listed(caches)
             except TimeoutError:
-                logger.warning("gang scheduler %s: its objects cannot be listed", gang)
+                logger.warning("gang scheduler %s: its objects cannot be listed. Still trying", gang)
                 await _listed(caches)
             if kind is not None:
                 self.kinds = {**self.kinds, kind: caches}

@@ -1,12 +1,12 @@
-"""kopf's part: it watches HeteroInference and announces each one that came, changed or went.
+"""Runs kopf, which watches HeteroInference and announces each added, changed or deleted resource.
 
-It is the second pair of eyes: a client of its own, on a connection and in a thread of its own. What it
-announces and the operator's copy has not, the next reconcile reads anew (`resource_cache.py`), however long
-the copy's own watch says nothing.
+This watch is independent of the operator's cache: it has its own client, connection and thread. If it
+announces a version that the cache lacks, the next reconcile reads the resource (`resource_cache.py`). So a
+silent watch of the cache does no harm.
 
-Handlers return None, since kopf patches a returned value into the status
-(`kopf/_core/actions/progression.py::deliver_results@1.45.2`). There are only `on.event`
-handlers, so that kopf writes nothing to resources: no annotation, no finalizer, no event.
+Handlers return None, because kopf patches a returned value into the status
+(`kopf/_core/actions/progression.py::deliver_results@1.45.2`). There are only `on.event` handlers, so that
+kopf writes no annotation, finalizer or event to resources.
 """
 
 import asyncio
@@ -25,33 +25,34 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.stored_fields import version_number
 
 STOP_S: Final = 5.0
-"""How long the end of the process waits for kopf's."""
+"""How long a stopping process waits for kopf to stop."""
 Announce: TypeAlias = Callable[[ResourceKey, int], None]
 
 
 def build_settings() -> kopf.OperatorSettings:
-    """Returns settings with which kopf only watches, and needs no rights but that."""
+    """Builds settings with which kopf only watches, so that it needs no other rights."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True  # it would list and watch all CRDs and namespaces
     settings.peering.standalone = True
     settings.process.ultimate_exiting_timeout = None  # operator_process.py ends the process
-    # The API server ends a watch before this; should it not, the connection is dead.
+    # The API server ends a watch after server_timeout. If it does not, the connection is dead.
     settings.watching.server_timeout = 290
     settings.watching.client_timeout = 320
     return settings
 
 
 def build_registry(configuration: client.Configuration, announce: Announce) -> kopf.OperatorRegistry:
-    """Returns the handlers.
+    """Builds the handlers.
 
-    kopf calls `announce` in its own thread, with each resource that came, changed or went, and the
-    resourceVersion at which it did. A change of the status alone is not announced, since the operator writes
-    the status and reads the API server's answer. Nor are labels and annotations: no decision reads them.
+    kopf calls `announce` in its own thread, with each added, changed or deleted resource and its
+    resourceVersion. It does not announce changes of the status, because the operator itself writes the status
+    and reads the answer. It does not announce changes of labels and annotations, because no decision reads
+    them.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}
-    """By resource, the fields that were last announced."""
+    """Last announced fields, by resource."""
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.ConnectionInfo:
@@ -93,10 +94,10 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
 async def announce_changes(
     configuration: client.Configuration, namespaces: Sequence[str], announce: Announce
 ) -> None:
-    """Runs kopf until cancelled, in a thread with an event loop of its own; raises what ended it.
+    """Runs kopf until cancelled, in a thread with its own event loop. Raises the error that ended kopf.
 
-    At its end kopf cancels every task of its loop that it does not know
-    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`), and in the main thread it takes over the signals.
+    The separate thread is necessary: when kopf stops, it cancels every task of its loop that it does not know
+    (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread it also takes over the signals.
     """
     loop, stop = asyncio.get_running_loop(), threading.Event()
     ended: asyncio.Future[BaseException] = loop.create_future()
@@ -115,10 +116,10 @@ async def announce_changes(
         )
 
     def run_kopf() -> None:
-        error: BaseException = HeteroInferError("kopf ended by itself", reason="KopfEnded")
+        error: BaseException = HeteroInferError("kopf stopped unexpectedly", reason="KopfEnded")
         try:
             asyncio.run(operator())
-        except BaseException as caught:  # handed over to the main thread
+        except BaseException as caught:  # raised in the main thread
             error = caught
         if not loop.is_closed():
             loop.call_soon_threadsafe(ended.set_result, error)

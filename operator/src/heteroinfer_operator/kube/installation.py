@@ -1,4 +1,4 @@
-"""What an installation has at the API server: the resource, those that there are, the rights."""
+"""Checks an installation: is HeteroInference served, which resources exist, which rights are missing."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ POLL_S: Final = 2.0
 
 
 async def wait_for_resource(server: ApiServer) -> None:
-    """Returns once the API server serves HeteroInference; logs what it waits for."""
+    """Waits until the API server serves HeteroInference; logs each new reason for the wait."""
     reported = ""
     while True:
         problem = await resource_problem(server)
@@ -33,7 +33,7 @@ async def wait_for_resource(server: ApiServer) -> None:
 
 
 async def resource_problem(server: ApiServer) -> str:
-    """Returns why HeteroInference cannot be read now, with what to do, or ""."""
+    """Returns why HeteroInference cannot be read and how to fix that, or ""."""
     group_version = f"{names.API_GROUP}/{names.API_VERSION}"
     try:
         served = await server.get(f"/apis/{group_version}")
@@ -44,7 +44,7 @@ async def resource_problem(server: ApiServer) -> str:
     if any(resource["name"] == names.PLURAL for resource in served.get("resources", ())):
         return ""
     return (
-        f"the API server does not serve {names.PLURAL} of {group_version}: install the "
+        f"the API server does not serve {names.PLURAL} of {group_version}. Install the "
         "CustomResourceDefinition (chart value crds.install=true, or "
         "kubectl apply -f crds/heteroinference.yaml)"
     )
@@ -52,12 +52,12 @@ async def resource_problem(server: ApiServer) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Every resource that is served, as far as the API server lets the operator read.
+    """The resources that this installation serves.
 
     Attributes:
-        resources: the resourceVersion of each.
-        versions: the resourceVersion of each list, by namespace; None for all namespaces.
-        unread: the namespaces that could not be listed.
+        resources: resourceVersion by resource.
+        versions: resourceVersion of each list, by namespace; None for all namespaces.
+        unread: the error for each namespace that the operator could not list.
     """
 
     resources: Mapping[ResourceKey, int]
@@ -66,7 +66,11 @@ class Listed:
 
 
 async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed:
-    """Returns every resource that is served; raises ApiError if no namespace can be listed."""
+    """Lists the resources of all served namespaces.
+
+    Raises:
+        ApiError: no namespace can be listed.
+    """
     found: dict[ResourceKey, int] = {}
     versions: dict[str | None, int] = {}
     unread: dict[str | None, ApiError] = {}
@@ -75,7 +79,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
         listed: dict[ResourceKey, int] = {}
         try:
             async for page in server.pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
-                for item in page.get("items") or ():  # of an empty list of metadata it is null
+                for item in page.get("items") or ():  # null if a metadata-only list is empty
                     metadata = item["metadata"]
                     key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
                     listed[key] = version_number(metadata["resourceVersion"])
@@ -93,10 +97,10 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
 
 
 async def check(settings: InstallationSettings) -> list[str]:
-    """Returns what an installation lacks, in words; changes nothing.
+    """Returns a message for each missing part of an installation. Read-only.
 
     Raises:
-        HeteroInferError: the API server cannot be asked.
+        HeteroInferError: the API server cannot be reached.
     """
     server = ApiServer(await load_configuration())
     try:

@@ -1,4 +1,7 @@
-"""NetworkPolicies of others that keep pods in: the operator lets its own out beside them."""
+"""Caches NetworkPolicies of other owners that restrict egress.
+
+If such a policy selects the operator's pods, the operator adds a policy of its own that allows their egress.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +20,25 @@ _EGRESS: Final = "Egress"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolatingPolicy:
-    """Which pods of a namespace a policy keeps in."""
+    """The pods whose egress a policy restricts.
+
+    Attributes:
+        selector: the policy's podSelector.
+    """
 
     namespace: str
     selector: Manifest
 
 
 def isolating_policy(stored: Manifest) -> IsolatingPolicy | None:
-    """Returns what a policy keeps in, None for one about ingress alone; raises UnreadableError."""
+    """Returns the pods that a policy selects, or None if it restricts ingress only.
+
+    Raises:
+        UnreadableError: a field has the wrong type.
+    """
     spec = as_object(stored.get("spec"), "spec")
     types = as_texts(spec.get("policyTypes"), "policyTypes")
-    # The API server fills policyTypes in: Egress is among them if there are egress rules.
+    # The API server fills in policyTypes: it adds Egress if the policy has egress rules.
     if _EGRESS not in types:
         return None
     selector = as_object(spec.get("podSelector"), "podSelector")
@@ -41,11 +52,12 @@ def isolating_policy(stored: Manifest) -> IsolatingPolicy | None:
 
 
 class IsolatingPolicies:
-    """The policies of others that keep pods in, in each scope that is kept.
+    """Caches, per scope, the policies of other owners that restrict egress.
 
     Args:
         scopes: namespaces; None for all.
-        changed: called with a namespace in which other pods are kept in now.
+        changed: called with the namespace of a policy that starts or stops to restrict egress, or selects
+            other pods.
     """
 
     def __init__(
@@ -53,7 +65,7 @@ class IsolatingPolicies:
     ) -> None:
         def note(before: IsolatingPolicy | None, after: IsolatingPolicy | None) -> None:
             if before != after:
-                changed((after or before).namespace)  # type: ignore[union-attr]  # one of them is there
+                changed((after or before).namespace)  # type: ignore[union-attr]  # at most one is None
 
         self._caches: dict[str | None, WatchCache[IsolatingPolicy]] = {
             scope: WatchCache(
@@ -73,11 +85,10 @@ class IsolatingPolicies:
 
     @property
     def caches(self) -> list[WatchCache[IsolatingPolicy]]:
-        """Returns every cache."""
         return list(self._caches.values())
 
     def selectors(self, namespace: str) -> tuple[Manifest, ...] | None:
-        """Returns what the policies of a namespace select; None if they were never listed."""
+        """Returns the pod selectors of a namespace's policies, or None before the first list."""
         cache = self._caches.get(None if None in self._caches else namespace)
         if cache is None or not cache.synced.is_set():
             return None

@@ -1,4 +1,4 @@
-"""What one decision on a resource leaves to the next: refusals, and requests that are under way."""
+"""State that one decision on a resource leaves to the next: refusals and unanswered requests."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,16 @@ from heteroinfer_operator.reconcile.budget import Budget, Spending
 from heteroinfer_operator.reconcile.refusals import Acting, Subject, asked_anew
 
 WRITES_AT_ONCE: Final = 16
-"""Creates and applies of one resource: the others wait, so that one slow webhook does not hold up all."""
+"""Most creates and applies of one resource at the same time, so that one slow webhook cannot block others."""
 STATUS_AGAIN_S: Final = 1.0
-"""From one try to write a status to the next, while the API server has not answered the first."""
+"""Pause between two attempts to write a status while the API server has not answered the first."""
 WITHIN: Final = timedelta(seconds=60)
-"""Two writes of the same that are further apart are not in a row."""
+"""Two identical writes count as consecutive if they are less than this apart."""
 MOST: Final = 5
-"""Times in a row that the same is written at once; what people change by hand is mended without a word."""
+"""Consecutive identical writes until the operator reports a conflict with another writer.
+
+Below this number it repairs manual changes of users without a report.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class UnderWay:
     """A request that the API server has not answered.
 
     Attributes:
-        epoch: of the pod that is created, or "".
+        epoch: epoch of the pod in a create request, or "".
     """
 
     task: asyncio.Task[object]
@@ -38,17 +41,21 @@ class UnderWay:
 
 @dataclass(slots=True)
 class WrittenAgain:
-    """How often in a row the same was written of a child, or the child was deleted.
+    """Counts consecutive identical writes, or deletions, of each child.
 
-    A controller that wants a child otherwise answers each write of ours with one of its own: without a bound
-    the two write 25 to 40 times a second.
+    If another controller wants other content, it answers each of our writes with its own. Without a bound the
+    two write 25 to 40 times a second.
     """
 
     _written: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
-    """Of each child, and of its deletions: a hash of what was last written, when, and how often in a row."""
+    """By kind, name and whether it is a deletion: hash of the last write, its time, and the count."""
 
     def note(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
-        """Notes a write, or without a manifest a deletion; returns whether others undo it each time."""
+        """Counts a write; returns whether others undo it each time.
+
+        Args:
+            manifest: None for a deletion.
+        """
         written = hash(json.dumps(manifest, sort_keys=True))
         self._written = {key: each for key, each in self._written.items() if abs(now - each[1]) < WITHIN}
         key = kind, name, manifest is None
@@ -60,34 +67,35 @@ class WrittenAgain:
 
 @dataclass(slots=True)
 class StatusTries:
-    """The tries to write a resource's status that are under way: the first one, and the newest one.
+    """The unanswered attempts to write a resource's status: the first and the newest.
 
-    Each is made on one version of the resource, so one of them at most is stored. The first one may be about
-    to succeed at a slow API server; the newest one is answered at once by an API server that was away.
+    All attempts name the same version of the resource, so the API server stores at most one. The first
+    attempt may be about to succeed at a slow API server. An API server that was away answers the newest at
+    once.
     """
 
     _tries: list[tuple[float, asyncio.Task[object]]] = field(default_factory=list)
 
     @property
     def are_under_way(self) -> bool:
-        """Returns whether a try may still be stored."""
+        """Whether the API server may still store an attempt."""
         return any(not task.done() for _, task in self._tries)
 
     def wait_s(self) -> float:
-        """Returns the seconds until another try may begin."""
+        """Returns the seconds until the next attempt may start."""
         self._tries = [each for each in self._tries if not each[1].done()]
         if not self._tries:
             return 0.0
         return max(0.0, self._tries[-1][0] + STATUS_AGAIN_S - asyncio.get_running_loop().time())
 
     def add(self, task: asyncio.Task[object]) -> None:
-        """Takes a new try in, and gives up those between the first one and this one."""
+        """Adds a new attempt and cancels those between the first and this."""
         for _, between in self._tries[1:]:
             between.cancel()
         self._tries = [*self._tries[:1], (asyncio.get_running_loop().time(), task)]
 
     def cancel(self, *, but: asyncio.Task[object] | None = None) -> None:
-        """Gives up all tries but one."""
+        """Cancels all attempts except `but`."""
         for _, task in self._tries:
             if task is not but:
                 task.cancel()
@@ -95,14 +103,14 @@ class StatusTries:
 
 @dataclass(slots=True)
 class Kept:
-    """What is kept of one resource, as long as it has this uid.
+    """State of one resource between decisions, as long as it has this uid.
 
     Attributes:
-        generation: of its spec when it was last decided on.
-        unmade: pods that were to be made, and have never existed.
-        under_way: requests that the API server has not answered, by object.
-        slots: for creates and applies.
-        promises: the capacity that is kept for the pods of the last decision.
+        generation: generation of the spec at the last decision.
+        unmade: pods that the operator decided to create and that never existed.
+        under_way: unanswered requests, by object.
+        slots: limits concurrent creates and applies.
+        promises: capacity reserved for the pods of the last decision.
     """
 
     uid: str
@@ -118,19 +126,22 @@ class Kept:
 
     @classmethod
     def of(cls, resource: ResourceView, held_back: Callable[[str], None]) -> "Kept":
-        """Returns what is kept of a resource of which nothing is known."""
+        """Builds the state of a resource that this process sees for the first time."""
         acting = Acting(resource.key.name, (), datetime.now(UTC))
         return cls(resource.uid, resource.generation, acting, budget=Budget(report=held_back))
 
     def refusals(self, resource: ResourceView) -> tuple[Refusal, ...]:
-        """Returns the refusals. After a change of the spec: those that still stand, due for a try at once."""
+        """Returns the known refusals.
+
+        After a change of the spec, returns those that still apply, due for another attempt at once.
+        """
         known = tuple(self.acting.known.values())
         return known if resource.generation == self.generation else asked_anew(known, datetime.now(UTC))
 
     def begin(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]
     ) -> Acting:
-        """Begins the actions of a decision; returns which of them may be done."""
+        """Starts a decision; returns the record of which of its actions may run."""
         if resource.generation != self.generation:
             self.written = WrittenAgain()
         self.generation = resource.generation
@@ -140,7 +151,7 @@ class Kept:
         return self.acting
 
     def cancel(self) -> None:
-        """Gives up all requests that are under way: the resource is gone."""
+        """Cancels all unanswered requests, because the resource is gone."""
         self.status_tries.cancel()
         self.promises.close()
         for each in self.under_way.values():

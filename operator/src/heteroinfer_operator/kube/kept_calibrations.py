@@ -1,7 +1,7 @@
-"""The ConfigMap of what was measured of nodes: the chart's Jobs write it, the operator reads it.
+"""The ConfigMap with the measured rates of nodes. The chart's Jobs write it, the operator reads it.
 
-It has no code of the operator's key, which the Jobs must not have. It is in the operator's own namespace, and
-holds numbers within bounds: they decide predictions and how layers are shared, and nothing else of a pod.
+The entries are not signed with the operator's key, because the Jobs must not have that key. The ConfigMap is
+in the operator's own namespace. Its numbers have bounds and affect only predictions and the split of layers.
 """
 
 import logging
@@ -22,11 +22,11 @@ Entries: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class KeptCalibrations:
-    """What the ConfigMap says now; nothing while it is not there.
+    """The calibrations in the ConfigMap; empty while it does not exist.
 
     Args:
-        version: of HeteroInfer: what another one measured is not used.
-        changed: called when there is something else to plan and predict with.
+        version: version of HeteroInfer. Calibrations of other versions are ignored.
+        changed: called after the calibrations change.
     """
 
     def __init__(
@@ -55,18 +55,22 @@ class KeptCalibrations:
 
 
 def read_entries(stored: Manifest) -> Entries:
-    """Returns the entries of the ConfigMap; raises UnreadableError."""
+    """Returns the ConfigMap's entries in order of their keys.
+
+    Raises:
+        UnreadableError: `data` has the wrong type.
+    """
     return tuple(sorted(as_text_map(stored.get("data"), "data").items()))
 
 
 async def keep(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:
-    """Keeps what was measured of a kind of nodes in the ConfigMap, beside what it has of others.
+    """Writes the measured rates of one kind of nodes into the ConfigMap. Keeps the entries of other kinds.
 
-    No template makes the ConfigMap: what replaces an object by a template would empty it. Each kind has a
-    field manager of its own, so that an apply leaves the entries of other kinds alone.
+    The chart has no template for the ConfigMap: a tool that replaces objects by their templates would empty
+    it. Each kind of nodes has its own field manager, so an apply does not touch the entries of other kinds.
 
     Raises:
-        CalibrationError: the namespace is gone, or the ConfigMap may not be written.
+        CalibrationError: the namespace does not exist, or this process may not write the ConfigMap.
         ApiError: the API server did not answer.
     """
     metadata = {
@@ -84,6 +88,7 @@ async def keep(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> N
         if error.status not in (NOT_FOUND, FORBIDDEN):
             raise
         raise CalibrationError(
-            f"ConfigMap {name}: {error.said}; `helm upgrade` with calibration.nodeKinds gives the right to "
-            "write it; with rbac.create=false, give the verbs create and patch yourself"
+            f"ConfigMap {name}: the API server refuses the write: {error.said}. Run `helm upgrade` with "
+            "calibration.nodeKinds, which grants the right to write it. With rbac.create=false, grant the "
+            "verbs create and patch yourself"
         ) from error

@@ -1,4 +1,4 @@
-"""What running leaders say of their groups, over HTTP."""
+"""Reads the reports of running leaders over HTTP."""
 
 import asyncio
 import logging
@@ -23,29 +23,34 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 0.5
 UNREADY_TIMEOUT_S: Final = 0.2
-"""For the leader of a group that is not Ready, which may be failing: the decision must not wait for it."""
+"""Timeout for the leader of a group that is not Ready. It may be failing, and the decision must not wait."""
 KEEP_S: Final = 10.0
 SAY_AGAIN_S: Final = 600.0
-"""A leader that makes no sense is reported of so often."""
+"""Pause between two events about invalid reports of the same leader."""
 ASK_AGAIN_S: Final = 1.0
-"""A leader that answered before and cannot be reached is asked so often, at first."""
+"""Interval of requests to a leader that answered before and cannot be reached, until SURE_AFTER_S."""
 SURE_AFTER_S: Final = 5.0
-"""After so long without a connection, a leader is asked once in KEEP_S again."""
+"""If a leader was unreachable for this long, it gets one request per KEEP_S again."""
 SURE_TRIES: Final = 3
-"""Connections in a row that fail before a leader counts as silent: one lost packet says nothing."""
+"""Consecutive failed connections until a leader counts as silent. One lost packet proves nothing."""
 WATCH_S: Final = 1.0
-"""Interval of the connections by which a leader that answered before is tried, without a question."""
+"""Interval of test connections to a leader that answered before. They send no request."""
 MOST_TRIED: Final = 200
-"""Most leaders that are tried within one WATCH_S; if there are more, they take turns."""
+"""Most leaders that get a test connection within one WATCH_S. If there are more, they take turns."""
 TRY_S: Final = 0.3
-"""Time for one such connection: SURE_TRIES of them and WATCH_S are less than 2 s."""
+"""Timeout of a test connection. SURE_TRIES of them and WATCH_S together take less than 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a leader said, or that it let the time pass (`silent`), or took no connection (`unreached`).
+    """A leader's answer.
 
-    `ready`: whether its group was Ready when it was asked; once it is, an earlier answer does not count.
+    Attributes:
+        status: the leader's report, or None.
+        silent: the request timed out.
+        unreached: the connection failed.
+        ready: whether the group was Ready at the request. When the group becomes Ready, an earlier answer is
+            no longer valid.
     """
 
     at_s: float
@@ -57,21 +62,20 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """Since when no connection to a leader has succeeded, and how many have failed."""
+    """Time of the first failed connection to a leader, and the number of failures since."""
 
     since_s: float
     tries: int
 
 
 class LeaderClient:
-    """Asks the leaders of groups, each at most once in KEEP_S.
+    """Requests reports from the leaders of groups, at most once per KEEP_S each.
 
-    A leader that does not answer gives nothing: readiness is judged by pods, this only adds
-    progress and step times.
+    A report only adds progress and step times. Pods decide about readiness, so a missing report is harmless.
 
     Args:
-        operator_key: of which groups' keys are made; without it leaders do not say whose they are.
-        clock: seconds that never go back.
+        operator_key: source of the groups' keys. Without it, leaders leave their identity out of reports.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -93,14 +97,17 @@ class LeaderClient:
         await self._client.close()
 
     async def observe(self, pods: Iterable[PodRecord], *, anew: bool = False) -> dict[int, GroupReport]:
-        """Returns by group index what each leader says of its group.
+        """Returns the leaders' reports by group index.
 
-        The leader of a group that has lost a pod is not asked: it may not answer any more, and
-        the decision about the group must not wait for that. One whose pods are not Ready is
-        asked anew each time, and not for long: it may sleep, which only it can tell. One that
-        let the time pass is not waited for again within KEEP_S: where pods cannot be reached at
-        all, a reconcile must not wait for each of them. With `anew` each leader is asked again after
-        ASK_AGAIN_S, since nobody watches the pods.
+        - If a group has lost a pod, its leader gets no request: it may not answer any more, and the decision
+          about the group must not wait.
+        - If a pod of the group is not Ready, its leader gets a request each time, with a short timeout. The
+          group may sleep, and only the leader reports that.
+        - If a leader's request timed out, the leader gets no other request within KEEP_S. Otherwise a
+          reconcile would wait for each leader of a cluster in which pods cannot be reached.
+
+        Args:
+            anew: request a report from each leader after ASK_AGAIN_S, because the pods' watch fails.
         """
         known = tuple(pods)
         ended = {_group(pod) for pod in known if pod.view.ended}
@@ -115,10 +122,11 @@ class LeaderClient:
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
 
     def silences(self, pods: Iterable[PodRecord]) -> dict[tuple[int, int], float]:
-        """Returns by group index and epoch for how many seconds no connection to its leader has succeeded.
+        """Returns the seconds without a successful connection to a leader, by group index and epoch.
 
-        Names only leaders that answered this operator before: where pods cannot be reached at all, that says
-        nothing of them. 0 until SURE_TRIES connections have failed; a busy leader still accepts connections.
+        The value is 0 until SURE_TRIES connections have failed. A busy leader still accepts connections.
+        Contains only leaders that answered this operator before, because in some clusters the operator
+        cannot reach any pod.
         """
         found: dict[tuple[int, int], float] = {}
         for pod in pods:
@@ -130,11 +138,13 @@ class LeaderClient:
         return found
 
     async def watch(self, changed: Callable[[ResourceKey], None]) -> None:
-        """Connects to the leaders of Ready groups that answered before, again and again, until cancelled.
+        """Opens test connections to the leaders of Ready groups that answered before, until cancelled.
 
         An idle group sends nothing. If its only node loses power, Kubernetes reports that up to 50 s later,
-        and nothing else shows it. `changed` gets the resource of a leader that can no longer be reached, or
-        can be again.
+        and nothing else shows it.
+
+        Args:
+            changed: called with the resource of a leader that becomes unreachable, or reachable again.
         """
         while True:
             leaders = list(self._watched.values())
@@ -157,7 +167,11 @@ class LeaderClient:
             changed(pod.key)
 
     def watch_only(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
-        """Watches only the leaders of the resource's Ready groups; `pods` is empty if it is gone."""
+        """Limits the test connections for a resource to the leaders of its Ready groups.
+
+        Args:
+            pods: pods of the resource; empty if it is gone.
+        """
         known = {pod.view.uid: pod for pod in pods}
         unready = {_epoch(pod) for pod in known.values() if not pod.view.ready}
         self._answered = {uid: of for uid, of in self._answered.items() if of != key or uid in known}
@@ -179,7 +193,7 @@ class LeaderClient:
             self._silences[uid] = _Silence(before.since_s, before.tries + 1)
 
     def _is_due(self, uid: str, kept: _Answer) -> bool:
-        """Returns whether a leader that cannot be reached is asked again before its answer is KEEP_S old."""
+        """Returns whether an unreachable leader gets another request before KEEP_S has passed."""
         silence, now = self._silences.get(uid), self._clock()
         if silence is None or now - silence.since_s > SURE_AFTER_S:
             return False
@@ -211,14 +225,14 @@ class LeaderClient:
         return answer.status
 
     async def observe_fetch(self, pods: Iterable[PodRecord]) -> FetchProgress | None:
-        """Returns what the pod that fetches the model says now, or None while none does."""
+        """Returns the progress of the pod that fetches the model, or None without a running pod or answer."""
         for pod in pods:
             fetches = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
             if fetches and pod.view.started and not pod.view.ended and pod.ip and pod.health_port:
                 try:
                     return await self._client.read_fetch(pod.ip, pod.health_port, timeout_s=TIMEOUT_S)
                 except NO_ANSWER as error:
-                    logger.debug("%s: pod %s gave no progress: %r", pod.key, pod.view.name, error)
+                    logger.debug("%s: pod %s sent no progress: %r", pod.key, pod.view.name, error)
         return None
 
     async def _fetch(self, pod: PodRecord, *, ready: bool) -> _Answer:
@@ -230,7 +244,7 @@ class LeaderClient:
             status = await self._client.read_group(pod.ip, pod.health_port, reader, timeout_s=limit_s)
             return _Answer(self._clock(), status, ready=ready)
         except NO_ANSWER as error:
-            logger.debug("%s: pod %s gave no group status: %r", pod.key, pod.view.name, error)
+            logger.debug("%s: pod %s sent no report: %r", pod.key, pod.view.name, error)
             if isinstance(error, ContractError | UnicodeDecodeError):
                 self._note_nonsense(pod, error)
             silent, unreached = isinstance(error, TimeoutError), is_unreached(error)
@@ -242,7 +256,8 @@ class LeaderClient:
             return None
         group = GroupRef(owner=Owner(key=pod.key, uid=pod.owner_uid), index=int(index))
         key = key_of(self._operator_key, group)
-        # Another operator's, if this one's own was made anew: that group says less until its next epoch.
+        # If the operator's key was replaced, this pod has a Secret of the old key. Its reports then contain
+        # less until the group's next epoch.
         return (
             key.of_epoch(int(epoch)) if key and group_key_secret(group, key) == pod.view.key_secret else None
         )
@@ -250,11 +265,11 @@ class LeaderClient:
     def _note_nonsense(self, pod: PodRecord, error: Exception) -> None:
         if pod.view.uid not in self._ignored:
             self._ignored[pod.view.uid] = self._clock()
-            text = f"pod {pod.view.name}: what it says of its group is ignored: {error}"
+            text = f"pod {pod.view.name}: ignoring its invalid report: {error}"
             self._nonsense.append((pod.key, text))
 
     def take_nonsense(self, key: ResourceKey) -> list[str]:
-        """Returns in words which leaders of a resource said what is no report; each once in a while."""
+        """Returns the messages about invalid reports since the last call."""
         found = [text for of, text in self._nonsense if of == key]
         self._nonsense = [(of, text) for of, text in self._nonsense if of != key]
         return found

@@ -1,10 +1,9 @@
-"""The Lease that one of several operators holds while it works.
+"""Leader election: of several operators, only the holder of the Lease works.
 
-Safety rests on durations, not on clocks that agree: a holder stops `deadline_s` after its last
-renewal was sent, and another takes over only once it has itself seen the Lease unchanged for
-`duration_s`, which is longer (as `k8s.io/client-go/tools/leaderelection` does). A process that
-was paused and wakes asks `require` before each write, so that it stops also where the task
-that renews has not had its turn yet.
+Safety depends on durations, not on synchronized clocks. A holder stops `deadline_s` after it sent its last
+renewal. Another process takes over only after it has itself seen the Lease unchanged for `duration_s`, which
+is longer (like `k8s.io/client-go/tools/leaderelection`). Each write calls `require` first. So a process that
+was paused sends nothing after it wakes, even if the renewing task has not run yet.
 """
 
 import asyncio
@@ -22,32 +21,32 @@ from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiS
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 1.0
-"""After a renewal that failed, or sooner."""
+"""Longest pause after a failed renewal."""
 
 
 def seconds_since_boot() -> float:
-    """Returns seconds that never go back and pass while the machine sleeps, unlike `time.monotonic`."""
+    """Returns monotonic seconds that also count while the machine sleeps, unlike `time.monotonic`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class LeaseLostError(Exception):
-    """The Lease could not be renewed in time, or another process holds it: stop all work."""
+    """The Lease was not renewed in time, or another process holds it. This process must stop."""
 
 
 class LeaseNotHeldError(HeteroInferError):
-    """A write was stopped, since another process may hold the Lease by now."""
+    """A write was not sent because another process may hold the Lease."""
 
     reason = "LeaseNotHeld"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
-    """Which Lease, for whom and how long.
+    """The Lease, its holder's identity and its times.
 
     Attributes:
-        duration_s: without a renewal for so long, another may take it.
-        renew_s: between renewals.
-        deadline_s: without a renewal for so long, this process has lost it; below duration_s.
+        duration_s: another process may take the Lease if it was not renewed for this time.
+        renew_s: interval of renewals.
+        deadline_s: this process stops if its last renewal is older. Less than duration_s.
     """
 
     namespace: str
@@ -62,7 +61,7 @@ class LeaderLease:
     """One process's hold on a Lease.
 
     Args:
-        server: where the Lease is stored; not one whose writes ask `require`.
+        server: must not call `require` before its writes, or the Lease could never be acquired.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class LeaderLease:
         self._renewed_at = 0.0
 
     async def acquire(self) -> None:
-        """Returns once this process holds the Lease; waits for as long as another does."""
+        """Waits until this process holds the Lease, without a time limit."""
         seen, seen_at, holder = "", self._clock(), ""
         while True:
             try:
@@ -87,46 +86,46 @@ class LeaderLease:
                     return
                 if stored and stored["spec"].get("holderIdentity", "") != holder:
                     holder = stored["spec"].get("holderIdentity", "")
-                    logger.info("waiting: %s holds lease %s", holder or "nobody", self._terms.name)
+                    logger.info("waiting: %s holds lease %s", holder or "no process", self._terms.name)
             except ApiError as error:
-                logger.warning("lease %s: %s; trying again", self._terms.name, error.message)
+                logger.warning("lease %s: %s. Trying again", self._terms.name, error.message)
             await asyncio.sleep(self._terms.renew_s)
 
     async def hold(self) -> None:
-        """Renews until cancelled.
+        """Renews the Lease until cancelled.
 
         Raises:
-            LeaseLostError: it was not renewed in time, or is another's.
+            LeaseLostError: the Lease was not renewed in time, or another process holds it.
         """
         pause_s = self._terms.renew_s
         while True:
             await asyncio.sleep(pause_s)
             left_s = self._left_s()
-            if left_s <= 0:  # paused: not even a renewal may be sent
+            if left_s <= 0:  # the process was paused; not even a renewal may be sent
                 raise self._lost(f"not renewed in {self._terms.deadline_s:g} s")
             pause_s = min(self._terms.renew_s, RETRY_S)
             try:
-                # One renewal may hang for ever, while the API server answers the next one.
+                # One renewal may hang forever although the API server would answer the next.
                 async with asyncio.timeout(min(left_s, self._terms.renew_s)):
                     await self._renew()
                 pause_s = self._terms.renew_s
             except TimeoutError as error:
                 if self._left_s() <= 0:
                     raise self._lost(f"not renewed in {self._terms.deadline_s:g} s") from error
-                logger.warning("lease %s not renewed: no answer; trying again", self._terms.name)
+                logger.warning("lease %s not renewed: no answer. Trying again", self._terms.name)
             except ApiError as error:
-                logger.warning("lease %s not renewed: %s; trying again", self._terms.name, error.message)
+                logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, error.message)
 
     def require(self) -> None:
-        """Returns if this process holds the Lease for certain.
+        """Checks that this process certainly holds the Lease.
 
         Raises:
-            LeaseNotHeldError: it does not, or was not able to renew it in time.
+            LeaseNotHeldError: this process does not hold the Lease, or did not renew it in time.
         """
         if self._held is None or self._left_s() <= 0:
             raise LeaseNotHeldError(
-                f"lease {self._terms.name}: not renewed in {self._terms.deadline_s:g} s, another process "
-                "may hold it; nothing was written"
+                f"lease {self._terms.name}: not renewed in {self._terms.deadline_s:g} s, so another process "
+                "may hold it. Nothing was written"
             )
 
     def _left_s(self) -> float:
@@ -135,18 +134,21 @@ class LeaderLease:
     async def _renew(self) -> None:
         if await self._take(self._held):
             return
-        # Either another has it, or an earlier renewal of ours was stored and its answer lost.
+        # Either another process took the Lease, or our earlier renewal was stored and its answer lost.
         self._held = await self._read()
         holder = self._held["spec"].get("holderIdentity", "") if self._held else ""
         if holder != self._terms.identity:
-            raise self._lost(f"held by {holder or 'nobody'} now")
+            raise self._lost(f"{holder or 'no process'} holds it now")
 
     def _lost(self, why: str) -> LeaseLostError:
         self._held = None
-        return LeaseLostError(f"lease {self._terms.name}: {why}; this process stops work")
+        return LeaseLostError(f"lease {self._terms.name}: {why}; this process stops working")
 
     async def release(self) -> None:
-        """Gives the Lease up if it is held, so that another need not wait; a failure is logged."""
+        """Releases the Lease if this process holds it, so that the next holder does not wait.
+
+        Logs a failure.
+        """
         held, self._held = self._held, None
         if held is None:
             return
@@ -174,7 +176,7 @@ class LeaderLease:
         return unchanged_s > max(float(stored["spec"].get("leaseDurationSeconds", 0)), self._terms.duration_s)
 
     async def _take(self, stored: dict[str, Any] | None) -> bool:
-        """Writes this process as holder over exactly this state; returns whether that worked."""
+        """Writes this process as holder if the Lease still has this state; returns whether that worked."""
         before = dict(stored["spec"]) if stored else {}
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {

@@ -1,4 +1,4 @@
-"""What a LimitRange of the namespace gave a pod that asked for no resources of its own. Pure."""
+"""Finds resources that a LimitRange of the namespace set in a pod without resources of its own. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -8,16 +8,19 @@ from heteroinfer_contract.printable import printable
 from heteroinfer_operator.stored_fields import as_object, as_objects, as_text_map
 
 _ANNOTATION: Final = "kubernetes.io/limit-ranger"
-"""The API server writes here which values it set. Source: `plugin/pkg/admission/limitranger/admission.go`."""
+"""Annotation that lists the values set by a LimitRange.
+
+Source: `plugin/pkg/admission/limitranger/admission.go`.
+"""
 _PREFIX: Final = "LimitRanger plugin set:"
 _MOST_TEXT: Final = 200
 
 
 def find_defaulted(stored: Mapping[str, Any]) -> str:
-    """Returns requests and limits of a pod's worker container that a LimitRange has set, or "".
+    """Returns the requests and limits that a LimitRange set for the worker container, or "".
 
     Raises:
-        UnreadableError: a field that is read has another type than in a Pod.
+        UnreadableError: a field has another type than in a Pod.
     """
     metadata = as_object(stored.get("metadata"), "metadata")
     said = as_text_map(metadata.get("annotations"), "annotations").get(_ANNOTATION, "")
@@ -36,7 +39,7 @@ def find_defaulted(stored: Mapping[str, Any]) -> str:
 
 
 def _set(said: str, kind: str) -> set[str]:
-    """Returns the resources of which a LimitRange has set requests, or limits, of the worker container."""
+    """Returns the names of resources whose requests or limits (`kind`) a LimitRange set for the worker."""
     suffix = f" {kind.removesuffix('s')} for container {names.CONTAINER_WORKER}"
     parts = [part.strip() for part in said.removeprefix(_PREFIX).split(";")]
     named = (part.removesuffix(suffix) for part in parts if part.endswith(suffix))

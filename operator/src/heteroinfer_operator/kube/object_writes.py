@@ -1,4 +1,4 @@
-"""Writes of one child: what the API server stores of it, and why that is not what was written."""
+"""Writes children of a resource and checks that the API server stored them as sent."""
 
 import asyncio
 import logging
@@ -20,17 +20,19 @@ logger = logging.getLogger(__name__)
 
 ALREADY_EXISTS: Final = "AlreadyExists"
 _LOST_LABELS: Final[Manifest] = {"metadata": {"labels": None}}
-"""What of a child is not as it was made that no watch shows any more."""
+"""Drift of a child that no watch shows: it must have lost the label by which the operator watches it."""
 _STRAY_GRACE_S: Final = 2
 _STRAY_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Between the tries to delete a pod that no watch shows: nothing else would ever delete it."""
+"""Pauses between attempts to delete a pod that no watch shows. Nothing else would ever delete it."""
 
 
 class ObjectWrites:
     """Writes the children of resources.
 
-    Every method raises ConflictError if an object was met in another state, ChildError if the object is not
-    as it should be, and ApiError if the API server refused, or did not answer.
+    Raises:
+        ConflictError: the object is in another state than the decision assumed (all methods).
+        ChildError: the object cannot be stored as wanted (all methods).
+        ApiError: the API server refused the write or did not answer (all methods).
     """
 
     def __init__(self, server: ApiServer, cluster_state: ClusterState, unlabelled: UnlabelledPods) -> None:
@@ -39,7 +41,6 @@ class ObjectWrites:
         self._unlabelled = unlabelled
 
     async def create(self, resource: ResourceView, kept: Kept, action: CreateObject) -> None:
-        """Creates an object."""
         kind, name = _address(action.manifest)
         if kind is POD:
             await self._create_pod(resource, kept, action)
@@ -55,7 +56,7 @@ class ObjectWrites:
             if error.api_reason == ALREADY_EXISTS:
                 await self._meet(resource, kind, name, action.manifest)
             raise ConflictError(error.message) from error
-        if kind is SECRET:  # nobody may list them, so no cache keeps them
+        if kind is SECRET:  # the operator may not list Secrets, so no cache holds them
             return
         self._cluster_state.note_written(kind, stored)
         if kept.written.note(kind.name, name.name, action.manifest, kept.acting.now):
@@ -81,7 +82,7 @@ class ObjectWrites:
                 except ChildError:
                     kept.unmade.settle(name.name)
                     raise
-                if met and asked_before:  # our own create, which was never answered
+                if met and asked_before:  # our own earlier create, whose answer was lost
                     kept.unmade.settle(name.name)
                     return
             raise ConflictError(error.message) from error
@@ -92,7 +93,7 @@ class ObjectWrites:
         self._cluster_state.note_written(POD, stored)
 
     async def _delete_stray(self, name: NamespacedName, uid: str) -> None:
-        """Deletes a pod that others have changed so that it is none of its group."""
+        """Deletes a pod that a webhook changed so that it cannot join its group."""
         options = delete_options(uid, _STRAY_GRACE_S)
         for pause_s in (*_STRAY_PAUSES_S, None):
             try:
@@ -102,8 +103,8 @@ class ObjectWrites:
                     return
                 if pause_s is None:
                     logger.error(
-                        "pod %s: others changed it while it was created, and it cannot be deleted: %s. "
-                        "Delete it",
+                        "pod %s: a webhook changed it on creation, so it cannot join its group, and the "
+                        "operator cannot delete it: %s. Delete the pod",
                         name,
                         error.message,
                     )
@@ -113,7 +114,7 @@ class ObjectWrites:
                 return
 
     async def apply(self, resource: ResourceView, kept: Kept, manifest: Manifest) -> None:
-        """Makes a stored object say what its manifest says."""
+        """Makes a stored object match its manifest."""
         kind, name = _address(manifest)
         child = self._cluster_state.child(kind, name) if kind is not POD else None
         if child is None or child.owner_uid != resource.uid:
@@ -122,7 +123,7 @@ class ObjectWrites:
             uid = str(child.stored["metadata"]["uid"])
         drift = find_drift(child.stored, manifest) if child is not None else _LOST_LABELS
         body: dict[str, Any] = {**manifest}
-        if uid:  # never onto another object that took the name meanwhile
+        if uid:  # never overwrite another object that took the name in between
             body["metadata"] = {**manifest["metadata"], "uid": uid}
         path = kind.path(name.namespace, name.name)
         try:
@@ -131,7 +132,7 @@ class ObjectWrites:
             if error.status != CONFLICT:
                 raise
             raise ConflictError(error.message) from error
-        # What others added to a list or a map stays there until it is taken out by name.
+        # Apply keeps the entries that others added to a list or a map. A merge patch removes them by name.
         if left := find_drift(stored, manifest):
             stored = await self._server.merge(path, left)
         self._cluster_state.note_written(kind, stored)
@@ -146,14 +147,17 @@ class ObjectWrites:
     async def _meet(
         self, resource: ResourceView, kind: Kind, name: NamespacedName, manifest: Manifest
     ) -> str:
-        """Takes an object that the cache does not know into it; returns its uid, "" if there is none.
+        """Reads an object that the cache does not show and adds it to the cache.
 
-        One of ours that is not seen, since it has lost the label that it is watched by, gets it back, but
-        for a pod, which may not be changed: it is looked at from now on.
+        If our own object has lost the label by which the operator watches it, this restores the label. The
+        operator has no right to change pods, so it polls such a pod from now on.
+
+        Returns:
+            The object's uid, or "" if it does not exist.
 
         Raises:
-            ChildError: NameHeld, it will go: it is being deleted, or belongs to an earlier resource of this
-                name; NameTaken, it belongs to somebody else.
+            ChildError: NameHeld if the object will disappear (it is being deleted, or belongs to an earlier
+                resource of this name); NameTaken if it belongs to another owner.
         """
         try:
             stored = await self._server.ask(kind.path(name.namespace, name.name))
@@ -175,8 +179,8 @@ class ObjectWrites:
         raise child_errors.name_taken(f"{kind.name} {name}")
 
     async def delete(self, resource: ResourceView, kept: Kept, action: DeleteObject) -> None:
-        """Deletes exactly this object."""
-        if not action.uid:  # a pod of which nothing is known now
+        """Deletes the object with this uid."""
+        if not action.uid:  # a pod whose state is unknown now
             return
         kind = writable_kind(action.kind, action.api_version)
         name = NamespacedName(namespace=resource.key.namespace, name=action.name)
@@ -185,7 +189,7 @@ class ObjectWrites:
                 kind.path(name.namespace, action.name), delete_options(action.uid, action.grace_s)
             )
         except ApiError as error:
-            if error.status not in (NOT_FOUND, CONFLICT):  # conflict: the name has another uid now
+            if error.status not in (NOT_FOUND, CONFLICT):  # conflict: another object has the name
                 raise
             self._cluster_state.note_gone(kind, name, action.uid)
             return
@@ -194,7 +198,7 @@ class ObjectWrites:
             raise child_errors.made_each_time(f"{kind.name} {action.name}")
 
     def _note_deleted(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
-        # Where the kubelet deletes at the same time, the answer is an object without a resourceVersion: gone.
+        # If the kubelet deletes the pod at the same time, the answer has no resourceVersion: the pod is gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
             self._cluster_state.note_written(kind, {**stored, "metadata": metadata})
@@ -207,7 +211,11 @@ def _address(manifest: Manifest) -> tuple[Kind, NamespacedName]:
 
 
 def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
-    """Returns the options that delete exactly this object; `grace_s` None takes a pod's own."""
+    """Builds the options that delete the object with this uid.
+
+    Args:
+        grace_s: None for the pod's own grace period.
+    """
     options: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "DeleteOptions",
@@ -218,6 +226,6 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
 
 
 def _is_of_earlier(stored: Manifest, resource: str) -> bool:
-    """Returns whether an object belongs to a resource that had this name before, and so will go."""
+    """Returns whether an earlier resource of this name owns the object, so garbage collection removes it."""
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == resource for o in owners)

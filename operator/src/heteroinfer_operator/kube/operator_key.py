@@ -1,4 +1,4 @@
-"""The operator's own key, of which it makes those of groups: kept in one Secret beside it."""
+"""The operator's own key. A Secret in its namespace holds it; the keys of groups are derived from it."""
 
 import asyncio
 import base64
@@ -21,17 +21,18 @@ RETRY_S: Final = 1.0
 
 
 async def ensure_operator_key(server: ApiServer, namespace: str, name: str, former: str = "") -> bytes:
-    """Returns the key in the Secret of this name, which the first operator makes.
+    """Returns the operator's key; creates the Secret if it does not exist.
 
-    No template makes the Secret: what replaces an object by a template would empty it.
+    The chart has no template for this Secret: a tool that replaces objects by their templates would empty it.
 
     Args:
-        former: name of the Secret that the chart made until 0.2.0, or "". Its key counts before all others.
-            While it is there it holds the same key, so that a chart of that time finds it after a rollback.
-            A Secret of this name that an operator made belongs to another release, and is left alone.
+        former: name of the Secret that charts before 0.2.0 created, or "". Its key takes precedence. As long
+            as that Secret exists, this function keeps the same key in it, so that an older chart finds the
+            key after a rollback. If an operator created a Secret of this name, it belongs to another release
+            and stays unchanged.
 
     Raises:
-        HeteroInferError: a Secret holds what is no key.
+        HeteroInferError: a Secret contains an invalid key.
         ApiError: the API server did not answer, or refused.
     """
     while True:
@@ -40,13 +41,13 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
         except ApiError as error:
             if error.status != CONFLICT:
                 raise
-            await asyncio.sleep(RETRY_S)  # another replica was faster: its key holds
+            await asyncio.sleep(RETRY_S)  # another replica was faster: use its key
 
 
 async def _ensure(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
     own = await _find(server, namespace, name)
     older = await _find(server, namespace, former) if former else None
-    if older is not None and _is_made_by_operator(older):  # the own Secret of a release of another name
+    if older is not None and _is_made_by_operator(older):  # belongs to a release of another name
         older = None
     own_key, older_key = _key_in(own, f"{namespace}/{name}"), _key_in(older, f"{namespace}/{former}")
     key = older_key or own_key or os.urandom(KEY_BYTES)
@@ -58,17 +59,22 @@ async def _ensure(server: ApiServer, namespace: str, name: str, former: str) -> 
     if older is not None and older_key != key:
         await server.update(SECRET.path(namespace, former), {**older, **data})
     if own_key is not None and own_key != key:
-        logger.warning("Secret %s/%s has the key of %s now, used meanwhile", namespace, name, former)
+        logger.warning(
+            "Secret %s/%s: replaced its key by that of Secret %s, which an older release has used since",
+            namespace,
+            name,
+            former,
+        )
     elif own_key is None:
-        origin = "made" if older_key is None else f"took from Secret {former}"
+        origin = "created" if older_key is None else f"copied from Secret {former}"
         logger.info("Secret %s/%s: %s the operator's key", namespace, name, origin)
     return key
 
 
 def _empty(namespace: str, name: str) -> dict[str, Any]:
-    """Returns the Secret without its key.
+    """Builds the Secret without its key.
 
-    It has no label that tells its release: by such labels tools find what to remove.
+    It has no label of the Helm release, because tools delete objects by such labels.
     """
     metadata = {
         "namespace": namespace,
@@ -79,7 +85,7 @@ def _empty(namespace: str, name: str) -> dict[str, Any]:
 
 
 def _is_made_by_operator(stored: Mapping[str, Any]) -> bool:
-    """Returns whether an operator made a Secret; the chart made the former ones."""
+    """Returns whether an operator created the Secret. The chart created the former ones."""
     labels = stored["metadata"].get("labels") or {}
     return bool(labels.get(names.LABEL_MANAGED_BY) == names.MANAGER)
 
@@ -105,8 +111,8 @@ def _decode(text: str, where: str) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise HeteroInferError(
-            f"Secret {where}: got {len(key)} bytes under {DATA_KEY!r}, expected {KEY_BYTES}; "
-            "remove that entry, and a key is made",
+            f"Secret {where}: {DATA_KEY!r} must be {KEY_BYTES} bytes, got {len(key)}. "
+            "Remove that entry; the operator then creates a key",
             reason="KeyMissing",
         )
     return key

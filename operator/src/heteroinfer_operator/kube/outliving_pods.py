@@ -1,4 +1,4 @@
-"""Pods of resources that are gone: those that a lost node keeps are deleted by force."""
+"""Deletes pods by force if their HeteroInference is gone and their node is lost."""
 
 import asyncio
 import logging
@@ -17,16 +17,16 @@ from heteroinfer_operator.reconcile.left_pods import decide_left_pods
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S: Final = 10.0
-"""No change of a node wakes a resource that is gone."""
+"""Changes of nodes do not wake a resource that is gone, so a timer does."""
 
 
 class LeftPods:
-    """Looks after the pods that resources leave behind.
+    """Deletes the pods that a deleted resource leaves on lost nodes.
 
     Use from one event loop.
 
     Args:
-        wake: called with the name of a resource once its left pods are to be looked at again.
+        wake: called with the key of a deleted resource when its remaining pods need another check.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class LeftPods:
         self._deletions: dict[str, asyncio.Task[None]] = {}
 
     def look(self, key: ResourceKey, uid: str) -> None:
-        """Begins to delete what must go by force. Waits for nothing.
+        """Starts forced deletions in the background and schedules the next check.
 
         Args:
-            uid: of the resource that has this name now, whoever serves it; "" if there is none.
+            uid: uid of the resource that has this name now, also if another operator serves it; "" if there
+                is none.
         """
         pods = [pod.view for pod in self._cluster_state.left_pods(key, uid)]
         if (timer := self._timers.pop(key, None)) is not None:
@@ -67,8 +68,8 @@ class LeftPods:
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # gone, or another pod has the name
                 logger.warning(
-                    "pod %s/%s: its resource is gone and its node is lost, but it cannot be deleted: %s; "
-                    "trying again",
+                    "pod %s/%s: its HeteroInference is gone and its node is lost, but the deletion failed: "
+                    "%s. Trying again",
                     key.namespace,
                     delete.name,
                     error.message,
@@ -76,4 +77,4 @@ class LeftPods:
 
 
 def _report(error: BaseException) -> None:
-    logger.error("deleting a pod of a lost node: a defect of the operator, please report it", exc_info=error)
+    logger.error("cannot delete a pod of a lost node: a defect of the operator. Report it", exc_info=error)

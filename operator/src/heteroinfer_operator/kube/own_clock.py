@@ -1,7 +1,8 @@
-"""Since when something has been so, by this process's own clock.
+"""Measures how long a state has lasted, by this process's own clock.
 
-Stamps of a cluster are of several clocks: of the controller manager (a node's conditions), of the API
-server (a pod's deletion), of ours. The difference of two of them is a time only if both are of one.
+Timestamps in a cluster come from several clocks: the controller manager's (a node's conditions), the API
+server's (a pod's deletion) and ours. The difference of two timestamps is a duration only if both come from
+the same clock.
 """
 
 import asyncio
@@ -11,26 +12,26 @@ from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
 _SET: Final = timedelta(seconds=1)
-"""A clock that differs by more from the time that has passed was set."""
+"""If the clock differs by more than this from the time that has passed, it was set."""
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
 _LATEST_S: Final = 10 * 365 * 86400.0
-"""Ten years: strangers may give their pods a grace period of ten thousand."""
+"""Ten years. Grace periods can be ten thousand years, since a user or tool may set any."""
 
 
 def utc_now() -> datetime:
-    """Returns the time of this machine's clock, which reconciles have as their `now`."""
+    """Returns the time of this machine's clock. Reconciles use the same clock for `now`."""
     return datetime.now(UTC)
 
 
 class AwakeClock:
-    """Counts the seconds in which this process had its turns.
+    """Counts only the seconds in which this process ran.
 
-    A process that was stopped, or a machine that was suspended, saw nothing meanwhile: a node that it knew as
-    unreachable may have come back since.
+    A stopped process or a suspended machine misses changes. A node that was unreachable before the pause may
+    be back, so the pause must not count as silence of the node.
 
     Args:
-        passed_s: seconds that never go back.
+        passed_s: monotonic clock, in seconds.
     """
 
     TICK_S: Final = 1.0
@@ -42,28 +43,29 @@ class AwakeClock:
         self._awake_s = 0.0
 
     def awake_s(self) -> float:
-        """Returns the seconds since the start, less gaps in which nobody asked this clock."""
+        """Returns the seconds since the start. A gap between two calls counts as 5 s at most."""
         now_s = self._passed_s()
         self._awake_s += min(max(now_s - self._looked_s, 0.0), self._MOST_GAP_S)
         self._looked_s = now_s
         return self._awake_s
 
     async def run(self) -> None:
-        """Asks the clock each second until cancelled."""
+        """Advances the clock each second until cancelled."""
         while True:
             self.awake_s()
             await asyncio.sleep(self.TICK_S)
 
 
 class OwnClock:
-    """Notes when stamps of other clocks were first seen; they themselves only tell one from the other.
+    """Notes when this process first saw each timestamp of another clock.
 
-    After a restart all is seen anew: what is counted from here then takes longer, never shorter. So it is
-    counted by the time that has passed: a clock that is set forward or back changes no wait.
+    The timestamps only serve to recognize a new state. After a restart this process sees every timestamp for
+    the first time, so a wait may become longer, but never shorter. Waits count the time that has passed:
+    setting the clock forward or back does not change them.
 
     Args:
-        clock: of this process.
-        passed_s: seconds that never go back.
+        clock: this process's wall clock.
+        passed_s: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -74,12 +76,12 @@ class OwnClock:
         self._seen: dict[str, _Seen] = {}
 
     def note(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
-        """Takes in a stamp.
+        """Notes a timestamp of another clock.
 
         Args:
-            key: what it is about.
-            stamp: as another clock has it; None once it holds no more.
-            later_s: what the stamp is about comes so many seconds after it was seen; ten years at most.
+            key: names the object that the timestamp belongs to.
+            stamp: the timestamp; None once the state is over.
+            later_s: seconds from now to the event that the timestamp announces; capped at ten years.
         """
         later_s = min(max(later_s, 0.0), _LATEST_S)
         if stamp is None:
@@ -89,7 +91,7 @@ class OwnClock:
             self._seen[key] = _Seen(stamp, moment, self._passed_s() + later_s)
 
     def moment(self, key: str) -> datetime | None:
-        """Returns the stamp of this process's clock for what `key` names, or None."""
+        """Returns the time of the event by this process's clock, or None without a timestamp for `key`."""
         seen = self._seen.get(key)
         if seen is None:
             return None
@@ -100,7 +102,7 @@ class OwnClock:
 
 
 def _later(moment: datetime, seconds: float) -> datetime:
-    """Returns a moment some seconds later, or the first or last moment that there is."""
+    """Adds seconds to a moment, within the range of datetime."""
     try:
         return moment + timedelta(seconds=seconds)
     except OverflowError:
@@ -108,7 +110,12 @@ def _later(moment: datetime, seconds: float) -> datetime:
 
 
 class _Seen(NamedTuple):
-    """A stamp of another clock, and this process's: of its clock, and in seconds that never go back."""
+    """A timestamp of another clock, with the same event by this process's clocks.
+
+    Attributes:
+        moment: by the wall clock.
+        at_s: by the monotonic clock, in seconds.
+    """
 
     stamp: Hashable
     moment: datetime

@@ -12,7 +12,7 @@ from heteroinfer_operator.nodes.node_assignment import Gang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of object."""
+    """A kind of Kubernetes object."""
 
     name: str
     api_version: str
@@ -20,12 +20,12 @@ class Kind:
     namespaced: bool = True
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str = "") -> str:
-        """Returns the path of a collection, an object or a subresource.
+        """Returns the URL path of a collection, an object or a subresource.
 
         Args:
-            namespace: None for all namespaces, and for kinds without one.
-            name: of the object; None for the collection.
-            subresource: such as `status`.
+            namespace: None for all namespaces and for cluster-scoped kinds.
+            name: None for the collection.
+            subresource: for example `status`.
         """
         root = "/api" if "/" not in self.api_version else "/apis"
         parts = [root, self.api_version]
@@ -71,7 +71,8 @@ POD_GROUP_ALPHA2: Final = Kind(name="PodGroup", api_version="scheduling.k8s.io/v
 POD_GROUP_BETA: Final = Kind(name="PodGroup", api_version="scheduling.k8s.io/v1beta1", plural="podgroups")
 
 CHILDREN: Final = (SERVICE, NETWORK_POLICY, CONFIG_MAP, DISRUPTION_BUDGET, CLAIM)
-"""Children besides pods: kept as stored, and written by server-side apply."""
+"""Kinds of children other than pods. The operator caches them as stored and writes them by server-side apply.
+"""
 GANG_CHILDREN: Final[Mapping[Gang, Kind]] = MappingProxyType(
     {
         Gang.VOLCANO: VOLCANO_POD_GROUP,
@@ -81,39 +82,39 @@ GANG_CHILDREN: Final[Mapping[Gang, Kind]] = MappingProxyType(
         Gang.NATIVE_BETA: POD_GROUP_BETA,
     }
 )
-"""Children that tell a gang scheduler of an epoch, where the cluster serves their kind."""
+"""Kinds that announce an epoch to a gang scheduler. Used only if the cluster serves them."""
 
 _WRITABLE: Final = (POD, SECRET, *CHILDREN, *GANG_CHILDREN.values())
 
 
 def writable_kind(name: str, api_version: str = "") -> Kind:
-    """Returns the kind of a child.
+    """Returns the kind of a child by its name.
 
-    `api_version` is "" where the name says it all.
+    Args:
+        api_version: "" if the name is unambiguous.
 
     Raises:
-        ValueError: an action names a kind that the operator has no rights to write.
+        ValueError: the operator has no rights to write this kind.
     """
     found = [kind for kind in _WRITABLE if kind.name == name and api_version in ("", kind.api_version)]
     if len(found) != 1:
         known = ", ".join(dict.fromkeys(kind.name for kind in _WRITABLE))
-        raise ValueError(f"got kind {name!r} in an action, expected one of {known}")
+        raise ValueError(f"action: kind must be one of {known}, got {name!r}")
     return found[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class NamespacedName:
-    """Where an object is kept: its namespace ("" for kinds without one) and name."""
+    """Namespace ("" for cluster-scoped kinds) and name of an object."""
 
     namespace: str
     name: str
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> "NamespacedName":
-        """Returns the name of a stored object."""
+        """Reads namespace and name from a stored object's metadata."""
         metadata = stored["metadata"]
         return cls(namespace=metadata.get("namespace", ""), name=metadata["name"])
 
     def __str__(self) -> str:
-        """Returns `namespace/name`."""
         return f"{self.namespace}/{self.name}"

@@ -1,8 +1,9 @@
-"""Pods that wait for a claim or for a volume, and why, in the words of the provisioner or the kubelet.
+"""Explains why pods wait for a claim or a volume, in the words of the provisioner or the kubelet.
 
-The scheduler says of a pod without a node that a claim is unbound, or nothing at all while the claim waits
-for the pod. The provisioner says why in an event of the claim. If a volume cannot be mounted, as of a missing
-ConfigMap, the pod's status has ContainerCreating alone, and the kubelet says why in an event of the pod.
+For a pod without a node, the scheduler reports only that a claim is unbound, or nothing while the claim waits
+for the pod. The provisioner reports the reason in an event of the claim. If a volume cannot be mounted, for
+example because a ConfigMap is missing, the pod's status contains only ContainerCreating. The kubelet reports
+the reason in an event of the pod.
 """
 
 import asyncio
@@ -26,10 +27,13 @@ from heteroinfer_operator.stored_fields import as_object, as_objects, as_text, a
 logger = logging.getLogger(__name__)
 
 SILENT_S: Final = 5.0
-"""A pod that has no node, and of which the scheduler has said nothing for so long, may wait for a claim.
-A pod whose container is not made so long after it has a node may wait for a volume."""
+"""How long a pod may wait before this module looks for the reason.
+
+A pod without a node and without a message of the scheduler may wait for a claim. A pod with a node but
+without a container may wait for a volume.
+"""
 AGAIN_S: Final = 20.0
-"""From one question about a claim or a pod to the next, while a pod waits."""
+"""Interval of requests about a claim or a pod while a pod waits."""
 _MOST_EVENTS: Final = 50
 _MOST_NOTE: Final = 400
 _OF_CLAIMS: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
@@ -38,7 +42,7 @@ _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
 """Reasons of the kubelet's and the attach controller's events."""
 _MISSING: Final = re.compile('(configmap|secret) "([^"]+)" not found')
 _SUMMARY: Final = "Unable to attach or mount volumes"
-"""Of the kubelet's event about all volumes of a pod (kubelet/volumemanager/volume_manager.go)."""
+"""Text of the kubelet's event about all volumes of a pod (kubelet/volumemanager/volume_manager.go)."""
 _CREATING: Final = frozenset({"ContainerCreating", "PodInitializing"})
 _KINDS: Final = {"configmap": "ConfigMap", "secret": "Secret"}
 
@@ -49,11 +53,11 @@ _KindAndName = tuple[str, str]
 
 @dataclass(slots=True)
 class _Asked:
-    """A claim or a pod that was asked for.
+    """A request about a claim or a pod.
 
     Attributes:
-        words: why it is not bound, or its volumes are not mounted, or "".
-        at_s: when it was last asked for.
+        words: why the claim is not bound or the pod's volumes are not mounted, or "".
+        at_s: time of the request.
     """
 
     at_s: float
@@ -63,13 +67,13 @@ class _Asked:
 
 @dataclass(slots=True)
 class _WaitingPods:
-    """What is known of the pods of one resource that wait.
+    """Knowledge about the waiting pods of one resource.
 
     Attributes:
-        uid: of the resource: another may come under its name.
-        since_s: by uid and node: since when this process has seen a pod wait there, or without a node.
-        asked: claims and pods.
-        next_s: when to look again though nothing says that something changed, or None.
+        uid: uid of the resource, since a new resource may get the same name.
+        since_s: time at which this process first saw a pod wait, by the pod's uid and node ("" without one).
+        asked: last request about each claim and pod.
+        next_s: seconds until the next check if no watch shows a change, or None.
     """
 
     uid: str
@@ -79,10 +83,10 @@ class _WaitingPods:
 
 
 class PendingPods:
-    """Why claims of pods are not bound, or volumes not mounted. Use from one event loop.
+    """Finds out why claims of pods are not bound or volumes not mounted. Use from one event loop.
 
     Args:
-        wake: called with a resource once another answer about one of its claims or pods has come.
+        wake: called with a resource once the reason for one of its claims or pods changes.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class PendingPods:
         self._waiting: dict[ResourceKey, _WaitingPods] = {}
 
     def explain(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[PodView, ...]:
-        """Returns the pods as decisions see them, with what is known now of what they wait for."""
+        """Returns decisions' views of the pods, with the known reasons for their waits."""
         now_s = self._clock()
         pending = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
         mounting = [pod for pod in pods if _is_made(pod.view)]
@@ -125,12 +129,12 @@ class PendingPods:
         )
 
     def look_again_s(self, key: ResourceKey) -> float | None:
-        """Returns when a resource is to be looked at though no watch shows a change, in seconds, or None."""
+        """Returns the seconds until the resource needs another check without an event, or None."""
         waiting = self._waiting.get(key)
         return waiting.next_s if waiting is not None else None
 
     def forget(self, key: ResourceKey) -> None:
-        """Takes in that no pod of a resource waits for a claim or a volume, or that it is gone."""
+        """Drops the state of a resource that is gone or has no waiting pods."""
         if (waiting := self._waiting.pop(key, None)) is not None:
             for each in waiting.asked.values():
                 each.task.cancel()
@@ -161,7 +165,7 @@ class PendingPods:
             self._wake(key)
 
     async def _words_of_claim(self, namespace: str, name: str) -> str:
-        """Returns why a claim is not bound, or "" if it is, or if the scheduler says it all."""
+        """Returns why a claim is not bound; "" if it is bound or does not exist."""
         try:
             claim = await self._server.ask(CLAIM.path(namespace, name))
         except ApiError as error:
@@ -183,13 +187,13 @@ class PendingPods:
 
 
 def _is_made(pod: PodView) -> bool:
-    """Returns whether the kubelet of a pod makes it: mounts its volumes, then pulls its image."""
+    """Returns whether the kubelet is preparing the pod: mounting its volumes or pulling its image."""
     waits = pod.waiting is None or pod.waiting.reason in _CREATING
     return bool(pod.node) and not pod.started and not pod.ended and waits
 
 
 def _one_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
-    """Returns a pod of each role: the others have the same volumes."""
+    """Returns one pod of each role, because pods of a role have the same volumes."""
     return list({pod.labels.get(names.LABEL_ROLE, pod.name): pod for pod in reversed(pods)}.values())
 
 
@@ -199,12 +203,12 @@ def _with_mounts(pod: PodView, words: Mapping[_KindAndName, str]) -> PodView:
 
 
 def _why_not_mounted(events: Sequence[Mapping[str, Any]], namespace: str) -> str:
-    """Returns why a volume of a pod is not mounted, or "" if its kubelet has got on."""
+    """Returns why a volume of a pod is not mounted, or "" if the newest event is about something else."""
     newest_first = sorted(events, key=_time, reverse=True)
     if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
         return ""
     failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
-    # The kubelet's summary names no cause, and may be newer than the failure that does.
+    # The kubelet's summary contains no cause and may be newer than the event with the cause.
     causes = [each for each in failures if _SUMMARY not in as_text(each.get("note"), "note")]
     newest = (causes or failures)[0]
     if (missing := _MISSING.search(as_text(newest.get("note"), "note"))) is not None:
@@ -214,7 +218,11 @@ def _why_not_mounted(events: Sequence[Mapping[str, Any]], namespace: str) -> str
 
 
 def _may_wait(pod: PodRecord, seen_s: float) -> bool:
-    """Returns whether a pod without a node may wait for a claim, seen so for so many seconds."""
+    """Returns whether a pod without a node may wait for a claim.
+
+    Args:
+        seen_s: seconds since this process first saw the pod without a node.
+    """
     unschedulable = pod.view.unschedulable
     return bool(_OF_CLAIMS.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
 
@@ -227,7 +235,7 @@ def _explained(pod: PodRecord, words: Mapping[_KindAndName, str]) -> PodView:
 
 
 def _newest(events: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the newest warning in the words of whoever reports it, or the newest event; "" for none."""
+    """Quotes the newest warning, else the newest event; "" without events."""
     found = sorted(events, key=lambda event: (event.get("type") == "Warning", _time(event)))
     return _quote(found[-1]) if found else ""
 
@@ -268,13 +276,11 @@ def _describe(claim: Mapping[str, Any], name: str, said: str) -> str:
     fix = (
         "Set spec.model.cache.storageClassName and accessMode to what the cluster provides"
         if is_ours
-        else f"Mend the claim (kubectl describe pvc {name})"
+        else f"Fix the claim (kubectl describe pvc {name})"
     )
-    return f"{what}: {said or 'nobody reports why'}. {fix}"
+    return f"{what}: {said or 'no event reports the reason'}. {fix}"
 
 
 def _report(error: BaseException) -> None:
     if not isinstance(error, HeteroInferError):
-        logger.error(
-            "a question for a claim or a pod: a defect of the operator, please report it", exc_info=error
-        )
+        logger.error("cannot read a claim or events: a defect of the operator. Report it", exc_info=error)

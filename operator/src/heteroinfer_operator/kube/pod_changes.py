@@ -1,7 +1,7 @@
-"""What a webhook changed in a new pod so that the pod cannot serve in its group. Pure.
+"""Finds changes by a webhook that keep a new pod from serving in its group. Pure.
 
-Sidecars, mounts, defaults, further labels and variables may be added, an image may come from a mirror or get
-a digest, and a program may be put before the command: such pods serve.
+Harmless changes: added sidecars, mounts, defaults, labels and variables, an image from a mirror or with a
+digest, and a wrapper program in front of the command.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.manifests.drift import says
 
 _OURS: Final = "HETEROINFER_"
-"""Begin of the variables by which the processes of a group find each other."""
+"""Prefix of the variables by which the processes of a group find each other."""
 
 
 def find_changes(sent: Manifest, stored: Manifest) -> list[str]:
-    """Returns the fields of a stored pod that are not as they were sent and matter, by their paths."""
+    """Returns the paths of fields that differ from the sent pod and keep it from serving."""
     return list(_changes(sent, stored))
 
 
@@ -55,7 +55,7 @@ def _controller(pod: Manifest) -> str:
 
 
 def _program(image: str) -> str:
-    """Returns the last part of an image's name, which a mirror keeps, without tag and digest."""
+    """Returns the last part of an image's name without tag and digest. A mirror keeps this part."""
     return image.partition("@")[0].rpartition("/")[2].partition(":")[0]
 
 

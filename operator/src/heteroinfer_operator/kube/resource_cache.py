@@ -1,9 +1,10 @@
-"""HeteroInferences as last seen, and read anew where what was last seen is known to be old.
+"""Caches HeteroInferences and reads one again if the cached copy is known to be old.
 
-A reconcile decides on this copy, so that one with nothing to do asks the API server nothing. Three things
-keep it from acting on the past: what others announce of a resource (kopf's watch, the resync's list) must be
-here, or it is read; so must what a write met that it was not decided on; and a status is written only onto
-the version that it was decided on, before anything that depends on it is made.
+A reconcile decides on this copy, so a reconcile without work sends no request. Three rules keep it from
+acting on an old copy:
+- If kopf's watch or the resync's list announces a newer version, the next reconcile reads the resource.
+- If a write meets another version than the decision used, the next reconcile reads the resource.
+- A status is written only onto the version that the decision used, before any object that depends on it.
 """
 
 import functools
@@ -18,13 +19,13 @@ from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 
 
 class ResourceCache:
-    """The resources that are served.
+    """Caches the HeteroInferences of all served namespaces.
 
     Args:
-        scopes: namespaces to keep; None for all.
-        touched: called with each resource that came, changed or went.
-        operator_class: of the resources that this operator serves, "" for those without one. Of all others
-            is known that they are there.
+        scopes: namespaces; None for all.
+        touched: called with each resource that was added, changed or deleted.
+        operator_class: value of spec.operatorClass that this operator serves; "" for resources without one.
+            Of all other resources the cache knows only that they exist.
     """
 
     def __init__(
@@ -59,33 +60,31 @@ class ResourceCache:
 
     @property
     def caches(self) -> list[WatchCache[ResourceRecord]]:
-        """Returns every cache."""
         return list(self._by_scope.values())
 
     def of(self, scope: str | None) -> WatchCache[ResourceRecord]:
-        """Returns the cache of a scope."""
         return self._by_scope[scope]
 
     def versions(self) -> dict[str | None, int]:
-        """Returns up to which resourceVersion all of each scope was seen."""
+        """Returns, by scope, the resourceVersion up to which the cache is complete."""
         return {scope: cache.version for scope, cache in self._by_scope.items()}
 
     def keys(self) -> set[ResourceKey]:
-        """Returns the resources that this operator serves, as far as is known here."""
+        """Returns the cached resources that this operator serves."""
         return {record.key for cache in self.caches for record in cache.values() if record.is_ours}
 
     def in_namespace(self, namespace: str) -> list[ResourceRecord]:
-        """Returns the resources of a namespace, as far as is known here."""
+        """Returns the cached resources of a namespace, including those of other operators."""
         cache = self._by_scope.get(None) or self._by_scope.get(namespace)
         return cache.under(namespace) if cache is not None else []
 
     def uid(self, key: ResourceKey) -> str:
-        """Returns the uid of a resource, whoever serves it, or "" if none is known here."""
+        """Returns the uid of a cached resource, also if another operator serves it, or ""."""
         cache = self._cache(key)
         return cache.uid_of(_name(key)) if cache is not None else ""
 
     def announce(self, key: ResourceKey, version: int) -> bool:
-        """Notes that somebody saw a resource at a version, or saw it go; returns whether that is news."""
+        """Notes that a resource changed or was deleted at a version; returns whether the cache lacks that."""
         cache = self._cache(key)
         if cache is None or cache.has_seen(_name(key), version):
             return False
@@ -93,16 +92,16 @@ class ResourceCache:
         return True
 
     def doubt(self, key: ResourceKey) -> None:
-        """Notes that a resource is not as it is here."""
+        """Notes that the cached version of a resource is outdated."""
         cache = self._cache(key)
         if cache is not None and (version := cache.version_of(_name(key))):
             self._doubted[key] = version
 
     async def read(self, key: ResourceKey) -> ResourceView | None:
-        """Returns a resource, or None if there is none, or another operator serves it.
+        """Returns a resource, or None if it does not exist or another operator serves it.
 
         Raises:
-            ApiError: what is kept here is old, and the API server did not answer.
+            ApiError: the cached copy is old, and the API server did not answer.
         """
         cache, name = self._cache(key), _name(key)
         if cache is None:
@@ -110,7 +109,7 @@ class ResourceCache:
         announced, doubted = self._announced.get(key, 0), self._doubted.get(key, 0)
         if not cache.has_seen(name, announced) or 0 < cache.version_of(name) <= doubted:
             await self._read_anew(cache, key)
-        # What is said while it is read may be of later than what is read.
+        # Keep announcements that arrived during the read: they may be about a later version.
         if self._announced.get(key, 0) == announced:
             self._announced.pop(key, None)
         if self._doubted.get(key, 0) == doubted:
@@ -119,7 +118,7 @@ class ResourceCache:
         return record.view if record is not None and record.is_ours else None
 
     def note_written(self, stored: Manifest) -> None:
-        """Takes in the API server's answer to a write."""
+        """Updates the cache from the API server's answer to a write."""
         name = NamespacedName.of(stored)
         cache = self._cache(ResourceKey(namespace=name.namespace, name=name.name))
         if cache is not None:
@@ -137,7 +136,7 @@ class ResourceCache:
             cache.note_written(stored)
 
     def _cache(self, key: ResourceKey) -> WatchCache[ResourceRecord] | None:
-        """Returns the cache that a resource belongs into, None for a namespace that is not served."""
+        """Returns the cache for a resource, or None if its namespace is not served."""
         return self._by_scope.get(None) or self._by_scope.get(key.namespace)
 
 

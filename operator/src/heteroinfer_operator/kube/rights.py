@@ -1,9 +1,8 @@
-"""Every right that the operator uses, as data: the chart's roles say the same, and a test compares them.
+"""All RBAC rights that the operator uses, as data. A test compares them with the chart's roles.
 
-Why each verb: list and watch keep the caches; get meets an object that the caches do not show
-yet; create and delete are of pods; patch is server-side apply, which also needs create for an
-object that is not there; status is replaced by update under its resourceVersion; the finalizer
-is a patch of the resource.
+Why each verb: list and watch keep the caches. get reads an object that the caches do not show yet. create and
+delete are for pods. patch is server-side apply, which also needs create if the object does not exist. update
+replaces the status under its resourceVersion. A patch of the resource removes the finalizer.
 """
 
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ _REVIEW_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRule:
-    """Verbs on one resource.
+    """Verbs on one API resource.
 
     Attributes:
         group: API group; "" for core.
         resource: plural, or plural/subresource.
-        name: of the only object; "" for all.
+        name: name of the only object that the rule allows; "" for all.
     """
 
     group: str
@@ -35,39 +34,40 @@ _ALL: Final = ("get", "list", "watch", "create", "patch", "delete")
 SERVED: Final = (
     AccessRule(group=names.API_GROUP, resource=names.PLURAL, verbs=("get", "list", "watch", "patch")),
     AccessRule(group=names.API_GROUP, resource=f"{names.PLURAL}/status", verbs=("update",)),
-    # Children block their owner's deletion, which some clusters (OpenShift) grant only with this.
+    # Children block their owner's deletion (blockOwnerDeletion). Some clusters (OpenShift) require this
+    # right.
     AccessRule(group=names.API_GROUP, resource=f"{names.PLURAL}/finalizers", verbs=("update",)),
     AccessRule(group="", resource="pods", verbs=("get", "list", "watch", "create", "delete")),
     AccessRule(group="", resource="services", verbs=_ALL),
     AccessRule(group="", resource="configmaps", verbs=_ALL),
-    # Made once, with a group's key, under a name that says which: never read, changed or deleted.
+    # Created once with a group's key, under a name that identifies the key. Never read, changed or deleted.
     AccessRule(group="", resource="secrets", verbs=("create",)),
-    # Made once, for models of a hub, and never changed.
+    # Created once for hub models. Never changed.
     AccessRule(
         group="", resource="persistentvolumeclaims", verbs=("get", "list", "watch", "create", "delete")
     ),
     AccessRule(group="networking.k8s.io", resource="networkpolicies", verbs=_ALL),
     AccessRule(group="policy", resource="poddisruptionbudgets", verbs=_ALL),
-    # What tells a gang scheduler of a group; used where the cluster serves it.
+    # Announce groups to gang schedulers. Used only if the cluster serves these kinds.
     AccessRule(group="scheduling.volcano.sh", resource="podgroups", verbs=_ALL),
     AccessRule(group="scheduling.x-k8s.io", resource="podgroups", verbs=_ALL),
     AccessRule(group="scheduling.k8s.io", resource="workloads", verbs=_ALL),
     AccessRule(group="scheduling.k8s.io", resource="podgroups", verbs=_ALL),
-    # Listed of a claim that does not bind: its provisioner says there why.
+    # list: if a claim does not bind, its events contain the provisioner's reason.
     AccessRule(group="events.k8s.io", resource="events", verbs=("list", "create", "patch")),
 )
-"""In every namespace that is served."""
+"""Rights in every served namespace."""
 
 CLUSTER: Final = (
     AccessRule(group="", resource="nodes", verbs=("list", "watch")),
-    # Which pods the scheduler preempts for a group; without this right, no pod counts as preempted.
+    # Shows which pods the scheduler may preempt for a group. Without this right plans preempt no pod.
     AccessRule(group="scheduling.k8s.io", resource="priorityclasses", verbs=("list", "watch")),
 )
-"""In cluster scope only: what plans read of the nodes."""
+"""Rights in cluster scope only. Plans read nodes with them."""
 
 
 def lease_rules(name: str) -> tuple[AccessRule, ...]:
-    """Returns what holding the Lease of this name takes, in the operator's own namespace."""
+    """Returns the rights for leader election with the Lease of this name, in the operator's own namespace."""
     group = "coordination.k8s.io"
     return (
         AccessRule(group=group, resource="leases", verbs=("create",)),
@@ -76,10 +76,10 @@ def lease_rules(name: str) -> tuple[AccessRule, ...]:
 
 
 def key_rules(name: str, former: str = "") -> tuple[AccessRule, ...]:
-    """Returns what keeping the operator's key in the Secret of this name takes, in its own namespace.
+    """Returns the rights to keep the operator's key in the Secret of this name, in its own namespace.
 
     Args:
-        former: name of the Secret that the chart made until 0.2.0, or "".
+        former: name of the Secret that charts before 0.2.0 created, or "".
     """
     return (
         AccessRule(group="", resource="secrets", verbs=("create",)),
@@ -94,9 +94,12 @@ def key_rules(name: str, former: str = "") -> tuple[AccessRule, ...]:
 async def missing_rights(
     server: ApiServer, rules: tuple[AccessRule, ...], namespace: str | None
 ) -> list[str]:
-    """Returns which of these rights this process lacks, in words.
+    """Describes the rights that this process lacks.
 
-    Asks about the caller by SelfSubjectAccessReview, which is open to everybody; without a namespace for all.
+    Uses SelfSubjectAccessReview, which every account may create.
+
+    Args:
+        namespace: None for all namespaces.
     """
     missing: list[str] = []
     for rule in rules:

@@ -1,8 +1,7 @@
-"""Requests to the API server: JSON in, JSON out, errors as one class.
+"""Sends requests to the API server: JSON in, JSON out, one class of errors.
 
-Authentication, TLS and connections are those of `kubernetes.aio`. Its generated API classes
-are not used: an object as a dict takes a third less memory than as a model (facts: 4,000 pods
-355 against 462 MiB) and manifests are dicts already.
+`kubernetes.aio` provides authentication, TLS and connections. This module does not use its generated API
+classes: manifests are dicts anyway, and 4,000 pods take 355 MiB as dicts against 462 MiB as models.
 """
 
 import asyncio
@@ -31,24 +30,32 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 APPLY_PATCH: Final = "application/apply-patch+yaml"
 
 REQUEST_TIMEOUT_S: Final = 30.0
-"""Of one request; longer than the API server's own 15 s or so for a slow etcd."""
+"""Timeout of one request. Longer than the API server's own timeout for a slow etcd (about 15 s)."""
 
 DRY_RUN_TIMEOUT_S: Final = 70.0
-"""Longer than the API server waits for a webhook (30 s) and for all of a request (60 s): it tells why."""
+"""Timeout of a dry run.
+
+Longer than the API server waits for a webhook (30 s) and for a whole request (60 s), so that its answer
+contains the reason.
+"""
 
 REQUESTS_AT_ONCE: Final = 64
-"""Of each lane. Watches are in none, as each keeps a connection for itself: 200 namespaces have 1,600."""
+"""Most concurrent requests of one lane. Watches have no lane, since each keeps its own connection: 200
+namespaces have 1,600."""
 QUESTION_TIMEOUT_S: Final = 15.0
-"""Of the read of one object."""
+"""Timeout of the read of one object."""
 PAGE_OBJECTS: Final = 500
 PAGE_FIRST_OBJECTS: Final = 2
 PAGE_GROWTH: Final = 4
-"""A page has at most so many times the objects of the one before: what comes may be larger."""
+"""Most growth of a page over the page before, in objects: the next objects may be larger."""
 PAGE_BYTES: Final = 2**20
-"""Of a list; it takes ten times as much once it is parsed, and caches list at the same time."""
+"""Target size of a page. Parsed it takes ten times the memory, and caches list at the same time."""
 
 WATCH_SILENCE_S: Final = 100.0
-"""A server sends a bookmark each minute (`k8s.io/apiserver` defaultBookmarkFrequency): more means dead."""
+"""A watch is dead after this time without data.
+
+A server sends a bookmark each minute (`k8s.io/apiserver` defaultBookmarkFrequency).
+"""
 
 CONFLICT: Final = 409
 FORBIDDEN: Final = 403
@@ -59,19 +66,24 @@ TOO_LARGE: Final = 413
 NOT_FOUND: Final = 404
 INTERNAL_ERROR: Final = 500
 NAMESPACE_ENDS: Final = "NamespaceTerminating"
-"""Cause of a refusal: nothing new is taken into a namespace that is being deleted."""
+"""Cause of a refusal: the API server creates nothing in a namespace that is being deleted."""
 
 _OF_OBJECT: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
 _QUOTA_IS_FULL: Final = re.compile(r'[^" ]+ "[^"]*" is forbidden: exceeded quota: [^\s,]+, requested: ')
-"""Of `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`; `failed quota` is of the object.
-A policy or a webhook may have these words in its own message, but only behind `denied request` or
-`denied the request`."""
+"""Message of a full quota: `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`.
+
+`failed quota` blames the object instead. A policy or a webhook may use these words in its own message, but
+only after `denied request` or `denied the request`.
+"""
 _WEBHOOK_DENIES: Final = "denied the request"
-"""Of `k8s.io/apiserver/pkg/admission/plugin/webhook/errors/statuserror.go`; others are `failed calling`."""
+"""Message of a webhook's refusal: `k8s.io/apiserver/pkg/admission/plugin/webhook/errors/statuserror.go`.
+
+If a webhook fails, the message has `failed calling` instead.
+"""
 _NOT_NOW: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
 
 _SHOWN: Final = 200
-"""Characters of an answer that makes no sense."""
+"""Characters of an invalid answer that an error quotes."""
 
 Query = Mapping[str, str | int]
 Body = Mapping[str, Any]
@@ -79,7 +91,7 @@ OnWrite = Callable[[str, str], None]
 
 
 class RequestLane(Enum):
-    """Requests that wait for each other: slow ones of one lane keep none of another waiting."""
+    """A class of requests with its own limit, so that slow requests do not block those of other lanes."""
 
     STATUS = "statuses and finalizers of resources"
     READ = "reads of one object"
@@ -89,21 +101,21 @@ class RequestLane(Enum):
 
 
 _TIMEOUTS_S: Final[Mapping[RequestLane, float]] = MappingProxyType({RequestLane.EVENT: 15.0})
-"""Of one request of a lane, if not REQUEST_TIMEOUT_S."""
+"""Timeout of one request by lane, if it is not REQUEST_TIMEOUT_S."""
 _VERBS: Final[Mapping[str, str]] = MappingProxyType(
     {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 )
-"""Of methods, as Kubernetes' rights and our metrics name them."""
+"""Verb by HTTP method, as in Kubernetes' RBAC and our metrics."""
 
 
 class ApiError(HeteroInferError):
-    """The API server refused a request, or gave no answer.
+    """The API server refused a request or did not answer.
 
     Attributes:
-        status: HTTP status; 0 when there was no answer.
-        api_reason: the server's own word, such as `AlreadyExists`.
-        said: its message, without the request; "" when there was no answer.
-        causes: its words for what exactly it refuses, such as `NamespaceTerminating`.
+        status: HTTP status; 0 without an answer.
+        api_reason: the server's reason, for example `AlreadyExists`.
+        said: the server's message, without the request; "" without an answer.
+        causes: the server's causes of the refusal, for example `NamespaceTerminating`.
     """
 
     reason = "ApiServerError"
@@ -125,9 +137,9 @@ class ApiError(HeteroInferError):
 
     @property
     def is_of_object(self) -> bool:
-        """Returns whether an object is refused for what it says, whatever else there is.
+        """Whether validation, a webhook or a policy refused the object because of its content.
 
-        By validation, a webhook or a policy. Not by a quota, which may be full of just what will go.
+        A full quota does not count: it may be used up by pods that will be deleted.
         """
         if self.status == BAD_REQUEST:
             return "does not support dry run" not in self.said
@@ -137,19 +149,19 @@ class ApiError(HeteroInferError):
 
     @property
     def is_refusal(self) -> bool:
-        """Returns whether this one request was refused: by validation, a quota, a policy, a failing webhook.
+        """Whether this request was refused by validation, a quota, a policy or a failing webhook.
 
-        All others say that the API server cannot answer now, whatever is asked.
+        All other errors mean that the API server cannot answer any request now.
         """
-        if _WEBHOOK_DENIES in self.said:  # with whatever status its author chose, 429 and 503 too
+        if _WEBHOOK_DENIES in self.said:  # a webhook chooses its status, even 429 or 503
             return self.status >= 400
-        if self.status == INTERNAL_ERROR:  # else it is etcd that lost its leader or timed out
+        if self.status == INTERNAL_ERROR:  # without a webhook, etcd lost its leader or timed out
             return "webhook" in self.said
         return self.status >= 400 and self.status not in _NOT_NOW
 
 
 def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
-    """Returns those of KUBECONFIG's files, or the user's own, that there are: of none the client warns."""
+    """Returns the existing files of KUBECONFIG or of the default. The client warns if there is none."""
     named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
     files = [
         Path(name).expanduser() for name in named.split(kube_config.ENV_KUBECONFIG_PATH_SEPARATOR) if name
@@ -160,17 +172,17 @@ def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
 async def load_configuration(
     kubeconfig: str | None = None, context: str | None = None
 ) -> client.Configuration:
-    """Returns how to reach the API server: in a pod its service account, else the kubeconfig.
+    """Loads the access to the API server: in a pod the service account, otherwise the kubeconfig.
 
-    A kubeconfig or a context that the caller names is used in a pod too.
+    If the caller names a kubeconfig or a context, it is used in a pod too.
 
     Raises:
-        HeteroInferError: neither is there, or the kubeconfig cannot be read.
+        HeteroInferError: neither exists, or the kubeconfig cannot be read.
     """
-    # No limit of connections: with one, watches would take all there are, and every request wait for ever.
+    # No limit of connections: watches would use them up, and every request would wait forever.
     configuration = client.Configuration(connection_pool_maxsize=0)
-    # A pod reaches the API server directly, by its address. Ranges of addresses in NO_PROXY mean nothing to
-    # aiohttp (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would ask a proxy for it.
+    # A pod reaches the API server directly by its address. aiohttp ignores address ranges in NO_PROXY
+    # (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would use a proxy.
     proxied = False
     if kubeconfig or context or not _read_service_account(configuration):
         proxied = bool(getproxies().keys() - {"no"})
@@ -179,7 +191,7 @@ async def load_configuration(
             if not find_kubeconfigs(kubeconfig):
                 named = kubeconfig or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
                 raise ConfigException(f"{named} does not exist")
-            # Nothing may be written beside the user's file (a refreshed token would be).
+            # Do not write to the user's folder: the client would store a refreshed token there.
             await load_kubeconfig(
                 kubeconfig, context=context, client_configuration=configuration, persist_config=False
             )
@@ -189,15 +201,15 @@ async def load_configuration(
                 "Set KUBECONFIG",
                 reason="NoCluster",
             ) from error
-    # Without a proxy the environment says nothing of use, and aiohttp would look for a ~/.netrc in another
-    # thread before each request (`aiohttp/client.py::ClientSession._request@3.14`).
+    # Without a proxy the environment is not needed, and aiohttp would look for a ~/.netrc in another thread
+    # before each request (`aiohttp/client.py::ClientSession._request@3.14`).
     configuration.client_session_kwargs = {"trust_env": proxied}
     return configuration
 
 
 def _read_service_account(configuration: client.Configuration) -> bool:
     """Reads the service account of this pod; returns False outside of pods."""
-    load_in_pod: Any = config.load_incluster_config  # the client is typed in part
+    load_in_pod: Any = config.load_incluster_config  # the client is only partly typed
     try:
         load_in_pod(client_configuration=configuration)
     except ConfigException:
@@ -206,17 +218,16 @@ def _read_service_account(configuration: client.Configuration) -> bool:
 
 
 class ApiServer:
-    """The API server.
+    """A client of the API server.
 
     Attributes:
-        watch_silence_s: a watch from which nothing was read for so many seconds is dead.
+        watch_silence_s: a watch is dead after this many seconds without data.
 
     Args:
-        on_write: called with each write that was accepted: verb as in RBAC, and plural.
-        on_unanswered: called in the same way with each write that the API server could not answer.
-        before_write: called right before each write; what it raises stops the write.
-        watch_silence_s: as the attribute.
-        agent: User-Agent of the requests, and so the manager of the fields that merge patches write.
+        on_write: called with the verb (as in RBAC) and the plural of each accepted write.
+        on_unanswered: called in the same way for each write that the API server did not answer.
+        before_write: called right before each write. An exception stops the write.
+        agent: User-Agent of the requests. It is also the field manager of merge patches.
     """
 
     def __init__(
@@ -243,22 +254,22 @@ class ApiServer:
         await self._client.close()
 
     async def get(self, path: str, query: Query | None = None) -> dict[str, Any]:
-        """Returns what is stored at a path; raises ApiError."""
+        """Returns the object or list at a path; raises ApiError."""
         return await self._json(_Request(method="GET", path=path, query=query or {}))
 
     async def ask(self, path: str) -> dict[str, Any]:
-        """Returns an object as `get` does, with the short deadline of QUESTION_TIMEOUT_S."""
+        """Returns an object like `get`, with the shorter timeout QUESTION_TIMEOUT_S."""
         return await self._json(_Request(method="GET", path=path, timeout_s=QUESTION_TIMEOUT_S))
 
     async def get_text(self, path: str, query: Query | None = None) -> str:
-        """Returns what is answered at a path that is no object: a log, or a pod's own; raises ApiError."""
+        """Returns an answer that is not an object, such as a log or a pod's answer; raises ApiError."""
         return await self._text(_Request(method="GET", path=path, query=query or {}, accept=ANY))
 
     async def pages(self, path: str, query: Query, *, accept: str = JSON) -> AsyncIterator[dict[str, Any]]:
-        """Yields the pages of a list, of some megabytes each, whatever size the objects have.
+        """Yields the pages of a list. Adapts the number of objects so that a page stays at some megabytes.
 
         Raises:
-            ApiError: refused, or not answered; with status 410 if the list took too long.
+            ApiError: the API server refused or did not answer. Status 410: the list took too long.
         """
         limit, token = PAGE_FIRST_OBJECTS, ""
         while True:
@@ -277,39 +288,47 @@ class ApiServer:
     async def create(
         self, path: str, body: Body, query: Query | None = None, *, lane: RequestLane = RequestLane.WRITE
     ) -> dict[str, Any]:
-        """Returns the created object; raises ApiError, with status 409 if the name is taken."""
+        """Creates an object and returns it as stored.
+
+        Raises:
+            ApiError: status 409 if the name already exists.
+        """
         return await self._write(_Request(method="POST", path=path, query=query or {}, body=body, lane=lane))
 
     async def try_create(self, path: str, body: Body, query: Query) -> None:
-        """Finds out whether an object would be created (a dry run); raises ApiError as create."""
+        """Creates an object as a dry run; raises ApiError like create."""
         query = {**query, "dryRun": "All"}
         dry_run = _Request(method="POST", path=path, query=query, body=body, lane=RequestLane.WRITE)
         await self._json(replace(dry_run, timeout_s=DRY_RUN_TIMEOUT_S))
 
     async def update(self, path: str, body: Body, *, lane: RequestLane = RequestLane.WRITE) -> dict[str, Any]:
-        """Returns the replaced object; raises ApiError, with status 409 if it changed since."""
+        """Replaces an object and returns it as stored.
+
+        Raises:
+            ApiError: status 409 if the object changed since it was read.
+        """
         return await self._write(_Request(method="PUT", path=path, body=body, lane=lane))
 
     async def merge(self, path: str, body: Body, *, lane: RequestLane = RequestLane.WRITE) -> dict[str, Any]:
-        """Returns the object after a JSON merge patch; raises ApiError as update."""
+        """Applies a JSON merge patch and returns the object; raises ApiError like update."""
         patch = _Request(method="PATCH", path=path, body=body, content_type=MERGE_PATCH, lane=lane)
         return await self._write(patch)
 
     async def apply(self, path: str, body: Body, *, manager: str) -> dict[str, Any]:
-        """Returns the object after a server-side apply that takes over other managers' fields."""
+        """Applies a manifest by server-side apply (forced: takes over fields of other managers)."""
         query = {"fieldManager": manager, "force": "true"}
         apply = _Request(method="PATCH", path=path, query=query, body=body, lane=RequestLane.WRITE)
         return await self._write(replace(apply, content_type=APPLY_PATCH))
 
     async def delete(self, path: str, options: Body) -> dict[str, Any]:
-        """Returns the object as deletion left it, or a Status; raises ApiError."""
+        """Deletes an object; returns its last state or a Status. Raises ApiError."""
         return await self._write(_Request(method="DELETE", path=path, body=options, lane=RequestLane.WRITE))
 
     async def watch(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
         """Yields watch events until the server ends the stream.
 
         Raises:
-            ApiError: refused, or an ERROR event (status 410: relist), or the connection broke.
+            ApiError: the server refused or sent an ERROR event (status 410: relist), or the connection broke.
         """
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=self.watch_silence_s
@@ -328,7 +347,7 @@ class ApiServer:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(f"watch {path}: the connection broke: {error!r}") from error
         finally:
-            # A close of TLS would wait for the peer's word, and nothing would wait for that.
+            # Abort: a TLS close waits for the peer's answer, and no task would await it.
             if response.connection is not None and response.connection.transport is not None:
                 response.connection.transport.abort()
             response.close()
@@ -393,21 +412,22 @@ class _Request:
     content_type: str = JSON
     accept: str = JSON
     timeout_s: float | None = None
-    """None for that of the lane."""
+    """None for the timeout of the lane."""
     lane: RequestLane = RequestLane.READ
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
 
     def unanswered(self, error: Exception) -> ApiError:
-        """Returns the error of a request that got no answer."""
+        """Builds the error for a request without an answer."""
         return ApiError(f"{self}: no answer from the API server: {error!r}")
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yields lines of any length: aiohttp's own end with an error beyond 4 MiB, and JSON may escape all.
+    """Yields lines of any length. aiohttp's own line reader fails beyond 4 MiB.
 
-    An object of 1 MiB can be an event of 6 MiB, after which the watch would break at the same event for ever.
+    With JSON escapes an object of 1 MiB can be an event of 6 MiB. Each new watch would fail at the same
+    event.
     """
     kept: list[bytes] = []
     async for piece in content.iter_any():
@@ -420,14 +440,21 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def parse_answer(request: str, text: str | bytes, *, has: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the object that an answer is; raises ApiError for what is none, as of a proxy on the way."""
+    """Parses an answer as a JSON object.
+
+    Args:
+        has: keys that the object must have.
+
+    Raises:
+        ApiError: the answer is not such an object. For example, a proxy answered.
+    """
     try:
         answer = parse_json(text)
     except ValueError as error:
-        raise ApiError(f"{request}: got {text[:_SHOWN]!r}, expected JSON: {error}") from error
+        raise ApiError(f"{request}: the answer must be JSON, got {text[:_SHOWN]!r}: {error}") from error
     if not isinstance(answer, dict) or not set(has) <= answer.keys():
         words = f" with {', '.join(has)}" if has else ""
-        raise ApiError(f"{request}: got {text[:_SHOWN]!r}, expected an object{words}")
+        raise ApiError(f"{request}: the answer must be an object{words}, got {text[:_SHOWN]!r}")
     return cast("dict[str, Any]", answer)
 
 

@@ -1,7 +1,7 @@
-"""Stored Kubernetes objects to the values that decisions read. Pure.
+"""Converts stored Kubernetes objects to the values that decisions read. Pure.
 
-Each function takes any JSON and raises nothing but UnreadableError: strangers store objects too.
-4,000 pods as trimmed values take 1.3 MiB, as dicts 355 MiB (measured 2026-11-21).
+Each function accepts any JSON and raises only UnreadableError, because other clients store objects too.
+4,000 pods take 1.3 MiB as trimmed values and 355 MiB as dicts (2026-11-21).
 """
 
 import json
@@ -41,24 +41,26 @@ from heteroinfer_operator.stored_fields import (
 _CONDITION_TAINTS: Final = frozenset(
     f"node.kubernetes.io/{name}" for name in ("not-ready", "unreachable", "unschedulable")
 )
-"""Taints that say what a node's conditions and `unschedulable` say already."""
+"""Taints that repeat a node's conditions and `unschedulable`."""
 _METADATA_READ: Final = frozenset(
     {"namespace", "name", "uid", "generation", "resourceVersion", "finalizers", "deletionTimestamp"}
 )
 _FINALIZER_FIELD: Final = f'v:"{names.FINALIZER}"'
-"""The finalizer of earlier versions, as `managedFields` have it."""
+"""The finalizer of earlier versions, in the notation of `managedFields`."""
 _UNKNOWN: Final = "Unknown"
-"""Phase of a pod of which nothing is known, as in Kubernetes."""
+"""Kubernetes' phase of a pod whose state is unknown."""
 _DISRUPTIONS: Final = ("DisruptionTarget", "TerminationTarget")
-"""Conditions of a pod that is taken away by no fault of its own: Kubernetes' own, and Kueue's."""
+"""Conditions of a pod that is removed through no fault of its own. Set by Kubernetes and by Kueue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRecord:
-    """A HeteroInference, without its managedFields; as text, which takes a tenth of what it is parsed.
+    """A HeteroInference without its managedFields, as JSON text.
+
+    The text takes a tenth of the memory of the parsed object.
 
     Attributes:
-        text: "" of a resource that another operator serves.
+        text: "" if another operator serves the resource.
     """
 
     key: ResourceKey
@@ -66,25 +68,25 @@ class ResourceRecord:
 
     @property
     def is_ours(self) -> bool:
-        """Returns whether this operator serves it."""
+        """Whether this operator serves the resource."""
         return self.text != ""
 
     @property
     def view(self) -> ResourceView:
-        """Returns it as decisions see it."""
+        """The resource as decisions see it."""
         return resource_view(json.loads(self.text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodRecord:
-    """A pod of some resource, with what only the edge needs.
+    """A pod of a resource, with values that only this package needs.
 
     Attributes:
-        key: the resource that its label names.
-        ip: or "" while it has none.
-        health_port: of its supervisor, or 0.
-        grace_s: of a pod that is being deleted: how long it was given to end, in seconds.
-        claims: names of the claims that it mounts.
+        key: the resource that the pod's label names.
+        ip: "" until the pod gets an address.
+        health_port: port of the pod's supervisor, or 0.
+        grace_s: grace period of a pod that is being deleted, in seconds.
+        claims: names of the PersistentVolumeClaims that the pod mounts.
     """
 
     view: PodView
@@ -98,7 +100,7 @@ class PodRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPromise:
-    """Capacity that is kept for a pod of ours which has no node yet."""
+    """Capacity that is reserved for one of our pods without a node."""
 
     uid: str
     owner: Owner
@@ -107,13 +109,12 @@ class PodPromise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodRequests:
-    """What a pod takes of its node, or was promised.
+    """Resources that a pod uses on its node, or that are reserved for it.
 
     Attributes:
-        node: its node, or "" while a pod of ours has none.
-        requests: by resource name: bytes for memory, cores for cpu, counts for devices; one of `pods`.
-        promise: of a pod of ours that has no node yet, or None.
-        priority: of the pod.
+        node: "" while one of our pods has no node.
+        requests: by resource name. Bytes for memory, cores for cpu, counts for devices, 1 for `pods`.
+        promise: reservation for one of our pods without a node, or None.
     """
 
     node: str
@@ -124,7 +125,7 @@ class PodRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildRecord:
-    """A Service, NetworkPolicy or ConfigMap as stored, without its managedFields and status; as text."""
+    """A child other than a pod as stored, without its managedFields and status, as JSON text."""
 
     text: str
     key: ResourceKey
@@ -132,12 +133,16 @@ class ChildRecord:
 
     @property
     def stored(self) -> Manifest:
-        """Returns the object."""
+        """The parsed object."""
         return as_object(json.loads(self.text), "object")
 
 
 def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRecord:
-    """Returns a HeteroInference as kept in the cache of the operator of a class."""
+    """Builds the cache record of a HeteroInference.
+
+    Args:
+        operator_class: class of this operator.
+    """
     view = resource_view(stored)
     if view.spec.get("operatorClass", "") != operator_class:
         return ResourceRecord(key=view.key, text="")
@@ -154,7 +159,7 @@ def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRe
 
 
 def resource_view(stored: Manifest) -> ResourceView:
-    """Returns a HeteroInference as decisions see it."""
+    """Builds a decision's view of a HeteroInference."""
     metadata = _metadata(stored)
     return ResourceView(
         key=ResourceKey(
@@ -174,13 +179,13 @@ def resource_view(stored: Manifest) -> ResourceView:
 
 
 def _status_managers(metadata: Manifest) -> frozenset[str]:
-    """Returns the field managers that have written an object's status."""
+    """Returns the field managers that wrote an object's status."""
     entries = as_objects(metadata.get("managedFields"), "managedFields")
     return frozenset(str(each.get("manager", "")) for each in entries if each.get("subresource") == "status")
 
 
 def _finalizer_managers(metadata: Manifest) -> frozenset[str]:
-    """Returns the field managers that set the finalizer of earlier versions on an object."""
+    """Returns the field managers that set the finalizer of earlier versions."""
     found = set()
     for each in as_objects(metadata.get("managedFields"), "managedFields"):
         fields = as_object(as_object(each.get("fieldsV1"), "fieldsV1").get("f:metadata"), "f:metadata")
@@ -216,7 +221,7 @@ def _labels(metadata: Manifest) -> Mapping[str, str]:
 
 
 def child_record(stored: Manifest) -> ChildRecord | None:
-    """Returns a child as kept in the cache, or None if it has no label or no owner of ours."""
+    """Builds the cache record of a child, or None without our label or owner reference."""
     key, uid = label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None
@@ -234,10 +239,13 @@ def child_record(stored: Manifest) -> ChildRecord | None:
 
 
 def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
-    """Returns a pod of ours as kept in the cache.
+    """Builds the cache record of one of our pods.
+
+    Args:
+        key: resource of the pod; None to take it from the label.
 
     Returns:
-        None if no resource of ours owns it, or its label is gone and no `key` is given.
+        None if no HeteroInference owns the pod, or if the label is missing and `key` is None.
     """
     key, uid = key or label_key(stored), owner_uid(stored)
     if key is None or not uid:
@@ -260,9 +268,9 @@ def _claims(stored: Manifest) -> tuple[str, ...]:
 
 
 def unreadable_pod(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
-    """Returns a pod of ours of which the metadata alone can be read: it is there, and not ready.
+    """Builds the record of a pod that is readable only in its metadata: it exists and is not ready.
 
-    To leave such a pod out would end its epoch, as if somebody had deleted the pod. To keep its last state
+    Without a record the operator would end the epoch as if the pod had been deleted. The last known state
     could report a dead rank as Ready.
     """
     key, uid = key or label_key(stored), owner_uid(stored)
@@ -270,9 +278,9 @@ def unreadable_pod(stored: Manifest, *, key: ResourceKey | None = None) -> PodRe
         return None
     view = replace(
         _metadata_view(stored),
-        started=True,  # nobody knows: another pod must not get its name
+        started=True,  # unknown, but another pod must not get its name
         phase=_UNKNOWN,
-        message="the operator cannot read this pod; see the log of the operator",
+        message="the operator cannot read this pod. See the operator's log",
     )
     return PodRecord(view=view, key=key, owner_uid=uid, ip="", health_port=0)
 
@@ -298,7 +306,7 @@ def _health_port(stored: Manifest) -> int:
 
 
 def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodRecord:
-    """Returns a pod of ours whose ownerReference somebody took off."""
+    """Builds the record of one of our pods that lost its ownerReference."""
     reference = {
         "apiVersion": f"{names.API_GROUP}/",
         "kind": names.KIND,
@@ -312,7 +320,7 @@ def orphan_record(stored: Manifest, *, key: ResourceKey, owner_uid: str) -> PodR
 
 
 def find_key_secret(stored: Manifest) -> str:
-    """Returns the name of the Secret that a pod has its group's key from, or ""."""
+    """Returns the name of the Secret with the group's key that a pod uses, or ""."""
     for container in _containers(stored):
         for variable in as_objects(container.get("env"), "env"):
             if variable.get("name") == names.ENV_GROUP_KEY:
@@ -323,7 +331,7 @@ def find_key_secret(stored: Manifest) -> str:
 
 
 def _metadata_view(stored: Manifest) -> PodView:
-    """Returns a pod as its metadata alone shows it."""
+    """Builds a view of a pod from its metadata only."""
     metadata = _metadata(stored)
     return PodView(
         name=as_name(metadata.get("name"), "name"),
@@ -337,7 +345,7 @@ def _metadata_view(stored: Manifest) -> PodView:
 
 
 def pod_view(stored: Manifest) -> PodView:
-    """Returns a pod as decisions see it."""
+    """Builds a decision's view of a pod."""
     status = _status(stored)
     conditions = _conditions(status)
     ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
@@ -374,7 +382,7 @@ def _conditions(status: Manifest) -> dict[str, Manifest]:
 
 
 def _unschedulable(stored: Manifest, scheduled: Manifest) -> str:
-    """Returns why a pod has no node, in the scheduler's words or by who holds it back, or ""."""
+    """Returns why a pod has no node (the scheduler's message or the scheduling gates), or ""."""
     if scheduled.get("status") != "False":
         return ""
     if scheduled.get("reason") != "SchedulingGated":
@@ -382,7 +390,9 @@ def _unschedulable(stored: Manifest, scheduled: Manifest) -> str:
         return as_text(scheduled.get("message"), "message") if unschedulable else ""
     gates = ", ".join(_gates(_spec(stored)))
     workload = _labels(_metadata(stored)).get(KUEUE_POD_GROUP)
-    return f"held back by {gates}" + (f"; Kueue's Workload {workload} says why" if workload else "")
+    return f"blocked by scheduling gate {gates}" + (
+        f". Kueue's Workload {workload} shows the reason" if workload else ""
+    )
 
 
 def _gates(spec: Manifest) -> list[str]:
@@ -409,14 +419,18 @@ def _waiting(containers: Iterable[Manifest]) -> Waiting | None:
 
 
 def _restarted(stored: Manifest) -> frozenset[str]:
-    """Returns the names of sidecars that the kubelet restarts whenever they end, as meshes inject them."""
+    """Returns the names of sidecars that the kubelet always restarts, such as those of service meshes."""
     containers = as_objects(_spec(stored).get("initContainers"), "initContainers")
     always = [each for each in containers if each.get("restartPolicy") == "Always"]
     return frozenset(as_text(each.get("name"), "initContainers.name") for each in always)
 
 
 def _termination(containers: Iterable[Manifest], restarted: Collection[str]) -> ContainerTermination | None:
-    """Returns how the worker container ended; or the first container that failed before it, for good."""
+    """Returns how the worker container ended, else how the first container failed.
+
+    Args:
+        restarted: containers that the kubelet restarts, which are skipped.
+    """
     ended = []
     for container in containers:
         name = as_text(container.get("name"), "containerStatuses.name")
@@ -435,9 +449,9 @@ def _termination(containers: Iterable[Manifest], restarted: Collection[str]) -> 
 
 
 def _still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
-    """Returns the containers that run though the worker's has ended.
+    """Returns the containers that still run after the worker container has ended.
 
-    Sidecars that are init containers are not among them: the kubelet ends those itself.
+    Skips sidecars that are init containers: the kubelet ends those itself.
     """
     by_name = {as_text(each.get("name"), "containerStatuses.name"): _state(each) for each in containers}
     if "terminated" not in by_name.get(names.CONTAINER_WORKER, {}):
@@ -446,10 +460,10 @@ def _still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
 
 
 def node_view(stored: Manifest) -> NodeView:
-    """Returns a node as decisions see it, without what is requested of it."""
+    """Builds a decision's view of a node, without the requests of its pods."""
     status, spec, metadata = _status(stored), _spec(stored), _metadata(stored)
     ready = _conditions(status).get("Ready", {})
-    # The node controller writes Unknown when the kubelet is silent; False is the kubelet's own word.
+    # The node controller sets Unknown when the kubelet is silent. The kubelet itself sets False.
     silent = ready.get("status") == "Unknown"
     cordoned = bool(spec.get("unschedulable"))
     return NodeView(
@@ -475,7 +489,7 @@ def _taints(spec: Manifest) -> Iterable[Taint]:
 
 
 def promise(stored: Manifest) -> PodDemand:
-    """Returns what a pod asks for that has no node yet, stored or about to be created."""
+    """Returns the demand of a pod without a node, stored or about to be created."""
     metadata = _metadata(stored)
     name = NamespacedName(
         namespace=as_text(metadata.get("namespace"), "namespace"), name=as_name(metadata.get("name"), "name")
@@ -484,10 +498,11 @@ def promise(stored: Manifest) -> PodDemand:
 
 
 def pod_requests(stored: Manifest) -> PodRequests | None:
-    """Returns what a pod takes of its node, or None if it takes nothing.
+    """Returns the resources that a pod uses or that are reserved for it, or None.
 
-    A pod that is over takes nothing. Nor does a pod without a node, unless the operator made it and the
-    scheduler may place it now: a group is created when all of its pods fit, and that capacity is kept for it.
+    A pod that has ended uses nothing. A pod without a node has a reservation only if the operator created it
+    and the scheduler may place it now: the operator creates a group when all its pods fit and reserves that
+    capacity.
     """
     if as_text(_status(stored).get("phase"), "phase") in OVER_PHASES:
         return None
@@ -504,7 +519,7 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
 
 
 def _maker(stored: Manifest) -> Owner | None:
-    """Returns the resource that label, owner reference and name of a pod all name, or None."""
+    """Returns the owning resource if label, owner reference and name of the pod agree, or None."""
     key, uid = label_key(stored), owner_uid(stored)
     if key is None or not uid:
         return None

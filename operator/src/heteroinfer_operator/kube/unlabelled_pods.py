@@ -1,4 +1,7 @@
-"""Pods that run on without the label or owner by which they are watched: to a watch they are gone."""
+"""Polls running pods that lost the label or owner by which the operator watches them.
+
+To a watch such pods are gone.
+"""
 
 import asyncio
 import logging
@@ -20,9 +23,9 @@ from heteroinfer_operator.manifests.identity import Owner, find_place
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S: Final = 1.0
-"""No watch tells how such a pod fares."""
+"""Interval of reconciles while a resource has such pods, because no watch shows their changes."""
 PATIENCE_S: Final = 0.25
-"""How long a reconcile waits for the API server's answer: most come within it."""
+"""How long a reconcile waits for the API server. Most answers arrive within this time."""
 
 
 Question: TypeAlias = asyncio.Task[PodRecord | None]
@@ -30,14 +33,14 @@ Question: TypeAlias = asyncio.Task[PodRecord | None]
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of the pods of one resource.
+    """Knowledge about the pods of one resource.
 
     Attributes:
-        uid: of the resource: another may come under its name.
-        uids: by name: the uid of each pod as last shown, by which it is known without label and owner.
-        there: names of pods that no watch shows.
-        gone: names that the API server has said to be nobody's: it is not asked for them again.
-        questions: under way, by name.
+        uid: uid of the resource, since a new resource may get the same name.
+        uids: last seen uid of each pod, by name. It identifies a pod without label and owner.
+        there: names of existing pods that no watch shows.
+        gone: names of pods that do not exist according to the API server. They are not requested again.
+        questions: running requests, by pod name.
     """
 
     uid: str
@@ -47,18 +50,18 @@ class _Known:
     questions: dict[str, Question] = field(default_factory=dict)
 
     def forget_questions(self, *, but: Collection[str] = ()) -> None:
-        """Gives up questions that nobody has any more: a later one may not get their old answers."""
+        """Cancels requests whose answers are no longer needed. Their old answers must not be used later."""
         for name in self.questions.keys() - set(but):
             self.questions.pop(name).cancel()
 
 
 class UnlabelledPods:
-    """Pods of a resource that no watch shows any more, though they are there and its own.
+    """Finds pods of a resource that exist although no watch shows them any more.
 
     Use from one event loop.
 
     Args:
-        wake: called with a resource once an answer comes that a reconcile did not wait for.
+        wake: called with a resource once a request is answered after the reconcile stopped waiting.
     """
 
     def __init__(
@@ -76,11 +79,13 @@ class UnlabelledPods:
     async def find(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Sequence[PodRecord]
     ) -> list[PodRecord]:
-        """Returns such pods of a resource, beside those that the watches have `shown`.
+        """Returns the pods of a resource that no watch shows.
 
-        A pod of which the API server says nothing now is `unknown`. Asked for are those alone that the
-        status has and the caches lack, once each, and those that were met or found before, until they are
-        gone.
+        Requests each pod that the status lists and the caches lack, once. Requests a pod that was found
+        before each time, until it is gone. A pod is `unknown` while the API server does not answer.
+
+        Args:
+            shown: pods that the watches show.
         """
         key, seen = resource.key, {pod.view.name for pod in shown}
         known = self._known.get(key)
@@ -88,7 +93,7 @@ class UnlabelledPods:
             self.forget(key)
             known = self._known[key] = _Known(resource.uid)
         owner = Owner(key=key, uid=resource.uid)
-        # Somebody may have written other texts: a path of the API server, say.
+        # Others may have written any text into the status, for example a path of the API server.
         said = {
             rank.pod: rank
             for group in status.groups
@@ -109,7 +114,7 @@ class UnlabelledPods:
         return pods
 
     async def _ask(self, resource: ResourceView, known: _Known, names: Sequence[str]) -> None:
-        """Asks for pods, and waits a moment; an answer that comes later wakes the resource."""
+        """Requests pods and waits for patience_s. A later answer wakes the resource."""
 
         def answered(question: Question) -> None:
             if not question.cancelled():
@@ -126,7 +131,11 @@ class UnlabelledPods:
             question.add_done_callback(answered)
 
     async def _find_one(self, resource: ResourceView, name: str, uid: str | None) -> PodRecord | None:
-        """Returns such a pod; None if there is none of ours; raises ApiError."""
+        """Reads one pod; returns None if it does not exist or is not ours.
+
+        Raises:
+            ApiError: the API server refused or did not answer.
+        """
         try:
             stored = await self._server.ask(POD.path(resource.key.namespace, name))
         except ApiError as error:
@@ -142,16 +151,16 @@ class UnlabelledPods:
         return trim.orphan_record(stored, key=resource.key, owner_uid=resource.uid)
 
     def note_met(self, key: ResourceKey, name: str) -> None:
-        """Takes in that such a pod was come upon otherwise."""
+        """Notes a pod that another component found without its label."""
         if (known := self._known.get(key)) is not None:
             known.there |= {name}
 
     def are_there(self, key: ResourceKey) -> bool:
-        """Returns whether a resource has such pods, as last looked."""
+        """Returns whether the last call of `find` returned pods, or `note_met` noted one since."""
         return key in self._known and bool(self._known[key].there)
 
     def forget(self, key: ResourceKey) -> None:
-        """Takes in that a resource is gone."""
+        """Drops the state of a resource that is gone."""
         if (known := self._known.pop(key, None)) is not None:
             known.forget_questions()
 
@@ -162,13 +171,13 @@ def _answer(resource: ResourceView, known: _Known, name: str, rank: RankEntry | 
         return _unknown(resource, name, rank, "the API server has not answered yet")
     del known.questions[name]
     if question.cancelled():
-        return _unknown(resource, name, rank, "the question was given up")
+        return _unknown(resource, name, rank, "the operator cancelled its request")
     error = question.exception()
     return question.result() if error is None else _unknown(resource, name, rank, str(error)[:300])
 
 
 def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
-    """Returns whether a pod has our label and nobody controls it."""
+    """Returns whether a pod has our label and no controlling owner."""
     metadata = stored["metadata"]
     assert isinstance(metadata, dict)
     owners = metadata.get("ownerReferences") or ()
@@ -176,7 +185,11 @@ def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
 
 
 def _unknown(resource: ResourceView, name: str, rank: RankEntry | None, why: str) -> PodRecord:
-    """Returns what is known of a pod that the API server says nothing of: its name."""
+    """Builds the record of a pod of which only the name and the status entry are known.
+
+    Args:
+        why: why the API server's answer is missing.
+    """
     owner = Owner(key=resource.key, uid=resource.uid)
     labels = identity.named_labels(owner, name) or {}
     view = PodView(
@@ -193,5 +206,5 @@ def _unknown(resource: ResourceView, name: str, rank: RankEntry | None, why: str
 
 
 def _report(error: BaseException) -> None:
-    if not isinstance(error, ApiError):  # `find` reads it
-        logger.error("a question for a pod: a defect of the operator, please report it", exc_info=error)
+    if not isinstance(error, ApiError):  # `find` handles ApiError
+        logger.error("cannot read a pod: a defect of the operator. Report it", exc_info=error)

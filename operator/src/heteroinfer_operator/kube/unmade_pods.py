@@ -1,4 +1,4 @@
-"""Which pods of a resource were to be made and have never existed, and what each is made of. Pure."""
+"""Remembers the pods that the operator decided to create but that never existed. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ _SAME_LABELS = (names.LABEL_EPOCH, names.LABEL_PLAN, names.LABEL_REVISION)
 
 @dataclass(slots=True)
 class _UnmadePod:
-    """A pod that was to be made.
+    """A pod that the operator decided to create.
 
     Attributes:
-        text: its manifest, which parsed takes three times as much: thousands of pods may wait.
-        asked: whether the API server was asked for it and may have made it: it has not answered.
+        text: the manifest as JSON. Parsed it takes three times the memory, and thousands of pods may wait.
+        asked: whether a create request was sent and not answered, so the pod may exist.
     """
 
     text: str
@@ -25,28 +25,31 @@ class _UnmadePod:
 
     @property
     def manifest(self) -> Manifest:
-        """Returns that of the first decision to make it, with hints at the nodes of all pods of its epoch."""
+        """The manifest of the first decision to create the pod.
+
+        That decision placed all pods of the epoch together, so its preferred node fits those of the others.
+        """
         return as_object(json.loads(self.text), "pod")
 
 
 @dataclass(slots=True)
 class UnmadePods:
-    """The pods of one resource that this process decided to make, until they are seen or refused."""
+    """The pods of one resource that this process decided to create, until they appear or are refused."""
 
     _wanted: dict[str, _UnmadePod] = field(default_factory=dict)
 
     def names(self) -> frozenset[str]:
-        """Returns the names of the pods that have never existed, as far as the API server has answered."""
+        """Returns the names of the pods that never existed, as far as the API server has answered."""
         return frozenset(self._wanted)
 
     def unasked(self) -> frozenset[str]:
-        """Returns those of them that the API server was not asked for."""
+        """Returns the names of the pods for which no create request was sent."""
         return frozenset(name for name, each in self._wanted.items() if not each.asked)
 
     def want(self, manifest: Manifest) -> Manifest:
-        """Notes that a pod is to be made; returns the manifest to make it of.
+        """Notes a pod to create; returns the manifest to create it from.
 
-        One of an earlier decision on the same pod goes before.
+        The manifest of an earlier decision on the same pod takes precedence.
         """
         name = manifest["metadata"]["name"]
         before = self._wanted.get(name)
@@ -56,22 +59,25 @@ class UnmadePods:
         return before.manifest
 
     def note_asked(self, name: str) -> None:
-        """Notes that the API server is asked for a pod."""
+        """Notes that a create request for the pod is sent."""
         if name in self._wanted:
             self._wanted[name].asked = True
 
     def was_asked(self, name: str) -> bool:
-        """Returns whether the API server was asked for a pod before, and has not answered."""
+        """Returns whether an earlier create request for the pod has no answer yet."""
         return name in self._wanted and self._wanted[name].asked
 
     def settle(self, name: str) -> None:
-        """Notes that a pod was made or refused."""
+        """Forgets a pod that was created or refused."""
         self._wanted.pop(name, None)
 
     def forget_before(self, epochs: Mapping[int, int]) -> None:
         """Forgets the pods of epochs that are over.
 
-        `epochs` has the epoch of each group as stored, by index. A newer one may be about to be stored.
+        Keeps pods of epochs newer than the stored one: their status may be about to be stored.
+
+        Args:
+            epochs: stored epoch of each group, by group index.
         """
         self._wanted = {
             name: each for name, each in self._wanted.items() if not _is_before(each.manifest, epochs)

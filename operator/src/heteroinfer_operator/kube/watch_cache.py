@@ -1,6 +1,6 @@
-"""A copy of one collection of the API server, kept by list and watch.
+"""Caches one collection of the API server by list and watch.
 
-kopf's index is not used: after a 410 and a relist it keeps objects that are gone
+kopf's index is unsuitable: after a 410 and a relist it keeps objects that are gone
 (`kopf/_cogs/clients/watching.py@1.45.2`, lines 205-211). Here a relist replaces everything.
 """
 
@@ -24,15 +24,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WATCH_S: Final = 290
-"""The server ends a watch after this or up to twice as long; the next goes on where it stopped."""
+"""The server ends a watch after this time or up to twice as long. The next watch continues from there."""
 STALE_SILENCES: Final = 3
-"""After so many silences in a row, listing did not help either."""
+"""A cache is stale after this many watch silences without an answer: then lists have failed too."""
 BACKOFF_FIRST_S: Final = 0.2
 BACKOFF_MOST_S: Final = 5.0
 UNCONFIRMED_S: Final = 60.0
-"""How long an object that we wrote survives relists that don't show it yet."""
+"""How long an object that we wrote survives relists that do not show it yet."""
 MOST_REPORTED: Final = 1000
-"""Unreadable objects of one collection that are remembered, so that each is logged once."""
+"""Most unreadable objects of one collection that the cache remembers, to log each once."""
 _NAMELESS: Final = NamespacedName(namespace="", name="an object without a name, uid or resourceVersion")
 _ADDED: Final = "ADDED"
 _MODIFIED: Final = "MODIFIED"
@@ -50,10 +50,10 @@ class _Entry(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _StoredObject:
-    """What a cache reads of any object.
+    """The metadata that a cache reads from any object.
 
     Attributes:
-        version: its resourceVersion as a number, or 0 if the API server does not count.
+        version: resourceVersion as a number, or 0 if it is not a number.
     """
 
     name: NamespacedName
@@ -63,7 +63,11 @@ class _StoredObject:
 
     @classmethod
     def of(cls, body: object) -> "_StoredObject":
-        """Returns an object with what its metadata says; raises UnreadableError."""
+        """Reads an object's metadata.
+
+        Raises:
+            UnreadableError: a field is missing or has the wrong type.
+        """
         whole = as_object(body, "object")
         metadata = as_object(whole.get("metadata"), "metadata")
         name = NamespacedName(
@@ -75,18 +79,18 @@ class _StoredObject:
 
 
 def _is_newer(version: int, other: int) -> bool:
-    """Returns whether a version is known to be later than another."""
+    """Returns whether a version is certainly later than another."""
     return version > other > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
-    """What a cache holds a copy of.
+    """The collection that a cache copies.
 
     Attributes:
-        namespace: of the objects; None for all namespaces, and for kinds without one.
-        watch_s: seconds after which, or up to twice as long, the server is asked to end a watch: not
-            all at the same time.
+        namespace: None for all namespaces and for cluster-scoped kinds.
+        watch_s: the cache asks the server to end a watch after this time or up to twice as long. The time is
+            random, so that watches do not all end together.
     """
 
     label: str
@@ -97,24 +101,23 @@ class Collection:
 
 
 class WatchCache(Generic[T]):
-    """Objects of one collection, each trimmed to a value at once.
+    """Caches the objects of one collection, each trimmed to a value on arrival.
 
-    An object never goes back: of two states the one with the higher resourceVersion stands
-    (they are ordered numbers by KEP-5504), so that what `note_written` says is not undone by a
-    watch that lags behind.
+    Of two states of an object the one with the higher resourceVersion wins (KEP-5504 makes them ordered
+    numbers). So a watch that lags behind cannot undo `note_written`.
 
-    An object that `trim` cannot read is logged once and left out, or kept as `unreadable` has it. Nothing
-    that an API server sends ends a cache: after any error it lists again.
+    If `trim` cannot read an object, the cache logs that once, and leaves the object out or keeps the value of
+    `unreadable`. No answer of an API server ends a cache: it lists again after any error.
 
     Attributes:
         synced: set after the first full list.
 
     Args:
-        trim: an object to its value; None for objects that don't belong here.
-        changed: called with the value before and after each change that `trim` shows.
-        index: what `under` finds a value by; None where nobody asks for it.
-        unreadable: the value of an object at which `trim` raised UnreadableError; None leaves it out.
-        failing: called when a list or watch fails after one that worked.
+        trim: converts an object to its value; None for objects that do not belong here.
+        changed: called with the value before and after each change of a value.
+        index: key by which `under` finds values; None without an index.
+        unreadable: value for an object whose `trim` raised UnreadableError; None leaves the object out.
+        failing: called when a list or watch fails after a success.
     """
 
     def __init__(
@@ -149,58 +152,57 @@ class WatchCache(Generic[T]):
 
     @property
     def is_failing(self) -> bool:
-        """Returns whether the last list or watch failed, and none has worked since."""
+        """Whether the last list or watch failed, and none has succeeded since."""
         if self._problem is None or self._following is None:
             return self._problem is not None
-        # A watch says nothing for up to a minute: that it lasts is the sign that it works.
+        # A working watch may send nothing for up to a minute, so a watch that lasts counts as success.
         return time.monotonic() - self._following_since < 2 * BACKOFF_MOST_S
 
     @property
     def refusal(self) -> str:
-        """The API server's words if it refuses to let the operator read this collection, else ""."""
+        """The API server's error if it does not let the operator read this collection, or ""."""
         problem = self._problem if self.is_failing else None
         return problem.message if problem is not None and problem.status in (FORBIDDEN, NOT_FOUND) else ""
 
     @property
     def version(self) -> int:
-        """The resourceVersion up to which this cache has seen all; 0 before the first list."""
+        """The resourceVersion up to which this cache is complete; 0 before the first list."""
         return version_number(self._version)
 
     @property
     def is_stale(self) -> bool:
-        """Returns whether for long neither a watch nor a list said anything: what is kept may be the past."""
+        """Whether the cache may be outdated, because no watch or list was answered for a long time."""
         return self._silent_s() > STALE_SILENCES * self._server.watch_silence_s
 
     def get(self, name: NamespacedName) -> T | None:
-        """Returns the value of an object, or None if there is none."""
         entry = self._entries.get(name)
         return entry.value if entry else None
 
     def version_of(self, name: NamespacedName) -> int:
-        """Returns the resourceVersion that an object has here, or 0 if it is not here."""
+        """Returns the cached resourceVersion of an object, or 0 if it is not cached."""
         entry = self._entries.get(name)
         return entry.version if entry else 0
 
     def has_seen(self, name: NamespacedName, version: int) -> bool:
-        """Returns whether what happened to an object up to a resourceVersion is known here, its end too."""
+        """Returns whether the cache includes all changes of an object up to a version, also its deletion."""
         return max(version_number(self._version), self.version_of(name)) >= version
 
     def uid_of(self, name: NamespacedName) -> str:
-        """Returns the uid that an object has here, or "" if it is not here."""
+        """Returns the uid of a cached object, or ""."""
         entry = self._entries.get(name)
         return entry.uid if entry else ""
 
     def values(self) -> list[T]:
-        """Returns all values, in order of their names."""
+        """Returns all values, sorted by object name."""
         return [self._entries[name].value for name in sorted(self._entries)]
 
     def under(self, indexed: Hashable) -> list[T]:
-        """Returns the values with this index, in order of their names; costs no look at any other."""
+        """Returns the values with this index key, sorted by object name. Does not scan other values."""
         found = self._indexed.get(indexed, {})
         return [found[name] for name in sorted(found)]
 
     def note_written(self, stored: Manifest) -> None:
-        """Takes in the API server's answer to a write, unless the watch is past it already.
+        """Stores the API server's answer to a write, unless the watch has already passed that version.
 
         Raises:
             UnreadableError: the answer has no metadata.
@@ -212,35 +214,35 @@ class WatchCache(Generic[T]):
             self._put(written.name, entry)
 
     def note_gone(self, name: NamespacedName, uid: str) -> None:
-        """Takes in that the API server says that an object is gone; one of another uid stays."""
+        """Removes an object that is gone according to the API server. Keeps an object with another uid."""
         kept = self._entries.get(name)
         if kept is not None and kept.uid == uid:
             self._drop(name)
 
     async def run(self) -> None:
-        """Lists and watches until cancelled; what goes wrong is logged and tried again."""
+        """Lists and watches until cancelled. Logs errors and tries again."""
         backoff_s = BACKOFF_FIRST_S
         while True:
             started = time.monotonic()
             try:
                 if self._problem is not None and self._version:
                     await self._check_version()
-                # An event or list that was at hand may have set the version since relist() was called.
+                # An event or list that was being processed may have set the version after relist().
                 while self._relist_wanted or not self._version:
                     await self._relist()
                 await self._follow()
             except ApiError as error:
-                # A watch that says nothing may go on so from the same version: only a list is sure.
+                # A silent watch could stay silent from the same version. Only a list is reliable.
                 if error.status == GONE or self._silent_s() > self._server.watch_silence_s / 2:
                     self._version = ""
                 self._report(error)
             except UnreadableError as error:
                 self._version = ""
-                logger.warning("%s: %s; listing again", self.collection.label, printable(error.message))
-            except Exception:  # the one boundary of a cache: its end would be the end of the process
+                logger.warning("%s: %s. Listing again", self.collection.label, printable(error.message))
+            except Exception:  # boundary of a cache: if a cache ended, the process would end
                 self._version, self._broke_off = "", True
                 logger.exception(
-                    "%s: a defect of the operator, please report it; listing again", self.collection.label
+                    "%s: a defect of the operator. Report it. Listing again", self.collection.label
                 )
             if time.monotonic() - started > BACKOFF_MOST_S:
                 backoff_s = BACKOFF_FIRST_S
@@ -248,7 +250,7 @@ class WatchCache(Generic[T]):
             backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
 
     def relist(self) -> None:
-        """Ends the watch, and has all listed anew: what is kept here may be of a store that was replaced."""
+        """Ends the watch and lists again, because the API server's store may have been replaced."""
         self._version, self._relist_wanted = "", True
         for name, entry in self._entries.items():
             self._entries[name] = replace(entry, unconfirmed_since=None)
@@ -256,19 +258,19 @@ class WatchCache(Generic[T]):
             self._following.reschedule(asyncio.get_running_loop().time())
 
     async def _check_version(self) -> None:
-        """Has all listed anew if the store is older than what was seen: etcd was restored from a backup.
+        """Lists again if the store is older than this cache: etcd was restored from a backup.
 
-        A watch from a version that is still to come would get nothing until the store has reached it.
+        A watch from a future version would send nothing until the store reaches that version.
         """
         listed = await self._server.get(self.collection.path, {**self.collection.query, "limit": 1})
         metadata = as_object(listed["metadata"], "metadata")
         now = version_number(as_name(metadata.get("resourceVersion"), "resourceVersion"))
         if 0 < now < self.version:
-            logger.warning("%s: the store went back to an older state; listing again", self.collection.label)
+            logger.warning("%s: the store went back to an older state. Listing again", self.collection.label)
             self.relist()
 
     def _read(self, stored: _StoredObject) -> T | None:
-        """Returns the value of an object; None if it does not belong here, or nothing of it can be read."""
+        """Returns the value of an object; None if it does not belong here or cannot be read at all."""
         try:
             return self._trim(stored.body)
         except UnreadableError as error:
@@ -278,21 +280,23 @@ class WatchCache(Generic[T]):
     def _read_metadata(self, stored: _StoredObject) -> T | None:
         try:
             return self._unreadable(stored.body)
-        except UnreadableError:  # reported before
+        except UnreadableError:  # already reported
             return None
 
     def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:
-        """Logs once that an object cannot be read, however often it is listed or changed."""
+        """Logs once per object that it cannot be read, even if it is listed or changes again."""
         if self._reported.get(name) == uid or len(self._reported) > MOST_REPORTED:
             return
         self._reported[name] = uid
         label, words = self.collection.label, printable(error.message)
         if len(self._reported) > MOST_REPORTED:
             logger.error(
-                "%s: more than %d objects cannot be read; the rest is not logged", label, MOST_REPORTED
+                "%s: the operator cannot read more than %d objects. It does not log the others",
+                label,
+                MOST_REPORTED,
             )
             return
-        logger.error("%s: the operator cannot read %s (%s). Correct or delete it.", label, name, words)
+        logger.error("%s: the operator cannot read %s (%s). Correct or delete it", label, name, words)
 
     def _report(self, error: ApiError) -> None:
         is_news = self._problem is None or self._problem.message != error.message
@@ -302,18 +306,22 @@ class WatchCache(Generic[T]):
         if not is_news:
             logger.debug("%s: %s", self.collection.label, error.message)
         elif error.status == GONE:
-            logger.info("%s: too old to go on watching, listing again", self.collection.label)
+            logger.info(
+                "%s: the cached version is too old to watch from. Listing again", self.collection.label
+            )
         elif error.status == FORBIDDEN:
-            logger.error("%s: %s; the operator's role lacks this right", self.collection.label, error.message)
+            logger.error(
+                "%s: %s. Grant this right to the operator's role", self.collection.label, error.message
+            )
         else:
-            logger.warning("%s: %s; trying again", self.collection.label, error.message)
+            logger.warning("%s: %s. Trying again", self.collection.label, error.message)
 
     async def _relist(self) -> None:
         self._version, self._relist_wanted = "", False
         listed: dict[NamespacedName, _Entry[T]] = {}
         seen, version = {_NAMELESS}, ""
         async for page in self._server.pages(self.collection.path, self.collection.query):
-            # An item of a list lacks what the list says of all: kind and apiVersion.
+            # Items of a list lack kind and apiVersion, which only the list has.
             said = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
             for bare in page.get("items") or ():
                 try:
@@ -334,7 +342,7 @@ class WatchCache(Generic[T]):
         self.synced.set()
 
     def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
-        """Makes the list all there is, but for what we wrote after it was taken."""
+        """Replaces all entries by a list, except objects that we wrote after the list was taken."""
         now = time.monotonic()
         for name in sorted(self._entries.keys() - listed.keys()):
             entry = self._entries[name]
@@ -373,13 +381,19 @@ class WatchCache(Generic[T]):
         return time.monotonic() - self._last_answer_at
 
     def _take(self, kind: object, body: object) -> None:
-        """Takes in an event of the watch; raises UnreadableError for what is no event."""
+        """Applies an event of the watch.
+
+        Raises:
+            UnreadableError: the event has an unknown type or cannot be read.
+        """
         if kind == _BOOKMARK:
             metadata = as_object(as_object(body, "object").get("metadata"), "metadata")
             self._version = as_name(metadata.get("resourceVersion"), "resourceVersion")
             return
         if kind not in (_ADDED, _MODIFIED, _DELETED):
-            raise UnreadableError(f"watch: got an event of type {str(kind)[:40]!r}, expected a change")
+            raise UnreadableError(
+                f"watch: event type must be {_ADDED}, {_MODIFIED} or {_DELETED}, got {str(kind)[:40]!r}"
+            )
         stored = _StoredObject.of(body)
         kept = self._entries.get(stored.name)
         if kind == _DELETED:
@@ -405,7 +419,7 @@ class WatchCache(Generic[T]):
         self._entries[name] = entry
         before = kept.value if kept else None
         self._file(name, before, entry.value)
-        # After a break nobody knows which changes were reported: all are, once more.
+        # After a defect it is unknown which changes were reported, so report all of them again.
         if before != entry.value or self._broke_off:
             self._changed(before, entry.value)
 
