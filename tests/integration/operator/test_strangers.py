@@ -191,7 +191,7 @@ async def test_capacity_is_kept_for_pods_of_groups_alone_and_the_message_names_n
             await ask_for_group(server, namespace, cpus=4)
             await end_inspection(server, namespace)
             words = await until("a shortage", lambda: shortage(server, namespace), said=lambda: process.said)
-            assert words.endswith("kept for pods that have no node yet: 2 pods of other namespaces")
+            assert words.endswith("reserved for pods that are not scheduled yet: 2 pods of other namespaces")
             assert strangers not in words
             await server.merge(HETERO_INFERENCE.path(strangers, "tiny"), {"spec": {"suspend": True}})
             await until("the second group", lambda: find_pod(server, namespace, "tiny-0-"), timeout_s=30)

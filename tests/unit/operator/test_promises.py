@@ -166,7 +166,7 @@ def manifest_of(name: str, affinity: Manifest) -> Manifest:
 
 def test_a_message_names_only_the_pods_that_its_reader_may_know() -> None:
     assert describe_promises([], "ns") == ""
-    words = "some of the capacity is kept for pods that have no node yet: "
+    words = "some of the capacity is reserved for pods that are not scheduled yet: "
     assert describe_promises(["ns/b", "ns/a"], "ns") == f"{words}a, b"
     assert describe_promises(["other/secret"], "ns") == f"{words}1 pod of other namespaces"
     many = [*(f"ns/p{index}" for index in range(5)), "other/secret", "other/hidden"]

@@ -88,7 +88,7 @@ def test_an_image_volume_is_one_of_those_allowed() -> None:
         assert (problem is None) is is_allowed
     assert problem is not None
     assert problem.reason == "ImageNotAllowed"
-    assert problem.message.startswith("roles[first].template.volumes[x].image.reference: got evil")
+    assert problem.message.startswith("roles[first].template.volumes[x].image.reference: image evil")
 
 
 NAMES_OF_CODE = """
@@ -173,7 +173,7 @@ def test_code_of_a_model_is_found_inside_json(args: list[str]) -> None:
         ("--logging-config", "runs code"),
         ("--allowed-local-media-path", "files of the pod"),
         ("--hf-token", "tokenSecretRef"),
-        ("--api-key", "VLLM_API_KEY by engine.env from a Secret"),
+        ("--api-key", "VLLM_API_KEY in engine.env from a Secret"),
         ("--runner", "pooling"),
         ("--profiler-config", "allowedArguments"),
         ("--additional-config", "allowedArguments"),
@@ -270,14 +270,14 @@ def test_usual_arguments_are_allowed(args: list[str]) -> None:
 
 @pytest.mark.parametrize("value", ["-1", "101", "9" * 30, "many", ""])
 def test_log_probabilities_that_are_not_counted_are_refused(value: str) -> None:
-    assert "set 0 to 100" in refusal(f"--max-logprobs={value}")
+    assert "Set a number from 0 to 100" in refusal(f"--max-logprobs={value}")
 
 
 @pytest.mark.parametrize("value", ["nvfp4", "fp8_ds_mla", "int4_per_token_head", "turboquant_4bit_nc"])
 def test_a_kv_cache_that_is_not_counted_is_refused(value: str) -> None:
-    assert "set one of auto, bfloat16" in refusal("--kv-cache-dtype", value)
-    assert "set one of auto, bfloat16" in refusal(f"--kv_cache_dtype={value}")
-    assert "set one of auto, bfloat16" in refusal("--kv-cache-dtype")
+    assert "Set one of auto, bfloat16" in refusal("--kv-cache-dtype", value)
+    assert "Set one of auto, bfloat16" in refusal(f"--kv_cache_dtype={value}")
+    assert "Set one of auto, bfloat16" in refusal("--kv-cache-dtype")
 
 
 def test_no_list_holds_what_another_refuses() -> None:

@@ -135,7 +135,7 @@ def test_what_others_were_promised_is_not_taken() -> None:
     world.answer_inspection()
     world.settle()
     assert world.workers() == []
-    assert "kept for pods that have no node yet: 1 pod of other namespaces" in message(
+    assert "reserved for pods that are not scheduled yet: 1 pod of other namespaces" in message(
         world, "CapacityAvailable"
     )
     assert "other-0-1-0" not in str(world.status), "nobody learns the names of other namespaces' pods"

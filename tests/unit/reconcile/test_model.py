@@ -333,7 +333,9 @@ def test_a_profile_that_the_status_has_no_capacity_for_is_refused_in_words() -> 
     world.answer_inspection(replace(PROFILE, num_layers=2000, layer_bytes=(300_000_000,) * 2000).to_json())
     world.settle()
     assert world.condition("ModelReady") == ("False", "ModelNotReadable")
-    assert "2000 layers, expected at most 16384" in message(world, "ModelReady")
+    words = message(world, "ModelReady")
+    assert "the model's 2000 layers has" in words
+    assert "must have at most 16384" in words
 
 
 def test_the_pod_that_read_the_model_stays_until_its_answer_is_stored() -> None:

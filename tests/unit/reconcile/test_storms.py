@@ -110,7 +110,7 @@ def test_a_large_group_that_ends_at_once_each_time_waits_and_the_condition_names
         words = world.message("Progressing")
         held = held or world.condition("Progressing") == ("False", "TooManyNewPods")
         if held and "TooManyNewPods" in world.condition("Progressing"):
-            assert "at most 26 new pods (2 x 8 wanted + 10)" in words
+            assert "at most 26 pods a minute for this resource (2 x 8 wanted + 10)" in words
             assert "PodFailed: " in words
             assert "no such device" in words
     assert held

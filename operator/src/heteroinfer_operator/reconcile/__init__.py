@@ -1,6 +1,6 @@
-"""Level-triggered decisions: (observation, now, options) to actions and the next status.
+"""Level-triggered decisions: from (observation, now, options) to actions and the next status.
 
-One function serves create, update, resume and timer. Pure.
+One function handles create, update, resume and timer. Pure.
 """
 
 from heteroinfer_operator.reconcile.allowed import Allowed

@@ -1,4 +1,4 @@
-"""Whether the API server would take what a rollout makes, asked before it takes down what runs. Pure."""
+"""Validates the objects of a rollout by a dry run before the rollout stops running groups. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,11 +21,11 @@ def find_admission(
     old: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
 ) -> Admission:
-    """Returns what is known of the target's objects, and what to ask before groups are replaced by them.
+    """Determines the state of the target's dry run, and starts one before groups are replaced.
 
-    Nothing is asked while no group is of another revision, nor twice of a revision that would be taken; of
-    one that is refused as seldom as for a refused pod. While the API server says nothing, no group is
-    replaced, and one that is down starts again by its own.
+    No dry run is needed while all groups have the target revision, or after the API server has accepted it.
+    A refused revision is tried again as seldom as a refused pod. Until the API server answers, no group is
+    replaced, and a group that is down starts again with its own revision.
     """
     name, taken = context.target.name, observation.admitted
     if taken is None or name is None or name in taken or context.life.suspend or context.problem is not None:
@@ -48,7 +48,7 @@ def find_admission(
 def _find_outdated(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> GroupStatus | None:
-    """Returns a wanted group that has, or would start again by, another revision than the target; or None."""
+    """Finds a wanted group that runs, or would start again, with another revision than the target."""
     for index in range(context.replicas):
         status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
         revision = revision_of(context, status, pods)
@@ -58,7 +58,7 @@ def _find_outdated(
 
 
 def _objects(context: Context, revision: Revision, status: GroupStatus) -> tuple[Manifest, ...]:
-    """Returns what the next epoch of a group needs of a revision: of its pods, one of each role."""
+    """Builds the objects that a group's next epoch needs: among its pods, one pod of each role."""
     planned = context.planner.make_for_any_nodes()
     plan = planned.plan
     next_epoch = transitions.asked_for(status, plan_hash=plan.hash)

@@ -1,7 +1,7 @@
-"""What an installation allows of a spec beyond its schema: options, annotations, images, host paths. Pure.
+"""Restrictions of an installation on options, annotations, images, host paths and accounts. Pure.
 
-Annotations are read by webhooks and by runtimes, which give pods volumes, devices and other profiles by
-them: so those that are known to do no such thing are allowed, and what an installation adds.
+Webhooks and container runtimes read annotations and may give pods volumes, devices or security profiles. Only
+annotations without such an effect are allowed, and annotations that the installation adds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,23 +21,27 @@ ANNOTATIONS: Final = (
     "kubectl.kubernetes.io/default-container",
     "prometheus.io/",
 )
-"""Keys, or prefixes that end with a slash. A plain word is its user's own: runtimes' keys have dots."""
+"""Allowed keys, or prefixes that end with a slash.
+
+Keys without dots and slashes are allowed too: keys of runtimes have dots.
+"""
 
 _IMAGE_ENDS: Final = ("/", ":", "@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What an installation allows.
+    """The permissions that an installation grants to specs.
 
     Attributes:
         remote_code: whether a model's own Python code may run in its pods.
-        arguments: options of vLLM beside those listed; None allows all but weight offloading.
-        annotations: of pods, beside those listed: keys, or prefixes that end with a slash; None allows all.
-        images: what `engine.image` and image volumes may name: images, or prefixes that end with / : or @;
+        arguments: options of vLLM in addition to the listed ones; None allows all but weight offloading.
+        annotations: annotations of pods in addition to the listed ones: keys, or prefixes that end with a
+            slash; None allows all.
+        images: images for `engine.image` and image volumes: names, or prefixes that end with / : or @;
             empty allows all.
-        host_paths: folders in which a path of a node may lie; empty allows all.
-        service_accounts: names that pods may have, in any namespace; None allows all.
+        host_paths: folders of nodes that may contain models; empty allows all.
+        service_accounts: names of service accounts for pods, in any namespace; None allows all.
     """
 
     remote_code: bool = False
@@ -48,18 +52,18 @@ class Allowed:
     service_accounts: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        """Returns the first reason why a spec is refused here, or None; the model need not be known."""
+        """Finds the first reason why this installation refuses a spec, or None; works without the model."""
         return next(self.find_all_forbidden(spec), None)
 
     def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Finds each argument, annotation, image and path of a node that is refused here."""
+        """Finds each argument, annotation, image, node path and account that this installation refuses."""
         yield from self.forbidden_arguments(spec.engine.args)
         yield from self._forbidden_annotations(spec)
         yield from self._forbidden_places(spec)
         yield from self._forbidden_accounts(spec)
 
     def forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
-        """Finds those of these arguments for vLLM that are refused here."""
+        """Finds the arguments for vLLM that this installation refuses."""
         yield from refused_arguments(args)
         yield from find_unlisted(args, more=self.arguments, remote_code=self.remote_code)
 
@@ -68,9 +72,9 @@ class Allowed:
             for key in (role.template.annotations if role.template else None) or {}:
                 if not self._allows(key):
                     yield PlanError(
-                        f"roles[{role.name}].template.annotations: got {key}, which is not on the list of "
-                        "annotations, since others may act on it: remove it, or have the chart's "
-                        "allowedAnnotations name it",
+                        f"roles[{role.name}].template.annotations: {key} is not an allowed annotation "
+                        "(webhooks or container runtimes may act on it). Remove it, or add it to the chart's "
+                        "allowedAnnotations",
                         reason="AnnotationNotAllowed",
                     )
 
@@ -78,33 +82,34 @@ class Allowed:
         for field, image in _images(spec):
             if self.images and not _is_listed(image, self.images, ends=_IMAGE_ENDS):
                 yield PlanError(
-                    f"{field}: got {image}, expected one of {', '.join(self.images)}: take such an image, or "
-                    "have the chart's allowedWorkerImages name it",
+                    f"{field}: image {image} must match one of {', '.join(self.images)}. Use such an image, "
+                    "or add it to the chart's allowedWorkerImages",
                     reason="ImageNotAllowed",
                 )
         scheme, _, path = spec.model.uri.partition("://")
         folders = self.host_paths
         if scheme == "file" and folders and not any(_is_below(path, folder) for folder in folders):
             yield PlanError(
-                f"model.uri: got the path {path} of a node, expected one in {', '.join(folders)}: move "
-                "the model, or have the chart's allowedHostPaths name its folder",
+                f"model.uri: node path {path} must be in {', '.join(folders)}. Move the model, or add its "
+                "folder to the chart's allowedHostPaths",
                 reason=HOST_PATH_REASON,
             )
 
     def _forbidden_accounts(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         """Finds service accounts that are not listed.
 
-        The pods get no token of theirs. But webhooks of clouds give pods the rights of an account by its
-        name, and admission allows pods more by it: who creates this resource need not have those rights.
+        The pods get no token of the account. But webhooks of cloud providers grant pods rights by the name of
+        the account, and admission may allow such pods more. The user who creates this resource may not have
+        those rights.
         """
         for role in spec.roles:
             name = role.template.service_account_name if role.template else None
             allowed = self.service_accounts
             if name is not None and allowed is not None and name not in allowed:
                 yield PlanError(
-                    f"roles[{role.name}].template.serviceAccountName: got {name}, which is not on the list "
-                    "of service accounts, since clouds give pods rights by it: remove it, or have the "
-                    "chart's allowedServiceAccounts name it",
+                    f"roles[{role.name}].template.serviceAccountName: {name} is not an allowed service "
+                    "account (cloud providers grant pods rights by this name). Remove it, or add it to the "
+                    "chart's allowedServiceAccounts",
                     reason="ServiceAccountNotAllowed",
                 )
 
@@ -114,7 +119,10 @@ class Allowed:
 
 
 def _images(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
-    """Yields each image that pods run or mount, with its field; a model's own image has weights, not code."""
+    """Yields each image that pods run or mount, with its field.
+
+    The image of a model is not included: it contains weights, not code.
+    """
     if spec.engine.image:
         yield "engine.image", spec.engine.image
     for role in spec.roles:
@@ -129,6 +137,6 @@ def _is_listed(key: str, allowed: Sequence[str], *, ends: tuple[str, ...] = ("/"
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Returns whether a path is a folder or in it; the schema refuses paths that go up."""
+    """Checks whether a path is a folder or inside it; the schema refuses paths with ".."."""
     wanted = PurePosixPath(folder).parts
     return PurePosixPath(path).parts[: len(wanted)] == wanted

@@ -1,9 +1,10 @@
-"""Which of vLLM's options `engine.args` may have: listed by name, as vLLM 0.32.0 spells them. Pure.
+"""The vLLM options that `engine.args` may contain, by their names in vLLM 0.32.0. Pure.
 
-What is left out may load code, read the pod's files for its clients, hold a secret, open more of the pod to
-the network, or make ranks need memory that the plan does not count. What the plan owns, and what cannot work
-over ranks, is heteroinfer_contract.refused_args: the worker refuses that too, and this never, since a group
-that was made by an older list starts again by its own plan.
+Other options may load code, let clients read the pod's files, contain a secret, open more of the pod to the
+network, or make ranks need memory that the plan does not count. heteroinfer_contract.refused_args lists the
+options that the plan sets itself and the options that cannot work across ranks. The worker refuses those too.
+It does not check the list of this module: a group that started under an older list must be able to start
+again with its own plan.
 """
 
 import json
@@ -61,7 +62,7 @@ ALLOWED_ARGS: Final = word_set(
     --enable-logging-iteration-details --jit-monitor-mode --jit-monitor-verbose --disable-log-stats
     """
 )
-"""Options, of flags without their `no-`."""
+"""Allowed options; flags appear without `no-`."""
 KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "--compilation-config": word_set(
@@ -86,28 +87,28 @@ KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "--hf-overrides": frozenset({"rope_parameters", "rope_scaling", "rope_theta"}),
     }
 )
-"""Options that hold JSON, of which some keys load code or change what the plan counts: those that do not."""
+"""Allowed keys of options with JSON values; other keys may load code or change the memory that ranks need."""
 VALUES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {"--kv-cache-dtype": frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})}
 )
-"""Options of which some values make ranks need memory that the plan does not count: those that it counts."""
+"""Allowed values of options; other values make ranks need memory that the plan does not count."""
 MAX_LOGPROBS: Final = 100
-"""Of `--max-logprobs`: a client may ask for so many entries of the vocabulary for each token.
+"""Largest value of `--max-logprobs`, the vocabulary entries that a client may request for each token.
 
-All of them (-1) take gigabytes a request."""
+All entries (-1) take gigabytes for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Why:
-    """Why well-known options are not listed, and what to do instead."""
+    """Why well-known options are not listed, and an alternative."""
 
     options: tuple[str, ...]
     why: str
     remedy: str
 
 
-_OWN_CODE: Final = "runs code from a file or a module with all that the pod may do"
-_OWN_IMAGE: Final = "leave it out, or put it into an image of your own"
+_OWN_CODE: Final = "runs code from a file or a module with all permissions of the pod"
+_OWN_IMAGE: Final = "Remove it, or build it into your own image"
 _OFFLOADING: Final = _Why(
     options=(
         "--cpu-offload-gb",
@@ -118,12 +119,12 @@ _OFFLOADING: Final = _Why(
         "--offload-prefetch-step",
         "--offload-params",
     ),
-    why="copies weights from host memory to the GPU in each step: the plan counts neither the host "
-    "memory nor the time, and gives each rank layers that fit",
-    remedy="leave it out; a role of CPU pods holds layers that the GPUs lack memory for, and "
-    "parallelism.mode FeedForward their experts",
+    why="copies weights from host memory to the GPU in each step: the plan counts neither the host memory "
+    "nor the time",
+    remedy="Remove it. To run layers that do not fit on the GPUs, add a role of CPU pods; for experts, set "
+    "parallelism.mode FeedForward",
 )
-"""Refused whatever an installation allows: no plan counts it."""
+"""Refused in every installation, because no plan counts it."""
 WHY: Final = (
     _Why(
         options=(
@@ -141,28 +142,29 @@ WHY: Final = (
     _Why(
         options=("--tool-parser-plugin", "--reasoning-parser-plugin"),
         why=_OWN_CODE,
-        remedy="leave it out, or have the chart's allowedArguments name it, with the file in engine.files",
+        remedy="Remove it, or add it to the chart's allowedArguments and the file to engine.files",
     ),
     _Why(
         options=("--allowed-local-media-path",),
         why="lets every client read files of the pod",
-        remedy="leave it out: clients send what they mean",
+        remedy="Remove it. Clients can send the content of media files in their requests",
     ),
     _Why(
         options=("--api-key", "--hf-token"),
-        why="would show a secret to everybody who may read the resource, the plan or a log",
-        remedy="set VLLM_API_KEY by engine.env from a Secret; a hub's token is spec.model.tokenSecretRef",
+        why="would show a secret to all users that may read the resource, the plan or a log",
+        remedy="Set VLLM_API_KEY in engine.env from a Secret; for a hub's token, use model.tokenSecretRef",
     ),
     _OFFLOADING,
     _Why(
         options=("--runner",),
-        why="chooses pooling, which is not tested over stages, or says what is so anyway",
-        remedy="leave it out; serve a pooling model with plain vLLM",
+        why="selects pooling, which is untested across stages (any other value is the default anyway)",
+        remedy="Remove it, and serve a pooling model with stock vLLM",
     ),
 )
-_NOT_LISTED: Final = "is not on the list of options"
+_NOT_LISTED: Final = "is not an allowed option"
 _IN_FULL: Final = (
-    "write an option of docs/user/secure.md in full, or have the chart's allowedArguments name this one"
+    "Use the full name of an option in docs/user/secure.md, or add this option to the chart's "
+    "allowedArguments"
 )
 _UNLISTED_REASON: Final = "ArgumentNotAllowed"
 _REMOTE_CODE_REASON: Final = "RemoteCodeNotAllowed"
@@ -171,15 +173,15 @@ _REMOTE_CODE_REASON: Final = "RemoteCodeNotAllowed"
 def find_unlisted(
     args: Sequence[str], *, more: Collection[str] | None, remote_code: bool
 ) -> Iterator[PlanError]:
-    """Finds the arguments that are not allowed here, of those that some plan takes.
+    """Finds arguments that are not allowed, except those that heteroinfer_contract.refused_args reports.
 
-    Only options that are spelled in full are allowed: with hyphens or underscores, `--opt value` or
-    `--opt=value`, and `--opt.key` or JSON for options that hold JSON.
+    Options must have their full names, with hyphens or underscores, as `--opt value` or `--opt=value`, and
+    `--opt.key` or JSON for options with JSON values.
 
     Args:
-        args: as given to vLLM.
-        more: options that an installation allows beside those listed; None: all but weight offloading.
-        remote_code: whether code that comes with models may run.
+        args: arguments for vLLM.
+        more: additional options that the installation allows; None allows all but weight offloading.
+        remote_code: whether the code of a model may run.
     """
     for given in given_options(args):
         if refusal_of(given) is None:
@@ -215,26 +217,26 @@ def _refuse_value(given: GivenOption, remote_code: bool) -> PlanError | None:
     if keys is None:
         return None
     if not given.path and not isinstance(inside, Mapping):
-        return _error(given.arg, "holds no JSON object", "write one behind it")
+        return _error(given.arg, "has no JSON object as its value", "Add a JSON object")
     odd = next((key for key in given.path[:1] or tuple(inside) if key not in keys), None)
     if odd is None:
         return None
     return _error(
         f"{given.option}.{odd}",
-        "is not on the list of this option's keys",
-        f"leave it out; {', '.join(sorted(keys))} are allowed",
+        "is not an allowed key of this option",
+        f"Remove it. Allowed keys are {', '.join(sorted(keys))}",
     )
 
 
 def _refuse_uncounted(given: GivenOption) -> PlanError | None:
-    """Returns the error of a value by which ranks need memory that the plan does not count, or None."""
+    """Refuses a value that makes ranks need memory that the plan does not count."""
     shown, values = f"{given.option} {given.value}", VALUES.get(given.option)
     if values is not None and given.value not in values:
-        remedy = f"set one of {', '.join(sorted(values))}"
-        return _error(shown, "makes a KV cache that the plan cannot count", remedy)
+        remedy = f"Set one of {', '.join(sorted(values))}"
+        return _error(shown, "creates a KV cache that the plan cannot count", remedy)
     if given.option == "--max-logprobs" and not _is_up_to(given.value, MAX_LOGPROBS):
-        why = "lets each client take memory that the plan does not count"
-        return _error(shown, why, f"set 0 to {MAX_LOGPROBS}")
+        why = "lets each client use memory that the plan does not count"
+        return _error(shown, why, f"Set a number from 0 to {MAX_LOGPROBS}")
     return None
 
 
@@ -243,12 +245,12 @@ def _is_up_to(value: str | None, most: int) -> bool:
 
 
 def _remote_code(given: GivenOption) -> PlanError:
-    remedy = "leave it out, or have the chart installed with allowRemoteCode=true"
-    return _error(given.arg, "runs code that comes with the model", remedy, reason=_REMOTE_CODE_REASON)
+    remedy = "Remove it, or install the chart with allowRemoteCode=true"
+    return _error(given.arg, "runs the model's own code", remedy, reason=_REMOTE_CODE_REASON)
 
 
 def _error(given: str, why: str, remedy: str, *, reason: str = _UNLISTED_REASON) -> PlanError:
-    return PlanError(f"engine.args: got {given!r}, which {why}: {remedy}", reason=reason)
+    return PlanError(f"engine.args: got {given!r}, which {why}. {remedy}", reason=reason)
 
 
 def _read_json(text: str | None) -> Any:
@@ -259,7 +261,7 @@ def _read_json(text: str | None) -> Any:
 
 
 class _Pairs(dict[str, Any]):
-    """A JSON object that keeps what a key given twice hides."""
+    """A JSON object that keeps all values of a repeated key."""
 
     def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -267,7 +269,7 @@ class _Pairs(dict[str, Any]):
 
 
 def _keys(value: Any) -> Iterator[str]:
-    """Returns all keys inside a JSON value, at any depth."""
+    """Yields all keys inside a JSON value, at any depth."""
     if isinstance(value, _Pairs):
         for key, inner in value.pairs:
             yield key

@@ -1,8 +1,8 @@
-"""Bounds what one resource causes: new pods and status writes, whatever a decision wants. Pure.
+"""Limits the new pods and status writes of one resource, independent of the decisions. Pure.
 
-A defect, a webhook or another controller can undo each write, and each undone write wakes the next reconcile.
-Back-offs slow the causes that are known; this budget bounds all others. Deletes are never held back, except
-for those that must follow a status: these wait with the status, for a second at most.
+A defect, a webhook or another controller can undo each write, and each undone write triggers the next
+reconcile. Backoffs slow down the known causes; this budget limits all others. Deletes are never delayed,
+except for deletes that must follow a status write: they wait with it, for at most a second.
 """
 
 import hashlib
@@ -28,28 +28,28 @@ PODS_WITHIN: Final = timedelta(minutes=1)
 STATUS_WRITES: Final = 2
 STATUS_WRITES_WITHIN: Final = timedelta(seconds=1)
 UNDONE_BY_OTHERS: Final = 5
-"""Status writes in a row that somebody else changed, after which two writers are at odds."""
+"""Number of consecutive status writes that another writer changed, after which the operator reports it."""
 _SENT_KEPT: Final = 8
-"""Statuses that were sent last: one of them is ours, whichever the API server stored."""
+"""Number of sent statuses to remember, to recognize whichever of them the API server has stored."""
 _IN_A_ROW: Final = timedelta(minutes=1)
-"""Two status writes that are further apart are not in a row."""
+"""Status writes that are further apart do not count as consecutive."""
 _LONGEST_WAIT: Final = timedelta(seconds=30)
-"""Between two writes of a status that says the same, while others change it each time."""
+"""Longest wait between two writes of the same status while another writer changes it each time."""
 _POD: Final = "Pod"
 _WORDS: Final = 400
 
 
 def most_pods(wanted: int) -> int:
-    """Returns how many pods may be created within a minute for so many wanted ones."""
+    """Number of pods that a resource with `wanted` wanted pods may create within a minute."""
     return 2 * wanted + 10
 
 
 def wanted_pods(resource: ResourceView) -> int:
-    """Returns how many worker pods a resource asks for; at least one."""
+    """Number of worker pods that a resource asks for; at least 1."""
     roles = resource.spec.get("roles")
     each = [_count(role.get("pods"), 1) for role in roles or () if isinstance(role, Mapping)]
     groups = parse_life(resource.spec).replicas
-    if groups is None:  # not readable: as many as there are
+    if groups is None:  # the field is not readable: count the existing groups
         kept = resource.status.get("groups")
         groups = len(kept) if isinstance(kept, list | tuple) else 1
     return max(groups, 1) * max(sum(each), 1)
@@ -61,39 +61,39 @@ def _count(value: Any, default: int) -> int:
 
 @dataclass(slots=True)
 class Window:
-    """The moments of the last so many seconds at which something was done."""
+    """The times of the actions within the last `within`."""
 
     within: timedelta
     _moments: list[datetime] = field(default_factory=list)
 
     def wait(self, count: int, most: int, now: datetime) -> timedelta:
-        """Returns how long `count` more must wait until there are at most `most` in the window.
+        """Time that `count` more actions must wait so that the window holds at most `most`.
 
-        More than `most` at once wait until the window is empty: they would else wait for ever.
+        More than `most` actions at once wait until the window is empty; otherwise they would never run.
         """
-        # A clock that was set back prolongs no wait.
+        # A clock that was set back must not prolong the wait.
         kept = [min(moment, now) for moment in self._moments if now - moment < self.within]
         self._moments = kept
         over = min(len(kept) + count - most, len(kept))
         return kept[over - 1] + self.within - now if over > 0 else timedelta()
 
     def add(self, now: datetime) -> None:
-        """Notes that something is done now."""
+        """Records an action now."""
         self._moments.append(now)
 
     def take_back(self) -> None:
-        """Forgets the newest moment: nothing was done."""
+        """Removes the newest action because it did not happen."""
         if self._moments:
             self._moments.pop()
 
 
 @dataclass(slots=True)
 class Budget:
-    """What a resource caused of late; lives as long as the operator knows the resource.
+    """Recent actions of a resource; the operator keeps the budget as long as it knows the resource.
 
     Attributes:
-        undone: stored status writes in a row each of which somebody else then changed.
-        report: called with each kind of action of which one had to wait.
+        undone: number of consecutive stored status writes that another writer then changed.
+        report: callback for each action that had to wait; the argument is its kind.
     """
 
     pods: Window = field(default_factory=lambda: Window(PODS_WITHIN))
@@ -102,12 +102,12 @@ class Budget:
     report: Callable[[str], None] = lambda kind: None
     _sent: list[tuple[datetime, bytes]] = field(default_factory=list)
     _is_stored: bool = False
-    """Whether a status was stored since the last was sent, so that others can have undone it."""
+    """Whether the last sent status was stored, so that another writer can have changed it."""
 
     def note_status(self, found: Manifest, sent: Manifest, now: datetime) -> None:
-        """Notes a status write that is sent; one without an answer may have been stored.
+        """Records that a status write is sent; a write without an answer may have been stored.
 
-        `found` is the status that the decision was made on.
+        `found` is the status that the decision was based on.
         """
         in_a_row = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
         is_ours = _digest(found) in {digest for _, digest in self._sent}
@@ -119,13 +119,13 @@ class Budget:
         self._sent = [*self._sent[1 - _SENT_KEPT :], (now, _digest(sent))]
 
     def note_stored(self) -> None:
-        """Notes that the API server has stored a status that was sent."""
+        """Records that the API server has stored a sent status."""
         self._is_stored = True
 
     def status_wait(self, status: Manifest, now: datetime) -> timedelta:
-        """Returns how long a status write waits.
+        """Time that a status write must wait.
 
-        While others undo each write, a status that only repeats the last one waits longer and longer.
+        While another writer undoes each write, repeating the last status waits longer each time.
         """
         wait = self.status_writes.wait(1, STATUS_WRITES, now)
         if self.undone < UNDONE_BY_OTHERS:
@@ -142,7 +142,7 @@ class Spending:
     """The budget of one decision's actions.
 
     Args:
-        actions: all of the decision: the pods of a group are made together or not at all.
+        actions: all actions of the decision; the pods of a group are created together or not at all.
     """
 
     budget: Budget
@@ -153,12 +153,12 @@ class Spending:
     _granted: set[frozenset[str]] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        """Counts the pods that each group is to have."""
+        """Counts the pods to create for each group."""
         pods = [action for action in self.actions if is_pod(action)]
         self._pods = Counter(action.scopes for action in pods if isinstance(action, CreateObject))
 
     def spend(self, action: Action) -> float:
-        """Returns 0.0 if an action may run now, and counts it; else the seconds that it must wait."""
+        """Counts an action if it may run now, and returns 0.0; otherwise returns the wait in seconds."""
         budget, now = self.budget, self.now
         match action:
             case CreateObject() if is_pod(action):
@@ -171,7 +171,7 @@ class Spending:
         return 0.0
 
     def _pods_wait(self, scopes: frozenset[str]) -> timedelta:
-        """Returns how long the pods of a group wait; once one of them may be created, all may."""
+        """Time that the pods of a group must wait; once one pod may be created, all may."""
         if scopes in self._granted:
             return timedelta()
         most = most_pods(wanted_pods(self.resource))
@@ -188,20 +188,21 @@ class Spending:
         return wait.total_seconds()
 
     def give_back(self, action: Action) -> None:
-        """Notes that a pod was not created: the API server refused it."""
+        """Removes a pod from the count because it was not created."""
         if is_pod(action):
             self.budget.pods.take_back()
 
     def end(self) -> None:
-        """Lets go of what only `spend` reads: each resource keeps its last spending."""
+        """Frees the objects that only `spend` reads, because each resource keeps its last Spending."""
         self.resource, self.actions = self.resource.without_fields(), ()
 
     def describe_pods(self, scopes: frozenset[str]) -> str:
-        """Returns in words why the pods of a group wait, and the failure that led to it."""
+        """Describes why the pods of a group wait, and the failure that led to it."""
         wanted = wanted_pods(self.resource)
         return (
-            "the next pods wait: within one minute this resource may have at most "
-            f"{most_pods(wanted)} new pods (2 x {wanted} wanted + 10){self._last_failure(scopes)}"
+            "the next pods wait: the operator creates at most "
+            f"{most_pods(wanted)} pods a minute for this resource (2 x {wanted} wanted + 10)"
+            f"{self._last_failure(scopes)}"
         )
 
     def _last_failure(self, scopes: frozenset[str]) -> str:
@@ -215,11 +216,11 @@ class Spending:
         return f". Fix the cause of the last failure: {words}"
 
     def find_other_writer(self) -> str:
-        """Returns in words that another operator writes the status, or ""."""
+        """Describes another operator that writes the status, or ""."""
         if self.budget.undone < UNDONE_BY_OTHERS:
             return ""
         others = ", ".join(sorted(self.resource.status_managers - {names.MANAGER}))
-        who = f"field manager {others}" if others else f"field manager {names.MANAGER}, as this one"
+        who = f"field manager {others}" if others else f"field manager {names.MANAGER}, the same as this one"
         return (
             f"another operator ({who}) writes the status of this resource. "
             "Uninstall one of the two or separate their namespaces"
@@ -227,12 +228,12 @@ class Spending:
 
 
 def is_pod(action: Action) -> bool:
-    """Returns whether an action creates a pod."""
+    """Checks whether an action creates a pod."""
     return isinstance(action, CreateObject) and action.manifest["kind"] == _POD
 
 
 def _digest(status: Manifest) -> bytes:
-    """Returns the same for two statuses that say the same, whenever their conditions last changed."""
+    """Hashes a status without the transition times of its conditions."""
     conditions = status.get("conditions")
     if isinstance(conditions, list | tuple):
         found = [each for each in conditions if isinstance(each, Mapping)]
@@ -242,7 +243,7 @@ def _digest(status: Manifest) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value with whole numbers as integers: the API server stores 2.0 as 2."""
+    """Converts whole numbers to integers: the API server stores 2.0 as 2."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

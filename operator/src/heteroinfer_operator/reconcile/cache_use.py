@@ -1,4 +1,4 @@
-"""Which commits of a cache resources use, so that a fetch may remove the others. Pure."""
+"""Finds the commits of a model cache that resources use, so that a fetch may remove the others. Pure."""
 
 import json
 import re
@@ -16,15 +16,15 @@ from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.revision_record import KEY as REVISION_KEY
 
 DEFAULT_KEEP: Final = 2
-"""Commits that stay in a claim that was made for the resource."""
+"""Number of commits that stay in a claim that the operator created for the resource."""
 _CLAIM_SCHEME: Final = "pvc://"
 _COMMIT_OF_CLAIM: Final = re.compile(r"pvc://[^/]+/[^/]+/([0-9a-f]{40,64})/?")
 
 
 def claim_to_clean(resource: ResourceView) -> str:
-    """Returns the claim of a resource from which a fetch that begins now may remove commits, or "".
+    """Name of the claim from which a fetch that begins now may remove commits, or "".
 
-    It costs little: it is asked at each reconcile.
+    The check is cheap because each reconcile runs it.
     """
     uri = _at(resource.spec, "model", "uri")
     settled = _at(resource.status, "model", "phase") == ModelPhase.READY.value
@@ -41,7 +41,7 @@ def claim_to_clean(resource: ResourceView) -> str:
 def find_cleanup(
     spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime
 ) -> CacheCleanup | None:
-    """Returns what a fetch may remove from its cache; None if it is not known which commits are in use."""
+    """Finds the commits that a fetch must keep in its cache; None if the commits in use are unknown."""
     keep = _keep(spec)
     if keep is None or observation.neighbours is None:
         return None
@@ -62,7 +62,7 @@ class _UnknownUseError(Exception):
 
 
 def _claim(resource: ResourceView, spec: HeteroInferenceSpec) -> str:
-    """Returns the claim of a model's cache, or "" without a cache."""
+    """Name of the claim with a model's cache, or "" without a cache."""
     cache = spec.model.cache
     if cache is None:
         return ""
@@ -70,7 +70,7 @@ def _claim(resource: ResourceView, spec: HeteroInferenceSpec) -> str:
 
 
 def _keep(spec: HeteroInferenceSpec) -> int | None:
-    """Returns how many commits stay, or None if nothing may be removed."""
+    """Number of commits that stay, or None if a fetch may not remove commits."""
     cache = spec.model.cache
     if cache is None or not identity.is_hub_model(spec):
         return None
@@ -78,10 +78,10 @@ def _keep(spec: HeteroInferenceSpec) -> int | None:
 
 
 def _use(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
-    """Returns the commits that a resource, its plans and its revisions name.
+    """Collects the commits that a resource, its plans and its revisions name.
 
     Raises:
-        _UnknownUseError: it may use any commit of the claim.
+        _UnknownUseError: the resource may use any commit of the claim.
         ValueError, RecursionError: a plan or a revision cannot be read.
     """
     found = {_at(resource.status, "model", "commit"), *_named_by_spec(resource.spec, claim)}
@@ -98,21 +98,21 @@ def _use(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set
 
 
 def _named_by_spec(spec: object, claim: str) -> set[Any]:
-    """Returns what a stored spec names as commits; raises _UnknownUseError."""
-    if _has_volume_of(spec, claim):  # an argument of the engine may name any path in it
+    """Collects the commits that a stored spec names; raises _UnknownUseError."""
+    if _has_volume_of(spec, claim):  # an argument of the engine may name any path in the volume
         raise _UnknownUseError
     found: set[Any] = {_at(spec, "model", "revision")}
     uri = _at(spec, "model", "uri")
     if isinstance(uri, str) and uri.startswith(f"{_CLAIM_SCHEME}{claim}/"):
         match = _COMMIT_OF_CLAIM.fullmatch(uri)
-        if match is None:  # it may be a link to any commit
+        if match is None:  # the path may be a link to any commit
             raise _UnknownUseError
         found.add(match[1])
     return found
 
 
 def _has_volume_of(spec: object, claim: str) -> bool:
-    """Returns whether a volume of a role's template is of a claim."""
+    """Checks whether a role's template mounts a claim."""
     roles = spec.get("roles") if isinstance(spec, Mapping) else None
     for role in roles if isinstance(roles, list) else ():
         template = role.get("template") if isinstance(role, Mapping) else None
@@ -124,7 +124,7 @@ def _has_volume_of(spec: object, claim: str) -> bool:
 
 
 def _waits(resource: ResourceView, uri: str, claim: str) -> bool:
-    """Returns whether a resource may use a commit of a model in a claim that its status does not name yet."""
+    """Checks whether a resource may use a commit of the model that its status does not name yet."""
     named = _at(resource.spec, "model", "cache", "claimName")
     is_cached_here = named == claim if named else identity.is_model_claim_of(resource.key, claim)
     if not is_cached_here or _at(resource.spec, "model", "uri") != uri:
@@ -134,7 +134,7 @@ def _waits(resource: ResourceView, uri: str, claim: str) -> bool:
 
 
 def _at(value: object, *path: str) -> Any:
-    """Returns what stands at a path of stored JSON, or None; a text or a number, if anything."""
+    """Reads the text or number at a path of stored JSON, or None."""
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None
     return value if isinstance(value, str | int) else None

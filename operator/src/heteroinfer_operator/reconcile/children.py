@@ -1,7 +1,7 @@
-"""Children other than pods: which to write, and which to delete. Pure.
+"""Decides which children other than pods to write and to delete. Pure.
 
-What belongs to a group is made from the revision of its own pods until the last of them is gone, whatever
-the spec says by then: its policy, its Service, its plan.
+The operator builds a group's policy, Service and plan from the revision of the group's pods until the last
+pod is gone, even if the spec has changed since.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,10 +32,10 @@ from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, MODEL_SCOPE, gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A child there should be.
+    """A wanted child.
 
     Attributes:
-        last: whether it comes after the pods.
+        last: whether the operator writes the child after the pods.
     """
 
     manifest: Manifest
@@ -45,14 +45,14 @@ class Child:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Children:
-    """All children there should be.
+    """All wanted children.
 
     Attributes:
-        kept: names of those that stay as they are, since what they were made with is not known.
-        kept_groups: of which all that have no epoch stay, for the same reason.
-        kept_kinds: of which all that there are stay: claims hold models, and a refused spec names none.
+        kept: names of children that stay unchanged because their content cannot be built now.
+        kept_groups: indices of groups whose children stay for the same reason, except children of an epoch.
+        kept_kinds: kinds whose existing children all stay: claims hold models, and a refused spec names none.
         readable: names of stored plans and revisions that can be read.
-        forged: names of stored plans and revisions that somebody else wrote or damaged.
+        forged: names of stored plans and revisions that another user wrote or damaged.
     """
 
     signer: Signer
@@ -68,9 +68,9 @@ class Children:
 def find_children(
     context: Context, decisions: Sequence[GroupDecision], by_group: Mapping[int, Sequence[PodView]]
 ) -> Children:
-    """Returns the children that these decisions need.
+    """Builds the children that these decisions need.
 
-    `decisions` are of all groups, those that are not wanted any more too.
+    `decisions` cover all groups, including groups that are no longer wanted.
     """
     owner = context.owner
     in_use: dict[str, set[str]] = {}
@@ -91,7 +91,7 @@ def find_children(
             wanted += _of_group(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
-        if decision.runs:  # a cluster may show one object in several versions of its API
+        if decision.runs:  # keep it by name: a cluster may list one object under several API versions
             kept.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _shared_budget(context, decisions, by_group)
     wanted += _plans(owner, decisions)
@@ -103,7 +103,7 @@ def find_children(
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _of_resource(context, sorted(in_use), ports)
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
-    if context.target.refusal is not None:  # a pod may still fetch the model of the spec before
+    if context.target.refusal is not None:  # a pod may still fetch the model of the previous spec
         kept.add(identity.client_service(owner))
         kept_kinds |= {CLAIM, POLICY_KIND}
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
@@ -120,7 +120,7 @@ def find_children(
 
 
 def _revision_of(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
-    """Returns what a group's pods are of, or those that it gets next; None where that is not known."""
+    """Revision of a group's pods, or of its next pods; None if unknown."""
     wanted = context.target.name if context.target.refusal is None else None
     name = revision_of(context, decision.status, pods) or wanted
     return context.revisions.get(name or "")
@@ -149,11 +149,12 @@ def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> 
 def _shared_budget(
     context: Context, decisions: Sequence[GroupDecision], by_group: Mapping[int, Sequence[PodView]]
 ) -> list[Child]:
-    """Returns the budget of several groups: one pod may go while all groups with pods serve, and two do.
+    """Builds the disruption budget of several groups.
 
-    A group without pods, which waits for capacity or for its next try, is not counted: it keeps no drain from
-    the second of two others that serve. Nor is one that sleeps, which somebody put to sleep. No pod may go
-    while a rollout takes down a group.
+    It allows the eviction of one pod while all groups with pods serve and at least two groups have pods. A
+    group without pods (it waits for capacity or for its next start) does not count, so that it does not block
+    a drain. A sleeping group does not count either, because a user put it to sleep. While a rollout stops a
+    group, the budget allows no eviction.
     """
     wanted = [decision for decision in decisions if decision.status.index < context.replicas]
     if len(wanted) < 2:
@@ -184,7 +185,7 @@ def _plans(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
 
 
 def _of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
-    """Returns the clients' Service, the claims of models, and the policies of a pod that fetches one."""
+    """Builds the clients' Service, the claims of models, and the policies of a fetch pod."""
     spec = context.target.spec if context.target.refusal is None else None
     found: list[Child] = []
     port = spec.engine.port if spec is not None else next(iter(ports), None)
@@ -204,15 +205,16 @@ def _of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) 
 def decide_children(
     children: Children, stored: Sequence[Manifest], *, used_plans: Collection[str], has_pods: bool
 ) -> tuple[list[Action], list[Action]]:
-    """Returns what comes before the pods, and what comes after them: budgets, and deletes.
+    """Decides the writes and deletes of children.
 
-    An object that already says what it should is not written; drift is mended; claims are only
-    created: the user may let them grow.
+    The operator writes only objects that are missing or have drifted. It only creates claims: the user may
+    enlarge them. It keeps plans that a group still names (`used_plans`, hashes). It writes a budget only once
+    a group has pods, because the disruption controller reports a budget without pods as a problem. It deletes
+    unwanted policies only after the wanted policies exist: the API server may refuse a new policy, and a
+    serving pod needs one of them.
 
-    Plans that some group still names (`used_plans`, hashes) are kept. A budget waits until a group has pods:
-    one without any is reported as a problem, in an event of its controller. Policies that nobody wants any
-    more stay until those that are wanted are there: the create of a policy may be refused, and a pod that
-    serves needs one of them.
+    Returns:
+        The actions before the creation of pods, and the actions after it (budgets and deletes).
     """
     by_name = {_name(manifest): manifest for manifest in stored}
     new = {_name(child.manifest) for child in children.wanted} - by_name.keys()
@@ -265,12 +267,12 @@ def _delete(manifest: Manifest) -> DeleteObject:
 
 
 def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
-    """Returns whether a plan or revision that is wanted cannot be read: it is made again, being immutable."""
+    """Checks whether a wanted plan or revision is unreadable; immutable, it must be created again."""
     return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 
 def _is_forged(stored: Manifest, forged: Collection[str]) -> bool:
-    """Returns whether an object is not ours though it has the name of one, and does not go yet."""
+    """Checks whether another user wrote an object with the name of ours, and it is not being deleted yet."""
     metadata = stored["metadata"]
     return (
         stored["kind"] == "ConfigMap" and metadata["name"] in forged and "deletionTimestamp" not in metadata
@@ -287,8 +289,8 @@ def _write(child: Child, old: Manifest | None, signer: Signer) -> Action | None:
     if manifest["kind"] == CLAIM:
         return None
     if manifest.get("immutable"):
-        # What it keeps is of the moment when it was made, and can never be changed. It is believed by now,
-        # so it may have the code of its own content.
+        # The data of an immutable object cannot change. `read_records` and `kept_plans` have already checked
+        # it, so the operator may sign the stored data.
         kept = signer.sign({**manifest, **{key: old[key] for key in ("data",) if key in old}})
         drift = find_drift(old, kept).get("metadata")
         return ApplyObject(manifest=kept, scopes=child.scopes) if drift else None

@@ -1,4 +1,4 @@
-"""The conditions of a resource: each has checks in order, and the first that answers decides it. Pure."""
+"""The conditions of a resource: the first check with an answer decides each condition. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,13 +20,13 @@ from heteroinfer_operator.reconcile.silent_leaders import REASON as LEADER_SILEN
 _RESTARTS_USED_UP: Final = "RestartsUsedUp"
 _ROLLING_OUT: Final = "RollingOut"
 _BETWEEN_EPOCHS: Final = "BetweenEpochs"
-ENDING: Final = "pods answer the requests that they have, and end"
+ENDING: Final = "pods finish their running requests, then end"
 HELD: Final = "HeldByFinalizer"
-"""Reason of Progressing where a pod that shall go is kept by a finalizer, which none of ours is."""
+"""Reason of Progressing if another controller's finalizer blocks a pod that is being deleted."""
 
 
 class ConditionAnswer(NamedTuple):
-    """What a check says of its condition; `holds` None is Unknown."""
+    """Answer of a check for its condition; `holds` None is Unknown."""
 
     holds: bool | None
     reason: str
@@ -37,7 +37,7 @@ ConditionCheck = Callable[[Life], ConditionAnswer | None]
 
 
 def life_conditions(life: Life) -> tuple[Condition, ...]:
-    """Returns Available, Ready, Stalled, Progressing, Degraded and Failed."""
+    """The conditions Available, Ready, Stalled, Progressing, Degraded and Failed."""
     return tuple(life.make(kind, *_answer(checks, life)) for kind, checks in CHECKS.items())
 
 
@@ -54,7 +54,7 @@ def at_rest(life: Life) -> ConditionAnswer | None:
 
 
 def clients_cut_off(life: Life) -> ConditionAnswer | None:
-    """Groups serve, and clients reach none of them."""
+    """Groups serve, but clients cannot reach any group."""
     if not life.serving or life.unreachable is None:
         return None
     return ConditionAnswer(False, life.unreachable.reason, life.unreachable.message)
@@ -66,12 +66,12 @@ def serves(life: Life) -> ConditionAnswer | None:
 
 
 def labels_lost(life: Life) -> ConditionAnswer | None:
-    """Somebody took labels off the pods of a group that would serve."""
+    """Pods of a group that would serve have lost labels."""
     return ConditionAnswer(False, LOST_LABEL, life.lost_labels) if life.lost_labels else None
 
 
 def leader_silent(life: Life) -> ConditionAnswer | None:
-    """The leader of a group that would serve cannot be reached."""
+    """The operator cannot reach the leader of a group that would serve."""
     return ConditionAnswer(None, LEADER_SILENT, life.silent) if life.silent else None
 
 
@@ -100,7 +100,7 @@ def serves_spec(life: Life) -> ConditionAnswer | None:
 
 
 def stalled_while_none_failed(life: Life) -> ConditionAnswer | None:
-    """Only somebody's act helps; the failure of a group has words of its own."""
+    """The user must act. The failure of a group has its own message."""
     stalled = _stalled(life)
     if stalled is None or life.worst.phase is GroupPhase.FAILED:
         return None
@@ -108,7 +108,7 @@ def stalled_while_none_failed(life: Life) -> ConditionAnswer | None:
 
 
 def group_refused(life: Life) -> ConditionAnswer | None:
-    """A group waits, since the API server refused something that its pods need."""
+    """A group waits because the API server refused an object that its pods need."""
     if len(life.serving) >= life.wanted or life.worst.phase is not GroupPhase.PENDING:
         return None
     refused = next((each for each in life.refusals if each.scopes - {CLIENTS_SCOPE}), None)
@@ -125,7 +125,7 @@ def group_down(life: Life) -> ConditionAnswer | None:
 
 
 def rolling_out(life: Life) -> ConditionAnswer:
-    """All groups serve, some of them an older revision."""
+    """All groups serve, but some groups have an older revision."""
     return ConditionAnswer(
         False, _ROLLING_OUT, life.rollout.message if life.rollout is not None else life.count
     )
@@ -158,12 +158,12 @@ def spec_cannot_start(life: Life) -> ConditionAnswer | None:
 
 
 def labels_must_be_mended(life: Life) -> ConditionAnswer | None:
-    """Somebody took labels off pods, and the operator may not change pods."""
+    """Pods have lost labels, and the operator has no permission to change pods."""
     return ConditionAnswer(True, LOST_LABEL, life.lost_labels) if life.lost_labels else None
 
 
 def not_stalled(life: Life) -> ConditionAnswer:
-    """Nothing needs anybody's act."""
+    """No action of the user is needed."""
     return ConditionAnswer(False, "NotStalled")
 
 
@@ -176,19 +176,19 @@ def stopping(life: Life) -> ConditionAnswer | None:
 
 
 def child_refused(life: Life) -> ConditionAnswer | None:
-    """The API server refused something that is wanted."""
+    """The API server refused an object that the resource needs."""
     return (
         ConditionAnswer(False, life.refusals[0].reason, life.refusals[0].message) if life.refusals else None
     )
 
 
 def pod_held(life: Life) -> ConditionAnswer | None:
-    """A finalizer keeps a pod that shall go."""
+    """A finalizer blocks a pod that is being deleted."""
     return ConditionAnswer(False, HELD, life.held) if life.held else None
 
 
 def rollout_stuck(life: Life) -> ConditionAnswer | None:
-    """A rollout goes no further until somebody acts."""
+    """A rollout cannot continue until the user acts."""
     stuck = life.rollout is not None and life.rollout.stuck
     return ConditionAnswer(False, "RolloutStuck", life.rollout.message) if stuck and life.rollout else None
 
@@ -201,12 +201,12 @@ def group_moves(life: Life) -> ConditionAnswer | None:
 
 
 def rollout_goes_on(life: Life) -> ConditionAnswer | None:
-    """Groups get the new revision one after the other."""
+    """A rollout is in progress."""
     return None if life.rollout is None else ConditionAnswer(True, _ROLLING_OUT, life.rollout.message)
 
 
 def settled(life: Life) -> ConditionAnswer:
-    """Nothing is on its way."""
+    """No change is in progress."""
     return ConditionAnswer(False, "Settled")
 
 
@@ -214,13 +214,13 @@ def settled(life: Life) -> ConditionAnswer:
 
 
 def some_serve(life: Life) -> ConditionAnswer:
-    """Some of the groups serve, and others do not."""
+    """Some groups serve, others do not."""
     reason = LEADER_SILENT if life.silent else life.worst.phase.value
     return ConditionAnswer(0 < len(life.serving) < life.wanted, reason, life.silent or life.words)
 
 
 def restarts_used_up(life: Life) -> ConditionAnswer:
-    """A group has used up its restarts, or none has."""
+    """Whether a group has used up its restarts."""
     failed = any(group.phase is GroupPhase.FAILED for group in life.groups)
     return (
         ConditionAnswer(True, _RESTARTS_USED_UP, life.words)
@@ -255,7 +255,7 @@ CHECKS: Final[Mapping[ConditionType, tuple[ConditionCheck, ...]]] = MappingProxy
         ConditionType.FAILED: (at_rest, restarts_used_up),
     }
 )
-"""Of each condition its checks; the first that answers decides it."""
+"""The checks of each condition; the first check with an answer decides."""
 
 
 def _stalled(life: Life) -> ConditionAnswer | None:
@@ -263,14 +263,14 @@ def _stalled(life: Life) -> ConditionAnswer | None:
 
 
 def _going(life: Life) -> str:
-    """Returns what the pods of a suspended resource still do, in words."""
+    """Describes why pods of a suspended resource still exist, or ""."""
     return life.held or (ENDING if life.draining else "")
 
 
 def _down_reason(worst: GroupStatus) -> str:
-    """Returns the culprit's reason while a group is down because of a failure, else the phase."""
+    """Reason of the failure that stopped the group, otherwise the group's phase."""
     waits = worst.phase in {GroupPhase.PENDING, GroupPhase.SLEEPING}
-    # These phases come of failures alone, also in a status of 0.1.0 and after a suspension.
+    # Only failures cause these phases, also in a status of 0.1.0 and after a suspension.
     is_down = worst.after_failure or worst.phase in {GroupPhase.FAILED, GroupPhase.WAITING}
     if is_down and worst.failures and not waits:
         return worst.failures[-1].reason
@@ -278,13 +278,13 @@ def _down_reason(worst: GroupStatus) -> str:
 
 
 def _doing(group: GroupStatus) -> str:
-    """Returns what a group does as a reason; what it waits for, while it starts."""
+    """Reason for the group's phase; for a starting group its startup phase."""
     starts = group.phase is GroupPhase.STARTING and group.startup is not None
     return group.startup.phase.value if starts and group.startup else group.phase.value
 
 
 def plan_conditions(life: Life) -> tuple[Condition, ...]:
-    """Returns Planned and CapacityAvailable of all wanted groups."""
+    """The conditions Planned and CapacityAvailable over all wanted groups."""
     planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
     refusals = [decision.refusal for decision in life.decisions if decision.refusal is not None]
     refusal = next(iter(refusals), life.problem)
@@ -313,7 +313,7 @@ def plan_conditions(life: Life) -> tuple[Condition, ...]:
     lost = [str(decision.status.index) for decision in running if decision.plan is None]
     if lost:
         words = (
-            f"the plan of group {', '.join(lost)} is not kept any more, or cannot be read; it serves on, and "
+            f"the plan of group {', '.join(lost)} was deleted or cannot be read. The group keeps serving; "
             "its next epoch gets a new plan"
         )
         return (life.make(planned, None, PlanReason.PLAN_LOST.value, words), capacity_condition)

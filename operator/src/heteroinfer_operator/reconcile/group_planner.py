@@ -1,4 +1,7 @@
-"""What there is to plan with, counted once a reconcile and used up by the groups that it starts. Pure."""
+"""Plans the groups that start in one reconcile, from the free capacity of the nodes. Pure.
+
+The planner counts the capacity once, and each planned group uses up its share.
+"""
 
 import json
 from collections import defaultdict
@@ -46,25 +49,25 @@ from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
-"""Reason of CapacityAvailable where pods exist and have no node."""
+"""Reason of CapacityAvailable if pods exist that have no node."""
 _MOST_NAMED: Final = 3
-"""Pods that a message names."""
+"""Largest number of pods that a message names."""
 _MOST_ANSWERS: Final = 2000
-"""Remembered of specs and models, a few KB each."""
+"""Number of cached answers, one for each spec and model, a few KB each."""
 CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CAPACITY.value, UNSCHEDULABLE})
 """Reasons of missing capacity."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupPlanner:
-    """Makes the plans of the groups that start in one reconcile; each takes its share of what is free.
+    """Makes the plans of the groups that start in one reconcile; each plan uses up its share of the capacity.
 
     Attributes:
-        request: what is to be planned, or None while the spec is refused or the model is not known.
-        waits_for: what is said while it is not.
-        shortage_age_s: how long GPUs have been missing; None where waiting is of no use.
-        hints: whether pods name the node that was found for them: not where there is one machine.
-        groups: how many are wanted.
+        request: spec and model to plan, or None while the spec is refused or the model is unknown.
+        waits_for: message to report while the model is unknown.
+        shortage_age_s: how long GPUs have been missing; None if waiting cannot help.
+        hints: whether pods name the node that the planner found for them; False on a single machine.
+        groups: number of wanted groups.
     """
 
     request: GroupRequest | None
@@ -77,17 +80,17 @@ class GroupPlanner:
     _problem: PlanError | None = field(init=False, default=None)
     _asked: bool = field(init=False, default=False)
     _occupied: dict[int, set[str]] | None = field(init=False, default=None)
-    """By group: names of the nodes that have its pods, or will."""
+    """Names of the nodes that run, or will run, pods of a group, by group."""
 
     def make(self, group: int) -> EpochPlan:
-        """Returns the plan of one more group; what it takes of the nodes is not given to the next.
+        """Plans one more group and reserves its share of the nodes.
 
         Args:
-            group: its index.
+            group: index of the group.
 
         Raises:
             Shortage: GPUs or other capacity are missing now.
-            PlanError: there is no plan, or the model is not known yet.
+            PlanError: no plan exists, or the model is not known yet.
         """
         request = self._known_request()
         gang = self._choose_gang(request.spec)
@@ -98,19 +101,19 @@ class GroupPlanner:
         return replace(planned, node_assignment=self._hinted(planned.node_assignment, gang, group))
 
     def make_for_any_nodes(self) -> EpochPlan:
-        """Returns a plan however much is free: as sizes go, and not where its pods belong; raises as make."""
+        """Plans a group by sizes alone, without capacity and nodes; raises the same as `make`."""
         request = self._known_request()
         gang = self._choose_gang(request.spec)
         planned = make_plan(request, Inventory(without_amx=self._without_amx(request)))
         return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang))
 
     def make_again(self, group: int, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
-        """Returns the plan that a group had, for its next epoch; raises as make.
+        """Reuses the plan of a group's last epoch for its next epoch; raises the same as `make`.
 
         Args:
-            group: its index.
-            spec: that the group was made with.
-            plan: of its last epoch.
+            group: index of the group.
+            spec: spec that the group was created with.
+            plan: plan of its last epoch.
         """
         gang = self._choose_gang(spec)
         try:
@@ -124,18 +127,18 @@ class GroupPlanner:
     def node_assignment_again(
         self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
     ) -> NodeAssignment:
-        """Returns where pods belong that are created for an epoch which has others already.
+        """Assigns nodes to new pods of an epoch that already has pods.
 
         Args:
-            spec: that the group was made with.
-            pods: those others.
+            spec: spec that the group was created with.
+            pods: existing pods of the epoch.
         """
         labelled = labelled_roles(spec, self.observation.nodes or ())
         memory = gpu_memory_mib(spec, plan, labelled, self._gpu_floor(spec, plan))
         return NodeAssignment(gang=gang_of(pods), gpu_memory_mib=memory, apart=self._are_apart)
 
     def _gpu_floor(self, spec: HeteroInferenceSpec, plan: Plan) -> GpuFloor | None:
-        """Returns the floor of a plan's GPUs; None while the sizes of its model are not known."""
+        """Smallest GPUs that a plan can use; None while the sizes of its model are unknown."""
         if self.request is None or self.request.spec.model != spec.model:
             return None
         found = find_sizes(plan, spec, self.request.profile)
@@ -143,13 +146,14 @@ class GroupPlanner:
 
     @property
     def profile(self) -> ModelProfile | None:
-        """Returns the sizes of the model, or None while they are not known."""
+        """Sizes of the model, or None while they are unknown."""
         return None if self.request is None else self.request.profile
 
     def predict_again(self, plan: Plan, group: GroupStatus) -> PredictedPlan | None:
-        """Returns what the steps of a group's plan take, by what was measured of the nodes that it is on.
+        """Predicts the step times of a group's plan from measurements of the group's nodes.
 
-        None where the plan is of another spec, or the model is not known.
+        Returns:
+            None if the plan belongs to another spec, or the model is unknown.
         """
         if self.request is None:
             return None
@@ -169,7 +173,7 @@ class GroupPlanner:
         return predict_again(plan, self.request.spec, self.request.profile, inventory)
 
     def problem(self) -> PlanError | None:
-        """Returns why there would be no plan however much were free, or None if there is one."""
+        """Finds why no plan exists even with unlimited capacity, or None if a plan exists."""
         if not self._asked:
             self._asked = True
             try:
@@ -186,7 +190,7 @@ class GroupPlanner:
         return self._problem
 
     def _without_amx(self, request: GroupRequest) -> frozenset[str]:
-        """Returns the roles on CPUs without AMX, whatever is free there; only a model in 4 bits asks it."""
+        """Roles whose nodes have CPUs without AMX, free or not; needed only for 4-bit models."""
         if request.profile.scheme.name not in FOUR_BITS:
             return frozenset()
         return roles_without_amx(request.spec, self.observation.nodes or (), self.observation.calibrations)
@@ -197,7 +201,7 @@ class GroupPlanner:
         return self.request
 
     def _with_promises(self, shortage: Shortage) -> Shortage:
-        """Returns the shortage with the pods without a node that hold some of the capacity."""
+        """Adds the unscheduled pods that reserve some of the capacity to the message of a shortage."""
         promised = [name for free_node in self._free_nodes or () for name in free_node.promised]
         words = describe_promises(promised, self.observation.resource.key.namespace)
         return Shortage(f"{shortage.message}; {words}", reason=shortage.reason) if words else shortage
@@ -225,7 +229,7 @@ class GroupPlanner:
         )
 
     def _other_groups(self, group: int) -> OtherGroups:
-        """Returns where the pods of the resource's other groups are, or will be."""
+        """Nodes of the pods of the resource's other groups, running or planned."""
         if self._occupied is None:
             self._occupied = occupied_nodes(self.observation)
         occupied = [node for index, nodes in self._occupied.items() if index != group for node in nodes]
@@ -242,9 +246,10 @@ class GroupPlanner:
 def _find_problem(
     spec_text: str, profile: ModelProfile, served_name: str, model_path: str, without_amx: frozenset[str]
 ) -> tuple[str, str] | None:
-    """Returns message and reason why there is no plan however much is free, or None if there is one.
+    """Finds why no plan exists even with unlimited capacity: message and reason, or None.
 
-    Each resync asks it again of the same spec. An error that is raised again and again would grow.
+    Every resync repeats the question for the same spec, so the answer is cached. The answer is a pair of
+    texts, because the traceback of a cached error would grow each time that the error is raised.
     """
     request = GroupRequest(
         spec=parse_stored_spec(json.loads(spec_text)),
@@ -260,11 +265,11 @@ def _find_problem(
 
 
 def describe_promises(pods: Sequence[str], namespace: str) -> str:
-    """Returns which pods without a node hold capacity, or "" if none does.
+    """Describes the unscheduled pods that reserve capacity, or "".
 
     Args:
-        pods: their names, as `namespace/name`.
-        namespace: of the reader, who may not know the names of other namespaces' pods.
+        pods: names of the pods, as `namespace/name`.
+        namespace: namespace of the resource. Its users may not see names of pods in other namespaces.
     """
     own = [name for each in sorted(pods) for space, _, name in [each.partition("/")] if space == namespace]
     holders = own[:_MOST_NAMED]
@@ -273,12 +278,12 @@ def describe_promises(pods: Sequence[str], namespace: str) -> str:
     strangers = len(pods) - len(own)
     if strangers:
         holders.append(f"{strangers} pod{'s' if strangers > 1 else ''} of other namespaces")
-    words = "some of the capacity is kept for pods that have no node yet"
+    words = "some of the capacity is reserved for pods that are not scheduled yet"
     return f"{words}: {', '.join(holders)}" if holders else ""
 
 
 def occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
-    """Returns the names of the nodes that each group's pods have, or are hinted at, by group."""
+    """Names of the nodes that each group's pods use or are assigned to, by group."""
     key, found = observation.resource.key, defaultdict[int, set[str]](set)
     for index, pods in pods_by_group(observation.pods).items():
         found[index] |= {pod.node for pod in pods if pod.node and not pod.ended}
@@ -291,13 +296,13 @@ def occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
 
 
 def gang_of(pods: Sequence[PodView]) -> Gang | None:
-    """Returns the gang scheduler that the pods of an epoch were made for, or None."""
+    """Gang scheduler that the pods of an epoch were created for, or None."""
     known = {gang.value: gang for gang in Gang}
     return next((known[label] for pod in pods if (label := pod.labels.get(names.LABEL_GANG)) in known), None)
 
 
 def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:
-    """Returns how long GPUs have been missing, in seconds; 0 if they were not, as last written."""
+    """Seconds for which GPUs have been missing, from the last status; 0 if none were missing."""
     since = status.gpus_missing_since
     return (now - since).total_seconds() if since is not None else 0.0
 
@@ -305,11 +310,11 @@ def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:
 def gpus_missing_since(
     status: HeteroInferenceStatus, refusals: Sequence[HeteroInferError], now: datetime
 ) -> datetime | None:
-    """Returns since when GPUs have been missing, or None while they are not.
+    """Time since which GPUs have been missing, or None if none are missing.
 
     Args:
-        refusals: why groups have no plan now.
+        refusals: errors because of which groups have no plan now.
     """
     missing = any(refusal.reason == Shortage.reason for refusal in refusals)
-    # A clock that was set back prolongs no wait.
+    # A clock that was set back must not prolong the wait.
     return min(status.gpus_missing_since or now, now) if missing else None

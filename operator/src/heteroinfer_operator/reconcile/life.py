@@ -1,4 +1,4 @@
-"""What the conditions of a resource are made of. Pure."""
+"""The facts from which the conditions of a resource are built. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _ON_ITS_WAY: Final = 1
 def condition(
     kind: ConditionType, holds: bool | None, reason: str, message: str, *, now: datetime, generation: int
 ) -> Condition:
-    """Returns a condition; `holds` None is Unknown."""
+    """Builds a condition; `holds` None is Unknown."""
     state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[holds]
     return Condition(
         type=kind.value,
@@ -35,14 +35,14 @@ def condition(
 
 
 def find_serving(decisions: Sequence[GroupDecision]) -> tuple[GroupStatus, ...]:
-    """Returns the groups that serve, and that clients reach."""
+    """Groups that serve and that clients can reach."""
     return tuple(
         d.status for d in decisions if d.status.phase is GroupPhase.READY and not d.cut_off and not d.silent
     )
 
 
 def find_worst(decisions: Sequence[GroupDecision]) -> GroupStatus:
-    """Returns the group that people should look at first; of none a group that waits."""
+    """The group that needs attention most; without groups, a waiting group 0."""
     groups = (decision.status for decision in decisions)
     worst_first = min(groups, key=lambda group: _SEVERITY.get(group.phase, _ON_ITS_WAY), default=None)
     return worst_first or GroupStatus(index=0)
@@ -50,16 +50,16 @@ def find_worst(decisions: Sequence[GroupDecision]) -> GroupStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What the conditions of a resource's life are made of.
+    """The facts from which the conditions of a resource are built.
 
     Attributes:
-        draining: whether pods are still there of groups that are not wanted, or not now.
-        held: which pod that shall go is held by a finalizer, or "".
-        target: revision of the spec, or None if it cannot be read.
-        rollout: that is not done, or None.
-        refusals: of children that something wanted needs; first of those that something waits for.
-        unreachable: why clients reach no group, however many serve, or None.
-        port_unreachable: why clients do not reach groups at the port of the spec, or None.
+        draining: whether pods of stopping or unwanted groups still exist.
+        held: message about a pod that a finalizer blocks, or "".
+        target: revision of the spec, or None if the spec cannot be read.
+        rollout: unfinished rollout, or None.
+        refusals: refusals of needed objects; refusals that block come first.
+        unreachable: why clients cannot reach any group, even if groups serve, or None.
+        port_unreachable: why clients cannot reach groups at the spec's port, or None.
     """
 
     decisions: Sequence[GroupDecision]
@@ -81,23 +81,23 @@ class Life:
 
     @property
     def groups(self) -> list[GroupStatus]:
-        """Returns the groups' next statuses."""
+        """Next statuses of the groups."""
         return [decision.status for decision in self.decisions]
 
     @property
     def silent(self) -> str:
-        """Returns which group's leader cannot be reached any more, and what to do, or ""."""
+        """Message about a group whose leader the operator cannot reach, or ""."""
         return next((d.silent for d in self.decisions if d.silent), "")
 
     @property
     def lost_labels(self) -> str:
-        """Returns which labels somebody took off a pod of a group that runs, and what to do, or ""."""
+        """Message about a pod of a Ready group that has lost labels, or ""."""
         lacking = (d for d in self.decisions if d.lost_labels and d.status.phase is GroupPhase.READY)
         return next((f"group {d.status.index}: {d.lost_labels}" for d in lacking), "")
 
     @property
     def serves_spec(self) -> bool:
-        """Returns whether the pods of all wanted groups are ready with what the spec asks for."""
+        """Whether the pods of all wanted groups are ready with the revision of the spec."""
         ready = [group for group in self.groups if group.phase is GroupPhase.READY]
         return (
             self.target is not None
@@ -107,20 +107,20 @@ class Life:
 
     @property
     def at_rest(self) -> str:
-        """Returns the reason for which no group is wanted (Suspended, ScaledToZero), or ""."""
+        """Reason why no group is wanted (Suspended, ScaledToZero), or ""."""
         return "Suspended" if self.suspended else "" if self.wanted else "ScaledToZero"
 
     @property
     def count(self) -> str:
-        """Returns how many groups serve, in words."""
+        """Number of serving groups as a message."""
         return f"{len(self.serving)} of {self.wanted} groups serve"
 
     @property
     def words(self) -> str:
-        """Returns what the worst group waits for, or else how many serve."""
+        """Message of the worst group, otherwise the number of serving groups."""
         worst = self.worst
         return f"group {worst.index}: {worst.message}" if worst.message else self.count
 
     def make(self, kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
-        """Returns a condition of now."""
+        """Builds a condition with the time and generation of this reconcile."""
         return condition(kind, holds, reason, message, now=self.now, generation=self.generation)

@@ -1,4 +1,4 @@
-"""The model: fetched or only read by a pod of its own, then its profile is kept in the status. Pure."""
+"""The model: a model pod fetches or inspects it, and the status stores the model's profile. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,25 +39,25 @@ COMPONENTS: Final = frozenset({names.COMPONENT_INSPECT, names.COMPONENT_FETCH})
 _MODEL_POD_ENDED: Final = "ModelPodEnded"
 _PROFILE_READ: Final = "ProfileRead"
 _RETRY_FIRST_S: Final = 30.0
-"""After a failed look at the model: what was wrong may have been put right meanwhile. Doubled each time."""
+"""Wait after the first failed model pod; each further failure doubles it. The user may fix the cause."""
 _RETRY_MOST_S: Final = 300.0
 _PROGRESS_EVERY_S: Final = 5.0
 _STEPS: Final = 100
-"""Progress is written in so many parts of the whole: no fetch, however long, writes the status more often."""
+"""Number of steps in which the status shows progress: it limits the writes of a long fetch."""
 _STOP_GRACE_S: Final = 2
 _PROFILES_AT_HAND: Final = 1024
-"""Profiles that are not read anew at each reconcile."""
+"""Number of parsed profiles to cache between reconciles."""
 _IMAGE_REASONS: Final = frozenset({"ErrImagePull", "ImagePullBackOff"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """What a decision about the model reads.
+    """Input of a decision about the model.
 
     Attributes:
-        progress: what the pod that fetches says now, or None.
-        unreadable_since: when a group last could not read the model, or None.
-        cleanup: what a fetch that begins now may remove from its cache, or None.
+        progress: progress that the fetch pod reports now, or None.
+        unreadable_since: time of the last failure of a group to read the model, or None.
+        cleanup: files that a new fetch may remove from its cache, or None.
     """
 
     spec: HeteroInferenceSpec
@@ -74,27 +74,27 @@ class ModelContext:
 
     @property
     def uri(self) -> str:
-        """Returns the model in words."""
+        """URI of the model."""
         return self.spec.model.uri
 
     @property
     def fetches(self) -> bool:
-        """Returns whether the model comes from a hub."""
+        """Whether the model comes from a hub."""
         return self.source.fetch is not None
 
     @property
     def phase(self) -> ModelPhase:
-        """Returns the phase of a model whose pod works."""
+        """Phase of the model while its pod runs."""
         return ModelPhase.DOWNLOADING if self.fetches else ModelPhase.INSPECTING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDecision:
-    """What is known of the model, and what to do to know it.
+    """State of the model, and the actions to inspect it.
 
     Attributes:
-        holds: whether the model is ready; None while that is on its way.
-        lost_labels: which labels somebody took off the pod that looks at it, and what to do, or "".
+        holds: whether the model is ready; None while a model pod works.
+        lost_labels: the labels that the model pod has lost, and the fix, or "".
     """
 
     status: ModelStatus
@@ -110,14 +110,14 @@ class ModelDecision:
 
 
 def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
-    """Returns when a group last ended because it could not read its model, or None."""
+    """Time at which a group last ended because it could not read its model, or None."""
     last = [group.failures[-1] for group in groups if group.failures]
     times = [failure.time for failure in last if failure.reason == FailureReason.MODEL_NOT_READABLE]
     return max(times, default=None)
 
 
 def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequence[PodView]) -> ModelDecision:
-    """Returns what is known of the model of this spec."""
+    """Decides about the model of this spec."""
     key = identity.model_key(context.spec)
     kept = status if status is not None and _is_of(status, key) else ModelStatus(key=key)
     profile = _kept_profile(context, kept)
@@ -135,14 +135,17 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     name = model_pod_name(context.spec, context.owner)
     others = [pod for pod in pods if pod.name != name]
     if any(not pod.ended for pod in others):
-        context = replace(context, progress=None)  # it may be of another model
+        context = replace(context, progress=None)  # the progress may belong to another model
     pod = next((pod for pod in pods if pod.name == name), None)
     decision = _start(context, kept) if pod is None else _look(context, kept, pod)
     return replace(decision, deletes=(*decision.deletes, *_deletes(context, others)))
 
 
 def _is_of(status: ModelStatus, key: str) -> bool:
-    """Checks whether a status is of this model. A commit becomes a part of a path: a damaged one is none."""
+    """Checks whether a status belongs to this model.
+
+    The commit becomes part of a path, so a status with a damaged commit is rejected.
+    """
     return status.key == key and (status.commit is None or is_commit(status.commit))
 
 
@@ -154,7 +157,7 @@ def _kept_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | No
         return None
     try:
         return _profile(kept.profile)
-    except ContractError:  # written by another version: read the model again
+    except ContractError:  # another version wrote it: inspect the model again
         return None
 
 
@@ -164,7 +167,7 @@ def _profile(text: str) -> ModelProfile:
 
 
 def _start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
-    # What a revision means was looked up once; a later look at the same model is at the same commit.
+    # The first inspection resolved the revision to a commit; later inspections use the same commit.
     source = context.source.of_revision(kept.commit)
     manifest = build_model_pod(
         context.spec,
@@ -183,7 +186,7 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
         return _ended(context, kept, pod)
     look_again_s = context.node_loss.look_again_s([pod])
     if pod.deleting or context.node_loss.is_silent(pod):
-        going = _on_its_way(context, kept, f"pod {pod.name} is going")
+        going = _on_its_way(context, kept, f"pod {pod.name} is being deleted")
         return replace(going, deletes=context.node_loss.deletes([pod], grace_s=0), look_again_s=look_again_s)
     if pod.ended:
         why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
@@ -201,7 +204,7 @@ def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecisi
 
 
 def _on_its_way(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDecision:
-    """Returns the decision while a pod works; a failure before it is reported until it has got on."""
+    """Decides while a pod works. An earlier failure stays reported until the pod makes progress."""
     status, progress = _without_answer(context, kept), context.progress
     if progress is not None and progress.total_bytes:
         done = _in_steps(progress)
@@ -222,7 +225,7 @@ def _without_answer(context: ModelContext, kept: ModelStatus) -> ModelStatus:
 
 
 def _in_steps(progress: FetchProgress) -> int:
-    """Returns the bytes done, in whole parts of the total."""
+    """Rounds the finished bytes down to whole steps of the total."""
     parts = min(progress.done_bytes * _STEPS // progress.total_bytes, _STEPS)
     return -(-parts * progress.total_bytes // _STEPS)
 
@@ -235,11 +238,11 @@ def _share(status: ModelStatus) -> str:
 
 
 def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView, waiting: Waiting) -> ModelDecision:
-    """Returns the decision while the pod's container cannot be made; Kubernetes tries by itself."""
+    """Decides while the pod's container cannot be created; the kubelet retries."""
     reason, message = waiting
     if reason in _IMAGE_REASONS:
-        # Kubernetes says now this, now that of the same; one word for it keeps the status still.
-        reason, message = "ImagePullBackOff", "its image cannot be pulled; see the pod's events"
+        # The kubelet alternates between two reasons. A single reason avoids repeated writes of the status.
+        reason, message = "ImagePullBackOff", "its image cannot be pulled. See the events of the pod"
     elif not is_reason(reason):
         reason, message = "ModelPodWaits", str(waiting)
     return ModelDecision(
@@ -258,7 +261,7 @@ def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecis
             return _known(context, kept, pod, ended.message)
         except ContractError as error:
             reason = FailureReason.MODEL_NOT_READABLE.value
-            return _failed(context, kept, pod, reason, f"pod {pod.name} gave no answer: {error}")
+            return _failed(context, kept, pod, reason, f"pod {pod.name} returned no valid result: {error}")
     failure = Failure.from_json(ended.message)
     if failure is not None:
         return _failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
@@ -273,8 +276,8 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
     text = profile.to_json()
     if len(text) > MAX_PROFILE_LENGTH:
         raise ContractError(
-            f"got a profile of {len(text)} characters for {profile.num_layers} layers, expected at most "
-            f"{MAX_PROFILE_LENGTH}; models of so many layers are not planned"
+            f"the profile of the model's {profile.num_layers} layers has {len(text)} characters, but must "
+            f"have at most {MAX_PROFILE_LENGTH}. Use a model with fewer layers"
         )
     status = ModelStatus(
         phase=ModelPhase.READY,
@@ -282,14 +285,15 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
         commit=fetched.commit if fetched is not None else None,
         bytes_done=size_bytes,
         bytes_total=size_bytes,
-        # Never before the failure that it answers, though a clock was set back: it would be read for ever.
+        # Never before the failure that this check answers, even if the clock was set back. Otherwise the
+        # operator would inspect the model again at every reconcile.
         checked_time=max(context.now, context.unreadable_since or context.now),
         profile=text,
     )
     reported = fetched is not None and fetched.commit != kept.commit
     event = RecordEvent(
         reason="ModelFetched",
-        message=f"{context.uri}: {format_bytes(size_bytes or 0)} of commit {status.commit} are in the cache",
+        message=f"{context.uri}: commit {status.commit} ({format_bytes(size_bytes or 0)}) is in the cache",
     )
     return ModelDecision(
         status=status,
@@ -305,7 +309,7 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
 def _failed(
     context: ModelContext, kept: ModelStatus, pod: PodView, reason: str, message: str
 ) -> ModelDecision:
-    """Returns the decision after a failed attempt: its pod stays, with its log, until the next is due."""
+    """Decides after a failed attempt. The pod stays, with its log, until the next attempt is due."""
     failures = kept.failures or 0
     pause_s = min(_RETRY_FIRST_S * 2.0 ** min(failures, 16), _RETRY_MOST_S)
     wait_s = pause_s - (context.now - pod.created).total_seconds()
@@ -330,7 +334,7 @@ def _failed(
 def _deletes(context: ModelContext, pods: Sequence[PodView]) -> tuple[DeleteObject, ...]:
     over = [pod for pod in pods if pod.termination is not None]
     running = [pod for pod in pods if pod.termination is None]
-    # One that still fetches has nothing to put in order; what it has fetched stays.
+    # A fetch needs no time to clean up: the files that it has fetched stay in the cache.
     return (
         *context.node_loss.deletes(over, grace_s=0, after_status=True),
         *context.node_loss.deletes(running, grace_s=_STOP_GRACE_S),

@@ -1,4 +1,4 @@
-"""Events of a reconcile: what people should look at first. Pure."""
+"""The events of a reconcile: users see them first in `kubectl describe`. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
 def joined(events: Sequence[RecordEvent]) -> list[RecordEvent]:
-    """Returns the events of all groups with one event for each reason: a minute has room for ten."""
+    """Joins the events of all groups to one event for each reason: the limit is ten events a minute."""
     joined: dict[tuple[str, bool], list[str]] = {}
     for event in events:
         joined.setdefault((event.reason, event.warning), []).append(event.message)
@@ -36,7 +36,7 @@ def lost_label_events(
     wanted: Sequence[GroupDecision],
     model: ModelDecision,
 ) -> list[RecordEvent]:
-    """Returns an event for each pod that has newly lost a label or its owner."""
+    """Reports each pod that has newly lost a label or its owner."""
     reported = {group.damaged_pod for group in old.values()}
     reported |= {status.model.damaged_pod} if status.model is not None else set()
     damaged = [(model.status.damaged_pod, model.lost_labels)]
@@ -49,15 +49,15 @@ def lost_label_events(
 
 
 def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEvent]:
-    """Returns an event for each ConfigMap that is deleted because somebody else wrote it."""
+    """Reports each ConfigMap that the operator deletes because another user wrote it."""
     refused = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
     deleted = {action.name for action in actions if isinstance(action, DeleteObject)} - refused
     return [
         RecordEvent(
             reason="RecordNotSigned",
             message=f"ConfigMap {name}: the operator did not write this content (no valid code in annotation "
-            f"{names.ANNOTATION_CODE}). It is ignored and deleted; a copy that is in use is written anew. "
-            "Check who may write ConfigMaps in this namespace",
+            f"{names.ANNOTATION_CODE}). The operator ignores and deletes it, and restores the content if it "
+            "is in use. Check which users may write ConfigMaps in this namespace",
             warning=True,
         )
         for name in context.forged
@@ -66,10 +66,10 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
 
 
 def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus) -> list[RecordEvent]:
-    """Returns an event for each refusal that is new: people look at events first.
+    """Reports each new problem in the conditions.
 
-    Each reason is reported once for each revision of the spec; one of missing capacity once at all, since
-    what is free on nodes changes all the time.
+    Each reason is reported once for each revision of the spec. Missing capacity is reported only once,
+    because the free capacity of nodes changes all the time.
     """
     reported = {
         _announced_as(before, each)
@@ -84,7 +84,7 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     bad_if_true = {ConditionType.STALLED.value, ConditionType.FAILED.value}
     refused = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
     refused += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
-    # A lost label has an event of its own, whatever else is wrong.
+    # `lost_label_events` reports lost labels.
     fresh = [c for c in refused if _announced_as(after, c) not in reported and c.reason != LOST_LABEL]
     seen = {c.reason: c for c in fresh}
     return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]

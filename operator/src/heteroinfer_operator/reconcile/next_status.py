@@ -1,4 +1,4 @@
-"""The whole next status of a resource. Pure."""
+"""Builds the complete next status of a resource. Pure."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ def build_next_status(
     wanted: Sequence[GroupDecision],
     unwanted: Sequence[GroupDecision],
 ) -> HeteroInferenceStatus:
-    """Returns the next status."""
+    """Builds the next status."""
     generation, target, spec = observation.resource.generation, context.target, context.target.spec
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
@@ -100,7 +100,7 @@ def build_next_status(
 
 
 def status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
-    """Returns the write of a status, or nothing if it is stored already."""
+    """Writes the status, unless the API server already stores the same."""
     stored = dict(observation.resource.status)
     if status.dump() == stored:
         return []
@@ -112,7 +112,7 @@ def status_write(observation: ResourceObservation, status: HeteroInferenceStatus
 
 
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
-    """Returns what is refused of the resource itself and of groups that there still are."""
+    """Refusals that concern the resource itself or a group that still exists."""
     scopes = {group_scope(decision.status.index) for decision in decisions}
     found = [
         refusal
@@ -121,12 +121,12 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
         if refusal.kind != REVISION or refusal.name == context.target.name
         if refusal.kind == REVISION or refusal.reason != NOT_ANSWERED or refusal.tries >= REPORTED_TRIES
     ]
-    # Another operator is the cause of whatever else is undone.
+    # A second operator causes the other refusals too, so its refusal comes first.
     return sorted(found, key=lambda refusal: (refusal.reason != WRITTEN_BY_OTHERS, not refusal.blocks))
 
 
 def _client_ports(observation: ResourceObservation, context: Context) -> frozenset[int]:
-    """Returns the ports at which the clients' Service leads to the leaders now."""
+    """Ports at which the clients' Service currently forwards to the leaders."""
     name = identity.client_service(context.owner)
     found = (each for each in observation.objects if each["kind"] == "Service")
     stored = next((each for each in found if each["metadata"]["name"] == name), None)
@@ -134,16 +134,16 @@ def _client_ports(observation: ResourceObservation, context: Context) -> frozens
 
 
 def _refused_before(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
-    """Returns that clients were said to reach no group, where it is to be tried anew and is not known yet.
+    """Restores the refusal of the clients' Service until the operator has tried to write the Service again.
 
-    What is refused is forgotten when the operator starts again or the spec changes; what is not there is
-    not there for that.
+    A new process, or a change of the spec, forgets refusals. The Service still does not exist, so Available
+    must not become True before the next attempt.
     """
     before = status.condition(ConditionType.AVAILABLE.value)
     if before is None or before.reason not in OF_CHILDREN or status.endpoint is not None:
         return None
     name = identity.client_service(context.owner)
-    words = f"Service {name} was refused before, and is tried again"
+    words = f"Service {name} was refused before; the operator tries again"
     return Refusal(kind="Service", name=name, reason=before.reason, message=words, retry_at=context.now)
 
 
@@ -155,7 +155,7 @@ def _endpoint(status: HeteroInferenceStatus, context: Context) -> str | None:
 def _plans(
     status: HeteroInferenceStatus, wanted: Sequence[GroupDecision], planner: GroupPlanner
 ) -> tuple[PlanStatus, ...]:
-    """Returns the plans in use; of one that is not kept any more what the status said of it."""
+    """Plans in use. A plan whose ConfigMap is gone keeps its last reported values."""
     before = {plan.hash: plan for plan in status.plans}
     found: dict[str, PlanStatus] = {}
     for decision in wanted:
@@ -172,7 +172,7 @@ def _plans(
 
 
 def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus) -> str | None:
-    """Returns the notes on a plan: those made with it now, or else as they were."""
+    """Notes on a plan: from this reconcile, otherwise from the last status."""
     if decision.notes is not None:
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
     if before is None:

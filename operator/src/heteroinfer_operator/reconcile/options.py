@@ -1,4 +1,4 @@
-"""What an installation decides for all its resources. Pure."""
+"""The options of an installation, which apply to all its resources. Pure."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -14,26 +14,26 @@ from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.stored_fields import version_number
 
 _MOST_EXACT: Final = 10**14
-"""Versions below are epochs; names of pods have space for all that follow."""
+"""A resourceVersion below this number is used as an epoch; pod names have space for all later epochs."""
 _PER_EPOCH: Final = 10**5
 _SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
-"""Epochs count from here: names of pods stay shorter than with the years since 1970."""
+"""Start of the count of epochs: pod names stay shorter than with a count from 1970."""
 _SET_BACK: Final = timedelta(days=1)
-"""By so much the operator's clock may be set back."""
+"""Largest tolerated step back of the operator's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an installation decides for all its resources.
+    """The options of an installation, which apply to all its resources.
 
     Attributes:
-        operator_key: of which groups' keys are made; None gives them none.
-        egress: whether policies let pods out.
-        fetch_egress: where they let pods that fetch a model out to.
-        nodes_may_come: whether waiting for missing GPUs is of use: not on one machine.
-        names_come_again: whether a resource of the same name may have been here before.
-        pod_resources: of the pods that look at models, and what roles leave out.
-        pod_security: security contexts of workers, and of pods that fetch or read a model.
+        operator_key: key from which the keys of groups are derived; with None, groups have no keys.
+        egress: whether the operator writes policies that allow egress of pods.
+        fetch_egress: destinations that these policies allow for pods that fetch a model.
+        nodes_may_come: whether nodes with missing GPUs may join later; False on a single machine.
+        names_come_again: whether an earlier resource may have had the same name.
+        pod_resources: resources of model pods, and defaults for roles.
+        pod_security: security contexts of workers, and of pods that fetch or inspect a model.
     """
 
     addressing: Addressing
@@ -48,26 +48,27 @@ class Options:
     pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:
-        """Returns the lowest epoch that a group may begin now: no group of its name has had it.
+        """Lowest epoch that a group may begin now; no group of this name has used it before.
 
-        Nothing that is stored proves which epochs there were: the status, a scaled group or the whole
-        resource may be lost, and a restore of etcd takes all of them back, and the resourceVersion too. So
-        the epoch is the sum of two counts: the milliseconds since _SINCE, which no restore takes back, and
-        the resourceVersion, which grows with each write within a millisecond. Each epoch is written into the
-        status, so the sum is larger than all epochs before, as long as the API server takes fewer than 1,000
-        writes a second between a backup and its restore, and the operator's clock is not set back meanwhile.
+        No stored value proves which epochs existed: the status, a scaled group or the whole resource may be
+        lost, and a restore of etcd resets all of them and the resourceVersion. The epoch is therefore the sum
+        of two counts: the milliseconds since _SINCE, which a restore does not reset, and the resourceVersion,
+        which grows with each write within a millisecond. The operator writes each epoch to the status, so
+        the sum is larger than all earlier epochs under two assumptions: the API server accepts fewer than
+        1,000 writes a second between a backup and its restore, and the operator's clock is not set back in
+        that time.
         """
         if not self.names_come_again:
             return 1
         version = version_number(resource_version) or 0
-        # A version of more digits is a time in nanoseconds: no epochs follow each other so fast.
+        # A version with more digits is a time in nanoseconds; epochs never follow each other that fast.
         exact = version if version < _MOST_EXACT else _MOST_EXACT + version // _PER_EPOCH
         return max(exact + (now - _SINCE) // timedelta(milliseconds=1), exact, 1)
 
     def largest_epoch(self, resource_version: str, now: datetime) -> int:
-        """Returns the largest epoch that the operator can have written into the status of a resource.
+        """Largest epoch that the operator can have written to the status of a resource.
 
-        It is the first epoch that a group may begin now, and one day more: the clock may have been set back.
+        It is the lowest epoch of now plus one day, because the clock may have been set back.
         """
         if not self.names_come_again:
             return _MOST_EXACT

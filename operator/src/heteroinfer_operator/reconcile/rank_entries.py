@@ -1,4 +1,4 @@
-"""The table of a group's ranks in the status: their pods, their times, the KV cache. Pure."""
+"""The table of a group's ranks in the status: pods, step times and KV cache. Pure."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -15,11 +15,11 @@ from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.reading import index_of
 
 _MEASURE_EVERY: Final = timedelta(seconds=60)
-"""Between two writes of step times."""
+"""Time between two writes of step times."""
 _NEW_SLOWEST_AFTER: Final = timedelta(seconds=10)
-"""The same if another rank than the status names became the slowest."""
+"""Time between two writes if another rank has become the slowest."""
 _MOVED: Final = 0.10
-"""Step times are written when one of them moved by more than this part of itself."""
+"""Relative change of a step time that causes a write."""
 
 
 def with_rank_entries(
@@ -31,7 +31,10 @@ def with_rank_entries(
     now: datetime,
     profile: ModelProfile | None = None,
 ) -> GroupStatus:
-    """Returns the group with one entry a rank, and its times if they are due; without a plan as before."""
+    """Writes one entry for each rank, with new step times if they are due.
+
+    Without a plan, the existing entries stay.
+    """
     before = {entry.rank: entry for entry in group.members}
     if plan is None:
         by_name = {pod.name: pod for pod in pods}
@@ -62,7 +65,7 @@ def _of_pod(entry: RankEntry, pod: PodView) -> RankEntry:
 
 
 def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None) -> KvStatus | None:
-    """Returns the group's KV cache once every rank has reported its own; it changes with the epoch only."""
+    """Size of the group's KV cache once every rank has reported; it changes only with the epoch."""
     if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
     tightest = min(plan.ranks, key=lambda rank: reported[rank.rank].kv_room_blocks)
@@ -80,7 +83,7 @@ def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile
 
 
 def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
-    """Returns the tokens of so many blocks: each sequence takes some of every kind of layer."""
+    """Tokens that `blocks` blocks hold: each sequence takes blocks for every kind of layer."""
     engine = plan.engine
     if profile is None:
         return blocks * engine.block_size
@@ -100,7 +103,7 @@ def _due(
 
 
 def _names_another(before: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
-    """Returns whether the slowest rank is clearly slower than the one that the status names as slowest."""
+    """Checks whether a rank is clearly slower than the rank that is the slowest in the status."""
     slowest = max(times, key=lambda rank: times[rank].compute_s)
     named = max(before, key=lambda rank: before[rank].compute_ms or 0.0, default=slowest)
     return named in times and times[slowest].compute_s > (1 + _MOVED) * times[named].compute_s

@@ -1,4 +1,7 @@
-"""What is stored, as decisions read it: pods by group, plans by hash; damage loses only itself. Pure."""
+"""Reads stored objects for decisions: pods by group, plans by hash. Pure.
+
+A damaged object is ignored; all other objects are still read.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -19,19 +22,19 @@ from heteroinfer_operator.planning.first_token import add_keep_alive
 from heteroinfer_operator.reconcile.allowed import Allowed
 
 _PLANS_AT_HAND: Final = 4096
-"""Plans that are not read anew at each reconcile: of the groups that a cluster may have."""
+"""Number of parsed plans to cache between reconciles: enough for the groups of a cluster."""
 
 
 def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView, ...]:
-    """Returns the pods that are ours by their names, each as `read_labels` gives it."""
+    """Keeps the pods whose names belong to the resource, each with the labels from `read_labels`."""
     return tuple(found for pod in pods if (found := read_labels(pod, owner)) is not None)
 
 
 def read_labels(pod: PodView, owner: Owner) -> PodView | None:
-    """Returns a pod with the labels that its name says, whatever somebody made of them, and which those are.
+    """Restores the labels that the pod's name implies, and records the labels that differed.
 
     Returns:
-        None for a pod that is none of ours by its name.
+        The pod, or None if its name does not belong to the resource.
     """
     named = identity.named_labels(owner, pod.name)
     if named is None:
@@ -44,17 +47,17 @@ def read_labels(pod: PodView, owner: Owner) -> PodView | None:
 
 
 def epoch_of(pod: PodView) -> int:
-    """Returns the epoch in a pod's labels, which are complete."""
+    """Epoch in the labels of a pod from `read_labels`."""
     return int(pod.labels[names.LABEL_EPOCH])
 
 
 def index_of(pod: PodView) -> int:
-    """Returns the index of a pod in its group, by its complete labels."""
+    """Index in the group, from the labels of a pod from `read_labels`."""
     return int(pod.labels[names.LABEL_POD_INDEX])
 
 
 def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
-    """Returns the workers of each group, whose labels are complete."""
+    """Groups worker pods from `read_labels` by group index."""
     groups: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         if pod.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER:
@@ -65,18 +68,17 @@ def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
 def kept_plans(
     observation: ResourceObservation, signer: Signer, allowed: Allowed, specs: Iterable[HeteroInferenceSpec]
 ) -> dict[str, Plan]:
-    """Reads the plans that are kept, by the hash in the names of their ConfigMaps.
+    """Reads the stored plans, by the hash in the names of their ConfigMaps.
 
-    The hash is the hash of the stored text. A plan without a valid code was written by version 0.1.0, with
-    another key, or by someone else: it may ask for nothing but what a spec may ask for.
-    What another version has written into one beside what is known here is left out; the hash is the
-    name's all the same.
+    The hash must match the stored text. Version 0.1.0, an operator with another key, or another user wrote
+    a plan without a valid code: such a plan may contain only arguments that a spec may contain. Fields that
+    this version does not know are ignored; the hash still covers them.
     """
     given, plans = {spec.engine.args for spec in specs}, {}
     for manifest in observation.objects:
         plan_hash, text = _plan_text(manifest, signer.owner)
         if text is None or plan_text_hash(text) != plan_hash:
-            continue  # its group serves on, and the status says so
+            continue  # its group keeps serving, and Planned reports PlanLost
         try:
             plan = _plan(text)
         except ContractError:
@@ -87,7 +89,7 @@ def kept_plans(
 
 
 def forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str, ...]:
-    """Finds the ConfigMaps whose names are those of plans, and whose texts are other ones, by name."""
+    """Names of ConfigMaps with the name of a plan but with other content."""
     if signer.key is None:
         return ()
     found = ((manifest, *_plan_text(manifest, signer.owner)) for manifest in observation.objects)
@@ -99,9 +101,9 @@ def forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str,
 
 
 def has_only(args: tuple[str, ...], given: Collection[tuple[str, ...]], allowed: Allowed) -> bool:
-    """Checks whether a plan's arguments are those of a spec that is accepted, or may be.
+    """Checks whether a plan's arguments come from a known spec (`given`) or would be allowed in a spec.
 
-    Planning appends to the arguments of a spec (`given`).
+    Planning appends arguments to those of the spec.
     """
     if any(args in _planned(own) for own in given):
         return True
@@ -114,7 +116,7 @@ def _planned(own: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 def _plan_text(manifest: Manifest, owner: Owner) -> tuple[str, str | None]:
-    """Finds the hash in the name of a plan's ConfigMap, and the text; None for any other object."""
+    """Reads hash and text of a plan from its ConfigMap; ("", None) for any other object."""
     prefix, name = identity.plan_config_map(owner, ""), manifest["metadata"]["name"]
     if manifest["kind"] != "ConfigMap" or not name.startswith(prefix):
         return "", None

@@ -1,7 +1,7 @@
-"""One reconcile of one resource: gather what the parts decide, in the order that is safe. Pure.
+"""One reconcile of one resource: collects the decisions of all parts in a safe order. Pure.
 
-Pods are read and the status is made of them first, whatever is wrong with the spec, a plan or a child;
-then come deletes, then what is made, each child by itself.
+The status comes first: it is built from the pods, even if the spec, a plan or a child is invalid. Deletes
+follow, then creates and updates of each child.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,13 +83,13 @@ from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, wit
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
 _SHORTAGE_EVERY_S = 60.0
-"""A group without capacity is looked at this often, should nothing have said that some became free."""
+"""Seconds between checks of a group without capacity, if no event reports free capacity."""
 _MEASURE_EVERY_S = 60.0
-"""A serving group is looked at this often for its step times."""
+"""Seconds between checks of a serving group's step times."""
 
 
 def reconcile(observation: ResourceObservation, now: datetime, options: Options) -> Decision:
-    """Returns what brings a resource closer to what its user asks for."""
+    """Decides the actions that bring a resource closer to its spec."""
     resource = observation.resource
     status = parse_status(resource.status)
     if resource.deleting:
@@ -159,7 +159,7 @@ def _decide(
 
 
 def _fetches(observation: ResourceObservation, model: ModelDecision) -> bool:
-    """Returns whether a pod fetches the model, or is about to."""
+    """Checks whether a pod fetches the model, or is about to."""
     pods = [pod.labels.get(names.LABEL_COMPONENT) for pod in observation.pods if not pod.ended]
     created = [each.manifest["metadata"]["labels"][names.LABEL_COMPONENT] for each in model.creates]
     return names.COMPONENT_FETCH in (*pods, *created)
@@ -177,7 +177,7 @@ def _group_request(
 
 
 def _replicas(asked: int | None, status: HeteroInferenceStatus, pods: Sequence[PodView]) -> int:
-    """Returns how many groups are wanted: as many as there are, at least one, where it cannot be read."""
+    """Number of wanted groups; if the field is unreadable, the number of existing groups, at least 1."""
     if asked is not None:
         return asked
     living = pods_by_group([pod for pod in pods if not pod.ended])
@@ -191,7 +191,7 @@ def _model(
     node_loss: NodeLoss,
     options: Options,
 ) -> ModelDecision:
-    """Returns what is known of the model; while the spec is refused, what was known before."""
+    """Decides about the model; while the spec is refused, keeps the last result."""
     if target.refusal is not None or target.spec is None or target.source is None:
         return _model_as_it_was(status, target)
     context = ModelContext(

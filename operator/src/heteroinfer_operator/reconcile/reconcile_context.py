@@ -1,4 +1,4 @@
-"""What every part of one reconcile reads. Pure."""
+"""The shared input of all parts of one reconcile. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ POD: Final = "Pod"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """What is known of whether the API server takes what the target's pods need.
+    """State of the dry run in which the API server validates the objects of the target revision.
 
     Attributes:
-        asks: what to ask it, or None while nothing depends on it.
-        problem: why it was refused when it was last asked, or None.
-        unanswered: whether it was asked, and has not said anything yet.
+        asks: the dry run to start, or None while no decision depends on it.
+        problem: why the API server refused the objects in the last dry run, or None.
+        unanswered: whether a dry run has started but has no answer yet.
     """
 
     asks: TryObjects | None = None
@@ -39,11 +39,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """Whether no pod of several groups may be evicted, since a rollout takes down one of them.
+    """Whether evictions are blocked for all groups because a rollout stops one of the groups.
 
     Attributes:
-        wanted: whether the budget is to allow no eviction.
-        done: whether it allows none, or need not.
+        wanted: whether the disruption budget must block all evictions.
+        done: whether the budget blocks them already, or no block is needed.
     """
 
     wanted: bool = False
@@ -55,20 +55,20 @@ class Context:
     """One reconcile of one resource.
 
     Attributes:
-        life: what the spec says of the life of groups.
-        replicas: groups that are wanted.
-        target_failed: whether a group of the target's revision has used up its restarts.
-        revisions: that pods can be made of, by name.
-        recorded: names of the revisions that are kept.
-        records_signed_by: fingerprint of the key that all of them are signed by, or None.
-        forged: names of ConfigMaps with the names of such, which somebody else wrote or damaged.
-        plans: kept ones, by hash.
-        first_epoch: the lowest that a group may begin now.
-        largest_epoch: that the operator can have written into the status.
-        connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
-        unmade: names of pods that were to be made, and have never existed.
-        unasked: those of them that the API server was not asked for.
-        isolation: which pods of the namespace are kept in; None while that is not known.
+        life: the fields of the spec that control start, restart and rollout of groups.
+        replicas: number of wanted groups.
+        target_failed: whether a group with the target revision has used up its restarts.
+        revisions: revisions from which pods can be created, by name.
+        recorded: names of the stored revisions.
+        records_signed_by: fingerprint of the key that signed all stored revisions, or None.
+        forged: names of revision and plan ConfigMaps that another user wrote or damaged.
+        plans: stored plans, by hash.
+        first_epoch: lowest number for an epoch that begins now.
+        largest_epoch: largest epoch that the operator can have written to the status.
+        connecting_s: seconds for which this process has seen ranks connect, by group index and epoch.
+        unmade: names of pods that the operator decided to create but that never existed.
+        unasked: the subset of `unmade` that the operator never requested from the API server.
+        isolation: pods of the namespace whose egress is restricted; None while that is unknown.
         fetches: whether a pod fetches the model, or is about to.
     """
 
@@ -100,39 +100,39 @@ class Context:
 
     @property
     def problem(self) -> HeteroInferError | None:
-        """Returns why no epoch of the target could start however much were free, or None if one could."""
+        """Why the target cannot start even with unlimited capacity, or None if it can start."""
         return self.target.refusal or self.planner.problem() or self.admission.problem
 
     @property
     def waits_for_admission(self) -> bool:
-        """Returns whether no group is to get the target's revision yet: the API server is asked first."""
+        """Whether groups must wait for the dry run of the target revision."""
         asked = self.admission.asks is not None or self.admission.unanswered
         return asked and self.admission.problem is None
 
     def epoch_ref(self, status: GroupStatus) -> EpochRef:
-        """Returns the epoch of a group."""
+        """Reference to the current epoch of a group."""
         return EpochRef(owner=self.owner, index=status.index, epoch=status.epoch)
 
     def refusal_of(self, group: int) -> Refusal | None:
-        """Returns what of a group its pods wait for, since it was refused when it was last tried, or None."""
+        """The refusal that a group's pods wait for, or None."""
         found = [refusal for refusal in self._refusals_of(group) if refusal.kind != POD]
         return max(found, key=lambda refusal: refusal.retry_at, default=self.pod_refusal_of(group))
 
     def pod_refusal_of(self, group: int) -> Refusal | None:
-        """Returns which refused pod of a group is the last to be tried again, or None.
+        """The refused pod of a group with the latest retry, or None.
 
-        A create that the API server has not answered is no refusal: it is tried again, and no pod of the
-        group is given back for it.
+        A create without an answer from the API server is not a refusal: the operator tries again and does not
+        delete other pods of the group.
         """
         found = [refusal for refusal in self._refusals_of(group) if refusal.kind == POD]
         return max(found, key=lambda refusal: refusal.retry_at, default=None)
 
     @property
     def refused_worker(self) -> tuple[int, Refusal] | None:
-        """Returns a pod of any group that the API server refused, with the index of its group, or None.
+        """A refused pod of any group, with the index of its group, or None.
 
-        While there is one, one group starts at a time: groups that start together could each get some of
-        their pods, if a quota has room for one group only.
+        While such a pod exists, groups start one at a time. Groups that start together could each get only
+        some of their pods if a quota has room for one group only.
         """
         for index in range(self.replicas):
             found = self.pod_refusal_of(index)
@@ -142,7 +142,7 @@ class Context:
 
     @property
     def clients_refusal(self) -> Refusal | None:
-        """Returns why what clients reach groups by could not be written, or None."""
+        """Refusal of an object through which clients reach the groups, or None."""
         return next((each for each in self.refusals if CLIENTS_SCOPE in each.scopes), None)
 
     def _refusals_of(self, group: int) -> list[Refusal]:

@@ -1,8 +1,7 @@
-"""What a refused action keeps from being done, and when it is tried again. Pure.
+"""Tracks refused actions: the actions that they block, and the time of the next attempt. Pure.
 
-A refused child blocks its own scope, such as one group; all else of the resource lives on. What was
-refused is not asked for again before its time, so that a look at the resource, which pods need within
-seconds, costs no request that will be refused.
+A refused child blocks only its own scopes, such as one group. The operator does not repeat a refused request
+before its time, so that the frequent reconciles of a resource do not cause requests that will be refused.
 """
 
 import hashlib
@@ -29,45 +28,45 @@ from heteroinfer_operator.reconcile.budget import Spending, is_pod
 OBJECT_REFUSED: Final = "ObjectRefused"
 STATUS: Final = f"{names.KIND}/status"
 REVISION: Final = "Revision"
-"""Kind of a refusal of what a revision would need, of which nothing was made."""
+"""Kind of a refusal from the dry run of a revision's objects; none of these objects were created."""
 NAME_TAKEN: Final = "NameTaken"
 NAME_HELD: Final = "NameHeld"
-"""An object that shall go, or will go with its owner, has the name still."""
+"""An object that is being deleted, or that garbage collection will delete, still has the name."""
 CHANGED_BY_OTHERS: Final = "ChangedByOthers"
-"""An object is another one than what was written, as soon as it is, or each time."""
+"""A webhook or another controller changes an object during the write or after each write."""
 DELETED_BY_OTHERS: Final = "DeletedByOthers"
-"""An object is made again and again, and deleted each time."""
+"""Another controller deletes an object each time after the operator has created it."""
 MADE_BY_OTHERS: Final = "MadeByOthers"
-"""An object that is not wanted is deleted again and again, and made each time."""
+"""Another controller creates an unwanted object each time after the operator has deleted it."""
 NOT_ANSWERED: Final = "NotAnswered"
-"""The API server has not said yet whether it takes a revision or another write, or could not."""
+"""The API server has not answered yet whether it accepts a revision or another write, or cannot answer."""
 TOO_MANY_PODS: Final = "TooManyNewPods"
 """The resource's budget of new pods is spent."""
 WRITTEN_BY_OTHERS: Final = "StatusWrittenByOthers"
 """Another operator changes the status after each write."""
 
 OF_CHILDREN: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD, CHANGED_BY_OTHERS, DELETED_BY_OTHERS})
-"""Reasons why a child is not as it should be."""
+"""Reasons why a child is missing or differs from the wanted state."""
 _NOT_MADE: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD})
-"""Reasons that say that an object was not created; one without an answer may have been."""
+"""Reasons that prove that an object was not created; a create without an answer may have succeeded."""
 
 _FIRST_S: Final = 1.0
 _MOST_S: Final = 30.0
 _HELD_FIRST_S: Final = 0.2
 _STATUS_MOST_S: Final = 1.0
-"""Clients and people act on the status."""
+"""Short, because clients and users act on the status."""
 REPORTED_TRIES: Final = 5
 _REPORTED_AT: Final = MappingProxyType({NAME_HELD: REPORTED_TRIES, NOT_ANSWERED: REPORTED_TRIES})
-"""Tries after which an event tells of it: what goes by itself is gone before."""
+"""Number of attempts after which an event reports the refusal: a passing refusal is over by then."""
 _POD_FIRST_S: Final = 5.0
 _POD_MOST_S: Final = 300.0
-"""A pod refused by a quota: the pods that were made before it are given back each time."""
+"""Longest wait for a pod that a quota refuses: each attempt creates and deletes other pods of the group."""
 _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
-"""What nobody wants any more is not refused any more; this long after its time it is forgotten."""
+"""Time after a due retry at which a refusal is forgotten if no decision wants the object any more."""
 _POD_FORGOTTEN_AFTER: Final = timedelta(seconds=90)
-"""Longer than the pods that are given back take to go: before, the refused one is not tried again."""
+"""The same for pods. It is longer than the deletion of the group's other pods, which precedes the retry."""
 _BUDGET_MOST_S: Final = 60.0
-"""Longest wait for the budget, and time for which two writers of a status are reported."""
+"""Longest wait for the budget, and time for which the operator reports a second writer of the status."""
 
 Subject: TypeAlias = tuple[str, str]
 """Kind and name."""
@@ -78,11 +77,11 @@ _EPOCH: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
         "Workload": re.compile(r"-[0-9]+$"),
     }
 )
-"""By kind: where the name of an object of an epoch has the epoch."""
+"""Position of the epoch in the names of an epoch's objects, by kind."""
 
 
 def subject(action: Write, resource: str) -> Subject:
-    """Returns which object an action writes."""
+    """Kind and name of the object that an action writes."""
     match action:
         case CreateObject() | ApplyObject():
             return action.manifest["kind"], action.manifest["metadata"]["name"]
@@ -110,10 +109,10 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
 
 
 def _jitter(action: Write, reason: str, kept_as: Subject, tries: int) -> float:
-    """Returns the part of its delay, 0.5 to 1, after which a refused pod is tried again; 1 for all else.
+    """Factor for the delay of a refused pod, 0.5 to 1; 1 for all other objects.
 
-    Resources and groups that a quota refused at one moment must not all come back at another one: each would
-    get some of its pods, and give them back for want of the others.
+    Resources and groups that a quota refused at the same time must not retry at the same time: each would get
+    only some of its pods, and would delete them again.
     """
     if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not is_pod(action):
         return 1.0
@@ -126,7 +125,7 @@ def _forgotten_at(refusal: Refusal) -> datetime:
 
 
 def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Returns refusals of before, none due later than it would be if it came now: a clock was set back."""
+    """Limits the retry times of earlier refusals to those of new refusals, in case the clock was set back."""
 
     def in_time(refusal: Refusal) -> Refusal:
         latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
@@ -136,10 +135,10 @@ def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ..
 
 
 def asked_anew(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Returns what still stands of the refusals of a spec that was changed; all else is as if never tried.
+    """Keeps the refusals of revisions after a change of the spec, with a retry at once; drops all others.
 
-    A revision that was refused is so while it is asked about anew, at once: a scale is no other revision, and
-    must neither be said to roll it out nor to have taken back its refusal.
+    A refused revision stays refused until the next dry run answers. A scale does not change the revision, so
+    it must neither start the rollout of the revision nor clear its refusal.
     """
     kept = (refusal for refusal in refusals if refusal.kind == REVISION)
     return tuple(replace(refusal, retry_at=min(refusal.retry_at, now)) for refusal in kept)
@@ -147,11 +146,11 @@ def asked_anew(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...
 
 @dataclass(slots=True)
 class Acting:
-    """The actions of one decision on their way: which may still be done.
+    """Decides, while the actions of one decision run, which further actions may run.
 
     Args:
-        refusals: of before.
-        spending: what the resource may cause now; None for no bound.
+        refusals: refusals from earlier decisions.
+        spending: budget of the resource; None for no limit.
     """
 
     resource: str
@@ -167,15 +166,15 @@ class Acting:
     _held_s: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Forgets what was refused long ago and not tried again."""
+        """Forgets old refusals that were not tried again."""
         before = due_in_time(self.refusals, self.now)
         kept = [refusal for refusal in before if _forgotten_at(refusal) > self.now]
         self.known = {_kept_as((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in kept}
-        # The decision knew of it still: the next one says that it is over.
+        # This decision still used the forgotten refusals; the next one must report that they are over.
         self._lifted = len(kept) < len(before)
 
     def may(self, action: Write) -> bool:
-        """Returns whether an action can be done now; one that cannot blocks its scopes."""
+        """Checks whether an action may run now; an action that may not run blocks its scopes."""
         if self._is_blocked(action):
             return False
         kept = self.known.get(self._key(action))
@@ -186,7 +185,7 @@ class Acting:
         return False
 
     def _is_within_budget(self, action: Write) -> bool:
-        """Counts an action against the budget; one that must wait holds back what depends on it."""
+        """Counts an action against the budget; an action that must wait blocks its scopes."""
         if self.spending is None or not (wait_s := self.spending.spend(action)):
             return True
         self._held_s.append(wait_s)
@@ -197,7 +196,7 @@ class Acting:
         return False
 
     def done(self, action: Write) -> None:
-        """Notes that an action was done."""
+        """Records that an action succeeded."""
         if self.spending is not None and isinstance(action, PatchStatus):
             self.spending.budget.note_stored()
         if self._is_of_two_writers(action):
@@ -206,7 +205,7 @@ class Acting:
             self._lifted = True
 
     def refused(self, action: Write, reason: str, message: str) -> Refusal | None:
-        """Notes that an action was refused; returns the refusal if an event should tell it, else None."""
+        """Records that an action was refused; returns the refusal if an event must report it."""
         if self.spending is not None and reason in _NOT_MADE:
             self.spending.give_back(action)
         return self._note(action, reason, message)
@@ -218,7 +217,7 @@ class Acting:
         before = self.known.get(key)
         tries = before.tries + 1 if before is not None else 1
         delay = timedelta(seconds=_delay_s(found[0], reason, tries) * _jitter(action, reason, key, tries))
-        # A pod that was changed is not known as ours: no pod of its group is of use.
+        # The operator does not recognize a changed pod as its own, so the whole group cannot start.
         blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or is_pod(action)
         refusal = Refusal(
             kind=found[0],
@@ -233,13 +232,13 @@ class Acting:
         self.known[key] = refusal
         if refusal.blocks:
             self._block(action)
-        is_news = before is None or _said(before) != _said(refusal)
+        is_news = before is None or _content(before) != _content(refusal)
         self.new += [refusal] if is_news else []
         is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_news
         return refusal if is_reported else None
 
     def _is_of_two_writers(self, action: Write) -> bool:
-        """Returns whether an action is a status write of those that another operator undoes; notes it."""
+        """Checks for, and records, a status write while another operator undoes each write."""
         if self.spending is None or not isinstance(action, PatchStatus):
             return False
         words = self.spending.find_other_writer()
@@ -248,23 +247,24 @@ class Acting:
         return bool(words)
 
     def unsent(self, action: Write) -> None:
-        """Notes that an action that may run was not sent."""
+        """Records that an allowed action was not sent."""
         if self.spending is not None:
             self.spending.give_back(action)
 
     def conflicted(self, action: Write) -> None:
-        """Notes that an action met another state than it was decided on."""
+        """Records a conflict: the object has changed since the decision."""
         self._block(action)
 
     def end(self) -> None:
-        """Notes that no more actions begin; answers to those that have may still come."""
+        """Records that no more actions begin; answers to earlier actions may still arrive."""
         if self.spending is not None:
             self.spending.end()
 
     def look_again_s(self) -> float | None:
-        """Returns when something that was refused may be tried again, in seconds; at once for news.
+        """Seconds until a refused action may be tried again; 0.0 after a new or a lifted refusal.
 
-        What could have been tried and was not is wanted by nobody now: it is looked at once it is forgotten.
+        If a refused action was due and the decision did not contain it, no decision wants it now. The next
+        check is then at the time at which the refusal is forgotten.
         """
         if self.new or self._lifted:
             return 0.0
@@ -279,7 +279,7 @@ class Acting:
     def _is_blocked(self, action: Write) -> bool:
         match action:
             case CreateObject() | ApplyObject():
-                # If several groups need an object, one group that is not blocked is enough.
+                # If several groups need an object, one unblocked group is enough.
                 nobody_needs_it = bool(action.scopes) and action.scopes <= self._blocked
                 return self._makes_nothing or nobody_needs_it
             case DeleteObject():
@@ -291,21 +291,21 @@ class Acting:
             case CreateObject() | ApplyObject():
                 self._blocked |= action.scopes
             case PatchStatus():
-                # An epoch that the status does not have would be begun a second time.
+                # If pods of an epoch existed without the status, the epoch would begin a second time.
                 self._makes_nothing = True
                 self._keeps_status = True
 
 
 def scopes_of(action: Write) -> frozenset[str]:
-    """Returns what an action is part of."""
+    """Scopes of an action."""
     return action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
 
 
 def _kept_as(found: Subject, scopes: frozenset[str]) -> Subject:
-    """Returns by what a refusal is kept: what is made for an epoch has another name in each."""
+    """Key of a refusal: kind and name, without the number of the epoch."""
     kind, name = found
     return (kind, _EPOCH[kind].sub("-*", name)) if kind in _EPOCH and scopes else found
 
 
-def _said(refusal: Refusal) -> tuple[str, str]:
+def _content(refusal: Refusal) -> tuple[str, str]:
     return refusal.reason, refusal.message.replace(refusal.name, "")

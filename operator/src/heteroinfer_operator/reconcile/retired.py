@@ -1,7 +1,7 @@
-"""Groups that were scaled away and whose failures count when they come again. Pure.
+"""Groups that were scaled away; their failures still count after a scale-up. Pure.
 
-An autoscaler goes down and up as load does: were each group that comes again a new one, a start that fails
-would be tried without end, and the wait between two tries be jumped.
+An autoscaler removes and adds groups with the load. If each added group began without failures, a failing
+start would repeat without end and without the wait between attempts.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
 def known_groups(status: HeteroInferenceStatus) -> dict[int, GroupStatus]:
-    """Returns by index what is known of each group, of those that were scaled away too."""
+    """Last status of each group by index, including groups that were scaled away."""
     kept = {group.index: GroupStatus(**dict(group)) for group in status.retired_groups}
     return kept | {group.index: group for group in status.groups}
 
@@ -20,7 +20,7 @@ def known_groups(status: HeteroInferenceStatus) -> dict[int, GroupStatus]:
 def retire(
     context: Context, status: HeteroInferenceStatus, present: Collection[int]
 ) -> tuple[RetiredGroup, ...]:
-    """Returns what is to be remembered of groups that there are not any more."""
+    """Entries for groups that no longer exist but whose failures still count."""
     groups = [group for index, group in sorted(known_groups(status).items()) if index not in present]
     return tuple(_retired(group) for group in groups if _is_remembered(context, group))
 
@@ -31,7 +31,7 @@ def _is_remembered(context: Context, group: GroupStatus) -> bool:
 
 
 def _retired(group: GroupStatus) -> RetiredGroup:
-    """Returns what counts of a group; words of its last failure alone, since the status has a size."""
+    """Reduces a group to the values that count; keeps only the last failure's message to save space."""
     bare = tuple(failure.changed(message="") for failure in group.failures[:-1])
     return RetiredGroup(
         index=group.index,

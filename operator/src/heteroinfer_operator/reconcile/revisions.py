@@ -1,4 +1,4 @@
-"""Which revision the spec asks for, and what the revisions of running groups were. Pure."""
+"""The revision that the spec asks for, and the stored revisions of running groups. Pure."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ from heteroinfer_operator.reconcile.options import Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """What pods are made with.
+    """The part of a spec that pods are created from.
 
     Attributes:
-        name: hash, as in the labels of its pods.
-        commit: of a hub's model, or None.
+        name: hash, as in the labels of the pods.
+        commit: commit of a model from a hub, or None.
     """
 
     name: str
@@ -32,17 +32,17 @@ class Revision:
 
     @property
     def record(self) -> RevisionRecord:
-        """Returns what is kept of it."""
+        """The record that the operator stores."""
         return RevisionRecord(name=self.name, spec=self.spec, commit=self.commit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What the resource asks for now.
+    """The revision that the resource asks for now.
 
     Attributes:
-        name: of its revision, or None if the spec cannot be read.
-        source: where its model is, or None if it cannot be had.
+        name: name of the revision, or None if the spec cannot be read.
+        source: location of the model, or None if the installation does not allow it.
     """
 
     name: str | None = None
@@ -58,10 +58,10 @@ def find_target(
     options: Options,
     recorded: Collection[RevisionRecord],
 ) -> Target:
-    """Returns what the resource asks for.
+    """Determines the revision that the resource asks for.
 
-    A spec that a rule of this version refuses may be one that an older version has accepted: its
-    revision is named all the same, so that its groups are known to be of it.
+    An older version may have accepted a spec that this version refuses. The function names the revision of
+    such a spec too, so that the operator still recognizes its groups.
     """
     raw, refusal = observation.resource.spec, None
     try:
@@ -83,7 +83,7 @@ def find_target(
 
 
 def _name(spec: HeteroInferenceSpec, recorded: Collection[RevisionRecord], in_use: Collection[str]) -> str:
-    """Returns the name of a spec's revision: of one that is kept and needs the same pods, if there is one."""
+    """Names the revision of a spec; reuses the name of a stored revision that needs the same pods."""
     needed = identity.needs_pods(spec)
     same = {record.name for record in recorded if identity.needs_pods(record.spec) == needed}
     found = sorted(same & set(in_use)) or sorted(same)
@@ -93,7 +93,7 @@ def _name(spec: HeteroInferenceSpec, recorded: Collection[RevisionRecord], in_us
     first, own = identity.first_revision(spec), identity.revision(spec)
     if first in in_use and first not in others:
         return first
-    # Hashes of 40 bits can be made to meet: a refused spec must not take the place of what a group had.
+    # A user can construct a collision of 40-bit hashes: a refused spec must not replace a group's revision.
     return identity.longer_revision(spec) if own in others else own
 
 
@@ -104,12 +104,12 @@ def _in_use(pods: Collection[PodView], status: HeteroInferenceStatus) -> set[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRecords:
-    """What is kept of revisions, as far as it is believed.
+    """The stored revisions that the operator trusts.
 
     Attributes:
-        records: that are believed.
-        unsigned: names of those without a valid code.
-        forged: names of the ConfigMaps that are ignored: somebody else wrote them, or damaged them.
+        records: trusted records.
+        unsigned: names of the trusted records without a valid code.
+        forged: names of ignored ConfigMaps, which another user wrote or damaged.
         any_signed: whether a record has a valid code.
     """
 
@@ -121,12 +121,13 @@ class KeptRecords:
     def signed_by(
         self, signer: Signer, status: HeteroInferenceStatus, revisions: Collection[str]
     ) -> str | None:
-        """Returns by which key all records are signed, for the next status.
+        """Fingerprint of the key that signed all records, for the next status.
 
-        From then on a record without a valid code is ignored. It is not before records were seen with their
-        codes: a status that is written, and a crash before the codes are, would lose them.
+        Once the status has this fingerprint, the operator ignores records without a valid code. It first has
+        to see the records with their codes: if it wrote the status first and crashed before it signed the
+        records, it would lose them.
 
-        `revisions` are those that pods can be made of, and whose records so get codes.
+        `revisions` are the revisions from which pods can be created; the operator signs their records.
         """
         done = self.any_signed and not self.unsigned & set(revisions)
         return signer.fingerprint if done else status.records_signed_by
@@ -135,11 +136,11 @@ class KeptRecords:
 def read_records(
     observation: ResourceObservation, status: HeteroInferenceStatus, signer: Signer, allowed: Allowed
 ) -> KeptRecords:
-    """Reads the revisions that are kept.
+    """Reads the stored revisions.
 
-    A record with a valid code is believed: the operator wrote it. Version 0.1.0 wrote none, and an operator
-    with another key made other codes: until all records in use have a code of this key, those without one
-    are checked like a spec. An installation without a key always does that.
+    The operator trusts a record with a valid code, because only it can create the code. Version 0.1.0 wrote
+    no codes, and an operator with another key wrote other codes. Until all records in use have a code of
+    this key, the operator checks records without a code like a spec. Without a key it always does so.
     """
     prefix = identity.revision_record(signer.owner, "")
     all_signed = signer.key is not None and status.records_signed_by == signer.fingerprint
@@ -183,7 +184,7 @@ def _is_accepted(record: RevisionRecord, allowed: Allowed) -> bool:
 def find_revisions(
     recorded: Collection[RevisionRecord], target: Target, commit: str | None, owner: Owner, options: Options
 ) -> Mapping[str, Revision]:
-    """Returns by name the revisions that pods can be made of."""
+    """Finds the revisions from which pods can be created, by name."""
     found: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:
         found[target.name] = Revision(
@@ -193,7 +194,7 @@ def find_revisions(
         try:
             source = options.addressing.model(record.spec, owner)
         except PlanError:
-            continue  # of an installation that allowed it
+            continue  # the installation has allowed this model before, but no longer does
         kept = Revision(
             name=record.name, spec=record.spec, source=source.at(record.commit), commit=record.commit
         )

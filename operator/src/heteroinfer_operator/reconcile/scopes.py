@@ -1,13 +1,13 @@
-"""Scopes of actions: a refused action blocks the later ones of its scopes. Pure."""
+"""Scopes of actions: a refused action blocks the later actions of its scopes. Pure."""
 
 from typing import Final
 
 CLIENTS_SCOPE: Final = "clients"
-"""Scope of the actions by which clients reach groups."""
+"""Scope of the actions through which clients reach groups."""
 MODEL_SCOPE: Final = "model"
-"""Scope of the actions that look at the model."""
+"""Scope of the actions that fetch or inspect the model."""
 
 
 def group_scope(index: int) -> str:
-    """Returns the scope of the actions that make a group."""
+    """Scope of the actions that create a group."""
     return f"group/{index}"

@@ -1,7 +1,7 @@
-"""Keeps a status below what etcd takes of an object, spec and managedFields included: 1.5 MiB. Pure.
+"""Keeps the resource below etcd's limit of 1.5 MiB, which includes spec and managedFields. Pure.
 
-What decisions read stays, whatever there is of it: every rank's pod, and whether it has run. Measurements,
-nodes, older words and tables of plans, which are for people, stay as long as there is space for them.
+Values that decisions read always stay: every rank's pod, and whether it has run. Measurements, nodes,
+messages of older failures and rank tables of plans are for users; they stay as long as there is space.
 """
 
 import json
@@ -12,20 +12,20 @@ from heteroinfer_operator.api import FailureStatus, GroupStatus, PlanStatus, Ran
 from heteroinfer_operator.reconcile import transitions
 
 TABLES_BYTES: Final = 850_000
-"""Of all ranks of all groups; what decisions read of MAX_RANKS takes 830,000 at most."""
+"""Space for all ranks of all groups; the values that decisions read take at most 830,000 for MAX_RANKS."""
 FAILURE_BYTES: Final = 96_000
-"""Of the words of failures; each of the most that there can be takes 150 bytes without them."""
+"""Space for the messages of failures; each failure takes another 150 bytes without its message."""
 PLAN_BYTES: Final = 128_000
-"""Of the ranks of all plans."""
+"""Space for the ranks of all plans."""
 LEFT_OUT: Final = "left out: the status is full"
 _RANK_BYTES: Final = 75
-"""An entry without its names, measurements and node: {"rank":4095,"role":"","pod":"","started":false,…},"""
+"""Size of an entry without names, times and node: {"rank":4095,"role":"","pod":"","started":false,…},"""
 _DETAIL_BYTES: Final = 75
 _PLAN_RANK_BYTES: Final = 150
 
 
 def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
-    """Returns the groups as far as there is space: first of the first, of failures the newest."""
+    """Drops details of the last groups, and messages of the oldest failures, until the groups fit."""
     least = sum(_rank_bytes(rank) for group in groups for rank in group.members)
     space = TABLES_BYTES - least
     found = []
@@ -37,7 +37,7 @@ def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
 
 
 def fit_plans(plans: Sequence[PlanStatus]) -> tuple[PlanStatus, ...]:
-    """Returns the plans, with their tables of ranks as far as there is space."""
+    """Drops the rank tables of the last plans until the plans fit."""
     space, found = PLAN_BYTES, []
     for plan in plans:
         space -= sum(_PLAN_RANK_BYTES + _json_bytes(rank.role) for rank in plan.ranks)
@@ -71,7 +71,7 @@ def _rank_bytes(rank: RankEntry) -> int:
 
 
 def _json_bytes(text: str) -> int:
-    """Returns the bytes of a text in JSON as the API server writes it: Go escapes < > & too."""
+    """Size of a text in the API server's JSON: Go also escapes <, > and &."""
     escaped = 5 * sum(text.count(character) for character in "<>&")
     return len(text) + escaped if text.isascii() and text.isprintable() else _escaped(text) + escaped
 

@@ -1,4 +1,4 @@
-"""Plans and the small values of `kubectl get` in the status. Pure."""
+"""The plans in the status, and the summary that `kubectl get` prints. Pure."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 
 def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
-    """Returns the rank table of a plan.
+    """Builds the rank table of a plan.
 
-    `predicted` is the same plan by what is known of its machines now; None where that cannot be said.
+    `predicted` is the plan with step times from current measurements of its nodes; None if unknown.
     """
     ranks = plan.ranks if predicted is None else predicted.plan.ranks
     step = predict(plan) if predicted is None else predicted.step
@@ -48,7 +48,7 @@ def summary(
     serving: int,
     wanted: int,
 ) -> Summary:
-    """Returns the small values that `kubectl get` prints."""
+    """Builds the values that `kubectl get` prints."""
     plan = next((decision.plan for decision in decisions if decision.plan is not None), None)
     entries = [entry for group in groups for entry in group.members if entry.compute_ms is not None]
     slowest = max(entries, key=lambda entry: entry.compute_ms or 0.0, default=None)

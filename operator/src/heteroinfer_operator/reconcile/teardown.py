@@ -1,8 +1,8 @@
-"""The end of a resource that somebody else's finalizer still keeps. Pure.
+"""Stops a resource whose deletion another controller's finalizer blocks. Pure.
 
-The operator sets no finalizer: garbage collection ends the children of a resource by their owner references,
-also where no operator is left. A resource is seen while it is being deleted if the user waits for its
-children (`kubectl delete --cascade=foreground`), or another controller holds it.
+The operator sets no finalizer: garbage collection deletes the children of a resource by their owner
+references, even if no operator runs. The operator sees a resource in deletion only if the user waits for its
+children (`kubectl delete --cascade=foreground`) or another controller's finalizer blocks the deletion.
 """
 
 from datetime import datetime
@@ -23,19 +23,19 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss, find_still_runnin
 
 _REASON = "Deleting"
 _LEAVES_CHILDREN: Final = "orphan"
-"""Finalizer of a deletion that leaves the children (`kubectl delete --cascade=orphan`)."""
+"""Finalizer of a deletion that keeps the children (`kubectl delete --cascade=orphan`)."""
 
 
 def decide_teardown(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
 ) -> Decision:
-    """Returns what a resource that is being deleted needs; running requests may end first."""
+    """Stops a resource that is being deleted; running requests may finish first."""
     if not observation.pods or _LEAVES_CHILDREN in observation.resource.finalizers:
         return Decision()
     node_loss = NodeLoss.of(observation, parse_life(observation.resource.spec).restart, now)
     return Decision(
         actions=(
-            # First: it depends on nothing, a writable status least of all.
+            # The deletes come first: they must not depend on a successful write of the status.
             *node_loss.deletes(observation.pods, grace_s=None),
             *status_write(observation, _ending(observation, status, node_loss)),
         ),
