@@ -31,7 +31,7 @@ PATTERNS = {
     "begins with Of": r"(?m)(?:^ *|(?<=[.:;] ))Of (?:an?|the|all|each|its|th\w+|it|which|one)\b",
     "weak passive": rf"{_BE} (?:made|taken|said|asked|given|held|kept|told|meant|had|let|put|got|seen)\b",
     "things that say or tell": r"\b(?:says?|tells?|said|told)\b",
-    "is no X": rf"{_BE} no (?!longer|more)\w",
+    "is no X": rf"(?<!here ){_BE} no (?!longer|more)\w",
     "nobody, whoever": r"\b(?:nobody|somebody|whoever|anybody)\b",
     "lives on, goes with": r"\b(?:(?:live|serve|get|run)s? on(?! (?:a|the|one|each|its|GPU|CPU|node)\b)"
     r"|stands? (?:still|in)\b|stood still|comes? of it|goes with|lies? beside|let go\b)",

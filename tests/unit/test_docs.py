@@ -389,3 +389,14 @@ def test_every_variable_is_read() -> None:
     read |= {f"HETEROINFER_{name}" for name in re.findall(r'read\.\w+\("([A-Z_]+)"', text)}
     assert len(named) > 8
     assert not {(page, name) for page, name in named if name not in read}
+
+
+def test_the_index_lists_each_decision_with_its_title() -> None:
+    folder = ROOT / "docs/decisions"
+    index = (folder / "README.md").read_text()
+    decisions = sorted(page for page in folder.iterdir() if page.name != "README.md")
+    assert len(decisions) > 20
+    for page in decisions:
+        title, _, dated, *_ = page.read_text().split("\n")
+        assert f"| {page.name[:10]} | [{title.removeprefix('# ')}]({page.name}) |" in index
+        assert dated.startswith(f"**Date.** {page.name[:10]}. **Status.** "), page.name
