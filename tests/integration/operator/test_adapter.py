@@ -81,7 +81,7 @@ def service(owner: Owner, name: str, port: int = 80) -> dict[str, Any]:
     return child(owner, "Service", name, spec={"type": "ClusterIP", "selector": {"app": "x"}, "ports": ports})
 
 
-async def test_what_is_written_is_observed_at_once(server: ApiServer, namespace: str) -> None:
+async def test_own_writes_are_observed_at_once(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     async with watching(server) as watched:
         after = await act(
@@ -115,7 +115,7 @@ async def test_what_is_written_is_observed_at_once(server: ApiServer, namespace:
 
 
 @pytest.mark.parametrize("label", [None, "somebody"])
-async def test_a_pod_that_loses_its_label_while_its_leader_is_asked_is_not_gone(
+async def test_a_pod_that_loses_its_label_during_a_leader_query_is_kept(
     server: ApiServer, namespace: str, label: str | None
 ) -> None:
     owner = await create_resource(server, namespace)
@@ -140,7 +140,7 @@ async def test_a_pod_that_loses_its_label_while_its_leader_is_asked_is_not_gone(
         assert await watched.cluster.run(observation, []) == LOOK_AGAIN_S
 
 
-async def test_a_pod_that_is_gone_is_asked_for_once(server: ApiServer, namespace: str) -> None:
+async def test_a_missing_pod_is_read_once(server: ApiServer, namespace: str) -> None:
     """Those of a resource that is deleted went one by one, and each was asked for as long as one was left."""
     owner = await create_resource(server, namespace)
     pods = [f"tiny-0-1-{index}" for index in range(8)]
@@ -167,7 +167,7 @@ async def test_a_pod_that_is_gone_is_asked_for_once(server: ApiServer, namespace
         assert sorted(asked) == [POD.path(namespace, name) for name in pods]
 
 
-async def test_a_pod_without_its_label_that_is_in_the_way_is_seen_next(
+async def test_an_unlabelled_pod_that_blocks_a_name_is_observed_next(
     server: ApiServer, namespace: str
 ) -> None:
     """No status names it: a pod that looks at the model, or one that nobody has seen yet."""
@@ -186,7 +186,9 @@ async def test_a_pod_without_its_label_that_is_in_the_way_is_seen_next(
         await until("it is gone", lambda: not_there(watched, owner))
 
 
-async def test_a_pod_whose_name_exists_is_a_conflict_and_seen_next(server: ApiServer, namespace: str) -> None:
+async def test_an_existing_pod_name_is_a_conflict_and_observed_next(
+    server: ApiServer, namespace: str
+) -> None:
     owner = await create_resource(server, namespace)
     async with watching(server) as watched:
         observation = await observe(watched, owner)
@@ -206,7 +208,9 @@ async def test_a_pod_whose_name_exists_is_a_conflict_and_seen_next(server: ApiSe
         assert made == ["other"], "what is of the same group was not made"
 
 
-async def test_a_stranger_of_the_same_name_is_left_alone_and_named(server: ApiServer, namespace: str) -> None:
+async def test_reports_a_foreign_object_of_the_same_name_and_keeps_it(
+    server: ApiServer, namespace: str
+) -> None:
     owner = await create_resource(server, namespace)
     theirs = {**service(owner, "tiny", port=5432), "metadata": {"name": "tiny", "namespace": namespace}}
     await server.create(SERVICE.path(namespace), theirs)
@@ -220,7 +224,7 @@ async def test_a_stranger_of_the_same_name_is_left_alone_and_named(server: ApiSe
     assert "ownerReferences" not in stored["metadata"]
 
 
-async def test_children_of_an_earlier_resource_of_that_name_are_waited_for(
+async def test_waits_for_children_of_an_earlier_resource_of_the_same_name(
     server: ApiServer, namespace: str
 ) -> None:
     owner = await create_resource(server, namespace)
@@ -254,9 +258,7 @@ async def test_children_of_an_earlier_resource_of_that_name_are_waited_for(
         assert stored["metadata"]["ownerReferences"][0]["uid"] == owner.uid
 
 
-async def test_apply_repairs_drift_and_removes_what_is_no_longer_asked_for(
-    server: ApiServer, namespace: str
-) -> None:
+async def test_apply_repairs_drift_and_removes_obsolete_fields(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     async with watching(server) as watched:
         wanted = service(owner, "tiny")
@@ -271,7 +273,7 @@ async def test_apply_repairs_drift_and_removes_what_is_no_longer_asked_for(
         assert "managedFields" not in stored["metadata"]
 
 
-async def test_a_delete_spares_an_object_of_another_uid(server: ApiServer, namespace: str) -> None:
+async def test_a_delete_keeps_an_object_with_another_uid(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     async with watching(server) as watched:
         await act(
@@ -286,7 +288,7 @@ async def test_a_delete_spares_an_object_of_another_uid(server: ApiServer, names
     assert "deletionTimestamp" not in (await server.get(POD.path(namespace, "tiny-0-1-0")))["metadata"]
 
 
-async def test_a_status_decided_on_an_old_state_is_a_conflict(server: ApiServer, namespace: str) -> None:
+async def test_a_status_based_on_an_old_state_is_a_conflict(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
     defaults = {"observedGeneration": -1, "readyReplicas": 0, "updatedReplicas": 0}
@@ -337,7 +339,7 @@ async def test_finalizer_and_status_of_one_reconcile_do_not_conflict(
         await until("it is gone", lambda: gone(watched, owner))
 
 
-async def test_a_finalizer_that_somebody_sets_each_time_is_removed_seldom(
+async def test_a_finalizer_that_another_controller_restores_each_time_is_removed_rarely(
     server: ApiServer, namespace: str
 ) -> None:
     owner = await create_resource(server, namespace)
@@ -355,7 +357,7 @@ async def test_a_finalizer_that_somebody_sets_each_time_is_removed_seldom(
         assert "field manager unknown" not in refusal.message
 
 
-async def test_the_same_event_in_a_loop_is_one_event(server: ApiServer, namespace: str) -> None:
+async def test_a_repeated_event_is_one_event(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     async with watching(server) as watched:
         for _ in range(20):
@@ -369,7 +371,7 @@ async def test_the_same_event_in_a_loop_is_one_event(server: ApiServer, namespac
     assert {e["regarding"]["uid"] for e in events} == {owner.uid}
 
 
-async def test_into_a_namespace_that_is_being_deleted_no_events_are_written(
+async def test_no_events_are_written_to_a_terminating_namespace(
     control_plane: Cluster, server: ApiServer, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each was refused, and warned of."""

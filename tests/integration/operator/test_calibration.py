@@ -28,7 +28,7 @@ VALUES = ("calibration.nodeKinds[0].name=fast", "calibration.nodeKinds[0].nodeSe
 VERSIONS = json.loads(MEASURED.to_json())["versions"]
 
 
-async def test_what_a_job_keeps_is_what_the_operator_predicts_by(
+async def test_the_operator_predicts_with_the_calibration_from_a_job(
     control_plane: Cluster,
     server: ApiServer,
     namespace: str,

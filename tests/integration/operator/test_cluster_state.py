@@ -141,7 +141,7 @@ def names_of(cluster_state: ClusterState, key: ResourceKey, uid: str) -> list[st
     return [record.view.name for record in cluster_state.pods(key, uid)]
 
 
-async def test_after_an_outage_and_a_410_the_list_replaces_everything(
+async def test_after_an_outage_with_410_the_list_replaces_the_cache(
     own_plane: Cluster, wired: tuple[ApiServer, Wire], direct: ApiServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, wire = wired
@@ -192,7 +192,7 @@ def restore_etcd(cluster: Cluster, copy: Path) -> None:
     controllers.start_again()
 
 
-async def test_a_store_that_went_back_to_an_older_state_is_listed_again_at_once(tmp_path: Path) -> None:
+async def test_a_restored_older_store_is_listed_again_at_once(tmp_path: Path) -> None:
     with start_control_plane_only() as plane:
         apply_crds(plane, build_crd())
         server = ApiServer(await load_configuration(str(plane.kubeconfig)))
@@ -219,7 +219,7 @@ async def test_a_store_that_went_back_to_an_older_state_is_listed_again_at_once(
             await server.close()
 
 
-async def test_what_was_written_during_an_outage_of_the_watch_survives_until_it_is_seen(
+async def test_own_writes_during_a_watch_outage_stay_in_the_cache(
     wired: tuple[ApiServer, Wire], direct: ApiServer
 ) -> None:
     server, wire = wired
@@ -235,7 +235,7 @@ async def test_what_was_written_during_an_outage_of_the_watch_survives_until_it_
         await until("the deletion is seen", lambda: not watched.cluster_state.pods(owner.key, owner.uid))
 
 
-async def test_nodes_carry_what_others_request_and_changes_of_readiness_alone_are_reported(
+async def test_nodes_count_other_pods_requests_and_only_readiness_changes_are_reported(
     direct: ApiServer,
 ) -> None:
     owner = await create_resource(direct, "default", "capacity")
@@ -273,7 +273,7 @@ async def patch_node(server: ApiServer, status: dict[str, Any]) -> None:
     await server.merge(NODE.path(None, "big", "status"), {"status": status})
 
 
-async def test_an_object_that_loses_its_label_is_no_child_any_more(direct: ApiServer) -> None:
+async def test_an_object_without_its_label_is_not_a_child(direct: ApiServer) -> None:
     owner = await create_resource(direct, "default", "label")
     await direct.create("/api/v1/namespaces/default/configmaps", child(owner, "ConfigMap", "label-plan"))
     async with watching(direct, "default") as watched:
@@ -286,7 +286,7 @@ async def test_an_object_that_loses_its_label_is_no_child_any_more(direct: ApiSe
         await until("it is gone", lambda: not watched.cluster_state.children(owner.key, owner.uid))
 
 
-async def test_who_names_a_claim_is_known_unless_another_operators_resource_may(
+async def test_users_of_a_claim_are_known_unless_another_operator_may_use_it(
     server: ApiServer, namespace: str
 ) -> None:
     owner = await create_resource(server, namespace)

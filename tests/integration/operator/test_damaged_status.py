@@ -82,7 +82,7 @@ async def uids(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
     return sorted(each["metadata"]["uid"] for each in found if each["metadata"]["name"] in wanted)
 
 
-async def test_a_damaged_status_ends_nothing_and_stops_nothing(
+async def test_a_damaged_status_ends_or_stops_no_group(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     async with operator(install().kubeconfig, tmp_path / "log") as process:
@@ -125,7 +125,7 @@ async def test_a_damaged_status_ends_nothing_and_stops_nothing(
         assert "defect of the operator" not in process.said
 
 
-async def test_a_forged_pod_of_a_giant_epoch_ends_nothing_and_has_no_pods_made(
+async def test_a_forged_pod_of_a_huge_epoch_has_no_effect(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:

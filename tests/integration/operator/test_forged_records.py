@@ -119,7 +119,7 @@ async def images(server: ApiServer, namespace: str) -> set[str]:
     }
 
 
-async def test_who_may_write_config_maps_only_chooses_nothing_of_the_next_pods(
+async def test_write_access_to_config_maps_does_not_control_the_next_pods(
     server: ApiServer, namespace: str, node: str, control_plane: Cluster, tmp_path: Path
 ) -> None:
     control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key")

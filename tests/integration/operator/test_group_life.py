@@ -103,7 +103,7 @@ async def are_deleting(server: ApiServer, namespace: str, *names: str) -> bool:
     return all("deletionTimestamp" in found[name]["metadata"] for name in names)
 
 
-async def test_a_pod_of_a_lost_node_goes_by_force_and_the_group_starts_again(
+async def test_a_pod_of_a_lost_node_is_force_deleted_and_the_group_restarts(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, far: str
 ) -> None:
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
@@ -135,7 +135,7 @@ async def test_a_pod_of_a_lost_node_goes_by_force_and_the_group_starts_again(
         assert "Traceback" not in process.said
 
 
-async def test_pods_that_end_on_purpose_have_the_time_to_drain(
+async def test_pods_stopped_on_purpose_have_time_to_drain(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
@@ -157,7 +157,7 @@ async def test_pods_that_end_on_purpose_have_the_time_to_drain(
         await remove(server, namespace, leader, follower)
 
 
-async def test_a_pod_that_outlives_its_resource_on_a_lost_node_goes_by_force(
+async def test_a_pod_that_outlives_its_resource_on_a_lost_node_is_force_deleted(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     """Garbage collection deletes it, and no kubelet is left to say that it has ended."""
@@ -188,7 +188,7 @@ async def test_a_pod_that_outlives_its_resource_on_a_lost_node_goes_by_force(
 
 
 @pytest.mark.parametrize("value", [None, "somebody"])
-async def test_a_pod_that_loses_the_label_it_is_watched_by_serves_on(
+async def test_a_pod_keeps_serving_after_it_loses_the_watched_label(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, value: str | None
 ) -> None:
     """To a watch it is gone; its epoch lives as long as it does, ends with it, and leaves nothing."""
@@ -219,7 +219,7 @@ async def test_a_pod_that_loses_the_label_it_is_watched_by_serves_on(
             await server.get(path)
 
 
-async def test_a_lost_label_is_said_until_it_is_put_back(
+async def test_reports_a_lost_label_until_it_is_restored(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     """No Service selected the leader, or no NetworkPolicy a follower, and conditions stayed as they were."""

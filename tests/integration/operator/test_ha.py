@@ -114,7 +114,7 @@ def writes(requests: list[Request]) -> list[Request]:
     return [each for each in requests if each.method != "GET"]
 
 
-async def test_a_leader_that_was_paused_in_the_middle_of_a_reconcile_writes_nothing(
+async def test_a_leader_paused_during_a_reconcile_writes_nothing(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     """It is stopped while it waits for the answer to one write, and wakes with the answer there."""
@@ -187,7 +187,7 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
     assert found == ["in-time"]
 
 
-async def test_a_watch_that_goes_silent_is_found(
+async def test_a_silent_watch_is_detected(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     """No connection breaks, nothing is refused: nothing comes any more."""
@@ -237,7 +237,7 @@ async def test_a_watch_that_goes_silent_is_found(
         await delete(server, namespace)
 
 
-async def test_a_machine_that_slept_has_lost_its_lease(server: ApiServer, namespace: str) -> None:
+async def test_a_machine_loses_its_lease_while_it_sleeps(server: ApiServer, namespace: str) -> None:
     now_s = seconds_since_boot()
     terms = LeaseTerms(
         namespace=namespace, name="slept", identity="one", duration_s=15, renew_s=3.0, deadline_s=10.0
@@ -250,6 +250,6 @@ async def test_a_machine_that_slept_has_lost_its_lease(server: ApiServer, namesp
         lease.require()
 
 
-def test_the_clock_of_the_lease_passes_while_the_machine_sleeps() -> None:
+def test_the_lease_clock_advances_while_the_machine_sleeps() -> None:
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     assert before <= seconds_since_boot() <= time.clock_gettime(time.CLOCK_BOOTTIME)

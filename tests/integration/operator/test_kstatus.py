@@ -142,7 +142,7 @@ async def test_a_life(server: ApiServer, namespace: str, install: Install, tmp_p
         assert "Traceback" not in process.said, process.said
 
 
-async def test_observed_generation_is_behind(
+async def test_an_older_observed_generation_is_in_progress(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     """Ready, then edited while no operator runs: in progress until one has seen it."""

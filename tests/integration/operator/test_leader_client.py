@@ -95,7 +95,7 @@ def pod(port: int, *, uid: str = "a", ready: bool = True, leads: bool = True, ep
     return PodRecord(view=view, key=key, owner_uid="o", ip="127.0.0.1", health_port=port)
 
 
-async def test_a_ready_leader_is_asked_at_most_once_in_a_while(leader: Leader) -> None:
+async def test_a_ready_leader_is_queried_rarely(leader: Leader) -> None:
     now = 100.0
     client = LeaderClient(clock=lambda: now)
     try:
@@ -111,7 +111,7 @@ async def test_a_ready_leader_is_asked_at_most_once_in_a_while(leader: Leader) -
         await client.close()
 
 
-async def test_a_leader_with_a_key_tells_its_operator_whose_it_is() -> None:
+async def test_a_leader_with_a_key_identifies_itself_to_its_operator() -> None:
     """And nobody else: without the key, or with another, its report names no group, epoch or plan."""
     operator_key, said = b"k" * 32, replace(SAID, group_uid="o/3")
     owner = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="o")
@@ -146,7 +146,7 @@ async def test_a_leader_with_a_key_tells_its_operator_whose_it_is() -> None:
         server.close()
 
 
-async def test_a_leader_that_makes_no_sense_gives_nothing(leader: Leader) -> None:
+async def test_an_unreadable_answer_of_a_leader_is_ignored(leader: Leader) -> None:
     client = LeaderClient()
     try:
         leader.body = '{"ready": "yes"}'
@@ -159,7 +159,7 @@ async def test_a_leader_that_makes_no_sense_gives_nothing(leader: Leader) -> Non
         await client.close()
 
 
-async def test_an_answer_that_comes_in_pieces_is_read_to_its_end() -> None:
+async def test_an_answer_in_pieces_is_read_completely() -> None:
     """From 64 ranks on it does not come at once."""
     ranks = tuple(RankStatus(rank=rank, pod=rank) for rank in range(MAX_WORLD_SIZE))
     said = replace(SAID, ranks=ranks)
@@ -184,7 +184,7 @@ async def test_an_answer_that_comes_in_pieces_is_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("body", ["<html>sorry</html>", "[" * 100_000, "x" * (2 * MOST_BYTES), "\ufffd"])
-async def test_a_200_that_is_not_a_report_gives_nothing(leader: Leader, body: str) -> None:
+async def test_a_200_without_a_report_is_ignored(leader: Leader, body: str) -> None:
     leader.body = body
     client = LeaderClient()
     try:
@@ -197,7 +197,7 @@ async def test_a_200_that_is_not_a_report_gives_nothing(leader: Leader, body: st
         await client.close()
 
 
-async def test_a_leader_that_is_not_ready_is_asked_each_time(leader: Leader) -> None:
+async def test_an_unready_leader_is_queried_each_time(leader: Leader) -> None:
     """It may sleep, and has perhaps just been Ready."""
     client = LeaderClient()
     try:
@@ -212,7 +212,7 @@ async def test_a_leader_that_is_not_ready_is_asked_each_time(leader: Leader) -> 
         await client.close()
 
 
-async def test_a_leader_that_is_not_ready_is_not_waited_for() -> None:
+async def test_an_unready_leader_is_not_waited_for() -> None:
     client = LeaderClient()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         try:
@@ -224,7 +224,7 @@ async def test_a_leader_that_is_not_ready_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-async def test_a_leader_that_lets_the_time_reconcile_is_not_waited_for_again_soon(ready: bool) -> None:
+async def test_a_leader_that_timed_out_is_not_waited_for_again_soon(ready: bool) -> None:
     now, asked = 100.0, 0
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,7 +247,7 @@ async def test_a_leader_that_lets_the_time_reconcile_is_not_waited_for_again_soo
             await client.close()
 
 
-async def test_the_leader_of_a_group_that_fails_is_not_asked(leader: Leader) -> None:
+async def test_the_leader_of_a_failing_group_is_not_queried(leader: Leader) -> None:
     client = LeaderClient()
     try:
         follower = pod(1, uid="b", ready=False, leads=False)
@@ -266,7 +266,7 @@ async def ask_for(client: LeaderClient, leader: PodRecord, clock: list[float], s
     return client.silences([leader]).get((3, 1))
 
 
-async def test_a_leader_that_takes_no_connection_any_more_is_silent(leader: Leader) -> None:
+async def test_a_leader_that_no_longer_accepts_connections_is_silent(leader: Leader) -> None:
     clock = [100.0]
     client = LeaderClient(clock=lambda: clock[0])
     gone, never_reached = pod(leader.port), pod(1, uid="b")
@@ -285,7 +285,7 @@ async def test_a_leader_that_takes_no_connection_any_more_is_silent(leader: Lead
         await client.close()
 
 
-async def test_a_node_that_acknowledges_nothing_is_silent_and_is_asked_rarely(leader: Leader) -> None:
+async def test_an_unreachable_node_is_silent_and_queried_rarely(leader: Leader) -> None:
     clock = [100.0]
     client = LeaderClient(clock=lambda: clock[0])
     with deaf(0) as port:
@@ -320,7 +320,7 @@ async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
             await client.close()
 
 
-async def test_a_leader_of_an_idle_group_that_takes_no_connection_is_silent_within_two_seconds() -> None:
+async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() -> None:
     """No reconcile asks it: the client tries each leader that answered."""
     client, changed, port = LeaderClient(), asyncio.Queue[ResourceKey](), free_port()
     known = pod(port)
@@ -351,7 +351,7 @@ async def test_a_leader_of_an_idle_group_that_takes_no_connection_is_silent_with
         await client.close()
 
 
-async def test_a_lack_of_descriptors_neither_ends_the_watch_nor_accuses_a_leader(
+async def test_running_out_of_descriptors_neither_ends_the_watch_nor_blames_a_leader(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, changed, known = LeaderClient(), asyncio.Queue[ResourceKey](), pod(leader.port)
@@ -374,7 +374,7 @@ async def test_a_lack_of_descriptors_neither_ends_the_watch_nor_accuses_a_leader
         await client.close()
 
 
-async def test_a_leader_that_was_busy_before_it_turned_ready_is_watched() -> None:
+async def test_a_leader_that_was_busy_before_it_became_ready_is_watched() -> None:
     """An answer that was not given while the group started was kept as one of the Ready group."""
     client, changed, busy = LeaderClient(), asyncio.Queue[ResourceKey](), asyncio.Event()
 
@@ -400,7 +400,7 @@ async def test_a_leader_that_was_busy_before_it_turned_ready_is_watched() -> Non
         await client.close()
 
 
-async def test_a_silence_outlives_a_look_at_which_another_pod_is_not_ready() -> None:
+async def test_silence_persists_while_another_pod_is_unready() -> None:
     client, port = LeaderClient(), free_port()
     known, other = pod(port), pod(port, uid="b", leads=False)
     late = replace(other, view=replace(other.view, ready=False))
@@ -419,7 +419,7 @@ async def test_a_silence_outlives_a_look_at_which_another_pod_is_not_ready() -> 
         await client.close()
 
 
-async def test_the_silence_of_another_epochs_leader_is_its_own(leader: Leader) -> None:
+async def test_silence_belongs_to_the_epoch_of_the_leader(leader: Leader) -> None:
     client, port = LeaderClient(), free_port()
     mine, other = pod(leader.port), pod(port, uid="other", epoch=2)
     try:

@@ -114,7 +114,7 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
         assert await process.stop() == 0
 
 
-async def test_what_a_limit_range_gave_workers_is_reported(
+async def test_reports_resources_that_a_limit_range_gave_workers(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     default = {"type": "Container", "default": {"cpu": "500m", "memory": "512Mi"}}
@@ -171,7 +171,7 @@ async def creates(process: OperatorProcess) -> float:
     return (await process.writes()).get(wanted, 0)
 
 
-async def test_strangers_with_our_labels_fill_no_memory(
+async def test_foreign_objects_with_our_labels_use_no_memory(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     installed = install()
@@ -220,7 +220,7 @@ def most_resident_bytes(pid: int) -> int:
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
-async def test_strangers_with_our_labels_hold_no_capacity(server: ApiServer, namespace: str) -> None:
+async def test_foreign_objects_with_our_labels_reserve_no_capacity(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     requests = {"resources": {"requests": {"cpu": "3"}}}
     for name in ("tiny-0-1-0", "tiny-0-1-1", "stranger"):

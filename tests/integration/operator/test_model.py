@@ -80,7 +80,7 @@ async def telling(progress: FetchProgress) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("label", [names.LABEL_COMPONENT, names.LABEL_RESOURCE])
-async def test_a_pod_that_reads_the_model_is_known_without_its_label(
+async def test_the_inspect_pod_is_recognized_without_its_label(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, label: str
 ) -> None:
     """It was made again for ever, and each time its name was there already."""
@@ -106,7 +106,7 @@ async def test_a_pod_that_reads_the_model_is_known_without_its_label(
             await server.get(POD.path(namespace, name))
 
 
-async def test_a_claim_that_cannot_bind_is_quoted_from_its_provisioner(
+async def test_reports_the_provisioners_message_for_an_unbound_claim(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     storage_class: dict[str, Any] = {
@@ -170,7 +170,7 @@ async def test_a_claim_that_cannot_bind_is_quoted_from_its_provisioner(
         assert await process.stop() == 0
 
 
-async def test_a_config_map_that_a_pod_cannot_mount_is_named(
+async def test_reports_a_missing_config_map_of_a_pod(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="60") as process:

@@ -109,7 +109,7 @@ async def passed(process: OperatorProcess, count: float) -> bool:
     return await process.metric(f"{metric_names.OPERATOR_RECONCILE_SECONDS}_count") >= count
 
 
-async def test_a_restarted_operator_writes_nothing_where_all_is_right(
+async def test_a_restarted_operator_writes_nothing_to_a_settled_resource(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     await forget_earlier_tests(server)
@@ -132,7 +132,7 @@ async def test_a_restarted_operator_writes_nothing_where_all_is_right(
         assert not any("kopf" in note for note in resource["metadata"].get("annotations", {}))
 
 
-async def test_without_an_api_server_it_waits_and_says_so(control_plane: Cluster, tmp_path: Path) -> None:
+async def test_waits_for_the_api_server_and_reports_it(control_plane: Cluster, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere.kubeconfig"
     config = yaml.safe_load(control_plane.kubeconfig.read_text())
     config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"

@@ -52,7 +52,7 @@ async def test_two_releases_of_one_namespace_have_two_keys(server: ApiServer, na
     assert await ensure_operator_key(server, namespace, others, own) == second
 
 
-async def test_a_key_that_is_none_is_named(server: ApiServer, namespace: str, control_plane: Cluster) -> None:
+async def test_reports_an_invalid_key(server: ApiServer, namespace: str, control_plane: Cluster) -> None:
     literal = f"--from-literal={DATA_KEY}=x"
     control_plane.kubectl("create", "-n", namespace, "secret", "generic", "key", literal)
     with pytest.raises(HeteroInferError, match=f"'key' must be {KEY_BYTES} bytes, got 1"):

@@ -82,7 +82,7 @@ async def inspect_pod(server: ApiServer, namespace: str) -> str:
     return str(await until("the inspect pod", find, timeout_s=30))
 
 
-async def test_lists_that_decide_nothing_do_not_hold_up_a_start(
+async def test_lists_without_influence_do_not_delay_a_start(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path
 ) -> None:
     async with operator(proxy.kubeconfig, tmp_path / "one", watch_namespaces=namespace) as process:
@@ -106,7 +106,7 @@ async def test_lists_that_decide_nothing_do_not_hold_up_a_start(
         assert "defect" not in process.said
 
 
-async def test_readyz_and_a_metric_show_that_pods_cannot_be_watched(
+async def test_readyz_and_a_metric_show_a_failed_watch_of_pods(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path
 ) -> None:
     async with operator(proxy.kubeconfig, tmp_path / "log", watch_namespaces=namespace) as process:
@@ -132,7 +132,7 @@ async def test_readyz_and_a_metric_show_that_pods_cannot_be_watched(
         await until("it is over", lambda: shows(0), timeout_s=40, said=lambda: process.said)
 
 
-async def test_a_namespace_that_is_gone_is_left_out_and_served_again_when_it_is_back(
+async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
     control_plane: Cluster, server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     other = f"{namespace}-gone"
@@ -180,7 +180,7 @@ def _created_anew(listed: dict[str, Any]) -> dict[str, Any]:
     return listed
 
 
-async def test_a_group_lives_on_when_its_gang_scheduler_is_uninstalled(
+async def test_a_group_survives_the_removal_of_its_gang_scheduler(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None
 ) -> None:
     async with operator(proxy.kubeconfig, tmp_path / "one", watch_namespaces=namespace) as process:
@@ -215,7 +215,7 @@ async def becomes_unavailable_of_group(server: ApiServer, namespace: str, proces
     )
 
 
-async def test_a_group_starts_though_its_pod_group_takes_longer_than_a_reconcile_waits(
+async def test_a_group_starts_despite_a_slow_create_of_its_pod_group(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None
 ) -> None:
     """Each answer came too late for its epoch's number: a PodGroup a second was made, and no pod."""
@@ -231,7 +231,7 @@ async def test_a_group_starts_though_its_pod_group_takes_longer_than_a_reconcile
 
 
 @pytest.mark.parametrize("gang", ["Always", "Auto"])
-async def test_an_error_for_one_gang_scheduler_hides_no_other(
+async def test_an_error_for_one_gang_scheduler_does_not_hide_others(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None, gang: str
 ) -> None:
     proxy.inject(r"/apis/kueue.x-k8s.io/v1beta1$", method="GET", status=503, times=2)
@@ -251,7 +251,7 @@ async def test_an_error_for_one_gang_scheduler_hides_no_other(
         assert (await condition(server, namespace, "Stalled"))[0] != "True"
 
 
-async def test_resources_look_again_when_a_gang_scheduler_is_found_late(
+async def test_resources_are_reconciled_when_a_gang_scheduler_appears_late(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None
 ) -> None:
     fault = proxy.inject(r"/apis/scheduling.volcano.sh/v1beta1$", method="GET", status=503)
@@ -272,7 +272,7 @@ async def test_resources_look_again_when_a_gang_scheduler_is_found_late(
         await until("pods, once it is found", two_pods, timeout_s=40, said=lambda: process.said)
 
 
-async def test_a_task_of_a_gang_scheduler_that_fails_is_reported_and_started_again(
+async def test_a_failed_gang_scheduler_task_is_reported_and_restarted(
     server: ApiServer, volcano: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     built: list[Kind] = []

@@ -164,7 +164,7 @@ async def _let_monitoring_in(request: web.Request) -> web.Response:
     return web.json_response(review)
 
 
-async def test_a_service_that_is_taken_and_policies_that_a_webhook_changes(
+async def test_reports_a_foreign_service_and_policies_changed_by_a_webhook(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     theirs = {"selector": {"app": "somebody-else"}, "ports": [{"port": 8000}]}
@@ -235,7 +235,7 @@ async def meddle(server: ApiServer, namespace: str, *, delete: bool) -> None:
 
 
 @pytest.mark.parametrize("reason", ["ChangedByOthers", "DeletedByOthers"])
-async def test_a_policy_that_another_controller_wants_otherwise(
+async def test_reports_a_policy_that_another_controller_keeps_changing(
     server: ApiServer,
     namespace: str,
     install: Install,

@@ -142,7 +142,7 @@ async def is_woken(behind: Behind) -> None:
     behind.woken.clear()
 
 
-async def test_pods_are_created_beside_each_other_and_each_once(behind: Behind) -> None:
+async def test_pods_are_created_in_parallel_and_each_once(behind: Behind) -> None:
     creates = [pod(behind.owner, index) for index in range(20)]
     await behind.direct.merge(
         HETERO_INFERENCE.path(behind.owner.key.namespace, "tiny"),
@@ -170,7 +170,7 @@ async def _are(behind: Behind, count: int) -> bool:
     return len((await behind.observe()).pods) == count
 
 
-async def test_an_epochs_first_pod_comes_before_all_others(behind: Behind) -> None:
+async def test_the_first_pod_of_an_epoch_is_created_before_the_others(behind: Behind) -> None:
     refused = behind.proxy.inject(r"/pods\?", method="POST", status=403, message="a policy says no")
     creates = [pod(behind.owner, index) for index in range(5)]
     await behind.run(*creates)
@@ -181,7 +181,7 @@ async def test_an_epochs_first_pod_comes_before_all_others(behind: Behind) -> No
     assert refused.hits == 1
 
 
-async def test_a_create_without_answer_is_known_to_be_unmade_and_made_later(behind: Behind) -> None:
+async def test_an_unanswered_create_that_failed_is_repeated_later(behind: Behind) -> None:
     behind.proxy.inject(r"/pods\?", method="POST", status=503, times=1)
     creates = [pod(behind.owner, index) for index in range(3)]
     again_s = await behind.run(*creates)
@@ -199,7 +199,7 @@ async def test_a_create_without_answer_is_known_to_be_unmade_and_made_later(behi
     assert not (await behind.observe()).unmade
 
 
-async def test_a_create_that_was_stored_and_not_answered_is_made(behind: Behind) -> None:
+async def test_an_unanswered_create_that_succeeded_is_recognized(behind: Behind) -> None:
     """The next try meets the pod, which is no other."""
     create = pod(behind.owner, 0)
     behind.proxy.inject(r"/pods\?", method="POST", status=504, times=1)
@@ -214,7 +214,7 @@ async def test_a_create_that_was_stored_and_not_answered_is_made(behind: Behind)
     assert [p.uid for p in (await behind.observe()).pods] == [stored["metadata"]["uid"]]
 
 
-async def test_what_pods_need_is_waited_for(behind: Behind) -> None:
+async def test_pods_wait_for_the_objects_that_they_need(behind: Behind) -> None:
     ports = [{"port": 80, "protocol": "TCP", "targetPort": 80}]
     spec = {"type": "ClusterIP", "selector": {"app": "x"}, "ports": ports}
     service = ApplyObject(manifest=child(behind.owner, "Service", "tiny-0-ranks", spec=spec), scopes=GROUP)
@@ -234,14 +234,14 @@ async def test_what_pods_need_is_waited_for(behind: Behind) -> None:
     assert await behind.pods() == ["tiny-0-7-0"]
 
 
-async def test_no_pod_is_made_beside_one_of_another_epoch_that_may_be_made_yet(behind: Behind) -> None:
+async def test_no_pod_is_created_while_a_create_of_another_epoch_is_unanswered(behind: Behind) -> None:
     behind.proxy.inject(r"/pods\?", method="POST", hang=True)
     await behind.run(pod(behind.owner, 0, epoch=7))
     await behind.run(pod(behind.owner, 0, epoch=8))
     assert behind.proxy.count(r"/pods\?", "POST") == 1
 
 
-async def test_a_delete_that_hangs_holds_up_nothing_but_itself(behind: Behind) -> None:
+async def test_a_hanging_delete_does_not_delay_other_actions(behind: Behind) -> None:
     await behind.run(pod(behind.owner, 0), pod(behind.owner, 1))
     first, second = (await behind.observe()).pods
     behind.proxy.inject(rf"/pods/{first.name}", method="DELETE", hang=True)
@@ -252,7 +252,7 @@ async def test_a_delete_that_hangs_holds_up_nothing_but_itself(behind: Behind) -
     assert behind.proxy.count(rf"/pods/{first.name}", "DELETE") == 1
 
 
-async def test_a_status_that_hangs_is_tried_again_with_what_is_true_then(behind: Behind) -> None:
+async def test_a_hanging_status_write_is_retried_with_the_current_status(behind: Behind) -> None:
     behind.proxy.inject(r"/status$", method="PUT", hang=True)
     before = await behind.observe()
     version = before.resource.resource_version
@@ -283,7 +283,7 @@ async def test_a_status_that_hangs_is_tried_again_with_what_is_true_then(behind:
     await until("the newest status is stored", settled)
 
 
-async def test_nothing_is_made_while_the_status_is_not_written(behind: Behind) -> None:
+async def test_nothing_is_created_before_the_status_is_written(behind: Behind) -> None:
     behind.proxy.inject(r"/status$", method="PUT", status=503)
     version = (await behind.observe()).resource.resource_version
     status = PatchStatus(status={"replicas": 1}, resource_version=version)
@@ -313,7 +313,7 @@ async def test_a_pod_that_a_webhook_changes_is_refused_and_deleted(behind: Behin
     assert ours == ["ChangedByOthers"]
 
 
-async def test_events_that_hang_hold_up_nothing_and_few_of_them_wait(behind: Behind) -> None:
+async def test_hanging_events_delay_nothing_and_their_queue_is_short(behind: Behind) -> None:
     behind.proxy.inject(r"/events$", method="POST", hang=True)
     events = [RecordEvent(reason="GroupFailed", message=f"rank {i}") for i in range(MOST_A_MINUTE + 5)]
     await behind.run(*events, pod(behind.owner, 0))
@@ -324,7 +324,7 @@ async def test_events_that_hang_hold_up_nothing_and_few_of_them_wait(behind: Beh
     assert time.monotonic() - started < SOON_S
 
 
-async def test_a_pod_that_cannot_be_asked_for_is_unknown(behind: Behind) -> None:
+async def test_a_pod_that_cannot_be_read_is_unknown(behind: Behind) -> None:
     name = "tiny-0-7-0"
     await behind.run(pod(behind.owner, 0))
     await behind.write_members(name)
@@ -347,7 +347,7 @@ async def test_a_pod_that_cannot_be_asked_for_is_unknown(behind: Behind) -> None
     assert not (await behind.observe()).pods, "that it is gone is remembered"
 
 
-async def test_a_pod_that_loses_its_owner_is_known_by_its_uid(behind: Behind) -> None:
+async def test_a_pod_that_loses_its_owner_is_recognized_by_its_uid(behind: Behind) -> None:
     name = "tiny-0-7-0"
     path = POD.path(behind.owner.key.namespace, name)
     await behind.run(pod(behind.owner, 0))

@@ -79,7 +79,7 @@ async def scale(server: ApiServer, owner: Owner, replicas: int) -> int:
     return int(stored["metadata"]["resourceVersion"])
 
 
-async def test_a_look_at_a_resource_asks_the_api_server_nothing(
+async def test_a_reconcile_reads_only_from_caches(
     control_plane: Cluster, server: ApiServer, namespace: str
 ) -> None:
     owner = await create_resource(server, namespace)
@@ -107,7 +107,9 @@ async def test_a_look_at_a_resource_asks_the_api_server_nothing(
         assert [line.partition(" ")[0] for line in sent[before:]] == ["PUT"]
 
 
-async def test_what_a_write_met_is_read_before_the_next_decision(server: ApiServer, namespace: str) -> None:
+async def test_a_conflicting_object_is_read_before_the_next_decision(
+    server: ApiServer, namespace: str
+) -> None:
     owner = await create_resource(server, namespace)
     async with frozen(server, namespace) as watched:
         old = await observe(watched, owner)
@@ -133,7 +135,9 @@ async def test_what_a_write_met_is_read_before_the_next_decision(server: ApiServ
             await until("it is written", functools.partial(written, replicas))
 
 
-async def test_what_is_announced_is_read_if_the_watch_is_behind(server: ApiServer, namespace: str) -> None:
+async def test_an_announced_resource_is_read_if_the_watch_is_behind(
+    server: ApiServer, namespace: str
+) -> None:
     owner = await create_resource(server, namespace)
     async with frozen(server, namespace) as watched:
         resources = watched.cluster_state.resources
@@ -150,7 +154,7 @@ async def test_what_is_announced_is_read_if_the_watch_is_behind(server: ApiServe
         assert resources.keys() == set()
 
 
-async def test_what_is_announced_while_it_is_read_is_read_next(
+async def test_a_resource_announced_during_its_read_is_read_again(
     control_plane: Cluster, server: ApiServer, namespace: str
 ) -> None:
     owner = await create_resource(server, namespace)
@@ -172,7 +176,7 @@ async def test_what_is_announced_while_it_is_read_is_read_next(
         assert (await observe(watched, owner)).resource.spec["replicas"] == 3
 
 
-async def test_a_resource_that_was_made_anew_is_another(server: ApiServer, namespace: str) -> None:
+async def test_a_recreated_resource_is_a_different_resource(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
     async with frozen(server, namespace) as watched:
         old = await observe(watched, owner)

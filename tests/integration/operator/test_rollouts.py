@@ -133,7 +133,7 @@ async def fleet(server: ApiServer, namespace: str, install: Install, tmp_path: P
         assert "Traceback" not in process.said, process.said
 
 
-async def test_rollout_that_sticks_goes_back_and_scales(fleet: Fleet, control_plane: Cluster) -> None:
+async def test_a_stuck_rollout_can_be_rolled_back_and_scaled(fleet: Fleet, control_plane: Cluster) -> None:
     await fleet.create(replicas=3, engine={**SPEC["engine"], "image": GOOD}, restart={"maxRestarts": 1})
     await until("three groups serve", lambda: fleet.rolled_out(3), 60)
     first = (await fleet.status())["currentRevision"]
@@ -191,7 +191,7 @@ async def is_stuck(fleet: Fleet) -> bool:
     return (status, reason) == ("False", "RolloutStuck") and "no such file" in message
 
 
-async def test_what_the_api_server_refuses_is_reported_in_its_words(fleet: Fleet, server: ApiServer) -> None:
+async def test_reports_the_api_servers_message_for_a_refused_object(fleet: Fleet, server: ApiServer) -> None:
     first, second = SPEC["roles"]
     # One of the few things that no schema knows: huge pages need a limit.
     wrong = {**second, "resources": {"requests": {"hugepages-2Mi": "0", "cpu": "1"}}}
@@ -210,7 +210,7 @@ async def test_what_the_api_server_refuses_is_reported_in_its_words(fleet: Fleet
     assert (await fleet.condition("Progressing"))[:2] == ("False", "Settled")
 
 
-async def test_a_spec_of_which_pods_are_refused_takes_no_group_down(fleet: Fleet, server: ApiServer) -> None:
+async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: ApiServer) -> None:
     """The group was deleted before the API server refused what was to replace it."""
     await fleet.create()
     await until("it serves", lambda: fleet.rolled_out(1), 90)
@@ -238,7 +238,7 @@ async def test_a_spec_of_which_pods_are_refused_takes_no_group_down(fleet: Fleet
     assert await dry_runs(server) == tried, "none at rest"
 
 
-async def test_a_class_that_does_not_exist_takes_no_group_down(fleet: Fleet) -> None:
+async def test_a_missing_priority_class_stops_no_group(fleet: Fleet) -> None:
     """The API server says 403, as for a quota: the group was deleted, and its pods refused."""
     await fleet.create()
     await until("it serves", lambda: fleet.rolled_out(1), 90)

@@ -11,7 +11,7 @@ from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import create_resource, until
 
 
-async def test_all_but_a_change_of_the_status_is_announced(
+async def test_every_change_except_the_status_is_announced(
     control_plane: Cluster, server: ApiServer, namespace: str
 ) -> None:
     announced: list[int] = []

@@ -134,7 +134,7 @@ def listed(*rules: AccessRule) -> set[Right]:
     return {(rule.group, rule.resource, verb) for rule in rules for verb in rule.verbs if not rule.name}
 
 
-async def test_the_account_may_do_what_the_list_of_rights_says_and_nothing_else(
+async def test_the_service_account_has_exactly_the_listed_permissions(
     server: ApiServer, namespace: str, install: Install
 ) -> None:
     installed = install()
@@ -155,7 +155,7 @@ async def test_the_account_may_do_what_the_list_of_rights_says_and_nothing_else(
         await account.close()
 
 
-async def test_requests_beyond_them_are_refused(
+async def test_requests_beyond_the_listed_permissions_are_refused(
     server: ApiServer, namespace: str, install: Install, control_plane: Cluster
 ) -> None:
     installed = install()
@@ -340,7 +340,7 @@ def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
     return holds
 
 
-async def test_pods_name_no_user_where_the_chart_says_so(
+async def test_the_chart_can_leave_the_user_of_pods_unset(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster
 ) -> None:
     """A policy refuses fixed user ids, as OpenShift's security context constraints do."""

@@ -260,7 +260,7 @@ async def heal_later(proxy: ApiProxy, process: OperatorProcess, site: Site) -> N
     site.since_s = time.monotonic()
 
 
-async def test_available_is_true_to_the_pods_whatever_one_request_does(
+async def test_available_matches_the_pods_if_one_request_misbehaves(
     control_plane: Cluster, server: ApiServer, tmp_path: Path
 ) -> None:
     await check(control_plane, server, tmp_path, [(case, case.tells) for case in CASES])
@@ -268,7 +268,7 @@ async def test_available_is_true_to_the_pods_whatever_one_request_does(
 
 @pytest.mark.every_request
 @pytest.mark.parametrize("mode", MODES)
-async def test_available_is_true_to_the_pods_however_each_request_fails(
+async def test_available_matches_the_pods_if_every_request_fails(
     control_plane: Cluster, server: ApiServer, tmp_path: Path, mode: str
 ) -> None:
     cases = [case for index, case in enumerate(CASES) if str(case) not in map(str, CASES[:index])]
@@ -279,7 +279,7 @@ OTHER_KINDS = "services|configmaps|networkpolicies|poddisruptionbudgets|persiste
 
 
 @pytest.mark.parametrize("mode", ["503", "hangs"])
-async def test_available_is_true_to_the_pods_while_no_other_kind_is_listed_or_watched(
+async def test_available_matches_the_pods_while_no_other_kind_is_watched(
     control_plane: Cluster, server: ApiServer, tmp_path: Path, mode: str
 ) -> None:
     sites = [Site(namespace=f"lists-{mode}-{time.monotonic_ns() % 10**8}")]
@@ -295,7 +295,7 @@ async def test_available_is_true_to_the_pods_while_no_other_kind_is_listed_or_wa
         assert process.process.poll() is None, process.said
 
 
-async def test_an_outage_of_the_lease_alone_holds_up_no_status_and_ends_no_process(
+async def test_an_outage_of_the_lease_delays_no_status_and_ends_no_process(
     control_plane: Cluster, server: ApiServer, tmp_path: Path
 ) -> None:
     """A renewal that hung was waited for until the Lease was lost, though the API server answered again."""

@@ -44,7 +44,7 @@ async def read_model(server: ApiServer, namespace: str, name: str) -> None:
     await end_pod(server, namespace, pod, exit_code=0, message=json.dumps(PROFILE))
 
 
-async def test_pods_that_a_webhook_changes_are_created_seldom_and_a_condition_says_why(
+async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_reports_why(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """20 pods a second were created, without end."""
@@ -89,7 +89,7 @@ async def says_why(server: ApiServer, namespace: str, name: str) -> bool:
     return found["reason"] in {"ChangedByOthers", "PodsNeverSeen"}
 
 
-async def test_two_operators_over_one_namespace_write_the_status_seldom_and_name_each_other(
+async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report_each_other(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     """They wrote it 44 times a second, without end."""

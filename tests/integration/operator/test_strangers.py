@@ -134,7 +134,7 @@ def worst_pods(
     return lambda: create_worst_pods(control_plane, server, strangers, node)
 
 
-async def test_pods_of_strangers_end_no_operator(
+async def test_foreign_pods_do_not_crash_the_operator(
     worst_pods: Callable[[], Awaitable[None]],
     server: ApiServer,
     namespace: str,
@@ -173,7 +173,7 @@ async def shows_death(server: ApiServer, namespace: str, process: OperatorProces
     assert time.monotonic() - died < TRUE_WITHIN_S, process.said
 
 
-async def test_capacity_is_kept_for_pods_of_groups_alone_and_the_message_names_no_stranger(
+async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_hidden(
     server: ApiServer, namespace: str, strangers: str, install: Install, tmp_path: Path
 ) -> None:
     """The claim of the model is not there: no pod of a group is ever placed."""

@@ -58,7 +58,7 @@ def columns(cluster: Cluster, namespace: str, *options: str) -> dict[str, str]:
     return {header[a:b].strip(): values[a:b].strip() for a, b in zip(starts, ends, strict=True)}
 
 
-async def test_from_a_serving_group_to_what_is_left_of_a_failed_one(
+async def test_top_and_logs_of_a_serving_and_a_failed_group(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster, viewer: Path
 ) -> None:
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
@@ -133,7 +133,7 @@ async def test_from_a_serving_group_to_what_is_left_of_a_failed_one(
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 
 
-async def test_a_pod_that_has_ended_tells_why(
+async def test_logs_report_why_a_pod_has_ended(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster
 ) -> None:
     """The operator is away, so that the failed group's pods are still there."""

@@ -25,7 +25,7 @@ async def scale(server: ApiServer, namespace: str, name: str, replicas: int) -> 
     await server.merge(HETERO_INFERENCE.path(namespace, name), {"spec": {"replicas": replicas}})
 
 
-async def test_each_operator_serves_its_class_and_looks_at_no_other(
+async def test_each_operator_handles_only_its_class(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
     first, second = install(), install("operatorClass=beta")

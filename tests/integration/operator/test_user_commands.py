@@ -12,7 +12,7 @@ from tests.integration.operator.command_line import heteroinfer, reported
 from tests.integration.operator.running_operator import create_resource
 
 
-async def test_top_names_what_no_operator_has_acted_on(
+async def test_top_shows_resources_without_an_operator(
     server: ApiServer, namespace: str, control_plane: Cluster
 ) -> None:
     await create_resource(server, namespace)

@@ -114,7 +114,7 @@ def event(kind: str, body: object) -> dict[str, object]:
     return {"type": kind, "object": body}
 
 
-async def test_an_object_that_cannot_be_read_is_left_out_with_one_line_of_log(
+async def test_an_unreadable_object_is_ignored_and_logged_once(
     scripted: ScriptedServer, running: RunningCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     scripted.items = [stored("good", 3), stored("bad", 4, 10**30), {"metadata": {}}, "no object"]
@@ -139,7 +139,7 @@ async def test_an_object_that_cannot_be_read_is_left_out_with_one_line_of_log(
     assert ("v", None) in running.changes, "good could be read, and cannot any more"
 
 
-async def test_the_version_moves_on_past_what_cannot_be_read(
+async def test_the_version_advances_past_unreadable_objects(
     scripted: ScriptedServer, running: RunningCache
 ) -> None:
     scripted.watches = [[event("ADDED", stored("bad", 21, 1))], []]
@@ -167,7 +167,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("malformed", MALFORMED, ids=json.dumps)
-async def test_a_malformed_event_ends_in_a_list(
+async def test_a_malformed_event_causes_a_new_list(
     scripted: ScriptedServer, running: RunningCache, malformed: object
 ) -> None:
     scripted.watches = [[malformed]]
@@ -180,7 +180,7 @@ async def test_a_malformed_event_ends_in_a_list(
 
 
 @pytest.mark.parametrize("items", [5, [5], ["x"], [None], {"a": 1}], ids=json.dumps)
-async def test_a_malformed_list_ends_no_cache(
+async def test_a_malformed_list_does_not_stop_the_cache(
     scripted: ScriptedServer, running: RunningCache, items: object
 ) -> None:
     scripted.items = items  # type: ignore[assignment]  # what no API server should answer
@@ -191,7 +191,7 @@ async def test_a_malformed_list_ends_no_cache(
     assert not running.task.done()
 
 
-async def test_an_exception_is_logged_and_every_change_is_reported_after_it(
+async def test_changes_are_reported_after_a_logged_exception(
     scripted: ScriptedServer, running: RunningCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A change whose report failed is not lost: after the next list all objects are reported once more."""
@@ -207,9 +207,7 @@ async def test_an_exception_is_logged_and_every_change_is_reported_after_it(
     assert not running.task.done()
 
 
-async def test_versions_that_are_no_numbers_are_followed(
-    scripted: ScriptedServer, running: RunningCache
-) -> None:
+async def test_non_numeric_versions_are_followed(scripted: ScriptedServer, running: RunningCache) -> None:
     """Of an aggregated API server: nothing is ordered, and the last event stands."""
     scripted.version = "opaque-a"
     scripted.items = [stored("a", "opaque-a", "first")]
@@ -224,7 +222,7 @@ async def test_versions_that_are_no_numbers_are_followed(
     assert running.cache.has_seen(NamespacedName(namespace="ns", name="a"), 0)
 
 
-async def test_a_write_that_cannot_be_read_raises_only_what_is_declared(running: RunningCache) -> None:
+async def test_an_unreadable_answer_to_a_write_raises_only_declared_errors(running: RunningCache) -> None:
     running.cache.note_written(stored("a", 99, 5))
     assert running.get("a") is None
     with pytest.raises(UnreadableError):

@@ -21,7 +21,7 @@ def is_left_alone(world: World) -> bool:
 
 
 @pytest.mark.parametrize("refused", [("Pod", "demo-*"), RECORD, ("ConfigMap", "demo-plan-*")])
-def test_a_revision_that_is_refused_takes_no_group_down(world: World, refused: tuple[str, str]) -> None:
+def test_a_refused_revision_stops_no_group(world: World, refused: tuple[str, str]) -> None:
     before = world.workers()
     world.refuses[refused] = WORDS
     world.change_spec(engine={"maxModelLen": 512})
@@ -36,7 +36,7 @@ def test_a_revision_that_is_refused_takes_no_group_down(world: World, refused: t
     assert len(world.tried) < 20, "as seldom as for a refused pod"
 
 
-def test_a_group_of_a_refused_revision_starts_again_by_its_own(world: World) -> None:
+def test_a_group_restarts_with_its_own_revision_if_the_target_is_refused(world: World) -> None:
     revision = world.status["groups"][0]["revision"]
     world.refuses[RECORD] = WORDS
     world.change_spec(engine={"maxModelLen": 512})
@@ -52,7 +52,7 @@ def test_a_group_of_a_refused_revision_starts_again_by_its_own(world: World) -> 
     assert world.condition("Stalled") == ("True", "ObjectRefused")
 
 
-def test_a_group_between_epochs_is_asked_for_too(world: World) -> None:
+def test_the_dry_run_also_covers_a_group_between_epochs(world: World) -> None:
     revision = world.status["groups"][0]["revision"]
     world.end_pod(world.workers()[0])
     world.step()
@@ -65,7 +65,7 @@ def test_a_group_between_epochs_is_asked_for_too(world: World) -> None:
     assert world.status["groups"][0]["revision"] == revision
 
 
-def test_a_group_more_of_a_refused_revision_takes_no_other_down(world: World) -> None:
+def test_adding_a_group_of_a_refused_revision_stops_no_other_group(world: World) -> None:
     """Its first pod was made before the answer came, and passed for one of a revision that is taken."""
     before = world.workers()
     world.refuses["Pod", "demo-*-1"] = WORDS
@@ -78,7 +78,7 @@ def test_a_group_more_of_a_refused_revision_takes_no_other_down(world: World) ->
     assert WORDS in world.status["groups"][1]["message"]
 
 
-def test_each_revision_is_tried_once_and_none_at_rest() -> None:
+def test_each_revision_is_validated_once_and_none_at_rest() -> None:
     world = World(spec=cpu_pair(replicas=3))
     world.serve()
     assert world.tried == []
@@ -111,7 +111,7 @@ def fail_again_and_again(world: World, times: int) -> int:
 
 
 @pytest.mark.parametrize("happens", ["nothing", "scale", "restart"])
-def test_a_refused_revision_forgives_no_failure(happens: str) -> None:
+def test_a_refused_revision_does_not_clear_failures(happens: str) -> None:
     """Each time it was asked about anew, failures were those of another revision, and forgotten."""
     world = World(spec=cpu_pair(restart={"maxRestarts": 2}))
     world.serve()
@@ -129,7 +129,7 @@ def test_a_refused_revision_forgives_no_failure(happens: str) -> None:
     assert world.condition("Failed") == ("True", "RestartsUsedUp")
 
 
-def test_a_scale_takes_back_no_refusal(world: World) -> None:
+def test_scaling_does_not_clear_a_refusal(world: World) -> None:
     world.refuses[RECORD] = WORDS
     world.change_spec(engine={"maxModelLen": 512})
     world.live(60)
@@ -147,7 +147,7 @@ def test_a_scale_takes_back_no_refusal(world: World) -> None:
     assert world.condition("Progressing") == ("True", "RollingOut")
 
 
-def test_nothing_is_taken_down_without_an_answer_and_what_is_down_starts_again(world: World) -> None:
+def test_without_an_answer_groups_keep_running_and_stopped_groups_restart(world: World) -> None:
     """Requests that were not answered failed each reconcile, and a group that died then stayed so."""
     before, revision = world.workers(), world.status["groups"][0]["revision"]
     world.silent = True
@@ -177,7 +177,7 @@ def test_nothing_is_taken_down_without_an_answer_and_what_is_down_starts_again(w
     assert world.status["groups"][0]["revision"] != revision
 
 
-def test_a_group_more_waits_for_an_answer(world: World) -> None:
+def test_an_added_group_waits_for_the_answer(world: World) -> None:
     before = world.workers()
     world.silent = True
     world.change_spec(replicas=2, engine={"maxModelLen": 512})
@@ -186,7 +186,7 @@ def test_a_group_more_waits_for_an_answer(world: World) -> None:
     assert "waiting for the API server" in world.status["groups"][1]["message"]
 
 
-def test_what_is_taken_after_all_is_rolled_out(world: World) -> None:
+def test_a_revision_that_is_accepted_later_is_rolled_out(world: World) -> None:
     before = world.workers()
     world.refuses[RECORD] = WORDS
     world.change_spec(engine={"maxModelLen": 512})
@@ -202,7 +202,7 @@ def test_what_is_taken_after_all_is_rolled_out(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_the_former_spec_again_is_ready_at_once(world: World) -> None:
+def test_the_previous_spec_is_ready_at_once(world: World) -> None:
     before, spec = world.workers(), world.spec
     world.refuses[RECORD] = WORDS
     world.change_spec(engine={"maxModelLen": 512})
@@ -215,7 +215,7 @@ def test_the_former_spec_again_is_ready_at_once(world: World) -> None:
     assert world.condition("Stalled") == ("False", "NotStalled")
 
 
-def test_nothing_is_tried_while_a_resource_is_suspended(world: World) -> None:
+def test_no_dry_run_while_a_resource_is_suspended(world: World) -> None:
     world.change_spec(suspend=True, engine={"maxModelLen": 512})
     world.live(60)
     assert world.tried == []

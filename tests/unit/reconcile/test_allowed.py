@@ -47,7 +47,7 @@ def refusal(*args: str, allowed: Allowed | None = None) -> str:
         "io.katacontainers.config.hypervisor.kernel_params",
     ],
 )
-def test_annotations_by_which_others_act_are_refused(key: str) -> None:
+def test_annotations_with_effects_on_pods_are_refused(key: str) -> None:
     problem = Allowed().find_forbidden(parse_spec(annotated(key)))
     assert problem is not None
     assert (problem.reason, key in problem.message) == ("AnnotationNotAllowed", True)
@@ -68,7 +68,7 @@ def test_annotations_by_which_others_act_are_refused(key: str) -> None:
         (None, True),
     ],
 )
-def test_an_image_is_one_of_those_allowed(image: str | None, is_allowed: bool) -> None:
+def test_an_image_must_be_allowed(image: str | None, is_allowed: bool) -> None:
     allowed = Allowed(images=("registry.example.com/ml/", "docker.io/vllm:1", "docker.io/cpu:"))
     spec = parse_spec(cpu_pair(engine={"image": image} if image else {}))
     problem = allowed.find_forbidden(spec)
@@ -77,7 +77,7 @@ def test_an_image_is_one_of_those_allowed(image: str | None, is_allowed: bool) -
     assert Allowed().find_forbidden(spec) is None
 
 
-def test_an_image_volume_is_one_of_those_allowed() -> None:
+def test_an_image_volume_must_be_allowed() -> None:
     allowed = Allowed(images=("registry.example.com/ml/",))
     spec = cpu_pair(model={"uri": f"oci://evil.example/model@{DIGEST}"})
     assert allowed.find_forbidden(parse_spec(spec)) is None, "weights are no code"
@@ -104,14 +104,14 @@ OPTIONS_OF_CODE = """
 
 
 @pytest.mark.parametrize("name", NAMES_OF_CODE.split())
-def test_no_variable_runs_code_of_a_mounted_folder(name: str) -> None:
+def test_no_environment_variable_runs_code_from_a_mounted_folder(name: str) -> None:
     with pytest.raises(SpecError, match="a variable that"):
         parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "/mnt/a"}]}))
 
 
 @pytest.mark.parametrize("option", OPTIONS_OF_CODE.split())
 @pytest.mark.parametrize("folder", ["/mnt/a", "/etc/heteroinfer/files"])
-def test_no_option_runs_code_of_a_mounted_folder(option: str, folder: str) -> None:
+def test_no_option_runs_code_from_a_mounted_folder(option: str, folder: str) -> None:
     files = [{"name": "a.py", "configMapKeyRef": {"name": "c", "key": "k"}}]
     engine = {"args": [option, f"{folder}/a.py"], "files": files}
     assert Allowed().find_forbidden(parse_spec(cpu_pair(engine=engine))) is not None
@@ -126,7 +126,7 @@ def test_no_option_runs_code_of_a_mounted_folder(option: str, folder: str) -> No
         ("/etc", False),
     ],
 )
-def test_a_path_of_a_node_lies_in_an_allowed_folder(path: str, is_allowed: bool) -> None:
+def test_a_node_path_must_be_in_an_allowed_folder(path: str, is_allowed: bool) -> None:
     spec = parse_spec(cpu_pair(model={"uri": f"file://{path}"}))
     problem = Allowed(host_paths=("/models/",)).find_forbidden(spec)
     assert (problem is None) is is_allowed
@@ -140,7 +140,7 @@ def test_usual_annotations_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("arg", ["--trust-remote-code", "--trust_remote_code"])
-def test_code_of_a_model_takes_a_flag_of_the_operator(arg: str) -> None:
+def test_model_code_needs_a_flag_of_the_operator(arg: str) -> None:
     assert "allowRemoteCode" in refusal(arg)
     assert not refusal(arg, allowed=Allowed(remote_code=True))
     assert not refusal("--no-trust-remote-code")
@@ -156,7 +156,7 @@ def test_code_of_a_model_takes_a_flag_of_the_operator(arg: str) -> None:
         ["--mm-processor-kwargs", '{"a": {"trust_remote_code": 1}, "a": 2}'],
     ],
 )
-def test_code_of_a_model_is_found_inside_json(args: list[str]) -> None:
+def test_model_code_is_found_inside_json(args: list[str]) -> None:
     assert "allowRemoteCode" in refusal(*args)
     assert not refusal(*args, allowed=Allowed(remote_code=True))
 
@@ -199,7 +199,7 @@ def test_arguments_that_load_code_or_hold_secrets_are_refused(option: str, why: 
         "--cpu-off",
     ],
 )
-def test_weight_offloading_is_refused_whatever_is_allowed(option: str) -> None:
+def test_weight_offloading_is_always_refused(option: str) -> None:
     for allowed in (Allowed(), ALL, Allowed(arguments=(option,))):
         for args in ([option, "4"], [f"{option}=4"], [option.replace("-", "_").replace("__", "--") + "=4"]):
             found = refusal(*args, allowed=allowed)
@@ -208,7 +208,7 @@ def test_weight_offloading_is_refused_whatever_is_allowed(option: str) -> None:
 
 
 @pytest.mark.parametrize("allowed", [Allowed(), ALL, Allowed(arguments=("--seed",))])
-def test_what_no_plan_takes_is_refused_before_the_model_is_known(allowed: Allowed) -> None:
+def test_options_that_no_plan_accepts_are_refused_before_the_model_is_known(allowed: Allowed) -> None:
     spec = parse_spec(cpu_pair(engine={"args": ["--max-log-len", "0", "--seed=1"]}))
     problem = allowed.find_forbidden(spec)
     assert problem is not None
@@ -216,7 +216,7 @@ def test_what_no_plan_takes_is_refused_before_the_model_is_known(allowed: Allowe
     assert problem.message.startswith("engine.args: got '--seed=1'")
 
 
-def test_what_ends_the_options_is_refused() -> None:
+def test_the_end_of_options_marker_is_refused() -> None:
     """Behind it the plan's own options would be words."""
     assert "allowedArguments" in refusal("--max-log-len", "0", "--")
 
@@ -224,7 +224,7 @@ def test_what_ends_the_options_is_refused() -> None:
 @given(
     st.sampled_from(sorted(ALLOWED_ARGS | {o for entry in WHY for o in entry.options})), st.integers(1, 40)
 )
-def test_no_abbreviation_is_allowed(option: str, length: int) -> None:
+def test_abbreviated_options_are_refused(option: str, length: int) -> None:
     """A unique beginning is the option itself to the parser, and would be neither found nor counted."""
     short = option[: 2 + length].replace("-", "_").replace("__", "--", 1)
     name = short.replace("_", "-")
@@ -247,7 +247,7 @@ def test_no_abbreviation_is_allowed(option: str, length: int) -> None:
         (["--hf-overrides", "model.overrides"], "JSON"),
     ],
 )
-def test_json_is_looked_into(args: list[str], key: str) -> None:
+def test_json_values_are_checked(args: list[str], key: str) -> None:
     assert key in refusal(*args)
 
 
@@ -269,18 +269,18 @@ def test_usual_arguments_are_allowed(args: list[str]) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "101", "9" * 30, "many", ""])
-def test_log_probabilities_that_are_not_counted_are_refused(value: str) -> None:
+def test_uncounted_log_probabilities_are_refused(value: str) -> None:
     assert "Set a number from 0 to 100" in refusal(f"--max-logprobs={value}")
 
 
 @pytest.mark.parametrize("value", ["nvfp4", "fp8_ds_mla", "int4_per_token_head", "turboquant_4bit_nc"])
-def test_a_kv_cache_that_is_not_counted_is_refused(value: str) -> None:
+def test_an_uncounted_kv_cache_type_is_refused(value: str) -> None:
     assert "Set one of auto, bfloat16" in refusal("--kv-cache-dtype", value)
     assert "Set one of auto, bfloat16" in refusal(f"--kv_cache_dtype={value}")
     assert "Set one of auto, bfloat16" in refusal("--kv-cache-dtype")
 
 
-def test_no_list_holds_what_another_refuses() -> None:
+def test_no_list_contains_an_option_that_another_list_refuses() -> None:
     refused = set(PLAN_OWNED) | {option for entry in UNSUPPORTED for option in entry.options}
     taken_back = {"--async-scheduling", "--enable-lora", "--enable-dbo"}
     assert ALLOWED_ARGS & refused == taken_back, "of these the form with no- is allowed"
@@ -330,7 +330,7 @@ def test_usual_variables_are_allowed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SECRET_ENV)
-def test_a_secret_is_of_a_secret(name: str) -> None:
+def test_a_secret_variable_must_come_from_a_secret(name: str) -> None:
     for bad in ({"value": "x"}, {"valueFrom": {"configMapKeyRef": {"name": "a", "key": "b"}}}):
         with pytest.raises(SpecError, match=r"put it into a Secret and give valueFrom\.secretKeyRef"):
             parse_spec(cpu_pair(engine={"env": [{"name": name, **bad}]}))
@@ -338,7 +338,7 @@ def test_a_secret_is_of_a_secret(name: str) -> None:
     parse_spec(cpu_pair(engine={"env": [{"name": name, **good}]}))
 
 
-def test_examples_keep_to_the_lists() -> None:
+def test_examples_use_only_allowed_values() -> None:
     """What we tell people to write is allowed."""
     text = guide()
     found = re.findall(r"args: \[(--[^\]]+)\]", text)
@@ -372,7 +372,7 @@ def check_group_lives_on(world: World) -> None:
 
 
 @pytest.mark.parametrize("spec", STRICTER)
-def test_a_stricter_list_takes_nothing_from_what_runs(spec: dict[str, Any]) -> None:
+def test_a_stricter_list_does_not_affect_running_groups(spec: dict[str, Any]) -> None:
     world = World(spec=spec, options=replace(OPTIONS, allowed=ALL))
     world.serve()
     world.options = OPTIONS
@@ -387,7 +387,7 @@ def test_a_stricter_list_takes_nothing_from_what_runs(spec: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("spec", STRICTER)
-def test_a_list_that_allows_more_again_refuses_no_longer(spec: dict[str, Any]) -> None:
+def test_a_relaxed_list_clears_the_refusal(spec: dict[str, Any]) -> None:
     world = World(spec=spec)
     world.settle()
     assert world.workers() == []
@@ -416,7 +416,7 @@ def as_an_older_version_stored_it(world: World, word: str, older_word: str) -> N
     world.pods = {name: replace(pod, labels=rewritten(pod.labels)) for name, pod in world.pods.items()}
 
 
-def test_a_stricter_schema_takes_nothing_from_what_runs() -> None:
+def test_a_stricter_schema_does_not_affect_running_groups() -> None:
     """Variables that an older schema took: stored, refused by this one's rules, and started again with."""
     world = World(spec=cpu_pair(engine={"env": [{"name": "VLLM_LOGGING_LEVEL", "value": "/model/x.so"}]}))
     world.serve()

@@ -188,7 +188,7 @@ def _check(name: str, status: Json) -> World:
 @given(case=cases())
 @example(case=("serves", {"groups": [{"index": 0, "epoch": MAX_EPOCH, "phase": "Ready"}, {"index": 1}]}))
 @example(case=("refused", {}))
-def test_any_status_within_the_schema_ends_nothing_and_stops_nothing(case: tuple[str, Json]) -> None:
+def test_no_valid_status_ends_or_stops_a_group(case: tuple[str, Json]) -> None:
     _check(*case)
 
 
@@ -211,7 +211,7 @@ def _with(name: str, path: tuple[str | int, ...], value: Any) -> Json:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_no_odd_value_ends_or_stops_anything(data: st.DataObject) -> None:
+def test_no_odd_value_ends_or_stops_a_group(data: st.DataObject) -> None:
     """One value at an edge of the schema; of thousands, some at each run."""
     name, path, value = data.draw(st.sampled_from(_edges()))
     status = _with(name, path, value)
@@ -238,13 +238,15 @@ def test_no_odd_value_ends_or_stops_anything(data: st.DataObject) -> None:
     ],
     ids=str,
 )
-def test_values_that_ended_or_stopped_something(name: str, path: tuple[str | int, ...], value: Any) -> None:
+def test_values_that_once_ended_or_stopped_a_group(
+    name: str, path: tuple[str | int, ...], value: Any
+) -> None:
     _check(name, _with(name, path, value))
 
 
 @settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(SERVING), data=st.data())
-def test_a_failure_is_seen_whatever_the_status_was(name: str, data: st.DataObject) -> None:
+def test_a_failure_is_detected_with_any_status(name: str, data: st.DataObject) -> None:
     """Nothing that is stored keeps a dead rank from being seen, or the group from its next start."""
     world = _check(name, data.draw(damaged(_worlds()[name].status)))
     world.end_pod(world.workers()[0])
@@ -257,7 +259,7 @@ def test_a_failure_is_seen_whatever_the_status_was(name: str, data: st.DataObjec
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_resource_goes_whatever_its_status_is(data: st.DataObject) -> None:
+def test_a_resource_is_deleted_with_any_status(data: st.DataObject) -> None:
     world = copy.deepcopy(_worlds()["deleted"])
     world.status = data.draw(from_schema(STATUS) | damaged(_worlds()["serves"].status))
     world.finalizers = (names.FINALIZER,)

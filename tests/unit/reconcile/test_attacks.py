@@ -73,7 +73,7 @@ def test_a_refused_spec_deletes_no_service_of_clients(world: World) -> None:
     assert ("Service", "demo") in world.objects
 
 
-def test_an_epoch_that_was_suspended_at_its_first_look_is_not_begun_again() -> None:
+def test_an_epoch_suspended_at_its_start_is_not_started_again() -> None:
     """The operator was away while pods ran: it had created them, and had not seen one of them."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -88,7 +88,7 @@ def test_an_epoch_that_was_suspended_at_its_first_look_is_not_begun_again() -> N
     assert not set(ran) & set(world.workers())
 
 
-def test_pods_that_are_all_gone_unseen_end_their_epoch() -> None:
+def test_unseen_loss_of_all_pods_ends_their_epoch() -> None:
     world = World(spec=cpu_pair())
     create_pods(world)
     world.step()
@@ -103,7 +103,7 @@ def test_pods_that_are_all_gone_unseen_end_their_epoch() -> None:
 @pytest.mark.parametrize(
     ("away", "back"), [({"suspend": True}, {"suspend": False}), ({"replicas": 0}, {"replicas": 1})]
 )
-def test_what_the_user_took_back_is_no_failure(
+def test_a_reverted_change_is_not_a_failure(
     world: World, away: dict[str, object], back: dict[str, object]
 ) -> None:
     """Pods that still drain were taken for deleted by somebody, and it counted as a restart."""
@@ -121,7 +121,7 @@ def test_what_the_user_took_back_is_no_failure(
 
 @pytest.mark.parametrize("label", [names.LABEL_REVISION, names.LABEL_PLAN])
 @pytest.mark.parametrize("value", ["zzz", "0", None])
-def test_a_damaged_label_ends_nothing_and_loses_nothing(world: World, label: str, value: str | None) -> None:
+def test_a_damaged_label_has_no_effect(world: World, label: str, value: str | None) -> None:
     pods, objects = world.workers(), set(world.objects)
     relabel(world, label, value)
     world.settle()
@@ -132,7 +132,7 @@ def test_a_damaged_label_ends_nothing_and_loses_nothing(world: World, label: str
     assert set(world.objects) == objects
 
 
-def test_a_group_without_its_revision_label_serves_on_while_the_spec_has_no_plan(world: World) -> None:
+def test_a_group_without_its_revision_label_keeps_serving_under_an_unplannable_spec(world: World) -> None:
     relabel(world, names.LABEL_REVISION, None)
     world.change_spec(engine={"maxModelLen": 100_000})
     world.settle()
@@ -140,7 +140,7 @@ def test_a_group_without_its_revision_label_serves_on_while_the_spec_has_no_plan
     assert not any(pod.deleting for pod in world.pods.values())
 
 
-def test_a_copy_of_a_pod_is_no_rank(world: World) -> None:
+def test_a_copy_of_a_pod_is_not_a_rank(world: World) -> None:
     """Somebody made one by `kubectl get -o yaml`, with its labels and owner, under another name."""
     leader = world.pods[world.workers()[0]]
     world.pods["copy"] = replace(leader, name="copy", uid="uid-copy", ready=False, started=False)
@@ -171,7 +171,7 @@ def test_an_eviction_never_ends_in_failed(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_a_clock_that_was_set_back_prolongs_no_wait(world: World) -> None:
+def test_a_clock_step_back_does_not_prolong_a_wait(world: World) -> None:
     world.advance_time(36_000)
     for _ in range(2):
         world.end_pod(world.workers()[0])
@@ -189,7 +189,7 @@ def test_a_clock_that_was_set_back_prolongs_no_wait(world: World) -> None:
 @pytest.mark.parametrize(
     "what", [("NetworkPolicy", "demo-0-ranks"), ("HeteroInference/status", "demo"), "Pod"]
 )
-def test_a_clock_that_was_set_back_prolongs_no_refusal(what: tuple[str, str] | str) -> None:
+def test_a_clock_step_back_does_not_prolong_a_refusal(what: tuple[str, str] | str) -> None:
     """What is allowed again is tried within the longest back-off, not when the clock is there again."""
     world = World(spec=cpu_pair())
     world.answer_inspection()
@@ -212,7 +212,7 @@ def test_a_clock_that_was_set_back_prolongs_no_refusal(what: tuple[str, str] | s
     assert parse_status(world.status).observed_generation == world.generation
 
 
-def test_a_clock_that_was_set_back_has_no_model_read_for_ever(world: World) -> None:
+def test_a_clock_step_back_does_not_repeat_model_inspections(world: World) -> None:
     world.advance_time(36_000)
     failure = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="no such file", pod=0)
     world.end_pod(world.workers()[0], message=failure.to_json())
@@ -229,13 +229,13 @@ def test_a_clock_that_was_set_back_has_no_model_read_for_ever(world: World) -> N
 
 
 @pytest.mark.parametrize("replicas", ["two", 65, None])
-def test_replicas_that_cannot_be_read_are_not_none(replicas: object) -> None:
+def test_unreadable_replicas_do_not_mean_zero(replicas: object) -> None:
     world = World(spec=cpu_pair(replicas=replicas, **({} if replicas else REFUSED)), options=OPTIONS)
     world.settle()
     assert world.condition("Ready") == ("False", "InvalidSpec")
 
 
-def test_a_pod_that_goes_with_the_status_is_not_made_again(world: World) -> None:
+def test_a_pod_lost_together_with_the_status_is_not_created_again(world: World) -> None:
     """Nothing says any more that it had run: its name is not used again."""
     ran = world.workers()
     world.status = {}
@@ -250,7 +250,7 @@ def test_a_pod_that_goes_with_the_status_is_not_made_again(world: World) -> None
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_pods_never_lack_the_plan_because_another_group_is_refused(group: int) -> None:
+def test_a_refused_group_does_not_remove_the_plan_of_another_group(group: int) -> None:
     """Both groups have one plan: it was not made while either was blocked, and the other's pods hung."""
     world = World(spec=cpu_pair(replicas=2))
     world.refuses["Service", f"demo-{group}-ranks"] = "it is somebody else's"
@@ -262,7 +262,7 @@ def test_pods_never_lack_the_plan_because_another_group_is_refused(group: int) -
     assert {f"demo-revision-{pod.labels[names.LABEL_REVISION]}" for pod in world.pods.values()} <= kept
 
 
-def test_a_pod_that_is_seen_only_after_its_epoch_goes(world: World) -> None:
+def test_a_pod_that_appears_after_its_epoch_is_deleted(world: World) -> None:
     """Its creation had no answer, and the watch was behind: it would have held its devices for ever."""
     follower = world.pods[world.workers()[1]]
     world.end_pod(world.workers()[0])
@@ -284,7 +284,7 @@ def test_a_pod_that_is_seen_only_after_its_epoch_goes(world: World) -> None:
 # What a later attack left open
 
 
-def test_epochs_that_begin_within_one_moment_have_names_of_their_own() -> None:
+def test_epochs_that_begin_at_the_same_time_have_different_names() -> None:
     """Their first number was of a clock's seconds: of two lost statuses within one, both epochs had one."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()
@@ -305,7 +305,7 @@ def test_epochs_that_begin_within_one_moment_have_names_of_their_own() -> None:
     assert len(made(world)) == len(set(made(world)))
 
 
-def test_a_clock_that_was_set_back_brings_no_name_back() -> None:
+def test_a_clock_step_back_does_not_reuse_pod_names() -> None:
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     ran = world.workers()
@@ -321,7 +321,7 @@ def test_a_clock_that_was_set_back_brings_no_name_back() -> None:
         ran += world.workers()
 
 
-def test_a_pod_that_vanishes_unseen_from_a_starting_epoch_is_not_made_again() -> None:
+def test_a_pod_that_vanishes_unseen_is_not_created_again() -> None:
     """It may have run since somebody looked, and speak on: nobody comes after it under its name."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -338,7 +338,7 @@ def test_a_pod_that_vanishes_unseen_from_a_starting_epoch_is_not_made_again() ->
     assert (failure["reason"], failure["counted"]) == ("PodDeleted", False)
 
 
-def test_a_pod_that_vanishes_before_anybody_looked_is_not_made_again() -> None:
+def test_a_pod_that_vanishes_before_the_next_reconcile_is_not_created_again() -> None:
     """The operator ended after it had made the pods, and was back after one of them, or all, had gone."""
     for gone in (slice(1, 2), slice(0, 2)):
         world = World(spec=cpu_pair())
@@ -354,7 +354,7 @@ def test_a_pod_that_vanishes_before_anybody_looked_is_not_made_again() -> None:
         assert not set(first) & set(world.workers())
 
 
-def test_a_pod_that_may_have_run_on_a_silent_node_is_not_made_again(world: World) -> None:
+def test_a_pod_that_may_have_run_on_a_silent_node_is_not_created_again(world: World) -> None:
     """Nobody would have said that it runs; it may meet those that come after it."""
     world.end_pod(world.workers()[0])
     world.settle()
@@ -372,7 +372,7 @@ def test_a_pod_that_may_have_run_on_a_silent_node_is_not_made_again(world: World
     assert world.status["groups"][0]["failures"][-1]["reason"] == "NodeLost"
 
 
-def test_pods_that_are_given_back_are_not_made_again(world: World) -> None:
+def test_released_pods_are_not_created_again(world: World) -> None:
     """They may have run before their deletion arrived: it is by force, and says nothing of their ends."""
     world.change_spec(replicas=2)
     world.refuses["Pod", "demo-1-*-1"] = "exceeded quota"
@@ -391,7 +391,7 @@ FINALIZER = "example.test/hold"
 
 
 @pytest.mark.parametrize("why", ["suspend", "scale", "scale to zero", "failure", "rollout", "deletion"])
-def test_a_pod_that_a_finalizer_holds_is_named_with_it(world: World, why: str) -> None:
+def test_reports_a_pod_with_the_finalizer_that_blocks_it(world: World, why: str) -> None:
     """It stays `Terminating` whatever we do: its group said Stopping for ever, and not why."""
     world.change_spec(replicas=2)
     world.settle()
@@ -440,7 +440,7 @@ def waits_for_configuration(world: World, words: str) -> None:
         world.pods[name] = replace(world.pods[name], node="node", waiting=waits(waiting))
 
 
-def test_a_key_that_is_lost_while_images_are_pulled_is_made_again() -> None:
+def test_a_key_lost_during_image_pulls_is_created_again() -> None:
     """Nothing but the pods' creation made it: they waited for it for ever."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -460,7 +460,7 @@ def test_a_key_that_is_lost_while_images_are_pulled_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("now", [b"n" * KEY_BYTES, None])
-def test_a_pod_that_waits_for_a_former_key_of_the_operator_waits_no_longer(now: bytes | None) -> None:
+def test_a_pod_that_waits_for_a_previous_key_is_replaced(now: bytes | None) -> None:
     """The operator's own key was lost before the containers were made: theirs was never made again."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -487,7 +487,7 @@ def test_a_pod_that_waits_for_a_former_key_of_the_operator_waits_no_longer(now: 
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_no_pod_is_made_with_another_image_than_its_peers() -> None:
+def test_all_pods_of_an_epoch_have_the_same_image() -> None:
     """The chart was upgraded while a pod was to be made again: the epoch ends, uncounted."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -526,7 +526,7 @@ def reject_a_cpu_pod(world: World) -> None:
 
 @pytest.mark.parametrize("evictions", [0, 3])
 @pytest.mark.parametrize("gpu", [OPTIONS.images.gpu, "worker:2"])
-def test_no_pod_is_made_with_a_newer_image_than_one_of_another_device(gpu: str, evictions: int) -> None:
+def test_pods_of_all_devices_have_images_of_the_same_version(gpu: str, evictions: int) -> None:
     """The CPUs' alone was changed, or both; it starts at once: there is nothing to wait for."""
     world = World(spec=cpu_pair(roles=[GPU, cpu_pair()["roles"][0]]))
     reject_a_cpu_pod(world)
@@ -550,7 +550,7 @@ def test_no_pod_is_made_with_a_newer_image_than_one_of_another_device(gpu: str, 
     assert group.get("restarts", 0) == 0
 
 
-def test_a_pod_whose_image_the_spec_names_is_made_again() -> None:
+def test_a_pod_with_an_image_from_the_spec_is_created_again() -> None:
     world = World(spec=cpu_pair(roles=[GPU, cpu_pair()["roles"][0]], engine={"image": "of-the-user:1"}))
     reject_a_cpu_pod(world)
     first = world.workers()
@@ -563,7 +563,7 @@ def test_a_pod_whose_image_the_spec_names_is_made_again() -> None:
     assert not world.status["groups"][0].get("failures")
 
 
-def test_a_pod_that_is_gone_unseen_is_no_upgrade() -> None:
+def test_an_unseen_loss_of_a_pod_does_not_count_as_upgrade() -> None:
     """It is not made again, whatever image it would get."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -574,7 +574,7 @@ def test_a_pod_that_is_gone_unseen_is_no_upgrade() -> None:
     assert [each["reason"] for each in world.status["groups"][0]["failures"]] == ["PodDeleted"]
 
 
-def test_images_that_are_others_each_time_start_no_epoch_each_time() -> None:
+def test_constantly_changing_images_do_not_restart_the_group_each_time() -> None:
     """A webhook rewrites the annotation, and the node rejects pods."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -591,7 +591,7 @@ def test_images_that_are_others_each_time_start_no_epoch_each_time() -> None:
 
 
 @pytest.mark.parametrize("says", [True, False], ids=["of this version", "of an older version"])
-def test_an_upgrade_of_the_chart_touches_nothing_that_runs(says: bool) -> None:
+def test_a_chart_upgrade_does_not_affect_running_groups(says: bool) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     pods = world.workers()
@@ -606,7 +606,7 @@ def test_an_upgrade_of_the_chart_touches_nothing_that_runs(says: bool) -> None:
 
 
 @pytest.mark.parametrize("now", [b"n" * KEY_BYTES, None])
-def test_no_pod_is_made_with_another_key_than_its_peers(now: bytes | None) -> None:
+def test_all_pods_of_an_epoch_have_the_same_key(now: bytes | None) -> None:
     """They would not know each other: the epoch ends, uncounted, and all get the same."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -630,7 +630,7 @@ def test_no_pod_is_made_with_another_key_than_its_peers(now: bytes | None) -> No
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
-def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch(how: str) -> None:
+def test_a_plan_lost_during_image_pulls_ends_the_epoch(how: str) -> None:
     """A container is made with it: those of the pods that have none yet never would be."""
     world = World(spec=cpu_pair())
     create_pods(world)
@@ -655,7 +655,7 @@ def test_a_plan_that_is_lost_while_images_are_pulled_ends_the_epoch(how: str) ->
 
 @pytest.mark.parametrize("away", [1, 0])
 @pytest.mark.parametrize("seconds", [30, 7200])
-def test_scaling_forgives_no_failure(away: int, seconds: float) -> None:
+def test_scaling_does_not_clear_failures(away: int, seconds: float) -> None:
     """An autoscaler goes down and up again between two failures of a start: restarts were without end."""
     world = World(spec=cpu_pair(replicas=2), options=replace(OPTIONS, names_come_again=True))
     world.serve()
@@ -685,7 +685,7 @@ def test_scaling_forgives_no_failure(away: int, seconds: float) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_what_is_remembered_of_a_group_that_was_scaled_away_is_no_group(world: World) -> None:
+def test_a_retired_group_does_not_count_as_a_group(world: World) -> None:
     world.change_spec(replicas=2)
     world.settle()
     world.all_ready()

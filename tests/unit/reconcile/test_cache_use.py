@@ -54,7 +54,7 @@ def in_use(
 CACHE: dict[str, Any] = {"cache": {"claimName": "models", "keep": 3}}
 
 
-def test_all_that_plans_revisions_and_statuses_name_is_in_use() -> None:
+def test_commits_in_plans_revisions_and_statuses_are_in_use() -> None:
     objects = (
         kept(**{REVISION_KEY: {"spec": {}, "commit": B}}),
         kept(**{names.PLAN_KEY: {"engine": {"model": f"/model/acme--llama/{C}"}}}),
@@ -79,7 +79,7 @@ def test_all_that_plans_revisions_and_statuses_name_is_in_use() -> None:
     ],
     ids=["no commit yet", "another spec", "a folder that may be a link", "a commit that may be a link"],
 )
-def test_nothing_is_removed_while_a_neighbours_commit_is_not_known(neighbour: ResourceView) -> None:
+def test_nothing_is_removed_while_another_resources_commit_is_unknown(neighbour: ResourceView) -> None:
     assert in_use(resource(status=serving(A), **CACHE), neighbour) is None
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_removed_if_a_plan_cannot_be_read() -> None:
 @pytest.mark.parametrize(
     "model", [{"uri": "hf://acme/other", "cache": {"claimName": "elsewhere"}}, {"uri": "pvc://models/small"}]
 )
-def test_nothing_is_removed_from_a_claim_that_a_volume_of_a_template_mounts(model: dict[str, Any]) -> None:
+def test_nothing_is_removed_from_a_claim_mounted_by_a_template(model: dict[str, Any]) -> None:
     """An argument of the engine may name any path in it."""
     volume = {"name": "m", "persistentVolumeClaim": {"claimName": "models"}}
     roles = [{"name": "cpu", "device": "CPU", "template": {"volumes": [volume]}}]
@@ -109,7 +109,7 @@ def test_a_group_of_an_earlier_spec_may_use_any_commit_of_its_path() -> None:
     assert in_use(resource(**CACHE), resource("two", uri="hf://acme/other"), objects=(record,)) is None
 
 
-def test_a_model_that_moves_to_another_claim_holds_up_nothing() -> None:
+def test_a_model_in_another_claim_does_not_block_cleanup() -> None:
     """Its old group serves a commit that a plan names; the new claim is another one."""
     plan = kept(**{names.PLAN_KEY: {"engine": {"model": f"/model/acme--llama/{B}"}}})
     moved = resource("two", status={**serving(D), "observedGeneration": 1}, cache={"claimName": "elsewhere"})
@@ -118,11 +118,11 @@ def test_a_model_that_moves_to_another_claim_holds_up_nothing() -> None:
     assert {B, D} <= set(found)
 
 
-def test_another_models_fetch_on_the_same_claim_holds_up_nothing() -> None:
+def test_a_fetch_of_another_model_does_not_block_cleanup() -> None:
     assert in_use(resource(**CACHE), resource("two", uri="hf://acme/other")) is not None
 
 
-def test_a_claim_of_the_users_is_cleaned_only_if_asked_for() -> None:
+def test_a_users_claim_is_cleaned_only_on_request() -> None:
     assert in_use(resource(cache={"claimName": "models"})) is None
     made = ResourceObservation(resource=resource(cache={"size": "1Gi"}), neighbours=())
     cleanup = find_cleanup(parse_spec(made.resource.spec), made, NOW)
@@ -130,7 +130,7 @@ def test_a_claim_of_the_users_is_cleaned_only_if_asked_for() -> None:
     assert cleanup.keep == 2
 
 
-def test_the_claim_is_asked_for_only_while_a_fetch_may_begin() -> None:
+def test_the_claim_is_read_only_while_a_fetch_may_begin() -> None:
     assert claim_to_clean(resource(**CACHE)) == "models"
     assert claim_to_clean(resource(status=serving(A), **CACHE)) == ""
     assert claim_to_clean(resource(status={**serving(A), "observedGeneration": 1}, **CACHE)) == "models"
@@ -139,7 +139,7 @@ def test_the_claim_is_asked_for_only_while_a_fetch_may_begin() -> None:
     assert claim_to_clean(resource(cache={"size": "1Gi"})).startswith("one-model-")
 
 
-def test_keep_is_no_other_claim_and_no_revision() -> None:
+def test_keep_changes_neither_claim_nor_revision() -> None:
     without, given = (parse_spec(resource(cache={"size": "1Gi", **keep}).spec) for keep in ({}, {"keep": 5}))
     assert identity.model_key(without) == identity.model_key(given)
     assert identity.revision(without) == identity.revision(given)

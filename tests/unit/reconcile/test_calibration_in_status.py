@@ -16,7 +16,7 @@ def served(calibrations: Calibrations) -> World:
     return world
 
 
-def test_without_a_calibration_defaults_are_named() -> None:
+def test_without_a_calibration_the_status_reports_defaults() -> None:
     (plan,) = served(Calibrations()).status["plans"]
     assert plan["calibration"] == f"role first: {CPU_DEFAULTS}; role second: {CPU_DEFAULTS}"
     assert plan["predictedStepMs"] > 0
@@ -38,13 +38,13 @@ def test_a_calibration_changes_predictions_of_a_serving_group_and_no_pod() -> No
         assert world.status["groups"] == before["groups"]
 
 
-def test_a_group_that_starts_with_a_calibration_has_it_in_its_plan() -> None:
+def test_a_new_group_is_planned_with_the_calibration() -> None:
     world = served(Calibrations(this_machine=CALIBRATION))
     (plan,) = world.status["plans"]
     assert all(CALIBRATION.hash in part for part in plan["calibration"].split("; role "))
 
 
-def test_a_group_is_predicted_by_the_calibration_of_the_nodes_that_it_runs_on() -> None:
+def test_a_group_is_predicted_with_the_calibration_of_its_nodes() -> None:
     world = served(Calibrations())
     before = world.status["plans"][0]
     (node,) = world.nodes or ()

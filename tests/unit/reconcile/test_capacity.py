@@ -69,7 +69,7 @@ def least_gpu_memory_mib(world: World) -> dict[str, str]:
     return found
 
 
-def test_a_pod_that_is_made_later_asks_for_the_same_gpu_memory() -> None:
+def test_a_pod_created_later_requests_the_same_gpu_memory() -> None:
     """The GPU holds a CUDA context beside weights and KV cache: a smaller GPU would not do."""
     role = {"name": "gpu", "device": "GPU", "pods": 2}
     spec = {**cpu_pair(), "roles": [role]}
@@ -86,7 +86,7 @@ def test_a_pod_that_is_made_later_asks_for_the_same_gpu_memory() -> None:
     assert least_gpu_memory_mib(world) == at_once
 
 
-def test_nothing_of_a_group_is_created_until_all_of_it_has_capacity() -> None:
+def test_no_pod_is_created_until_the_whole_group_has_capacity() -> None:
     world = started(gpu_and_cpu(), node("a"))
     assert world.workers() == []
     assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
@@ -102,7 +102,7 @@ def test_nothing_of_a_group_is_created_until_all_of_it_has_capacity() -> None:
     assert "HybridNotNeeded" in world.events
 
 
-def test_missing_capacity_is_reported_once_though_nodes_change_all_the_time() -> None:
+def test_missing_capacity_is_reported_once_while_nodes_change() -> None:
     world = started(gpu_and_cpu(), node("a"))
     for cpus in range(5):
         world.nodes = (node("a"), node(f"b{cpus}", schedulable=False, problem="cordoned"))
@@ -122,13 +122,13 @@ def test_missing_capacity_is_reported_once_though_nodes_change_all_the_time() ->
     assert world.events.count("Unschedulable") == 1
 
 
-def test_two_groups_are_not_given_the_same_capacity() -> None:
+def test_two_groups_do_not_share_the_same_capacity() -> None:
     world = started(gpu_and_cpu(replicas=2), node("a", gpus=1))
     assert len(world.workers()) == 2, "one group"
     assert world.condition("CapacityAvailable") == ("False", "InsufficientGPU")
 
 
-def test_what_others_were_promised_is_not_taken() -> None:
+def test_capacity_promised_to_other_pods_is_not_used() -> None:
     world = CapacityWorld(spec=gpu_and_cpu(), nodes=(node("a", gpus=1),))
     world.promised = (PodDemand(name="ns/other-0-1-0", requests={GPU: 1.0}),)
     world.settle()
@@ -144,7 +144,7 @@ def test_what_others_were_promised_is_not_taken() -> None:
     assert len(world.workers()) == 2
 
 
-def test_pods_are_reported_where_there_is_capacity_for_them() -> None:
+def test_reports_unscheduled_pods_despite_free_capacity() -> None:
     world = started(gpu_and_cpu(), node("a", gpus=1), node("b"))
     hints = {}
     for name in world.workers():
@@ -156,7 +156,7 @@ def test_pods_are_reported_where_there_is_capacity_for_them() -> None:
     assert hints == {"gpu": ["a"], "first": ["b"]}
 
 
-def test_cpu_only_tells_when_it_happens() -> None:
+def test_reports_when_a_group_starts_on_cpus_only() -> None:
     shortage = {"onGPUShortage": {"action": "CPUOnly", "after": "5m"}}
     world = started(gpu_and_cpu(planning=shortage), node("a"))
     assert "expected step time on CPUs" in message(world, "CapacityAvailable")
@@ -184,9 +184,7 @@ def test_cpu_only_tells_when_it_happens() -> None:
         (Gang.KUEUE, None, None),
     ],
 )
-def test_a_gang_scheduler_gets_all_pods_at_once_with_capacity_or_without(
-    gang: Gang, kind: str | None, body: Any
-) -> None:
+def test_a_gang_scheduler_gets_all_pods_at_once(gang: Gang, kind: str | None, body: Any) -> None:
     scheduling = {"queueName": "team"} if gang in (Gang.KUEUE, Gang.VOLCANO) else {}
     world = started(gpu_and_cpu(scheduling=scheduling), node("a"), gangs=frozenset({gang}))
     assert len(world.workers()) == 2
@@ -209,7 +207,7 @@ def test_a_gang_scheduler_gets_all_pods_at_once_with_capacity_or_without(
 
 
 @pytest.mark.parametrize("how", ["deleted", "rejected", "lost"])
-def test_a_pod_of_kueue_that_never_ran_takes_its_group_with_it(how: str) -> None:
+def test_under_kueue_a_pod_that_never_ran_ends_its_group(how: str) -> None:
     """Kueue's finalizer holds the one that went: another one of its name could never be created."""
     world = started(cpu_pair(scheduling={"queueName": "team"}), node("a"), gangs=frozenset({Gang.KUEUE}))
     first, second = world.workers()
@@ -237,7 +235,7 @@ def test_a_pod_of_kueue_that_never_ran_takes_its_group_with_it(how: str) -> None
     assert (failure["reason"], failure["counted"]) == (reasons[how], how == "rejected")
 
 
-def test_a_living_group_keeps_its_own_gang() -> None:
+def test_a_running_group_keeps_its_gang_scheduler() -> None:
     world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
     world.gangs = frozenset({Gang.VOLCANO, Gang.NATIVE})
     world.step()
@@ -248,9 +246,7 @@ def test_a_living_group_keeps_its_own_gang() -> None:
 @pytest.mark.parametrize(
     ("old", "new"), [(Gang.NATIVE, Gang.NATIVE_ALPHA2), (Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA)]
 )
-def test_a_group_lives_on_in_an_upgraded_cluster_and_its_next_epoch_has_the_new_api(
-    old: Gang, new: Gang
-) -> None:
+def test_a_group_survives_a_cluster_upgrade_and_its_next_epoch_uses_the_new_api(old: Gang, new: Gang) -> None:
     world = started(cpu_pair(), node("a"), gangs=frozenset({old}))
     world.all_ready()
     world.settle()
@@ -272,14 +268,14 @@ def test_a_group_lives_on_in_an_upgraded_cluster_and_its_next_epoch_has_the_new_
     ] * 2
 
 
-def test_of_several_versions_of_kube_schedulers_gangs_the_newest_is_taken() -> None:
+def test_the_newest_gang_api_of_kube_scheduler_is_used() -> None:
     both = frozenset({Gang.NATIVE, Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
     world = started(cpu_pair(), node("a"), gangs=both)
     assert [name for kind, name in world.objects if kind in ("Workload", "PodGroup")] == ["demo-0-1"]
     assert world.objects["PodGroup", "demo-0-1"]["apiVersion"] == "scheduling.k8s.io/v1beta1"
 
 
-def test_a_gang_object_that_the_cluster_shows_in_two_versions_stays() -> None:
+def test_a_gang_object_listed_under_two_api_versions_stays() -> None:
     """The copy of the other version looked spare, and its deletion took the only object there is."""
     world = CapacityWorld(spec=cpu_pair(), nodes=(node("a"),))
     world.gangs = frozenset({Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
@@ -294,7 +290,7 @@ def test_a_gang_object_that_the_cluster_shows_in_two_versions_stays() -> None:
     assert ("PodGroup", "demo-0-1") not in world.objects
 
 
-def test_no_object_is_wanted_of_a_gang_scheduler_whose_api_is_gone() -> None:
+def test_no_gang_object_without_the_api_of_its_scheduler() -> None:
     world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
     pods = world.workers()
     del world.objects["Workload", "demo-0-1"]
@@ -304,7 +300,7 @@ def test_no_object_is_wanted_of_a_gang_scheduler_whose_api_is_gone() -> None:
     assert world.workers() == pods
 
 
-def test_always_needs_a_gang_scheduler_and_never_takes_none() -> None:
+def test_gang_always_needs_a_scheduler_and_never_uses_none() -> None:
     world = started(cpu_pair(scheduling={"gang": "Always"}), node("a"))
     assert world.condition("Planned") == ("False", "NoGangScheduler")
     world.gangs = frozenset({Gang.KUEUE})
@@ -335,7 +331,7 @@ def budget(world: World) -> dict[str, Any]:
     return dict(world.objects["PodDisruptionBudget", "demo-0-ranks"]["spec"])
 
 
-def test_a_group_may_lose_one_pod_to_a_drain_and_no_other_until_it_serves() -> None:
+def test_a_drain_may_evict_one_pod_until_the_group_serves_again() -> None:
     world = started(cpu_pair(), node("a"))
     assert (budget(world)["minAvailable"], budget(world)["unhealthyPodEvictionPolicy"]) == (
         1,
@@ -346,7 +342,7 @@ def test_a_group_may_lose_one_pod_to_a_drain_and_no_other_until_it_serves() -> N
 
 
 @pytest.mark.parametrize("stuck", ["ImagePullBackOff: no space left on device", ""], ids=["image", "no node"])
-def test_a_group_that_waits_for_a_pod_that_cannot_start_keeps_no_drain_waiting(stuck: str) -> None:
+def test_a_group_with_a_stuck_pod_does_not_block_a_drain(stuck: str) -> None:
     """The other pod runs, and is not Ready before the group serves: a drain of its node waited for ever."""
     world = started(cpu_pair(), node("a"))
     first, second = world.workers()
@@ -364,7 +360,7 @@ def test_a_group_that_waits_for_a_pod_that_cannot_start_keeps_no_drain_waiting(s
     )
 
 
-def test_a_budget_comes_with_the_first_pods() -> None:
+def test_a_disruption_budget_is_created_with_the_first_pods() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     assert not [kind for kind, _ in world.objects if kind == "PodDisruptionBudget"]
@@ -374,6 +370,6 @@ def test_a_budget_comes_with_the_first_pods() -> None:
     assert kinds[-3:] == ["Pod", "Pod", "PodDisruptionBudget"]
 
 
-def test_one_pod_alone_may_always_go() -> None:
+def test_a_group_of_one_pod_never_blocks_a_drain() -> None:
     single = started({**cpu_pair(), "roles": cpu_pair()["roles"][:1]}, node("a"))
     assert not [kind for kind, _ in single.objects if kind == "PodDisruptionBudget"]

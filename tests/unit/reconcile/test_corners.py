@@ -56,7 +56,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("spec", REFUSED)
-def test_a_refused_spec_takes_nothing_from_what_runs(world: World, spec: dict[str, Any]) -> None:
+def test_a_refused_spec_does_not_affect_running_groups(world: World, spec: dict[str, Any]) -> None:
     """The first story: a pod dies under a refused spec, and the group is back by its own plan."""
     world.serve()
     world.change_spec(**spec)
@@ -86,7 +86,7 @@ def test_a_refused_spec_takes_nothing_from_what_runs(world: World, spec: dict[st
     assert world.condition("Available")[0] == "True"
 
 
-def test_a_group_that_would_not_be_planned_any_more_runs_on_by_its_own_plan() -> None:
+def test_a_group_keeps_its_plan_if_the_spec_can_no_longer_be_planned() -> None:
     """As after an upgrade to an operator that counts more memory; here a node may have AMX all at once."""
     kind = LayerKind(kv_heads=4, kv_width=64, quantized_bytes=120 << 20)
     profile = replace(
@@ -131,7 +131,7 @@ def test_a_group_that_would_not_be_planned_any_more_runs_on_by_its_own_plan() ->
     assert "4 layers need" in world.status["groups"][1]["message"]
 
 
-def test_conditions_of_a_refusal_are_of_its_generation(world: World) -> None:
+def test_conditions_of_a_refused_spec_have_its_generation(world: World) -> None:
     world.serve()
     world.change_spec(model={"uri": "hf://org/model"})
     world.settle()
@@ -163,7 +163,7 @@ def test_a_refused_child_blocks_only_its_own_group(world: World) -> None:
     assert world.condition("Ready")[0] == "True"
 
 
-def test_a_pod_refused_by_quota_gives_back_what_its_group_got(world: World) -> None:
+def test_a_pod_refused_by_quota_releases_the_groups_other_pods(world: World) -> None:
     world.refuses = {("Pod", "demo-0-*-1"): "exceeded quota: gpus"}
     world.settle()
     world.answer_inspection()
@@ -203,7 +203,7 @@ def test_suspension_does_not_depend_on_a_writable_status(world: World) -> None:
 # Epochs
 
 
-def test_a_group_that_comes_again_has_new_names(world: World) -> None:
+def test_a_recreated_group_has_new_pod_names(world: World) -> None:
     world.change_spec(replicas=2)
     world.serve()
     for _ in range(3):
@@ -217,7 +217,7 @@ def test_a_group_that_comes_again_has_new_names(world: World) -> None:
 
 
 @pytest.mark.parametrize("lost", [{}, {"groups": "what is this"}, {"groups": [{"index": "x"}]}])
-def test_a_lost_status_brings_no_name_back(world: World, lost: dict[str, Any]) -> None:
+def test_a_lost_status_does_not_reuse_pod_names(world: World, lost: dict[str, Any]) -> None:
     world.serve()
     for _ in range(3):
         world.advance_time(30)
@@ -233,7 +233,7 @@ def test_a_lost_status_brings_no_name_back(world: World, lost: dict[str, Any]) -
     assert len(workers) == len(set(workers)), workers
 
 
-def test_an_unknown_value_in_the_status_loses_only_itself(world: World) -> None:
+def test_an_unknown_value_in_the_status_is_ignored_alone(world: World) -> None:
     world.serve()
     pods = ranks(world)
     world.end_pod(pods[1])
@@ -248,7 +248,7 @@ def test_an_unknown_value_in_the_status_loses_only_itself(world: World) -> None:
     assert follow(world.workers(), pods)
 
 
-def test_a_pod_that_goes_with_the_status_does_not_come_again_under_its_name(world: World) -> None:
+def test_a_pod_lost_together_with_the_status_is_not_recreated_under_its_name(world: World) -> None:
     """Nothing tells any more that it had run: its epoch ends, and the next one's pods have other names."""
     world.serve()
     world.status = {}
@@ -267,7 +267,7 @@ def test_a_pod_that_goes_with_the_status_does_not_come_again_under_its_name(worl
 
 
 @pytest.mark.parametrize("how", ["gone", "unknown field", "lost label"])
-def test_what_serves_does_not_need_its_plan_any_more(world: World, how: str) -> None:
+def test_a_serving_group_does_not_need_its_plan(world: World, how: str) -> None:
     world.serve()
     (key,) = [key for key in world.objects if key[0] == "ConfigMap" and "plan" in key[1]]
     stored = world.objects[key]
@@ -323,7 +323,7 @@ def test_a_new_port_does_not_cut_off_old_groups(world: World) -> None:
         lambda spec: spec["ingress"][0].update({"ports": [{"port": 1}]}),
     ],
 )
-def test_drift_that_adds_is_mended(world: World, drift: Any) -> None:
+def test_added_drift_is_repaired(world: World, drift: Any) -> None:
     world.serve()
     import copy
 
@@ -357,14 +357,14 @@ def start(world: World) -> None:
     world.answer_inspection()
 
 
-def test_a_group_that_never_starts_fails_in_the_end(world: World) -> None:
+def test_a_group_that_never_starts_eventually_fails(world: World) -> None:
     """30 minutes each: two in any hour, which is the window."""
     start(world)
     assert fail_forever(world, 1800) <= 6
     assert world.condition("Stalled") == ("True", "RestartsUsedUp")
 
 
-def test_a_window_of_nothing_counts_all_the_same(world: World) -> None:
+def test_a_window_of_zero_still_counts_failed_starts(world: World) -> None:
     world.change_spec(restart={"window": "0s"})
     start(world)
     assert fail_forever(world, 30) <= 6
@@ -408,7 +408,7 @@ def test_rejected_pods_back_off_and_never_fail(world: World) -> None:
     "change",
     [{"planning": {"onGPUShortage": {"action": "CPUOnly"}}}, {"startup": {"timeout": "31m"}}],
 )
-def test_what_needs_no_new_pods_makes_no_new_revision(world: World, change: dict[str, Any]) -> None:
+def test_changes_without_new_pods_create_no_revision(world: World, change: dict[str, Any]) -> None:
     world.serve()
     uids = {pod.uid for pod in world.pods.values()}
     world.change_spec(**change)
@@ -431,7 +431,7 @@ def test_suspended_is_ready_and_not_available(world: World) -> None:
     assert world.condition("Stalled")[0] == "False"
 
 
-def test_ready_is_all_wanted_groups_of_this_spec(world: World) -> None:
+def test_ready_requires_all_groups_with_the_current_spec(world: World) -> None:
     world.change_spec(replicas=2)
     world.serve()
     assert world.condition("Ready")[0] == "True"

@@ -117,7 +117,7 @@ def pods_with_nothing_evil(world: World) -> bool:
     return not any(word in text for word in ("evil", "prod-db", "vault.hashicorp.com"))
 
 
-def test_no_rule_refuses_what_the_forged_record_asks_for() -> None:
+def test_the_forged_record_passes_all_rules() -> None:
     spec = parse_spec(cpu_pair(engine=ALLOWED_EVIL))
     assert OPTIONS.allowed.find_forbidden(spec) is None
 
@@ -125,7 +125,7 @@ def test_no_rule_refuses_what_the_forged_record_asks_for() -> None:
 @pytest.mark.parametrize("part", ["revision", "plan"])
 @pytest.mark.parametrize("signed", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("spec", [{}, REFUSED], ids=["spec accepted", "spec refused"])
-def test_a_forged_object_ends_nothing_and_decides_nothing(
+def test_a_forged_object_has_no_effect(
     part: str, signed: Callable[[Stored], Stored], spec: dict[str, Any]
 ) -> None:
     world = served()
@@ -153,7 +153,7 @@ def test_a_forged_object_ends_nothing_and_decides_nothing(
         assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
 
 
-def test_a_record_that_is_forged_again_and_again_is_not_deleted_as_often() -> None:
+def test_a_repeatedly_forged_record_is_deleted_with_backoff() -> None:
     world = served()
     world.calm = False  # each forgery is an event
     key = config_map(world, "revision")
@@ -167,7 +167,7 @@ def test_a_record_that_is_forged_again_and_again_is_not_deleted_as_often() -> No
     assert world.workers() == pods
 
 
-def test_a_group_of_an_unknown_revision_keeps_what_is_its_own_under_any_name() -> None:
+def test_a_group_of_an_unknown_revision_keeps_its_children() -> None:
     world = served()
     service = world.objects["Service", "demo-0-ranks"]
     for name, labels in {
@@ -206,7 +206,7 @@ BEFORE = {"0.1.0": forget_codes, "another key": replace_the_key, "no key": lose_
 
 
 @pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
-def test_records_without_a_valid_code_work_and_get_one(before: Callable[[World], None]) -> None:
+def test_records_without_a_valid_code_are_used_and_signed(before: Callable[[World], None]) -> None:
     world = served()
     pods = world.workers()
     before(world)
@@ -228,7 +228,7 @@ def test_records_without_a_valid_code_work_and_get_one(before: Callable[[World],
 
 @pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
 @pytest.mark.parametrize("engine", [EVIL_ENGINE, ALLOWED_EVIL], ids=["refused", "allowed"])
-def test_a_forged_record_of_another_content_is_not_believed_then(
+def test_a_record_with_forged_content_is_ignored(
     before: Callable[[World], None], engine: dict[str, Any]
 ) -> None:
     world = served()
@@ -243,7 +243,7 @@ def test_a_forged_record_of_another_content_is_not_believed_then(
 
 
 @pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
-def test_a_record_without_a_valid_code_asks_for_nothing_that_is_refused_today(
+def test_an_unsigned_record_must_pass_the_current_rules(
     before: Callable[[World], None],
 ) -> None:
     """With a code it does: its user was allowed it once, and what serves goes on."""
@@ -263,7 +263,7 @@ def test_a_record_without_a_valid_code_asks_for_nothing_that_is_refused_today(
         assert bool(world.workers()) is not unsigned
 
 
-def test_a_record_that_lost_its_code_is_ignored_once_all_have_one() -> None:
+def test_an_unsigned_record_is_ignored_once_all_records_are_signed() -> None:
     """Hashes of 40 bits can be made to meet: the name of a record proves nothing about its content."""
     world = served()
     key = config_map(world, "revision")
@@ -276,7 +276,7 @@ def test_a_record_that_lost_its_code_is_ignored_once_all_have_one() -> None:
     assert world.condition("Available")[0] == "True"
 
 
-def test_codes_are_seen_before_the_status_relies_on_them() -> None:
+def test_records_must_be_signed_before_the_status_relies_on_it() -> None:
     world = served()
     forget_codes(world)
     world.refuses = {("ConfigMap", "*"): "the API server is away"}
@@ -292,7 +292,7 @@ def test_codes_are_seen_before_the_status_relies_on_them() -> None:
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
 
 
-def test_an_older_record_of_the_same_resource_is_believed() -> None:
+def test_an_older_signed_record_of_the_same_resource_is_used() -> None:
     """Its user chose it once: nobody gains a right by it."""
     world = served()
     key = config_map(world, "revision")
@@ -309,7 +309,7 @@ def test_an_older_record_of_the_same_resource_is_believed() -> None:
 
 
 @pytest.mark.parametrize("args", [["--middleware", "evil.mw"], ["--trust-remote-code"]])
-def test_a_plan_without_a_code_has_no_arguments_of_its_own(args: list[str]) -> None:
+def test_an_unsigned_plan_may_not_add_arguments(args: list[str]) -> None:
     """Somebody who may write labels of pods, and ConfigMaps, has a group be of a plan of theirs."""
     world = served()
     own = world.objects[config_map(world, "plan")]
@@ -328,7 +328,7 @@ def test_a_plan_without_a_code_has_no_arguments_of_its_own(args: list[str]) -> N
     assert not any(plan_text_hash(text) in made for made in texts)
 
 
-def test_pods_know_the_hash_of_the_plan_that_they_were_made_for() -> None:
+def test_pods_carry_the_hash_of_their_plan() -> None:
     world = served()
     plan_hash = config_map(world, "plan")[1].removeprefix("demo-plan-")
     for name in world.workers():
@@ -336,7 +336,7 @@ def test_pods_know_the_hash_of_the_plan_that_they_were_made_for() -> None:
         assert {"name": names.ENV_PLAN_HASH, "value": plan_hash} in env
 
 
-def test_a_refused_spec_does_not_take_the_name_of_what_a_group_had() -> None:
+def test_a_refused_spec_does_not_take_the_name_of_a_groups_revision() -> None:
     """Its hash is that of another spec's by somebody's effort."""
     spec = parse_spec(cpu_pair(engine={"args": ["--nope"]}))
     other = RevisionRecord(name=revision(spec), spec=parse_spec(cpu_pair()))
@@ -347,7 +347,7 @@ def test_a_refused_spec_does_not_take_the_name_of_what_a_group_had() -> None:
 
 
 @pytest.mark.parametrize("commit", ["../../other/model", "", "a b", "x" * 64 + "/.."])
-def test_a_damaged_commit_becomes_no_part_of_a_path(commit: str) -> None:
+def test_a_damaged_commit_is_never_used_in_a_path(commit: str) -> None:
     world = World(spec=cpu_pair(model={"uri": "hf://org/model", "cache": {"size": "10Gi"}}))
     world.settle()
     world.status = {**world.status, "model": {**world.status["model"], "commit": commit}}
@@ -369,7 +369,7 @@ TEXTS = st.sampled_from(
     is_refused=st.booleans(),
     is_old=st.booleans(),
 )
-def test_no_content_ends_what_serves_or_the_reconcile(
+def test_no_config_map_content_ends_a_serving_group_or_the_reconcile(
     part: str, text: str | None, signed: str, *, is_refused: bool, is_old: bool
 ) -> None:
     world = served()

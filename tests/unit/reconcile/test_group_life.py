@@ -90,7 +90,7 @@ def reject(world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("pending_s", [0, 4000])
-def test_a_rejection_is_counted_once_however_often_it_is_seen(world: World, pending_s: float) -> None:
+def test_a_rejection_is_counted_only_once(world: World, pending_s: float) -> None:
     """Its deletion may be seen late, and the operator start again meanwhile."""
     create_pods(world)
     world.advance_time(pending_s)
@@ -108,7 +108,7 @@ def test_a_rejection_is_counted_once_however_often_it_is_seen(world: World, pend
     assert group(world)["rejectedPods"] == []
 
 
-def test_pods_of_one_moment_that_are_rejected_one_after_the_other_are_all_counted(world: World) -> None:
+def test_successive_rejections_are_all_counted(world: World) -> None:
     create_pods(world)
     assert world.pods[LEADER].created == world.pods[FOLLOWER].created
     reject(world, FOLLOWER)
@@ -120,7 +120,7 @@ def test_pods_of_one_moment_that_are_rejected_one_after_the_other_are_all_counte
     assert group(world)["rejections"] == 2
 
 
-def test_rejections_are_counted_after_a_clock_was_set_back(world: World) -> None:
+def test_rejections_count_after_a_clock_step_back(world: World) -> None:
     create_pods(world)
     reject(world, FOLLOWER)
     world.advance_time(10)
@@ -147,7 +147,7 @@ def test_a_pending_pod_that_is_deleted_is_replaced_once_it_is_gone(world: World)
     assert group(world)["epoch"] == 1
 
 
-def test_a_pending_pod_that_vanishes_ends_its_epoch_and_counts_for_nothing(world: World) -> None:
+def test_a_vanished_pending_pod_ends_its_epoch_without_counting(world: World) -> None:
     """It may have run since somebody looked."""
     create_pods(world)
     world.settle()
@@ -161,7 +161,7 @@ def test_a_pending_pod_that_vanishes_ends_its_epoch_and_counts_for_nothing(world
     assert FOLLOWER in failure["message"]
 
 
-def test_pending_pods_that_vanish_again_and_again_are_made_less_and_less_often(world: World) -> None:
+def test_repeatedly_vanishing_pods_are_created_with_backoff(world: World) -> None:
     create_pods(world)
     for _ in range(360):
         world.advance_time(10)
@@ -171,7 +171,7 @@ def test_pending_pods_that_vanish_again_and_again_are_made_less_and_less_often(w
     assert world.condition("Stalled")[0] == "False"
 
 
-def test_a_whole_group_that_vanishes_after_it_ran_is_a_failure(world: World) -> None:
+def test_a_group_that_vanishes_after_it_ran_has_failed(world: World) -> None:
     world.serve()
     world.pods.clear()
     world.settle()
@@ -180,7 +180,7 @@ def test_a_whole_group_that_vanishes_after_it_ran_is_a_failure(world: World) -> 
 
 
 @pytest.mark.parametrize("end", ["rollout", "failure"])
-def test_a_group_that_ends_on_a_silent_node_is_reported_of_once(world: World, end: str) -> None:
+def test_a_group_that_ends_on_a_silent_node_is_reported_once(world: World, end: str) -> None:
     world.serve()
     silence_node(world)
     world.step()
@@ -197,7 +197,7 @@ def test_a_group_that_ends_on_a_silent_node_is_reported_of_once(world: World, en
     assert group(world) == reported
 
 
-def test_a_pod_that_ran_and_failed_ends_the_epoch_though_its_peer_is_pending(world: World) -> None:
+def test_a_failed_pod_ends_the_epoch_while_another_pod_is_pending(world: World) -> None:
     create_pods(world)
     world.end_pod(LEADER, exit_code=64, message="")
     world.settle()
@@ -220,7 +220,7 @@ def on_two_nodes(world: World) -> None:
     world.settle()
 
 
-def test_pods_of_a_lost_node_are_given_up_by_force(world: World) -> None:
+def test_pods_of_a_lost_node_are_force_deleted(world: World) -> None:
     on_two_nodes(world)
     silence_node(world, "far")
     change(world, FOLLOWER, ready=False)
@@ -245,7 +245,7 @@ def test_pods_of_a_lost_node_are_given_up_by_force(world: World) -> None:
     assert (failure["reason"], failure["counted"], group(world).get("restarts", 0)) == ("NodeLost", False, 0)
 
 
-def test_a_loss_that_peers_saw_first_is_put_down_to_the_node(world: World) -> None:
+def test_a_lost_pod_is_attributed_to_its_lost_node(world: World) -> None:
     world.change_spec(restart={"maxRestarts": 0})
     on_two_nodes(world)
     seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 was silent", pod=1)
@@ -269,7 +269,7 @@ def test_a_loss_that_peers_saw_first_is_put_down_to_the_node(world: World) -> No
     assert "NodeLost" in world.events
 
 
-def test_a_pod_whose_node_was_deleted_goes_by_force_after_its_grace(world: World) -> None:
+def test_a_pod_of_a_deleted_node_is_force_deleted_after_its_grace_period(world: World) -> None:
     on_two_nodes(world)
     assert world.nodes is not None
     world.nodes = world.nodes[:1]
@@ -281,7 +281,7 @@ def test_a_pod_whose_node_was_deleted_goes_by_force_after_its_grace(world: World
     assert FOLLOWER not in world.pods
 
 
-def test_a_loss_on_a_deleted_node_is_put_down_to_the_node(world: World) -> None:
+def test_a_lost_pod_is_attributed_to_its_deleted_node(world: World) -> None:
     on_two_nodes(world)
     assert world.nodes is not None
     world.nodes = world.nodes[:1]
@@ -299,7 +299,7 @@ def test_a_loss_on_a_deleted_node_is_put_down_to_the_node(world: World) -> None:
     assert "node far of pod demo-0-1-1 no longer exists" in failure["message"]
 
 
-def test_no_node_is_lost_where_nodes_may_not_be_read(world: World) -> None:
+def test_no_node_is_lost_without_permission_to_read_nodes(world: World) -> None:
     on_two_nodes(world)
     world.nodes = None
     world.delete_pod(FOLLOWER)
@@ -309,7 +309,7 @@ def test_no_node_is_lost_where_nodes_may_not_be_read(world: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["suspend", "scale", "delete"])
-def test_a_group_that_shall_go_does_not_wait_for_a_lost_node(world: World, how: str) -> None:
+def test_a_stopping_group_does_not_wait_for_a_lost_node(world: World, how: str) -> None:
     on_two_nodes(world)
     silence_node(world, "far")
     if how == "delete":
@@ -346,7 +346,7 @@ def test_a_pending_pod_on_a_lost_node_ends_its_epoch(world: World) -> None:
 @pytest.mark.parametrize(
     "how", ["suspend", "scale", "rollout", "a pod is deleted", "a pod is evicted", "the resource is deleted"]
 )
-def test_what_ends_on_purpose_has_its_own_grace(world: World, how: str) -> None:
+def test_pods_stopped_on_purpose_keep_their_grace_period(world: World, how: str) -> None:
     world.serve()
     match how:
         case "suspend":
@@ -367,7 +367,7 @@ def test_what_ends_on_purpose_has_its_own_grace(world: World, how: str) -> None:
     assert world.condition("Ready")[0] == "False"
 
 
-def test_what_has_failed_is_taken_down_at_once(world: World) -> None:
+def test_pods_of_a_failed_epoch_are_deleted_at_once(world: World) -> None:
     world.serve()
     world.end_pod(FOLLOWER, message=CULPRIT.to_json())
     world.settle()
@@ -377,7 +377,7 @@ def test_what_has_failed_is_taken_down_at_once(world: World) -> None:
 # Causes
 
 
-def test_out_of_memory_is_reported_with_the_rank(world: World) -> None:
+def test_reports_the_rank_that_ran_out_of_memory(world: World) -> None:
     world.serve()
     world.end_pod(FOLLOWER, message=CULPRIT.to_json(), reason="OOMKilled")
     world.step()
@@ -387,7 +387,7 @@ def test_out_of_memory_is_reported_with_the_rank(world: World) -> None:
     assert failure["message"].startswith("pod demo-0-1-1 reached its memory limit: rank 1 was killed")
 
 
-def test_failed_tells_rank_reason_exit_code_and_last_log_line(world: World) -> None:
+def test_failed_reports_rank_reason_exit_code_and_last_log_line(world: World) -> None:
     world.change_spec(restart={"maxRestarts": 0})
     world.serve()
     said = replace(CULPRIT, message="x" * 900, last_log="y" * 200 + " CUDA error: an illegal access")
@@ -403,7 +403,7 @@ def test_failed_tells_rank_reason_exit_code_and_last_log_line(world: World) -> N
 # Start-up by phase
 
 
-def test_the_phases_of_a_start_and_since_when(world: World) -> None:
+def test_the_phases_of_a_start_with_their_times(world: World) -> None:
     reported = []
 
     def look() -> None:
@@ -446,7 +446,7 @@ def test_the_phases_of_a_start_and_since_when(world: World) -> None:
     ]
 
 
-def test_a_slow_pull_or_no_capacity_ends_nothing_and_says_why(world: World) -> None:
+def test_a_slow_pull_or_missing_capacity_is_reported_and_ends_nothing(world: World) -> None:
     create_pods(world)
     change(world, LEADER, phase="Running", started=True, node="node")
     change(world, FOLLOWER, unschedulable="0/3 nodes are available")
@@ -472,7 +472,7 @@ def test_a_slow_pull_or_no_capacity_ends_nothing_and_says_why(world: World) -> N
     assert (group(world)["epoch"], group(world)["startup"]["phase"]) == (1, "Image")
 
 
-def test_a_load_is_written_at_most_once_a_minute_and_has_no_deadline_here(world: World) -> None:
+def test_load_progress_is_written_once_a_minute_without_a_deadline(world: World) -> None:
     create_pods(world)
     world.all_started()
     report(world, RankPhase.LOADING, RankPhase.LOADING, loaded_bytes=2**20, total_bytes=2**30)
@@ -491,7 +491,7 @@ def test_a_load_is_written_at_most_once_a_minute_and_has_no_deadline_here(world:
     assert group(world)["epoch"] == 1
 
 
-def test_pods_that_run_and_do_not_meet_are_started_again(world: World) -> None:
+def test_pods_that_run_without_connecting_are_restarted(world: World) -> None:
     world.change_spec(startup={"timeout": "5m"})
     create_pods(world)
     world.all_started()
@@ -517,7 +517,7 @@ def test_pods_that_run_and_do_not_meet_are_started_again(world: World) -> None:
     assert expected in failure["message"]
 
 
-def test_only_time_that_the_operator_saw_ends_a_start(world: World) -> None:
+def test_the_start_timeout_counts_only_time_that_the_operator_observed(world: World) -> None:
     """A clock that is set, an operator that was stopped or started again: none of them makes a rank late."""
     world.change_spec(startup={"timeout": "5m"})
     create_pods(world)
@@ -559,7 +559,7 @@ def test_deletion_shows_in_the_status(world: World) -> None:
     assert world.writes == []
 
 
-def test_the_time_of_a_reconcile_is_in_no_message(world: World) -> None:
+def test_messages_do_not_contain_the_time_of_the_reconcile(world: World) -> None:
     """Else a status would be written at every reconcile."""
     world.serve()
     silence_node(world)
@@ -570,7 +570,7 @@ def test_the_time_of_a_reconcile_is_in_no_message(world: World) -> None:
         assert world.writes == []
 
 
-def test_ready_says_why_a_group_is_down_for_as_long_as_that_is_why() -> None:
+def test_ready_reports_the_failure_until_the_group_recovers() -> None:
     """The culprit's reason went with a suspension, and stayed when the group had served for days since."""
     world = World(spec=cpu_pair(restart={"maxRestarts": 0}))
     world.serve()
@@ -588,7 +588,7 @@ def test_ready_says_why_a_group_is_down_for_as_long_as_that_is_why() -> None:
     assert world.condition("Ready") == ("False", "PodFailed"), "also where an older operator wrote the status"
 
 
-def test_ready_does_not_name_a_failure_after_which_the_group_has_served() -> None:
+def test_ready_does_not_report_a_failure_after_the_group_has_served() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.end_pod(world.workers()[1])

@@ -105,7 +105,9 @@ both_ways = pytest.mark.parametrize("back", [False, True], ids=["upgrade", "roll
 
 @both_ways
 @pytest.mark.parametrize("state", LEFT[BEFORE])
-def test_a_status_of_before_typed_transitions_stays(packages: Path, state: str, back: bool) -> None:
+def test_a_status_from_before_typed_transitions_stays_unchanged(
+    packages: Path, state: str, back: bool
+) -> None:
     before, taken = handed_over(packages, BEFORE, state, back=back)
     assert comparable(taken["status"]) == comparable(before)
     assert taken["events"] == []
@@ -119,7 +121,9 @@ def test_a_status_of_before_typed_transitions_stays(packages: Path, state: str, 
 
 @both_ways
 @pytest.mark.parametrize("state", LEFT[FIRST])
-def test_groups_of_0_1_0_and_of_ours_run_on(packages: Path, state: str, back: bool) -> None:
+def test_groups_keep_running_across_an_upgrade_from_0_1_0_and_back(
+    packages: Path, state: str, back: bool
+) -> None:
     before, taken = handed_over(packages, FIRST, state, back=back)
     after = taken["status"]
     kept = ("phase", "epoch", "revision", "planHash", "restarts", "nextEpochTime")

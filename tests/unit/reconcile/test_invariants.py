@@ -454,7 +454,7 @@ TestGroupLife = GroupLife.TestCase
 TestGroupLife.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
 
 
-def test_a_life_in_which_a_pod_is_rejected_late() -> None:
+def test_a_group_whose_pod_is_rejected_late() -> None:
     """`GroupLife` finds it seldom."""
     life = GroupLife()
     while not life.world.workers():

@@ -28,19 +28,19 @@ def node(*, silent_s: float | None = None) -> NodeView:
 
 
 @pytest.mark.parametrize("nodes", [(), (node(silent_s=61),)], ids=["no such node", "silent for a minute"])
-def test_a_pod_that_is_being_deleted_on_a_lost_node_goes_by_force(nodes: tuple[NodeView, ...]) -> None:
+def test_a_deleting_pod_on_a_lost_node_is_force_deleted(nodes: tuple[NodeView, ...]) -> None:
     assert decide_left_pods([LEFT], nodes, NOW) == (BY_FORCE,)
 
 
 @pytest.mark.parametrize("nodes", [None, (node(),), (node(silent_s=30),)], ids=["unread", "well", "silent"])
-def test_a_pod_whose_node_may_live_has_its_time(nodes: tuple[NodeView, ...] | None) -> None:
+def test_a_pod_whose_node_may_be_alive_is_not_force_deleted(nodes: tuple[NodeView, ...] | None) -> None:
     assert decide_left_pods([LEFT], nodes, NOW) == ()
 
 
-def test_a_pod_that_nobody_has_deleted_stays() -> None:
+def test_a_pod_without_a_deletion_stays() -> None:
     """The operator's copy may lack a resource that is there."""
     assert decide_left_pods([replace(LEFT, deleting=False, gone_by=None)], (node(silent_s=600),), NOW) == ()
 
 
-def test_a_pod_in_its_grace_is_not_taken_from_a_node_that_was_not_seen_yet() -> None:
+def test_a_pod_in_its_grace_period_stays_on_an_unknown_node() -> None:
     assert decide_left_pods([replace(LEFT, gone_by=NOW + timedelta(seconds=1))], (), NOW) == ()

@@ -46,7 +46,7 @@ def looks(**model: object) -> tuple[World, str]:
         ),
     ],
 )
-def test_a_lost_label_is_said_with_the_command_that_puts_it_back(
+def test_reports_a_lost_label_with_the_command_that_restores_it(
     world: World, pod: str, labels: dict[str, str | None], available: bool, command: str
 ) -> None:
     """Ready and Available stayed True without an endpoint, or with ports that no policy kept."""
@@ -72,7 +72,7 @@ def test_a_lost_label_is_said_with_the_command_that_puts_it_back(
     assert world.status["groups"][0].get("message") is None
 
 
-def test_a_group_that_clients_reach_keeps_the_resource_available(world: World) -> None:
+def test_another_reachable_group_keeps_the_resource_available_without_labels(world: World) -> None:
     world.change_spec(replicas=2)
     world.settle()
     world.all_ready()
@@ -85,7 +85,7 @@ def test_a_group_that_clients_reach_keeps_the_resource_available(world: World) -
     assert world.status["summary"]["groups"] == "1/2"
 
 
-def test_a_rollout_takes_the_group_first_that_clients_do_not_reach(world: World) -> None:
+def test_a_rollout_replaces_an_unreachable_group_first(world: World) -> None:
     world.change_spec(replicas=2)
     world.settle()
     world.all_ready()
@@ -98,7 +98,7 @@ def test_a_rollout_takes_the_group_first_that_clients_do_not_reach(world: World)
     assert going == {"1"}
 
 
-def test_what_a_start_waits_for_is_said_beside_a_lost_label() -> None:
+def test_reports_a_lost_label_and_the_wait_of_a_start_together() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.answer_inspection()
@@ -112,7 +112,7 @@ def test_what_a_start_waits_for_is_said_beside_a_lost_label() -> None:
 
 
 @pytest.mark.parametrize("component", ["inspect", "fetch", "other", None])
-def test_a_workers_name_says_what_it_is(world: World, component: str | None) -> None:
+def test_a_workers_name_restores_its_labels(world: World, component: str | None) -> None:
     """As `inspect` it was deleted, and its epoch ended."""
     world.relabel(FOLLOWER, component=component)
     decision = world.step()
@@ -122,9 +122,7 @@ def test_a_workers_name_says_what_it_is(world: World, component: str | None) -> 
 
 @pytest.mark.parametrize("labels", [{"component": None}, {"component": "worker"}, {"resource": None}])
 @pytest.mark.parametrize("uri", ["file:///models/tiny", "hf://org/model"])
-def test_the_pod_that_looks_at_the_model_is_known_by_its_name(
-    uri: str, labels: dict[str, str | None]
-) -> None:
+def test_the_inspect_pod_is_recognized_by_its_name(uri: str, labels: dict[str, str | None]) -> None:
     """Without its label it was made again, and again, though it was there."""
     world, name = looks(uri=uri, **({"cache": {"size": "1Gi"}} if uri.startswith("hf") else {}))
     world.relabel(name, **labels)
@@ -137,7 +135,7 @@ def test_the_pod_that_looks_at_the_model_is_known_by_its_name(
     assert "label" not in world.message("ModelReady")
 
 
-def test_an_answer_without_labels_is_an_answer() -> None:
+def test_the_result_of_an_unlabelled_inspect_pod_counts() -> None:
     world, name = looks()
     world.relabel(name, component=None, resource=None)
     world.answer_inspection()
@@ -146,7 +144,7 @@ def test_an_answer_without_labels_is_an_answer() -> None:
     assert len(world.workers()) == 2
 
 
-def test_a_lost_label_is_said_whatever_else_is_wrong(world: World) -> None:
+def test_reports_a_lost_label_together_with_other_problems(world: World) -> None:
     """A spec that is refused is why the resource is Stalled; that no client reaches the group is said too."""
     world.change_spec(parallelism={"tensor": 3})
     world.relabel(LEADER, leader=None)

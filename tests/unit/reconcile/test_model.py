@@ -71,7 +71,7 @@ def message(world: World, kind: str) -> str:
     return text
 
 
-def test_a_claim_is_made_and_the_model_fetched_into_it_before_anything_is_planned(world: World) -> None:
+def test_the_model_is_fetched_into_a_new_claim_before_planning(world: World) -> None:
     world.settle()
     (claim,) = [name for kind, name in world.objects if kind == "PersistentVolumeClaim"]
     assert arguments(world)[1:5] == ["--repository", "acme/llama", "--revision", "v1"]
@@ -95,7 +95,7 @@ def test_apply_to_ready(world: World) -> None:
     assert list(world.pods) == world.workers(), "the pod that fetched is gone"
 
 
-def test_progress_is_written_in_hundredths_and_only_when_it_moved(world: World) -> None:
+def test_progress_is_written_in_steps_of_one_percent(world: World) -> None:
     world.settle()
     run_fetch(world)
     writes = 0
@@ -112,7 +112,7 @@ def test_progress_is_written_in_hundredths_and_only_when_it_moved(world: World) 
         assert decision.look_again_s == 5.0
 
 
-def test_what_a_fetch_waits_for_is_reported(world: World) -> None:
+def test_reports_the_cause_of_a_waiting_fetch(world: World) -> None:
     world.settle()
     name = the_fetch(world)
     world.pods[name] = replace(world.pods[name], unschedulable="no node has free capacity")
@@ -125,7 +125,7 @@ def test_what_a_fetch_waits_for_is_reported(world: World) -> None:
     assert "10 % of 10.00 GiB: another fetch" in message(world, "ModelReady")
 
 
-def test_a_secret_that_is_not_there_is_an_error_in_words(world: World) -> None:
+def test_reports_a_missing_secret(world: World) -> None:
     world.settle()
     name = the_fetch(world)
     waiting = 'CreateContainerConfigError: secret "hub" not found'
@@ -136,7 +136,7 @@ def test_a_secret_that_is_not_there_is_an_error_in_words(world: World) -> None:
     assert "CreateContainerConfigError" in world.events
 
 
-def test_an_image_that_cannot_be_pulled_is_reported_once(world: World) -> None:
+def test_reports_an_unavailable_image_once(world: World) -> None:
     world.settle()
     name = the_fetch(world)
     for waiting in ("ErrImagePull: no such host", "ImagePullBackOff: Back-off pulling") * 3:
@@ -145,7 +145,7 @@ def test_an_image_that_cannot_be_pulled_is_reported_once(world: World) -> None:
     assert world.events.count("ImagePullBackOff") == 1
 
 
-def test_a_refusal_is_reported_and_tried_again_later_and_later(world: World) -> None:
+def test_a_failed_fetch_is_reported_and_retried_with_backoff(world: World) -> None:
     world.settle()
     waits = []
     for _ in range(6):
@@ -174,7 +174,7 @@ def test_a_refusal_is_reported_and_tried_again_later_and_later(world: World) -> 
     assert "failures" not in world.status["model"]
 
 
-def test_a_token_that_is_given_is_used_at_once(world: World) -> None:
+def test_a_new_token_is_used_at_once(world: World) -> None:
     world.settle()
     world.answer_inspection(DENIED.to_json(), exit_code=names.EXIT_FETCH_FAILED)
     world.settle()
@@ -188,7 +188,7 @@ def test_a_token_that_is_given_is_used_at_once(world: World) -> None:
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in env
 
 
-def test_another_revision_is_fetched_while_the_old_serves(world: World) -> None:
+def test_a_new_revision_is_fetched_while_the_old_one_serves(world: World) -> None:
     serve(world)
     old = dict(world.pods)
     world.change_spec(model=hub_model(revision="v2"))
@@ -212,7 +212,7 @@ def test_another_revision_is_fetched_while_the_old_serves(world: World) -> None:
     assert any(NEXT_COMMIT in plan[names.PLAN_KEY] for plan in plans)
 
 
-def test_a_larger_cache_is_another_claim_and_the_old_stays_until_nothing_mounts_it(world: World) -> None:
+def test_a_larger_cache_gets_a_new_claim_and_the_old_claim_stays_while_mounted(world: World) -> None:
     def claims() -> set[str]:
         return {name for kind, name in world.objects if kind == "PersistentVolumeClaim"}
 
@@ -229,7 +229,7 @@ def test_a_larger_cache_is_another_claim_and_the_old_stays_until_nothing_mounts_
     assert len(claims()) == 1
 
 
-def test_a_model_that_a_group_cannot_read_is_looked_at_again_at_its_commit(world: World) -> None:
+def test_an_unreadable_model_is_inspected_again_at_its_commit(world: World) -> None:
     serve(world)
     world.advance_time(100)
     lost = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="no such file", pod=1)
@@ -262,7 +262,7 @@ def test_a_suspended_resource_fetches_nothing(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_an_evicted_fetch_is_started_again(world: World) -> None:
+def test_an_evicted_fetch_is_restarted(world: World) -> None:
     world.settle()
     name = the_fetch(world)
     world.pods[name] = replace(world.pods[name], phase="Failed", reason="Evicted", message="disk pressure")
@@ -275,7 +275,7 @@ def test_an_evicted_fetch_is_started_again(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_the_progress_of_another_model_is_not_taken_for_this_ones(world: World) -> None:
+def test_progress_of_another_models_fetch_is_ignored(world: World) -> None:
     world.settle()
     run_fetch(world)
     say(world, 5)
@@ -286,7 +286,7 @@ def test_the_progress_of_another_model_is_not_taken_for_this_ones(world: World) 
     assert "bytesDone" not in world.status["model"]
 
 
-def test_a_fetch_on_a_lost_node_is_given_up_by_force(world: World) -> None:
+def test_a_fetch_on_a_lost_node_is_force_deleted(world: World) -> None:
     world.settle()
     run_fetch(world)
     name = the_fetch(world)
@@ -304,7 +304,7 @@ def test_a_fetch_on_a_lost_node_is_given_up_by_force(world: World) -> None:
     assert world.created.count(name) == 2
 
 
-def test_a_model_that_cannot_be_had_anew_leaves_the_old_serving(world: World) -> None:
+def test_a_failed_fetch_of_a_new_model_keeps_the_old_one_serving(world: World) -> None:
     serve(world)
     world.change_spec(model=hub_model(revision="gone"))
     world.settle()
@@ -320,14 +320,14 @@ def test_a_model_that_cannot_be_had_anew_leaves_the_old_serving(world: World) ->
     assert world.status["groups"][0]["epoch"] == 1, "back at the old revision nothing is replaced"
 
 
-def test_without_a_cache_it_is_refused_in_words() -> None:
+def test_reports_a_hub_model_without_a_cache() -> None:
     world = World(spec=cpu_pair(model={"uri": "hf://acme/llama"}))
     world.settle()
     assert world.condition("ModelReady") == ("False", "ModelCacheNotGiven")
     assert "cache.size" in message(world, "ModelReady")
 
 
-def test_a_profile_that_the_status_has_no_capacity_for_is_refused_in_words() -> None:
+def test_reports_a_profile_that_is_too_large_for_the_status() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.answer_inspection(replace(PROFILE, num_layers=2000, layer_bytes=(300_000_000,) * 2000).to_json())
@@ -338,7 +338,7 @@ def test_a_profile_that_the_status_has_no_capacity_for_is_refused_in_words() -> 
     assert "must have at most 16384" in words
 
 
-def test_the_pod_that_read_the_model_stays_until_its_answer_is_stored() -> None:
+def test_the_inspect_pod_stays_until_its_result_is_stored() -> None:
     """The answer is nowhere else: with a status that had to wait it was lost, and another pod was made."""
     world = World(spec=cpu_pair())
     world.settle()

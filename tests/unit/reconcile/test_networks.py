@@ -27,7 +27,7 @@ def policies(world: World) -> list[str]:
     return [name.rpartition("-")[0] if "-egress-" in name else name for name in found]
 
 
-def test_policies_let_pods_out_as_long_as_others_keep_them_in(world: World) -> None:
+def test_egress_policies_exist_while_other_policies_restrict_egress(world: World) -> None:
     assert policies(world) == []
     pods = dict(world.pods)
     world.kept_in = ({},)
@@ -46,7 +46,7 @@ def test_policies_let_pods_out_as_long_as_others_keep_them_in(world: World) -> N
 
 
 @pytest.mark.parametrize("kept_in", [({},), ({"matchLabels": {"team": "a"}}, {"matchLabels": {"team": "b"}})])
-def test_pods_that_serve_keep_their_way_out_until_they_have_another_one(kept_in: tuple[Any, ...]) -> None:
+def test_serving_pods_keep_an_egress_policy_until_the_new_one_exists(kept_in: tuple[Any, ...]) -> None:
     def way_out(world: World) -> str:
         (found,) = (name for kind, name in world.objects if kind == POLICY and "-egress-" in name)
         return found
@@ -69,7 +69,7 @@ def test_pods_that_serve_keep_their_way_out_until_they_have_another_one(kept_in:
     assert way_out(world) == new
 
 
-def test_a_group_waits_for_the_policy_that_lets_it_out() -> None:
+def test_a_group_waits_for_its_egress_policy() -> None:
     world = World(spec=cpu_pair(), kept_in=({},))
     world.refuses = {(POLICY, "demo-0-ranks-egress-*"): "no policies here"}
     world.settle()
@@ -79,7 +79,7 @@ def test_a_group_waits_for_the_policy_that_lets_it_out() -> None:
     assert world.condition("Ready") == ("False", "ObjectRefused")
 
 
-def test_a_fetch_has_its_policies_from_before_its_pod_to_its_end() -> None:
+def test_a_fetch_has_its_policies_for_the_whole_life_of_its_pod() -> None:
     world = World(spec=cpu_pair(model=hub_model()), kept_in=({},))
     world.settle()
     assert [name for name in policies(world) if "fetch" in name] == ["demo-fetch", "demo-fetch-egress"]
@@ -93,7 +93,7 @@ def test_a_fetch_has_its_policies_from_before_its_pod_to_its_end() -> None:
     assert [name for name in policies(world) if "fetch" in name] == []
 
 
-def test_a_fetch_whose_proxy_the_policies_close_says_so() -> None:
+def test_reports_policies_that_block_the_proxy_of_a_fetch() -> None:
     engine = {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]}
     world = World(spec=cpu_pair(model=hub_model(), engine=engine))
     world.settle()
@@ -122,7 +122,7 @@ def test_the_clients_service_of_an_older_version_keeps_its_families(world: World
     assert write.manifest["spec"]["ipFamilies"] == ["IPv6"]
 
 
-def test_a_start_that_does_not_reach_a_pod_names_it() -> None:
+def test_reports_the_pod_that_does_not_reach_the_leader() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.answer_inspection()
@@ -151,7 +151,7 @@ def held(world: World, name: str) -> None:
     world.pods[name] = replace(world.pods[name], termination=ended, still_running=("istio-proxy",))
 
 
-def test_a_container_of_others_that_keeps_a_pod_from_ending_is_named(world: World) -> None:
+def test_reports_an_injected_container_that_keeps_a_pod_from_ending(world: World) -> None:
     world.change_spec(replicas=0)
     name = world.workers()[1]
     held(world, name)
@@ -161,7 +161,7 @@ def test_a_container_of_others_that_keeps_a_pod_from_ending_is_named(world: Worl
     assert words in group["message"]
 
 
-def test_so_is_one_in_a_group_that_has_used_up_its_restarts(world: World) -> None:
+def test_reports_an_injected_container_in_a_failed_group(world: World) -> None:
     world.change_spec(restart={"maxRestarts": 0})
     held(world, world.workers()[1])
     world.settle()

@@ -160,7 +160,7 @@ def walk(seed: int) -> list[object]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_decisions_do_not_depend_on_any_message_that_is_kept(seed: int) -> None:
+def test_decisions_do_not_depend_on_stored_messages(seed: int) -> None:
     plain = walk(seed)
     with numbered():
         with_numbers = walk(seed)
@@ -168,9 +168,7 @@ def test_decisions_do_not_depend_on_any_message_that_is_kept(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("kept", "notes"), [("without notes", "of 0.1.0"), ("lost", "")])
-def test_notes_on_a_plan_are_words_of_planned_only_where_an_older_version_kept_them_there(
-    kept: str, notes: str
-) -> None:
+def test_notes_are_read_from_planned_only_for_an_older_versions_status(kept: str, notes: str) -> None:
     """A status that had lost the plan got whatever Planned said as notes, as long as the plan was in use."""
     world = World(spec=cpu_pair())
     world.serve()

@@ -105,7 +105,7 @@ def outcome(world: World) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("names_come_again", [True, False])
 @pytest.mark.parametrize("end", ENDS)
-def test_it_comes_out_as_if_the_operator_had_lived(
+def test_a_crash_of_the_operator_does_not_change_the_result(
     end: Callable[[World], None], names_come_again: bool
 ) -> None:
     world = MortalWorld(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
@@ -135,7 +135,7 @@ def group(world: World) -> GroupStatus:
 @pytest.mark.parametrize(
     ("away", "back"), [({"suspend": True}, {"suspend": False}), ({"replicas": 0}, {"replicas": 1})]
 )
-def test_a_group_whose_end_was_taken_back_in_time_serves_on(
+def test_a_group_keeps_serving_if_its_end_was_revoked_in_time(
     away: dict[str, Any], back: dict[str, Any]
 ) -> None:
     """The status said that it stops, and no pod was deleted: nothing of it has ended."""
@@ -152,7 +152,7 @@ def test_a_group_whose_end_was_taken_back_in_time_serves_on(
     assert (group(world).epoch, group(world).failures) == (1, ())
 
 
-def test_an_end_on_record_is_done_unless_the_group_serves_after_all() -> None:
+def test_a_recorded_end_is_carried_out_unless_the_group_serves() -> None:
     """A start was given up, and the operator died before it deleted a pod."""
     world = MortalWorld(spec=cpu_pair(startup={"timeout": "10s"}))
     world.settle()
@@ -184,7 +184,7 @@ def test_an_end_on_record_is_done_unless_the_group_serves_after_all() -> None:
     assert met.condition("Available") == ("True", "Serving")
 
 
-def test_a_status_that_is_refused_keeps_the_pods_that_it_would_explain() -> None:
+def test_pods_stay_while_the_status_that_explains_their_deletion_is_refused() -> None:
     world = MortalWorld(spec=cpu_pair())
     world.serve()
     exits(world)

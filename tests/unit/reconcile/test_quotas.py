@@ -43,14 +43,14 @@ def live(world: World, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "room"), [(1, 1), (2, 2), (2, 3), (3, 2), (3, 5), (4, 5)])
-def test_as_many_groups_are_made_as_a_quota_has_room_for(replicas: int, room: int) -> None:
+def test_a_quota_is_filled_with_whole_groups(replicas: int, room: int) -> None:
     world = wanting(replicas)
     world.quota_is_full = lambda: len(world.pods) >= room
     live(world, 300)
     assert len(whole_groups(world)) == min(replicas, room // PODS_OF_A_GROUP)
 
 
-def test_no_group_waits_for_ever_for_one_that_never_gets_its_pods() -> None:
+def test_no_group_waits_forever_for_a_group_without_pods() -> None:
     """A policy refuses a pod of group 0 alone; group 1 is deleted meanwhile, and starts again."""
     world = wanting(2)
     world.refuses["Pod", "demo-0-*-1"] = "denied"
@@ -61,7 +61,7 @@ def test_no_group_waits_for_ever_for_one_that_never_gets_its_pods() -> None:
     assert whole_groups(world) == ["1"]
 
 
-def test_a_group_waits_for_no_other_that_does_not_get_its_pods_soon() -> None:
+def test_a_group_stops_waiting_for_a_group_that_gets_no_pods() -> None:
     """A pod of group 2 is refused, and the API server does not answer for one of group 0: group 1 starts."""
     world = wanting(3)
     world.refuses["Pod", "demo-2-*-0"] = "denied"
@@ -75,7 +75,7 @@ def test_a_group_waits_for_no_other_that_does_not_get_its_pods_soon() -> None:
     assert "1" in whole_groups(world)
 
 
-def test_refused_pods_of_two_resources_are_not_tried_again_together() -> None:
+def test_refused_pods_of_two_resources_retry_at_different_times() -> None:
     def retries(uid: str) -> list[float]:
         owner = Owner(key=ResourceKey(namespace="team", name="llama"), uid=uid)
         metadata = {"name": "llama-0-7-0", "ownerReferences": [owner.reference]}

@@ -30,7 +30,7 @@ def hold(world: World, *finalizers: str) -> None:
     world.finalizers = finalizers
 
 
-def test_the_finalizer_of_earlier_versions_is_taken_off(world: World) -> None:
+def test_the_finalizer_of_earlier_versions_is_removed(world: World) -> None:
     """Nothing but an operator could take it off: without one, neither the resource nor its namespace went."""
     world.serve()
     before = dict(world.pods)
@@ -44,7 +44,7 @@ def test_the_finalizer_of_earlier_versions_is_taken_off(world: World) -> None:
     assert world.writes == []
 
 
-def test_a_finalizer_that_others_set_again_each_time_is_removed_seldom(world: World) -> None:
+def test_a_finalizer_that_another_controller_restores_is_removed_rarely(world: World) -> None:
     """An operator of an earlier version sets it whenever it is gone: the two wrote without end."""
     world.serve()
     removals = 0
@@ -61,7 +61,7 @@ def test_a_finalizer_that_others_set_again_each_time_is_removed_seldom(world: Wo
     assert world.condition("Progressing") == ("False", "Settled")
 
 
-def test_a_finalizer_that_cannot_be_taken_off_keeps_nothing_from_being_made(world: World) -> None:
+def test_a_finalizer_that_cannot_be_removed_does_not_block_creates(world: World) -> None:
     world.finalizers = (names.FINALIZER,)
     world.refuses = {("HeteroInference", "demo"): "admission webhook denied the request"}
     world.serve()
@@ -69,7 +69,7 @@ def test_a_finalizer_that_cannot_be_taken_off_keeps_nothing_from_being_made(worl
     assert world.finalizers == (names.FINALIZER,)
 
 
-def test_the_model_is_inspected_before_anything_is_planned(world: World) -> None:
+def test_the_model_is_inspected_before_planning(world: World) -> None:
     world.settle()
     assert len(world.pods) == 1
     assert world.workers() == []
@@ -90,7 +90,7 @@ def test_apply_to_ready(world: World) -> None:
     assert [kind for kind, _ in world.objects].count("ConfigMap") == 2, "of the plan, and of the revision"
 
 
-def test_the_inspect_pod_goes_when_its_answer_is_kept(world: World) -> None:
+def test_the_inspect_pod_is_deleted_once_its_result_is_stored(world: World) -> None:
     world.serve()
     world.reap()
     assert list(world.pods) == world.workers()
@@ -117,7 +117,7 @@ def test_status_is_written_before_pods_are_created(world: World) -> None:
     assert patch < min(pods), kinds
 
 
-def test_an_unreadable_model_is_reported_and_tried_again(world: World) -> None:
+def test_an_unreadable_model_is_reported_and_retried(world: World) -> None:
     world.settle()
     failure = Failure(reason=FailureReason.MODEL_NOT_READABLE, message="/model has no config.json")
     world.answer_inspection(failure.to_json(), exit_code=1)
@@ -132,7 +132,7 @@ def test_an_unreadable_model_is_reported_and_tried_again(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_a_failed_group_names_the_culprit_and_starts_again_as_a_whole(world: World) -> None:
+def test_a_failed_group_reports_the_culprit_and_restarts_as_a_whole(world: World) -> None:
     world.serve()
     world.end_pod("demo-0-1-1", message=CULPRIT.to_json())
     world.step()
@@ -152,7 +152,7 @@ def test_a_failed_group_names_the_culprit_and_starts_again_as_a_whole(world: Wor
     assert world.status["groups"][0]["restarts"] == 1
 
 
-def test_a_peer_that_only_saw_a_pod_vanish_does_not_name_the_culprit(world: World) -> None:
+def test_a_report_of_a_vanished_peer_does_not_name_the_culprit(world: World) -> None:
     world.serve()
     seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 went silent", pod=1)
     world.end_pod("demo-0-1-0", exit_code=71, message=seen.to_json())
@@ -169,7 +169,7 @@ def test_a_deleted_pod_ends_the_epoch_at_once(world: World) -> None:
     assert world.status["groups"][0]["epoch"] == 2
 
 
-def test_restarts_are_bounded_and_failed_is_final_until_restarted(world: World) -> None:
+def test_restarts_are_limited_and_failed_is_final_until_a_manual_restart(world: World) -> None:
     world.change_spec(restart={"maxRestarts": 2})
     world.serve()
     for epoch in (1, 2, 3):
@@ -197,7 +197,7 @@ def test_restarts_are_bounded_and_failed_is_final_until_restarted(world: World) 
     assert world.condition("Failed") == ("False", "NotFailed")
 
 
-def test_the_pods_that_tell_why_a_group_failed_are_kept(world: World) -> None:
+def test_pods_with_the_logs_of_a_failed_group_are_kept(world: World) -> None:
     world.change_spec(restart={"maxRestarts": 0})
     world.serve()
     world.end_pod("demo-0-1-1", message=CULPRIT.to_json())
@@ -207,7 +207,7 @@ def test_the_pods_that_tell_why_a_group_failed_are_kept(world: World) -> None:
     assert world.workers() == ["demo-0-1-1"]
 
 
-def test_back_off_grows_and_is_looked_at_in_time(world: World) -> None:
+def test_backoff_grows_and_ends_in_time(world: World) -> None:
     world.serve()
     world.end_pod("demo-0-1-0", message=CULPRIT.to_json())
     world.settle()
@@ -241,7 +241,7 @@ def test_an_eviction_does_not_count(world: World) -> None:
     assert world.status["groups"][0]["restarts"] == 0
 
 
-def test_a_written_default_is_no_revision(world: World) -> None:
+def test_an_explicit_default_creates_no_revision(world: World) -> None:
     world.serve()
     before = world.status["updateRevision"]
     world.change_spec(parallelism={"mode": "Pipeline", "batchesInFlight": 1})
@@ -250,7 +250,7 @@ def test_a_written_default_is_no_revision(world: World) -> None:
     assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
 
 
-def test_scale_is_no_revision(world: World) -> None:
+def test_scaling_creates_no_revision(world: World) -> None:
     world.serve()
     before = world.status["updateRevision"]
     world.change_spec(replicas=2)
@@ -303,7 +303,7 @@ def test_suspend_and_resume(world: World) -> None:
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
 
 
-def test_a_deletion_of_before_the_upgrade_goes_on(world: World) -> None:
+def test_a_deletion_from_before_the_upgrade_continues(world: World) -> None:
     world.serve()
     world.reap()
     world.deleting = True
@@ -313,7 +313,7 @@ def test_a_deletion_of_before_the_upgrade_goes_on(world: World) -> None:
     assert world.finalizers == ()
 
 
-def test_a_deletion_that_leaves_the_children_ends_no_pod(world: World) -> None:
+def test_an_orphaning_deletion_ends_no_pod(world: World) -> None:
     world.serve()
     world.reap()
     before = dict(world.pods)
@@ -324,7 +324,7 @@ def test_a_deletion_that_leaves_the_children_ends_no_pod(world: World) -> None:
     assert world.pods == before
 
 
-def test_a_spec_that_cannot_be_read_touches_nothing_that_runs(world: World) -> None:
+def test_an_unreadable_spec_does_not_affect_running_groups(world: World) -> None:
     world.serve()
     world.reap()
     world.change_spec(replicas="two")
@@ -335,7 +335,7 @@ def test_a_spec_that_cannot_be_read_touches_nothing_that_runs(world: World) -> N
     assert world.condition("Ready") == ("False", "InvalidSpec")
 
 
-def test_a_refused_plan_is_reported_in_words(world: World) -> None:
+def test_reports_a_refused_plan(world: World) -> None:
     world.change_spec(engine={"args": ["--block-size=64"]})
     world.settle()
     world.answer_inspection()
@@ -346,7 +346,7 @@ def test_a_refused_plan_is_reported_in_words(world: World) -> None:
     assert len(world.events) == len(set(world.events)), "reported once"
 
 
-def test_no_gpu_anywhere_waits_and_says_so(world: World) -> None:
+def test_waits_for_gpus_and_reports_it(world: World) -> None:
     roles = [{"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}, cpu_pair()["roles"][0]]
     world.change_spec(roles=roles)
     world.settle()
@@ -367,7 +367,7 @@ def test_no_gpu_anywhere_waits_and_says_so(world: World) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_cpu_only_after_a_time_says_so(world: World) -> None:
+def test_reports_a_start_on_cpus_after_waiting(world: World) -> None:
     roles = [{"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}, cpu_pair()["roles"][0]]
     world.change_spec(roles=roles, planning={"onGPUShortage": {"action": "CPUOnly", "after": "5m"}})
     world.settle()
@@ -383,7 +383,7 @@ def test_cpu_only_after_a_time_says_so(world: World) -> None:
     assert world.status["summary"]["gpuRanks"] == 0
 
 
-def test_drift_of_a_service_is_mended_and_additions_are_left(world: World) -> None:
+def test_drift_of_a_service_is_repaired_and_additions_stay(world: World) -> None:
     world.serve()
     world.reap()
     service = world.objects["Service", "demo"]
@@ -406,7 +406,7 @@ PROXY_NAME = {"service.kubernetes.io/service-proxy-name": "nobody"}
         ({}, {"internalTrafficPolicy": "Local"}),
     ],
 )
-def test_what_keeps_clients_from_a_service_is_mended(
+def test_service_fields_that_block_clients_are_repaired(
     world: World, labels: dict[str, str], fields: dict[str, str]
 ) -> None:
     """And while it cannot be mended, the resource is not available."""
@@ -447,7 +447,7 @@ def _report(*step_s: float) -> GroupReport:
     return GroupReport(group_uid="u", epoch=1, plan_hash="h", ready=True, message="", ranks=ranks)
 
 
-def test_step_times_are_written_at_most_once_a_minute_and_only_when_they_moved(world: World) -> None:
+def test_changed_step_times_are_written_at_most_once_a_minute(world: World) -> None:
     world.serve()
     world.reap()
     world.reports = {0: _report(0.010)}
@@ -466,7 +466,7 @@ def test_step_times_are_written_at_most_once_a_minute_and_only_when_they_moved(w
     assert world.writes == []
 
 
-def test_another_slowest_rank_is_named_after_ten_seconds_and_not_in_each_status(world: World) -> None:
+def test_a_new_slowest_rank_is_reported_after_ten_seconds(world: World) -> None:
     world.serve()
     world.reap()
     world.reports = {0: _report(0.020, 0.010)}

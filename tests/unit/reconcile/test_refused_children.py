@@ -23,7 +23,7 @@ def create_model(world: World) -> None:
 
 
 @pytest.mark.parametrize("gang", [Gang.VOLCANO, Gang.COSCHEDULING, Gang.NATIVE, Gang.NATIVE_BETA])
-def test_a_refused_gang_object_is_tried_again_later_and_later(gang: Gang) -> None:
+def test_a_refused_gang_object_is_retried_with_backoff(gang: Gang) -> None:
     """Its name has the epoch: each was refused as another, 5 epochs a second, all of them kept."""
     world = World(spec=cpu_pair(), gangs=frozenset({gang}))
     create_model(world)
@@ -48,7 +48,7 @@ def test_a_refused_gang_object_is_tried_again_later_and_later(gang: Gang) -> Non
 
 
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "ConfigMap", "Secret"])
-def test_no_epoch_is_counted_while_no_pod_is_asked_for(kind: str) -> None:
+def test_the_epoch_stays_while_no_pod_is_requested(kind: str) -> None:
     """Each try began another epoch, though what its pods need was refused before them."""
     world = World(spec=cpu_pair())
     world.refuses[kind, "demo-*"] = "a webhook says no"
@@ -66,7 +66,7 @@ def test_no_epoch_is_counted_while_no_pod_is_asked_for(kind: str) -> None:
     assert [world.pods[name].labels[names.LABEL_EPOCH] for name in world.workers()] == [str(epoch)] * 2
 
 
-def test_what_nobody_wants_any_more_is_not_looked_at_all_the_time() -> None:
+def test_a_refusal_of_an_unwanted_object_causes_no_repeated_checks() -> None:
     """After its time it was due at each instant, until it was forgotten ten seconds later."""
     world = World(spec=cpu_pair(replicas=2))
     create_model(world)
@@ -80,7 +80,7 @@ def test_what_nobody_wants_any_more_is_not_looked_at_all_the_time() -> None:
 HELD = "Service demo-0-ranks is being deleted, and held by example.test/slow"
 
 
-def test_a_name_that_a_going_object_has_is_waited_for_and_said() -> None:
+def test_reports_a_name_held_while_the_old_object_is_deleting() -> None:
     """It was a conflict that only the log named; each look began another epoch."""
     world = World(spec=cpu_pair())
     world.holds["Service", "demo-0-ranks"] = HELD
@@ -100,7 +100,7 @@ def test_a_name_that_a_going_object_has_is_waited_for_and_said() -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_a_pod_name_that_is_held_is_not_waited_for() -> None:
+def test_a_held_pod_name_is_not_waited_for() -> None:
     """The next epoch has other names."""
     world = World(spec=cpu_pair())
     world.holds["Pod", "demo-0-1-1"] = "Pod demo-0-1-1 is being deleted"
@@ -111,7 +111,7 @@ def test_a_pod_name_that_is_held_is_not_waited_for() -> None:
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
 
 
-def test_clients_that_reach_nothing_have_nothing_available() -> None:
+def test_not_available_if_clients_cannot_reach_a_group() -> None:
     """Both conditions were True, and the endpoint was somebody else's Service."""
     world = World(spec=cpu_pair())
     words = "Service demo exists and belongs to somebody else"
@@ -138,7 +138,7 @@ def test_clients_that_reach_nothing_have_nothing_available() -> None:
     ],
     ids=["labels", "port", "selector"],
 )
-def test_a_service_that_cannot_be_mended_is_judged_by_where_it_leads(
+def test_an_unrepairable_service_is_judged_by_its_target(
     change: dict[str, object], available: str, ready: str
 ) -> None:
     world = World(spec=cpu_pair())
@@ -155,7 +155,7 @@ def test_a_service_that_cannot_be_mended_is_judged_by_where_it_leads(
     assert world.condition("Progressing") == ("False", "ObjectRefused")
 
 
-def test_an_object_that_others_change_at_once_is_not_fought_for() -> None:
+def test_an_object_changed_by_a_webhook_is_not_rewritten_without_end() -> None:
     """It was written again at once, 14 times a second, and nothing said so."""
     world = World(spec=cpu_pair(), webhook=with_another_rule)
     world.serve()
@@ -168,7 +168,7 @@ def test_an_object_that_others_change_at_once_is_not_fought_for() -> None:
     assert world.condition("Progressing") == ("False", "Settled")
 
 
-def test_the_reason_of_a_failure_outlives_a_refused_status() -> None:
+def test_a_failure_reason_survives_a_refused_status_write() -> None:
     """The pods that said it were deleted before the status could say it: it became PodDeleted."""
     world = World(spec=cpu_pair())
     world.serve()
@@ -187,7 +187,7 @@ def test_the_reason_of_a_failure_outlives_a_refused_status() -> None:
     assert len(world.workers()) == 2
 
 
-def test_a_rollout_waits_for_a_status_that_can_be_written() -> None:
+def test_a_rollout_waits_for_a_successful_status_write() -> None:
     """What served was deleted, and without a status nothing was made."""
     world = World(spec=cpu_pair())
     world.serve()
@@ -207,7 +207,7 @@ def test_a_rollout_waits_for_a_status_that_can_be_written() -> None:
 POLICY = "NetworkPolicy", "demo-0-ranks"
 
 
-def test_an_object_that_a_controller_changes_each_time_is_not_fought_for() -> None:
+def test_an_object_changed_by_a_controller_is_not_rewritten_without_end() -> None:
     """It was written 25 times a second, and nothing said so."""
     world = World(spec=cpu_pair())
     world.serve()
@@ -222,7 +222,7 @@ def test_an_object_that_a_controller_changes_each_time_is_not_fought_for() -> No
     assert world.condition("Progressing") == ("False", "Settled")
 
 
-def test_clients_that_a_controller_leads_elsewhere_each_time_reach_nothing() -> None:
+def test_not_available_while_a_controller_redirects_the_service() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.meddler = lead_clients_elsewhere
@@ -236,7 +236,7 @@ def test_clients_that_a_controller_leads_elsewhere_each_time_reach_nothing() -> 
     assert world.condition("Available") == ("True", "Serving")
 
 
-def test_a_policy_that_a_controller_deletes_each_time_is_waited_for_by_pods_that_start() -> None:
+def test_starting_pods_wait_for_a_policy_that_a_controller_keeps_deleting() -> None:
     world = World(spec=cpu_pair())
     world.meddler = delete_policies
     create_model(world)
@@ -254,7 +254,7 @@ def test_a_policy_that_a_controller_deletes_each_time_is_waited_for_by_pods_that
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_what_people_change_by_hand_is_mended_at_once_and_not_said() -> None:
+def test_manual_changes_are_repaired_at_once_without_a_report() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     for _ in range(20):
@@ -266,7 +266,7 @@ def test_what_people_change_by_hand_is_mended_at_once_and_not_said() -> None:
         assert world.condition("Progressing") == ("False", "Settled")
 
 
-def test_what_is_deleted_and_made_each_time_is_deleted_seldom_and_said() -> None:
+def test_reports_an_unwanted_object_that_a_controller_keeps_creating() -> None:
     """As by a tool that has an exported child: 60 deletes a second, without a word."""
     world = World(spec=cpu_pair(replicas=2))
     world.serve()
@@ -301,7 +301,7 @@ def test_what_is_deleted_and_made_each_time_is_deleted_seldom_and_said() -> None
         {"ports": [{"name": "api", "port": 8000, "protocol": "UDP", "targetPort": "api"}]},
     ],
 )
-def test_clients_who_are_led_past_the_api_are_not_served(changed: dict[str, Any]) -> None:
+def test_not_available_if_the_service_points_to_a_wrong_port(changed: dict[str, Any]) -> None:
     """Selector and port were looked at, and no more."""
     world = World(spec=cpu_pair())
 
@@ -318,7 +318,7 @@ def test_clients_who_are_led_past_the_api_are_not_served(changed: dict[str, Any]
 
 
 @pytest.mark.parametrize("forgets", ["restart_operator", "change_spec"])
-def test_who_reaches_no_group_is_not_said_to_while_it_is_tried_anew(forgets: str) -> None:
+def test_stays_unavailable_while_the_refused_service_is_retried(forgets: str) -> None:
     """Refusals are in memory: Ready and Available were written True, and False right after."""
     world = World(spec=cpu_pair())
     world.refuses["Service", "demo"] = "a webhook says no"
@@ -338,7 +338,7 @@ def test_who_reaches_no_group_is_not_said_to_while_it_is_tried_anew(forgets: str
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_pods_that_take_their_time_to_go_do_not_shorten_the_wait() -> None:
+def test_slow_deletions_do_not_shorten_the_backoff() -> None:
     """A refusal was forgotten 10 s after its time: a pod, an epoch and an event every 22 s, for ever."""
     world = World(spec=cpu_pair())
     create_model(world)

@@ -100,7 +100,7 @@ def test_groups_are_replaced_one_after_another_and_the_status_follows() -> None:
     assert set(world.serving().values()) == {GOOD[1]}
 
 
-def test_a_change_of_replicas_is_no_revision() -> None:
+def test_a_change_of_replicas_creates_no_revision() -> None:
     world = fleet()
     revision, before = reported(world)[1], set(world.workers())
     for replicas in (5, 2):
@@ -111,7 +111,7 @@ def test_a_change_of_replicas_is_no_revision() -> None:
     assert set(world.workers()) == {name for name in before if not name.startswith("demo-2-")}
 
 
-def test_a_revision_that_cannot_start_keeps_the_others_serving_and_says_so() -> None:
+def test_reports_a_revision_that_cannot_start_while_other_groups_serve() -> None:
     world = fleet(restart={"maxRestarts": 1})
     world.change_spec(engine={"image": BROKEN})
     world.roll()
@@ -126,7 +126,7 @@ def test_a_revision_that_cannot_start_keeps_the_others_serving_and_says_so() -> 
     assert world.condition("Failed")[0] == "True"
 
 
-def test_a_revision_that_failed_for_good_is_given_to_no_other_group_after_a_suspension() -> None:
+def test_a_failed_revision_is_not_rolled_out_after_a_suspension() -> None:
     """Suspended, no group was Failed any more: all were started by what had failed before."""
     world = fleet(restart={"maxRestarts": 1})
     world.change_spec(engine={"image": BROKEN})
@@ -139,7 +139,7 @@ def test_a_revision_that_failed_for_good_is_given_to_no_other_group_after_a_susp
     assert world.condition("Progressing") == ("False", "RolloutStuck")
 
 
-def test_applying_the_former_spec_again_is_the_way_back() -> None:
+def test_applying_the_previous_spec_rolls_back() -> None:
     world = fleet(restart={"maxRestarts": 1})
     revision = reported(world)[0]
     kept = world.groups()
@@ -153,7 +153,7 @@ def test_applying_the_former_spec_again_is_the_way_back() -> None:
     assert world.condition("Failed")[0] == "False"
 
 
-def test_nothing_is_taken_down_for_a_revision_that_has_no_plan() -> None:
+def test_a_revision_without_a_plan_stops_no_group() -> None:
     world = fleet()
     before = world.workers()
     world.change_spec(engine={"image": GOOD[1], "maxModelLen": TOO_LONG})
@@ -170,7 +170,7 @@ def test_nothing_is_taken_down_for_a_revision_that_has_no_plan() -> None:
     assert world.condition("Planned") == ("True", "PlanReady")
 
 
-def test_nothing_is_taken_down_for_a_model_that_cannot_be_read() -> None:
+def test_an_unreadable_model_stops_no_group() -> None:
     world = fleet()
     before = world.workers()
     world.change_spec(model={"uri": "file:///models/other"})

@@ -94,7 +94,7 @@ def pairs(nodes: Iterable[NodeView], *, replicas: int = 2, **spec: Any) -> Sever
 # Apart
 
 
-def test_two_groups_are_on_different_nodes_and_stay_apart() -> None:
+def test_two_groups_use_different_nodes() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n1"})
     terms = world.manifests[world.of_group(1)[0]]["spec"]["affinity"]["podAntiAffinity"][PREFERRED]
@@ -108,17 +108,17 @@ def test_two_groups_are_on_different_nodes_and_stay_apart() -> None:
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n2"}, {"n1"})
 
 
-def test_a_node_holds_two_groups_if_there_is_no_other() -> None:
+def test_two_groups_share_a_node_if_there_is_no_other() -> None:
     world = pairs([node("n0")])
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n0"})
 
 
-def test_one_group_says_nothing_of_others() -> None:
+def test_pods_of_a_single_group_have_no_anti_affinity() -> None:
     world = pairs(map(node, ("n0", "n1")), replicas=1)
     assert "podAntiAffinity" not in world.manifests[world.of_group(0)[0]]["spec"]["affinity"]
 
 
-def test_each_group_has_a_zone_of_its_own() -> None:
+def test_each_group_gets_its_own_zone() -> None:
     """Each pod needs a node of its own: without zones the second group would be in both."""
     roles = [
         {"name": name, "device": "CPU", "resources": {"limits": {"cpu": "40", "memory": "8Gi"}}}
@@ -129,7 +129,7 @@ def test_each_group_has_a_zone_of_its_own() -> None:
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0", "n3"}, {"n1", "n2"})
 
 
-def test_pods_of_a_value_of_the_topology_key_prefer_a_value_without_other_groups() -> None:
+def test_pods_prefer_a_topology_domain_without_other_groups() -> None:
     nodes = [node("n0", zone="a"), node("n1", zone="a"), node("n2", zone="b")]
     world = pairs(nodes, scheduling={"topologyKey": ZONE})
     assert (world.nodes_of(0), world.nodes_of(1)) == ({"n0"}, {"n2"})
@@ -138,7 +138,7 @@ def test_pods_of_a_value_of_the_topology_key_prefer_a_value_without_other_groups
 # One budget
 
 
-def test_one_pod_of_all_groups_may_go_and_none_of_the_last_that_serves() -> None:
+def test_one_eviction_is_allowed_but_none_in_the_last_serving_group() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     assert world.budgets() == {"demo-groups": (3, "AlwaysAllow")}
     world.end_group(0)
@@ -150,7 +150,7 @@ def test_one_pod_of_all_groups_may_go_and_none_of_the_last_that_serves() -> None
     assert world.budgets() == {"demo-groups": (3, "AlwaysAllow")}
 
 
-def test_a_group_without_capacity_keeps_no_drain_from_the_second_of_two_that_serve() -> None:
+def test_a_group_without_capacity_does_not_block_a_drain() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")), replicas=3)
     assert world.budgets() == {"demo-groups": (5, "AlwaysAllow")}
     full = {"cpu": 64.0}
@@ -163,7 +163,7 @@ def test_a_group_without_capacity_keeps_no_drain_from_the_second_of_two_that_ser
     assert world.budgets() == {"demo-groups": (2, "AlwaysAllow")}, "the last one stays"
 
 
-def test_scaling_changes_whose_budget_it_is() -> None:
+def test_scaling_switches_between_group_budget_and_shared_budget() -> None:
     world = pairs(map(node, ("n0", "n1")), replicas=1)
     assert world.budgets() == {"demo-0-ranks": (1, "IfHealthyBudget")}
     world.change_spec(replicas=2)
@@ -175,7 +175,7 @@ def test_scaling_changes_whose_budget_it_is() -> None:
     assert world.budgets() == {"demo-0-ranks": (1, "IfHealthyBudget")}
 
 
-def test_evictions_stop_before_a_rollout_takes_a_group_down() -> None:
+def test_evictions_are_blocked_before_a_rollout_stops_a_group() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     before = world.workers()
     world.change_spec(engine={"maxModelLen": 256})
@@ -189,7 +189,7 @@ def test_evictions_stop_before_a_rollout_takes_a_group_down() -> None:
     assert world.budgets() == {"demo-groups": (2, "AlwaysAllow")}
 
 
-def test_an_eviction_that_came_first_holds_the_rollout_up() -> None:
+def test_an_earlier_eviction_delays_the_rollout() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     world.change_spec(engine={"maxModelLen": 256})
     while world.budgets() == {"demo-groups": (3, "AlwaysAllow")}:
@@ -201,7 +201,7 @@ def test_an_eviction_that_came_first_holds_the_rollout_up() -> None:
     assert not [name for name in world.of_group(0) if world.pods[name].deleting]
 
 
-def test_a_refused_budget_holds_no_rollout_up() -> None:
+def test_a_refused_budget_does_not_delay_the_rollout() -> None:
     world = pairs(map(node, ("n0", "n1", "n2")))
     world.refuses["PodDisruptionBudget", "*"] = "a webhook denies it"
     world.change_spec(engine={"maxModelLen": 256})
@@ -224,7 +224,7 @@ def test_a_refused_budget_holds_no_rollout_up() -> None:
         ("another", (URGENT,), None),
     ],
 )
-def test_whom_a_pod_preempts(
+def test_pods_that_a_pod_may_preempt(
     class_name: str, classes: tuple[PriorityClassView, ...] | None, priority: int | None
 ) -> None:
     assert preempting_priority(class_name, classes) == priority
@@ -241,7 +241,7 @@ def asked(world: SeveralNodes) -> SeveralNodes:
     return world
 
 
-def test_pods_of_lower_priority_are_no_obstacle() -> None:
+def test_pods_of_lower_priority_do_not_block_a_plan() -> None:
     world = SeveralNodes(spec=cpu_pair(), nodes=(full_of(-10),))
     world.classes = ()
     assert len(asked(world).workers()) == 2
@@ -250,7 +250,7 @@ def test_pods_of_lower_priority_are_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize("classes", [(), None, (replace(URGENT, is_default=True, preempts=False),)])
-def test_pods_that_nobody_preempts_are_an_obstacle(classes: tuple[PriorityClassView, ...] | None) -> None:
+def test_pods_that_cannot_be_preempted_block_a_plan(classes: tuple[PriorityClassView, ...] | None) -> None:
     priority = 0 if classes == () else -10
     world = SeveralNodes(spec=cpu_pair(), nodes=(full_of(priority),))
     world.classes = classes

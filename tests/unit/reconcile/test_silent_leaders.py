@@ -15,7 +15,7 @@ def world() -> World:
     return world
 
 
-def test_a_silent_leader_makes_the_status_unknown_and_ends_nothing(world: World) -> None:
+def test_a_silent_leader_makes_the_status_unknown_without_ending_its_group(world: World) -> None:
     workers = world.workers()
     world.silences = {0: SILENT_S}
     world.step()
@@ -35,7 +35,7 @@ def test_a_silent_leader_makes_the_status_unknown_and_ends_nothing(world: World)
 
 
 @pytest.mark.parametrize("silent_s", [0.0, SILENT_S / 2])
-def test_one_failed_connection_changes_nothing_and_is_followed_up(world: World, silent_s: float) -> None:
+def test_one_failed_connection_changes_nothing_but_causes_a_recheck(world: World, silent_s: float) -> None:
     world.silences = {0: silent_s}
     world.step()
     assert world.writes == []
@@ -54,7 +54,7 @@ def test_another_group_that_serves_keeps_the_resource_available() -> None:
     assert world.condition("Ready") == ("Unknown", "LeaderSilent")
 
 
-def test_a_pod_that_is_known_to_have_ended_goes_before_silence(world: World) -> None:
+def test_an_ended_pod_takes_precedence_over_a_silent_leader(world: World) -> None:
     world.silences = {0: SILENT_S}
     world.end_pod(world.workers()[1])
     world.step()
@@ -70,7 +70,7 @@ def _report(*, ready: bool, epoch: int = 1) -> GroupReport:
 
 
 @pytest.mark.parametrize("report", [None, _report(ready=False), _report(ready=True, epoch=7)])
-def test_while_nobody_watches_pods_the_leaders_report_decides(
+def test_the_leaders_report_decides_while_pods_are_not_watched(
     world: World, report: GroupReport | None
 ) -> None:
     world.reports = {0: _report(ready=True)}
@@ -91,7 +91,7 @@ def test_while_nobody_watches_pods_the_leaders_report_decides(
     assert world.condition("Available") == ("True", "Serving")
 
 
-def test_a_leader_that_never_reported_says_nothing_by_its_silence(world: World) -> None:
+def test_silence_of_a_leader_that_never_answered_has_no_effect(world: World) -> None:
     world.pods_unwatched = True
     world.step()
     assert world.condition("Available") == ("True", "Serving")

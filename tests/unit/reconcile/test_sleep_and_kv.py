@@ -47,7 +47,7 @@ def go_to_sleep(world: World) -> None:
     world.settle()
 
 
-def test_a_sleeping_group_is_not_ready_and_says_how_to_wake_it(world: World) -> None:
+def test_a_sleeping_group_is_not_ready_and_reports_how_to_wake_it(world: World) -> None:
     go_to_sleep(world)
     assert world.condition("Ready") == ("False", "Sleeping")
     assert world.condition("Progressing") == ("False", "Settled")
@@ -61,7 +61,7 @@ def test_a_sleeping_group_is_not_ready_and_says_how_to_wake_it(world: World) -> 
     assert world.status["summary"]["groups"] == "0/1"
 
 
-def test_sleep_is_no_failure_however_long_it_is(world: World) -> None:
+def test_sleep_is_never_a_failure(world: World) -> None:
     go_to_sleep(world)
     for _ in range(5):
         world.advance_time(3600)
@@ -72,7 +72,7 @@ def test_sleep_is_no_failure_however_long_it_is(world: World) -> None:
     assert "failures" not in world.status["groups"][0] or world.status["groups"][0]["failures"] == []
 
 
-def test_a_leader_that_is_slow_to_answer_once_still_sleeps(world: World) -> None:
+def test_one_slow_answer_does_not_end_sleep(world: World) -> None:
     go_to_sleep(world)
     del world.reports[0]
     world.step()
@@ -91,21 +91,21 @@ def test_a_woken_group_serves_again(world: World) -> None:
     assert world.status["groups"][0]["phase"] == "Ready"
 
 
-def test_while_some_ranks_still_failure_asleep(world: World) -> None:
+def test_a_group_sleeps_while_some_ranks_sleep(world: World) -> None:
     report(world, {"phase": RankPhase.SLEEPING}, {})
     set_ready(world, False)
     world.settle()
     assert world.condition("Ready") == ("False", "Sleeping")
 
 
-def test_the_word_of_an_older_epoch_does_not_count(world: World) -> None:
+def test_a_report_of_an_older_epoch_is_ignored(world: World) -> None:
     report(world, {"phase": RankPhase.SLEEPING}, {"phase": RankPhase.SLEEPING}, epoch=7)
     set_ready(world, False)
     world.settle()
     assert world.condition("Ready") == ("False", "Connecting")
 
 
-def test_a_rank_that_dies_asleep_ends_the_epoch(world: World) -> None:
+def test_a_rank_that_dies_while_asleep_ends_the_epoch(world: World) -> None:
     go_to_sleep(world)
     world.end_pod("demo-0-1-1")
     world.step()
@@ -113,7 +113,7 @@ def test_a_rank_that_dies_asleep_ends_the_epoch(world: World) -> None:
     assert world.status["groups"][0]["restarts"] == 1
 
 
-def test_an_old_failure_is_not_the_reason_of_a_sleeping_group(world: World) -> None:
+def test_a_sleeping_group_does_not_report_an_old_failure(world: World) -> None:
     world.end_pod("demo-0-1-1")
     world.settle()
     world.reap()
@@ -131,7 +131,7 @@ def kv(blocks: int, room_blocks: int, headroom_bytes: int) -> dict[str, Any]:
     return {"kv_blocks": blocks, "kv_room_blocks": room_blocks, "kv_room_bytes": headroom_bytes}
 
 
-def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> None:
+def test_the_status_names_the_rank_that_limits_the_kv_cache(world: World) -> None:
     report(world, kv(512, 900, 2**50), kv(512, 700, 2**50))
     world.settle()
     assert world.status["groups"][0]["kv"] == {
@@ -152,7 +152,7 @@ def test_the_rank_that_limits_the_kv_cache_is_in_the_status(world: World) -> Non
     assert world.writes == []
 
 
-def test_tokens_of_a_windowed_model_are_those_of_its_longest_sequences() -> None:
+def test_kv_tokens_of_a_windowed_model_count_full_length_sequences() -> None:
     kinds = (
         LayerKind(kv_heads=4, kv_width=64),
         LayerKind(kv_heads=4, kv_width=64, attention=AttentionKind.WINDOW, window=128),
@@ -172,14 +172,14 @@ def test_tokens_of_a_windowed_model_are_those_of_its_longest_sequences() -> None
     assert status["tokens"] == 511 * 8192 // (256 + 133)
 
 
-def test_a_rank_with_less_than_planned_is_reported_apart(world: World) -> None:
+def test_a_rank_with_less_kv_memory_than_planned_is_reported(world: World) -> None:
     report(world, kv(80, 80, 2**20), kv(80, 700, 2**50))
     world.settle()
     status = world.status["groups"][0]["kv"]
     assert (status["limitingRank"], status["limitedBy"], status["roomBlocks"]) == (0, "Memory", 80)
 
 
-def test_the_kv_cache_of_an_epoch_ends_with_it(world: World) -> None:
+def test_the_reported_kv_cache_ends_with_its_epoch(world: World) -> None:
     report(world, kv(512, 900, 2**50), kv(512, 700, 2**50))
     world.settle()
     world.end_pod("demo-0-1-1")
@@ -187,13 +187,13 @@ def test_the_kv_cache_of_an_epoch_ends_with_it(world: World) -> None:
     assert "kv" not in world.status["groups"][0]
 
 
-def test_nothing_is_reported_before_every_rank_has_its_cache(world: World) -> None:
+def test_no_kv_cache_is_reported_before_every_rank_has_one(world: World) -> None:
     report(world, kv(512, 900, 2**50), {})
     world.settle()
     assert "kv" not in world.status["groups"][0]
 
 
-def test_why_gpu_ranks_run_eagerly() -> None:
+def test_the_status_reports_why_gpu_ranks_run_eagerly() -> None:
     assert plan_status(PLAN).eager_reason is None
     pair = [
         replace(

@@ -49,7 +49,7 @@ class SlowGang(World):
 
 @pytest.mark.parametrize("gang", KINDS)
 @pytest.mark.parametrize("slow_s", [0.3, 1.0, 5.0])
-def test_a_gang_object_that_is_answered_late_is_made_once(gang: Gang, slow_s: float) -> None:
+def test_a_gang_object_with_a_late_answer_is_created_once(gang: Gang, slow_s: float) -> None:
     """The next epoch number was taken with each answer: 60 PodGroups in a minute, and no pod."""
     world = SlowGang(
         spec=cpu_pair(),
@@ -86,7 +86,7 @@ class Quota(World):
         return World._why_refused(self, action)
 
 
-def test_a_gang_object_that_a_quota_refused_first_is_made_once() -> None:
+def test_a_gang_object_that_a_quota_refused_first_is_created_once() -> None:
     world = Quota(spec=cpu_pair(), gangs=frozenset({Gang.VOLCANO}), options=AGAIN, calm=False)
     world.settle()
     world.answer_inspection()

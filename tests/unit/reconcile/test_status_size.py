@@ -18,7 +18,7 @@ def fitted(status: HeteroInferenceStatus) -> HeteroInferenceStatus:
     return status.model_copy(update={"groups": fit_groups(status.groups), "plans": fit_plans(status.plans)})
 
 
-def test_the_largest_status_fits_and_keeps_what_decisions_read() -> None:
+def test_the_largest_status_fits_and_keeps_the_input_of_decisions() -> None:
     largest = build_largest_status()
     assert written(largest) > 2 * 1_572_864, "it would not fit"
     status = fitted(largest)
@@ -35,7 +35,7 @@ def test_the_largest_status_fits_and_keeps_what_decisions_read() -> None:
     assert fitted(status) == status, "or it would be written at every reconcile"
 
 
-def test_of_a_usual_status_nothing_is_left_out() -> None:
+def test_a_usual_status_is_complete() -> None:
     largest = build_largest_status()
     usual = largest.model_copy(
         update={
@@ -46,7 +46,7 @@ def test_of_a_usual_status_nothing_is_left_out() -> None:
     assert fitted(usual) == usual
 
 
-def test_what_json_escapes_counts_as_it_is_written() -> None:
+def test_json_escapes_count_towards_the_size() -> None:
     largest = build_largest_status()
     escaped = tuple(
         group.model_copy(

@@ -46,9 +46,7 @@ def start_anew(world: World) -> None:
 
 @pytest.mark.parametrize("webhook", HIDING)
 @pytest.mark.parametrize("replicas", [1, 8])
-def test_pods_that_come_back_as_somebody_elses_are_tried_later_and_later(
-    webhook: Webhook, replicas: int
-) -> None:
+def test_pods_changed_by_a_webhook_are_retried_with_backoff(webhook: Webhook, replicas: int) -> None:
     """20 pods a second were created, without end: nobody looked at what was stored."""
     world = serving(replicas=replicas)
     world.pod_webhook = webhook
@@ -72,7 +70,7 @@ def test_pods_that_come_back_as_somebody_elses_are_tried_later_and_later(
 
 
 @pytest.mark.parametrize("pods", [1, 4])
-def test_epochs_of_which_no_pod_is_ever_seen_wait(pods: int) -> None:
+def test_epochs_without_a_visible_pod_back_off(pods: int) -> None:
     role = {"device": "CPU", "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
     world = build_world(
         roles=[{"name": "first", "pods": pods, **role}, {"name": "second", "pods": pods, **role}]
@@ -96,7 +94,7 @@ def test_epochs_of_which_no_pod_is_ever_seen_wait(pods: int) -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_a_large_group_that_ends_at_once_each_time_waits_and_the_condition_names_the_cause() -> None:
+def test_a_large_group_that_keeps_failing_waits_and_the_condition_reports_the_cause() -> None:
     role = {"device": "CPU", "pods": 8, "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
     world = build_world(roles=[{"name": "first", **role}], restart={"maxRestarts": 20})
     world.serve()
@@ -123,7 +121,7 @@ def test_a_large_group_that_ends_at_once_each_time_waits_and_the_condition_names
 
 
 @pytest.mark.parametrize("calm", [60, 600])
-def test_the_budget_never_steps_in_where_a_group_fails_now_and_then(calm: int) -> None:
+def test_the_budget_never_delays_a_group_that_fails_occasionally(calm: int) -> None:
     world = World(spec=cpu_pair(replicas=3, restart={"maxRestarts": 20, "window": "1m"}))
     world.serve()
     for index in range(30):
@@ -160,7 +158,7 @@ def writes_in(world: World, seconds: float) -> int:
 
 
 @pytest.mark.parametrize("outage_s", [5, 15, 30, 120])
-def test_status_writes_that_fail_are_nobody_elses_writes(outage_s: float) -> None:
+def test_failed_status_writes_do_not_count_as_another_writer(outage_s: float) -> None:
     """Each try counted as undone by another operator: that was reported, and the status came 30 s late."""
     world = serving()
     for name in world.workers():
@@ -179,7 +177,7 @@ def test_status_writes_that_fail_are_nobody_elses_writes(outage_s: float) -> Non
         world.advance_time(0.1)
 
 
-def test_two_operators_write_a_status_seldom_and_name_each_other() -> None:
+def test_two_operators_write_a_status_rarely_and_report_each_other() -> None:
     """Both wrote it 44 times a second, without end, and neither reported the other."""
     world = serving()
     world.status_managers = frozenset({names.MANAGER, "another"})
@@ -196,7 +194,7 @@ def test_two_operators_write_a_status_seldom_and_name_each_other() -> None:
     assert world.idle_actions() == []
 
 
-def test_news_is_written_within_two_seconds_though_another_operator_contradicts() -> None:
+def test_changes_are_written_within_two_seconds_despite_another_operator() -> None:
     world = serving()
     world.status = contradict(world.status)
     world.version += 1
@@ -206,7 +204,7 @@ def test_news_is_written_within_two_seconds_though_another_operator_contradicts(
     assert world.condition("Available")[0] == "False"
 
 
-def test_each_pod_whose_image_is_not_there_is_reported_once() -> None:
+def test_each_pod_with_a_missing_image_is_reported_once() -> None:
     """The group's message was of another pod: an event came of every reconcile."""
     world = build_world()
     world.settle()

@@ -53,9 +53,7 @@ def make(world: World, name: str, state: str) -> None:
 @pytest.mark.parametrize("names_come_again", [True, False])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_strangers_pod_changes_nothing_for_a_group_that_serves(
-    name: str, state: str, names_come_again: bool
-) -> None:
+def test_a_foreign_pod_does_not_affect_a_serving_group(name: str, state: str, names_come_again: bool) -> None:
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
     world.serve()
     ours, epoch = world.workers(), parse_status(world.status).groups[0].epoch
@@ -73,7 +71,9 @@ def test_a_strangers_pod_changes_nothing_for_a_group_that_serves(
 
 @pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("names_come_again", [True, False])
-def test_strangers_with_all_names_of_a_higher_epoch_end_nothing(served: bool, names_come_again: bool) -> None:
+def test_foreign_pods_with_all_names_of_a_higher_epoch_do_not_end_a_group(
+    served: bool, names_come_again: bool
+) -> None:
     """Their epoch was believed, being the higher one, and the group's own pods were deleted."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
     world.serve()
@@ -95,7 +95,7 @@ def test_strangers_with_all_names_of_a_higher_epoch_end_nothing(served: bool, na
 
 
 @pytest.mark.parametrize("name", [f"demo-0-{MAX_EPOCH}-0", f"demo-0-{MAX_EPOCH - 1}-0"])
-def test_a_strangers_pod_does_not_drive_the_epoch_to_its_bound(name: str) -> None:
+def test_a_foreign_pod_does_not_raise_the_epoch_to_its_maximum(name: str) -> None:
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     make(world, name, "waits")
@@ -111,7 +111,7 @@ def test_a_strangers_pod_does_not_drive_the_epoch_to_its_bound(name: str) -> Non
 
 
 @pytest.mark.parametrize("names_come_again", [True, False])
-def test_pods_of_the_largest_epoch_are_followed_by_others(names_come_again: bool) -> None:
+def test_another_epoch_follows_the_largest_epoch(names_come_again: bool) -> None:
     """However the status came to it: the next epoch has a name that can be read, and no pod has had."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
     world.serve()
@@ -137,7 +137,7 @@ def test_pods_of_the_largest_epoch_are_followed_by_others(names_come_again: bool
     assert not {first, second} & set(world.workers()) or not names_come_again
 
 
-def test_the_first_epoch_grows_with_any_version_and_with_time() -> None:
+def test_the_first_epoch_grows_with_resource_version_and_time() -> None:
     options = replace(OPTIONS, names_come_again=True)
     exact = [7, 8461, 10**14 - 1, 10**14, 10**14 + 10**5, 1723847503428047, 1723847503428047007, 2**64]
     epochs = [options.first_epoch(str(version), NOW) for version in exact]
@@ -164,7 +164,7 @@ def fail_and_start_again(world: World) -> None:
     world.settle()
 
 
-def test_no_name_comes_again_after_a_restore_of_etcd() -> None:
+def test_no_pod_name_is_reused_after_a_restore_of_etcd() -> None:
     """The store goes back to an older status, version and pods; the epochs after the backup are forgotten."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()

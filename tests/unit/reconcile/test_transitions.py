@@ -85,7 +85,7 @@ def test_the_first_cause_that_ends_an_epoch_names_its_end() -> None:
     ]
 
 
-def test_the_first_check_that_answers_decides_a_condition() -> None:
+def test_the_first_check_with_an_answer_decides_a_condition() -> None:
     found = {kind: [check.__name__ for check in checks] for kind, checks in CHECKS.items()}
     assert found == {
         ConditionType.AVAILABLE: [

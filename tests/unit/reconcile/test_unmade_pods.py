@@ -26,7 +26,7 @@ def pods_of(count: int) -> World:
 
 
 @pytest.mark.parametrize("unanswered", ["demo-0-*-0", "demo-0-*-1", "demo-0-*"])
-def test_a_create_without_answer_is_tried_again_in_the_same_epoch(unanswered: str) -> None:
+def test_an_unanswered_create_is_retried_in_the_same_epoch(unanswered: str) -> None:
     world = with_model()
     world.unanswered = {("Pod", unanswered)}
     world.live(20)
@@ -44,7 +44,7 @@ def test_a_create_without_answer_is_tried_again_in_the_same_epoch(unanswered: st
 
 
 @pytest.mark.parametrize("kind", ["ConfigMap", "Service", "NetworkPolicy", "Secret"])
-def test_no_pod_is_asked_for_before_what_it_needs_is_answered(kind: str) -> None:
+def test_no_pod_is_requested_before_its_dependencies_are_answered(kind: str) -> None:
     world = World(spec=cpu_pair(), unanswered={(kind, "demo*")})
     world.settle()
     world.answer_inspection()
@@ -55,7 +55,7 @@ def test_no_pod_is_asked_for_before_what_it_needs_is_answered(kind: str) -> None
     assert len(world.workers()) == 2
 
 
-def test_one_answer_that_is_missing_shows_in_no_condition_at_once() -> None:
+def test_one_missing_answer_does_not_change_conditions_at_once() -> None:
     world = with_model()
     world.unanswered = {("Pod", "demo-0-*-1")}
     world.step()
@@ -65,7 +65,7 @@ def test_one_answer_that_is_missing_shows_in_no_condition_at_once() -> None:
     assert world.condition("Progressing") == ("False", "NotAnswered")
 
 
-def test_a_made_pod_that_is_gone_ends_the_epoch_though_another_one_is_not_made_yet() -> None:
+def test_a_lost_pod_ends_the_epoch_while_another_pod_is_not_created_yet() -> None:
     world = pods_of(3)
     world.unanswered = {("Pod", "demo-0-*-2")}
     world.live(3)
@@ -77,7 +77,7 @@ def test_a_made_pod_that_is_gone_ends_the_epoch_though_another_one_is_not_made_y
     assert second not in world.workers()
 
 
-def test_a_process_that_knows_nothing_of_the_creates_takes_no_name_again() -> None:
+def test_a_new_process_does_not_reuse_names_of_unanswered_creates() -> None:
     world = pods_of(3)
     world.unanswered = {("Pod", "demo-0-*-2")}
     world.live(3)
@@ -94,7 +94,7 @@ def test_a_process_that_knows_nothing_of_the_creates_takes_no_name_again() -> No
     assert not set(made) & set(world.workers())
 
 
-def test_a_pod_that_is_not_made_yet_gives_way_to_a_new_revision() -> None:
+def test_a_new_revision_replaces_a_group_with_pods_not_created_yet() -> None:
     world = with_model()
     world.unanswered = {("Pod", "demo-0-*")}
     world.live(5)
@@ -110,7 +110,7 @@ def test_a_pod_that_is_not_made_yet_gives_way_to_a_new_revision() -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6))
-def test_whatever_is_not_answered_and_when_each_pod_is_made_once_in_one_epoch(gaps: list[set[int]]) -> None:
+def test_each_pod_is_created_once_in_one_epoch_despite_unanswered_requests(gaps: list[set[int]]) -> None:
     world = pods_of(6)
     for gap in gaps:
         world.unanswered = {("Pod", f"demo-0-*-{index}") for index in gap}
@@ -122,7 +122,7 @@ def test_whatever_is_not_answered_and_when_each_pod_is_made_once_in_one_epoch(ga
     assert len({name.split("-")[2] for name in made}) == 1
 
 
-def test_a_pod_of_which_nothing_is_known_serves_nobody_and_is_left_alone() -> None:
+def test_a_pod_in_unknown_state_does_not_serve_and_is_not_deleted() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     epoch = world.status["groups"][0]["epoch"]
@@ -146,7 +146,7 @@ def test_a_pod_of_which_nothing_is_known_serves_nobody_and_is_left_alone() -> No
     assert world.status["groups"][0]["epoch"] == epoch
 
 
-def test_a_lost_owner_is_said_with_the_command_that_puts_it_back() -> None:
+def test_reports_a_lost_owner_with_the_command_that_restores_it() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     name = world.workers()[0]
@@ -166,7 +166,7 @@ def test_a_lost_owner_is_said_with_the_command_that_puts_it_back() -> None:
     assert world.condition("Stalled")[0] == "False"
 
 
-def test_a_status_that_is_refused_is_tried_again_each_second() -> None:
+def test_a_refused_status_is_retried_each_second() -> None:
     """The wait grew to 30 s, in which the stored status was old."""
     world = World(spec=cpu_pair(), refuses={("HeteroInference/status", "*"): "no"})
     world.live(60)

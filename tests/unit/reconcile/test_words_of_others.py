@@ -133,7 +133,7 @@ def _ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("exit_code", [-257, 257, 300, 3221225477, -1073741819])
-def test_an_exit_code_that_linux_has_not(exit_code: int) -> None:
+def test_an_impossible_exit_code(exit_code: int) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.end_pod(world.workers()[0], exit_code=exit_code)
@@ -147,7 +147,7 @@ def test_an_exit_code_that_linux_has_not(exit_code: int) -> None:
 @pytest.mark.parametrize(
     "waiting", ["why not", "no such runtime/class", "R" * 129, "Größe: ist so", ": of it"]
 )
-def test_a_kubelets_reason_that_is_no_reason(waiting: str) -> None:
+def test_an_invalid_reason_from_the_kubelet(waiting: str) -> None:
     world = World(spec=cpu_pair())
     world.settle()
     (name,) = world.pods
@@ -160,7 +160,7 @@ def test_a_kubelets_reason_that_is_no_reason(waiting: str) -> None:
     )
 
 
-def test_a_model_that_was_looked_at_for_days() -> None:
+def test_a_model_inspection_that_takes_days() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.status["model"] = {**world.status["model"], "phase": "Failed", "failures": 100_000}
@@ -199,7 +199,7 @@ def test_any_answer_of_a_model_pod(answer: str) -> None:
         (("head_bytes",), -1, "ModelProfile.head_bytes: got -1, expected at least 0"),
     ],
 )
-def test_a_profile_that_cannot_be_is_named(path: tuple[str, ...], value: object, message: str) -> None:
+def test_an_impossible_profile_is_reported(path: tuple[str, ...], value: object, message: str) -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.answer_inspection(changed(PROFILE.to_json(), path, value))
@@ -210,7 +210,7 @@ def test_a_profile_that_cannot_be_is_named(path: tuple[str, ...], value: object,
 
 
 @pytest.mark.parametrize("uri", ["[" * 5_000 + "]" * 5_000, "[" * 400 + "]" * 400])
-def test_a_record_of_a_revision_that_is_nested_too_deep_is_none(uri: str) -> None:
+def test_a_too_deeply_nested_revision_record_is_ignored(uri: str) -> None:
     """Who may write ConfigMaps ended each reconcile of the resource by it."""
     world = World(spec=cpu_pair())
     world.serve()
