@@ -102,8 +102,8 @@ async def names_both(process: OperatorProcess) -> bool:
     """Returns whether the operator's log says why it uses neither of two entries."""
     said = process.said
     return (
-        "calibration bad.json: expected nodeSelector" in said
-        and "calibration older.json: of HeteroInfer 0.0.9" in said
+        "calibration bad.json: must contain nodeSelector" in said
+        and "calibration older.json: ignored, because HeteroInfer 0.0.9 measured it" in said
     )
 
 

@@ -259,11 +259,14 @@ def test_what_a_job_keeps_is_read_and_what_is_none_is_named() -> None:
     assert read_kept(entry, version) == (Calibrations(kinds=(kind,)), ())
     found, (problem,) = read_kept(entry, "9.9.9")
     assert found == Calibrations()
-    why = f"of HeteroInfer {version}, this is 9.9.9; defaults are taken until a worker image of 9.9.9"
-    assert problem == f"m7i.json: {why} measured such a node"
+    why = (
+        f"ignored, because HeteroInfer {version} measured it and this is 9.9.9. Default rates apply until a "
+        "worker image of 9.9.9"
+    )
+    assert problem == f"m7i.json: {why} measures a node of this kind"
     # Another version may have written what this one cannot read.
     other = {"m7i.json": entry["m7i.json"].replace('"cores":', '"cores_of_then":').replace(version, "0.0.9")}
-    assert "of HeteroInfer 0.0.9, this is" in read_kept(other, version)[1][0]
+    assert "HeteroInfer 0.0.9 measured it and this is" in read_kept(other, version)[1][0]
     text = entry["m7i.json"]
     bad = {
         "a.json": "{",
@@ -275,7 +278,7 @@ def test_what_a_job_keeps_is_read_and_what_is_none_is_named() -> None:
     found, problems = read_kept({**entry, **bad}, version)
     assert found == Calibrations(kinds=(kind,))
     assert [problem.partition(":")[0] for problem in problems] == sorted(bad)
-    assert all("defaults are taken; remove that entry" in problem for problem in problems)
+    assert all("Default rates apply. Remove this entry" in problem for problem in problems)
 
 
 def test_a_calibration_says_whether_there_is_amx_where_labels_do_not() -> None:

@@ -332,7 +332,7 @@ def test_terms_are_about_the_namespaces_that_they_name(namespaces: dict[str, Any
     assert (found is None) is apart
     if found is None:
         words = explain(app(2, away=(term,)), build_free_nodes([one]))
-        assert "by their podAffinity and podAntiAffinity" in words
+        assert "under their podAffinity and podAntiAffinity" in words
 
 
 # What is said
@@ -376,7 +376,7 @@ def test_memory_and_many_nodes() -> None:
 
 def test_pods_that_fit_one_by_one_only() -> None:
     words = reported([pod(gpus=1, cpu=5), pod(cpu=5)], node("a", gpus=1))
-    assert words.startswith("each pod has a node by itself, but there are not nodes for all of them at once")
+    assert words.startswith("each pod alone fits on a node, but not all pods together")
 
 
 def test_within_one_value_of_a_label() -> None:

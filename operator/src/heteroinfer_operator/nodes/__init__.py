@@ -1,1 +1,1 @@
-"""What nodes have, what pods ask of them, and which pod gets which. Pure."""
+"""Capacity of nodes, demands of pods, and the placement of pods onto nodes. Pure."""

@@ -1,4 +1,4 @@
-"""What was measured of machines, which of it holds for which nodes, and how it is named. Pure."""
+"""Measured rates of machines, the nodes that they apply to, and their description. Pure."""
 
 import json
 import re
@@ -12,27 +12,27 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_operator.errors import HeteroInferError
 
 SUFFIX: Final = ".json"
-"""Of an entry's key in the ConfigMap, after the name of the kind of node."""
+"""Suffix of an entry's key in the ConfigMap, after the name of the kind of nodes."""
 _KIND: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _MOST_KINDS: Final = 64
 _GPU_PRODUCT: Final = "nvidia.com/gpu.product"
-"""Label of GPU feature discovery: the GPU's name, and SHARED where several pods may have the same one."""
+"""Label of GPU feature discovery: the GPU's name, with SHARED if several pods may share a GPU."""
 
 
 class CalibrationError(HeteroInferError):
-    """There is no calibration to use, or none could be made; the message says why."""
+    """A calibration is missing, invalid or cannot be created."""
 
     reason = "NoCalibration"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredKind:
-    """Nodes of which one was measured.
+    """A kind of nodes with the calibration of one of them.
 
     Attributes:
-        name: of the kind, as the chart's values have it.
-        selector: labels that these nodes have.
-        calibration: of the node that was measured.
+        name: name of the kind in the chart's values.
+        selector: labels of these nodes.
+        calibration: calibration of the measured node.
     """
 
     name: str
@@ -40,14 +40,14 @@ class MeasuredKind:
     calibration: Calibration
 
     def has(self, labels: Mapping[str, str]) -> bool:
-        """Returns whether a node with these labels is of this kind, and has no GPU but the one measured."""
+        """Returns whether a node with these labels belongs to this kind. A node with another GPU does not."""
         if not all(labels.get(name) == value for name, value in self.selector.items()):
             return False
         measured, own = _words(self.calibration.hardware.gpu), _words(labels.get(_GPU_PRODUCT, ""))
         return not measured or not own or measured == own
 
     def to_entry(self) -> dict[str, str]:
-        """Returns what a ConfigMap keeps of it."""
+        """Builds the entry of the ConfigMap."""
         value = {
             "nodeSelector": dict(self.selector),
             "calibration": json.loads(self.calibration.to_json()),
@@ -56,10 +56,10 @@ class MeasuredKind:
 
     @classmethod
     def from_entry(cls, key: str, text: str) -> "MeasuredKind":
-        """Returns what an entry of the ConfigMap says.
+        """Reads an entry of the ConfigMap.
 
         Raises:
-            CalibrationError: it is none that a Job of the chart keeps.
+            CalibrationError: the entry is not in the format that the chart's Jobs write.
         """
         try:
             value = json.loads(text)
@@ -68,38 +68,38 @@ class MeasuredKind:
                 selector=check_selector(value["nodeSelector"]),
                 calibration=Calibration.from_json(json.dumps(value["calibration"])),
             )
-        except (CalibrationError, ContractError) as error:  # before ValueError, which ContractError is one of
+        except (CalibrationError, ContractError) as error:  # before ValueError, the base of ContractError
             raise CalibrationError(f"{key}: {error}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CalibrationError(f"{key}: expected nodeSelector and calibration: {error!r}") from error
+            raise CalibrationError(f"{key}: must contain nodeSelector and calibration: {error!r}") from error
 
 
 def check_kind(name: str) -> str:
-    """Returns the name of a kind of nodes if it can be one; raises CalibrationError."""
+    """Validates the name of a kind of nodes; raises CalibrationError."""
     if not _KIND.fullmatch(name):
         raise CalibrationError(
-            f"got {name!r} as a kind of node, expected up to 40 of a-z, 0-9 and - as in m7i-16xlarge"
+            f"kind of node must have 1 to 40 characters of a-z, 0-9 and -, such as m7i-16xlarge; got {name!r}"
         )
     return name
 
 
 def check_selector(value: Any) -> dict[str, str]:
-    """Returns labels that nodes have; raises CalibrationError if they are none."""
+    """Validates node labels; raises CalibrationError."""
     if not isinstance(value, dict) or not value or not all(isinstance(each, str) for each in value.values()):
         raise CalibrationError(
-            f"got {value!r} as a nodeSelector, expected labels of the nodes, such as "
-            '{"node.kubernetes.io/instance-type": "m7i.16xlarge"}'
+            'nodeSelector must be labels of the nodes, such as {"node.kubernetes.io/instance-type": '
+            f'"m7i.16xlarge"}}; got {value!r}'
         )
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrations:
-    """What was measured.
+    """All known calibrations.
 
     Attributes:
-        this_machine: of the only machine there is, or None; then kinds say nothing.
-        missing: why there is none, for people; "" if nobody needs to know.
+        this_machine: calibration of the only machine (`heteroinfer up`), or None. If set, `kinds` is unused.
+        missing: message about why there is no calibration; "" if users need not know.
     """
 
     kinds: tuple[MeasuredKind, ...] = ()
@@ -107,9 +107,9 @@ class Calibrations:
     missing: str = ""
 
     def of_nodes(self, labels: Iterable[Mapping[str, str]]) -> tuple[Calibration, ...]:
-        """Returns what was measured of these nodes, each once; nothing unless all of them were measured.
+        """Returns the calibrations of these nodes without duplicates; empty if a node has none.
 
-        A node that is of several kinds has what was measured of each.
+        A node of several kinds has the calibrations of all of them.
         """
         if self.this_machine is not None:
             return (self.this_machine,)
@@ -123,11 +123,14 @@ class Calibrations:
 
 
 def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration | None:
-    """Returns the calibration of the slowest machine, which all ranks of a role wait for; None of none.
+    """Returns the calibration of the slowest machine, because all ranks of a role wait for that one.
 
     Args:
-        by_gpu: whether its ranks compute on GPUs. A machine whose GPU was not measured counts as the slowest,
-            so that no other one's GPU is taken for it.
+        by_gpu: compare by GPU. A machine without a measured GPU counts as the slowest, so that no other GPU's
+            rate is used for it.
+
+    Returns:
+        None without calibrations.
     """
 
     def rate(each: Calibration) -> float:
@@ -139,10 +142,10 @@ def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration
 
 
 def read_kept(data: Mapping[str, str], version: str) -> tuple[Calibrations, tuple[str, ...]]:
-    """Returns what a ConfigMap keeps, and why some of it is not used.
+    """Reads the calibrations in the ConfigMap; returns them and a message for each ignored entry.
 
     Args:
-        version: of HeteroInfer: what another one measured says nothing of this one's kernels.
+        version: version of HeteroInfer. Calibrations of other versions measured other kernels.
     """
     kinds: list[MeasuredKind] = []
     problems: list[str] = []
@@ -150,24 +153,27 @@ def read_kept(data: Mapping[str, str], version: str) -> tuple[Calibrations, tupl
         measured = _version_of(text)
         if measured not in ("", version):
             problems.append(
-                f"{key}: of HeteroInfer {measured}, this is {version}; defaults are taken until a worker "
-                f"image of {version} measured such a node"
+                f"{key}: ignored, because HeteroInfer {measured} measured it and this is {version}. "
+                f"Default rates apply until a worker image of {version} measures a node of this kind"
             )
             continue
         try:
             kind = MeasuredKind.from_entry(key, text)
         except CalibrationError as error:
-            problems.append(f"{error.message}; defaults are taken; remove that entry")
+            problems.append(f"{error.message}. Default rates apply. Remove this entry")
             continue
         if len(kinds) == _MOST_KINDS:
-            problems.append(f"{key}: got more than {_MOST_KINDS} kinds of nodes; defaults are taken")
+            problems.append(
+                f"{key}: ignored, because there are more than {_MOST_KINDS} kinds of nodes. "
+                "Default rates apply"
+            )
         else:
             kinds.append(kind)
     return Calibrations(kinds=tuple(kinds)), tuple(problems)
 
 
 def _version_of(text: str) -> str:
-    """Returns which version measured, whatever else it wrote; "" where that cannot be read."""
+    """Returns the version of HeteroInfer in an entry of any format; "" if it cannot be read."""
     try:
         measured = json.loads(text)["calibration"]["versions"]["heteroinfer"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -176,12 +182,12 @@ def _version_of(text: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Returns the words of a GPU's name, as a label or a driver writes it."""
+    """Splits a GPU's name into words, so that names of labels and of the driver compare equal."""
     return [word for word in re.findall(r"[a-z0-9.]+", name.lower()) if word != "shared"]
 
 
 def describe(calibration: Calibration) -> str:
-    """Returns which calibration it is, in a few words."""
+    """Describes a calibration for logs and messages."""
     hardware, versions = calibration.hardware, calibration.versions
     day = datetime.fromtimestamp(calibration.time, UTC)
     gpu = f", {hardware.gpu}" if hardware.gpu else ""

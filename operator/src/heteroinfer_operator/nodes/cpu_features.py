@@ -1,4 +1,4 @@
-"""What the CPUs of nodes can compute, as labels and calibrations say. Pure."""
+"""CPU features of nodes, from labels and calibrations. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -12,22 +12,22 @@ from heteroinfer_operator.nodes.placement import lasting_obstacle
 from heteroinfer_operator.nodes.role_demand import role_demand
 
 AMX: Final = "AMX"
-"""Feature of a CPU: tiles and bf16; such a CPU has AVX512 too."""
+"""CPU feature AMX: tiles and bf16. A CPU with AMX also has AVX-512."""
 AVX512: Final = "AVX-512"
-"""Feature of a CPU: its foundation (AVX512F)."""
+"""CPU feature AVX-512: its foundation (AVX512F)."""
 CPUID_LABEL: Final = "feature.node.kubernetes.io/cpu-cpuid."
-"""Of nodes, by node feature discovery, before a feature's name."""
+"""Prefix of the labels that node feature discovery sets for CPUID names."""
 CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {AMX: ("AMXTILE", "AMXBF16"), AVX512: ("AVX512F",)}
-"""Names of what makes a feature, the one first that tells most."""
+"""CPUID names that a CPU needs for a feature, the most specific first."""
 
 
 def roles_without_amx(
     spec: HeteroInferenceSpec, nodes: Sequence[NodeView], calibrations: Calibrations
 ) -> frozenset[str]:
-    """Returns the roles whose pods can be on no node with AMX, as far as labels or calibrations say.
+    """Returns the roles whose pods cannot run on any node with AMX, by labels or calibrations.
 
-    All nodes count where a role's pods may be, not those alone that were found for them: the scheduler
-    decides. So do those that are cordoned or not Ready: a plan outlasts that.
+    All nodes count that the role's pods may use, not only the planned nodes, because the scheduler decides.
+    Nodes that are cordoned or not Ready count too, because a plan lasts longer than that.
     """
     machine = calibrations.this_machine
     if machine is not None:
@@ -51,13 +51,13 @@ def _lacks_amx(node: NodeView, calibrations: Calibrations) -> bool:
 
 
 def measured_features(calibration: Calibration) -> frozenset[str]:
-    """Returns the CPU features that a calibration found."""
+    """Returns the CPU features in a calibration."""
     found = {AMX} if calibration.has_amx else set()
     return frozenset(found | ({AVX512} if calibration.has_avx512 else set()))
 
 
 def labelled_features(node: NodeView) -> frozenset[str] | None:
-    """Returns the CPU features in a node's labels by node-feature-discovery, or None without such labels."""
+    """Returns the CPU features in a node's labels; None without labels of node feature discovery."""
     if not any(label.startswith(CPUID_LABEL) for label in node.labels):
         return None
     return frozenset(

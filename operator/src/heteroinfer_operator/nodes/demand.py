@@ -1,4 +1,4 @@
-"""What a pod asks of nodes, read from its manifest as the scheduler reads it. Pure.
+"""Demands of pods, read from manifests by the scheduler's rules. Pure.
 
 Must not import kopf, a client, os, time, random or logging.
 """
@@ -22,9 +22,9 @@ Manifest: TypeAlias = Mapping[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
 
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
-"""Of an affinity: what must hold when a pod is placed."""
+"""Field of an affinity: terms that must hold when a pod is placed."""
 PODS: Final = "pods"
-"""The resource of which every pod takes one."""
+"""Name of the resource that counts pods. Every pod requests 1."""
 
 _PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 _HARD: Final = ("NoSchedule", "NoExecute")
@@ -39,30 +39,30 @@ class Taint:
     effect: str = "NoSchedule"
 
     def __str__(self) -> str:
-        """Returns it as kubectl writes it, `gpu=x:NoSchedule`."""
+        """Formats the taint like kubectl: `gpu=x:NoSchedule`."""
         return f"{self.key}{'=' if self.value else ''}{self.value}:{self.effect}"
 
     @property
     def keeps_away(self) -> bool:
-        """Returns whether a pod that does not tolerate it is not placed."""
+        """Whether only pods that tolerate the taint are placed."""
         return self.effect in _HARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodDemand:
-    """What a pod asks of the node that it is placed on.
+    """Requirements of a pod on its node.
 
     Attributes:
-        name: for people.
-        requests: by resource name: bytes for memory, cores for cpu, counts for devices.
-        labels: of the pod; terms of other pods select by them.
+        name: name for messages.
+        requests: by resource name. Bytes for memory, cores for cpu, counts for devices.
+        labels: the pod's labels, by which terms of other pods select it.
         node_selector: labels that the node must have.
-        node_terms: required node affinity: one of them must match; none: every node does.
+        node_terms: required node affinity. One term must match; without terms every node matches.
         near: required pod affinity terms.
         away: required pod anti-affinity terms.
-        node: a node that it will be placed on if it has free capacity, or "".
-        namespace: of the pod, or "" where it is not known.
-        priority: of the pod, or None where it is not known.
+        node: preferred node, or "".
+        namespace: "" if unknown.
+        priority: None if unknown.
     """
 
     name: str
@@ -81,17 +81,17 @@ class PodDemand:
 def pod_demand(
     name: str, labels: Mapping[str, str], spec: Manifest, requests: Mapping[str, float] | None = None
 ) -> PodDemand:
-    """Returns what a pod asks for.
+    """Reads a pod's demand.
 
-    A hint at a node (`preferred_node`) is read back, so that what was promised to a pod that is not
-    placed yet stays promised on that node.
+    Reads the preferred node (`preferred_node`) too, so that a pod that is not placed yet keeps its
+    reservation on that node.
 
     Args:
-        spec: of the pod: a stored one, or those fields of ours that say where it may be.
-        requests: what the scheduler counts for it; None reads that from the spec's containers.
+        spec: spec of a stored pod, or the fields of `role_fields`.
+        requests: requests that the scheduler counts; None to read them from the spec's containers.
 
     Raises:
-        UnreadableError: a field that is read has another type than in a Pod.
+        UnreadableError: a field has another type than in a Pod.
     """
     affinity = as_object(spec.get("affinity"), "affinity")
     nodes = as_object(affinity.get("nodeAffinity"), "nodeAffinity")
@@ -132,13 +132,13 @@ def _tolerations(spec: Manifest) -> Iterable[Manifest]:
 
 
 def preferred_node(node: str) -> dict[str, Any]:
-    """Returns the preferred node affinity term that hints at one node."""
+    """Builds a node affinity term that prefers one node."""
     fields = [{"key": "metadata.name", "operator": "In", "values": [node]}]
     return {"weight": 100, "preference": {"matchFields": fields}}
 
 
 def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
-    """Returns an affinity with one more requirement of the node's labels, in each of its alternatives."""
+    """Adds a requirement on node labels to each alternative of an affinity; returns the new affinity."""
     nodes = dict(affinity.get("nodeAffinity") or {})
     terms = (nodes.get(REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     added = [{**term, "matchExpressions": [*term.get("matchExpressions", ()), expression]} for term in terms]
@@ -182,7 +182,7 @@ def _matches_taint(toleration: Manifest, taint: Taint) -> bool:
 
 
 def selects_node(demand: PodDemand, name: str, labels: Mapping[str, str]) -> bool:
-    """Returns whether node selector and required node affinity of a pod take a node."""
+    """Returns whether a pod's node selector and required node affinity match a node."""
     if any(labels.get(key) != value for key, value in demand.node_selector.items()):
         return False
     return not demand.node_terms or any(_term_matches(term, name, labels) for term in demand.node_terms)
@@ -198,7 +198,7 @@ def _term_matches(term: Manifest, name: str, labels: Mapping[str, str]) -> bool:
 
 
 def selects_pod(selector: Manifest | None, labels: Mapping[str, str]) -> bool:
-    """Returns whether a label selector takes a pod; none takes no pod."""
+    """Returns whether a label selector matches a pod's labels. A missing selector matches no pod."""
     if selector is None:
         return False
     exact = selector.get("matchLabels") or {}
@@ -228,20 +228,20 @@ def _compares(operator: str, value: str | None, values: Iterable[str]) -> bool:
     try:
         have, want = int(value or ""), int(next(iter(values), ""))
     except ValueError:
-        return False  # neither matches what is no number
+        return False  # Gt and Lt match numbers only
     return have > want if operator == "Gt" else have < want
 
 
 def effective_requests(spec: Manifest) -> dict[str, float]:
-    """Returns what the scheduler counts for a pod.
+    """Returns the requests that the scheduler counts for a pod.
 
-    The larger of what its containers ask for together and of what any init container asks for
-    together with the sidecars before it, plus the overhead; a request for the whole pod wins
-    (`k8s.io/component-helpers/resource.PodRequests`). A limit without a request is a request, as
-    the API server makes it.
+    The scheduler takes the larger of two sums: the requests of all containers, and the requests of an init
+    container with the sidecars before it. It adds the overhead. A request for the whole pod takes precedence
+    (`k8s.io/component-helpers/resource.PodRequests`). The API server copies a limit without a request into
+    the request.
 
     Raises:
-        UnreadableError: a field that is read has another type than in a Pod.
+        UnreadableError: a field has another type than in a Pod.
     """
     running: dict[str, float] = {}
     largest_init: dict[str, float] = {}
@@ -264,7 +264,7 @@ def _requests(holder: Manifest) -> dict[str, float]:
 
 
 def requests_of(resources: Manifest) -> dict[str, float]:
-    """Returns what the resources of one container, or of a whole pod, ask for: a limit is a request too."""
+    """Returns the requests of a container's or pod's resources. A limit without a request counts."""
     return {
         **as_amounts(resources.get("limits"), "limits"),
         **as_amounts(resources.get("requests"), "requests"),
@@ -276,7 +276,7 @@ def _maximum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str,
 
 
 def total(requests: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns requests added up, by resource name."""
+    """Adds up requests by resource name."""
     added: dict[str, float] = {}
     for asked in requests:
         for name, amount in asked.items():

@@ -1,4 +1,4 @@
-"""Nodes for a group: within one value of a label, and apart from its resource's other groups. Pure."""
+"""Finds nodes for a group, within one topology domain and apart from the resource's other groups. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Placement:
     """A node for each pod.
 
     Attributes:
-        nodes: names, in the order of the demands.
-        domain: value of the topology key that all of them have; "" without a key.
+        nodes: node names, in the order of the demands.
+        domain: value of the topology key on all nodes; "" without a key.
     """
 
     nodes: tuple[str, ...]
@@ -27,11 +27,11 @@ def assign_nodes(
     topology_key: str = "",
     others: OtherGroups | None = None,
 ) -> Placement | None:
-    """Returns where all pods fit together, or None; takes nothing.
+    """Finds nodes on which all pods fit together, or returns None. Does not reserve capacity.
 
     Args:
-        topology_key: a node label of which the group keeps to one value; "" for any nodes.
-        others: groups that this one prefers to be apart from; None where the resource has one group.
+        topology_key: node label that must have one value on all nodes; "" for any nodes.
+        others: groups from which this group prefers to be apart; None if the resource has one group.
     """
     if topology_key:
         domains = domains_of(free_nodes, topology_key)
@@ -58,9 +58,10 @@ def _in_one_zone(
     others: OtherGroups,
     anywhere: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Returns nodes of one zone, if the pods are as well there as `anywhere`, and no nearer to others.
+    """Returns nodes of one zone if they are as good as `anywhere` and not nearer to other groups.
 
-    A group of which each zone has a part ends with any of them, and leaves no zone to the next group.
+    If a group spans several zones, the failure of any of them ends it, and no zone is left for the next
+    group.
     """
     zones = domains_of(free_nodes, ZONE)
     if len(zones) < 2:

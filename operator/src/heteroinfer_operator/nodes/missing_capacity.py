@@ -1,4 +1,4 @@
-"""What is missing for pods that found no nodes, and where, in words. Pure."""
+"""Messages about the capacity that pods without nodes lack. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -21,7 +21,7 @@ _MOST_REASONS: Final = 5
 
 
 def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = "") -> str:
-    """Returns what is missing and where, for pods that `assign_nodes` found no nodes for."""
+    """Describes what is missing on which nodes, if `assign_nodes` found no nodes for the pods."""
     if not topology_key:
         return _missing(demands, free_nodes)
     domains = domains_of(free_nodes, topology_key)
@@ -42,7 +42,7 @@ def _no_single_value(
 def _missing_together(
     demands: Sequence[PodDemand], kinds: Sequence[AlikePods], free_nodes: Sequence[FreeNode]
 ) -> str:
-    """Returns why pods that must be in one place by their podAffinity have none, or ""."""
+    """Describes why pods that podAffinity requires together do not fit together; "" if they do."""
     for kind in kinds:
         kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
     for series in GroupTerms(kinds=[kind.demand for kind in kinds]).series:
@@ -73,8 +73,8 @@ def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> st
         f"{_pods(len(kind.pods), demands[kind.pods[0]])} with {_amounts(kind.demand.requests)}"
         for kind in alike_pods(demands)
     )
-    terms = ", by their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
-    return f"each pod has a node by itself, but there are not nodes for all of them at once{terms}: {needs}"
+    terms = " under their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
+    return f"each pod alone fits on a node, but not all pods together{terms}: {needs}"
 
 
 def _pods(count: int, demand: PodDemand) -> str:
@@ -95,7 +95,7 @@ def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
 
 
 def name_nodes(names: Sequence[str]) -> str:
-    """Returns nodes by name, the first few of many."""
+    """Lists nodes by name, at most _MOST_NODES."""
     if len(names) == 1:
         return f"node {names[0]}"
     more = f" and {len(names) - _MOST_NODES} more" if len(names) > _MOST_NODES else ""
@@ -103,7 +103,7 @@ def name_nodes(names: Sequence[str]) -> str:
 
 
 def _lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
-    """Returns which of a pod's requests a node lacks."""
+    """Returns the pod's requests that a node lacks."""
     lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
     if not lacking:
         return Obstacle(False, f"capacity for {free_node.holds(demand.requests)}")
@@ -128,7 +128,7 @@ def _word(resource: str) -> str:
 
 
 def _amount(resource: str, value: float) -> str:
-    """Returns an amount of a resource for people."""
+    """Formats an amount of a resource for messages."""
     if resource in ("memory", "ephemeral-storage"):
         return format_bytes(value)
     return f"{value:.10g}" if "/" in resource or resource == "pods" else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Operating system and architecture: which nodes run the images. Pure."""
+"""Operating system and architecture of the nodes that can run the images. Pure."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,17 +7,17 @@ from typing import Any, Final
 from heteroinfer_operator.api import PodTemplate
 
 OS_LABEL: Final = "kubernetes.io/os"
-"""Of every node: its kubelet sets it, and that of the architecture, and keeps both right."""
+"""Label of every node. The kubelet sets and maintains it and ARCH_LABEL."""
 ARCH_LABEL: Final = "kubernetes.io/arch"
 IMAGE_PLATFORM: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "linux", ARCH_LABEL: "amd64"})
-"""Labels of the nodes that run the images of this project."""
+"""Labels of nodes that can run this project's images."""
 _WORDS: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "system", ARCH_LABEL: "architecture"})
 
 
 def platform_selector(template: PodTemplate | None) -> dict[str, str]:
-    """Returns the labels that nodes of a role's pods must have, less those that its user decides about.
+    """Returns the platform labels that a role's nodes must have, except labels that the template sets.
 
-    A user with images of another platform names it in the node selector, or in the required node affinity.
+    A user with images for another platform names it in the node selector or the required node affinity.
     """
     if template is None:
         return dict(IMAGE_PLATFORM)
@@ -30,7 +30,7 @@ def platform_selector(template: PodTemplate | None) -> dict[str, str]:
 
 
 def other_platform(selector: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    """Returns in words in what a node's platform differs from a selector's, or ""."""
+    """Describes how a node's platform differs from a selector's; "" if it does not."""
     for label, word in _WORDS.items():
         have, wanted = labels.get(label), selector.get(label)
         if wanted is not None and have is not None and have != wanted:

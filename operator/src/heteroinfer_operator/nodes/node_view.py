@@ -1,4 +1,4 @@
-"""A node, trimmed to what plans read. Pure."""
+"""The fields of a node that plans read. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +9,16 @@ from heteroinfer_operator.nodes.demand import Taint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node, trimmed to what a plan reads.
+    """A node's fields that a plan reads.
 
     Attributes:
-        allocatable: by resource name: bytes for memory, cores for cpu, counts for devices.
-        requested: of that, by the pods on it.
-        by_priority: the same by the priority of the pods; empty where it is not known.
+        allocatable: by resource name. Bytes for memory, cores for cpu, counts for devices.
+        requested: total requests of the node's pods, by resource name.
+        by_priority: total requests by priority of the pods; empty if unknown.
         schedulable: Ready and not cordoned.
-        unreachable_since: since when it is known that its kubelet sends no heartbeat, by the clock of
-            this process, or None while it does.
+        problem: why the node is not schedulable, after "is".
+        unreachable_since: when this process first knew that the kubelet sends no heartbeat, by its own
+            clock; None while the kubelet does.
     """
 
     name: str

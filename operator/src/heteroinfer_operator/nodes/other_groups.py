@@ -1,4 +1,4 @@
-"""Where the other groups of a resource are: a group prefers nodes and zones without them. Pure."""
+"""Locations of a resource's other groups. A group prefers nodes and zones without them. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ from heteroinfer_operator.nodes.node_view import NodeView
 HOSTNAME: Final = "kubernetes.io/hostname"
 ZONE: Final = "topology.kubernetes.io/zone"
 _WEIGHTS: Final = ((HOSTNAME, 100), (ZONE, 50))
-"""Of the preferred terms, by topology key: what is lost more often weighs more."""
+"""Weights of the preferred terms, by topology key. Nodes fail more often than zones, so they weigh more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherGroups:
-    """Nodes and zones that have pods of a resource's other groups.
+    """Nodes and zones with pods of a resource's other groups.
 
     Attributes:
-        nodes: names.
+        nodes: node names.
         zones: values of the label `topology.kubernetes.io/zone`.
     """
 
@@ -27,20 +27,20 @@ class OtherGroups:
 
     @classmethod
     def on(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
-        """Returns the groups on these nodes."""
+        """Builds the locations from the names of occupied nodes."""
         found = frozenset(occupied)
         zones = frozenset(node.labels[ZONE] for node in nodes if node.name in found and ZONE in node.labels)
         return cls(nodes=found, zones=zones)
 
     def nearness(self, node: NodeView) -> int:
-        """Returns 2 for a node with another group, 1 for a node in the zone of one, or else 0."""
+        """Returns 2 for a node with another group, 1 for a node in such a group's zone, otherwise 0."""
         if node.name in self.nodes:
             return 2
         return int(node.labels.get(ZONE, "") in self.zones)
 
 
 def apart_terms(resource: str, group: int) -> list[dict[str, Any]]:
-    """Returns the preferred pod anti-affinity terms of a group's pods against the resource's other groups."""
+    """Builds preferred anti-affinity terms of a group's pods against the resource's other groups."""
     selector = {
         "matchLabels": {names.LABEL_RESOURCE: resource, names.LABEL_COMPONENT: names.COMPONENT_WORKER},
         "matchExpressions": [{"key": names.LABEL_GROUP, "operator": "NotIn", "values": [str(group)]}],

@@ -1,8 +1,8 @@
-"""Pods onto nodes: whether all of them fit, as the scheduler counts. Pure.
+"""Finds nodes on which all pods fit, by the scheduler's rules. Pure.
 
-Nodes are searched largest pod first, and taken back where that leads nowhere: an exact search, but
-for its bound on tries. Pods of strangers are known by what they request only: affinity terms are
-checked among the pods of the group (`pod_affinity`).
+The search places the largest pods first and backtracks. It is exact up to its limit of attempts. Of pods
+outside the group only the requests are known, so affinity terms are checked only among the pods of the group
+(`pod_affinity`).
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,32 +18,33 @@ from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
 
 MOST_TRIES: Final = 5000
-"""Pods put onto a node before the search gives up: about 20 ms of one core (2026-11-21)."""
+"""Placements of a pod until the search gives up: about 20 ms of one core (2026-11-21)."""
 _MOST_CHOICES: Final = 1000
-"""Values of topology keys that are tried for pods which must be together."""
+"""Most combinations of topology values to try for pods that must be together."""
 _FEWEST_TRIES: Final = 100
-"""For each such choice."""
+"""Fewest placements per combination of topology values."""
 _LEAST: Final = 1e-6
-"""Below this an amount is rounding."""
+"""Smaller amounts are rounding errors."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FreeNode:
-    """A node and what is free on it; `take` uses it up. Equal to itself only.
+    """A node and its free resources. Equal to itself only.
 
     Attributes:
-        by_priority: what is not free, by the priority of the pods that have it.
+        free: free amount by resource name. `take` reduces it.
+        by_priority: used resources by the priority of the pods.
     """
 
     node: NodeView
     free: dict[str, float]
     by_priority: dict[int, Mapping[str, float]] = field(default_factory=dict)
     promised: list[str] = field(default_factory=list)
-    """Names of the pods without a node for which some of it is kept."""
+    """Names of the pods without a node that have a reservation here."""
 
     @classmethod
     def of(cls, node: NodeView) -> "FreeNode":
-        """Returns what the pods on a node leave free."""
+        """Computes the resources that the node's pods leave free."""
         return cls(
             node=node,
             free={name: whole - node.requested.get(name, 0.0) for name, whole in node.allocatable.items()},
@@ -51,43 +52,44 @@ class FreeNode:
         )
 
     def has_lower(self, priority: int) -> bool:
-        """Returns whether pods of lower priority are on it."""
+        """Returns whether the node has pods of lower priority."""
         return any(other < priority for other in self.by_priority)
 
     def without_lower(self, priority: int) -> "FreeNode":
-        """Returns the node as it is once the scheduler preempted all pods of lower priority."""
+        """Returns the node as if the scheduler had preempted all pods of lower priority."""
         freed = total(taken for other, taken in self.by_priority.items() if other < priority)
         free = {name: left + freed.get(name, 0.0) for name, left in self.free.items()}
         return FreeNode(node=self.node, free=free, promised=self.promised)
 
     def has(self, requests: Mapping[str, float]) -> bool:
-        """Returns whether so much is free."""
+        """Returns whether the requests fit into the free resources."""
         for name, asked in requests.items():  # noqa: SIM110 - a generator for each node and pod costs twice
             if self.left(name) + _LEAST < asked:
                 return False
         return True
 
     def left(self, resource: str) -> float:
-        """Returns what is free of a resource.
+        """Returns the free amount of a resource.
 
-        A node lacks the devices that it doesn't name. What it says nothing of that every node has
-        (cpu, memory, pods) is not bounded: `heteroinfer up` and `plan --gpus` know devices only.
+        A device that the node does not list counts as missing. Resources that every node has (cpu, memory,
+        pods) count as unlimited if the node does not list them: `heteroinfer up` and `plan --gpus` list
+        devices only.
         """
         return self.free.get(resource, 0.0 if "/" in resource else float("inf"))
 
     @property
     def is_overfull(self) -> bool:
-        """Whether more is taken of it than it has: pods of lower priority are preempted there."""
+        """Whether more is used than the node has. The scheduler then preempts pods of lower priority."""
         return any(left < -_LEAST for left in self.free.values())
 
     def take(self, requests: Mapping[str, float], *, times: int = 1) -> None:
-        """Uses it up; `times` -1 gives it back."""
+        """Subtracts requests from the free resources; `times` = -1 adds them back."""
         for name, asked in requests.items():
             if name in self.free:
                 self.free[name] -= asked * times
 
     def holds(self, requests: Mapping[str, float]) -> int:
-        """Returns how many such pods it holds."""
+        """Returns the number of pods with these requests that fit."""
         counts = [
             int((self.left(name) + _LEAST) // asked)
             for name, asked in requests.items()
@@ -97,14 +99,17 @@ class FreeNode:
 
 
 def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[FreeNode]:
-    """Returns what is free on each node once pods without a node are placed.
+    """Computes the free resources of each node after placing pods that have no node yet.
 
-    Such a pod is placed on the node that it names if it fits there, or else on the first node where it fits.
+    Such a pod takes its preferred node if it fits there, otherwise the first node on which it fits.
+
+    Args:
+        promised: demands of the pods without a node.
     """
     free_nodes = [FreeNode.of(node) for node in nodes]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     searched: dict[Hashable, int] = {}
-    """By kind of pod, how many nodes have no room for one. Free capacity only shrinks here."""
+    """By kind of pod, the number of leading nodes without room. Free capacity only shrinks here."""
     for demand in promised:
         chosen = by_name.get(demand.node)
         if chosen is None or not _may_take(demand, chosen):
@@ -135,35 +140,40 @@ def _may_preempt(demand: PodDemand, free_node: FreeNode) -> bool:
 
 
 def _kind(demand: PodDemand) -> Hashable:
-    """Returns an equal key for pods that ask the same of a node."""
+    """Returns a key that is equal for pods with equal demands."""
     asked = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
     return asked, repr((demand.node_terms, demand.tolerations, demand.near))
 
 
 class Obstacle(NamedTuple):
-    """Why a pod cannot be on a node.
+    """Why a pod cannot run on a node.
 
     Attributes:
-        excludes: whether the pod may not be there, whatever is free; else the node lacks capacity or a label.
-        rest: the words behind "is" of a node that excludes, or "has" of one that lacks.
+        excludes: whether the node rejects the pod regardless of capacity. Otherwise it lacks capacity or a
+            label.
+        rest: text after "is" if the node rejects the pod, otherwise after "has".
     """
 
     excludes: bool
     rest: str
 
     def of(self, nodes: int) -> str:
-        """Returns the words behind the names of so many nodes."""
+        """Returns the text that follows the nodes' names.
+
+        Args:
+            nodes: number of nodes.
+        """
         verbs = ("is", "are") if self.excludes else ("has", "have")
         return f"{verbs[nodes > 1]} {self.rest}"
 
 
 def obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
-    """Returns why a pod may not be on a node however much is free there, or None."""
+    """Returns why a node rejects a pod regardless of capacity, or None."""
     return lasting_obstacle(demand, node) if node.schedulable else Obstacle(True, node.problem)
 
 
 def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
-    """Returns why a pod may not be on a node even once that is Ready and not cordoned, or None."""
+    """Returns why a node rejects a pod even when the node is Ready and not cordoned, or None."""
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
         return Obstacle(True, f"tainted {taint}")
@@ -177,7 +187,7 @@ def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
 
 
 def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:
-    """Returns the nodes by their value of a topology key, sorted; nodes without the label are left out."""
+    """Groups nodes by their value of a topology key, sorted. Leaves out nodes without the label."""
     domains: dict[str, list[FreeNode]] = {}
     for free_node in free_nodes:
         value = free_node.node.labels.get(topology_key)
@@ -188,7 +198,12 @@ def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, l
 
 @dataclass(slots=True, kw_only=True)
 class AlikePods:
-    """Pods that ask for the same, and where they may be."""
+    """Pods with equal demands.
+
+    Attributes:
+        pods: indexes into the demands.
+        free_nodes: nodes that accept these pods.
+    """
 
     demand: PodDemand
     pods: list[int]
@@ -196,7 +211,7 @@ class AlikePods:
 
 
 def alike_pods(demands: Sequence[PodDemand]) -> list[AlikePods]:
-    """Returns the pods by what they ask for, as indices into the demands."""
+    """Groups pods by their demands."""
     kinds: list[AlikePods] = []
     for index, demand in enumerate(demands):
         shape = replace(demand, name="", node="")
@@ -211,7 +226,11 @@ def alike_pods(demands: Sequence[PodDemand]) -> list[AlikePods]:
 def search_nodes(
     demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None = None
 ) -> tuple[str, ...] | None:
-    """Returns the names of nodes where all pods fit together, in the order of the demands, or None."""
+    """Finds nodes on which all pods fit together.
+
+    Returns:
+        Node names in the order of the demands, or None.
+    """
     kinds = alike_pods(demands)
     terms = GroupTerms(kinds=[kind.demand for kind in kinds])
     for kind in kinds:
@@ -237,7 +256,7 @@ def _within(series: PodSeries, values: Values, free_nodes: Sequence[FreeNode]) -
 
 
 def places_of(series: PodSeries, kinds: Sequence[AlikePods]) -> list[Values]:
-    """Returns the places with free capacity for each kind of a series by itself, the preferred ones first."""
+    """Returns the topology values with capacity for each kind of a series alone, preferred ones first."""
     members = [kinds[index] for index in sorted(series.kinds)]
     found = dict.fromkeys(series.values(free_node.node.labels) for free_node in members[0].free_nodes)
     return [
@@ -255,7 +274,11 @@ def _search_within(
     chosen: Sequence[Values],
     tries: int,
 ) -> tuple[str, ...] | None:
-    """Returns where all pods fit, each series where it was chosen to be; None if that is not found."""
+    """Finds nodes for all pods, with each series limited to its chosen topology values.
+
+    Returns:
+        None if the search finds none.
+    """
     limited = []
     for index, kind in enumerate(kinds):
         where = kind.free_nodes
@@ -270,9 +293,10 @@ def _search_within(
 def preference(
     demand: PodDemand, free_node: FreeNode, others: OtherGroups | None = None
 ) -> tuple[float, ...]:
-    """Returns what orders nodes for a pod: large GPUs, and without GPUs those without; then full nodes.
+    """Returns the sort key of nodes for a pod.
 
-    Nodes of other groups of the resource come after those that are alike.
+    Pods with devices prefer nodes with large GPUs, other pods prefer nodes without devices. Then nodes
+    without other groups of the resource come first, then fuller nodes.
     """
     nearness = 0 if others is None else others.nearness(free_node.node)
     devices = [name for name in demand.requests if "/" in name]
@@ -284,7 +308,7 @@ def preference(
 
 
 def device_memory_mib(node: NodeView, resource: str) -> int | None:
-    """Returns the memory of one device in MiB, as GPU feature discovery labels it, or None.
+    """Returns the memory of one device in MiB from the label of GPU feature discovery, or None.
 
     The label is `<resource>.memory`: `nvidia.com/gpu.memory`, `nvidia.com/mig-1g.10gb.memory`
     (NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery).
@@ -294,7 +318,7 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
 
 
 def _hardness(kind: AlikePods) -> tuple[float, ...]:
-    """Returns how hard it is to place a kind: devices first, then the share of the largest node."""
+    """Returns the sort key for hard kinds of pods: devices first, then the share of the largest node."""
     requests = kind.demand.requests
     largest = {
         name: max((free_node.free.get(name, 0.0) for free_node in kind.free_nodes), default=0.0)
@@ -306,7 +330,11 @@ def _hardness(kind: AlikePods) -> tuple[float, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """Depth first, hardest kind first; alike pods keep the order of nodes, alike nodes are tried once."""
+    """A depth-first search that places the hardest kind first.
+
+    Two rules keep it small: equal pods are placed in the order of nodes, and of equal nodes only one is
+    tried.
+    """
 
     demands: Sequence[PodDemand]
     kinds: list[AlikePods]
@@ -333,7 +361,7 @@ class _Search:
 
     def _search(self) -> tuple[str, ...] | None:
         order = [(kind, pod) for kind in self.kinds for pod in kind.pods]
-        # An explicit stack: a group may have a thousand pods, and Python's own is not that deep.
+        # An explicit stack, because a group may have a thousand pods and Python's stack is not that deep.
         stack: list[Iterator[tuple[int, FreeNode]]] = []
         chosen_nodes: list[int] = []
         while len(chosen_nodes) < len(order):
@@ -383,7 +411,7 @@ class _Search:
         self.chosen.pop(pod).take(self.demands[pod].requests, times=-1)
 
     def _agrees(self, pod: int, free_node: FreeNode) -> bool:
-        """Returns whether affinity terms between the placed pods hold, as far as these are placed."""
+        """Returns whether the affinity terms between the pods placed so far hold."""
         for other, its_node in self.chosen.items():
             keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
             if other != pod and any(_same(free_node, its_node, key) for key in keys):
@@ -398,7 +426,7 @@ class _Search:
         )
 
     def _may_be_near(self, pod: int) -> bool:
-        """Returns whether a placed pod is near a pod that it must be near to, or such pods are to come."""
+        """Returns whether a placed pod is near its required peers, or some peers are not placed yet."""
         kind = self.kind_of[pod]
         peers, keys = self.terms.peers[kind], [term["topologyKey"] for term in self.demands[pod].near]
         others = [other for other, its_kind in self.kind_of.items() if other != pod and its_kind in peers]

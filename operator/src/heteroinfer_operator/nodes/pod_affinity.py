@@ -1,15 +1,16 @@
 """Required pod affinity between the pods of one group, by the rules of kube-scheduler. Pure.
 
-The rules are those of `pkg/scheduler/framework/plugins/interpodaffinity/filtering.go@v1.35.4`:
-- A pod meets its affinity on a node that has, for each term, the value of the topology key that the node of
-  another pod has. Only pods that match all of its terms count (`podMatchesAllAffinityTerms`).
-- While no pod counts, a pod that matches all of its own terms may be on any node that has the topology keys:
+The rules of `pkg/scheduler/framework/plugins/interpodaffinity/filtering.go@v1.35.4`:
+- A node satisfies a pod's affinity if, for each term, it has the same value of the topology key as the node
+  of another pod. Only pods that match all terms of the pod count (`podMatchesAllAffinityTerms`).
+- While no pod counts, a pod that matches all its own terms may run on any node with the topology keys. It is
   the first of a series (`satisfyPodAffinity`).
-- Two pods are kept apart if an anti-affinity term of one of them matches the other.
+- Two pods are kept apart if an anti-affinity term of one pod matches the other pod.
 
-The scheduler takes pods in any order. So a group is placed only if every order ends with all pods placed:
-half a group would hold its nodes for ever, and serve nobody. Pods of strangers are not known: terms that no
-pod of the group matches are about strangers, and are left to the scheduler.
+The scheduler places pods in any order. So the operator places a group only if every order ends with all pods
+placed. Otherwise half a group could occupy its nodes forever without serving. Pods outside the group are
+unknown
+here: terms that match no pod of the group are about such pods and are left to the scheduler.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,44 +21,44 @@ from typing import Final
 from heteroinfer_operator.nodes.demand import Manifest, PodDemand, selects_pod
 
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
-"""The label that every namespace has, with its name."""
+"""Label of every namespace, with its name as the value."""
 
 NodeLabels = Mapping[str, str]
-"""Of a node."""
+"""Labels of a node."""
 Values = tuple[str, ...]
-"""Of the topology keys of a series, in the order of its terms."""
+"""Values of a series' topology keys, in the order of its terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSeries:
-    """Pods that must all have one value of each topology key: each matches the terms, which all of them have.
+    """Pods that must share one value of each topology key. All have the same terms, which each pod matches.
 
     Attributes:
-        kinds: of the pods, by index.
+        kinds: indexes of the kinds of pods.
     """
 
     kinds: frozenset[int]
     keys: tuple[str, ...]
 
     def values(self, labels: NodeLabels) -> Values | None:
-        """Finds a node's values of the keys; None if it lacks one."""
+        """Returns a node's values of the keys; None if it lacks a key."""
         found = tuple(labels[key] for key in self.keys if key in labels)
         return found if len(found) == len(self.keys) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTerms:
-    """What the terms of a group's pods say of each other.
+    """Affinity between the pods of a group.
 
     Attributes:
-        kinds: a pod of each kind: pods of one kind ask for the same.
+        kinds: demand of one pod of each kind. Pods of one kind have the same demand.
     """
 
     kinds: Sequence[PodDemand]
 
     @cached_property
     def peers(self) -> tuple[frozenset[int], ...]:
-        """Kinds that match all affinity terms of each kind; none where the terms are about strangers."""
+        """By kind, the kinds that match all its affinity terms; empty if only pods outside the group do."""
         return tuple(
             frozenset(
                 other
@@ -69,7 +70,7 @@ class GroupTerms:
 
     @cached_property
     def away(self) -> tuple[tuple[frozenset[str], ...], ...]:
-        """Topology keys in which a pod of one kind is kept apart from a pod of another, by both kinds."""
+        """Topology keys whose values must differ between pods of two kinds, by both kinds."""
         return tuple(
             tuple(_keys_apart(one, other) | _keys_apart(other, one) for other in self.kinds)
             for one in self.kinds
@@ -77,7 +78,7 @@ class GroupTerms:
 
     @cached_property
     def series(self) -> tuple[PodSeries, ...]:
-        """Kinds that must all be in one place: their terms are the same, and no other kind meets them."""
+        """Kinds that must share one place: they have the same terms, and no other kind matches these."""
         found = []
         for kind, peers in enumerate(self.peers):
             if kind != min(peers, default=None):
@@ -89,15 +90,15 @@ class GroupTerms:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether no pod of the group must be near another one."""
+        """Whether no pod of the group must be near another pod."""
         return not any(self.peers)
 
     def is_placed_in_any_order(self, pods: Sequence[int], labels: Sequence[NodeLabels]) -> bool:
-        """Checks whether the scheduler places all pods on these nodes, whichever it takes first.
+        """Checks whether the scheduler places all pods on these nodes in any order.
 
         Args:
             pods: kind of each pod.
-            labels: of its node.
+            labels: labels of each pod's node.
         """
         if self.says_nothing:
             return True
@@ -112,7 +113,7 @@ class GroupTerms:
         return all(self._all_placed([first, *classes]) for first in classes)
 
     def _all_placed(self, order: Sequence["_Class"]) -> bool:
-        """Takes pods in this order, those that were not placed again and again, as the scheduler does."""
+        """Places pods in this order and retries those that do not fit yet, like the scheduler."""
         waiting, placed = list(dict.fromkeys(order)), list[_Class]()
         while waiting:
             found = next((each for each in waiting if self._may_be_placed(each, placed)), None)
@@ -141,14 +142,14 @@ class GroupTerms:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Class:
-    """Pods of one kind on nodes with the same values of all topology keys: if one may be there, all may."""
+    """Pods of one kind on nodes with equal values of all topology keys. The scheduler treats them equally."""
 
     kind: int
     values: Mapping[str, str | None]
 
 
 def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
-    """Checks whether a term of one pod of a group matches another pod of the group, or the pod itself."""
+    """Checks whether a pod's term matches another pod of the group or the pod itself."""
     return _is_about_own_namespace(term, own.namespace) and selects_pod(
         term.get("labelSelector"), other.labels
     )
@@ -157,8 +158,8 @@ def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
 def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
     """Checks whether a term matches pods of the group's namespace.
 
-    The operator knows the name of a namespace and none of its other labels. A selector of other labels is
-    taken to match: a group may then wait for nodes that it does not need, and no half of it is placed.
+    The operator knows the name of a namespace but not its other labels. It assumes that a selector of other
+    labels matches. Then a group may wait for nodes that it does not need, but is never placed by half.
     """
     listed, selector = term.get("namespaces") or (), term.get("namespaceSelector")
     if not listed and selector is None:

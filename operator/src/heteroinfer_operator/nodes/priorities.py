@@ -1,4 +1,4 @@
-"""Which pods the scheduler preempts for a group: those of lower priority. Pure."""
+"""Priorities of pods. The scheduler may preempt pods of lower priority for a group. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from heteroinfer_operator.nodes.demand import Manifest
 from heteroinfer_operator.stored_fields import as_integer, as_name, as_object
 
 _NO_CLASS: Final = 0
-"""Priority of a pod without a class where no class is the default."""
+"""Priority of a pod without a class if the cluster has no default class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,11 @@ class PriorityClassView:
 
     @classmethod
     def of(cls, stored: Manifest) -> "PriorityClassView":
-        """Returns a stored PriorityClass; raises UnreadableError."""
+        """Reads a stored PriorityClass.
+
+        Raises:
+            UnreadableError: a field is missing or has the wrong type.
+        """
         return cls(
             name=as_name(as_object(stored.get("metadata"), "metadata").get("name"), "name"),
             value=as_integer(stored.get("value"), "value"),
@@ -37,11 +41,11 @@ class PriorityClassView:
 
 
 def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | None) -> int | None:
-    """Returns the priority below which pods are no obstacle for a pod, or None if every pod is one.
+    """Returns the priority below which the scheduler preempts pods for a pod; None if it preempts none.
 
     Args:
-        class_name: of the pod; "" for the cluster's default.
-        classes: of the cluster; None where they are not known.
+        class_name: "" for the cluster's default class.
+        classes: classes of the cluster; None if unknown.
     """
     if classes is None:
         return None

@@ -1,4 +1,4 @@
-"""What the pods of a role ask of nodes: their resources, and the fields that say where they may be. Pure."""
+"""Demands of a role's pods: their resources and the fields that restrict their nodes. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +13,11 @@ from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 _NOT_OF_SPEC = {"labels", "annotations", "securityContext", "volumeMounts"}
 _OF_WORKERS = ("topologySpreadConstraints", "resourceClaims", "volumes")
-"""What pods that fetch or read a model have no use for."""
+"""Fields for worker pods only. Pods that fetch or read a model do not need them."""
 
 
 def template_fields(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns what a template sets in a pod's spec, and which nodes run its images."""
+    """Returns the pod spec fields that a template sets, with a node selector for the images' platform."""
     asked = template.dump() if template else {}
     left_out = {*_NOT_OF_SPEC, *_OF_WORKERS}
     fields = {key: value for key, value in asked.items() if key not in left_out and value}
@@ -26,18 +26,17 @@ def template_fields(template: PodTemplate | None) -> dict[str, Any]:
 
 
 def unshared(gpu_resource: str) -> dict[str, Any]:
-    """Returns what a node's labels must say so that nobody else is on its GPUs."""
+    """Builds the node label requirement that excludes nodes whose GPUs are shared."""
     label = f"{gpu_resource}.sharing-strategy"
     return {"key": label, "operator": "NotIn", "values": ["time-slicing", "mps"]}
 
 
 def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> dict[str, Any]:
-    """Returns the fields of a pod's spec that say where pods of a role may be.
+    """Builds the pod spec fields that decide on which nodes a role's pods may run.
 
-    Pods with GPUs tolerate the taint by which GPU nodes are kept for them, `<resource>:NoSchedule`
-    with any value, as the admission plugin ExtendedResourceToleration has it. In mode FeedForward a kernel
-    that waits for a CPU holds its GPU, so that GPUs which others share are left out, by the label of
-    GPU feature discovery.
+    Pods with GPUs tolerate the taint that reserves GPU nodes, `<resource>:NoSchedule` with any value, like
+    the admission plugin ExtendedResourceToleration. In mode FeedForward a kernel that waits for a CPU blocks
+    its GPU, so the fields exclude shared GPUs by the label of GPU feature discovery.
     """
     fields = template_fields(role.template)
     if spec.scheduling.priority_class_name:
@@ -52,10 +51,10 @@ def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> di
 
 
 def role_resources(role: RoleSpec, device: Device) -> dict[str, Any]:
-    """Returns requests and limits of a role's worker container.
+    """Builds the requests and limits of a role's worker container.
 
-    The role's own, what its feed-forward ranks take on top, and a GPU a rank. Limits are raised where the
-    role has them: one that it leaves out stays out.
+    They are the role's resources plus those of its feed-forward ranks plus one GPU per rank. A limit is
+    raised only if the role sets it.
     """
     asked = role.resources.dump() if role.resources else {}
     if role.feed_forward is not None:
@@ -71,7 +70,7 @@ def _with_feed_forward(asked: Mapping[str, Any], own: FeedForwardSpec) -> dict[s
     limits, requests = dict(asked.get("limits") or {}), dict(asked.get("requests") or {})
     for resource, each in (("cpu", own.cpu), ("memory", own.memory)):
         added = parse_quantity(each) * own.ranks
-        # A limit alone is a request too, as the API server makes it.
+        # The API server copies a limit without a request into the request.
         base = requests.get(resource, limits.get(resource, "0"))
         requests[resource] = format_quantity(parse_quantity(base) + added)
         if resource in limits:
@@ -82,10 +81,11 @@ def _with_feed_forward(asked: Mapping[str, Any], own: FeedForwardSpec) -> dict[s
 def role_demand(
     spec: HeteroInferenceSpec, role: RoleSpec, device: Device, resource: ResourceKey | None = None
 ) -> PodDemand:
-    """Returns what one pod of a role asks of its node.
+    """Builds the demand of one pod of a role.
 
     Args:
-        resource: name of the resource, by which affinity terms may select its pods; None if it has none.
+        resource: the pod's HeteroInference, by which affinity terms may select pods; None if there is none
+        yet.
     """
     labels = {
         **((role.template.labels if role.template else None) or {}),
