@@ -1,1 +1,4 @@
-"""The operator: a HeteroInference resource to the pods of its groups, and `heteroinfer up` to processes."""
+"""The operator and the command line.
+
+The operator runs a HeteroInference as groups of pods; `heteroinfer up` runs it as local processes.
+"""

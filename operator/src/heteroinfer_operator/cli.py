@@ -1,4 +1,4 @@
-"""`heteroinfer`: the shell of the command line. Each sub-command is a module of `commands`, NAME_command.
+"""Entry point of the `heteroinfer` command. Each sub-command is a module `commands.NAME_command`.
 
 A sub-command has `add_arguments(parser)` and `run(arguments) -> exit code`. Its module is imported only if
 the user names it, so that `plan` does not wait for kopf's import. Installed as `kubectl-heteroinfer`, the
@@ -33,7 +33,7 @@ COMMANDS: Final = MappingProxyType(
         "operator": "run the operator (in a cluster)",
     }
 )
-"""What each sub-command does, by name; its module is NAME_command."""
+"""Purpose of each sub-command, by name. Its module is NAME_command."""
 EXAMPLES: Final = MappingProxyType(
     {
         "up": "{prog} up -f examples/quickstart.yaml --model-dir ~/models/qwen",

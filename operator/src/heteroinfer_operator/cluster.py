@@ -1,7 +1,7 @@
-"""The port between decisions and the world: what is observed, and which actions exist.
+"""The interface between decisions and the cluster: observations and actions.
 
-Pure: values and a Protocol. The package `kube` implements the port on Kubernetes, `local` on
-this machine's processes.
+Pure: values and a Protocol. The package `kube` implements the interface on Kubernetes, `local` on processes
+of this machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,29 +11,28 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
-from heteroinfer_operator.api.resource import ResourceKey as ResourceKey  # noqa: PLC0414 - part of the port's face
+from heteroinfer_operator.api.resource import ResourceKey as ResourceKey  # noqa: PLC0414 - re-exported
 from heteroinfer_operator.nodes.calibrations import Calibrations
-from heteroinfer_operator.nodes.demand import Manifest as Manifest  # noqa: PLC0414 - part of the port's face
+from heteroinfer_operator.nodes.demand import Manifest as Manifest  # noqa: PLC0414 - re-exported
 from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.priorities import PriorityClassView
 
 OVER_PHASES: Final = frozenset({"Succeeded", "Failed"})
-"""Of a pod none of whose containers runs again."""
+"""Phases of a pod whose containers never run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceView:
-    """A HeteroInference as it is stored.
+    """A stored HeteroInference.
 
     Attributes:
         generation: counts changes of the spec.
-        resource_version: what a status write is conditioned on.
-        finalizers: who must clean up before it goes.
-        spec: as stored, not yet parsed.
-        status: as stored, not yet parsed; empty at first.
-        status_managers: field managers that have written the status.
+        resource_version: a status write succeeds only if the resource still has this version.
+        spec: as stored, not parsed.
+        status: as stored, not parsed; empty at first.
+        status_managers: field managers that wrote the status.
         finalizer_managers: field managers that set the finalizer of earlier versions.
     """
 
@@ -49,17 +48,17 @@ class ResourceView:
     finalizer_managers: frozenset[str] = frozenset()
 
     def without_fields(self) -> "ResourceView":
-        """Returns it without spec and status, for what outlives a decision: parsed they take 15 KB."""
+        """Returns a copy without spec and status, which take 15 KB, for objects that outlive a decision."""
         return replace(self, spec={}, status={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerTermination:
-    """How a container ended.
+    """The end of a container.
 
     Attributes:
-        exit_code: 137 after SIGKILL, as Kubernetes counts.
-        reason: Kubernetes' own, such as `OOMKilled`.
+        exit_code: 137 after SIGKILL, as in Kubernetes.
+        reason: Kubernetes' reason, for example `OOMKilled`.
     """
 
     exit_code: int
@@ -68,7 +67,7 @@ class ContainerTermination:
 
 
 class Waiting(NamedTuple):
-    """Why a container does not run yet, as its kubelet reports it: `ImagePullBackOff` and words."""
+    """The kubelet's reason (for example `ImagePullBackOff`) and message for a container that does not run."""
 
     reason: str
     message: str = ""
@@ -79,31 +78,31 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """A pod of a resource, trimmed to what decisions read.
+    """The fields of a resource's pod that decisions read.
 
     Attributes:
-        uid: its identity; deletions name it.
-        labels: the contract's labels.
-        lost_labels: those of them that are not stored as they should be, and how; None for one that the
-            pod should not have.
-        created: creation time; of a pod that has ended, by the clock of this process.
-        gone_by: when a pod that is being deleted has used up its grace period, or None; by the clock
-            of this process, as is the time of a reconcile.
-        started: whether its worker container runs or ran: before, no rank of it can have spoken.
+        labels: labels of the contract, as they must be.
+        lost_labels: labels that are stored wrongly, with their right values; None for a label that the pod
+            must not have.
+        created: creation time; for a pod that has ended, by the clock of this process.
+        gone_by: end of the grace period of a pod that is being deleted, or None. By the clock of this
+        process,
+            like the time of a reconcile.
+        started: whether the worker container runs or ran. Before, none of its ranks can have sent anything.
         phase: Pending, Running, Succeeded or Failed.
-        reason: the pod's own, such as `Evicted`.
-        finalizers: who must let it go before it goes; none of them is ours.
-        disrupted: why it is taken away by no fault of its own (eviction, drain, preemption, a
-            lost node, Kueue), or "".
-        unschedulable: why it is not placed, or "".
-        termination: how its worker container ended, or None while it has not.
-        key_secret: name of the Secret with its group's key, or "" for a pod without one.
-        images: that the workers of its epoch were asked to run; "" where it does not say so.
-        still_running: containers of others, such as a mesh's sidecar, that run on though the worker's has
-            ended: until they end, so does not the pod.
-        lost_owner: whether somebody took off its ownerReference to the HeteroInference.
-        unknown: why nothing is known of it now, or "": it may run or be gone, so it does not serve.
-        defaulted: requests and limits that a LimitRange gave its worker container, or "".
+        reason: reason in the pod's status, for example `Evicted`.
+        finalizers: finalizers that block the pod's deletion. None of them is ours.
+        disrupted: why the pod is removed through no fault of its own (eviction, drain, preemption, a lost
+            node, Kueue), or "".
+        unschedulable: why the pod has no node, or "".
+        termination: the end of the worker container, or None.
+        key_secret: name of the Secret with the group's key; "" for a pod without a key.
+        images: worker images of the pod's epoch; "" if the pod does not record them.
+        still_running: other containers, such as sidecars of a mesh, that still run after the worker container
+            ended. The pod does not end before them.
+        lost_owner: whether the pod lost its ownerReference to the HeteroInference.
+        unknown: why the pod's state is unknown, or "". Such a pod may run or be gone, so it does not serve.
+        defaulted: requests and limits that a LimitRange set for the worker container, or "".
     """
 
     name: str
@@ -133,13 +132,13 @@ class PodView:
 
     @property
     def ended(self) -> bool:
-        """Returns whether it will never serve again."""
+        """Whether the pod will never serve again."""
         return self.deleting or self.termination is not None or self.phase in OVER_PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another resource, with the ConfigMaps that keep its plans and revisions."""
+    """Another resource, with the ConfigMaps of its plans and revisions."""
 
     resource: ResourceView
     objects: tuple[Manifest, ...]
@@ -147,29 +146,32 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceObservation:
-    """All that one reconcile decides on.
+    """All state that one reconcile decides on.
 
     Attributes:
-        pods: all its pods, of every group and epoch, inspect pods too.
-        objects: its other children as stored (Service, NetworkPolicy, ConfigMap).
-        nodes: of the cluster; None where nodes may not be read.
-        promised: what pods of ours that have no node yet, of any resource, will take of the nodes.
-        priority_classes: of the cluster; None where they may not be read.
-        unknown_gangs: API versions of gang schedulers that are served, and that the operator does not know.
-        groups: by group index: what a running leader says of its group now.
-        silences: by group index and epoch: for how many seconds no connection to its leader, which answered
-            before, has succeeded.
-        pods_unwatched: whether the API server failed to show the pods when it was last asked.
-        fetch: what the pod that fetches the model says now, or None.
-        refusals: what of the resource was refused when it was last tried.
-        admitted: revisions of which objects were tried and would be taken; None where nobody refuses any.
-        connecting_s: by group index and epoch: how long this process has seen its ranks connect, in seconds.
-        unmade: names of pods that were to be made, and that have never existed: nobody asked the API server
-            for them yet, or it has not answered.
-        unasked: those of them that the API server was not asked for.
-        kept_in: the `podSelector` of each policy of others in the namespace that allows its pods only some
-            egress; None while they are not known.
-        neighbours: other resources that name the claim of its model's cache; None if nobody asked for them.
+        pods: all pods of the resource: of every group and epoch, and pods that fetch or inspect the model.
+        objects: other children as stored (Service, NetworkPolicy, ConfigMap).
+        nodes: nodes of the cluster; None if the operator may not read nodes.
+        promised: demands of the operator's pods without a node, of all resources.
+        priority_classes: classes of the cluster; None if the operator may not read them.
+        unknown_gangs: served API versions of gang schedulers that the operator does not support.
+        groups: report of each running leader, by group index.
+        silences: seconds without a successful connection to a leader that answered before, by group index and
+            epoch.
+        pods_unwatched: whether the last list or watch of the pods failed.
+        fetch: progress of the pod that fetches the model, or None.
+        refusals: writes of the resource's objects that were refused at the last attempt.
+        admitted: revisions whose objects passed a dry run; None if no API server checks objects.
+        connecting_s: seconds for which this process has observed a group's ranks connect, by group index and
+            epoch.
+        unmade: names of pods that the operator decided to create and that never existed. No create request
+            was sent yet, or it has no answer.
+        unasked: names in `unmade` for which no create request was sent.
+        kept_in: `podSelector` of each policy of other owners in the namespace that restricts egress; None
+        while
+            unknown.
+        neighbours: other resources that use the claim of the model's cache; None if they are unknown or not
+            needed now.
     """
 
     resource: ResourceView
@@ -196,16 +198,18 @@ class ResourceObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An object of the resource that cannot be written as things are: somebody else must act, or time pass.
+    """An object of the resource that cannot be written now.
+
+    A user or another controller must act, or a later attempt succeeds.
 
     Attributes:
-        kind: as in `kind`; of the resource itself for its status and finalizer.
-        reason: CamelCase: ObjectRefused, NameTaken, NameHeld, ChangedByOthers, DeletedByOthers,
-            MadeByOthers or NotAnswered.
-        message: who refuses what, in the API server's words.
-        scopes: of the action.
-        tries: how often in a row.
-        blocks: whether what needs the object waits for it; not for one that is there, and not as written.
+        kind: kind of the object. The resource's own kind for its status and finalizer.
+        reason: ObjectRefused, NameTaken, NameHeld, ChangedByOthers, DeletedByOthers, MadeByOthers or
+            NotAnswered.
+        message: the refused object and the reason, in the API server's words.
+        scopes: scopes of the action.
+        tries: consecutive failed attempts.
+        blocks: whether dependent objects wait. False if the object exists but differs from its manifest.
     """
 
     kind: str
@@ -220,12 +224,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateObject:
-    """Create it; if one of that name exists, observe again.
+    """Creates an object. If an object of that name exists, the operator observes again.
 
     Attributes:
-        may_exist: an object of that name is as good: its name says what it holds.
-        scopes: what it is part of, such as a group: while it cannot be made, nothing later of the same
-            scope is.
+        may_exist: whether an existing object of that name is as good, because the name identifies the
+        content.
+        scopes: units that the object belongs to, such as a group. If the object cannot be created, later
+            objects of the same scope are not created either.
     """
 
     manifest: Manifest
@@ -235,13 +240,13 @@ class CreateObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TryObjects:
-    """Find out whether objects of a revision would be taken, and make none of them.
+    """Checks by a dry run whether the API server accepts the objects of a revision.
 
-    Only what is said of the objects themselves is a refusal: not a quota, a name that is taken, or a webhook
-    that fails. It is NotAnswered while the API server has said nothing.
+    Only errors about the objects' content count as refusals. A full quota, an existing name or a failing
+    webhook does not count. The result is NotAnswered while the API server has not answered.
 
     Attributes:
-        revision: hash.
+        revision: hash of the revision.
     """
 
     revision: str
@@ -250,10 +255,10 @@ class TryObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyObject:
-    """Make the stored object say what the manifest says (server-side apply).
+    """Makes the stored object match the manifest (server-side apply).
 
     Attributes:
-        scopes: as of CreateObject.
+        scopes: as in CreateObject.
     """
 
     manifest: Manifest
@@ -262,14 +267,14 @@ class ApplyObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteObject:
-    """Delete exactly this object; one that is gone already is no error.
+    """Deletes the object with this uid. Not an error if the object is already gone.
 
     Attributes:
-        kind: as in `kind`.
-        api_version: as in `apiVersion`, for kinds that share their name with others; "" for the rest.
-        uid: its identity: one of the same name and another uid is left alone.
-        grace_s: for pods: seconds to end by themselves; None takes the pod's own.
-        after_status: whether what it takes away must be in the status first, such as why an epoch ended.
+        api_version: needed for kinds that share their name; "" for the others.
+        uid: an object with the same name and another uid is not deleted.
+        grace_s: grace period of a pod in seconds; None for the pod's own.
+        after_status: whether the status must be written first, because it records facts that the deletion
+            removes, such as why an epoch ended.
     """
 
     kind: str
@@ -282,12 +287,13 @@ class DeleteObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchStatus:
-    """Replace the status. After a conflict the operator makes no child and observes all again.
+    """Replaces the status. After a conflict the operator writes no child and observes again.
 
     Attributes:
-        status: the whole new status, which the schema takes.
-        resource_version: of the resource that the decision was made on.
-        defect: what the schema would have refused and was left out, "" for nothing: a defect of the operator.
+        status: the whole new status, valid against the schema.
+        resource_version: version of the resource that the decision used.
+        defect: description of fields that were left out because the schema would refuse them, or "". Such
+            fields are a defect of the operator.
     """
 
     status: Manifest
@@ -297,15 +303,15 @@ class PatchStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveFinalizer:
-    """Remove the finalizer that earlier versions set: a resource without an operator could never go."""
+    """Removes the finalizer of earlier versions, which would block the deletion without an operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordEvent:
-    """Tell people what happened, on the resource.
+    """Records a Kubernetes event on the resource.
 
     Attributes:
-        reason: CamelCase.
+        reason: in CamelCase.
         message: one line.
     """
 
@@ -320,12 +326,12 @@ Action: TypeAlias = Write | RecordEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What one reconcile wants done.
+    """The result of one reconcile.
 
     Attributes:
-        actions: in this order; what one that fails keeps from being done is in `refusals.Acting`.
-        look_again_s: seconds until the next look without any change; None waits for one.
-        connecting: group index and epoch of groups whose ranks connect.
+        actions: actions in order. `refusals.Acting` decides which actions a failed action blocks.
+        look_again_s: seconds until the next reconcile without a change; None to wait for a change.
+        connecting: group index and epoch of groups whose ranks are connecting.
     """
 
     actions: tuple[Action, ...] = ()
@@ -334,24 +340,24 @@ class Decision:
 
 
 class ConflictError(Exception):
-    """The world changed since it was observed: observe again."""
+    """The state changed since the observation. Observe again."""
 
 
 class Cluster(Protocol):
-    """What a reconcile needs of the world."""
+    """Observes resources and runs actions."""
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
-        """Returns what is known of a resource and its children, or None if it is gone."""
+        """Returns the state of a resource and its children, or None if the resource is gone."""
         ...
 
     async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions in order, on the resource of the observation.
 
         Returns:
-            Seconds until something that was refused may be tried again, or None.
+            Seconds until a refused action may be tried again, or None.
 
         Raises:
-            ConflictError: an action met another state than the decision was made on;
-                what depends on it was not run.
+            ConflictError: an object is in another state than the decision assumed. Actions that depend on it
+                were not run.
         """
         ...

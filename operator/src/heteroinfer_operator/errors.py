@@ -1,6 +1,6 @@
-"""Errors of the operator and the command line; the class of an error chooses whether to try again.
+"""Errors of the operator and the command line. The class of an error decides whether to retry.
 
-Stdlib and the contract only; pure.
+Imports only the standard library and the contract. Pure.
 """
 
 from collections.abc import Iterable
@@ -10,11 +10,11 @@ from heteroinfer_contract.failure import FailureReason
 
 
 class HeteroInferError(Exception):
-    """Any error that is shown to the user as one message, without a traceback.
+    """An error that users see as one message, without a traceback.
 
     Attributes:
-        reason: CamelCase; becomes the reason of a condition and of an event; of the class, or given.
-        message: got, expected, what to do.
+        reason: reason of the condition and the event, in CamelCase. Default: the class's reason.
+        message: the problem and its fix.
     """
 
     reason: str = "Error"
@@ -26,7 +26,7 @@ class HeteroInferError(Exception):
 
 
 class SpecError(HeteroInferError):
-    """A resource is not what its models say; permanent until the user changes it.
+    """The resource does not match its schema. Permanent until the user changes the resource.
 
     Attributes:
         problems: one line each, `path: message`.
@@ -40,16 +40,16 @@ class SpecError(HeteroInferError):
 
 
 class ModelError(HeteroInferError):
-    """The model's files are missing, unreadable or no model; permanent until they or the URI change."""
+    """The model's files are missing, unreadable or invalid. Permanent until the files or the URI change."""
 
     reason = FailureReason.MODEL_NOT_READABLE.value
 
 
 class PlanReason(StrEnum):
-    """Why there is no plan: the reason of a condition and of an event."""
+    """Why planning failed: the reason of the condition and the event."""
 
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
-    """Anything but GPUs is missing."""
+    """Capacity other than GPUs is missing."""
     INSUFFICIENT_GPU = "InsufficientGPU"
     INSUFFICIENT_MEMORY = "InsufficientMemory"
     LAYERS_MISMATCH = "LayersMismatch"
@@ -64,10 +64,10 @@ class PlanReason(StrEnum):
 
 
 class PlanError(HeteroInferError):
-    """There is no plan for this spec and model; permanent until one of them changes."""
+    """No plan exists for this spec and model. Permanent until the spec or the model changes."""
 
 
 class Shortage(PlanError):  # noqa: N818 - the word of the resource: planning.onGPUShortage
-    """There is no plan now, since GPUs or other capacity is missing; temporary, look again when nodes do."""
+    """No plan exists now, because GPUs or other capacity is missing. Retry when nodes change."""
 
     reason = PlanReason.INSUFFICIENT_GPU.value

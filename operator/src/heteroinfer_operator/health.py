@@ -18,17 +18,16 @@ LABELS_SHOWN: Final = 5
 
 @dataclass(slots=True, kw_only=True)
 class Health:
-    """How far the operator has come, and when it last showed that it works.
+    """The operator's progress of startup and the time of its last resync.
 
     Attributes:
-        stale_s: working, but without a resync for so long: stuck.
-        waits_for: what it waits for in words; "" once it works.
-        left_out: returns what it cannot do while it works, in words; "" if it does all.
-        standby: whether it waits for another replica, and so is as ready as it will be.
-        resynced_at: when the last resync was tried, or work began; None before.
-        stale_caches: copies of what the API server stores that nothing was received of for long; a resync
-            over them does not count.
-        clock: seconds that never go back.
+        stale_s: the process is stuck if its last resync is older, in seconds.
+        waits_for: description of what the startup waits for; "" once the operator works.
+        left_out: returns a description of what the operator cannot do now; "" if nothing.
+        standby: whether another replica holds the Lease. A standby replica counts as ready.
+        resynced_at: time of the last resync attempt or of the start of work; None before.
+        stale_caches: labels of caches that received nothing for long. A resync over them does not count.
+        clock: monotonic clock, in seconds.
     """
 
     stale_s: float
@@ -40,28 +39,27 @@ class Health:
     clock: Callable[[], float] = field(default=time.monotonic)
 
     def resynced(self) -> None:
-        """Notes that a resync was tried."""
         self.resynced_at = self.clock()
 
     def stuck(self) -> str:
-        """Returns why the process should be started again, or ""."""
+        """Returns why the process must be restarted, or ""."""
         if self.resynced_at is None:
             return ""
         age_s = self.clock() - self.resynced_at
         if age_s <= self.stale_s:
             return ""
-        why = f": nothing received of {some_of(self.stale_caches)}" if self.stale_caches else ""
+        why = f": nothing received for {some_of(self.stale_caches)}" if self.stale_caches else ""
         return f"no resync for {age_s:.0f} s{why}"
 
 
 def some_of(labels: Sequence[str]) -> str:
-    """Returns the first few labels, and how many more there are: many namespaces have hundreds."""
+    """Lists at most LABELS_SHOWN labels and the number of others: many namespaces have hundreds of labels."""
     more = len(labels) - LABELS_SHOWN
     return ", ".join(labels[:LABELS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _listen(port: int) -> socket.socket:
-    """Returns a socket for IPv4 and IPv6 alike, on one port also when that is left open (0)."""
+    """Opens a listening socket for both IPv4 and IPv6. Port 0 selects one free port for both."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
@@ -69,10 +67,10 @@ def _listen(port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIterator[int]:
-    """Serves as long as the context lasts; yields the port.
+    """Serves the HTTP port as long as the context lasts; yields its number.
 
     Raises:
-        HeteroInferError: the port is taken.
+        HeteroInferError: the port is in use.
     """
 
     async def healthz(request: web.Request) -> web.Response:
@@ -87,7 +85,8 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
         return web.Response(text=text, status=503 if waiting else 200)
 
     async def exposition(request: web.Request) -> web.Response:
-        # Some tens of thousands of lines with a thousand resources: reconciles must not wait for them.
+        # In a thread, because a thousand resources have tens of thousands of lines and reconciles must not
+        # wait.
         body = await asyncio.to_thread(metrics.exposition)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -102,7 +101,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
             await web.SockSite(runner, _listen(port)).start()
         except OSError as error:
             raise HeteroInferError(
-                f"port {port} is taken ({error.strerror}): set HETEROINFER_HTTP_PORT to a free one",
+                f"port {port} is in use ({error.strerror}). Set HETEROINFER_HTTP_PORT to a free port",
                 reason="PortTaken",
             ) from error
         yield runner.addresses[0][1]

@@ -1,7 +1,7 @@
-"""The operator's own metrics, and what it knows of resources; names stand in the contract's metric_names.
+"""Metrics of the operator and of resources. `heteroinfer_contract.metric_names` defines the names.
 
-Of each resource only a few small values are kept, and made into samples when they are asked
-for: a thousand resources are some hundred kilobytes.
+Keeps a few small values of each resource and builds samples from them on request. A thousand resources take
+some hundred kilobytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ _CONDITION_VALUE: Final = {
 
 
 class OperatorMetrics:
-    """What the operator counts of itself and sees of resources, in a registry of its own."""
+    """The operator's metrics, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -42,13 +42,13 @@ class OperatorMetrics:
         )
         self.reconcile_errors = Counter(
             metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL,
-            "Reconciles that failed, by the reason of the error.",
+            "Failed reconciles, by the reason of the error.",
             ("reason",),
             registry=self.registry,
         )
-        self.reconcile_errors.labels("Conflict")  # so that the series is there from the start
+        self.reconcile_errors.labels("Conflict")  # creates the series at the start
         self.queue_length = Gauge(
-            metric_names.OPERATOR_QUEUE_LENGTH, "Resources that wait for a reconcile.", registry=self.registry
+            metric_names.OPERATOR_QUEUE_LENGTH, "Resources waiting for a reconcile.", registry=self.registry
         )
         self.writes = Counter(
             metric_names.OPERATOR_WRITES_TOTAL,
@@ -58,35 +58,35 @@ class OperatorMetrics:
         )
         self.held_back = Counter(
             metric_names.OPERATOR_HELD_BACK_TOTAL,
-            "Actions that a resource's budget of new pods or status writes held back.",
+            "Actions delayed by a resource's budget of new pods or status writes.",
             ("kind",),
             registry=self.registry,
         )
         self.unanswered = Counter(
             metric_names.OPERATOR_UNANSWERED_WRITES_TOTAL,
-            "Writes that the API server could not answer; each is tried again.",
+            "Writes without an answer from the API server. The operator retries them.",
             ("verb", "kind"),
             registry=self.registry,
         )
         self.events_dropped = Counter(
             metric_names.OPERATOR_EVENTS_DROPPED_TOTAL,
-            "Events that were not written: too many of one resource, or the API server did not take them.",
+            "Events that were not written: over the limit of a resource, refused or not answered.",
             registry=self.registry,
         )
         self._unwritten: set[ResourceKey] = set()
         self.unwritten = Gauge(
             metric_names.OPERATOR_UNWRITTEN_STATUSES,
-            "Resources whose stored status is old, since the API server does not take the new one.",
+            "Resources whose stored status is old, because the API server has not accepted the new status.",
             registry=self.registry,
         )
         self.last_resync = Gauge(
             metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS,
-            "Unix time at which a resync last ended.",
+            "Unix time of the end of the last resync.",
             registry=self.registry,
         )
         self.caches = Gauge(
             metric_names.OPERATOR_CACHES,
-            "Copies of collections of the API server that are not as they should be.",
+            "Caches of the API server's collections that are unlisted, failing or stale, by state.",
             ("state",),
             registry=self.registry,
         )
@@ -103,33 +103,33 @@ class OperatorMetrics:
             self._resources.known[key] = _resource(status)
 
     def observe_status_write(self, key: ResourceKey, written: bool) -> None:
-        """Notes whether the status of a resource could be written, or is true as it is stored."""
+        """Notes whether the stored status of a resource is up to date."""
         (self._unwritten.discard if written else self._unwritten.add)(key)
         self.unwritten.set(len(self._unwritten))
 
     def exposition(self) -> bytes:
-        """Returns all metrics in Prometheus' text format; any thread may ask."""
+        """Returns all metrics in Prometheus' text format. Thread-safe."""
         return generate_latest(self.registry)
 
 
 def counting(counter: Counter) -> Callable[..., None]:
-    """Returns a function that counts one more with the labels that it is called with."""
+    """Returns a function that increments the counter with its arguments as labels."""
     return lambda *labels: counter.labels(*labels).inc()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeptGroup:
-    """What is kept of a group's status.
+    """The values of a group's status that metrics need.
 
     Attributes:
         index: from 0.
-        phase: of GroupPhase.
-        epoch: grows with each start; 0 before the first.
-        ranks: that its plan has; None without a plan.
-        restarts: that count.
-        failed_at: Unix time of its newest failure, in seconds; None without one.
-        reason: of that failure.
-        rank: that it was, or "".
+        phase: a value of GroupPhase.
+        epoch: 0 before the first start.
+        ranks: number of ranks in the plan; None without a plan.
+        restarts: number of counted restarts.
+        failed_at: Unix time of the newest failure, in seconds; None without a failure.
+        reason: reason of the newest failure.
+        rank: rank that failed, or "".
     """
 
     index: int
@@ -144,7 +144,11 @@ class _KeptGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Resource:
-    """What is kept of a status: conditions as type, reason and value; groups."""
+    """The values of a status that metrics need.
+
+    Attributes:
+        conditions: type, reason and value of each condition.
+    """
 
     conditions: tuple[tuple[str, str, float], ...]
     groups: tuple[_KeptGroup, ...]
@@ -152,7 +156,7 @@ class _Resource:
 
 def _resource(status: HeteroInferenceStatus) -> _Resource:
     ranks = {plan.hash: plan.world_size for plan in status.plans}
-    # One sample a condition and group: Prometheus refuses a page with the same series twice.
+    # Only one sample for each condition and group, because Prometheus refuses a page with duplicate series.
     conditions = {condition.type: condition for condition in status.conditions}
     groups = {group.index: group for group in status.groups}
     return _Resource(
@@ -179,13 +183,13 @@ def _group(group: GroupStatus, ranks: Mapping[str, int]) -> _KeptGroup:
 
 
 class _ResourceCollector(Collector):
-    """Samples of all known resources, made when they are collected."""
+    """Builds samples of all known resources on each collection."""
 
     def __init__(self) -> None:
         self.known: dict[ResourceKey, _Resource] = {}
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yields the families, all of one moment."""
+        """Yields the metric families, all from the same moment."""
         known = list(self.known.items())
         groups = [
             ((key.namespace, key.name, f"{key}/{group.index}"), group)
@@ -197,7 +201,7 @@ class _ResourceCollector(Collector):
         yield from _of_groups(groups)
 
     def describe(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Yields the families without samples: their names are taken."""
+        """Yields the metric families. The registry reads only their names."""
         return self.collect()
 
 
@@ -233,20 +237,20 @@ def _of_groups(
 
     ready = gauge(
         metric_names.GROUP_READY,
-        "1 while all ranks of the group are ready; clients reach it while Available is True.",
+        "1 while all ranks of the group are ready. Clients reach the group while Available is True.",
     )
-    phase = gauge(metric_names.GROUP_PHASE, "The phase that the group is in; always 1.", "phase")
-    epoch = gauge(metric_names.GROUP_EPOCH, "Incarnation of the group; grows with each start.")
-    ranks = gauge(metric_names.GROUP_RANKS, "Ranks that the group's plan has.")
+    phase = gauge(metric_names.GROUP_PHASE, "Phase of the group, as a label. Always 1.", "phase")
+    epoch = gauge(metric_names.GROUP_EPOCH, "Epoch of the group. Increases with each start.")
+    ranks = gauge(metric_names.GROUP_RANKS, "Number of ranks in the group's plan.")
     failed = gauge(
         metric_names.GROUP_LAST_FAILURE_TIMESTAMP_SECONDS,
-        "Unix time of the group's newest failure, and what failed.",
+        "Unix time of the group's newest failure, by its reason and rank.",
         "reason",
         "rank",
     )
     restarts = CounterMetricFamily(
         metric_names.GROUP_RESTARTS_TOTAL,
-        "Restarts because of failures that count.",
+        "Restarts after counted failures.",
         labels=metric_names.GROUP_LABELS,
     )
     for labels, group in groups:

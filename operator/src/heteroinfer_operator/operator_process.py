@@ -1,4 +1,4 @@
-"""The operator as a process: health first, then the Lease, then caches, workers and kopf."""
+"""Runs the operator process: first the health port, then the Lease, then caches, workers and kopf."""
 
 import asyncio
 import contextlib
@@ -43,18 +43,19 @@ from heteroinfer_operator.workqueue import Decide, WorkQueue, build_process
 logger = logging.getLogger(__name__)
 
 NODES_SETTLE_S: Final = 5.0
-"""Changes of nodes are gathered for so long before all resources look again."""
+"""Delay between a change of a node and the reconcile of all resources, to batch further changes."""
 POLL_S: Final = 2.0
 RETRY_S: Final = 5.0
 MOST_NESTED: Final = 25_000
-"""The API server takes JSON of 10,000 levels, of anybody who may create a pod, and Python 1,000."""
+"""Python's recursion limit. The API server accepts JSON of 10,000 levels from every account that may create
+pods; Python's default limit is 1,000."""
 
 
 class Operator:
-    """All parts of the operator, wired.
+    """Creates and connects all parts of the operator.
 
     Args:
-        build_decide: makes the pure decision of the operator's key, None without one.
+        build_decide: builds the pure decision function from the operator's key (None without a key).
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Operator:
         self._settling: set[str] = set()
 
     async def run(self) -> None:
-        """Works until SIGTERM or SIGINT.
+        """Runs the operator until SIGTERM or SIGINT.
 
         Raises:
-            HeteroInferError: it cannot start.
-            ExceptionGroup: a part failed, or the Lease was lost: the process must end.
+            HeteroInferError: the operator cannot start.
+            ExceptionGroup: a part failed or the Lease was lost. The process must end.
         """
         shrink_tls_buffers()
         sys.setrecursionlimit(MOST_NESTED)
@@ -91,7 +92,7 @@ class Operator:
                 before_write=self._require_lease,
                 watch_silence_s=self._settings.watch_silence_s,
             )
-            # Renewals have connections of their own: no other request keeps them waiting.
+            # Renewals have their own connections, so that other requests cannot delay them.
             lease_server = ApiServer(configuration, on_write=counting(self._metrics.writes))
             try:
                 self._lease = self._build_lease(lease_server)
@@ -139,7 +140,7 @@ class Operator:
             group.create_task(groups.watch(queue.add), name="leaders")
 
             def announce(key: ResourceKey, version: int) -> None:
-                # What the copy has already has been put into the queue by it.
+                # If the cache already has this version, it has added the resource to the queue.
                 if cluster_state.resources.announce(key, version):
                     queue.add(key)
 
@@ -155,8 +156,8 @@ class Operator:
         settings = self._settings
         if not settings.key_secret:
             logger.warning(
-                "HETEROINFER_KEY_SECRET is not set: groups start without keys, and whoever reaches their "
-                "ports may speak to them"
+                "HETEROINFER_KEY_SECRET is not set: groups start without keys, so anyone who can reach their "
+                "ports can send them commands. Set it to the name of a Secret"
             )
             return None
         self._health.waits_for = f"the key in Secret {settings.key_secret}"
@@ -167,7 +168,7 @@ class Operator:
     def _build_queue(
         self, server: ApiServer, groups: LeaderClient, recorder: EventRecorder, decide: Decide
     ) -> tuple[ClusterState, WorkQueue]:
-        def touched(key: ResourceKey) -> None:  # the caches feed the queue, which works on the caches
+        def touched(key: ResourceKey) -> None:  # defined first, because caches and queue need each other
             queue.add(key)
 
         def nodes_changed() -> None:
@@ -192,7 +193,7 @@ class Operator:
         reconcile = build_process(cluster, decide)
 
         async def process(key: ResourceKey) -> float | None:
-            # A namespace that is not ready adds its resources once it is.
+            # A namespace adds its resources to the queue again when it becomes ready.
             return await reconcile(key) if cluster_state.is_ready(key.namespace) else None
 
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
@@ -224,7 +225,7 @@ class Operator:
             self._lease.require()
 
     async def _wait_ready(self, cluster_state: ClusterState) -> None:
-        """Waits until some resources can be decided; /readyz says what is missing meanwhile."""
+        """Waits until one namespace is ready. During the wait /readyz reports the missing lists."""
         while True:
             self._health.waits_for = f"the first list of {some_of(cluster_state.unsynced())}"
             with contextlib.suppress(TimeoutError):
@@ -233,7 +234,7 @@ class Operator:
                     return
 
     async def _report_caches(self, cluster_state: ClusterState) -> None:
-        """Keeps /readyz and a metric true about caches that are not as they should be; logs what is new."""
+        """Reports faulty caches in /readyz and a metric. Logs namespaces that become unreadable."""
         self._health.left_out = lambda: _left_out(cluster_state)
         reported: set[str] = set()
         while True:
@@ -248,12 +249,12 @@ class Operator:
             for namespace in sorted(unreadable.keys() - reported):
                 logger.error(
                     "namespace %s is not served: the operator cannot read it (%s). Grant the operator its "
-                    "rights there again, or take the namespace out of watchNamespaces",
+                    "rights there again, or remove the namespace from watchNamespaces",
                     namespace,
                     unreadable[namespace],
                 )
             for namespace in sorted(reported - unreadable.keys()):
-                logger.info("namespace %s: can be read again", namespace)
+                logger.info("namespace %s: the operator can read it again", namespace)
             reported = set(unreadable)
             await asyncio.sleep(POLL_S)
 
@@ -269,7 +270,7 @@ class Operator:
             self._without_capacity.discard(key)
 
     def _look_soon(self, queue: WorkQueue, cause: str, keys: set[ResourceKey]) -> None:
-        """Has resources looked at once changes of one cause have gathered for a while."""
+        """Reconciles resources after NODES_SETTLE_S. Further changes with the same cause add no reconcile."""
 
         def look_again() -> None:
             self._settling.remove(cause)
@@ -281,26 +282,26 @@ class Operator:
             asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
     def _count_resync(self, cluster_state: ClusterState) -> None:
-        """Notes a full resync; one over copies that nothing was received of saw the past, and is none."""
+        """Notes a full resync. A resync with stale caches does not count, because it decided on old state."""
         self._health.stale_caches = tuple(cluster_state.stale())
         if self._health.stale_caches:
             logger.error(
-                "a resync that does not count: nothing received of %s", some_of(self._health.stale_caches)
+                "the resync does not count: nothing received for %s", some_of(self._health.stale_caches)
             )
             return
         self._metrics.last_resync.set(datetime.now(UTC).timestamp())
         self._health.resynced()
 
     async def _list(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
-        """Returns every resource; where copy and list differ, the copy will be read anew."""
+        """Lists all resources. If the list differs from the cache, the next reconcile reads the resource."""
         resources = cluster_state.resources
         seen = resources.versions()
         listed = await list_resources(server, self._settings.watch_namespaces)
         if any(version < seen[scope] for scope, version in listed.versions.items()):
-            logger.warning("the API server's store went back to an older state; listing everything again")
+            logger.warning("the API server's store went back to an older state. Listing everything again")
             cluster_state.relist()
         for scope, error in listed.unread.items():
-            # Watches that are open outlive the right to watch: only a list shows that it is gone.
+            # An open watch continues after the operator loses the right to watch. Only a list shows the loss.
             if error.status in (FORBIDDEN, NOT_FOUND):
                 cluster_state.relist(scope)
         for key, version in listed.resources.items():
@@ -312,7 +313,7 @@ class Operator:
         return known | listed.resources.keys()
 
     async def _resync_all(self, server: ApiServer, queue: WorkQueue, cluster_state: ClusterState) -> None:
-        """Reconciles every resource from time to time, whatever events said."""
+        """Reconciles all resources every resync_s seconds, independent of events."""
         self._health.resynced()
         while True:
             pause_s = self._settings.resync_s
@@ -322,24 +323,24 @@ class Operator:
                     await queue.process_all(keys)
                 self._count_resync(cluster_state)
             except ApiError as error:
-                # An API server that is away is no reason to start this process again.
-                logger.warning("resync: %s; trying again", error.message)
+                # A restart of this process would not help while the API server is away.
+                logger.warning("resync: %s. Trying again", error.message)
                 self._health.resynced()
                 pause_s = min(pause_s, RETRY_S)
             except TimeoutError:
-                logger.error("resync: not done in %g s", 2 * self._settings.resync_s)
+                logger.error("resync: not finished within %g s. Trying again", 2 * self._settings.resync_s)
                 pause_s = min(pause_s, RETRY_S)
             await asyncio.sleep(pause_s)
 
 
 def _left_out(cluster_state: ClusterState) -> str:
-    """Returns what the operator cannot do, though it works, or ""."""
+    """Describes what the operator cannot do now, or ""."""
     if unreadable := cluster_state.unreadable():
         return f"cannot read the namespaces {some_of(sorted(unreadable))}"
     if unlisted := cluster_state.unsynced():
         return f"waits for the first list of {some_of(unlisted)}"
     if stale := cluster_state.stale():
-        return f"nothing was received of {some_of(stale)}"
+        return f"nothing was received for {some_of(stale)}"
     return ""
 
 
@@ -351,7 +352,7 @@ def _waits_for_capacity(status: HeteroInferenceStatus) -> bool:
 
 
 async def _until(stop: asyncio.Event, work: Awaitable[None]) -> None:
-    """Runs work until it ends, or is asked to stop and has cleaned up."""
+    """Runs work until it ends. When `stop` is set, cancels the work and waits for its cleanup."""
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:

@@ -1,6 +1,6 @@
-"""Kubernetes quantities (`80Gi`, `500m`) and durations (`1h30m`) to numbers and back, and sizes for people.
+"""Converts Kubernetes quantities (`80Gi`, `500m`) and durations (`1h30m`) to numbers and back.
 
-Pure. Imports nothing of this project.
+Also formats sizes for messages. Pure. Imports nothing from this project.
 """
 
 import functools
@@ -21,11 +21,11 @@ _SUFFIX: Final = {
 }
 
 BYTES_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
-"""A size in bytes, as the schema of the resource has it."""
+"""Pattern of a size in bytes in the resource's schema."""
 RESOURCE_PATTERN: Final = r"^[0-9]{1,15}([.][0-9]{1,3})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
-"""Any resource of a container, as the schema of the resource has it."""
+"""Pattern of a container resource in the resource's schema."""
 DURATION_PATTERN: Final = r"^([0-9]{1,5}(h|m|s|ms)|[0-9]{6}s){1,4}$"
-"""Grammar of durations in the resource: GEP-2257's, plus the six digits of seconds that 0.1.0 allowed."""
+"""Pattern of a duration in the resource's schema: GEP-2257's, plus the six digits of seconds of 0.1.0."""
 _UNITS: Final = "k, M, G, T, P, Ki, Mi, Gi, Ti, Pi"
 PATTERN_WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -43,36 +43,36 @@ _QUANTITY: Final = re.compile(
 _MOST: Final = Fraction(2**63 - 1)
 _LEAST: Final = Fraction(1, 10**9)
 _DIGITS_READ: Final = 80
-"""Digits of a number that count, from its first that is not 0; the bounds above hold 28 of them."""
+"""Significant digits that are read. The bounds above need 28 of them."""
 _MOST_EXPONENT: Final = 10**9
 _REMEMBERED: Final = 64
-"""Characters of a text that is remembered: strangers may store texts of a megabyte."""
+"""Most characters of a cached text. Other clients may store texts of a megabyte."""
 _DURATION: Final = re.compile(DURATION_PATTERN)
 _DURATION_PART: Final = re.compile("([0-9]+)(ms|h|m|s)")
 _MILLISECONDS: Final[Mapping[str, int]] = MappingProxyType({"h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1})
 
 
 def parse_quantity(text: object) -> Fraction:
-    """Returns the number that a quantity means, such as `3920m`, `80Gi`, `.5` or `1e9`.
+    """Parses a quantity such as `3920m`, `80Gi`, `.5` or `1e9`.
 
-    Reads every form of `k8s.io/apimachinery/pkg/api/resource.ParseQuantity`, which the API server stores:
-    any number of digits, any exponent. It takes a larger number for 2**63 - 1, as Kubernetes does with
-    binary suffixes, and like Kubernetes rounds away from zero to a billionth. The schema of the resource
-    takes fewer (BYTES_PATTERN, RESOURCE_PATTERN).
+    Accepts every form of `k8s.io/apimachinery/pkg/api/resource.ParseQuantity` that the API server stores: any
+    number of digits, any exponent. Caps larger numbers at 2**63 - 1, as Kubernetes does with binary suffixes.
+    Like Kubernetes, rounds away from zero to a billionth. The resource's schema accepts fewer forms
+    (BYTES_PATTERN, RESOURCE_PATTERN).
 
     Raises:
-        ValueError: it is not a quantity.
+        ValueError: the text is not a quantity.
     """
     written = str(text)
     read = _parse if len(written) <= _REMEMBERED else _parse.__wrapped__
     value = read(written)
     if value is None:
         shown = written[:_REMEMBERED]
-        raise ValueError(f"got {shown!r}, expected a quantity such as 80Gi, 500m or 2")
+        raise ValueError(f"{shown!r} must be a quantity such as 80Gi, 500m or 2")
     return value
 
 
-@functools.lru_cache(maxsize=4096)  # few texts, of many pods
+@functools.lru_cache(maxsize=4096)  # many pods share few texts
 def _parse(text: str) -> Fraction | None:
     match = _QUANTITY.fullmatch(text)
     if match is None or not (match["whole"] or match["part"]):
@@ -86,19 +86,19 @@ def _parse(text: str) -> Fraction | None:
 
 
 def _bounded_integer(text: str) -> int:
-    """Returns an integer of any number of digits, or the bound on its side of zero."""
+    """Parses an integer of any length, bounded by _MOST_EXPONENT on both sides."""
     digits = text.lstrip("+-").lstrip("0")
     size = int(digits or "0") if len(digits) < len(str(_MOST_EXPONENT)) else _MOST_EXPONENT
     return -size if text.startswith("-") else size
 
 
 def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> Fraction:
-    """Returns `whole.part` * 10**`exponent` * `factor` within the bounds, whatever the number of digits."""
+    """Returns `whole.part` * 10**`exponent` * `factor` within the bounds, for any number of digits."""
     written = whole + part
     digits = written.lstrip("0")
     if not digits:
         return Fraction(0)
-    # The number is 0.DIGITS * 10**power: its size is known before anything is computed.
+    # The number is 0.DIGITS * 10**power, so its size is known without computing it.
     power = len(digits) - len(part) + exponent
     if power > len(str(_MOST)) + len(str(10**9)):
         return _MOST
@@ -110,13 +110,13 @@ def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> F
 
 
 def exact_quantity(text: str) -> Fraction:
-    """Returns a quantity of RESOURCE_PATTERN as the API server compares it with another one.
+    """Parses a quantity of RESOURCE_PATTERN to the value that the API server compares.
 
-    Only numbers with a binary suffix end at 2**63 - 1 there.
+    The API server caps only numbers with a binary suffix at 2**63 - 1.
     Source: k8s.io/apimachinery/pkg/api/resource/quantity.go, ParseQuantity.
 
     Raises:
-        ValueError: as parse_quantity.
+        ValueError: the text is not a quantity.
     """
     value = parse_quantity(text)
     match = _QUANTITY.fullmatch(text)
@@ -126,12 +126,12 @@ def exact_quantity(text: str) -> Fraction:
 
 
 def parse_bytes(text: str) -> int:
-    """Returns a quantity in bytes, rounded down; raises ValueError as parse_quantity."""
+    """Parses a quantity in bytes, rounded down; raises ValueError like parse_quantity."""
     return int(parse_quantity(text))
 
 
 def parse_duration_s(text: str) -> float:
-    """Returns a duration such as `1h30m` or `1500ms` in seconds.
+    """Parses a duration such as `1h30m` or `1500ms` to seconds.
 
     Raises:
         ValueError: `text` is not a duration.
@@ -143,7 +143,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def format_quantity(value: Fraction) -> str:
-    """Returns a quantity of this number, rounded up to thousandths; whole ones in Gi or Mi if even."""
+    """Formats a number as a quantity, rounded up to thousandths. Multiples of Mi or Gi get that suffix."""
     if value.denominator != 1:
         return f"{math.ceil(value * 1000)}m"
     for suffix in ("Gi", "Mi"):
@@ -153,10 +153,10 @@ def format_quantity(value: Fraction) -> str:
 
 
 def gigabytes_per_s(bytes_per_s: float, digits: int = 0) -> str:
-    """Returns a rate for people, with so many digits after the point."""
+    """Formats a rate for messages, with `digits` decimals."""
     return f"{bytes_per_s / 1e9:.{digits}f} GB/s"
 
 
 def mebibytes(size: int) -> str:
-    """Returns a size as a quantity in Mi, rounded up: what a person compares with a limit."""
+    """Formats a size as a quantity in Mi, rounded up, so that users can compare it with a limit."""
     return f"{-(-size // 2**20)}Mi"

@@ -1,4 +1,4 @@
-"""The one client of `/group`, and of the other answers of pods' health ports."""
+"""HTTP client of pods' health ports: group reports, progress of a fetch, and readiness."""
 
 import asyncio
 import errno
@@ -18,16 +18,16 @@ from heteroinfer_contract.report_access import ReportReader
 
 MOST_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
-"""What every question raises without a usable answer; ContractError and UnicodeDecodeError for nonsense."""
+"""Errors of a request without a usable answer. Invalid answers raise ContractError or UnicodeDecodeError."""
 _CONNECT_SHARE: Final = 0.8
-"""Of the time for an answer. The kernel accepts a connection however busy the leader itself is."""
+"""Share of the timeout for the connection. The kernel accepts connections even if the leader is busy."""
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors that this machine causes when it connects: they prove nothing about the pod."""
+"""Connection errors caused by this machine, which prove nothing about the pod."""
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class ReportClient:
-    """Asks pods directly. Anything may answer at a pod's address, so each answer is bounded and checked."""
+    """Sends requests to pods. Any process may answer at a pod's address, so the client checks each answer."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -40,13 +40,13 @@ class ReportClient:
     async def read_group(
         self, host: str, port: int, reader: ReportReader, *, timeout_s: float
     ) -> GroupReport:
-        """Returns what a leader says of its group, all of it if it takes the reader's key.
+        """Returns a leader's report on its group, complete if the leader accepts the reader's key.
 
         Raises:
-            NO_ANSWER: one of them; ContractError also if the leader has not signed its report.
+            NO_ANSWER: one of these errors; ContractError also if the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
-            for _ in range(2):  # without an earlier challenge, the first answer only holds one
+            for _ in range(2):  # without an earlier challenge, the first answer only contains a challenge
                 text, headers = await self._get(host, port, names.PATH_GROUP, timeout_s, reader.headers())
                 whole = reader.read(headers, text)
                 if whole is not None:
@@ -54,7 +54,7 @@ class ReportClient:
         return parse_report(text)
 
     async def read_fetch(self, host: str, port: int, *, timeout_s: float) -> FetchProgress:
-        """Returns how far a pod is with fetching a model; raises one of NO_ANSWER."""
+        """Returns a pod's progress of fetching a model; raises one of NO_ANSWER."""
         text, _ = await self._get(host, port, names.PATH_FETCH, timeout_s)
         return FetchProgress.from_json(text)
 
@@ -71,8 +71,8 @@ class ReportClient:
     ) -> tuple[str, Mapping[str, str]]:
         """Returns the body and the headers of a 200; raises one of NO_ANSWER."""
         if self._session is None:
-            # Pods are reached directly: no proxy of the environment, and no redirects below.
-            # Each question has a connection of its own: a kept one would not tell that the node is gone.
+            # Connect directly: no proxy from the environment, and no redirects below. Use a new connection
+            # for each request, because a kept connection would not show that the node is gone.
             connector = aiohttp.TCPConnector(force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SHARE * timeout_s)
@@ -82,32 +82,32 @@ class ReportClient:
         ) as response:
             response.raise_for_status()
             if response.status != HTTPStatus.OK:
-                raise ContractError(f"got HTTP status {response.status}, expected {HTTPStatus.OK.value}")
+                raise ContractError(f"HTTP status must be {HTTPStatus.OK.value}, got {response.status}")
             body = bytearray()
-            async for piece in response.content.iter_any():  # read(n) gives what has arrived, not n bytes
+            async for piece in response.content.iter_any():  # read(n) returns the bytes so far, not n bytes
                 body += piece
                 _check_size(len(body))
             return body.decode(), response.headers
 
 
 def parse_report(text: str) -> GroupReport:
-    """Returns the report that `text` is; raises ContractError for too much text, or another one."""
+    """Parses a report; raises ContractError if the text is too long or not a report."""
     _check_size(len(text))
     return GroupReport.from_json(text)
 
 
 def is_unreached(error: Exception) -> bool:
-    """Returns whether one of NO_ANSWER proves that the pod took no connection."""
+    """Returns whether an error of NO_ANSWER proves that the pod accepted no connection."""
     unreached = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
     return unreached and getattr(error, "errno", None) not in _OWN_FAULTS
 
 
 async def is_reached(host: str, port: int, *, timeout_s: float) -> bool:
-    """Returns whether a port takes a connection, as the kernel does for a busy process too."""
+    """Returns whether a port accepts a connection. The kernel accepts it even if the process is busy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         connection = socket.socket(family, socket.SOCK_STREAM)
-    except OSError:  # of this process: it says nothing of the pod
+    except OSError:  # a fault of this process proves nothing about the pod
         return True
     with connection:
         connection.setblocking(False)
@@ -116,13 +116,13 @@ async def is_reached(host: str, port: int, *, timeout_s: float) -> bool:
                 await asyncio.get_running_loop().sock_connect(connection, (host, port))
         except TimeoutError:
             return _is_connected(connection)
-        except (OSError, ValueError, OverflowError) as error:  # nobody listens, no address, no port
+        except (OSError, ValueError, OverflowError) as error:  # no listener, invalid address or port
             return getattr(error, "errno", None) in _OWN_FAULTS
     return True
 
 
 def _is_connected(connection: socket.socket) -> bool:
-    """Returns whether a connection was made that this process, being busy, has not seen in time."""
+    """Returns whether the connection succeeded although this busy process did not notice in time."""
     try:
         connection.getpeername()
     except OSError:
@@ -132,4 +132,4 @@ def _is_connected(connection: socket.socket) -> bool:
 
 def _check_size(size: int) -> None:
     if size > MOST_BYTES:
-        raise ContractError(f"got more than {MOST_BYTES} bytes, expected the report of a group")
+        raise ContractError(f"a group's report must be at most {MOST_BYTES} bytes, got more")

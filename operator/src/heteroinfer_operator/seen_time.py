@@ -1,7 +1,7 @@
-"""How long something has lasted while this process looked at it. Pure.
+"""Measures how long states have lasted while this process observed them. Pure.
 
-The difference of two stamps of a clock is no such time: clocks are set, machines sleep, and a process that is
-stopped sees nothing. So time is counted from look to look, and a long gap between two looks counts little.
+The difference of two clock times does not measure that: clocks are set, machines sleep, and a stopped process
+observes nothing. So time is summed from observation to observation, and a long gap counts as MOST_GAP_S.
 """
 
 from collections.abc import Collection, Hashable, Mapping
@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 MOST_GAP_S: Final = 30.0
-"""What a gap between two looks counts at most; things that are counted are looked at more often."""
+"""Most seconds that a gap between two observations counts. Regular observations are more frequent."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 @dataclass(slots=True)
 class SeenTime(Generic[KeyT]):
-    """Seconds for which things have lasted, as far as this process has seen it.
+    """Seconds for which states have lasted, as far as this process has observed.
 
-    After a restart all is counted anew: what depends on it takes longer, never shorter.
+    After a restart the count starts at 0, so waits may become longer, but never shorter.
     """
 
     _lasted_s: dict[KeyT, float] = field(default_factory=dict)
     _looked_s: float = 0.0
 
     def look(self, passed_s: float) -> Mapping[KeyT, float]:
-        """Counts the time since the last look, and returns all times in seconds.
+        """Adds the time since the last observation; returns all times in seconds.
 
         Args:
-            passed_s: seconds of a clock that is never set, such as `time.monotonic`.
+            passed_s: time of a monotonic clock, in seconds.
         """
         gap_s = min(max(passed_s - self._looked_s, 0.0), MOST_GAP_S)
         self._looked_s = passed_s
@@ -36,5 +36,5 @@ class SeenTime(Generic[KeyT]):
         return self._lasted_s
 
     def keep(self, lasting: Collection[KeyT]) -> None:
-        """Starts to count what lasts from now on, and forgets what has ended."""
+        """Starts counting new states and forgets states that have ended."""
         self._lasted_s = {key: self._lasted_s.get(key, 0.0) for key in lasting}

@@ -1,7 +1,7 @@
-"""Settings of the operator: one value, read from the environment once.
+"""Settings of the operator, read from the environment once.
 
-The chart sets these variables, but not the times of resyncs and of silent watches; each name stands here and
-there only.
+The chart sets these variables, except HETEROINFER_RESYNC_SECONDS and HETEROINFER_WATCH_SILENCE_SECONDS. Only
+this module and the chart contain their names.
 """
 
 import re
@@ -23,62 +23,63 @@ _NAMESPACE: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationSettings:
-    """What an installation sets.
+    """Settings of an installation. Lists are separated by commas.
 
     Attributes:
-        watch_namespaces: HETEROINFER_WATCH_NAMESPACES, separated by commas: the namespaces
-            served; empty serves all, which also lets plans read nodes.
-        operator_class: HETEROINFER_OPERATOR_CLASS: the `spec.operatorClass` of the resources that are served;
-            empty serves those that have none.
-        worker_image_cpu: HETEROINFER_WORKER_IMAGE_CPU: image of CPU pods whose spec names none.
-        worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: image of GPU pods whose spec names none.
-        worker_pull_policy: HETEROINFER_WORKER_PULL_POLICY: Always, IfNotPresent or Never; empty leaves it to
-            Kubernetes.
-        worker_pull_secrets: HETEROINFER_WORKER_PULL_SECRETS, separated by commas: Secrets of a pod's own
-            namespace by which its images are pulled, besides those that the resource names.
-        allowed_worker_images: HETEROINFER_ALLOWED_WORKER_IMAGES, separated by commas: what
-            `engine.image` may name: images, or prefixes that end with / : or @; empty allows all.
-        allowed_host_paths: HETEROINFER_ALLOWED_HOST_PATHS, separated by commas: folders in which `file://`
-            may lie; empty allows all.
-        allow_host_paths: HETEROINFER_ALLOW_HOST_PATHS: whether `file://` may mount a path of
-            the node.
-        allow_remote_code: HETEROINFER_ALLOW_REMOTE_CODE: whether `--trust-remote-code` may stand in
-            `engine.args`.
-        allowed_arguments: HETEROINFER_ALLOWED_ARGUMENTS, separated by commas: options of vLLM that
-            `engine.args` may have beside those listed.
-        allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS, separated by commas: keys of
-            annotations, or prefixes that end with a slash, which pods may have beside those listed.
+        watch_namespaces: HETEROINFER_WATCH_NAMESPACES: list of namespaces to serve. Empty: all namespaces,
+        and
+            plans read nodes.
+        operator_class: HETEROINFER_OPERATOR_CLASS: `spec.operatorClass` of the served resources. Empty:
+            resources without a class.
+        worker_image_cpu: HETEROINFER_WORKER_IMAGE_CPU: default image of CPU pods.
+        worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: default image of GPU pods.
+        worker_pull_policy: HETEROINFER_WORKER_PULL_POLICY: Always, IfNotPresent or Never. Empty: Kubernetes'
+            default.
+        worker_pull_secrets: HETEROINFER_WORKER_PULL_SECRETS: list of Secrets in the pod's namespace to pull
+            images with, in addition to those of the resource.
+        allowed_worker_images: HETEROINFER_ALLOWED_WORKER_IMAGES: list of images that `engine.image` may name,
+            or of prefixes that end with / : or @. Empty: all images.
+        allowed_host_paths: HETEROINFER_ALLOWED_HOST_PATHS: list of folders that `file://` may use. Empty: all
+            folders.
+        allow_host_paths: HETEROINFER_ALLOW_HOST_PATHS: whether `file://` may mount a path of the node.
+        allow_remote_code: HETEROINFER_ALLOW_REMOTE_CODE: whether `engine.args` may contain
+            `--trust-remote-code`.
+        allowed_arguments: HETEROINFER_ALLOWED_ARGUMENTS: list of vLLM options that `engine.args` may contain
+        in
+            addition to those that are always allowed.
+        allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS: list of annotation keys that pods may have in
+            addition to those that are always allowed, or of prefixes that end with a slash.
         pod_resources: HETEROINFER_POD_RESOURCES: JSON with requests and limits of the pods that fetch and
-            read models, and those that roles leave out; empty takes defaults.
-        allowed_service_accounts: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS, separated by commas: service accounts
-            that pods may have.
-        http_port: HETEROINFER_HTTP_PORT: of /healthz, /readyz and /metrics; 0 takes a free one.
-        workers: HETEROINFER_WORKERS: resources reconciled at once, at least 1; a reconcile that takes longer
-            than half a second does not count.
-        resync_s: HETEROINFER_RESYNC_SECONDS: between resyncs, above 0.
-        watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: a watch on which nothing comes for so
-            long is dead; above the API server's minute between bookmarks.
-        pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether NetworkPolicies let pods reach
-            their group, DNS and hub.
-        fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with ports, cidrs and except: where these policies let
-            pods that fetch a model connect to; empty takes defaults.
-        leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the
-            Lease.
+        read
+            models, and defaults for roles. Empty: built-in defaults.
+        allowed_service_accounts: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS: list of service accounts that pods may
+            use.
+        http_port: HETEROINFER_HTTP_PORT: port of /healthz, /readyz and /metrics. 0: any free port.
+        workers: HETEROINFER_WORKERS: resources to reconcile at the same time, at least 1. A reconcile that
+            takes longer than SLOW_S of the work queue no longer counts.
+        resync_s: HETEROINFER_RESYNC_SECONDS: seconds between resyncs, above 0.
+        watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: a watch is dead after this time without data. Must
+            be longer than the API server's minute between bookmarks.
+        pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether NetworkPolicies allow pods to reach
+            their group, DNS and the hub.
+        fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with ports, cidrs and except that these policies allow to
+            pods that fetch a model. Empty: built-in defaults.
+        leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the Lease.
         lease_name: HETEROINFER_LEASE_NAME.
-        lease_duration_s: HETEROINFER_LEASE_SECONDS: after so long without a sign of its holder
-            another takes the Lease; a whole number, at least 3.
-        key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in its own
-            namespace; empty starts groups without keys, whose ports nothing but the network guards.
-        former_key_secret: HETEROINFER_FORMER_KEY_SECRET: name of the Secret in which the chart kept that key
-            until 0.2.0; empty looks for none.
-        calibration_config_map: HETEROINFER_CALIBRATION_CONFIG_MAP: name of the ConfigMap, in the operator's
-            own namespace, with what was measured of nodes; empty takes defaults for all of them.
-        namespace: HETEROINFER_NAMESPACE: the operator's own; of the Lease, the key and the calibrations.
-        identity: HETEROINFER_IDENTITY: tells this process from other replicas.
+        lease_duration_s: HETEROINFER_LEASE_SECONDS: another process takes the Lease after this time without a
+            renewal. A whole number, at least 3.
+        key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in the operator's
+            namespace. Empty: groups start without keys, and only the network protects their ports.
+        former_key_secret: HETEROINFER_FORMER_KEY_SECRET: name of the Secret in which charts before 0.2.0 kept
+            that key. Empty: none.
+        calibration_config_map: HETEROINFER_CALIBRATION_CONFIG_MAP: name of the ConfigMap with the measured
+            rates of nodes, in the operator's namespace. Empty: default rates for all nodes.
+        namespace: HETEROINFER_NAMESPACE: namespace of the operator, its Lease, key and calibrations.
+        identity: HETEROINFER_IDENTITY: name of this replica.
         log_level: HETEROINFER_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR.
-        pod_security: HETEROINFER_POD_SECURITY, in JSON: security contexts (pod, container) of workers, and
-            of pods that fetch or read a model; empty takes a fixed user id.
-        log_format: HETEROINFER_LOG_FORMAT: text, or json for an object a line.
+        pod_security: HETEROINFER_POD_SECURITY: JSON with security contexts (pod, container) of workers and of
+            pods that fetch or read a model. Empty: a fixed user id.
+        log_format: HETEROINFER_LOG_FORMAT: text, or json for one object per line.
     """
 
     watch_namespaces: tuple[str, ...] = ()
@@ -115,23 +116,23 @@ class InstallationSettings:
 
     @property
     def lease_renew_s(self) -> float:
-        """Returns the time between two renewals, in seconds."""
+        """Interval of renewals, in seconds."""
         return self.lease_duration_s / 5
 
     @property
     def lease_deadline_s(self) -> float:
-        """Returns after how long without a renewal this process stops work, in seconds.
+        """Seconds without a renewal after which this process stops working.
 
-        Below the duration, so that it has stopped before another process may start.
+        Less than the duration, so that this process has stopped before another process starts.
         """
         return self.lease_duration_s * 2 / 3
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "InstallationSettings":
-        """Returns the settings of an environment.
+        """Reads the settings from environment variables.
 
         Raises:
-            HeteroInferError: a variable has a wrong value; the message names it.
+            HeteroInferError: a variable has an invalid value. The message names the variable.
         """
         read = _EnvReader(env)
         settings = cls(
@@ -173,18 +174,18 @@ class InstallationSettings:
         )
         if settings.key_secret and not settings.namespace:
             raise _bad(
-                "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not; the chart takes it "
-                "from the pod"
+                "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not. Set it to the operator's "
+                "namespace"
             )
         if settings.calibration_config_map and not settings.namespace:
             raise _bad(
-                "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not; the chart "
-                "takes it from the pod"
+                "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not. Set it to the "
+                "operator's namespace"
             )
         if settings.leader_election and not (settings.namespace and settings.identity):
             raise _bad(
                 "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "
-                "is not set; the chart takes both from the pod"
+                "is not set. Set them to the operator's namespace and the name of its pod"
             )
         return settings
 
@@ -230,7 +231,7 @@ class _EnvReader:
 
 
 def _wrong(name: str, got: str, expected: str) -> HeteroInferError:
-    return _bad(f"HETEROINFER_{name}: got {got!r}, expected {expected}")
+    return _bad(f"HETEROINFER_{name} must be {expected}, got {got!r}")
 
 
 def _bad(message: str) -> HeteroInferError:

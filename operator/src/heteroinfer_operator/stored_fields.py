@@ -1,8 +1,8 @@
-"""Reads fields of stored objects, and JSON of the chart, as the types that they must have. Pure.
+"""Reads fields of stored objects and JSON from the chart with type checks. Pure.
 
-The API server checks most objects, but not all of them against the schema that this operator was written
-for. So each field of another party's object is read here: a wrong type is an UnreadableError, never a
-TypeError later.
+The API server does not check all objects against the schema that this operator was written for. These
+functions read each field of such objects, so that a wrong type raises UnreadableError and never a TypeError
+later.
 """
 
 import json
@@ -16,31 +16,31 @@ from heteroinfer_operator.quantity import parse_quantity
 _MOST_INTEGER: Final = 2**63 - 1
 EARLIEST: Final = datetime(2, 1, 1, tzinfo=UTC)
 _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
-"""A year from what `datetime` can hold: a time zone or a wait may be added to a moment that was read."""
+"""One year within the range of `datetime`, because code adds time zones and waits to times."""
 _YEAR_0: Final = "0000-"
-"""Kubernetes stores this year, and `datetime` has none."""
+"""Prefix of a year that Kubernetes stores and `datetime` does not support."""
 _VERSION_DIGITS: Final = 20
 _SHOWN: Final = 60
 
 
 class UnreadableError(HeteroInferError):
-    """A stored object has a field of another type than expected: leave the object out."""
+    """A field of a stored object has an unexpected type. Leave the object out."""
 
     reason = "Unreadable"
 
 
 def _unreadable(field: str, value: object, expected: str) -> UnreadableError:
-    # A list or object may nest too deep for repr().
+    # A list or object may be nested too deeply for repr().
     nests = isinstance(value, list | tuple | Mapping)
     shown = f"a {type(value).__name__}" if nests else repr(value)[:_SHOWN]
-    return UnreadableError(f"{field}: got {shown}, expected {expected}")
+    return UnreadableError(f"{field} must be {expected}, got {shown}")
 
 
 def as_object(value: object, field: str) -> Mapping[str, Any]:
-    """Returns an object, empty if there is none; raises UnreadableError."""
+    """Returns an object, empty for null; raises UnreadableError."""
     if value is None:
         return {}
-    if isinstance(value, dict):  # far cheaper than a Mapping, and all that JSON has
+    if isinstance(value, dict):  # JSON has only dicts, and this check is much faster
         return value
     if not isinstance(value, Mapping):
         raise _unreadable(field, value, "an object")
@@ -48,7 +48,7 @@ def as_object(value: object, field: str) -> Mapping[str, Any]:
 
 
 def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
-    """Returns a list of objects, empty if there is none; raises UnreadableError."""
+    """Returns a list of objects, empty for null; raises UnreadableError."""
     found = _as_list(value, field)
     for item in found:
         if not isinstance(item, dict | Mapping):
@@ -57,7 +57,7 @@ def as_objects(value: object, field: str) -> Sequence[Mapping[str, Any]]:
 
 
 def as_text(value: object, field: str) -> str:
-    """Returns a text, "" if there is none; raises UnreadableError."""
+    """Returns a text, "" for null; raises UnreadableError."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -66,7 +66,7 @@ def as_text(value: object, field: str) -> str:
 
 
 def as_name(value: object, field: str) -> str:
-    """Returns a text that must be there; raises UnreadableError."""
+    """Returns a text that must not be empty; raises UnreadableError."""
     name = as_text(value, field)
     if not name:
         raise _unreadable(field, value, "a text that is not empty")
@@ -74,12 +74,12 @@ def as_name(value: object, field: str) -> str:
 
 
 def as_texts(value: object, field: str) -> tuple[str, ...]:
-    """Returns a list of texts, empty if there is none; raises UnreadableError."""
+    """Returns a list of texts, empty for null; raises UnreadableError."""
     return tuple(as_text(item, field) for item in _as_list(value, field))
 
 
 def as_text_map(value: object, field: str) -> Mapping[str, str]:
-    """Returns texts by name, such as labels; empty if there are none; raises UnreadableError."""
+    """Returns texts by name, such as labels, empty for null; raises UnreadableError."""
     found = as_object(value, field)
     for name, text in found.items():
         if not isinstance(name, str) or not isinstance(text, str):
@@ -88,7 +88,7 @@ def as_text_map(value: object, field: str) -> Mapping[str, str]:
 
 
 def as_integer(value: object, field: str) -> int:
-    """Returns an integer of 64 bits, 0 if there is none; raises UnreadableError."""
+    """Returns an integer of 64 bits, 0 for null; raises UnreadableError."""
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST_INTEGER:
@@ -97,9 +97,9 @@ def as_integer(value: object, field: str) -> int:
 
 
 def as_moment(value: object, field: str) -> datetime | None:
-    """Returns a time in UTC, None if there is none; raises UnreadableError.
+    """Returns a time in UTC, None for null or ""; raises UnreadableError.
 
-    A time outside of the years 2 to 9997 becomes the nearest time inside: Go stores the years 0 to 9999, with
+    Moves a time outside the years 2 to 9997 to the nearest time inside. Go stores the years 0 to 9999 with
     any offset.
     """
     text = as_text(value, field)
@@ -111,7 +111,7 @@ def as_moment(value: object, field: str) -> datetime | None:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise _unreadable(field, value, "a time such as 2026-01-31T12:00:00Z") from None
-    # Compared without the zone first: it may lead out of what `datetime` can hold.
+    # Compare without the time zone first: converting it may leave the range of `datetime`.
     bare = moment.replace(tzinfo=UTC)
     if not EARLIEST < bare < _LATEST:
         return min(max(bare, EARLIEST), _LATEST)
@@ -119,7 +119,7 @@ def as_moment(value: object, field: str) -> datetime | None:
 
 
 def as_amounts(value: object, field: str) -> dict[str, float]:
-    """Returns quantities by name as numbers, empty if there are none; raises UnreadableError."""
+    """Returns quantities by name as numbers, empty for null; raises UnreadableError."""
     return {name: _as_amount(amount, f"{field}.{name}") for name, amount in as_object(value, field).items()}
 
 
@@ -133,10 +133,10 @@ def _as_amount(value: object, field: str) -> float:
 
 
 def version_number(text: str) -> int:
-    """Returns a resourceVersion as a number that grows with each change, or 0 for any other text.
+    """Returns a resourceVersion as a number that increases with each change, or 0 if it is not a number.
 
-    Kubernetes counts since KEP-5504 (1.35), and did so before without a promise. An API server that does not
-    count is served, too: the last event of the watch stands, and a write is known once the watch shows it.
+    Kubernetes guarantees such numbers since KEP-5504 (1.35) and used them before. If an API server does not,
+    the newest event of the watch wins, and a write counts once the watch shows it.
     """
     counts = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
     return int(text) if counts else 0
@@ -151,15 +151,16 @@ def _as_list(value: object, field: str) -> Sequence[Any]:
 
 
 def read_json_parts(text: str, parts: Collection[str]) -> dict[str, Any]:
-    """Returns the JSON object that the chart gives in an environment variable; an empty one for "".
+    """Parses a JSON object that the chart sets in an environment variable; "" gives an empty object.
 
     Raises:
-        ValueError: the text is no JSON object, or has a part of another name. The message has the text.
+        ValueError: the text is not a JSON object, or has a key that is not in `parts`. The message quotes the
+            text.
     """
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"got {text[:200]!r}, expected JSON") from error
+        raise ValueError(f"must be JSON, got {text[:200]!r}") from error
     if not isinstance(found, dict) or found.keys() - set(parts):
-        raise ValueError(f"got {text[:200]!r}, expected an object with {', '.join(parts)}")
+        raise ValueError(f"must be an object with {', '.join(parts)}, got {text[:200]!r}")
     return found

@@ -1,7 +1,6 @@
-"""One coalescing queue of resources; one reconcile of a resource at a time.
+"""A work queue that merges repeated keys and runs one reconcile of a resource at a time.
 
-Knows nothing of Kubernetes: what is done with a key is passed in. Must not import kopf or a
-client.
+Independent of Kubernetes: callers pass the function that processes a key. Must not import kopf or a client.
 """
 
 import asyncio
@@ -29,20 +28,21 @@ from heteroinfer_operator.seen_time import SeenTime
 logger = logging.getLogger(__name__)
 
 Process: TypeAlias = Callable[[ResourceKey], Awaitable[float | None]]
-"""Reconciles a resource; returns seconds until the next look, None to wait for a change."""
+"""Reconciles a resource; returns seconds until the next reconcile, None to wait for a change."""
 Decide: TypeAlias = Callable[[ResourceObservation, datetime], Decision]
-"""The pure decision, as `reconcile.reconcile`."""
+"""The pure decision function, such as `reconcile.reconcile`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """How long to wait after failures of one resource.
+    """Waits after failures of one resource.
 
     Attributes:
-        first_s: after the first; doubled for each further one.
-        most_s: never longer.
+        first_s: wait after the first failure. Each further failure doubles it.
+        most_s: longest wait.
         changed_s: a change by others shortens the wait to this, counted from the failure.
-        conflicts_at_once: so many conflicts in a row are tried again at once; then as failures.
+        conflicts_at_once: consecutive conflicts that are retried at once. Further conflicts count as
+        failures.
     """
 
     first_s: float = 0.2
@@ -51,37 +51,41 @@ class Backoff:
     conflicts_at_once: int = 5
 
     def delay_s(self, failures: int) -> float:
-        """Returns the wait after so many failures in a row, from 1."""
+        """Returns the wait after consecutive failures (at least 1)."""
         return min(self.first_s * 2.0 ** min(failures - 1, 32), self.most_s)
 
 
 RECONCILE_TIMEOUT_S: Final = 120.0
-"""Of one reconcile: some dozens of requests at 30 s each never all hang."""
+"""Timeout of one reconcile. Its dozens of requests (30 s each) never all hang."""
 SLOW_S: Final = 0.25
-"""A reconcile that takes longer waits for an API server or a webhook: others start meanwhile."""
+"""A reconcile that takes longer frees its slot, because it waits for an API server or a webhook."""
 
 
 _MOST_DEFECTS: Final = 100
-"""Of status writes, that a process logs."""
+"""Most defects of status writes that a process logs."""
 
 
 def build_process(
     cluster: Cluster, decide: Decide, *, passed_s: Callable[[], float] = time.monotonic
 ) -> Process:
-    """Returns the reconcile of one resource: observe, decide, act.
+    """Builds the reconcile function of one resource: observe, decide, act.
 
     Args:
-        passed_s: seconds of a clock that is never set.
+        passed_s: monotonic clock, in seconds.
     """
     logged: set[tuple[ResourceKey, str]] = set()
     connecting: dict[ResourceKey, SeenTime[tuple[int, int]]] = {}
 
     def log_defect(key: ResourceKey, defect: str) -> None:
-        """Logs once what of a status the schema would have refused."""
+        """Logs once the fields of a status that the schema would have refused."""
         if (key, defect) not in logged and len(logged) < _MOST_DEFECTS:
             logged.add((key, defect))
             text = printable(defect)
-            logger.error("%s: this is a defect of the operator, please report it: left out: %s", key, text)
+            logger.error(
+                "%s: left invalid fields out of the status: %s. This is a defect of the operator. Report it",
+                key,
+                text,
+            )
 
     async def process(key: ResourceKey) -> float | None:
         observation = await cluster.observe(key)
@@ -104,18 +108,18 @@ def build_process(
 
 @dataclass(slots=True)
 class _Key:
-    """What the queue knows of one resource while it has a reason to.
+    """State of one resource in the queue.
 
     Attributes:
-        waiting: whether it has a place in the queue.
-        run: the reconcile at work, or None.
-        changed: whether the resource was added while this reconcile was at work.
-        changed_by_others: whether somebody else than this reconcile added it.
-        failures: in a row.
-        conflicts: since the last success.
-        not_before: time of the loop before which no change is looked at; 0 without a failure.
-        timer: due later.
-        waiters: of process_all, for the next reconcile that starts.
+        waiting: whether the resource is in the queue.
+        run: token of the running reconcile, or None.
+        changed: whether the resource was added during the running reconcile.
+        changed_by_others: whether something other than the running reconcile added it.
+        failures: consecutive failures.
+        conflicts: conflicts since the last success.
+        not_before: event loop time before which changes start no reconcile; 0 without a failure.
+        timer: timer of the next reconcile, or None.
+        waiters: futures of process_all for the next reconcile that starts.
     """
 
     waiting: bool = False
@@ -134,20 +138,20 @@ class _Key:
 
 
 _RUN: Final[ContextVar[object | None]] = ContextVar("reconcile", default=None)
-"""The reconcile that the running code belongs to: so its own changes are told from those of others."""
+"""Token of the reconcile that the running code belongs to. It distinguishes its own changes from others."""
 
 
 class WorkQueue:
-    """Runs `process` for each key that is added, never twice at once for the same key.
+    """Runs `process` for each added key, never twice at the same time for the same key.
 
-    A key added many times before its turn is processed once; one added while it is being
-    processed is processed once more after that. While a key fails, changes that its reconcile made itself
-    do not shorten the back-off; changes by others do. Use from one event loop.
+    A key that is added several times before its turn is processed once. A key that is added during its
+    processing is processed once more. While a key fails, changes by others shorten its back-off, but changes
+    by its own reconcile do not. Use from one event loop.
 
     Args:
-        workers: resources at work at once, without those that have been at work for `slow_s`.
-        backoff: after failures.
-        slow_s: a reconcile that takes longer keeps no other from starting.
+        workers: most concurrent reconciles, without those that have run for `slow_s`.
+        backoff: waits after failures.
+        slow_s: a reconcile that takes longer frees its slot for another.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ class WorkQueue:
         self._keys: dict[ResourceKey, _Key] = {}
 
     def add(self, key: ResourceKey) -> None:
-        """Has a resource reconciled as soon as there is room; after a failure not before its time."""
+        """Queues a reconcile of a resource. After a failure the reconcile waits for the back-off."""
         state = self._keys.setdefault(key, _Key())
         if state.run is not None:
             state.changed = True
@@ -181,12 +185,12 @@ class WorkQueue:
             self._enqueue(key, state)
 
     def add_after(self, key: ResourceKey, delay_s: float) -> None:
-        """Has a resource reconciled after a delay, or earlier if it is added or due before."""
+        """Schedules a reconcile after a delay, or earlier if the resource is added or due before."""
         state = self._keys.setdefault(key, _Key())
         self._start_timer(key, state, asyncio.get_running_loop().time() + max(delay_s, 0.0))
 
     async def run(self) -> None:
-        """Works until cancelled; a reconcile in work is then cancelled at its next await."""
+        """Runs reconciles until cancelled. Then cancels running reconciles at their next await."""
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
@@ -200,7 +204,7 @@ class WorkQueue:
                     waiter.cancel()
 
     async def process_all(self, keys: Iterable[ResourceKey]) -> None:
-        """Has resources reconciled, and returns once each of them was; the caller sets the deadline."""
+        """Reconciles resources and waits until all are done. The caller sets the deadline."""
         done: list[asyncio.Future[None]] = []
         for key in keys:
             self.add(key)
@@ -254,7 +258,7 @@ class WorkQueue:
                     waiter.set_result(None)
 
     def _look_at_changes(self, key: ResourceKey, state: _Key) -> None:
-        """Ends a reconcile: what changed while it was at work is looked at by the next."""
+        """Ends a reconcile. Changes during it start another reconcile."""
         looked_at = state.changed_by_others or (state.changed and not state.failures)
         state.run, state.changed, state.changed_by_others = None, False, False
         if looked_at:
@@ -263,7 +267,7 @@ class WorkQueue:
             del self._keys[key]
 
     async def _process_once(self, key: ResourceKey, state: _Key) -> None:
-        """The one top-level boundary of reconciles: every error ends here, counted and logged."""
+        """Runs one reconcile; counts and logs every error. The top-level boundary of reconciles."""
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._reconcile_timeout_s):
@@ -272,18 +276,18 @@ class WorkQueue:
             self._conflicted(key, state, error)
         except SpecError as error:
             self._count(error.reason)
-            logger.warning("%s: %s; waiting for a change of the resource", key, error.message)
+            logger.warning("%s: %s. Waiting for a change of the resource", key, error.message)
             self._succeeded(state)
         except HeteroInferError as error:
             self._failed(key, state, error.reason, error.message)
         except TimeoutError:
-            self._failed(key, state, "PassTimeout", f"not done after {self._reconcile_timeout_s:g} s")
+            self._failed(key, state, "PassTimeout", f"not finished after {self._reconcile_timeout_s:g} s")
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            self._failed(key, state, "Cancelled", "something that the reconcile waited for was cancelled")
+            self._failed(key, state, "Cancelled", "a task that the reconcile awaited was cancelled")
         except Exception as error:
-            logger.exception("%s: reconcile failed; this is a defect of the operator, please report it", key)
+            logger.exception("%s: reconcile failed. This is a defect of the operator. Report it", key)
             self._failed(key, state, type(error).__name__, repr(error))
         else:
             self._succeeded(state)
@@ -301,7 +305,7 @@ class WorkQueue:
         if state.conflicts > self._backoff.conflicts_at_once:
             self._failed(key, state, "ConflictsInARow", str(error))
         else:
-            logger.debug("%s: %s; observing again", key, error)
+            logger.debug("%s: %s. Observing again", key, error)
             self.add_after(key, 0.0)
 
     def _failed(self, key: ResourceKey, state: _Key, reason: str, message: str) -> None:
@@ -309,7 +313,7 @@ class WorkQueue:
         state.failures += 1
         delay_s = self._backoff.delay_s(state.failures)
         state.not_before = asyncio.get_running_loop().time() + min(delay_s, self._backoff.changed_s)
-        logger.warning("%s: %s: %s; trying again in %.1f s", key, reason, message, delay_s)
+        logger.warning("%s: %s: %s. Trying again in %.1f s", key, reason, message, delay_s)
         self.add_after(key, delay_s)
 
     def _count(self, reason: str) -> None:
@@ -318,7 +322,7 @@ class WorkQueue:
 
 @dataclass(slots=True)
 class _Room:
-    """Room for one reconcile, given back once."""
+    """The slot of one reconcile. `give_back` frees it once."""
 
     slots: asyncio.Semaphore
     held: bool = True
