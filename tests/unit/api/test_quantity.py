@@ -72,7 +72,7 @@ def test_a_quantity_is_exact(text: object, value: Fraction) -> None:
     ],
 )
 def test_what_is_no_quantity_is_refused(text: object) -> None:
-    with pytest.raises(ValueError, match="expected a quantity such as 80Gi"):
+    with pytest.raises(ValueError, match="must be a quantity such as 80Gi"):
         quantity.parse_quantity(text)
 
 

@@ -131,7 +131,7 @@ def test_a_model_in_an_image_is_a_volume() -> None:
         assert volume in pod["spec"]["volumes"]
         assert mounts(pod)["/model"] == "model"
     said = 'Pod "x" is invalid: spec.volumes[2]: Required value: must specify a volume type'
-    advice = "This cluster has no image volumes"
+    advice = "This cluster does not support image volumes"
     assert advice in refused_words(CreateObject(manifest=model_pod(changed)), said)
     assert advice not in refused_words(CreateObject(manifest=model_pod(changed)), "denied")
     assert advice not in refused_words(CreateObject(manifest=model_pod(RESOURCE.spec)), said)

@@ -79,8 +79,8 @@ def test_an_installation_without_defaults_leaves_a_spec_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[", "expected JSON"),
-        ('{"workers": {}}', "expected an object with fetch, inspect, worker"),
+        ("[", "must be JSON"),
+        ('{"workers": {}}', "must be an object with fetch, inspect, worker"),
         ('{"worker": {"limits": {"cpu": "many"}}}', r"worker\.limits\.cpu"),
         (
             '{"fetch": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}',

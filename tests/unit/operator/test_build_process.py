@@ -46,6 +46,6 @@ async def test_a_defect_of_a_status_is_logged_once_and_cannot_forge_a_line(
     await process(KEY)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "ns/a: this is a defect of the operator, please report it: left out: "
-        "status.groups[0].epoch: 7\\n\\x1b[2J"
+        "ns/a: left invalid fields out of the status: status.groups[0].epoch: 7\\n\\x1b[2J. "
+        "This is a defect of the operator. Report it"
     )

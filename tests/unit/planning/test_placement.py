@@ -290,7 +290,7 @@ def test_two_roles_that_must_be_together_are() -> None:
     """A zone with capacity for each role by itself, and not for both."""
     small = PodDemand(name="role s", requests={"cpu": 2.0, "pods": 1.0}, labels={"app": "x"}, near=(NEAR,))
     demands = [*app(3, near=(NEAR,)), *[small] * 4]
-    assert reported(demands, *zone("a", 3)).startswith("each pod has a node by itself")
+    assert reported(demands, *zone("a", 3)).startswith("each pod alone fits on a node")
     found = assign_nodes(demands, build_free_nodes([*zone("a", 3), *zone("b", 5)]))
     assert found is not None
     assert {name[0] for name in found.nodes} == {"b"}
