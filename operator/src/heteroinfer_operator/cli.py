@@ -29,6 +29,8 @@ COMMANDS: Final = MappingProxyType(
         "suspend": "stop all groups of resources; their replicas stay as they are for later",
         "resume": "start the groups of suspended resources",
         "calibrate": "measure this machine, so that plan and up know how fast it is",
+        "version": "print the versions of this client, of the operators and of the CRD in the cluster",
+        "check": "check that a cluster has what HeteroInfer needs, for administrators",
         "crd": "print the CustomResourceDefinition",
         "operator": "run the operator (in a cluster)",
     }
@@ -44,6 +46,8 @@ EXAMPLES: Final = MappingProxyType(
         "suspend": "{prog} suspend -l team=search -n models",
         "resume": "{prog} resume llama -n models",
         "calibrate": "{prog} calibrate -o m7i.json",
+        "version": "{prog} version --context production",
+        "check": "{prog} check --wait 2m",
         "crd": "{prog} crd | kubectl apply --server-side -f -",
         "operator": "{prog} operator --check",
     }

@@ -82,7 +82,7 @@ def _namespace(kubeconfig: str | None, context: str | None) -> str | None:
     try:
         contexts, active = list_contexts(kubeconfig)
     except ConfigException:
-        return None  # load_configuration reports what is wrong with the file
+        return None  # load_configuration reports the error in the file
     if context is not None:
         active = next((each for each in contexts if each["name"] == context), None)
         if active is None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from heteroinfer_contract import names
 from heteroinfer_operator.kube.server import ApiServer
 
-_REVIEW_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+_REVIEWS: Final = "/apis/authorization.k8s.io/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +91,34 @@ def key_rules(name: str, former: str = "") -> tuple[AccessRule, ...]:
     )
 
 
-async def missing_rights(
-    server: ApiServer, rules: tuple[AccessRule, ...], namespace: str | None
-) -> list[str]:
-    """Describes the rights that this process lacks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceAccount:
+    """A service account whose rights an administrator asks about."""
 
-    Uses SelfSubjectAccessReview, which every account may create.
+    namespace: str
+    name: str
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """The user and the groups as the API server authenticates them."""
+        groups = (
+            "system:serviceaccounts",
+            f"system:serviceaccounts:{self.namespace}",
+            "system:authenticated",
+        )
+        return {"user": f"system:serviceaccount:{self.namespace}:{self.name}", "groups": list(groups)}
+
+
+async def missing_rights(
+    server: ApiServer,
+    rules: tuple[AccessRule, ...],
+    namespace: str | None,
+    account: ServiceAccount | None = None,
+) -> list[str]:
+    """Asks the API server which of these rights the caller lacks, or a service account.
+
+    Every user may ask about itself (SelfSubjectAccessReview). To ask about an account, the caller needs the
+    right to create SubjectAccessReviews.
 
     Args:
         namespace: None for all namespaces.
@@ -104,13 +126,15 @@ async def missing_rights(
     missing: list[str] = []
     for rule in rules:
         for verb in rule.verbs:
-            if not await _allowed(server, rule, verb, namespace):
+            if not await _allowed(server, rule, verb, namespace, account):
                 where = f"in namespace {namespace}" if namespace else "in the cluster"
                 missing.append(f"{verb} {rule.resource}{'.' * bool(rule.group)}{rule.group} {where}")
     return missing
 
 
-async def _allowed(server: ApiServer, rule: AccessRule, verb: str, namespace: str | None) -> bool:
+async def _allowed(
+    server: ApiServer, rule: AccessRule, verb: str, namespace: str | None, account: ServiceAccount | None
+) -> bool:
     resource, _, subresource = rule.resource.partition("/")
     attributes: dict[str, Any] = {"group": rule.group, "resource": resource, "verb": verb}
     if subresource:
@@ -119,10 +143,11 @@ async def _allowed(server: ApiServer, rule: AccessRule, verb: str, namespace: st
         attributes["namespace"] = namespace
     if rule.name:
         attributes["name"] = rule.name
+    kind = "SelfSubjectAccessReview" if account is None else "SubjectAccessReview"
     review = {
         "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectAccessReview",
-        "spec": {"resourceAttributes": attributes},
+        "kind": kind,
+        "spec": {"resourceAttributes": attributes, **(account.subject if account else {})},
     }
-    answer = await server.create(_REVIEW_PATH, review)
+    answer = await server.create(f"{_REVIEWS}/{kind.lower()}s", review)
     return bool(answer["status"]["allowed"])

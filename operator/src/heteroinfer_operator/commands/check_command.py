@@ -1,0 +1,78 @@
+"""`heteroinfer check`: whether a cluster has what HeteroInfer needs, for administrators."""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.commands.cluster_access import add_cluster_options, open_cluster
+from heteroinfer_operator.commands.structured_output import add_output_option, write_value
+from heteroinfer_operator.fleet.cluster_checks import CheckResult, CheckState, run_checks
+from heteroinfer_operator.kube.server import ApiError
+from heteroinfer_operator.quantity import parse_duration_s
+
+EXIT_FAILED: Final = 1
+POLL_S: Final = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer check`."""
+    parser.add_argument(
+        "--wait",
+        type=_duration_s,
+        default=0.0,
+        metavar="TIME",
+        help="repeat the checks until none fails, for at most this time, such as 2m",
+    )
+    add_output_option(parser, "text")
+    add_cluster_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the result of each check; returns EXIT_FAILED if a check failed.
+
+    Raises:
+        HeteroInferError: the API server does not answer.
+    """
+    results = asyncio.run(_run_checks(arguments))
+    failed = [each for each in results if each.state is CheckState.FAILED]
+    if arguments.output == "text":
+        _print_table(results)
+    else:
+        write_value({"ok": not failed, "checks": [each.dump() for each in results]}, arguments.output)
+    return EXIT_FAILED if failed else 0
+
+
+async def _run_checks(arguments: argparse.Namespace) -> Sequence[CheckResult]:
+    deadline = time.monotonic() + arguments.wait
+    async with open_cluster(arguments) as cluster:
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                results = await run_checks(cluster.server)
+            except ApiError:
+                if left_s <= 0:
+                    raise
+            else:
+                if left_s <= 0 or all(each.state is not CheckState.FAILED for each in results):
+                    return results
+            await asyncio.sleep(min(POLL_S, max(left_s, 0.0)))
+
+
+def _print_table(results: Sequence[CheckResult]) -> None:
+    width = max(len(each.name) for each in results)
+    for each in results:
+        state = each.state.value.upper() if each.state is CheckState.FAILED else each.state.value
+        sys.stdout.write(printable(f"{state:<8} {each.name:<{width}}  {each.message}") + "\n")
+    if any(each.state is CheckState.FAILED for each in results):
+        sys.stdout.write("not ready: correct the checks that FAILED\n")
+
+
+def _duration_s(text: str) -> float:
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a duration such as 2m or 90s: got {text!r}") from error

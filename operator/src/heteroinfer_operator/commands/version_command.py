@@ -1,0 +1,110 @@
+"""`heteroinfer version`: the versions of this client, of the operators and of the CRD in the cluster."""
+
+import argparse
+import asyncio
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.commands.cluster_access import add_cluster_options, open_cluster
+from heteroinfer_operator.commands.structured_output import add_output_option, write_value
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.fleet.installations import (
+    InstalledCrd,
+    InstalledOperator,
+    read_crd,
+    read_operators,
+    skew_warnings,
+)
+from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer
+from heteroinfer_operator.version import own_version
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer version`."""
+    parser.add_argument(
+        "--client", action="store_true", help="only the version of this client, without a cluster"
+    )
+    add_output_option(parser, "text")
+    add_cluster_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the versions, and on stderr a warning for each pair that differs; returns 0.
+
+    Raises:
+        HeteroInferError: the API server does not answer.
+    """
+    asyncio.run(_print_versions(arguments))
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Installation:
+    operators: tuple[InstalledOperator, ...]
+    crd: InstalledCrd | None
+    problems: tuple[str, ...]
+    """Why a part could not be read."""
+
+
+async def _print_versions(arguments: argparse.Namespace) -> None:
+    client = own_version()
+    as_text = arguments.output == "text"
+    if as_text:
+        _say(f"client    {client}")
+    if arguments.client:
+        if not as_text:
+            write_value({"client": client}, arguments.output)
+        return
+    async with open_cluster(arguments) as cluster:
+        found = await _read_installation(cluster.server)
+    warnings = found.problems or skew_warnings(client, found.operators, found.crd)
+    if as_text:
+        _print_installation(found)
+    else:
+        value: dict[str, Any] = {
+            "client": client,
+            "operators": [operator.dump() for operator in found.operators],
+            "crd": found.crd and found.crd.dump(),
+            "warnings": list(warnings),
+        }
+        write_value(value, arguments.output)
+    for warning in warnings:
+        sys.stderr.write(f"warning: {printable(warning)}\n")
+
+
+async def _read_installation(server: ApiServer) -> _Installation:
+    problems: list[str] = []
+    operators: tuple[InstalledOperator, ...] = ()
+    crd: InstalledCrd | None = None
+    try:
+        operators = await read_operators(server)
+    except ApiError as error:
+        problems.append(_unreadable("operators", error))
+    try:
+        crd = await read_crd(server)
+    except ApiError as error:
+        problems.append(_unreadable("CRD", error))
+    return _Installation(operators=operators, crd=crd, problems=tuple(problems))
+
+
+def _print_installation(found: _Installation) -> None:
+    for operator in found.operators:
+        pods = f"{operator.ready} of {operator.replicas} ready"
+        _say(f"operator  {operator.version}  {operator.name}, {pods}")
+    if not found.operators and not found.problems:
+        _say("operator  none found")
+    if found.crd is not None:
+        _say(f"CRD       {found.crd}")
+
+
+def _unreadable(name: str, error: ApiError) -> str:
+    """Returns why a part stays unknown; raises the error if the API server does not answer at all."""
+    if error.status != FORBIDDEN:
+        raise HeteroInferError(error.message, reason=error.reason) from error
+    return f"{name}: {error.message}. Ask an administrator to run `heteroinfer version`"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{printable(line)}\n")
