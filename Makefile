@@ -56,8 +56,11 @@ types: setup  ## mypy, strict
 chart: setup  ## checkov, kube-score and kubernetes-validate over the rendered chart: each finding is listed in docs/contributor/chart.md
 	$(BIN)/python -m tests.chart_linters
 
-static: lint imports types chart
-.PHONY: static chart
+docs: setup  ## the docs as a site, in site/; a broken link or a page without a place in the navigation fails
+	$(BIN)/python -m tests.docs_site
+
+static: lint imports types chart docs
+.PHONY: static chart docs
 
 imports: setup  ## import-linter: the direction of imports
 	$(BIN)/lint-imports

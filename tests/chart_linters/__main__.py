@@ -6,10 +6,8 @@ docs/contributor/chart.md lists the findings. A finding that is not listed fails
 that no linter reports.
 """
 
-import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +18,9 @@ from pathlib import Path
 import yaml
 
 from tests.cluster import processes, tools
-from tests.cluster.folders import LEAST_VALUES, REPOSITORY, cache_folder, locked
+from tests.cluster.folders import LEAST_VALUES, REPOSITORY
 from tests.cluster.progress import say
+from tests.pinned_environment import ensure_environment
 
 HERE = Path(__file__).parent
 PAGE = REPOSITORY / "docs" / "contributor" / "chart.md"
@@ -61,23 +60,6 @@ def render(folder: Path) -> list[Path]:
         files.append(folder / f"{name}.yaml")
         files[-1].write_text(processes.run([*command, *given], timeout_s=60))
     return files
-
-
-def ensure_environment() -> Path:
-    """Returns the folder of the linters' programs that PyPI has; installs them once for each list of pins."""
-    pins = HERE / "requirements.txt"
-    folder = cache_folder() / "linters" / hashlib.sha256(pins.read_bytes()).hexdigest()[:16]
-    done = folder / ".done"
-    with locked(cache_folder() / "linters" / ".lock"):
-        if not done.exists():
-            say("installing the linters of the chart (once) ...")
-            shutil.rmtree(folder, ignore_errors=True)
-            uv = str(Path(sys.executable).parent / "uv")
-            processes.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], timeout_s=120)
-            install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(folder / "bin/python")]
-            processes.run([*install, "-r", str(pins)], timeout_s=600)
-            done.touch()
-    return folder / "bin"
 
 
 def ask(command: list[str], *, codes: tuple[int, ...]) -> str:
@@ -137,7 +119,7 @@ def ask_kubernetes_validate(programs: Path, files: list[Path]) -> Iterator[Findi
 def main() -> int:
     """Returns the exit code: 0 if the findings are those listed."""
     listed = read_listed(PAGE.read_text())
-    programs = ensure_environment()
+    programs = ensure_environment("linters", HERE / "requirements.txt")
     with tempfile.TemporaryDirectory() as folder:
         files = render(Path(folder))
         found = {
