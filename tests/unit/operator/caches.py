@@ -1,4 +1,4 @@
-"""The operator's caches without an API server: a test shows them objects as a watch would."""
+"""The operator's caches without an API server. A test adds objects like a watch would."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Caches:
     def show(self, path: str, stored: dict[str, Any]) -> None:
         self.version += 1
         metadata = {**stored["metadata"], "resourceVersion": str(self.version)}
-        classes = self.state._classes  # not one of `all`: nothing waits for it
+        classes = self.state._classes  # not part of `all`: nothing waits for it
         assert classes is not None
         for cache in (*self.state.all(), classes):
             cache.synced.set()

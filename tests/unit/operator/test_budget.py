@@ -1,4 +1,4 @@
-"""The budget of a resource: never more than its bound in any window, and no wait without an end."""
+"""The budget of a resource: no window exceeds its bound, and every wait ends."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -39,9 +39,7 @@ def create_pod(name: str, group: int = 0) -> CreateObject:
     asked=st.lists(st.tuples(st.integers(0, 100), st.integers(1, 7)), max_size=40),
     most=st.integers(1, 12),
 )
-def test_no_window_has_more_than_its_bound_and_each_wait_ends(
-    asked: list[tuple[int, int]], most: int
-) -> None:
+def test_no_window_exceeds_its_bound_and_each_wait_ends(asked: list[tuple[int, int]], most: int) -> None:
     window, now, done = Window(MINUTE), NOW, []
     for later_s, count in asked:
         now += timedelta(seconds=later_s)
@@ -56,7 +54,7 @@ def test_no_window_has_more_than_its_bound_and_each_wait_ends(
         assert len(within) <= max(most, count)
 
 
-def test_a_clock_that_was_set_back_prolongs_no_wait() -> None:
+def test_setting_the_clock_back_prolongs_no_wait() -> None:
     window = Window(MINUTE)
     window.add(NOW)
     assert window.wait(1, 1, NOW - timedelta(days=1)) == MINUTE
@@ -72,12 +70,12 @@ def test_a_clock_that_was_set_back_prolongs_no_wait() -> None:
         ({}, 1),
     ],
 )
-def test_wanted_pods_of_specs_that_nobody_can_read(spec: dict[str, Any], wanted: int) -> None:
+def test_counts_wanted_pods_of_unreadable_specs(spec: dict[str, Any], wanted: int) -> None:
     assert wanted_pods(build_resource(spec, {"groups": [{"index": 0}, {"index": 1}]})) == wanted
 
 
 def test_the_pods_of_a_group_are_created_together_or_not_at_all() -> None:
-    """Half a group would be given back, and its pods created once more."""
+    """A partly created group would be deleted and created again."""
     resource, budget = build_resource({"roles": [{"pods": 4}]}), Budget()
     pods = [create_pod(f"demo-{group}-1-{index}", group) for group in range(5) for index in range(4)]
     acting = Acting("demo", (), NOW, Spending(budget, resource, pods, NOW))
@@ -89,7 +87,7 @@ def test_the_pods_of_a_group_are_created_together_or_not_at_all() -> None:
     assert "at most 18 pods a minute for this resource (2 x 4 wanted + 10)" in refusal.message
 
 
-def test_pods_that_the_api_server_refuses_cost_nothing() -> None:
+def test_refused_pods_cost_no_budget() -> None:
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     for index in range(50):
         pod = create_pod(f"demo-0-{index}-0")
@@ -98,7 +96,7 @@ def test_pods_that_the_api_server_refuses_cost_nothing() -> None:
         acting.refused(pod, "ObjectRefused", "exceeded quota")
 
 
-def test_pods_that_were_not_sent_cost_nothing() -> None:
+def test_unsent_pods_cost_no_budget() -> None:
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     for index in range(50):
         pod = create_pod(f"demo-0-{index}-0")
@@ -108,8 +106,8 @@ def test_pods_that_were_not_sent_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("stored", [1, 2, 3])
-def test_statuses_of_ours_that_were_stored_without_an_answer_are_nobody_elses(stored: int) -> None:
-    """An API server that stores a write, and answers late or never, is no other operator."""
+def test_own_statuses_stored_without_an_answer_do_not_count_as_another_operators(stored: int) -> None:
+    """The API server may store a write and answer late or never. That is not another operator."""
     budget, statuses = Budget(), [{"replicas": index} for index in range(30)]
     for index in range(3, 30):
         now = NOW + timedelta(seconds=index)
@@ -120,7 +118,7 @@ def test_statuses_of_ours_that_were_stored_without_an_answer_are_nobody_elses(st
         assert spending.find_other_writer() == ""
 
 
-def test_numbers_that_the_api_server_writes_otherwise_are_nobody_elses() -> None:
+def test_numbers_that_the_api_server_formats_differently_do_not_count_as_another_operators() -> None:
     budget = Budget()
     for index in range(20):
         now = NOW + timedelta(seconds=index)
@@ -133,15 +131,15 @@ def test_numbers_that_the_api_server_writes_otherwise_are_nobody_elses() -> None
         assert spending.find_other_writer() == ""
 
 
-def test_a_group_larger_than_the_bound_is_created_once_nothing_else_was() -> None:
-    """Its revision is older than a spec that asks for fewer pods."""
+def test_a_group_larger_than_the_bound_is_created_if_the_budget_is_unused() -> None:
+    """The group's revision is older than a spec with fewer pods."""
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     pods = [create_pod(f"demo-0-1-{index}") for index in range(40)]
     acting = Acting("demo", (), NOW, Spending(budget, resource, pods, NOW))
     assert all(acting.may(pod) for pod in pods)
 
 
-def test_what_depends_on_a_status_waits_with_it() -> None:
+def test_actions_that_depend_on_a_status_wait_with_it() -> None:
     held: list[str] = []
     budget = Budget(report=held.append)
     resource = build_resource({"roles": [{"pods": 1}]})
@@ -155,9 +153,9 @@ def test_what_depends_on_a_status_waits_with_it() -> None:
     assert Acting("demo", (), NOW, Spending(Budget(), resource, [], NOW)).may(status)
 
 
-def test_what_is_kept_of_a_decision_has_neither_the_resource_nor_the_actions() -> None:
-    """Each resource keeps its last one until the next look at it; answers may come in between."""
-    budget, long = Budget(), "what takes memory"
+def test_kept_decisions_hold_neither_the_resource_nor_the_actions() -> None:
+    """Each resource keeps its last decision until the next one, because answers may arrive in between."""
+    budget, long = Budget(), "a long text"
     resource = build_resource({"roles": [{"pods": 1, "name": long}]}, {"groups": [{"message": long}]})
     status = PatchStatus(status={"replicas": 1}, resource_version="1")
     pod = create_pod(f"demo-0-1-{long}")

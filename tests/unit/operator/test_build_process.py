@@ -1,4 +1,4 @@
-"""What a reconcile does beside observing, deciding and acting: it counts time, and logs defects."""
+"""A reconcile also counts the time of connecting ranks and logs defects of statuses."""
 
 from datetime import datetime
 
@@ -13,7 +13,7 @@ from tests.unit.operator.test_workqueue import OneResource
 KEY = ResourceKey(namespace="ns", name="a")
 
 
-async def test_a_reconcile_knows_how_long_the_operator_has_seen_ranks_connect() -> None:
+async def test_a_reconcile_gets_the_seconds_for_which_ranks_have_been_connecting() -> None:
     world, passed_s = OneResource(), 1000.0
     seen: list[dict[tuple[int, int], float]] = []
 
@@ -31,7 +31,7 @@ async def test_a_reconcile_knows_how_long_the_operator_has_seen_ranks_connect() 
     await process(KEY)
     world.there = True
     await process(KEY)
-    assert seen[-1] == {}, "it is another resource of that name"
+    assert seen[-1] == {}, "another resource has the name now"
 
 
 async def test_a_defect_of_a_status_is_logged_once_and_cannot_forge_a_line(

@@ -1,4 +1,4 @@
-"""Which resources use the claim of a cache: nothing is removed from it that one of them serves."""
+"""Finds the resources that use a cache's claim, so that no model of theirs is removed from it."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ MOVED = {"model": {"uri": "hf://acme/llama", "cache": {"claimName": "other"}}, "
 
 
 class Namespace(Caches):
-    """Caches of a namespace in which resource `one` fetches a model."""
+    """The caches of a namespace in which resource `one` fetches a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def namespace() -> Namespace:
     return Namespace()
 
 
-def test_a_resource_that_has_nothing_of_the_claim_is_no_neighbour(namespace: Namespace) -> None:
+def test_a_resource_that_does_not_use_the_claim_is_not_a_neighbour(namespace: Namespace) -> None:
     namespace.show_resource("two", MOVED)
     namespace.show_pod("two", "other")
     namespace.show_pod("one", "shared")
@@ -74,20 +74,20 @@ def test_a_resource_whose_pods_mount_the_claim_is_a_neighbour(namespace: Namespa
 
 
 def test_a_resource_whose_revision_names_the_claim_is_a_neighbour(namespace: Namespace) -> None:
-    """Its group starts again by that revision while the spec's model is not there."""
+    """Its group restarts with that revision while the model of the spec is not available."""
     namespace.show_resource("two", MOVED)
     namespace.show_revision("two", FETCHES)
     (found,) = namespace.state.neighbours(ResourceKey(namespace="ns", name="one"), "shared") or ()
     assert [each["kind"] for each in found.objects] == ["ConfigMap"]
 
 
-def test_a_resource_for_which_the_claim_was_made_is_a_neighbour(namespace: Namespace) -> None:
-    """A suspended resource has no pod, and neither its spec nor its status names the claim."""
+def test_a_resource_for_which_the_claim_was_created_is_a_neighbour(namespace: Namespace) -> None:
+    """A suspended resource has no pods, and neither its spec nor its status names the claim."""
     namespace.show_resource("two", {"model": {"uri": "hf://acme/llama", "cache": {"size": "1Gi"}}})
     owner = Owner(key=ResourceKey(namespace="ns", name="two"), uid="two")
     assert namespace.neighbours(identity.model_claim(owner, ModelCache(size="1Gi"))) == ["two"]
 
 
-def test_it_is_not_known_who_uses_a_claim_that_pods_of_a_deleted_resource_mount(namespace: Namespace) -> None:
+def test_users_of_a_claim_are_unknown_while_pods_of_a_deleted_resource_mount_it(namespace: Namespace) -> None:
     namespace.show_pod("gone", "shared")
     assert namespace.neighbours() is None

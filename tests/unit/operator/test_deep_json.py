@@ -1,4 +1,4 @@
-"""JSON of any depth is parsed; only what nests too deep is lost."""
+"""JSON of any depth is parsed. Only values that nest too deeply are lost."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def nested(opening: str, closing: str, inner: str = "1") -> str:
 
 
 @given(values, st.sampled_from([('{"f:a":', "}"), ("[", "]"), ('[{"a]":', "}]")]), st.booleans())
-def test_what_is_beside_a_deep_value_is_read(value: Any, brackets: tuple[str, str], as_bytes: bool) -> None:
+def test_values_next_to_a_deep_value_are_read(value: Any, brackets: tuple[str, str], as_bytes: bool) -> None:
     text = f'{{"before": {json.dumps(value)}, "deep": {nested(*brackets)}, "after": {json.dumps(value)}}}'
     with pytest.raises(RecursionError):
         json.loads(text)
@@ -36,16 +36,16 @@ def test_what_is_beside_a_deep_value_is_read(value: Any, brackets: tuple[str, st
 
 
 @given(values)
-def test_other_json_is_as_it_is(value: Any) -> None:
+def test_other_json_is_unchanged(value: Any) -> None:
     assert parse_json(json.dumps(value)) == value
 
 
 @pytest.mark.parametrize("text", ["", "{", nested("[", "", ""), nested("[", "]") + "]", nested('{"a":', "]")])
-def test_no_json_is_refused(text: str) -> None:
+def test_text_that_is_not_json_raises(text: str) -> None:
     with pytest.raises(ValueError, match=r"line 1|Expecting"):
         parse_json(text)
 
 
-def test_an_answer_of_the_api_server_may_nest() -> None:
+def test_answers_of_the_api_server_may_nest_deeply() -> None:
     deep = nested('{"f:a":', "}", "{}")
     assert parse_answer("GET", f'{{"kind": "Pod", "metadata": {deep}}}', has=("kind",))["kind"] == "Pod"

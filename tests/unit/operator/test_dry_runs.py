@@ -1,4 +1,4 @@
-"""A dry run that takes its time holds nobody up, and its answer is found later."""
+"""A slow dry run blocks no reconcile, and a later reconcile finds its result."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,7 +34,7 @@ def asks(revision: str = "r") -> TryObjects:
 
 
 class Server:
-    """Says nothing until it may."""
+    """Answers only after the test allows it."""
 
     def __init__(self, error: ApiError | None = None) -> None:
         self.may = asyncio.Event()
@@ -54,7 +54,7 @@ class Server:
 
 
 async def until_known(find: Callable[[], Awaitable[None]]) -> None:
-    """Asks again and again, as reconciles do."""
+    """Calls `find` repeatedly, like reconciles do."""
     async with asyncio.timeout(5):
         while True:
             try:
@@ -64,7 +64,7 @@ async def until_known(find: Callable[[], Awaitable[None]]) -> None:
                     raise
 
 
-async def test_nobody_waits_for_a_webhook_that_is_slow() -> None:
+async def test_reconciles_do_not_wait_for_a_slow_webhook() -> None:
     server = Server()
     runs = DryRuns(server.try_create)
     for _ in range(3):
@@ -74,10 +74,10 @@ async def test_nobody_waits_for_a_webhook_that_is_slow() -> None:
     server.may.set()
     await until_known(lambda: runs.find(resource(), asks(), patience_s=0))
     assert runs.admitted(resource()) == {"r"}
-    assert server.asked == 2, "each object once"
+    assert server.asked == 2, "each object is sent once"
 
 
-async def test_an_answer_is_of_one_uid_and_holds_a_while() -> None:
+async def test_a_result_applies_to_one_uid_and_expires() -> None:
     now = 0.0
     server = Server()
     server.may.set()
@@ -89,7 +89,7 @@ async def test_an_answer_is_of_one_uid_and_holds_a_while() -> None:
     assert runs.admitted(resource()) == frozenset()
 
 
-async def test_a_refusal_is_said_once_and_asked_for_anew() -> None:
+async def test_a_refusal_is_reported_once_and_requested_again() -> None:
     server = Server(ApiError("POST /pods", status=422, said="no such field"))
     server.may.set()
     runs = DryRuns(server.try_create)
@@ -101,7 +101,7 @@ async def test_a_refusal_is_said_once_and_asked_for_anew() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 429, 503])
-async def test_no_answer_is_none_and_asked_for_again(status: int) -> None:
+async def test_a_missing_answer_is_not_a_result_and_is_requested_again(status: int) -> None:
     server = Server(ApiError("POST /pods: no answer", status=status))
     server.may.set()
     runs = DryRuns(server.try_create)
@@ -112,7 +112,7 @@ async def test_no_answer_is_none_and_asked_for_again(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [409, 500])
-async def test_a_name_that_is_taken_and_a_webhook_that_fails_refuse_no_revision(status: int) -> None:
+async def test_an_existing_name_or_a_failing_webhook_does_not_refuse_a_revision(status: int) -> None:
     server = Server(ApiError("POST /pods", status=status, said="failed calling webhook"))
     server.may.set()
     runs = DryRuns(server.try_create)
@@ -120,7 +120,7 @@ async def test_a_name_that_is_taken_and_a_webhook_that_fails_refuse_no_revision(
     assert runs.admitted(resource()) == {"r"}
 
 
-async def test_the_answer_of_another_revision_is_not_waited_for() -> None:
+async def test_a_new_revision_does_not_wait_for_the_result_of_another() -> None:
     server = Server()
     runs = DryRuns(server.try_create)
     with pytest.raises(ChildError, match="waiting for the API server to validate"):
@@ -130,7 +130,7 @@ async def test_the_answer_of_another_revision_is_not_waited_for() -> None:
     assert runs.admitted(resource()) == {"new"}
 
 
-async def test_many_resources_take_a_part_of_the_requests() -> None:
+async def test_dry_runs_of_many_resources_use_only_a_part_of_the_requests() -> None:
     server = Server()
     runs = DryRuns(server.try_create)
     names = [f"demo-{i}" for i in range(3 * AT_ONCE)]
@@ -144,7 +144,7 @@ async def test_many_resources_take_a_part_of_the_requests() -> None:
     assert server.asked == 2 * len(names)
 
 
-async def test_what_is_gone_is_forgotten() -> None:
+async def test_dry_runs_of_deleted_resources_are_forgotten() -> None:
     server = Server()
     runs = DryRuns(server.try_create)
     with pytest.raises(ChildError, match="waiting for the API server to validate"):

@@ -1,4 +1,4 @@
-"""Errors that are shown to users."""
+"""Errors that users see."""
 
 from datetime import UTC, datetime
 
@@ -23,7 +23,7 @@ def test_every_error_has_a_reason_that_a_condition_can_have() -> None:
         assert made.reason == error.reason
 
 
-def test_a_given_reason_wins() -> None:
+def test_a_passed_reason_replaces_the_class_reason() -> None:
     assert HeteroInferError("it failed", reason="NodesNotReadable").reason == "NodesNotReadable"
 
 

@@ -1,4 +1,4 @@
-"""Any JSON in an object of a stranger is read, or the object is left out: nothing else is raised."""
+"""Objects of other clients with any JSON are read or left out. No other error is raised."""
 
 import contextlib
 import copy
@@ -145,7 +145,7 @@ json_values = st.recursive(
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yields the path of every field and item of an object, but for what the API server itself writes."""
+    """Yields the paths of all fields and items of an object, except fields that the API server writes."""
     items: list[tuple[str | int, object]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -161,7 +161,7 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[st
 
 @st.composite
 def changed(draw: st.DrawFn, plausible: Manifest) -> Manifest:
-    """Draws an object with some of its fields replaced by any JSON, or taken away."""
+    """Draws an object in which some fields are removed or replaced by any JSON."""
     stored = copy.deepcopy(plausible)
     for path in draw(st.lists(st.sampled_from(list(places(plausible))), min_size=1, max_size=3)):
         holder: Any = stored
@@ -173,19 +173,19 @@ def changed(draw: st.DrawFn, plausible: Manifest) -> Manifest:
             if isinstance(holder, dict) and draw(st.booleans()):
                 del holder[name]
         except (KeyError, IndexError, TypeError):
-            continue  # an earlier change took the place away
+            continue  # an earlier change removed this path
     return stored
 
 
 def any_object(plausible: Manifest) -> st.SearchStrategy[Manifest]:
-    """Draws an object of a kind: mostly as it should be, or with any JSON at all beside its metadata."""
+    """Draws an object of a kind, mostly valid, or with any JSON next to its metadata."""
     metadata = {name: plausible["metadata"][name] for name in KEPT_BY_API_SERVER}
     anything = st.dictionaries(st.sampled_from(["spec", "status", "data", "kind"]), json_values, max_size=4)
     return changed(plausible) | anything.map(lambda fields: {**fields, "metadata": metadata})
 
 
 def check_types(value: Any) -> None:
-    """Asserts that each field of a dataclass has the type that it declares."""
+    """Asserts that each field of a dataclass has its declared type."""
     hints = get_type_hints(type(value))
     for each in dataclasses.fields(value):
         found = getattr(value, each.name)
@@ -196,7 +196,7 @@ def check_types(value: Any) -> None:
 
 
 def read(trimmed: Callable[[Manifest], Any], stored: Manifest) -> Any:
-    """Returns the value of an object, or None for one that is left out."""
+    """Returns the value of an object, or None if it is left out."""
     with contextlib.suppress(UnreadableError):
         return trimmed(stored)
     return None
@@ -225,7 +225,7 @@ def test_any_pod_is_read_or_left_out(stored: Manifest) -> None:
 
 
 def use_promise(requests: trim.PodRequests | None) -> None:
-    """Reads what a pod without a node asks for as planning does."""
+    """Uses the demand of a pod without a node like planning does."""
     if requests is None or requests.promise is None:
         return
     demand = requests.promise.demand
@@ -308,7 +308,7 @@ moments = st.builds(
 
 
 @given(moments)
-def test_every_moment_that_go_can_write_is_a_moment(text: str) -> None:
+def test_every_time_that_go_can_write_is_read(text: str) -> None:
     moment = as_moment(text, "time")
     assert moment is not None
     assert moment.utcoffset() == timedelta(0)
@@ -329,10 +329,10 @@ def test_a_grace_period_of_any_length_has_an_end(grace_s: int, now: datetime, pa
 
 
 @given(any_object(POD))
-def test_caches_take_any_pod(stored: Manifest) -> None:
-    """What the caches themselves do with values: clocks, indices, sums."""
+def test_caches_accept_any_pod(stored: Manifest) -> None:
+    """The caches' own work on values also accepts any pod: clocks, indexes and sums."""
     state = ClusterState(
-        None,  # type: ignore[arg-type]  # nothing is read: the test says what a watch would
+        None,  # type: ignore[arg-type]  # no request is sent: the test adds the objects
         namespaces=(),
         touched=lambda key: None,
         nodes_changed=lambda: None,
@@ -347,8 +347,8 @@ def test_caches_take_any_pod(stored: Manifest) -> None:
     assert len(state.promised()) <= 1
 
 
-def test_a_pod_of_ours_that_cannot_be_read_is_there_and_not_ready(caplog: pytest.LogCaptureFixture) -> None:
-    """To leave it out would end its epoch; to keep its last state could hide that its rank died."""
+def test_an_unreadable_pod_of_ours_exists_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
+    """Without the pod its epoch would end. With its last known state a dead rank could seem Ready."""
     state = ClusterState(None, namespaces=(), touched=lambda key: None, nodes_changed=lambda: None)  # type: ignore[arg-type]  # as above
     (cache,) = [each for each in state.all() if each.collection.label.startswith("pods of")]
     stored = copy.deepcopy(POD) | {"apiVersion": "v1", "kind": "Pod"}
@@ -368,13 +368,13 @@ def test_a_pod_of_ours_that_cannot_be_read_is_there_and_not_ready(caplog: pytest
 
 
 @given(st.text(max_size=8) | st.integers().map(str) | st.just("9" * 5000))
-def test_any_resource_version_has_an_order_or_none(text: str) -> None:
+def test_any_resource_version_is_ordered_or_zero(text: str) -> None:
     number = version_number(text)
     assert number == 0 or text.lstrip("0") == str(number)
 
 
-def test_a_pod_of_the_api_server_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    """The object that the tests change is itself read by every function: else they would prove nothing."""
+def test_the_unchanged_pod_is_read_by_every_function(caplog: pytest.LogCaptureFixture) -> None:
+    """Every function reads the object that the tests change. Otherwise the tests would prove nothing."""
     record = trim.pod_record(POD)
     assert record is not None
     assert isinstance(record.view, PodView)

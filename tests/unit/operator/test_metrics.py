@@ -1,4 +1,4 @@
-"""What the operator's metrics say of resources, from their status alone."""
+"""The operator's metrics of resources, computed from their status alone."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_groups_are_counted_by_phase_until_their_resource_is_gone() -> None:
     assert (count("Ready"), count("Starting")) == (0, 0)
 
 
-def test_a_group_tells_its_life() -> None:
+def test_metrics_show_the_state_and_failures_of_a_group() -> None:
     metrics = OperatorMetrics()
     metrics.observe_status(KEY, parse_status(STATUS))
 
@@ -102,7 +102,7 @@ def test_conditions_are_one_zero_or_minus_one() -> None:
     assert found == {"Ready": 0, "Failed": 0, "Planned": 1, "ModelReady": -1}
 
 
-def test_series_do_not_outlive_their_resource() -> None:
+def test_series_end_with_their_resource() -> None:
     metrics = OperatorMetrics()
     metrics.observe_status(KEY, parse_status(STATUS))
     assert b"ns/tiny/0" in metrics.exposition()
@@ -110,7 +110,7 @@ def test_series_do_not_outlive_their_resource() -> None:
     assert b"ns/tiny" not in metrics.exposition()
 
 
-def test_its_own_memory_is_reported() -> None:
+def test_metrics_contain_the_operators_own_memory() -> None:
     held = OperatorMetrics().registry.get_sample_value(names.PROCESS_RESIDENT_MEMORY_BYTES)
     assert held is not None
     assert held > 1 << 20
@@ -135,12 +135,12 @@ def test_a_damaged_status_loses_only_its_unreadable_parts(damaged: dict[str, Any
     metrics.observe_status(KEY, parse_status({**STATUS, **damaged}))
     page = metrics.exposition().decode()
     samples = [line.rpartition(" ")[0] for line in page.splitlines() if not line.startswith("#")]
-    assert len(samples) == len(set(samples)), "Prometheus refuses a page with one series twice"
+    assert len(samples) == len(set(samples)), "Prometheus refuses a page with duplicate series"
     kept = "heteroinfer_group_epoch" if "groups" not in damaged else 'condition="Planned"'
     assert any(kept in sample for sample in samples)
 
 
-def test_statuses_that_cannot_be_written_are_counted_until_they_are() -> None:
+def test_unwritten_statuses_are_counted_until_they_are_written() -> None:
     metrics = OperatorMetrics()
     keys = [ResourceKey(namespace="default", name=name) for name in ("a", "b")]
 
@@ -154,4 +154,4 @@ def test_statuses_that_cannot_be_written_are_counted_until_they_are() -> None:
     metrics.observe_status_write(keys[0], True)
     assert unwritten() == 1
     metrics.observe_status(keys[1], None)
-    assert unwritten() == 0, "it is gone"
+    assert unwritten() == 0, "the resource is gone"

@@ -1,4 +1,4 @@
-"""A node's loss and a pod's grace are counted by the operator's own clock, whatever other clocks say."""
+"""The operator's own clock measures a node's loss and a pod's grace period, not other clocks."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -22,18 +22,18 @@ GRACE_S = 90
 
 
 class Clocks:
-    """Time, as the operator's clock and those of the cluster have it."""
+    """The operator's clock and another clock of the cluster."""
 
     def __init__(self, skew_s: float) -> None:
         self.now = START
         self._skew = timedelta(seconds=skew_s)
 
     def passed_s(self) -> float:
-        """Returns the seconds since the beginning, which no clock changes."""
+        """Returns the monotonic seconds since the start."""
         return (self.now - START).total_seconds()
 
     def theirs(self) -> str:
-        """Returns the stamp that another program of the cluster writes now."""
+        """Returns the timestamp that another program of the cluster would write now."""
         return (self.now + self._skew).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -43,7 +43,9 @@ def node(version: int, ready: str, since: str) -> dict[str, Any]:
         "kind": "Node",
         "metadata": {"name": "n", "uid": "node", "resourceVersion": str(version)},
         "status": {
-            "allocatable": {"cpu": str(version)},  # so that each state differs, as images and sizes do
+            "allocatable": {
+                "cpu": str(version)
+            },  # makes each state different, like a node's images and sizes
             "conditions": [{"type": "Ready", "status": ready, "lastTransitionTime": since}],
         },
     }
@@ -73,8 +75,8 @@ def going_pod(version: int, deletion: str) -> dict[str, Any]:
     skew_s=st.integers(-86400, 86400),
     states=st.lists(st.tuples(st.booleans(), st.integers(1, 50)), min_size=1, max_size=12),
 )
-def test_a_node_is_given_up_by_one_clock(skew_s: int, states: Sequence[tuple[bool, int]]) -> None:
-    """It is silent or not, for some seconds each; the node controller's clock is off by up to a day."""
+def test_a_node_counts_as_lost_by_one_clock(skew_s: int, states: Sequence[tuple[bool, int]]) -> None:
+    """The node is silent or not for some seconds each. The node controller's clock is off by up to a day."""
     clocks = Clocks(skew_s)
     silences = OwnClock(lambda: clocks.now, clocks.passed_s)
     known_since: datetime | None = None
@@ -86,7 +88,7 @@ def test_a_node_is_given_up_by_one_clock(skew_s: int, states: Sequence[tuple[boo
             known_since, stamp = clocks.now, clocks.theirs()
         silences.note("n", stamp)
         clocks.now += timedelta(seconds=seconds)
-        silences.note("n", stamp)  # seen again, as after a list
+        silences.note("n", stamp)  # seen again, like after a list
         view = NodeView(name="n", allocatable={}, unreachable_since=silences.moment("n"))
         loss = NodeLoss(nodes={"n": view}, after=AFTER, now=clocks.now)
         pod = PodView(name="p", uid="p", labels={}, created=START, node="n")
@@ -95,9 +97,9 @@ def test_a_node_is_given_up_by_one_clock(skew_s: int, states: Sequence[tuple[boo
 
 @pytest.mark.parametrize("skew_s", [-86400.0 * 365, 0.0, 86400.0 * 365])
 def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
-    """Stamps of years ago and of years to come: what counts is when each was first seen."""
+    """Timestamps may be years off. Only the time at which the operator first saw them counts."""
     state = ClusterState(
-        None,  # type: ignore[arg-type]  # nothing is read: the test says what a watch would
+        None,  # type: ignore[arg-type]  # no request is sent: the test adds the objects
         namespaces=(),
         touched=lambda key: None,
         nodes_changed=lambda: None,
@@ -108,7 +110,7 @@ def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
     key = ResourceKey(namespace="ns", name="llama")
 
     def moments(version: int, ready: str) -> tuple[datetime | None, datetime | None]:
-        """Returns since when the node is silent and when the pod is gone, after both have changed."""
+        """Changes both objects; returns the start of the node's silence and the end of the pod's grace."""
         caches["nodes"].note_written(node(version, ready, stamp))
         caches["pods of all namespaces"].note_written(going_pod(version, stamp))
         (view,), (pod,) = state.nodes() or (), state.pods(key, "owner")
@@ -120,12 +122,12 @@ def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
     assert gone_by is not None
     assert began <= silent_since <= utc_now()
     assert began <= gone_by - timedelta(seconds=GRACE_S) <= utc_now()
-    assert moments(3, "Unknown") == (silent_since, gone_by), "other changes of both count nothing anew"
+    assert moments(3, "Unknown") == (silent_since, gone_by), "other changes restart no count"
     assert moments(4, "True") == (None, gone_by)
 
 
-def test_time_in_which_the_operator_stood_still_gives_no_node_up() -> None:
-    """It was stopped, or its machine suspended. The node may be back, and no watch has shown it yet."""
+def test_a_pause_of_the_operator_does_not_count_as_silence_of_a_node() -> None:
+    """The process was stopped or its machine suspended. The node may be back before a watch shows it."""
     now, passed_s = START, 0.0
 
     def pass_time(seconds: float) -> None:
@@ -145,14 +147,14 @@ def test_time_in_which_the_operator_stood_still_gives_no_node_up() -> None:
 
 
 @pytest.mark.parametrize("set_by", [timedelta(hours=1), timedelta(days=-1)])
-def test_a_clock_that_is_set_changes_no_wait(set_by: timedelta) -> None:
-    """A node silent for no time was given up, by the operator's own clock alone."""
+def test_setting_the_clock_changes_no_wait(set_by: timedelta) -> None:
+    """Once, setting the operator's clock made a node count as lost without any silence."""
     now, passed_s = START, 0.0
     silences = OwnClock(lambda: now, lambda: passed_s)
     silences.note("n", "since")
     for _ in range(3):
         now, passed_s = now + timedelta(milliseconds=10_003), passed_s + 10
-        assert silences.moment("n") == START, "a clock is not exact: this is no other moment"
+        assert silences.moment("n") == START, "small differences of the clock do not change the time"
     now += set_by
     moment = silences.moment("n")
     assert moment is not None

@@ -1,4 +1,4 @@
-"""Pods whose volumes cannot be mounted: the status names the missing object, by the kubelet's event."""
+"""If a volume cannot be mounted, the status names the missing object from the kubelet's event."""
 
 import asyncio
 from dataclasses import replace
@@ -43,7 +43,7 @@ PULLING = event(4, "Pulling", "Pulling image x")
 
 
 class Server:
-    """Has events of each pod, and counts questions."""
+    """Returns the same events for each pod and records requests."""
 
     def __init__(self, *events: dict[str, Any]) -> None:
         self.events = events
@@ -55,7 +55,7 @@ class Server:
 
 
 class Look:
-    """Looks at pods at times of its own."""
+    """Calls `explain` at times that the test chooses."""
 
     def __init__(self, server: Server) -> None:
         self.now_s = 0.0
@@ -85,11 +85,11 @@ class Look:
         ((), ""),
     ],
 )
-async def test_what_keeps_a_volume_from_being_mounted_is_named(
+async def test_names_the_reason_why_a_volume_is_not_mounted(
     events: tuple[dict[str, Any], ...], words: str
 ) -> None:
     look = Look(Server(*events))
-    assert await look.at(0, pod("p")) == [CREATING], "it has just got a node"
+    assert await look.at(0, pod("p")) == [CREATING], "the pod has just got a node"
     [waiting] = await look.at(SILENT_S, pod("p"))
     assert waiting is not None
     assert (waiting.reason, words in waiting.message) == (("FailedMount" if words else CREATING.reason), True)
@@ -97,7 +97,7 @@ async def test_what_keeps_a_volume_from_being_mounted_is_named(
     assert look.pending.look_again_s(KEY) == AGAIN_S
 
 
-async def test_one_pod_of_each_role_is_asked_for_and_only_while_it_is_made() -> None:
+async def test_requests_events_of_one_pod_per_role_only_while_the_kubelet_prepares_it() -> None:
     server = Server(MISSING)
     look = Look(server)
     pods = [pod("a"), pod("b"), pod("c", role="gpu")]

@@ -1,4 +1,4 @@
-"""What a webhook may change in a pod, and with which changes the pod is none of its group."""
+"""Changes by a webhook that are harmless, and changes that keep a pod out of its group."""
 
 import copy
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def changed(change: Callable[[Pod], object]) -> list[str]:
         lambda pod: worker(pod).update(resources={"requests": {"cpu": "1"}}, imagePullPolicy="Always"),
     ],
 )
-def test_a_pod_that_serves_all_the_same_is_as_it_was_sent(change: Callable[[Pod], object]) -> None:
+def test_harmless_changes_of_a_pod_are_not_reported(change: Callable[[Pod], object]) -> None:
     assert changed(change) == []
 
 
@@ -86,7 +86,7 @@ def test_a_pod_that_serves_all_the_same_is_as_it_was_sent(change: Callable[[Pod]
         (lambda pod: worker(pod)["env"][0].update(value="1"), f"{WORKER}.env[HETEROINFER_POD]"),
     ],
 )
-def test_a_change_without_which_a_pod_is_none_of_its_group_is_found(
+def test_changes_that_keep_a_pod_out_of_its_group_are_reported(
     change: Callable[[Pod], object], field: str
 ) -> None:
     assert changed(change) == [field]

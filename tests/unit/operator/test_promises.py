@@ -1,4 +1,4 @@
-"""Capacity is kept for pods that the operator made, for a bounded time, and messages name the holder."""
+"""Capacity is reserved for the operator's pods for a limited time, and messages name these pods."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ NAME = "llama-0-7-0"
 
 
 class PromiseCaches(Caches):
-    """Caches with the resource whose pods wait for a node."""
+    """The caches with a resource whose pods wait for a node."""
 
     def show_resource(self, uid: str = OWNER.uid) -> None:
         metadata = {"namespace": "ns", "name": "llama", "uid": uid}
@@ -55,14 +55,14 @@ def caches() -> PromiseCaches:
     return caches
 
 
-def test_capacity_is_kept_for_a_pod_for_a_bounded_time(caches: PromiseCaches) -> None:
+def test_capacity_is_reserved_for_a_pod_for_a_limited_time(caches: PromiseCaches) -> None:
     caches.show(POD.path(), waiting_pod())
     assert caches.promised == [f"ns/{NAME}"]
     caches.now += PROMISE_S - 1
     caches.show(POD.path(), waiting_pod(priority=1))
     assert caches.promised == [f"ns/{NAME}"]
     caches.now += 1
-    assert caches.promised == [], "a change of the pod gives it no more time"
+    assert caches.promised == [], "a change of the pod does not prolong its reservation"
     caches.show(POD.path(), waiting_pod(uid="another"))
     assert caches.promised == [f"ns/{NAME}"]
 
@@ -76,26 +76,26 @@ def test_a_gated_pod_gets_its_time_once_the_scheduler_may_place_it(caches: Promi
 
 
 @pytest.mark.parametrize("name", ["squat", "llama", "llama-0-7", "llama-0-7-0-copy", "other-0-7-0"])
-def test_no_capacity_is_kept_for_a_pod_of_another_name(caches: PromiseCaches, name: str) -> None:
+def test_no_capacity_is_reserved_for_a_pod_of_another_name(caches: PromiseCaches, name: str) -> None:
     caches.show(POD.path(), waiting_pod(name))
     assert caches.promised == []
 
 
-def test_no_capacity_is_kept_for_a_pod_whose_resource_is_not_there() -> None:
+def test_no_capacity_is_reserved_for_a_pod_of_a_missing_resource() -> None:
     caches = PromiseCaches()
     caches.show(POD.path(), waiting_pod())
-    assert caches.promised == [], "nobody has such a resource"
+    assert caches.promised == [], "no such resource exists"
     caches.show_resource("another")
-    assert caches.promised == [], "it is another one of that name"
+    assert caches.promised == [], "another resource has that name"
     caches.show_resource()
     assert caches.promised == [f"ns/{NAME}"]
 
 
 @given(st.lists(st.tuples(st.integers(0, int(PROMISE_S)), st.booleans(), st.booleans()), max_size=8))
-def test_no_pod_holds_capacity_for_longer_whatever_happens_to_it(
+def test_changes_of_a_pod_do_not_prolong_its_reservation(
     events: Sequence[tuple[int, bool, bool]],
 ) -> None:
-    """A pod changes, is gated and released, and its resource is written: the pod's own time goes on."""
+    """The pod changes, is gated and released, and its resource is written. The pod's time still runs."""
     caches, waited_s = PromiseCaches(), 0
     caches.show_resource()
     caches.show(POD.path(), waiting_pod())
@@ -109,7 +109,7 @@ def test_no_pod_holds_capacity_for_longer_whatever_happens_to_it(
         assert (caches.promised == []) == (waited_s >= PROMISE_S)
 
 
-def test_a_pod_that_hints_at_a_node_is_counted_there_once(caches: PromiseCaches) -> None:
+def test_a_pod_with_a_preferred_node_is_counted_there_once(caches: PromiseCaches) -> None:
     for name in ("a", "b"):
         caches.show("/api/v1/nodes", node_of(name))
     hint = hint_at("b")
@@ -121,7 +121,7 @@ def test_a_pod_that_hints_at_a_node_is_counted_there_once(caches: PromiseCaches)
 
     assert free() == {"a": 32, "b": 2}
     with caches.state.promising([manifest_of("llama-0-7-1", hint)]):
-        assert free() == {"a": 2, "b": 2}, "both cannot be on b"
+        assert free() == {"a": 2, "b": 2}, "both do not fit on b"
     assert free() == {"a": 32, "b": 2}
     caches.show(POD.path(), waiting_pod(nodeName="a"))
     assert free() == {"a": 2, "b": 32}
@@ -131,7 +131,7 @@ def test_a_pod_that_hints_at_a_node_is_counted_there_once(caches: PromiseCaches)
 def test_counts_a_pod_that_will_preempt_on_its_node_before_it_is_stored(
     caches: PromiseCaches, value: int, counted: bool
 ) -> None:
-    """Its manifest names a class at most: the API server fills in the number."""
+    """The manifest names only a priority class. The API server fills in the number."""
     caches.show("/api/v1/nodes", node_of("a"))
     metadata = {"namespace": "ns", "name": "placeholder", "uid": "p"}
     containers = [{"name": "pause", "resources": {"requests": {"cpu": "30"}}}]
@@ -164,7 +164,7 @@ def manifest_of(name: str, affinity: Manifest) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", **waiting_pod(name, affinity=affinity)}
 
 
-def test_a_message_names_only_the_pods_that_its_reader_may_know() -> None:
+def test_a_message_names_only_pods_of_the_readers_namespace() -> None:
     assert describe_promises([], "ns") == ""
     words = "some of the capacity is reserved for pods that are not scheduled yet: "
     assert describe_promises(["ns/b", "ns/a"], "ns") == f"{words}a, b"

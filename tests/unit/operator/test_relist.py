@@ -1,4 +1,4 @@
-"""A cache that is told to list anew does so, whatever the API server says at that moment."""
+"""`relist` makes a cache list again, even if an event or a list arrives at that moment."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 
 
 class Server:
-    """Lists nothing, and sends the events that it is given."""
+    """Returns empty lists and sends the events of the test."""
 
     watch_silence_s = 100.0
 
@@ -54,12 +54,12 @@ async def until_listed(server: Server, lists: int) -> None:
 
 
 @pytest.mark.parametrize("with_event", [False, True])
-async def test_an_event_that_is_at_hand_does_not_undo_a_relist(with_event: bool) -> None:
-    """It set the version from which the next watch went on, and nothing was listed."""
+async def test_an_event_in_progress_does_not_undo_a_relist(with_event: bool) -> None:
+    """Once, the event set the version for the next watch, and nothing was listed."""
     server = Server()
     async with cache_of(server) as cache:
         await cache.synced.wait()
-        await asyncio.sleep(0.01)  # it watches
+        await asyncio.sleep(0.01)  # now the cache watches
         if with_event:
             metadata = {"name": "a", "uid": "u", "resourceVersion": "11"}
             server.events.put_nowait({"type": "ADDED", "object": {"metadata": metadata}})
@@ -67,7 +67,7 @@ async def test_an_event_that_is_at_hand_does_not_undo_a_relist(with_event: bool)
         await until_listed(server, 2)
 
 
-async def test_a_list_that_is_under_way_does_not_undo_a_relist() -> None:
+async def test_a_list_in_progress_does_not_undo_a_relist() -> None:
     server = Server()
     server.may_list.clear()
     async with cache_of(server) as cache:

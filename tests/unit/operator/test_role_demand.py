@@ -1,4 +1,4 @@
-"""What pods with feed-forward ranks ask of nodes."""
+"""Demands of pods with feed-forward ranks."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def spec(resources: dict[str, Any] | None, **template: Any) -> HeteroInferenceSp
             {"cpu": "16500m", "memory": "72Gi"},
             {"memory": "72Gi"},
         ),
-        # A limit alone is a request too.
+        # A limit without a request counts as a request.
         (
             {"limits": {"cpu": "2", "memory": "512Mi"}},
             {"cpu": "16", "memory": "66048Mi"},
@@ -43,13 +43,13 @@ def test_the_amounts_of_feed_forward_ranks_are_added(
     assert resources == {"requests": {**requests, **gpu}, "limits": {**limits, **gpu}}
 
 
-def test_the_scheduler_is_asked_for_them() -> None:
+def test_the_pods_demand_includes_feed_forward_ranks() -> None:
     parsed = spec({"requests": {"cpu": "2", "memory": "8Gi"}})
     asked = role_demand(parsed, parsed.roles[0], Device.GPU).requests
     assert (asked["cpu"], asked["memory"], asked["nvidia.com/gpu"]) == (16, 72 * 2**30, 1)
 
 
-def test_gpus_that_others_share_are_left_out_in_each_alternative() -> None:
+def test_shared_gpus_are_excluded_in_each_affinity_alternative() -> None:
     zones = [{"key": "zone", "operator": "In", "values": [zone]} for zone in ("a", "b")]
     required = {"nodeSelectorTerms": [{"matchExpressions": [zone]} for zone in zones]}
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
@@ -64,5 +64,5 @@ def test_gpus_that_others_share_are_left_out_in_each_alternative() -> None:
     assert [term["matchExpressions"] for term in terms["nodeSelectorTerms"]] == [
         [zone, unshared] for zone in zones
     ]
-    # On CPUs there is no GPU to share.
+    # A role on CPUs has no GPU to share.
     assert role_fields(parsed, parsed.roles[0], Device.CPU)["affinity"] == affinity

@@ -1,4 +1,4 @@
-"""What an answer of the API server, or of a proxy in front of it, is taken for."""
+"""Classifies answers of the API server or of a proxy in front of it."""
 
 import json
 from pathlib import Path
@@ -32,8 +32,8 @@ UNSIGNED = "its team has exceeded quota of unsigned images"
         *((status, DENIED) for status in (403, 429, 500, 503)),
     ],
 )
-def test_what_is_said_of_an_object_is_a_refusal_of_it(status: int, said: str) -> None:
-    """403 was none: a missing class, Pod Security, a LimitRange and most webhooks took a group down."""
+def test_errors_about_an_objects_content_are_refusals(status: int, said: str) -> None:
+    """403 once did not count: a missing class, Pod Security, a LimitRange and most webhooks ended a group."""
     error = ApiError("POST /pods", status=status, said=said)
     assert error.is_of_object
     assert error.is_refusal
@@ -52,7 +52,7 @@ def test_what_is_said_of_an_object_is_a_refusal_of_it(status: int, said: str) ->
         (500, 'failed calling webhook "w": connection refused', ()),
     ],
 )
-def test_what_may_be_over_when_the_old_pods_are_gone_is_not_of_the_object(
+def test_refusals_that_may_pass_once_old_pods_are_gone_do_not_blame_the_object(
     status: int, said: str, causes: tuple[str, ...]
 ) -> None:
     error = ApiError("POST /pods", status=status, said=said, causes=frozenset(causes))
@@ -61,7 +61,7 @@ def test_what_may_be_over_when_the_old_pods_are_gone_is_not_of_the_object(
 
 
 @pytest.mark.parametrize("status", [0, 401, 409, 429, 500, 502, 503, 504])
-def test_an_api_server_that_cannot_answer_refuses_nothing(status: int) -> None:
+def test_an_unavailable_api_server_refuses_nothing(status: int) -> None:
     error = ApiError("POST /pods", status=status, said="try again")
     assert not error.is_of_object
     assert not error.is_refusal
@@ -79,22 +79,20 @@ def test_an_api_server_that_cannot_answer_refuses_nothing(status: int) -> None:
         b'{"kind": "\xff"}',
     ],
 )
-def test_what_is_no_answer_is_an_error_of_the_api_server(text: str | bytes) -> None:
-    """Anything else ended the watch, and the operator's process with it."""
+def test_invalid_answers_raise_api_error(text: str | bytes) -> None:
+    """Any other error ended the watch and with it the operator's process."""
     with pytest.raises(ApiError, match=r"GET /pods: the answer must be .*, got ") as caught:
         parse_answer("GET /pods", text, has=("kind", "metadata"))
     assert not caught.value.is_refusal
     assert len(caught.value.message) < 600
 
 
-def test_an_answer_is_the_object_that_it_holds() -> None:
+def test_a_valid_answer_is_parsed() -> None:
     answer = {"kind": "Pod", "metadata": {"name": "p"}}
     assert parse_answer("GET /pods", json.dumps(answer), has=("kind", "metadata")) == answer
 
 
-async def test_a_pod_asks_no_proxy_for_the_api_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pod_uses_no_proxy_to_the_api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kubeconfig"
     cluster = {"name": "c", "cluster": {"server": "https://10.96.0.1"}}
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}

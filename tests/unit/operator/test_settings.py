@@ -1,4 +1,4 @@
-"""The operator's settings and health, as values."""
+"""The values of the operator's settings and health."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from heteroinfer_operator.health import Health
 from heteroinfer_operator.settings import InstallationSettings
 
 
-def test_nothing_set_gives_the_defaults() -> None:
+def test_an_empty_environment_gives_the_defaults() -> None:
     assert InstallationSettings.from_env({}) == InstallationSettings()
     assert (
         InstallationSettings.from_env({"HETEROINFER_WATCH_NAMESPACES": "", "HETEROINFER_LOG_LEVEL": " "})
@@ -94,32 +94,32 @@ def test_every_setting_is_read() -> None:
         ("ALLOWED_ANNOTATIONS", "a b", "keys of annotations, or prefixes"),
     ],
 )
-def test_a_wrong_value_is_named(name: str, value: str, expected: str) -> None:
+def test_an_invalid_value_is_named(name: str, value: str, expected: str) -> None:
     with pytest.raises(HeteroInferError, match=f"HETEROINFER_{name} must be {expected}.*, got "):
         InstallationSettings.from_env({f"HETEROINFER_{name}": value})
 
 
-def test_leader_election_needs_to_know_who_and_where() -> None:
+def test_leader_election_needs_namespace_and_identity() -> None:
     with pytest.raises(HeteroInferError, match="HETEROINFER_IDENTITY is not set"):
         InstallationSettings.from_env({"HETEROINFER_LEADER_ELECTION": "true", "HETEROINFER_NAMESPACE": "sys"})
 
 
-def test_a_calibration_needs_to_know_where() -> None:
+def test_calibrations_need_a_namespace() -> None:
     with pytest.raises(HeteroInferError, match=r"but HETEROINFER_NAMESPACE is not\. Set it"):
         InstallationSettings.from_env({"HETEROINFER_CALIBRATION_CONFIG_MAP": "calibration"})
 
 
 @pytest.mark.parametrize("duration_s", [3, 15, 3600])
-def test_a_holder_stops_before_another_may_start(duration_s: int) -> None:
+def test_a_holder_stops_before_another_process_starts(duration_s: int) -> None:
     settings = InstallationSettings(lease_duration_s=duration_s)
     assert settings.lease_renew_s * 2 < settings.lease_deadline_s < duration_s
 
 
-def test_health_tells_a_stuck_operator_from_one_that_waits() -> None:
+def test_health_distinguishes_a_stuck_operator_from_a_waiting_one() -> None:
     now = 0.0
     health = Health(stale_s=900, clock=lambda: now)
     now = 10_000
-    assert health.stuck() == "", "it may wait for the Lease for ever"
+    assert health.stuck() == "", "it may wait for the Lease forever"
     health.resynced()
     now += 900
     assert health.stuck() == ""

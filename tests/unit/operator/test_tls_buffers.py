@@ -1,4 +1,4 @@
-"""asyncio's buffer of a TLS connection, which has no option."""
+"""The size of asyncio's TLS receive buffer, for which asyncio has no option."""
 
 from asyncio import Protocol, get_running_loop, sslproto
 from ssl import create_default_context
@@ -9,7 +9,7 @@ from heteroinfer_operator.kube.tls_buffers import RECORD_BYTES, shrink_tls_buffe
 
 
 def buffer_bytes() -> int:
-    """Returns what a new connection keeps for what it receives."""
+    """Returns the size of a new connection's receive buffer."""
     loop = get_running_loop()
     connection = sslproto.SSLProtocol(loop, Protocol(), create_default_context(), loop.create_future())
     try:
@@ -25,5 +25,5 @@ async def test_a_connection_keeps_one_record(monkeypatch: pytest.MonkeyPatch) ->
     assert buffer_bytes() == RECORD_BYTES
 
 
-async def test_it_is_still_needed() -> None:
+async def test_asyncio_still_has_the_large_buffer() -> None:
     assert buffer_bytes() > RECORD_BYTES

@@ -1,4 +1,4 @@
-"""Stored objects to values: what decisions read of pods and nodes."""
+"""Converts stored objects to the values that decisions read."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -40,7 +40,7 @@ def terminated(name: str, exit_code: int, message: str = "") -> dict[str, Any]:
     }
 
 
-def test_a_pod_that_runs() -> None:
+def test_a_running_pod() -> None:
     record = trim.pod_record(
         stored_pod(phase="Running", podIP="10.0.0.1", conditions=[{"type": "Ready", "status": "True"}])
     )
@@ -51,7 +51,7 @@ def test_a_pod_that_runs() -> None:
     assert set(record.view.labels) == {names.LABEL_RESOURCE, names.LABEL_EPOCH}
 
 
-def test_a_resource_names_who_sets_the_finalizer_of_earlier_versions() -> None:
+def test_a_resource_lists_managers_of_the_finalizer_of_earlier_versions() -> None:
     metadata = {"namespace": "ns", "name": "llama", "uid": "u", "resourceVersion": "1"}
     fields: dict[str, Any] = {"f:metadata": {"f:finalizers": {".": {}, f'v:"{names.FINALIZER}"': {}}}}
     theirs: dict[str, Any] = {"f:metadata": {"f:finalizers": {'v:"example.test/theirs"': {}}}}
@@ -67,14 +67,14 @@ def test_a_resource_names_who_sets_the_finalizer_of_earlier_versions() -> None:
 
 
 @pytest.mark.parametrize("annotations", [None, {"app": "x"}, {names.ANNOTATION_IMAGES: "worker:1"}])
-def test_a_pod_says_what_its_epoch_was_made_with(annotations: dict[str, str] | None) -> None:
-    """One of an older version, or without any annotation, does not."""
+def test_a_pod_records_the_images_of_its_epoch(annotations: dict[str, str] | None) -> None:
+    """A pod of an older version, or without annotations, does not record them."""
     pod = stored_pod()
     pod["metadata"]["annotations"] = annotations
     assert trim.pod_view(pod).images == (annotations or {}).get(names.ANNOTATION_IMAGES, "")
 
 
-def test_a_pod_says_what_a_limit_range_gave_it() -> None:
+def test_a_pod_shows_the_resources_set_by_a_limit_range() -> None:
     pod = stored_pod()
     pod["spec"]["containers"][0]["resources"] = {
         "requests": {"cpu": "500m", "memory": "1Gi"},
@@ -88,23 +88,23 @@ def test_a_pod_says_what_a_limit_range_gave_it() -> None:
     assert trim.pod_view(pod).defaulted == "requests cpu=500m and limits cpu=500m, memory=2Gi"
 
 
-def test_a_pod_whose_label_was_taken_off_is_not_ours() -> None:
+def test_a_pod_without_our_label_is_not_ours() -> None:
     pod = stored_pod()
     del pod["metadata"]["labels"]
     assert trim.pod_record(pod) is None
 
 
-def test_what_no_resource_of_ours_owns_is_not_ours_whatever_its_label() -> None:
+def test_objects_without_our_owner_reference_are_not_ours() -> None:
     for owners in ([], [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "uid": "u", "controller": True}]):
         pod = stored_pod(phase="Pending")
         pod["metadata"]["ownerReferences"] = owners
         assert trim.pod_record(pod) is None
         assert trim.child_record(pod) is None
         del pod["spec"]["nodeName"]
-        assert trim.pod_requests(pod) is None, "nobody promised it anything"
+        assert trim.pod_requests(pod) is None, "no capacity is reserved for it"
 
 
-def test_a_child_is_kept_without_what_nobody_reads() -> None:
+def test_a_child_is_cached_without_unused_fields() -> None:
     child = stored_pod(phase="x")
     child["metadata"]["managedFields"] = [{"manager": "m"}]
     record = trim.child_record(child)
@@ -115,7 +115,7 @@ def test_a_child_is_kept_without_what_nobody_reads() -> None:
     }
 
 
-def test_a_resource_is_kept_as_it_is_read() -> None:
+def test_a_cached_resource_gives_the_same_view() -> None:
     metadata = {"namespace": "ns", "name": "llama", "uid": "u", "generation": 3, "resourceVersion": "7"}
     managed = [
         {"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:spec": {}}},
@@ -130,7 +130,7 @@ def test_a_resource_is_kept_as_it_is_read() -> None:
     assert "kubectl" not in record.text
 
 
-def test_the_workers_own_end_is_reported_before_any_other_containers() -> None:
+def test_the_workers_termination_takes_precedence_over_other_containers() -> None:
     pod = stored_pod(
         phase="Failed", containerStatuses=[terminated("sidecar", 1, "no"), terminated("worker", 70, "rank 1")]
     )
@@ -141,10 +141,10 @@ def test_the_workers_own_end_is_reported_before_any_other_containers() -> None:
     sidecar_failed = trim.pod_view(stored_pod(containerStatuses=[terminated("sidecar", 1, "no"), running]))
     assert sidecar_failed.termination is not None
     init_done = trim.pod_view(stored_pod(initContainerStatuses=[terminated("copy", 0)]))
-    assert init_done.termination is None, "an init container that succeeded ends nothing"
+    assert init_done.termination is None, "a successful init container does not end the pod"
 
 
-def test_containers_of_others_that_outlive_the_worker_keep_its_pod() -> None:
+def test_other_containers_that_run_after_the_worker_are_listed() -> None:
     proxy = {"name": "istio-proxy", "state": {"running": {}}}
     serving = stored_pod(containerStatuses=[proxy, {"name": "worker", "state": {"running": {}}}])
     assert trim.pod_view(serving).still_running == ()
@@ -154,8 +154,8 @@ def test_containers_of_others_that_outlive_the_worker_keep_its_pod() -> None:
     assert trim.pod_view(over).still_running == ()
 
 
-def test_a_sidecar_that_the_kubelet_restarts_ends_no_pod() -> None:
-    """As service meshes inject them: containers that begin before the others and are restarted."""
+def test_a_restarted_sidecar_does_not_end_the_pod() -> None:
+    """Service meshes inject such containers. They start before the others and are restarted."""
     running = {"name": "worker", "state": {"running": {}}}
     pod = stored_pod(initContainerStatuses=[terminated("proxy", 137)], containerStatuses=[running])
     pod["spec"]["initContainers"] = [{"name": "proxy", "restartPolicy": "Always"}, {"name": "copy"}]
@@ -185,7 +185,7 @@ def test_why_a_pod_does_not_run_yet() -> None:
     assert trim.pod_view(stored_pod(containerStatuses=[waiting])).waiting == ("ImagePullBackOff", "no such")
 
 
-def test_a_pod_that_goes() -> None:
+def test_a_pod_that_is_being_deleted() -> None:
     going = stored_pod(phase="Running")
     going["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
     assert trim.pod_view(going).ended
@@ -193,7 +193,7 @@ def test_a_pod_that_goes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["DisruptionTarget", "TerminationTarget"])
-def test_a_pod_that_is_taken_away(kind: str) -> None:
+def test_a_disrupted_pod(kind: str) -> None:
     condition = {"type": kind, "status": "True", "reason": "Preempted"}
     assert trim.pod_view(stored_pod(conditions=[condition])).disrupted == "Preempted"
     no_longer = {**condition, "status": "False"}
@@ -209,7 +209,7 @@ def test_a_pod_has_started_once_its_worker_has_run() -> None:
     assert trim.pod_view(stored_pod(containerStatuses=[terminated("worker", 0)])).started
 
 
-def test_effective_requests_are_the_schedulers() -> None:
+def test_effective_requests_equal_those_of_the_scheduler() -> None:
     def asks(cpu: str, **fields: Any) -> dict[str, Any]:
         return {"resources": {"requests": {"cpu": cpu}}, **fields}
 
@@ -218,14 +218,14 @@ def test_effective_requests_are_the_schedulers() -> None:
         "containers": [asks("1"), asks("250m"), {}],
         "overhead": {"cpu": "100m"},
     }
-    # The largest init step is 4 beside the sidecar's 0.5; containers with it are 1.75.
+    # The largest init step needs 4 plus the sidecar's 0.5. The containers and the sidecar need 1.75.
     assert effective_requests(spec) == {"cpu": pytest.approx(4.6)}
     assert effective_requests({"containers": [asks("1")], "resources": {"requests": {"cpu": "3"}}}) == {
         "cpu": 3
     }
 
 
-def test_what_a_pod_takes_of_its_node_and_what_is_promised_to_ours() -> None:
+def test_requests_of_placed_pods_and_reservations_of_ours() -> None:
     pod = stored_pod(phase="Running")
     pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
     placed = trim.pod_requests(pod)
@@ -246,12 +246,12 @@ def test_what_a_pod_takes_of_its_node_and_what_is_promised_to_ours() -> None:
     assert trim.pod_requests(pod) is None, "the scheduler does not place a gated pod"
     del pod["spec"]["schedulingGates"]
     pod["metadata"]["name"] = "llama-copy"
-    assert trim.pod_requests(pod) is None, "the operator makes no pod of this name"
+    assert trim.pod_requests(pod) is None, "the operator creates no pods with this name"
     pod["metadata"]["name"] = "llama-0-1-0"
     pod["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
-    assert trim.pod_requests(pod) is None, "it will never be placed"
+    assert trim.pod_requests(pod) is None, "the scheduler will never place it"
     del pod["metadata"]["deletionTimestamp"], pod["metadata"]["labels"][names.LABEL_RESOURCE]
-    assert trim.pod_requests(pod) is None, "nobody promised a stranger's pod anything"
+    assert trim.pod_requests(pod) is None, "no capacity is reserved for pods of others"
     pod["status"]["phase"] = "Succeeded"
     pod["spec"]["nodeName"] = "n1"
     assert trim.pod_requests(pod) is None

@@ -1,4 +1,4 @@
-"""What the API server said of a pod without label is believed by the look that asked, and by no later one."""
+"""An answer about a pod without our label counts only for the reconcile that requested it."""
 
 import asyncio
 from typing import Any
@@ -47,7 +47,7 @@ async def find(pods: UnlabelledPods, of: ResourceView, shown: list[PodRecord]) -
 
 
 class Server:
-    """Answers once it may."""
+    """Answers only after the test allows it."""
 
     def __init__(self) -> None:
         self.may = asyncio.Event()
@@ -60,8 +60,8 @@ class Server:
         return stored()
 
 
-async def test_an_answer_that_nobody_waited_for_is_none_to_a_later_question() -> None:
-    """A pod that had got its label back and was deleted later was said to be Ready."""
+async def test_a_late_answer_is_not_used_for_a_later_request() -> None:
+    """Once, a pod that got its label back and was deleted later was reported as Ready."""
     server = Server()
     pods = UnlabelledPods(server, patience_s=0.01)  # type: ignore[arg-type]
     shown = trim.pod_record(stored(**{names.LABEL_RESOURCE: "demo"}))
@@ -75,8 +75,8 @@ async def test_an_answer_that_nobody_waited_for_is_none_to_a_later_question() ->
     assert await find(pods, resource(), []) == []
 
 
-async def test_a_pod_of_an_earlier_resource_is_none_of_a_later_one_of_its_name() -> None:
-    """The later one took it for its own, and made no pods."""
+async def test_a_pod_of_an_earlier_resource_does_not_belong_to_a_new_one_of_its_name() -> None:
+    """Once, the new resource took the pod for its own and created no pods."""
     server = Server()
     server.may.set()
     pods = UnlabelledPods(server)  # type: ignore[arg-type]

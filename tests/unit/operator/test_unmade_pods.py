@@ -1,4 +1,4 @@
-"""Which pods are known to have never existed."""
+"""Tracks the pods that never existed."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def pod(name: str = "demo-0-7-1", *, plan: str = "p", hint: str = "") -> dict[st
     return {"metadata": {"name": name, "labels": labels}, "spec": {"nodeName": hint}}
 
 
-def test_a_pod_is_unmade_from_the_decision_to_make_it_until_it_is_made_or_refused() -> None:
+def test_a_pod_is_unmade_from_the_decision_until_it_is_created_or_refused() -> None:
     pods = UnmadePods()
     assert pods.names() == frozenset()
     pods.want(pod())
@@ -31,7 +31,7 @@ def test_a_pod_is_unmade_from_the_decision_to_make_it_until_it_is_made_or_refuse
     assert not pods.was_asked("demo-0-7-1")
 
 
-def test_a_pod_is_made_of_its_first_manifest_while_its_plan_and_revision_are_the_same() -> None:
+def test_a_pod_is_created_from_its_first_manifest_while_plan_and_revision_are_the_same() -> None:
     pods = UnmadePods()
     pods.want(pod(hint="a"))
     pods.note_asked("demo-0-7-1")

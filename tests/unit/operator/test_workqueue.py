@@ -1,4 +1,4 @@
-"""The queue with real coroutines: coalescing, one at a time, back-off, timers."""
+"""The queue with real coroutines: merging of keys, one reconcile per key, back-off, timers."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ async def until(check: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_key_added_often_is_processed_once_and_once_more_if_added_meanwhile() -> None:
+async def test_a_key_is_processed_once_and_again_if_added_during_processing() -> None:
     seen: list[ResourceKey] = []
     go = asyncio.Event()
 
@@ -72,7 +72,7 @@ async def test_a_key_added_often_is_processed_once_and_once_more_if_added_meanwh
         assert sorted(seen) == [A, A, B]
 
 
-async def test_one_key_is_never_processed_twice_at_once_and_others_are_not_held_up() -> None:
+async def test_one_key_never_runs_twice_at_once_and_does_not_block_others() -> None:
     at_work: set[ResourceKey] = set()
     most = 0
 
@@ -94,7 +94,7 @@ async def test_one_key_is_never_processed_twice_at_once_and_others_are_not_held_
         assert most == 2
 
 
-async def test_a_failure_is_tried_again_with_growing_waits_up_to_the_most() -> None:
+async def test_failures_are_retried_with_growing_waits_up_to_a_maximum() -> None:
     times: list[float] = []
 
     async def process(key: ResourceKey) -> None:
@@ -111,7 +111,7 @@ async def test_a_failure_is_tried_again_with_growing_waits_up_to_the_most() -> N
     assert [Backoff().delay_s(n) for n in (1, 2, 3, 9, 10_000)] == [0.2, 0.4, 0.8, 30.0, 30.0]
 
 
-async def test_a_change_that_the_failing_reconcile_made_itself_does_not_undo_the_back_off() -> None:
+async def test_own_changes_of_a_failing_reconcile_do_not_shorten_the_back_off() -> None:
     times: list[float] = []
 
     async def process(key: ResourceKey) -> None:
@@ -127,7 +127,7 @@ async def test_a_change_that_the_failing_reconcile_made_itself_does_not_undo_the
     assert times[2] - times[1] >= 0.02
 
 
-async def test_conflicts_are_tried_again_at_once_but_not_for_ever() -> None:
+async def test_conflicts_are_retried_at_once_but_not_without_limit() -> None:
     metrics = OperatorMetrics()
     times: list[float] = []
 
@@ -151,7 +151,7 @@ async def test_conflicts_are_tried_again_at_once_but_not_for_ever() -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-async def test_a_conflict_after_failures_is_tried_again_and_ends_a_resync(failures: int) -> None:
+async def test_a_conflict_after_failures_is_retried_and_completes_a_resync(failures: int) -> None:
     seen = 0
 
     async def process(key: ResourceKey) -> None:
@@ -171,7 +171,7 @@ async def test_a_conflict_after_failures_is_tried_again_and_ends_a_resync(failur
         await resync[0]
 
 
-async def test_a_change_by_others_cuts_the_back_off_short() -> None:
+async def test_a_change_by_others_shortens_the_back_off() -> None:
     times: list[float] = []
 
     async def process(key: ResourceKey) -> None:
@@ -187,7 +187,7 @@ async def test_a_change_by_others_cuts_the_back_off_short() -> None:
         assert times[1] - times[0] >= 0.01
 
 
-async def test_reconciles_that_hang_do_not_keep_others_from_starting() -> None:
+async def test_hanging_reconciles_do_not_block_others() -> None:
     hanging = [ResourceKey(namespace="ns", name=f"hangs-{index}") for index in range(20)]
     seen: list[ResourceKey] = []
 
@@ -203,7 +203,7 @@ async def test_reconciles_that_hang_do_not_keep_others_from_starting() -> None:
         assert seen[-1] == A
 
 
-async def test_a_reconcile_whose_own_task_was_cancelled_is_tried_again() -> None:
+async def test_a_reconcile_with_a_cancelled_task_is_retried() -> None:
     seen = 0
 
     async def process(key: ResourceKey) -> None:
@@ -220,7 +220,7 @@ async def test_a_reconcile_whose_own_task_was_cancelled_is_tried_again() -> None
         await queue.process_all([B])
 
 
-async def test_a_wrong_spec_waits_for_a_change() -> None:
+async def test_an_invalid_spec_waits_for_a_change() -> None:
     seen = 0
 
     async def process(key: ResourceKey) -> None:
@@ -236,7 +236,7 @@ async def test_a_wrong_spec_waits_for_a_change() -> None:
         await until(lambda: seen == 3)
 
 
-async def test_looking_again_the_earliest_wins_and_a_change_comes_first() -> None:
+async def test_the_earliest_timer_wins_and_a_change_comes_first() -> None:
     times: list[float] = []
 
     async def process(key: ResourceKey) -> float | None:
@@ -256,7 +256,7 @@ async def test_looking_again_the_earliest_wins_and_a_change_comes_first() -> Non
         await until(lambda: len(times) == 3)
 
 
-async def test_a_reconcile_that_hangs_is_ended_and_counted_as_a_failure() -> None:
+async def test_a_hanging_reconcile_times_out_and_counts_as_a_failure() -> None:
     seen = 0
 
     async def process(key: ResourceKey) -> None:
@@ -270,7 +270,7 @@ async def test_a_reconcile_that_hangs_is_ended_and_counted_as_a_failure() -> Non
         await until(lambda: seen == 2)
 
 
-async def test_stopping_cancels_the_reconcile_in_work() -> None:
+async def test_stopping_cancels_the_running_reconcile() -> None:
     cancelled = asyncio.Event()
     begun = asyncio.Event()
 
@@ -288,7 +288,7 @@ async def test_stopping_cancels_the_reconcile_in_work() -> None:
 
 
 class OneResource:
-    """A world of one resource, for build_process."""
+    """A cluster with one resource, for build_process."""
 
     def __init__(self) -> None:
         self.status: dict[str, object] = {}
@@ -313,7 +313,7 @@ class OneResource:
             self.status = dict(action.status)
 
 
-async def test_a_reconcile_observes_decides_acts_and_says_when_to_look_again() -> None:
+async def test_a_reconcile_observes_decides_acts_and_returns_the_next_wait() -> None:
     world = OneResource()
 
     def decide(observation: ResourceObservation, now: datetime) -> Decision:

@@ -1,6 +1,6 @@
-"""The queue keeps its promises over any history: no key that has work to do is lost, and every waiter ends.
+"""The queue works over any history: it loses no key with pending work, and every waiter ends.
 
-The queue runs in an event loop whose clock the test sets, so that every bound of time is exact.
+The queue runs in an event loop whose clock the test sets, so that all time limits are exact.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ OUTCOMES: dict[str, Callable[[], float | BaseException | None]] = {
     "defect": lambda: ValueError("a defect"),
     "cancelled": asyncio.CancelledError,
 }
-"""How a reconcile ends; a time-out comes by itself."""
+"""Outcomes of a reconcile. A timeout happens without an outcome."""
 EXACT_S = 1e-9
 
 
 class ClockedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands until `advance` sets it."""
+    """An event loop whose clock changes only by `advance`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ClockedLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now_s
 
-    def call_at(  # type: ignore[override]  # the arguments of callbacks are of no interest here
+    def call_at(  # type: ignore[override]  # the types of callback arguments do not matter here
         self,
         when: float,
         callback: Callable[..., object],
@@ -56,7 +56,7 @@ class ClockedLoop(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
     def settle(self) -> None:
-        """Runs all that can run now."""
+        """Runs all callbacks that are due."""
 
         async def turns() -> None:
             for _ in range(20):
@@ -65,7 +65,7 @@ class ClockedLoop(asyncio.SelectorEventLoop):
         self.run_until_complete(turns())
 
     def advance(self, seconds: float) -> None:
-        """Sets the clock forward, and stops at every timer on the way."""
+        """Sets the clock forward and runs each timer on the way."""
         until = self.now_s + seconds
         while True:
             self.settle()
@@ -82,17 +82,17 @@ class ClockedLoop(asyncio.SelectorEventLoop):
 
 @dataclass(slots=True)
 class Expected:
-    """What the queue owes one key.
+    """The expected behaviour of the queue for one key.
 
     Attributes:
-        start_by: latest time at which its next reconcile starts, if there is room; None if none is owed.
-        not_before: earliest time, after a failure.
-        failures: in a row.
-        conflicts: since the last success.
-        changed: whether it was added while it is at work.
-        changed_by_others: whether not only by its own reconcile.
-        later: times that add_after named while it is at work.
-        starts: how often a reconcile started.
+        start_by: latest start of the next reconcile if a slot is free; None if no reconcile is due.
+        not_before: earliest start after a failure.
+        failures: consecutive failures.
+        conflicts: conflicts since the last success.
+        changed: whether the key was added during its reconcile.
+        changed_by_others: whether something other than its own reconcile added it.
+        later: due times of add_after calls during its reconcile.
+        starts: number of started reconciles.
     """
 
     start_by: float | None = None
@@ -107,7 +107,7 @@ class Expected:
 
 @dataclass(slots=True)
 class AtWork:
-    """A reconcile that the test ends; `own_changes` are made from inside of it."""
+    """A running reconcile, which the test ends. `own_changes` are changes by the reconcile itself."""
 
     since: float
     own_changes: "asyncio.Queue[None]" = field(default_factory=asyncio.Queue)
@@ -276,7 +276,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop.advance(seconds)
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def no_key_is_lost(self) -> None:
         self.loop.settle()
         now = self.loop.time()
         assert not self.broken, self.broken
@@ -286,7 +286,7 @@ class QueueMachine(RuleBasedStateMachine):
             if key in self.at_work or expected.start_by is None:
                 continue
             overdue_s = now - expected.start_by
-            # Without room it waits for reconciles that are slow: each round of them takes SLOW_S.
+            # Without a free slot the key waits for slow reconciles. Each round of them takes SLOW_S.
             allowed_s = 0.0 if len(fresh) < WORKERS else len(KEYS) / WORKERS * SLOW_S
             assert overdue_s < allowed_s - EXACT_S, f"{key} should have started {overdue_s:g} s ago"
         for wait, before in self.waits:
@@ -294,7 +294,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert begun or not wait.done(), "process_all returned before a reconcile"
 
     def teardown(self) -> None:
-        """Ends the queue in the midst of its work in half of the histories, or when all is done."""
+        """Stops the queue: in half of the histories during its work, otherwise when all work is done."""
         try:
             if self.drains:
                 self.drain()
@@ -306,10 +306,10 @@ class QueueMachine(RuleBasedStateMachine):
                 wait.cancel()
             self.loop.settle()
             self.loop.close()
-        assert not undone, "process_all waits for a queue that has ended"
+        assert not undone, "process_all still waits although the queue has stopped"
 
     def drain(self) -> None:
-        """Ends all reconciles well: then all waiters end, and nothing is kept of any key."""
+        """Ends all reconciles successfully. Then all waiters end, and the queue keeps no key."""
         for _ in range(20):
             for work in self.at_work.values():
                 if not work.outcome.done():

@@ -1,4 +1,4 @@
-"""Children that are written again and again."""
+"""Counts repeated identical writes of children."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,23 +21,23 @@ def note(written: WrittenAgain, manifest: dict[str, Any], now: datetime) -> bool
     return written.note(manifest["kind"], manifest["metadata"]["name"], manifest, now)
 
 
-def test_the_same_again_and_again_is_undone_by_others() -> None:
+def test_repeated_identical_writes_count_as_undone_by_others() -> None:
     assert notes([policy()] * (MOST + 2), timedelta(seconds=1)) == [False] * (MOST - 1) + [True] * 3
 
 
-def test_writes_far_apart_are_not_in_a_row() -> None:
+def test_writes_far_apart_are_not_consecutive() -> None:
     assert not any(notes([policy()] * 20, WITHIN))
 
 
-def test_another_manifest_begins_anew() -> None:
+def test_another_manifest_restarts_the_count() -> None:
     assert not any(notes([policy(0), policy(1)] * 20, timedelta(seconds=1)))
 
 
-def test_objects_are_counted_each_by_itself() -> None:
+def test_each_object_is_counted_separately() -> None:
     assert not any(notes([policy(name=f"demo-{i}-ranks") for i in range(20)], timedelta(seconds=1)))
 
 
-def test_a_clock_that_is_set_back_begins_anew() -> None:
+def test_setting_the_clock_back_restarts_the_count() -> None:
     written = WrittenAgain()
     for _ in range(MOST):
         said = note(written, policy(), NOW)
@@ -45,8 +45,8 @@ def test_a_clock_that_is_set_back_begins_anew() -> None:
     assert not note(written, policy(), NOW - timedelta(days=1))
 
 
-def test_a_deletion_again_and_again_is_undone_by_others_too() -> None:
+def test_repeated_deletions_count_as_undone_by_others() -> None:
     written = WrittenAgain()
     times = [written.note("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MOST)]
     assert times == [False] * (MOST - 1) + [True]
-    assert not note(written, policy(), NOW), "a write is counted by itself"
+    assert not note(written, policy(), NOW), "writes and deletions are counted separately"
