@@ -21,10 +21,11 @@ from heteroinfer_operator.errors import HeteroInferError
 
 COMMANDS: Final = MappingProxyType(
     {
+        "new": "write a HeteroInference for a model and your hardware",
         "up": "run a HeteroInference on this machine, without a cluster",
         "top": "show the groups and ranks of a cluster, kept up to date",
         "logs": "print the logs of a resource's ranks, the culprit's first",
-        "plan": "print who would be which rank, with which layers, without a cluster",
+        "plan": "print whether a HeteroInference fits, how fast it is, and its ranks, without a cluster",
         "restart": "start all groups of resources again, as rollout.maxUnavailable allows",
         "suspend": "stop all groups of resources; their replicas stay as they are for later",
         "resume": "start the groups of suspended resources",
@@ -38,10 +39,11 @@ COMMANDS: Final = MappingProxyType(
 """Purpose of each sub-command, by name. Its module is NAME_command."""
 EXAMPLES: Final = MappingProxyType(
     {
+        "new": "{prog} new hf://Qwen/Qwen3-30B-A3B --gpu-memory 24Gi --cpus 16 --cpu-memory 64Gi",
         "up": "{prog} up -f examples/quickstart.yaml --model-dir ~/models/qwen",
         "top": "{prog} top -n models",
         "logs": "{prog} logs llama --previous",
-        "plan": "{prog} plan -f examples/quickstart.yaml --model-dir ~/models/qwen",
+        "plan": "{prog} plan -f examples/gpu-and-cpu.yaml --model-dir ~/models/llama --choices",
         "restart": "{prog} restart llama -n models",
         "suspend": "{prog} suspend -l team=search -n models",
         "resume": "{prog} resume llama -n models",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_files import read_profile
@@ -79,7 +80,14 @@ def test_plan_reads_a_hubs_model_without_vllm(hub: HubServer, tmp_path: Path) ->
     }
     file = tmp_path / "resource.json"
     file.write_text(json.dumps(resource))
-    command = [sys.executable, "-m", "heteroinfer_operator.cli", "plan", "-f", str(file), "-o", "json"]
+    done = run_without_vllm(hub, tmp_path, "plan", "-f", str(file), "-o", "json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plan"]["ranks"]
+
+
+def run_without_vllm(hub: HubServer, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line without a worker's Python."""
+    command = [sys.executable, "-m", "heteroinfer_operator.cli", *arguments]
     env = {
         **{name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
         "HOME": str(tmp_path),
@@ -87,11 +95,29 @@ def test_plan_reads_a_hubs_model_without_vllm(hub: HubServer, tmp_path: Path) ->
         "NO_PROXY": "*",
         ENV_WORKER_PYTHON: "/nowhere/python",
     }
-    done = subprocess.run(
+    return subprocess.run(
         command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_new_writes_a_resource_for_a_hubs_model_without_vllm(hub: HubServer, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    options = ("--cpus", "2", "--cpu-memory", "4Gi", "--revision", "main", "-o", str(file))
+    done = run_without_vllm(hub, tmp_path, "new", f"hf://{MODEL}", *options)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["plan"]["ranks"]
+    manifest = yaml.safe_load(file.read_text())
+    assert manifest["spec"]["model"] == {
+        "uri": f"hf://{MODEL}",
+        "revision": "main",
+        "cache": {"size": "2Gi", "accessMode": "ReadWriteOnce"},
+    }
+    done = run_without_vllm(hub, tmp_path, "plan", "-f", str(file))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny fits: 1 pod (1 CPU), mode Pipeline\n")
+    assert f"# {done.stdout.splitlines()[1]}\n" in file.read_text()
+    refused = run_without_vllm(hub, tmp_path, "new", "hf://acme/none", "--cpus", "2", "--cpu-memory", "4Gi")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: model.uri: hf://acme/none: ")
 
 
 def test_profile_is_that_of_the_files(hub: HubServer, made: Path, tmp_path: Path) -> None:

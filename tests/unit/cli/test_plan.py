@@ -155,8 +155,8 @@ def test_a_model_directory_stands_for_the_uri(
 ) -> None:
     file = write(tmp_path, model, model={"uri": "pvc://models/m"})
     assert error(capsys, "-f", file) == (
-        "error: model.uri: got pvc://models/m, which is not on this machine; give its files with "
-        "--model-dir DIR\n"
+        "error: model.uri: pvc://models/m is not on this machine. Name a copy of its files with --model-dir "
+        "DIR\n"
     )
     assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0
 
@@ -164,7 +164,7 @@ def test_a_model_directory_stands_for_the_uri(
 def test_a_folder_without_a_tokenizer_is_noted(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"note: {model} holds no tokenizer (tokenizer.json, or a file of another kind)"
+    words = f"note: {model} has no tokenizer (tokenizer.json, or a file of another format)"
 
     def notes(**engine: Any) -> str:
         assert main(["plan", "-f", write(tmp_path, model, roles=CPU_ROLE, **engine)]) == 0
@@ -722,4 +722,4 @@ def test_a_bad_option_is_a_usage_error(arguments: list[str], capsys: pytest.Capt
     reported = capsys.readouterr().err
     assert f"{arguments[0]}: " in reported
     assert repr(arguments[1]) in reported
-    assert re.search(r"expected a number of GPUs|must be a quantity such as 80Gi", reported)
+    assert re.search(r"must be a number of GPUs|must be a quantity such as 80Gi", reported)

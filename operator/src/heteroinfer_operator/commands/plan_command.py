@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Final
 
 import yaml
@@ -16,14 +15,20 @@ from heteroinfer_contract.plan import Device
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.api import HeteroInference
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.commands.model_to_plan import read_model
 from heteroinfer_operator.commands.plan_choices import describe_choices
+from heteroinfer_operator.commands.plan_model import read_model
 from heteroinfer_operator.commands.plan_nodes import HOW, GivenNodes, load_nodes
+from heteroinfer_operator.commands.plan_options import (
+    add_calibration,
+    add_model_dir,
+    gpu_count,
+    memory_size,
+    read_calibrations,
+)
 from heteroinfer_operator.commands.plan_policy import find_refused, read_chart_values
 from heteroinfer_operator.commands.plan_text import Shown, describe_plan
 from heteroinfer_operator.commands.resource_file import load_resource
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
-from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
@@ -32,9 +37,7 @@ from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import preempting_priority
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
 from heteroinfer_operator.planning.prediction import predict
-from heteroinfer_operator.quantity import parse_bytes
 
-_NO_CALIBRATION = "none"
 _NODE_OF_OPTIONS = "(--gpus)"
 """Name of the only node, if --gpus or --gpu-memory describe it."""
 _NO_PRIORITIES: Final = (
@@ -94,18 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-f", "--filename", required=True, metavar="FILE", help="file with a HeteroInference; - reads stdin"
     )
-    parser.add_argument(
-        "--model-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder of the model, instead of the file's model.uri; required for pvc:// and oci://",
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="measurements by `heteroinfer calibrate -o FILE`, of any machine, or `none` for default rates. "
-        "Default: those of this machine, if it was measured and --nodes is not given",
-    )
+    add_model_dir(parser, "the file's model.uri")
+    add_calibration(parser, "those of this machine, if it was measured and --nodes is not given")
     parser.add_argument(
         "-o", "--output", choices=("table", "json", "yaml"), default="table", help="format; default: table"
     )
@@ -174,7 +167,7 @@ def _answer(arguments: argparse.Namespace) -> PlanAnswer:
         impossible = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
         if impossible:
             return PlanAnswer(name=name, errors=impossible, refused=refused)
-        calibrations = _calibrations(arguments)
+        calibrations = read_calibrations(arguments.calibration, other_machines=arguments.nodes is not None)
         planned = _plan(resource, calibrations, arguments)
         return PlanAnswer(name=name, planned=planned, calibrations=calibrations, refused=refused)
     except HeteroInferError as error:
@@ -182,7 +175,8 @@ def _answer(arguments: argparse.Namespace) -> PlanAnswer:
 
 
 def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argparse.Namespace) -> Planned:
-    profile, notes = read_model(resource, arguments.model_dir)
+    spec = resource.spec
+    profile, notes = read_model(spec.model, spec.engine.args, arguments.model_dir)
     request = GroupRequest(
         spec=resource.spec,
         profile=profile,
@@ -205,36 +199,6 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
         raise Shortage(f"{shortage.message}; {_NO_PRIORITIES}", reason=shortage.reason) from None
     missing = (planned.missing,) if planned.missing else ()
     return replace(planned, notes=(*planned.notes, *missing, *notes))
-
-
-def _calibrations(arguments: argparse.Namespace) -> Calibrations:
-    """Returns the measurements of the machines that are planned for."""
-    if arguments.calibration == _NO_CALIBRATION:
-        return Calibrations(missing="--calibration none")
-    if arguments.calibration is not None:
-        return Calibrations(this_machine=calibration_file.read(Path(arguments.calibration)))
-    if arguments.nodes is not None:
-        return Calibrations(missing="give what was measured of such a node with --calibration FILE")
-    own, missing = calibration_file.read_own(calibration_file.cache_folder())
-    return Calibrations(this_machine=own, missing=missing)
-
-
-def gpu_count(text: str) -> int:
-    """Returns the value of --gpus; raises ArgumentTypeError."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of GPUs, 0 or more")
-    return int(text)
-
-
-def memory_size(text: str) -> int:
-    """Returns the bytes of a size such as 80Gi; raises ArgumentTypeError."""
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if size < 0:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a size of 0 or more")
-    return size
 
 
 def _given_nodes(arguments: argparse.Namespace) -> GivenNodes | None:

@@ -47,16 +47,9 @@ def describe_plan(
         not_measured: why rates are defaults, or "".
         refusals: settings that the installation refuses.
     """
-    figures = Figures.of(planned)
-    lines = [
-        describe_verdict(planned, name, refusals),
-        *(f"{INDENT}{line}" for line in table(describe_figures(planned, figures, not_measured))),
-        "",
-        *_rank_table(planned, with_nodes=shown.nodes),
-        *_notes(planned, shown),
-    ]
+    lines = describe_summary(planned, name, shown, not_measured=not_measured, refusals=refusals)
     if shown.explain:
-        lines += describe_details(planned, figures, not_measured)
+        lines += describe_details(planned, Figures.of(planned), not_measured)
     if shown.choices:
         lines += section("CHOICES", describe_choices(planned) or ("none of the choices gains 3 % or more",))
     options = {
@@ -66,6 +59,20 @@ def describe_plan(
     if hidden := [option for option, given in options.items() if not given]:
         lines += ["", f"More: {', '.join(hidden)}, -o yaml"]
     return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def describe_summary(
+    planned: Planned, name: str, shown: Shown = Shown(), *, not_measured: str = "", refusals: int = 0
+) -> list[str]:
+    """Returns the verdict, the figures, the table of ranks and the notes of a plan as lines."""
+    figures = describe_figures(planned, Figures.of(planned), not_measured)
+    return [
+        describe_verdict(planned, name, refusals),
+        *(f"{INDENT}{line}" for line in table(figures)),
+        "",
+        *_rank_table(planned, with_nodes=shown.nodes),
+        *_notes(planned, shown),
+    ]
 
 
 def describe_verdict(planned: Planned, name: str, refusals: int = 0) -> str:

@@ -1,0 +1,194 @@
+"""`heteroinfer new`: a commented resource for a model and the user's hardware."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from heteroinfer_contract.model_fetch import HUB_SCHEME
+from heteroinfer_contract.plan import Mode
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.api import MAX_NAME_LENGTH, HeteroInference, parse_resource
+from heteroinfer_operator.commands.new_layouts import (
+    FILE_SCHEME,
+    Draft,
+    GivenHardware,
+    Nearest,
+    choose_layout,
+    find_nearest,
+)
+from heteroinfer_operator.commands.new_text import render
+from heteroinfer_operator.commands.plan_command import PlanExit
+from heteroinfer_operator.commands.plan_model import read_model
+from heteroinfer_operator.commands.plan_options import (
+    add_calibration,
+    add_model_dir,
+    gpu_count,
+    memory_size,
+    read_calibrations,
+)
+from heteroinfer_operator.commands.plan_text import describe_summary
+from heteroinfer_operator.commands.plan_words import INDENT, table
+from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
+from heteroinfer_operator.quantity import BYTES_PATTERN
+
+_SHORT_OF: Final = frozenset({PlanReason.INSUFFICIENT_MEMORY, PlanReason.INSUFFICIENT_GPU})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer new`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder with the model's files, or hf://ORG/MODEL, or pvc:// or oci:// with --model-dir",
+    )
+    parser.add_argument(
+        "--gpus", type=gpu_count, metavar="N", help="number of GPUs; default: 1 if --gpu-memory is given"
+    )
+    parser.add_argument("--gpu-memory", type=_memory, metavar="SIZE", help="memory of one GPU, such as 24Gi")
+    parser.add_argument("--cpus", type=_positive, metavar="N", help="cores for CPU ranks, of one node")
+    parser.add_argument(
+        "--cpu-memory",
+        type=_memory,
+        metavar="SIZE",
+        help="host memory for CPU ranks, such as 64Gi",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=[mode.value for mode in Mode],
+        help="parallelism.mode; default: FeedForward for a mixture of experts that does not fit its one GPU, "
+        "otherwise Pipeline",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=_positive,
+        metavar="TOKENS",
+        help="longest prompt and answer; default: 8192, or less if the model supports less",
+    )
+    parser.add_argument("--name", help="name of the resource; default: the model's name")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on a hub")
+    add_model_dir(parser, "MODEL")
+    add_calibration(parser, "those of this machine, if it was measured")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to create; default: stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the resource, or reports how much is missing and the nearest hardware that fits.
+
+    Returns:
+        PlanExit.FITS, or PlanExit.DOES_NOT_FIT if memory or GPUs are missing.
+
+    Raises:
+        HeteroInferError: the options or the model are wrong, or the output exists.
+    """
+    output: Path | None = arguments.output
+    if output is not None and output.exists():
+        raise HeteroInferError(f"--output: {output} exists. Remove it or choose another file", reason="Usage")
+    hardware = _hardware(arguments)
+    model = _model(arguments)
+    name = _default_name(arguments.model) if arguments.name is None else arguments.name
+    checked = _check(name, model)
+    calibrations = read_calibrations(arguments.calibration)
+    profile, notes = read_model(checked.spec.model, (), arguments.model_dir)
+    draft = Draft(
+        name=name,
+        model=model,
+        profile=profile,
+        calibrations=calibrations,
+        max_model_len=arguments.max_model_len,
+    )
+    mode = None if arguments.mode is None else Mode(arguments.mode)
+    try:
+        layout, planned = choose_layout(draft, hardware, mode)
+    except PlanError as error:
+        nearest = find_nearest(draft, hardware, mode)
+        if not nearest and error.reason not in _SHORT_OF:
+            raise
+        _report(name, hardware, error, nearest)
+        return PlanExit.DOES_NOT_FIT
+    planned = replace(planned, notes=(*planned.notes, *notes))
+    summary = describe_summary(planned, name, not_measured=calibrations.missing)
+    text = render(draft, layout, planned, hardware, summary)
+    if output is None:
+        sys.stdout.write(text)
+        return PlanExit.FITS
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise HeteroInferError(f"--output: {output}: {error.strerror}", reason="Usage") from error
+    sys.stdout.write(f"{printable(summary[0])}\n{printable(str(output))} created\n")
+    return PlanExit.FITS
+
+
+def _hardware(arguments: argparse.Namespace) -> GivenHardware:
+    """Returns the user's hardware; raises HeteroInferError if options are missing."""
+    gpu_memory, cpu_memory, cpus = arguments.gpu_memory or "", arguments.cpu_memory or "", arguments.cpus or 0
+    gpus = int(bool(gpu_memory)) if arguments.gpus is None else arguments.gpus
+    if gpus and not gpu_memory:
+        raise HeteroInferError("--gpus needs the memory of one GPU: --gpu-memory SIZE", reason="Usage")
+    if bool(cpus) != bool(cpu_memory):
+        raise HeteroInferError(
+            "--cpus N and --cpu-memory SIZE need each other: add the other one", reason="Usage"
+        )
+    if not gpus and not cpus:
+        raise HeteroInferError(
+            "the hardware is missing: add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both",
+            reason="Usage",
+        )
+    return GivenHardware(gpus=gpus, gpu_memory=gpu_memory if gpus else "", cpus=cpus, cpu_memory=cpu_memory)
+
+
+def _model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns spec.model for the MODEL that the user named."""
+    uri = arguments.model
+    if "://" not in uri:
+        folder = Path(uri)
+        if not folder.is_dir():
+            raise HeteroInferError(
+                f"MODEL: {uri} is not a folder. Name a folder with the model's files, or hf://ORG/MODEL for "
+                "a model of a hub",
+                reason="Usage",
+            )
+        uri = f"{FILE_SCHEME}{folder.resolve()}"
+    revision = {} if arguments.revision is None else {"revision": arguments.revision}
+    return {"uri": uri, **revision}
+
+
+def _default_name(model: str) -> str:
+    """Returns a resource name for a model: its last part in lower case."""
+    last = model if model.startswith(HUB_SCHEME) or "://" in model else str(Path(model).resolve())
+    words = re.sub("[^a-z0-9]+", "-", last.rpartition("/")[2].lower()).strip("-")
+    name = words if words[:1].isalpha() else f"model-{words}"
+    return name[:MAX_NAME_LENGTH].strip("-")
+
+
+def _check(name: str, model: dict[str, Any]) -> HeteroInference:
+    """Returns a resource with this name and model, to check both; raises SpecError."""
+    spec = {"model": model, "roles": [{"name": "cpu", "device": "CPU"}]}
+    return parse_resource({"metadata": {"name": name}, "spec": spec})
+
+
+def _report(name: str, hardware: GivenHardware, error: PlanError, nearest: Sequence[Nearest]) -> None:
+    """Prints how much is missing, and the nearest hardware that fits."""
+    lines = [f"error: {name} does not fit {hardware}: {error.message}"]
+    if nearest:
+        lines.append("It fits with any one of these:")
+        lines += [f"{INDENT}{line}" for line in table([(each.option, each.change) for each in nearest])]
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
+
+
+def _memory(text: str) -> str:
+    """Returns a size as the user wrote it; raises ArgumentTypeError."""
+    if not memory_size(text) or not re.fullmatch(BYTES_PATTERN, text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a size above 0 such as 24Gi")
+    return text
+
+
+def _positive(text: str) -> int:
+    """Returns a number of 1 or more; raises ArgumentTypeError."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of 1 or more")
+    return int(text)

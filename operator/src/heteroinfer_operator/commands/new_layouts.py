@@ -1,0 +1,288 @@
+"""Layouts of a group for a user's hardware: which roles, in which mode, and the nearest that fits. Pure."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.model_fetch import HUB_SCHEME
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Mode
+from heteroinfer_operator.api import AccessMode, HeteroInference, parse_resource
+from heteroinfer_operator.errors import HeteroInferError, PlanError
+from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, plan_group
+from heteroinfer_operator.quantity import parse_bytes
+
+FILE_SCHEME: Final = "file://"
+GIB: Final = 2**30
+_MOST_GIB: Final = 8192
+"""Memory of one pod or GPU up to which the nearest size is searched."""
+_MOST_GPUS: Final = 16
+_LEAST_TOKENS: Final = 512
+_GPU_POD_CPUS: Final = 4
+"""Cores of a GPU's pod without its feed-forward ranks: engine, API server and the GPU rank."""
+_GPU_POD_GIB: Final = 16
+"""Host memory of a GPU's pod without its feed-forward ranks."""
+_ADDED_CPUS: Final = 16
+"""Cores of the CPU pod that is suggested to a user without CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenHardware:
+    """The user's hardware; sizes as the user wrote them.
+
+    Attributes:
+        gpus: number of GPUs.
+        gpu_memory: memory of one GPU, "" without GPUs.
+        cpus: cores for CPU ranks, 0 without CPUs.
+        cpu_memory: host memory for CPU ranks, "" without CPUs.
+    """
+
+    gpus: int
+    gpu_memory: str
+    cpus: int
+    cpu_memory: str
+
+    def __str__(self) -> str:
+        gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {self.gpu_memory}" if self.gpus else ""
+        cpus = f"{self.cpus} CPU{'s' * (self.cpus > 1)} with {self.cpu_memory}" if self.cpus else ""
+        return " and ".join(filter(None, (gpus, cpus)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """The roles of a group in one mode."""
+
+    mode: Mode
+    hardware: GivenHardware
+
+    @property
+    def own_cpus(self) -> int:
+        """Cores of a GPU's pod, feed-forward ranks excluded."""
+        cpus = self.hardware.cpus
+        return max(min(_GPU_POD_CPUS, cpus // 4), 1) if self.mode is Mode.FEED_FORWARD else _GPU_POD_CPUS
+
+    @property
+    def own_memory(self) -> str:
+        """Host memory of a GPU's pod, feed-forward ranks excluded."""
+        if self.mode is not Mode.FEED_FORWARD:
+            return f"{_GPU_POD_GIB}Gi"
+        return _mebi(min(_GPU_POD_GIB * GIB, parse_bytes(self.hardware.cpu_memory) // 4))
+
+    @property
+    def feed_forward_cpus(self) -> int:
+        """Cores of the feed-forward rank."""
+        return max(self.hardware.cpus - self.own_cpus, 1)
+
+    @property
+    def feed_forward_memory(self) -> str:
+        """Host memory of the feed-forward rank."""
+        return _mebi(parse_bytes(self.hardware.cpu_memory) - parse_bytes(self.own_memory))
+
+    @property
+    def has_cpu_role(self) -> bool:
+        """Whether CPU ranks have a role of their own."""
+        return bool(self.hardware.cpus) and self.mode is not Mode.FEED_FORWARD
+
+    @property
+    def num_pods(self) -> int:
+        """Pods of a group."""
+        return self.hardware.gpus + self.has_cpu_role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Everything about a new resource but its layout.
+
+    Attributes:
+        model: the resource's spec.model, without a cache.
+        max_model_len: tokens of the longest request; None for the planner's default.
+    """
+
+    name: str
+    model: dict[str, Any]
+    profile: ModelProfile
+    calibrations: Calibrations
+    max_model_len: int | None
+
+    def cache(self, layout: GroupLayout) -> dict[str, str]:
+        """Returns the volume for a model of a hub, with space for two revisions; {} for other models."""
+        if not self.model["uri"].startswith(HUB_SCHEME):
+            return {}
+        size = -(-2 * (self.profile.total_bytes + self.profile.encoder_bytes) // GIB) + 1
+        mode = AccessMode.READ_WRITE_MANY if layout.num_pods > 1 else AccessMode.READ_WRITE_ONCE
+        return {"size": f"{size}Gi", "accessMode": mode.value}
+
+    def resource(self, layout: GroupLayout) -> HeteroInference:
+        """Returns the resource with this layout; raises SpecError."""
+        cache = self.cache(layout)
+        engine = {} if self.max_model_len is None else {"maxModelLen": self.max_model_len}
+        return parse_resource(
+            {
+                "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+                "kind": names.KIND,
+                "metadata": {"name": self.name},
+                "spec": {
+                    "model": {**self.model, **({"cache": cache} if cache else {})},
+                    "engine": engine,
+                    "parallelism": {"mode": layout.mode.value},
+                    "roles": _roles(layout),
+                },
+            }
+        )
+
+    def plan(self, layout: GroupLayout) -> Planned:
+        """Returns the plan of a layout; raises PlanError if there is none."""
+        resource = self.resource(layout)
+        request = GroupRequest(
+            spec=resource.spec,
+            profile=self.profile,
+            served_name=resource.served_name,
+            model_path=names.MODEL_MOUNT,
+        )
+        return plan_group(request, Capacity(calibrations=self.calibrations))
+
+
+def _roles(layout: GroupLayout) -> list[dict[str, Any]]:
+    hardware, roles = layout.hardware, []
+    if layout.has_cpu_role:
+        resources = _resources(hardware.cpus, hardware.cpu_memory)
+        roles.append({"name": "cpu", "device": "CPU", "resources": resources})
+    if hardware.gpus:
+        gpu: dict[str, Any] = {
+            "name": "gpu",
+            "device": "GPU",
+            "pods": hardware.gpus,
+            "deviceMemory": hardware.gpu_memory,
+            "resources": _resources(layout.own_cpus, layout.own_memory),
+        }
+        if layout.mode is Mode.FEED_FORWARD:
+            own = {"cpu": str(layout.feed_forward_cpus), "memory": layout.feed_forward_memory}
+            gpu["feedForward"] = {"ranks": 1, **own}
+        roles.append(gpu)
+    return roles
+
+
+def _resources(cpus: int, memory: str) -> dict[str, Any]:
+    return {"requests": {"cpu": str(cpus), "memory": memory}, "limits": {"memory": memory}}
+
+
+def _mebi(size: int) -> str:
+    """Returns a size rounded down to Mi, in Gi if it is a whole number of Gi."""
+    return f"{size // GIB}Gi" if size % GIB == 0 else f"{size // 2**20}Mi"
+
+
+def layouts(hardware: GivenHardware, mode: Mode | None, *, has_experts: bool) -> Iterator[GroupLayout]:
+    """Yields the layouts to try, the fastest first.
+
+    GPUs alone come first, because CPU ranks add capacity and not speed. FeedForward is the default only for
+    a mixture of experts: CPUs then read few of the experts in each step.
+
+    Args:
+        mode: the user's choice, or None.
+
+    Raises:
+        HeteroInferError: the hardware does not have what the mode needs.
+    """
+    gpus_only = replace(hardware, cpus=0, cpu_memory="")
+    can_feed_forward = hardware.gpus == 1 and hardware.cpus > 1
+    if mode is Mode.FEED_FORWARD and not can_feed_forward:
+        raise HeteroInferError(
+            "--mode FeedForward needs one GPU (--gpu-memory) and at least 2 CPUs of the same host "
+            "(--cpus, --cpu-memory)",
+            reason="Usage",
+        )
+    if mode is Mode.TENSOR and not (hardware.gpus and hardware.cpus):
+        raise HeteroInferError(
+            "--mode Tensor needs GPUs (--gpu-memory) and CPUs (--cpus, --cpu-memory)", reason="Usage"
+        )
+    if hardware.gpus and mode in (None, Mode.PIPELINE):
+        yield GroupLayout(mode=Mode.PIPELINE, hardware=gpus_only)
+    if can_feed_forward and (mode is Mode.FEED_FORWARD or (mode is None and has_experts)):
+        yield GroupLayout(mode=Mode.FEED_FORWARD, hardware=hardware)
+    if mode is Mode.TENSOR:
+        yield GroupLayout(mode=Mode.TENSOR, hardware=hardware)
+    if hardware.cpus and mode in (None, Mode.PIPELINE):
+        yield GroupLayout(mode=Mode.PIPELINE, hardware=hardware)
+
+
+def choose_layout(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> tuple[GroupLayout, Planned]:
+    """Returns the first layout that has a plan.
+
+    Raises:
+        PlanError: no layout has a plan; the error is that of the layout with the most memory.
+        HeteroInferError: the hardware does not have what the mode needs.
+    """
+    refused: PlanError | None = None
+    for layout in layouts(hardware, mode, has_experts=bool(draft.profile.experts)):
+        try:
+            return layout, draft.plan(layout)
+        except PlanError as error:
+            refused = error
+    assert refused is not None  # GivenHardware has a GPU or a CPU
+    raise refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest:
+    """A change of one option with which the model fits.
+
+    Attributes:
+        option: the option with its value, such as "--cpu-memory 76Gi".
+        change: the difference, for people.
+    """
+
+    option: str
+    change: str
+
+
+def find_nearest(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> tuple[Nearest, ...]:
+    """Returns the smallest change of each option with which the model fits."""
+
+    def fits(hardware: GivenHardware, max_model_len: int | None = draft.max_model_len) -> bool:
+        try:
+            choose_layout(replace(draft, max_model_len=max_model_len), hardware, mode)
+        except HeteroInferError:
+            return False
+        return True
+
+    cpus = hardware.cpus or _ADDED_CPUS
+    option = "--cpu-memory" if hardware.cpus else f"--cpus {cpus} --cpu-memory"
+
+    def with_cpu_memory(size: str) -> bool:
+        return fits(replace(hardware, cpus=cpus, cpu_memory=size))
+
+    def with_gpu_memory(size: str) -> bool:
+        return fits(replace(hardware, gpu_memory=size))
+
+    found = [_more_memory(option, hardware.cpu_memory, with_cpu_memory)]
+    if hardware.gpus:
+        found.append(_more_memory("--gpu-memory", hardware.gpu_memory, with_gpu_memory))
+        more = range(hardware.gpus + 1, _MOST_GPUS + 1)
+        gpus = next((number for number in more if fits(replace(hardware, gpus=number))), None)
+        if gpus is not None:
+            found.append(Nearest(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
+    longest = draft.max_model_len or min(draft.profile.max_position_embeddings, 8192)
+    tokens = longest // 2
+    while tokens >= _LEAST_TOKENS:
+        if fits(hardware, tokens):
+            change = f"shorter requests than {longest:,} tokens"
+            found.append(Nearest(option=f"--max-model-len {tokens}", change=change))
+            break
+        tokens //= 2
+    return tuple(each for each in found if each is not None)
+
+
+def _more_memory(option: str, given: str, fits: Callable[[str], bool]) -> Nearest | None:
+    """Returns the smallest memory in whole Gi that fits, or None."""
+    have = parse_bytes(given) if given else 0
+    low, high = have // GIB, max(2 * have // GIB, 1)
+    while high <= _MOST_GIB and not fits(f"{high}Gi"):
+        low, high = high, 2 * high
+    if high > _MOST_GIB:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(f"{middle}Gi") else (middle, high)
+    return Nearest(option=f"{option} {high}Gi", change=f"{-(-(high * GIB - have) // GIB)}Gi more")

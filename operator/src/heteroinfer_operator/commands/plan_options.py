@@ -1,0 +1,69 @@
+"""Options that `heteroinfer plan` and `heteroinfer new` share."""
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.nodes.calibrations import Calibrations
+from heteroinfer_operator.quantity import parse_bytes
+
+_NO_CALIBRATION: Final = "none"
+
+
+def add_model_dir(parser: argparse.ArgumentParser, instead_of: str) -> None:
+    """Adds --model-dir."""
+    parser.add_argument(
+        "--model-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"folder with the model's files, instead of {instead_of}; required for pvc:// and oci://",
+    )
+
+
+def add_calibration(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds --calibration."""
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="measurements by `heteroinfer calibrate -o FILE`, of any machine, or `none` for default rates; "
+        f"default: {default}",
+    )
+
+
+def read_calibrations(given: str | None, *, other_machines: bool = False) -> Calibrations:
+    """Returns the measurements of the machines that are planned for.
+
+    Args:
+        given: value of --calibration.
+        other_machines: whether the plan is for other machines than this one.
+
+    Raises:
+        HeteroInferError: the file cannot be read.
+    """
+    if given == _NO_CALIBRATION:
+        return Calibrations(missing="--calibration none")
+    if given is not None:
+        return Calibrations(this_machine=calibration_file.read(Path(given)))
+    if other_machines:
+        return Calibrations(missing="measure such a node and add --calibration FILE")
+    own, missing = calibration_file.read_own(calibration_file.cache_folder())
+    return Calibrations(this_machine=own, missing=missing)
+
+
+def gpu_count(text: str) -> int:
+    """Returns a number of GPUs; raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number of GPUs, 0 or more")
+    return int(text)
+
+
+def memory_size(text: str) -> int:
+    """Returns the bytes of a size such as 80Gi; raises ArgumentTypeError."""
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, must be a size of 0 or more")
+    return size

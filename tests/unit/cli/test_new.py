@@ -1,0 +1,253 @@
+"""`heteroinfer new`: the resource plans with the figures of its comments; else the nearest that fits."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heteroinfer_contract.plan import Mode
+from heteroinfer_operator.api import parse_resource
+from heteroinfer_operator.cli import main
+from heteroinfer_operator.commands.new_layouts import GivenHardware, layouts
+from tests.shapes.corpus import shape, write_shape
+from tests.unit.cli.model_directory import write_model
+
+MIXTURE, DENSE, SMALL = "Qwen3-30B-A3B", "Llama-3.1-8B-Instruct", "Qwen3-0.6B"
+
+
+@pytest.fixture(autouse=True)
+def _no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in (MIXTURE, DENSE, SMALL):
+        write_shape(shape(name), folder / name)
+    return folder
+
+
+def new(*arguments: str, code: int = 0) -> None:
+    assert main(["new", *arguments]) == code
+
+
+def hardware(gpu: str = "", cpu: str = "", cpus: int = 16, gpus: int = 0) -> list[str]:
+    given = [("--gpu-memory", gpu), ("--cpu-memory", cpu), ("--cpus", str(cpus) if cpu else "")]
+    return [
+        word for option, value in [*given, ("--gpus", str(gpus or ""))] for word in (option, value) if value
+    ]
+
+
+CASES: dict[str, tuple[str, list[str], Mode, set[str]]] = {
+    "a mixture beside its GPU": (MIXTURE, hardware("24Gi", "64Gi"), Mode.FEED_FORWARD, {"gpu"}),
+    "a mixture in a cluster": (
+        MIXTURE,
+        [*hardware("24Gi", "64Gi"), "--mode", "Pipeline"],
+        Mode.PIPELINE,
+        {"cpu", "gpu"},
+    ),
+    "a dense model": (DENSE, hardware("12Gi", "24Gi"), Mode.PIPELINE, {"cpu", "gpu"}),
+    "GPUs alone": (DENSE, hardware("24Gi", "24Gi"), Mode.PIPELINE, {"gpu"}),
+    "several GPUs": (DENSE, hardware("12Gi", gpus=2), Mode.PIPELINE, {"gpu"}),
+    "CPUs alone": (SMALL, hardware(cpu="8Gi", cpus=8), Mode.PIPELINE, {"cpu"}),
+    "every layer split": (
+        DENSE,
+        [*hardware("16Gi", "24Gi"), "--mode", "Tensor"],
+        Mode.TENSOR,
+        {"cpu", "gpu"},
+    ),
+    "experts on odd sizes": (MIXTURE, hardware("30G", "50000Mi", cpus=3), Mode.FEED_FORWARD, {"gpu"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_resource_plans_with_the_figures_of_its_comments(
+    case: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, options, mode, roles = CASES[case]
+    file = tmp_path / "resource.yaml"
+    new(str(models / model), *options, "-o", str(file))
+    verdict, created = capsys.readouterr().out.splitlines()
+    assert created == f"{file} created"
+    text = file.read_text()
+    resource = parse_resource(yaml.safe_load(text))
+    assert resource.spec.parallelism.mode is mode
+    assert {role.name for role in resource.spec.roles} == roles
+    assert resource.spec.engine.max_model_len == 8192
+    assert main(["plan", "-f", str(file)]) == 0
+    plan = capsys.readouterr().out.partition("\nMore: ")[0]
+    assert plan.startswith(f"{verdict}\n")
+    comments = [line[1:].removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
+    shown = [line for line in plan.splitlines() if not line.startswith(("note: ", "advice: ")) and line]
+    assert [line for line in shown if line not in comments] == []
+    for size in options[1::2]:
+        if size.endswith(("Gi", "G", "Mi")) and "cpu" in roles:
+            assert f"memory: {size}" in text or f"deviceMemory: {size} " in text
+
+
+def test_says_if_cpus_are_not_needed(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new(str(models / DENSE), *hardware("24Gi", "24Gi"))
+    assert "# The CPUs are not used: the GPUs hold the whole model" in capsys.readouterr().out
+    new(str(models / DENSE), *hardware("24Gi"))
+    assert "The CPUs are not used" not in capsys.readouterr().out
+
+
+def test_a_feed_forward_group_takes_the_memory_and_cores_that_were_given(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new(str(models / MIXTURE), *hardware("24Gi", "64Gi"))
+    out = capsys.readouterr().out
+    (role,) = yaml.safe_load(out)["spec"]["roles"]
+    assert role["resources"]["requests"] == {"cpu": "4", "memory": "16Gi"}
+    assert role["feedForward"] == {"ranks": 1, "cpu": "12", "memory": "48Gi"}
+    assert re.search(r"mode: FeedForward +# .* the experts of \d+ of 48 layers\n", out)
+
+
+def test_what_does_not_fit_is_reported_with_the_nearest_that_does(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [str(models / MIXTURE), "--mode", "Pipeline"]
+    new(*small, *hardware("16Gi", "24Gi"), "-o", str(tmp_path / "x.yaml"), code=3)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert not (tmp_path / "x.yaml").exists()
+    error, heading, *nearest = err.splitlines()
+    assert error.startswith("error: qwen3-30b-a3b does not fit 1 GPU of 16Gi and 16 CPUs with 24Gi: ")
+    assert "GiB" in error
+    assert heading == "It fits with any one of these:"
+    found = dict(line.split()[:2] for line in nearest)
+    assert {"--cpu-memory", "--gpu-memory", "--gpus"} <= found.keys()
+    given = {"--gpu-memory": "16Gi", "--cpu-memory": "24Gi", "--cpus": "16"}
+    for option, value in found.items():
+        changed = [word for pair in {**given, option: value}.items() for word in pair]
+        new(*small, *changed)
+        if value.endswith("Gi"):
+            less = {**given, option: f"{int(value[:-2]) - 1}Gi"}
+            new(*small, *(word for pair in less.items() for word in pair), code=3)
+    capsys.readouterr()
+
+
+def test_a_user_without_cpus_is_told_how_much_cpu_memory_would_do(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new(str(models / DENSE), *hardware("12Gi"), code=3)
+    found = re.search(r"\n  --cpus 16 --cpu-memory (\d+Gi)  \d+Gi more\n", capsys.readouterr().err)
+    assert found is not None
+    new(str(models / DENSE), *hardware("12Gi", found[1]))
+    capsys.readouterr()
+
+
+def test_shorter_requests_may_be_the_nearest(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new(str(models / SMALL), *hardware(cpu="5Gi"), "--max-model-len", "32768", code=3)
+    found = re.search(
+        r"  --max-model-len (\d+) +shorter requests than 32,768 tokens\n", capsys.readouterr().err
+    )
+    assert found is not None
+    new(str(models / SMALL), *hardware(cpu="5Gi"), "--max-model-len", found[1])
+    assert f"maxModelLen: {found[1]} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the hardware is missing: add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both"),
+        (["--gpus", "1"], "--gpus needs the memory of one GPU: --gpu-memory SIZE"),
+        (["--cpus", "4"], "--cpus N and --cpu-memory SIZE need each other: add the other one"),
+        ([*hardware("8Gi"), "--mode", "FeedForward"], "--mode FeedForward needs one GPU (--gpu-memory) and"),
+        ([*hardware("8Gi"), "--mode", "Tensor"], "--mode Tensor needs GPUs (--gpu-memory) and CPUs"),
+        ([*hardware("8Gi"), "--name", "A_b"], "metadata.name"),
+        ([*hardware("8Gi"), "--max-model-len", "513"], "engine.maxModelLen: "),
+        ([*hardware("8Gi"), "--revision", "main"], "revision, tokenSecretRef and cache are for hf:// models"),
+    ],
+)
+def test_wrong_options_are_one_message(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new(str(write_model(tmp_path / "model")), *arguments, code=1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_folder_and_an_existing_output_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new("org/model", *hardware("8Gi"), code=1)
+    assert capsys.readouterr().err == (
+        "error: MODEL: org/model is not a folder. Name a folder with the model's files, or hf://ORG/MODEL "
+        "for a model of a hub\n"
+    )
+    output = tmp_path / "here.yaml"
+    output.write_text("mine")
+    new(str(write_model(tmp_path / "model")), *hardware("8Gi"), "-o", str(output), code=1)
+    assert capsys.readouterr().err == f"error: --output: {output} exists. Remove it or choose another file\n"
+    assert output.read_text() == "mine"
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory", "--cpu-memory", "--cpus", "--max-model-len"])
+@pytest.mark.parametrize("value", ["", "0", "x", "1e3", "-1"])
+def test_wrong_values_are_usage_errors(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["new", "model", f"{option}={value}"])
+    assert caught.value.code == 2
+    assert f"argument {option}: got " in capsys.readouterr().err
+
+
+def test_a_claim_is_planned_from_a_copy_of_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_model(tmp_path / "model"))
+    new("pvc://models/Llama_3.1", *hardware(cpu="4Gi"), "--model-dir", folder)
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert manifest["metadata"]["name"] == "llama-3-1"
+    assert manifest["spec"]["model"] == {"uri": "pvc://models/Llama_3.1"}
+    new("pvc://models/llama", *hardware(cpu="4Gi"), code=1)
+    assert "Name a copy of its files with --model-dir DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["with space: #x", "7b", "ü\x1b[8m", "a" * 60, "quote\"'", "***"])
+def test_odd_folders_become_valid_names_and_yaml(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / name)
+    new(str(folder), *hardware(cpu="4Gi"))
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable()
+    parsed = parse_resource(yaml.safe_load(out))
+    assert parsed.spec.model.uri == f"file://{folder}"
+    assert 0 < len(parsed.metadata.name) <= 40
+
+
+def test_layouts_are_tried_from_the_fastest_on() -> None:
+    mixed = GivenHardware(gpus=1, gpu_memory="8Gi", cpus=8, cpu_memory="8Gi")
+
+    def modes(**options: Any) -> list[tuple[str, int]]:
+        given = {"mode": None, "has_experts": True, **options}
+        mode, has_experts = given["mode"], given["has_experts"]
+        return [
+            (each.mode.value, each.hardware.cpus) for each in layouts(mixed, mode, has_experts=has_experts)
+        ]
+
+    assert modes() == [("Pipeline", 0), ("FeedForward", 8), ("Pipeline", 8)]
+    assert modes(has_experts=False) == [("Pipeline", 0), ("Pipeline", 8)]
+    assert modes(mode=Mode.FEED_FORWARD, has_experts=False) == [("FeedForward", 8)]
+    assert modes(mode=Mode.TENSOR) == [("Tensor", 8)]
+    assert str(mixed) == "1 GPU of 8Gi and 8 CPUs with 8Gi"
+
+
+def test_the_step_of_a_rank_in_the_comments_is_that_of_the_file(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "resource.yaml"
+    new(str(models / MIXTURE), *hardware("24Gi", "64Gi"), "-o", str(file))
+    capsys.readouterr()
+    assert main(["plan", "-f", str(file), "-o", "json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    row = next(line for line in file.read_text().splitlines() if line.startswith("# 1 "))
+    assert f"{value['plan']['ranks'][1]['predicted_step_s'] * 1e3:.1f} ms" in row
