@@ -183,12 +183,12 @@ def _report(name: str, hardware: GivenHardware, error: PlanError, nearest: Seque
 def _memory(text: str) -> str:
     """Returns a size as the user wrote it; raises ArgumentTypeError."""
     if not memory_size(text) or not re.fullmatch(BYTES_PATTERN, text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a size above 0 such as 24Gi")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size above 0 such as 24Gi")
     return text
 
 
 def _positive(text: str) -> int:
     """Returns a number of 1 or more; raises ArgumentTypeError."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
     return int(text)

@@ -54,7 +54,7 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
 def gpu_count(text: str) -> int:
     """Returns a number of GPUs; raises ArgumentTypeError."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number of GPUs, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of GPUs, 0 or more")
     return int(text)
 
 
@@ -65,5 +65,5 @@ def memory_size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if size < 0:
-        raise argparse.ArgumentTypeError(f"got {text}, must be a size of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size of 0 or more")
     return size
