@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_reported_with_the_nearest_that_does(
     error, heading, *nearest = err.splitlines()
     assert error.startswith("error: qwen3-30b-a3b does not fit 1 GPU of 16Gi and 16 CPUs with 24Gi: ")
     assert "GiB" in error
-    assert heading == "It fits with any one of these:"
+    assert heading == "Each of these changes makes it fit:"
     found = dict(line.split()[:2] for line in nearest)
     assert {"--cpu-memory", "--gpu-memory", "--gpus"} <= found.keys()
     given = {"--gpu-memory": "16Gi", "--cpu-memory": "24Gi", "--cpus": "16"}

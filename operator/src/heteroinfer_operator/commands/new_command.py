@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with the model's files, or hf://ORG/MODEL, or pvc:// or oci:// with --model-dir",
     )
     parser.add_argument(
-        "--gpus", type=gpu_count, metavar="N", help="number of GPUs; default: 1 if --gpu-memory is given"
+        "--gpus", type=gpu_count, metavar="N", help="number of GPUs; default: 1 with --gpu-memory"
     )
     parser.add_argument("--gpu-memory", type=_memory, metavar="SIZE", help="memory of one GPU, such as 24Gi")
     parser.add_argument("--cpus", type=_positive, metavar="N", help="cores for CPU ranks, of one node")
@@ -175,7 +175,7 @@ def _report(name: str, hardware: GivenHardware, error: PlanError, nearest: Seque
     """Prints how much is missing, and the nearest hardware that fits."""
     lines = [f"error: {name} does not fit {hardware}: {error.message}"]
     if nearest:
-        lines.append("It fits with any one of these:")
+        lines.append("Each of these changes makes it fit:")
         lines += [f"{INDENT}{line}" for line in table([(each.option, each.change) for each in nearest])]
     sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
 

@@ -183,7 +183,7 @@ def layouts(hardware: GivenHardware, mode: Mode | None, *, has_experts: bool) ->
         mode: the user's choice, or None.
 
     Raises:
-        HeteroInferError: the hardware does not have what the mode needs.
+        HeteroInferError: the mode needs other hardware.
     """
     gpus_only = replace(hardware, cpus=0, cpu_memory="")
     can_feed_forward = hardware.gpus == 1 and hardware.cpus > 1
@@ -212,7 +212,7 @@ def choose_layout(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> t
 
     Raises:
         PlanError: no layout has a plan; the error is that of the layout with the most memory.
-        HeteroInferError: the hardware does not have what the mode needs.
+        HeteroInferError: the mode needs other hardware.
     """
     refused: PlanError | None = None
     for layout in layouts(hardware, mode, has_experts=bool(draft.profile.experts)):

@@ -162,4 +162,4 @@ def _roles(layout: GroupLayout, planned: Planned) -> list[str]:
 def _held(planned: Planned, role: str, *, remote: bool = False) -> str:
     """Returns the bytes that the fullest rank of a role takes."""
     ranks = [r for r in planned.plan.ranks if r.role == role and (r.feed_forward is not None) is remote]
-    return f"the plan uses {format_bytes(max(r.weight_bytes + r.kv_cache_bytes for r in ranks))} of it"
+    return f"the plan uses {format_bytes(max(r.weight_bytes + r.kv_cache_bytes for r in ranks))}"
