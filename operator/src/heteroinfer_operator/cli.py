@@ -23,6 +23,7 @@ COMMANDS: Final = MappingProxyType(
     {
         "new": "write a HeteroInference for a model and your hardware",
         "up": "run a HeteroInference on this machine, without a cluster",
+        "status": "show one resource at a glance: its problems, groups, ranks and the next step",
         "top": "show the groups and ranks of a cluster, kept up to date",
         "logs": "print the logs of a resource's ranks, the culprit's first",
         "plan": "print whether a HeteroInference fits, how fast it is, and its ranks, without a cluster",
@@ -41,6 +42,7 @@ EXAMPLES: Final = MappingProxyType(
     {
         "new": "{prog} new hf://Qwen/Qwen3-30B-A3B --gpu-memory 24Gi --cpus 16 --cpu-memory 64Gi",
         "up": "{prog} up -f examples/quickstart.yaml --model-dir ~/models/qwen",
+        "status": "{prog} status llama -n models",
         "top": "{prog} top -n models",
         "logs": "{prog} logs llama --previous",
         "plan": "{prog} plan -f examples/gpu-and-cpu.yaml --model-dir ~/models/llama --choices",

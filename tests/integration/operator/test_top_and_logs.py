@@ -58,6 +58,16 @@ def columns(cluster: Cluster, namespace: str, *options: str) -> dict[str, str]:
     return {header[a:b].strip(): values[a:b].strip() for a, b in zip(starts, ends, strict=True)}
 
 
+def status_of_a_serving_group(viewer: Path) -> None:
+    """Checks `heteroinfer status` while the group serves, with pods that no scheduler has placed."""
+    shown = reported(viewer, "status", "tiny")
+    assert "State     Available, Ready (Serving)" in shown
+    assert "Values of ranks are from the status, a minute old at most: " in shown
+    value = yaml.safe_load(reported(viewer, "status", "tiny", "-o", "yaml"))
+    assert value["unexpectedConditions"] == ["CapacityAvailable"]
+    assert value["model"]["uri"] == "pvc://models/tiny"
+
+
 async def test_top_and_logs_of_a_serving_and_a_failed_group(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster, viewer: Path
 ) -> None:
@@ -98,6 +108,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
             in json.loads(reported(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]
         )
 
+        status_of_a_serving_group(viewer)
         code, _, errors = heteroinfer(viewer, "top", "-A")
         assert code == 1
         assert "name a namespace with -n" in errors
@@ -128,6 +139,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         assert "the last line" in said[1]
         assert "their pods and logs are gone" in said[2]
         assert "rank 1 (-9)" in reported(viewer, "top", "tiny")
+        assert "RankExited, rank 1, exit code -9" in reported(viewer, "status", "tiny", "-v")
 
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)

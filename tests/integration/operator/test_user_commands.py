@@ -92,3 +92,17 @@ async def test_a_verb_takes_several_names_and_a_selector(
         1,
         f"error: namespace {namespace}: no HeteroInference has the labels own=nobody\n",
     )
+
+
+async def test_status_before_an_operator_acted(
+    server: ApiServer, namespace: str, control_plane: Cluster
+) -> None:
+    await create_resource(server, namespace)
+    config = control_plane.kubeconfig
+    shown = reported(config, "status", "tiny", "-n", namespace)
+    assert shown.startswith(f"HeteroInference {namespace}/tiny\n")
+    assert "no operator has acted on it yet" in shown
+    assert shown.endswith("Next step\n  find out whether an operator runs: heteroinfer check\n")
+    code, _, errors = heteroinfer(config, "status", "none", "-n", namespace)
+    assert code == 1
+    assert "no HeteroInference none" in errors

@@ -1,0 +1,271 @@
+"""The text and the JSON that `heteroinfer status` prints about one HeteroInference. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.api import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    GroupPhase,
+    HeteroInferenceStatus,
+    ModelPhase,
+)
+from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.fleet.lines import GroupLine, ResourceLine
+from heteroinfer_operator.fleet.story import tell_failure
+
+_WANTED_TRUE: Final = frozenset(
+    {
+        ConditionType.AVAILABLE,
+        ConditionType.READY,
+        ConditionType.MODEL_READY,
+        ConditionType.PLANNED,
+        ConditionType.CAPACITY_AVAILABLE,
+    }
+)
+_WANTED_FALSE: Final = frozenset({ConditionType.STALLED, ConditionType.DEGRADED, ConditionType.FAILED})
+_NOT_AT_REST: Final = frozenset(
+    {
+        ConditionType.AVAILABLE,
+        ConditionType.MODEL_READY,
+        ConditionType.PLANNED,
+        ConditionType.CAPACITY_AVAILABLE,
+    }
+)
+"""Conditions that are not expected to be True while the resource is suspended or has no replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceSummary:
+    """A resource as stored, and the reports of its leaders in `line`."""
+
+    manifest: Manifest
+    status: HeteroInferenceStatus
+    line: ResourceLine
+
+    @property
+    def rests(self) -> bool:
+        """Whether the user wants no group now."""
+        return bool(self._spec.get("suspend")) or self._spec.get("replicas") == 0
+
+    @property
+    def unexpected_conditions(self) -> tuple[Condition, ...]:
+        """The conditions that differ from those of a resource which serves, or rests."""
+        return tuple(each for each in self.status.conditions if not self._is_expected(each))
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """Commands and actions for the user, the most urgent first."""
+        return tuple(_next_steps(self))
+
+    @property
+    def _spec(self) -> Mapping[str, Any]:
+        spec: Mapping[str, Any] = self.manifest["spec"]
+        return spec
+
+    def dump(self) -> dict[str, Any]:
+        """Returns JSON values, in the status's own spelling."""
+        return {
+            **self.line.dump(),
+            "generation": self.manifest["metadata"].get("generation"),
+            "observedGeneration": self.status.observed_generation,
+            "endpoint": self.status.endpoint,
+            "model": {"uri": _uri(self._spec), **(self.status.model.dump() if self.status.model else {})},
+            "conditions": [each.dump() for each in self.status.conditions],
+            "unexpectedConditions": [each.type for each in self.unexpected_conditions],
+            "nextSteps": list(self.next_steps),
+        }
+
+    def render(self, now: datetime, *, verbose: bool) -> list[str]:
+        """Returns the lines for people.
+
+        Args:
+            verbose: adds all conditions, the times and pods of ranks, the notes of plans, and kept failures.
+        """
+        found = [f"{names.KIND} {self.line.key}", *_aligned(self._overview(now, verbose=verbose))]
+        conditions = self.status.conditions if verbose else self.unexpected_conditions
+        if conditions:
+            title = "Conditions" if verbose else "Conditions that need attention"
+            found += ["", title, *_aligned(_condition_row(each, now) for each in conditions)]
+        if self.line.lines:
+            found += ["", "Groups", *_aligned(_group_rows(self.line.lines))]
+            found += [f"  {line}" for line in self._failures(verbose=verbose)]
+            found += ["", "Ranks", *_aligned(_rank_rows(self.line.lines, verbose=verbose))]
+        if verbose:
+            found += self._plans()
+        return [*found, "", "Next step", *(f"  {step}" for step in self.next_steps)]
+
+    def _is_expected(self, condition: Condition) -> bool:
+        if condition.status is ConditionStatus.TRUE and condition.type in _WANTED_FALSE:
+            return False
+        if condition.type == ConditionType.PROGRESSING:
+            return condition.status is ConditionStatus.FALSE and not condition.message
+        if condition.status is ConditionStatus.UNKNOWN or condition.status is ConditionStatus.FALSE:
+            rests = self.rests and condition.type in _NOT_AT_REST
+            return condition.type not in _WANTED_TRUE or rests
+        return True
+
+    def _overview(self, now: datetime, *, verbose: bool) -> Iterable[tuple[str, ...]]:
+        metadata, status = self.manifest["metadata"], self.status
+        created = datetime.fromisoformat(str(metadata["creationTimestamp"]))
+        yield "Model", f"{_uri(self._spec)}{_model_state(status)}"
+        yield "Endpoint", status.endpoint or "none yet"
+        yield "State", self._state()
+        summary = status.summary
+        groups = f"{status.ready_replicas} of {int(self._spec.get('replicas', 1))} ready"
+        if status.updated_replicas != status.replicas:
+            groups += f", {status.updated_replicas} of {status.replicas} have the current revision"
+        yield "Groups", groups
+        if summary is not None and summary.step_ms:
+            predicted = f" (predicted {summary.predicted_step_ms} ms)" if summary.predicted_step_ms else ""
+            slowest = f", slowest rank {summary.slowest_rank}" if summary.slowest_rank else ""
+            yield "Decode step", f"{summary.step_ms} ms{predicted}{slowest}"
+        yield "Age", _age(now, created)
+        if verbose:
+            yield "Generation", f"{metadata.get('generation')} (seen: {status.observed_generation})"
+            yield "Revision", f"{status.update_revision or '-'} (current: {status.current_revision or '-'})"
+
+    def _state(self) -> str:
+        if self.manifest["metadata"].get("deletionTimestamp"):
+            return "being deleted"
+        if not self.line.is_seen:
+            return "no operator has acted on it yet"
+        states = (("Available", self.line.available), ("Ready", self.line.ready))
+        words = ", ".join(
+            {"True": kind, "False": f"not {kind}"}.get(state, f"{kind} unknown") for kind, state in states
+        )
+        message = f": {self.line.message}" if self.line.message and self.line.ready != "True" else ""
+        return f"{words} ({self.line.reason}){message}"
+
+    def _failures(self, *, verbose: bool) -> Iterable[str]:
+        for group in self.status.groups:
+            kept = group.failures if verbose else group.failures[-1:]
+            for failure in reversed(kept):
+                yield f"group {group.index}: {tell_failure(failure)}"
+
+    def _plans(self) -> list[str]:
+        found: list[str] = []
+        for plan in self.status.plans:
+            found += ["", f"Plan {plan.hash}"]
+            rows = (("Rates", plan.calibration), ("Eager", plan.eager_reason), ("Notes", plan.notes))
+            found += _aligned((name, text) for name, text in rows if text)
+        return found
+
+
+def _next_steps(summary: ResourceSummary) -> Iterable[str]:
+    key, status = summary.line.key, summary.status
+    name = f"{key.name} -n {key.namespace}"
+    if summary.manifest["metadata"].get("deletionTimestamp"):
+        pods = f"kubectl get pods -n {key.namespace} -l {names.LABEL_RESOURCE}={key.name}"
+        yield f"wait until its pods have ended: {pods}"
+    elif not summary.line.is_seen:
+        yield "find out whether an operator runs: heteroinfer check"
+    elif summary.manifest["spec"].get("suspend"):
+        yield f"start it again: heteroinfer resume {name}"
+    elif summary.manifest["spec"].get("replicas") == 0:
+        yield f"start a group: kubectl scale {names.SHORT_NAME}/{key.name} -n {key.namespace} --replicas=1"
+    else:
+        steps = list(_problem_steps(status, name))
+        yield from steps or [f"watch its ranks: heteroinfer top {name}"]
+
+
+def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
+    if _is(status, ConditionType.FAILED, ConditionStatus.TRUE):
+        yield f"find the cause: heteroinfer logs {name} --previous"
+        yield f"then start its groups again: heteroinfer restart {name}"
+    elif _is(status, ConditionType.STALLED, ConditionStatus.TRUE):
+        yield "correct the spec as the condition Stalled describes. Test it: heteroinfer plan -f FILE"
+    elif _is(status, ConditionType.CAPACITY_AVAILABLE, ConditionStatus.FALSE):
+        yield "add the capacity that the condition CapacityAvailable names. GPUs and nodes: heteroinfer check"
+    elif _is(status, ConditionType.MODEL_READY, ConditionStatus.FALSE):
+        yield "correct the model's source as the condition ModelReady describes"
+    elif any(group.phase is GroupPhase.SLEEPING for group in status.groups):
+        yield "wake the sleeping groups: POST /wake_up to the leader that the group's message names"
+    elif any(group.failures and group.phase is not GroupPhase.READY for group in status.groups):
+        yield f"find the cause of the last failure: heteroinfer logs {name} --previous"
+
+
+def _is(status: HeteroInferenceStatus, kind: ConditionType, state: ConditionStatus) -> bool:
+    condition = status.condition(kind.value)
+    return condition is not None and condition.status is state
+
+
+def _uri(spec: Mapping[str, Any]) -> str:
+    return str((spec.get("model") or {}).get("uri", "?"))
+
+
+def _model_state(status: HeteroInferenceStatus) -> str:
+    model = status.model
+    if model is None:
+        return ""
+    parts = [model.phase.value]
+    if model.commit:
+        parts.append(f"commit {model.commit[:12]}")
+    if model.bytes_total and model.phase is ModelPhase.DOWNLOADING:
+        parts.append(
+            f"{100 * (model.bytes_done or 0) // model.bytes_total} % of {format_bytes(model.bytes_total)}"
+        )
+    if model.reason and model.phase is not ModelPhase.READY:
+        parts.append(model.reason)
+    return f" ({', '.join(parts)})"
+
+
+def _condition_row(condition: Condition, now: datetime) -> tuple[str, ...]:
+    age = _age(now, condition.last_transition_time)
+    return condition.type, condition.status.value, age, condition.reason, condition.message
+
+
+def _group_rows(groups: Sequence[GroupLine]) -> Iterable[tuple[str, ...]]:
+    yield "GROUP", "EPOCH", "PHASE", "RESTARTS", "KV CACHE", "WAITS FOR"
+    for group in groups:
+        used = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "
+        cache = "" if group.kv_tokens is None else f"{used}{group.kv_tokens:,} tokens"
+        yield str(group.index), str(group.epoch), group.phase, str(group.restarts), cache, group.message
+
+
+def _rank_rows(groups: Sequence[GroupLine], *, verbose: bool) -> Iterable[tuple[str, ...]]:
+    more = ("COMPUTE", "WAIT", "PREDICTED", "POD") if verbose else ()
+    yield ("GROUP", "RANK", "ROLE", "PHASE", "STEP", "NODE", *more)
+    for group in groups:
+        for rank in group.ranks:
+            detail = (
+                (_ms(rank.compute_ms), _ms(rank.wait_ms), _ms(rank.predicted_ms), rank.pod) if verbose else ()
+            )
+            yield (
+                str(group.index),
+                str(rank.rank),
+                rank.role,
+                rank.phase,
+                _ms(rank.step_ms),
+                rank.node,
+                *detail,
+            )
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} ms"
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Returns rows as lines whose columns begin below each other; the last column may be long."""
+    listed = [tuple(cell or "-" for cell in row) for row in rows]
+    columns = zip(*(row[:-1] for row in listed), strict=True)
+    widths = [max(len(cell) for cell in column) for column in columns]
+    return [
+        "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in listed
+    ]
+
+
+def _age(now: datetime, then: datetime) -> str:
+    """Returns a time span as kubectl prints it, with one unit."""
+    seconds = max(int((now - then).total_seconds()), 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"
