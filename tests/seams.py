@@ -34,7 +34,7 @@ SEAMS: Final = (
         target="vllm.platforms:resolve_current_platform_cls_qualname",
         kind="entry point vllm.platform_plugins",
         used_by="platform/",
-        why="a rank's role chooses its device, whatever hardware is there",
+        why="the role of a rank chooses its device, not the hardware that vLLM finds",
     ),
     Seam(
         target="vllm.engine.arg_utils:EngineArgs._check_feature_supported",
@@ -46,7 +46,7 @@ SEAMS: Final = (
         target="vllm.v1.executor.multiproc_executor:WorkerProc._execute_worker_rpc",
         kind="subclass",
         used_by="rank/rank_process.py",
-        why="an error in a rank that has no reply to give would only be logged",
+        why="vLLM only logs an error of a rank that sends no reply",
     ),
     Seam(
         target="vllm.v1.executor.multiproc_executor:FutureWrapper",
@@ -70,37 +70,37 @@ SEAMS: Final = (
         target="vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
         kind="worker class",
         used_by="rank/worker/cpu_worker.py",
-        why="a later CPU stage lacks its input buffer unless the model has run once",
+        why="a later CPU stage has no input buffer until the model has run once",
     ),
     Seam(
         target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
         kind="worker class",
         used_by="rank/worker/group_worker.py",
-        why="with a planned KV size vLLM measures nothing: a rank with less memory would fail later, unnamed",
+        why="vLLM does not measure a planned KV cache: a rank with less memory would fail later",
     ),
     Seam(
         target="vllm.model_executor.model_loader:register_model_loader",
         kind="registry; ModelRunner.load_config",
         used_by="rank/worker/weight_loading.py",
-        why="a load reports how far it is, so that one that moves has no deadline",
+        why="a load reports its progress, so that a load with progress needs no deadline",
     ),
     Seam(
         target="vllm.entrypoints.serve.middleware.register:init_entrypoints_middleware",
         kind="option (--middleware)",
         used_by="engine/draining.py",
-        why="a group that ends refuses new requests and answers those that it has to the last byte",
+        why="a group that ends refuses new requests and answers its running ones to the last byte",
     ),
     Seam(
         target="vllm.v1.worker.cpu_worker:CPUWorker.sleep",
         kind="worker class",
         used_by="rank/worker/sleep.py",
-        why="vLLM's only logs; ours gives the pages of the KV cache back",
+        why="vLLM's method only logs; ours returns the pages of the KV cache",
     ),
     Seam(
         target="vllm.platforms.interface:Platform.pre_register_and_update",
         kind="platform method",
         used_by="platform/environ.py",
-        why="the moment to register before vLLM warns of VLLM_ variables that it does not know",
+        why="registers our VLLM_ variables before vLLM warns of unknown ones",
     ),
     Seam(
         target="vllm.envs:environment_variables",
@@ -133,13 +133,13 @@ SEAMS: Final = (
         ),
         kind="override",
         used_by="distributed/communicators.py",
-        why="the compared names are made of the rendezvous port, equal in every pod",
+        why="vLLM compares names that contain the rendezvous port, which is equal in every pod",
     ),
     Seam(
         target="vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
         kind="instance attribute of the pipeline group",
         used_by="distributed/transport.py",
-        why="one message a hop without a header, asynchronous, between devices",
+        why="one asynchronous message per hop between devices, without a header",
     ),
     Seam(
         target="vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict",
@@ -151,7 +151,7 @@ SEAMS: Final = (
         target="vllm.v1.worker.gpu_worker:AsyncIntermediateTensors.wait_for_comm",
         kind="relied on",
         used_by="distributed/transport.py",
-        why="a receive is waited for where its tensors are used",
+        why="a rank waits for a receive only when it uses the tensors",
     ),
     Seam(
         target="vllm.distributed.parallel_state:GroupCoordinator",
@@ -175,7 +175,7 @@ SEAMS: Final = (
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
         kind="relied on; generators hidden meanwhile",
         used_by="rank/worker/sampling.py",
-        why="it moves the offset of generators whose sample is thrown away; those of CPUs have none",
+        why="vLLM moves back the offset of a generator whose sample it discards; those of CPUs have none",
     ),
     Seam(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
@@ -187,13 +187,13 @@ SEAMS: Final = (
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
         kind="called",
         used_by="rank/worker/tensor_group.py",
-        why="one forward pass of a follower for each that its leader announces",
+        why="a follower runs one forward pass for each that its leader announces",
     ),
     Seam(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._may_reorder_batch",
         kind="attribute of the runner: reorder_batch_threshold",
         used_by="rank/worker/tensor_group.py",
-        why="the rows of a batch must be in one order on every rank that sums them up",
+        why="every rank that adds up a batch must have its rows in the same order",
     ),
     Seam(
         target="vllm.v1.worker.cpu_worker:CPUWorker._should_warm_up_model",
@@ -229,7 +229,7 @@ SEAMS: Final = (
         target="vllm.model_executor.models.registry:_ModelRegistry.register_model",
         kind="registry",
         used_by="rank/imports.py",
-        why="vLLM looks at a model's class in a process that imports all anew; a CPU rank does it itself",
+        why="vLLM inspects a model's class in a new process with all imports; a CPU rank does so itself",
     ),
     Seam(
         target="vllm.model_executor.models.registry:_LazyRegisteredModel.load_model_cls",
@@ -244,27 +244,30 @@ def to_markdown() -> str:
     """Returns the page docs/contributor/patches.md."""
     rows = "\n".join(f"| `{s.target}` | {s.kind} | `{s.used_by}` | {s.why} |" for s in SEAMS)
     patches = "\n".join(
-        f"| `{p.id}` | `{p.target}` | {p.processes} | {p.why} | {p.upstream or 'not asked for yet'} "
+        f"| `{p.id}` | `{p.target}` | {p.processes} | {p.why} | {p.upstream or 'not proposed yet'} "
         f"| {', '.join(p.verified)} | {p.remove_when} |"
         for p in PATCHES
     )
     return f"""# How HeteroInfer enters vLLM
 
-HeteroInfer is out of tree and pinned to vLLM {VLLM_VERSION}. It comes in by what vLLM offers; what is
-replaced all the same is in the second table. This page is made of `tests/seams.py` and
-`vllm_heteroinfer/patches/registry.py`; a test looks each target up in the pinned vLLM, and another compares
-this page.
+HeteroInfer is a plugin outside of vLLM's tree, for vLLM {VLLM_VERSION} only. The first table lists the places
+of vLLM that it uses or extends without changing them. The second table lists the functions that it replaces.
 
-| vLLM | entered by | used by | why |
+`python -m tests.seams` writes this page from `tests/seams.py` and `vllm_heteroinfer/patches/registry.py`.
+One test looks up each target in vLLM {VLLM_VERSION}, another one compares this page.
+
+## Seams
+
+| vLLM | kind | used by | why |
 |---|---|---|---|
 {rows}
 
 ## Patches
 
-Applied only in the processes named here, never at import; each checks its target's signature first, keeps the
-original, and refuses another one in words.
+A patch is applied in the listed processes only, never at import. It first checks the signature of its target
+and keeps the original. It refuses another signature or another version of vLLM with a message.
 
-| id | replaces | in | why | upstream | verified with vLLM | goes when |
+| id | replaces | in | why | upstream | verified with vLLM | remove when |
 |---|---|---|---|---|---|---|
 {patches}
 """

@@ -19,18 +19,21 @@ LIMITS_ARE_FOR = 1000
 """Resources."""
 _PAGE = """# The operator at scale
 
-{resources} resources of one group of four pods (a GPU and three CPU pods) in {namespaces} namespaces,
-{nodes} nodes of 8 GPUs. etcd, API server, controllers and scheduler are real, and share the machine with the
-operator (they run with GOGC={gogc}: memory for time); kwok says for the kubelets that pods run, and for
-inspect pods what the model is. The operator is one process with the chart's own rights and default settings.
-Writes are counted by its own metric; objects are compared by uid and resourceVersion.
+This page shows how much time, memory and how many writes one operator needs for many resources.
 
-Measured on {date} by `{command}`: {machine}; average load of
-the 15 minutes before: {load:.1f}.
+There are {resources} resources in {namespaces} namespaces on {nodes} nodes of 8 GPUs. Each resource
+has one group of four pods (one GPU pod and three CPU pods). etcd, API server, controllers and
+scheduler are real and share the machine with the operator. They run with GOGC={gogc}, which spends
+memory to save time. kwok plays the kubelets: it reports that pods run, and reports the model for
+inspect pods. The operator is one process with the rights and defaults of the chart. Writes come
+from the operator's own metric. Objects are compared by uid and resourceVersion.
+
+Measured on {date} by `{command}` on {machine}. The average load of
+the 15 minutes before was {load:.1f}.
 
 {table}
 
-Nobody answers at these pods' addresses, so what leaders say of their groups (`/group`) is missing here.
+The pods of kwok have no processes, so these figures do not include the reports of leaders (`/group`).
 """
 
 
@@ -97,25 +100,25 @@ class Figures:
                 met=self.created_s <= CREATED_LIMIT_S,
             ),
             Limited(
-                what="operator, most resident memory",
+                what="operator, peak resident memory",
                 got=f"{self.peak_bytes / 1e6:.0f} MB",
                 limit=f"{RSS_LIMIT_BYTES / 1e6:.0f} MB",
                 met=self.peak_bytes <= RSS_LIMIT_BYTES,
             ),
             Limited(
-                what=f"writes while idle for {self.idle_s:g} s",
+                what=f"writes during {self.idle_s:g} s without changes",
                 got=f"{self.idle_writes}; {self.idle_touched} objects changed",
                 limit="0",
                 met=self.idle_writes == self.idle_touched == 0,
             ),
             Limited(
-                what="operator killed and started: first resync done",
+                what="operator killed and started again: time to its first resync",
                 got=f"{self.restart_s:.1f} s",
                 limit=f"{RESTART_LIMIT_S:.0f} s",
                 met=self.restart_s <= RESTART_LIMIT_S,
             ),
             Limited(
-                what="writes, and pods touched, after that",
+                what="writes, and changed pods, after that",
                 got=f"{self.restart_writes}; {self.restart_touched}",
                 limit="0; 0",
                 met=self.restart_writes == self.restart_touched == 0,
@@ -131,17 +134,22 @@ def build_table(figures: Figures) -> list[str]:
     ]
     writes = sum(figures.writes.values())
     rows += [
-        ("all groups serve", f"{figures.ready_s:.0f} s", "", ""),
-        ("writes until then", f"{writes:.0f}, {writes / figures.resources:.1f} a resource", "", ""),
+        ("time until all groups serve", f"{figures.ready_s:.0f} s", "", ""),
+        ("writes until then", f"{writes:.0f}, {writes / figures.resources:.1f} per resource", "", ""),
         (
             "reconciles until then",
-            f"{figures.reconciles:.0f}, {figures.reconciles / figures.resources:.1f} a resource",
+            f"{figures.reconciles:.0f}, {figures.reconciles / figures.resources:.1f} per resource",
             "",
             "",
         ),
         ("operator, CPU time until then", f"{figures.create_cpu_s:.0f} s", "", ""),
-        (f"operator, CPU time in {figures.idle_s:g} s of idleness", f"{figures.idle_cpu_s:.1f} s", "", ""),
-        ("operator, resident memory after it", f"{figures.rss_bytes / 1e6:.0f} MB", "", ""),
+        (
+            f"operator, CPU time in {figures.idle_s:g} s without changes",
+            f"{figures.idle_cpu_s:.1f} s",
+            "",
+            "",
+        ),
+        ("operator, resident memory after that", f"{figures.rss_bytes / 1e6:.0f} MB", "", ""),
     ]
     head = ("", "measured", f"limit of {LIMITS_ARE_FOR} resources", "met" if whole else "")
     return [f"| {' | '.join(row)} |" for row in (head, ("---",) * 4, *rows)]

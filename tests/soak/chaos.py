@@ -54,8 +54,8 @@ class Chaos:
             await ways[what](pod)
         except ApiError as error:
             # Gone already, or the API server has just been killed; a budget may refuse an eviction.
-            what = {GONE: "pod was gone", REFUSED: "eviction refused"}.get(
-                error.status, "looks and kills that found the API server away"
+            what = {GONE: "pod was already gone", REFUSED: "eviction refused"}.get(
+                error.status, "looks and kills while the API server was away"
             )
         self.done[what] += 1
 

@@ -41,7 +41,7 @@ def build_table(result: Result) -> str:
         "all Ready again": settled,
         "objects, first all Ready": _counts(result.before),
         "objects, at the end": _counts(result.after),
-        "objects left after the resources": f"{result.left.total()}",
+        "objects left after deleting the resources": f"{result.left.total()}",
         "operator's memory: start, after a quarter, end, most": " / ".join(
             f"{value:.1f} MiB" for value in (rss[0], rss[quarter], rss[-1], max(rss))
         ),

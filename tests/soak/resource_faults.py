@@ -72,7 +72,7 @@ class ResourceFaults:
             await ways[what](name)
             self.chaos.done[what] += 1
         except (ApiError, Finding):
-            self.chaos.done["strikes that found the API server away, or a status that changes"] += 1
+            self.chaos.done["faults that met an absent API server or a changing status"] += 1
         finally:
             self.struck.discard(name)
 

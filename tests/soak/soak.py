@@ -166,7 +166,7 @@ class Soak:
         try:
             pods = await list_of(self.server, POD.path(self.namespace), WORKERS)
         except ApiError:
-            self.chaos.done["looks and kills that found the API server away"] += 1
+            self.chaos.done["looks and kills while the API server was away"] += 1
             return
         if played := [pod for pod in pods if pod["spec"].get("nodeName", "").startswith(NODES)]:
             await self.chaos.kill_pod(self.chaos.chance.choice(played))

@@ -17,7 +17,7 @@ from tests.e2e.faults.matrix import MATRIX, Blocked, Ends, Fault, GoesOn, Waits
 PAGE = REPOSITORY / "docs/contributor/faults.md"
 BEGIN, END = "<!-- the matrix -->", "<!-- end of the matrix -->"
 HEADER = (
-    "| fault | how | what is seen | Ready=False | old pods gone | next epoch's pods | serves again |\n"
+    "| fault | how | reaction | Ready=False | old pods gone | next epoch's pods | serves again |\n"
     "|---|---|---|---|---|---|---|"
 )
 
@@ -61,22 +61,22 @@ def expectation(fault: Fault) -> str:
         case Ends(reason=reason, or_reason=or_reason, rank=rank, exit_code=exit_code, counted=counted):
             other = f" or `{or_reason}`" if or_reason else ""
             culprit = "" if rank is None else f", rank {rank}, exit code {exit_code}"
-            return f"`{reason}`{other}{culprit}{'' if counted else '; not counted'}"
+            return f"`{reason}`{other}{culprit}{'' if counted else '; not counted as a restart'}"
         case GoesOn(slowest_rank=slowest):
             named = f"; `slowestRank` names rank {slowest.strip()}" if slowest else ""
-            return f"serves on, no pod touched{named}"
+            return f"keeps serving, no pod changed{named}"
         case Blocked(condition=condition, status=status, reason=reason):
             return (
-                f"`{condition}` {status}, `{reason}`; the group is back by its own plan; suspended, resumed"
+                f"`{condition}` {status}, `{reason}`; the group restarts by its own plan, suspends, resumes"
             )
         case Waits(condition=condition, reason=reason):
-            return f"`{condition}` not True, `{reason}`; nothing is restarted"
+            return f"`{condition}` not True, `{reason}`; nothing restarts"
 
 
 def _line(fault: Fault, took: Measured) -> str:
     seen = expectation(fault)
     if took.said_s is not None:
-        seen += f" (said after {took.said_s:.1f} s)"
+        seen += f" (in the status after {took.said_s:.1f} s)"
     times = (took.ready_false_s, took.old_gone_s, took.next_epoch_s, took.ready_s)
     cells = [fault.name, fault.how, seen, *("" if time is None else f"{time:.1f} s" for time in times)]
     return f"| {' | '.join(cells)} |"
