@@ -1,4 +1,4 @@
-"""A proxy before the API server that fails on demand."""
+"""A proxy in front of the API server that fails on demand."""
 
 import asyncio
 import base64
@@ -26,18 +26,18 @@ _HOP_BY_HOP = frozenset({"connection", "transfer-encoding", "content-length", "h
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Fault:
-    """How the proxy treats the requests that match; the first fault that matches a request counts.
+    """How the proxy treats matching requests; the first matching fault applies.
 
     Attributes:
-        path: regular expression, searched in the path with its query; a watch has `watch=true` in it.
+        path: regular expression, searched in the path with its query; a watch contains `watch=true`.
         method: regular expression of the whole HTTP method.
-        status: if not 0, the proxy answers this status, and the API server gets no request.
-        message: of the Status object in that answer.
+        status: if not 0, the proxy answers with this status, and the API server gets no request.
+        message: message of the Status object in that answer.
         delay_s: wait before the request is forwarded or answered, and before each part of a watch.
-        hang: nothing is forwarded or answered until the fault is removed; open watches stand still, too.
-        change: makes another JSON body of the request's, as a mutating webhook would.
-        times: the fault ends after so many requests (not with `hang`); None means until it is removed.
-        hits: how many requests it met.
+        hang: blocks requests and open watches until the fault is removed.
+        change: replaces the JSON body of the request, as a mutating webhook would.
+        times: number of requests after which the fault ends (not with `hang`); None until it is removed.
+        hits: number of requests that matched.
     """
 
     path: str
@@ -51,18 +51,18 @@ class Fault:
     hits: int = 0
 
     def matches(self, method: str, path: str) -> bool:
-        """Returns whether the fault is about this request."""
+        """Checks whether the fault applies to this request."""
         return re.fullmatch(self.method, method) is not None and re.search(self.path, path) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request that came to the proxy.
+    """A request that reached the proxy.
 
     Attributes:
         at: `time.monotonic()` of its arrival.
-        method: of HTTP.
-        path: with the query.
+        method: HTTP method.
+        path: path with the query.
     """
 
     at: float
@@ -71,11 +71,11 @@ class Request:
 
 
 class ApiProxy:
-    """The proxy; it runs in the event loop of the test.
+    """The proxy, which runs in the test's event loop.
 
     Attributes:
-        kubeconfig: of clients that go through the proxy.
-        requests: all that came, in order.
+        kubeconfig: kubeconfig of clients that use the proxy.
+        requests: all requests in their order.
     """
 
     def __init__(self, kubeconfig: Path, server: str, session: aiohttp.ClientSession) -> None:
@@ -88,7 +88,7 @@ class ApiProxy:
         self._watches: dict[asyncio.Task[Any], str] = {}
 
     def inject(self, path: str, **fields: Any) -> Fault:
-        """Adds a `Fault` with these fields, and returns it."""
+        """Adds a `Fault` with these fields."""
         fault = Fault(path=path, **fields)
         self._faults.append(fault)
         self._notify()
@@ -100,13 +100,13 @@ class ApiProxy:
         self._notify()
 
     def cut_watches(self, path: str = "") -> None:
-        """Breaks the connections of the open watches whose path matches."""
+        """Closes the connections of open watches whose path matches."""
         for task, watched in list(self._watches.items()):
             if re.search(path, watched):
                 task.cancel()
 
     def count(self, path: str, method: str = ".*") -> int:
-        """Returns how many requests came that match."""
+        """Counts the requests that match."""
         wanted = Fault(path=path, method=method)
         return sum(wanted.matches(request.method, request.path) for request in self.requests)
 
@@ -124,7 +124,7 @@ class ApiProxy:
             await asyncio.sleep(fault.delay_s)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answers a request as the faults say, or as the API server does."""
+        """Answers a request according to the faults, otherwise from the API server."""
         method, path = request.method, request.path_qs
         self.requests.append(Request(at=time.monotonic(), method=method, path=path))
         body = await request.read()
@@ -153,7 +153,7 @@ class ApiProxy:
         ) as answer:
             kept = {key: value for key, value in answer.headers.items() if key.lower() not in _HOP_BY_HOP}
             response = web.StreamResponse(status=answer.status, headers=kept)
-            with contextlib.suppress(ConnectionResetError):  # the client is gone
+            with contextlib.suppress(ConnectionResetError):  # the client has disconnected
                 await response.prepare(request)
                 if "watch" in request.query:
                     return await self._watch(request, answer, response)
@@ -195,7 +195,7 @@ def _refuse(fault: Fault) -> web.Response:
 
 
 def _ssl_context(cluster: dict[str, Any], user: dict[str, Any]) -> ssl.SSLContext:
-    """Returns TLS that trusts the cluster, with the user's client certificate if there is one."""
+    """Builds a TLS context that trusts the cluster, with the user's client certificate if it exists."""
     authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
     context = ssl.create_default_context(cadata=authority)
     if "client-certificate-data" in user:
@@ -211,12 +211,12 @@ def _ssl_context(cluster: dict[str, Any], user: dict[str, Any]) -> ssl.SSLContex
 async def api_proxy(kubeconfig: Path, through: Path) -> AsyncIterator[ApiProxy]:
     """Runs a proxy on loopback.
 
-    It speaks plain HTTP to clients and TLS to the API server. A user with a token authenticates as through no
-    proxy; for a user with a client certificate the proxy presents the certificate.
+    It speaks plain HTTP to clients and TLS to the API server. A user with a token authenticates as without
+    a proxy; for a user with a client certificate, the proxy presents the certificate.
 
     Args:
-        kubeconfig: how the API server is reached.
-        through: file that gets the kubeconfig of clients that go through the proxy.
+        kubeconfig: kubeconfig of the API server.
+        through: file for the kubeconfig of clients that use the proxy.
     """
     config: dict[str, Any] = yaml.safe_load(kubeconfig.read_text())
     cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
@@ -247,11 +247,11 @@ async def api_proxy(kubeconfig: Path, through: Path) -> AsyncIterator[ApiProxy]:
         proxy.cut_watches()
         await runner.cleanup()
         await session.close()
-        # The loop ends with the test, and must have closed all connections before.
+        # The loop ends with the test and must close all connections first.
         while runner.server is not None and runner.server.connections:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        # TLS of a request that was broken off ends once the API server has agreed.
+        # The TLS connection of an aborted request ends once the API server has confirmed.
         async with asyncio.timeout(TLS_END_S):
             while any(each.fileno() >= 0 for each in sockets):
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The command line as a user runs it, against the API server of the tests."""
+"""The command line as a user runs it, with the API server of the tests."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def heteroinfer(kubeconfig: Path, *arguments: str) -> tuple[int, str, str]:
-    """Returns exit code, output and errors of the command, as a user runs it."""
+    """Runs the command as a user does; returns exit code, output and errors."""
     done = subprocess.run(
         [sys.executable, "-m", "heteroinfer_operator.cli", *arguments],
         env={

@@ -1,4 +1,4 @@
-"""A control plane with the resource installed, a namespace for each test, and ways to speak to it."""
+"""A control plane with the installed CRD, a namespace for each test, and clients."""
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,14 +21,14 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def crd(control_plane: Cluster) -> str:
-    """The name of the installed CustomResourceDefinition."""
+    """Name of the installed CustomResourceDefinition."""
     apply_crds(control_plane, build_crd())
     return CrdName
 
 
 @pytest.fixture
 def namespace(control_plane: Cluster) -> Iterator[str]:
-    """A namespace of this test's own."""
+    """A namespace for this test alone."""
     name = f"operator-{next(_NUMBERS)}"
     control_plane.kubectl("create", "namespace", name)
     control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
@@ -38,7 +38,7 @@ def namespace(control_plane: Cluster) -> Iterator[str]:
 
 @pytest_asyncio.fixture
 async def server(control_plane: Cluster, crd: str) -> AsyncIterator[ApiServer]:
-    """The API server with all rights, as the operator's own code reaches it."""
+    """The API server with all permissions, through the operator's own client."""
     api_server = ApiServer(await load_configuration(str(control_plane.kubeconfig)))
     yield api_server
     await api_server.close()
@@ -48,7 +48,7 @@ CHART = REPOSITORY / "charts" / "heteroinfer"
 
 
 class Installation:
-    """The chart as a release without an operator pod, and its service account's own kubeconfig."""
+    """The chart as a release without an operator pod, and the kubeconfig of its service account."""
 
     def __init__(self, cluster: Cluster, release: str, kubeconfig: Path) -> None:
         self.account = f"system:serviceaccount:{release}:{release}-heteroinfer"
@@ -63,7 +63,7 @@ class Installation:
 
 @pytest.fixture
 def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callable[..., Installation]]:
-    """Installs the chart, in a namespace named like the release; uninstalled with the test."""
+    """Installs the chart in a namespace with the name of the release; uninstalls it after the test."""
     releases: list[str] = []
 
     def install_chart(*values: str) -> Installation:
@@ -82,7 +82,7 @@ def install(control_plane: Cluster, crd: str, tmp_path: Path) -> Iterator[Callab
 
 @pytest_asyncio.fixture
 async def node(server: ApiServer) -> AsyncIterator[str]:
-    """A node that plans count on, and that the scheduler keeps pods off."""
+    """A node that plans use but the scheduler does not."""
     await add_node(server, "spacious", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
     yield "spacious"
     await server.delete(NODE.path(None, "spacious"), {})

@@ -1,4 +1,4 @@
-"""What Flux and others make of a resource: the kstatus of sigs.k8s.io/cli-utils, run on stored objects."""
+"""The kstatus of sigs.k8s.io/cli-utils, which Flux and other tools use, on stored objects."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ TERMINATING: Final = "Terminating"
 
 
 def judge(resource: dict[str, Any]) -> str:
-    """Returns the status that kstatus computes of an object."""
+    """Computes the kstatus of an object."""
     program = tools.program(tools.KSTATUS, "kstatus")
     done = subprocess.run(
         [str(program)], input=json.dumps(resource), check=True, capture_output=True, text=True, timeout=30
@@ -26,12 +26,12 @@ def judge(resource: dict[str, Any]) -> str:
 
 
 async def kstatus(server: ApiServer, namespace: str, name: str = "tiny") -> str:
-    """Returns what kstatus says of a stored resource."""
+    """Computes the kstatus of a stored resource."""
     return judge(await server.get(HETERO_INFERENCE.path(namespace, name)))
 
 
 async def becomes(server: ApiServer, namespace: str, status: str, condition: tuple[str, str, str]) -> None:
-    """Returns once a condition has this status and reason; what kstatus says with it must be `status`."""
+    """Waits until a condition has this status and reason; its kstatus must be `status`."""
     kind, wanted, reason = condition
     seen: list[Any] = []
 

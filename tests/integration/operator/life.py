@@ -1,4 +1,4 @@
-"""The life of the resource `tiny` as the operator leads it; the tests say for the kubelet how pods fare."""
+"""The life of the resource `tiny` under the operator; the tests play the kubelet."""
 
 import json
 from collections import defaultdict
@@ -40,29 +40,29 @@ async def condition(server: ApiServer, namespace: str, kind: str) -> tuple[str, 
 
 
 async def versions(server: ApiServer, namespace: str) -> dict[str, str]:
-    """Returns the resourceVersion of the resource and of all its children."""
+    """Returns the resourceVersion of the resource and all its children."""
     listed = [await stored(server, kind, namespace) for kind in CHILDREN]
     listed.append((await server.get(HETERO_INFERENCE.path(namespace)))["items"])
     return {o["metadata"]["uid"]: o["metadata"]["resourceVersion"] for objects in listed for o in objects}
 
 
 _EPOCHS: dict[str, set[int]] = defaultdict(set)
-"""By namespace: the epochs of `tiny` of which `workers` has seen pods."""
+"""Epochs of `tiny` whose pods `workers` has seen, by namespace."""
 
 
 def nth_epoch(namespace: str, ordinal: int) -> int:
-    """Returns the number of an epoch, counted from 1; 0 before `workers` has seen a pod of it."""
+    """Returns the number of the nth epoch, counted from 1; 0 before `workers` has seen its pods."""
     seen = sorted(_EPOCHS[namespace])
     return seen[ordinal - 1] if len(seen) >= ordinal else 0
 
 
 def pod_of(namespace: str, ordinal: int, index: int) -> str:
-    """Returns the name of a pod of an epoch, counted from 1."""
+    """Returns the name of a pod of the nth epoch."""
     return f"tiny-0-{nth_epoch(namespace, ordinal)}-{index}"
 
 
 async def workers(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
-    """Returns the names of the living worker pods of an epoch, counted from 1."""
+    """Returns the names of the living worker pods of the nth epoch."""
     found = [
         pod["metadata"]
         for pod in await stored(server, POD, namespace)
@@ -75,14 +75,14 @@ async def workers(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
 
 
 async def bind(server: ApiServer, namespace: str, pod: str, node: str) -> None:
-    """Says for the scheduler that a pod has a node: from then on its deletion waits for a kubelet's word."""
+    """Binds a pod to a node, as the scheduler would: its deletion then waits for a kubelet."""
     target = {"apiVersion": "v1", "kind": "Node", "name": node}
     body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
     await server.create(POD.path(namespace, pod, "binding"), body)
 
 
 async def serve_epoch(server: ApiServer, namespace: str, ordinal: int) -> list[str]:
-    """Has the pods of an epoch run, and returns their names once the resource is Ready."""
+    """Runs the pods of an epoch, and returns their names once the resource is Ready."""
 
     async def both() -> list[str]:
         found = await workers(server, namespace, ordinal)
@@ -100,7 +100,7 @@ async def is_ready(server: ApiServer, namespace: str) -> bool:
 
 
 async def bring_up(server: ApiServer, namespace: str) -> list[str]:
-    """Returns the pods of a resource that serves, from its creation on."""
+    """Creates a resource, and returns its pods once it serves."""
     await create_resource(server, namespace)
 
     async def inspect_pod() -> str:
@@ -113,7 +113,7 @@ async def bring_up(server: ApiServer, namespace: str) -> list[str]:
 
 
 COLLECTED_S = 120.0
-"""Children go with Kubernetes' garbage collector, which needs up to 50 s to learn of a CRD that is new."""
+"""Garbage collection deletes children; it needs up to 50 s to learn of a new CRD."""
 
 
 async def nothing_left(server: ApiServer, namespace: str) -> bool:

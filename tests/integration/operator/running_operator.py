@@ -1,4 +1,4 @@
-"""What the operator's tests on a real API server share."""
+"""Shared helpers of the operator's tests on a real API server."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ CrdName = f"{names.PLURAL}.{names.API_GROUP}"
 DEADLINE_S = 20.0
 
 SPEC: dict[str, Any] = {
-    # There are no nodes here: pods are created though they have no free capacity.
+    # There are no nodes here: pods are created without free capacity.
     "scheduling": {"gang": "Never"},
     "model": {"uri": "pvc://models/tiny", "servedName": "tiny"},
     "engine": {"dtype": "float32", "maxModelLen": 512},
@@ -47,9 +47,9 @@ SPEC: dict[str, Any] = {
 async def until(
     what: str, check: Callable[[], Any], timeout_s: float = DEADLINE_S, said: Callable[[], str] = str
 ) -> Any:
-    """Returns what `check` gives as soon as that is true; a coroutine is awaited.
+    """Waits until `check` returns a true value, and returns it; awaits a coroutine.
 
-    `said` is what to show when the time is up.
+    `said` is the text to show after the timeout.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -63,13 +63,11 @@ async def until(
 
 
 async def create_resource(server: ApiServer, namespace: str, name: str = "tiny", **spec: Any) -> Owner:
-    """Returns a stored HeteroInference as an owner of children.
+    """Stores a HeteroInference as an owner of children.
 
     Args:
-        server: where it is stored.
-        namespace: of it.
-        name: of it.
-        spec: fields instead of those of `SPEC`.
+        server: API server that stores it.
+        spec: fields that replace those of `SPEC`.
     """
     body = {
         "apiVersion": HETERO_INFERENCE.api_version,
@@ -82,7 +80,7 @@ async def create_resource(server: ApiServer, namespace: str, name: str = "tiny",
 
 
 def child(owner: Owner, kind: str, name: str, **fields: Any) -> dict[str, Any]:
-    """Returns the manifest of a child."""
+    """Builds the manifest of a child."""
     version = {"NetworkPolicy": "networking.k8s.io/v1"}.get(kind, "v1")
     return {
         "apiVersion": version,
@@ -98,7 +96,7 @@ def child(owner: Owner, kind: str, name: str, **fields: Any) -> dict[str, Any]:
 
 
 def pod(owner: Owner, name: str, **labels: str) -> dict[str, Any]:
-    """Returns the manifest of a pod that no node here will ever run."""
+    """Builds the manifest of a pod that no node here runs."""
     container = {
         "name": names.CONTAINER_WORKER,
         "image": "worker:none",
@@ -110,7 +108,7 @@ def pod(owner: Owner, name: str, **labels: str) -> dict[str, Any]:
 
 
 class Watched:
-    """Running caches, and the port on top of them."""
+    """Running caches, and the port that uses them."""
 
     def __init__(self, server: ApiServer, namespaces: Sequence[str]) -> None:
         self.touched: list[ResourceKey] = []
@@ -130,7 +128,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def watching(server: ApiServer, *namespaces: str) -> AsyncIterator[Watched]:
-    """Runs caches for as long as the context lasts; they are synced when it begins."""
+    """Runs caches for the duration of the context; they are synced at its begin."""
     watched = Watched(server, namespaces)
     running = asyncio.ensure_future(watched.cluster_state.run())
     try:
@@ -159,11 +157,11 @@ PROFILE: dict[str, Any] = {
     "head_bytes": 131_072,
     "tied_head": False,
 }
-"""What an inspect pod says of a small model."""
+"""Result of an inspect pod for a small model."""
 
 
 class OperatorProcess:
-    """`heteroinfer operator` as a process of its own, as in its container."""
+    """`heteroinfer operator` as a separate process, as in its container."""
 
     def __init__(self, kubeconfig: Path, log: Path, **settings: str) -> None:
         variables = {f"HETEROINFER_{name.upper()}": value for name, value in settings.items()}
@@ -188,7 +186,7 @@ class OperatorProcess:
         return self.log.read_text()
 
     async def http(self, path: str) -> tuple[int, str]:
-        """Returns status and text of a path of its HTTP port; status 0 while nobody answers."""
+        """Returns status and text of a path of the HTTP port; status 0 without an answer."""
         found = re.search(r"on port (\d+)", self.said)
         if found is None:
             return 0, ""
@@ -202,7 +200,7 @@ class OperatorProcess:
             return 0, ""
 
     async def working(self) -> None:
-        """Returns once it reconciles."""
+        """Waits until the operator reconciles."""
         await until("the operator works", self._works, timeout_s=60, said=lambda: self.said)
 
     async def _works(self) -> bool:
@@ -217,14 +215,14 @@ class OperatorProcess:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     async def writes(self) -> dict[str, float]:
-        """Returns how many writes the API server accepted, by labels."""
+        """Returns the number of writes that the API server accepted, by labels."""
         status, text = await self.http("/metrics")
         assert status == 200
         lines = [line for line in text.splitlines() if line.startswith(metric_names.OPERATOR_WRITES_TOTAL)]
         return {labels: float(count) for labels, _, count in (line.rpartition(" ") for line in lines)}
 
     async def ended(self, timeout_s: float = 15) -> int:
-        """Returns its exit code once it has ended by itself or by a signal sent before."""
+        """Waits until the process has ended, and returns its exit code."""
         await until("the operator's end", lambda: self.process.poll() is not None, timeout_s)
         return int(self.process.returncode)
 
@@ -240,7 +238,7 @@ class OperatorProcess:
 
 @contextlib.asynccontextmanager
 async def operator(kubeconfig: Path, log: Path, **settings: str) -> AsyncIterator[OperatorProcess]:
-    """Runs an operator for as long as the context lasts, or until the test ends it."""
+    """Runs an operator for the duration of the context, or until the test ends it."""
     process = OperatorProcess(kubeconfig, log, **settings)
     try:
         yield process
@@ -254,7 +252,7 @@ async def served_gangs(server: ApiServer) -> set[Gang]:
 
 
 async def add_node(server: ApiServer, name: str, *taints: dict[str, str]) -> None:
-    """Stores a node that plans count on: Ready, as far as anybody says."""
+    """Stores a node that plans use; it counts as Ready."""
     metadata = {"name": name, "labels": dict(IMAGE_PLATFORM)}
     body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {"taints": list(taints)}}
     await server.create(NODE.path(), body)
@@ -266,7 +264,7 @@ async def add_node(server: ApiServer, name: str, *taints: dict[str, str]) -> Non
 
 
 async def run_pod(server: ApiServer, namespace: str, name: str, *, ready: bool = True) -> None:
-    """Says for the kubelet, which is not here, that a pod runs."""
+    """Marks a pod as running, in place of the kubelet."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": now}
     state = {
@@ -287,13 +285,10 @@ async def run_pod(server: ApiServer, namespace: str, name: str, *, ready: bool =
 
 
 async def end_rank(server: ApiServer, namespace: str, name: str, *, index: int) -> None:
-    """Says for the kubelet that a pod of one rank ended since its rank was killed, as its supervisor would.
+    """Marks a pod as ended because its rank was killed, in place of kubelet and supervisor.
 
     Args:
-        server: where the pod is.
-        namespace: of the pod.
-        name: of the pod.
-        index: of the pod in its group, and of its rank.
+        index: index of the pod in its group, and of its rank.
     """
     failure = Failure(
         reason=FailureReason.RANK_EXITED,
@@ -306,7 +301,7 @@ async def end_rank(server: ApiServer, namespace: str, name: str, *, index: int) 
 
 
 async def end_pod(server: ApiServer, namespace: str, name: str, *, exit_code: int, message: str) -> None:
-    """Says for the kubelet that a pod's worker container ended."""
+    """Marks a pod's worker container as ended, in place of the kubelet."""
     ended = {"exitCode": exit_code, "reason": "Completed" if exit_code == 0 else "Error", "message": message}
     state = {
         "name": names.CONTAINER_WORKER,

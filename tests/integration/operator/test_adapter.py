@@ -1,4 +1,4 @@
-"""The port on a real API server: what each action does, and what it refuses to do."""
+"""The port on a real API server: the effect of each action, and its refusals."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -46,13 +46,13 @@ async def observe(watched: Watched, owner: Owner) -> ResourceObservation:
 async def seen(
     watched: Watched, owner: Owner, check: Callable[[ResourceObservation], bool]
 ) -> ResourceObservation:
-    """Returns the first observation for which a change by others shows."""
+    """Waits for the first observation that shows a change by another writer."""
 
     async def found() -> ResourceObservation | None:
         observation = await observe(watched, owner)
         return observation if check(observation) else None
 
-    observation: ResourceObservation = await until("what others changed is seen", found)
+    observation: ResourceObservation = await until("another writer's change is observed", found)
     return observation
 
 
@@ -71,7 +71,7 @@ async def act(watched: Watched, owner: Owner, *actions: Action) -> ResourceObser
 
 
 async def own_events(server: ApiServer, namespace: str) -> list[Any]:
-    """Returns the operator's events: the API server writes some about Services."""
+    """Returns the operator's events; the API server also writes events about Services."""
     found = (await server.get(EVENT.path(namespace)))["items"]
     return [event for event in found if event["reportingController"] == names.MANAGER]
 
@@ -110,7 +110,9 @@ async def test_own_writes_are_observed_at_once(server: ApiServer, namespace: str
         await until(
             "the pod is gone from the cache", lambda: not watched.cluster_state.pods(owner.key, owner.uid)
         )
-        here = {key for key in watched.touched if key.namespace == namespace}  # others may still be going
+        here = {
+            key for key in watched.touched if key.namespace == namespace
+        }  # other pods may still be in deletion
         assert here == {owner.key}
 
 
@@ -141,7 +143,7 @@ async def test_a_pod_that_loses_its_label_during_a_leader_query_is_kept(
 
 
 async def test_a_missing_pod_is_read_once(server: ApiServer, namespace: str) -> None:
-    """Those of a resource that is deleted went one by one, and each was asked for as long as one was left."""
+    """Pods of a deleted resource disappeared one by one, and each was read while another one existed."""
     owner = await create_resource(server, namespace)
     pods = [f"tiny-0-1-{index}" for index in range(8)]
     ranks = [{"rank": rank, "role": "cpu", "pod": name} for rank, name in enumerate(pods)]
@@ -170,7 +172,7 @@ async def test_a_missing_pod_is_read_once(server: ApiServer, namespace: str) -> 
 async def test_an_unlabelled_pod_that_blocks_a_name_is_observed_next(
     server: ApiServer, namespace: str
 ) -> None:
-    """No status names it: a pod that looks at the model, or one that nobody has seen yet."""
+    """The status does not name the pod: it inspects the model, or was never seen."""
     owner = await create_resource(server, namespace)
     name = "tiny-inspect-0123456789"
     async with watching(server) as watched:
@@ -205,7 +207,7 @@ async def test_an_existing_pod_name_is_a_conflict_and_observed_next(
         after = await observe(watched, owner)
         assert [p.name for p in after.pods] == ["tiny-0-1-0"]
         made = [stored["metadata"]["name"] for stored in after.objects]
-        assert made == ["other"], "what is of the same group was not made"
+        assert made == ["other"], "no object of the same group was created"
 
 
 async def test_reports_a_foreign_object_of_the_same_name_and_keeps_it(
@@ -239,9 +241,9 @@ async def test_waits_for_children_of_an_earlier_resource_of_the_same_name(
         apply = ApplyObject(manifest=service(owner, "tiny"))
         (refusal,) = (await act(watched, owner, apply)).refusals
         assert refusal.reason == "NameHeld"
-        # Which of the two: whether the garbage collector has already found that the owner is gone.
+        # The reason depends on whether the garbage collector already knows that the owner is gone.
         assert re.search(r"belongs to an earlier HeteroInference|is being deleted", refusal.message)
-        await server.delete(SERVICE.path(namespace, "tiny"), {})  # as the garbage collector does
+        await server.delete(SERVICE.path(namespace, "tiny"), {})  # like the garbage collector
 
         async def tried_again(tries: int) -> str:
             (refusal,) = (await act(watched, owner, apply)).refusals
@@ -249,7 +251,9 @@ async def test_waits_for_children_of_an_earlier_resource_of_the_same_name(
 
         message = await until("the second try", lambda: tried_again(2))
         assert "is being deleted, but finalizer heteroinfer.dev/test blocks it" in message
-        assert not await own_events(server, namespace), "what will go by itself is no event at once"
+        assert not await own_events(server, namespace), (
+            "an object that disappears by itself causes no event at once"
+        )
         await until("the fifth try", lambda: tried_again(5))
         assert [event["reason"] for event in await own_events(server, namespace)] == ["NameHeld"]
         await server.merge(SERVICE.path(namespace, "tiny"), {"metadata": {"finalizers": None}})
@@ -302,9 +306,9 @@ async def test_a_status_based_on_an_old_state_is_a_conflict(server: ApiServer, n
             await watched.cluster.run(old, [PatchStatus(status={"replicas": 7}, resource_version=version)])
         assert (await server.get(path))["status"] == {**defaults, "replicas": 1, "selector": "a=b"}
 
-        # The whole status is replaced: what is left out is gone; the spec stays.
+        # The write replaces the whole status: omitted fields disappear; the spec stays.
         async def replaced() -> bool:
-            """Writes again until the budget of two status writes a second allows it."""
+            """Repeats the write until the budget of two status writes a second allows it."""
             now = await observe(watched, owner)
             version = now.resource.resource_version
             await watched.cluster.run(now, [PatchStatus(status={"replicas": 2}, resource_version=version)])
@@ -374,7 +378,7 @@ async def test_a_repeated_event_is_one_event(server: ApiServer, namespace: str) 
 async def test_no_events_are_written_to_a_terminating_namespace(
     control_plane: Cluster, server: ApiServer, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each was refused, and warned of."""
+    """Each event was refused, and a warning was logged."""
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
     await server.merge(path, {"metadata": {"finalizers": ["example.com/theirs"]}})
@@ -394,8 +398,8 @@ async def test_pods_of_other_resources_and_uids_are_not_observed(server: ApiServ
         await act(watched, other, CreateObject(manifest=pod(other, "other-0-1-0")))
         stranger = Owner(key=owner.key, uid=other.uid)
         await server.create(POD.path(namespace), pod(stranger, "impostor"))
-        await until("the impostor is touched", lambda: owner.key in watched.touched)
+        await until("the foreign object is changed", lambda: owner.key in watched.touched)
         observation = await observe(watched, owner)
         assert observation.pods == ()
-        assert observation.nodes is None, "nodes may not be read in namespaced mode"
+        assert observation.nodes is None, "the operator may not read nodes in namespaced mode"
         assert await watched.cluster.observe(ResourceKey(namespace=namespace, name="no-such")) is None

@@ -1,4 +1,4 @@
-"""The tests' proxy does to requests what a test says, and nothing else."""
+"""The tests' proxy changes requests only as the test requests."""
 
 import asyncio
 from pathlib import Path
@@ -34,7 +34,7 @@ async def test_the_proxy_fails_delays_holds_and_changes_requests(
 
             held = proxy.inject("configmaps", method="GET", hang=True)
             answer = asyncio.ensure_future(through.get(path))
-            await until("the request is held", lambda: held.hits == 1)
+            await until("the request hangs", lambda: held.hits == 1)
             assert not answer.done()
             proxy.heal()
             assert (await answer)["kind"] == "ConfigMapList"
@@ -64,7 +64,7 @@ async def test_the_proxy_holds_and_cuts_watches(
             await asyncio.sleep(0)
             assert "late" not in seen
             proxy.heal()
-            await until("the event that was held", lambda: "late" in seen)
+            await until("the delayed event", lambda: "late" in seen)
             proxy.cut_watches(namespace)
             with pytest.raises(ApiError, match="the connection broke"):
                 await asyncio.wait_for(watching, 10)

@@ -1,4 +1,4 @@
-"""What a Job of the chart keeps, with no rights but that, is what the operator predicts by."""
+"""The operator predicts with the calibration that a Job of the chart stores with minimal permissions."""
 
 import asyncio
 import json
@@ -57,33 +57,33 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
             (plan,) = (await status_of(server, namespace))["plans"]
             return plan if MEASURED.hash in plan["calibration"] else None
 
-        after = await until("a prediction by the calibration", predicted, said=lambda: process.said)
+        after = await until("a prediction with the calibration", predicted, said=lambda: process.said)
         assert after["calibration"].count(MEASURED.hash) == 2
         assert after["hash"] == before["hash"]
         assert await workers(server, namespace, 1) == serving
         assert all("deletionTimestamp" not in p["metadata"] for p in await stored(server, POD, namespace))
 
-        # What others wrote there is named and not used, and takes nothing from what a Job kept.
+        # Entries of other writers are reported and ignored, and do not affect the Job's entry.
         older = {**json.loads(MEASURED.to_json()), "versions": {**VERSIONS, "heteroinfer": "0.0.9"}}
         slow = json.dumps({"nodeSelector": {"speed": "fast"}, "calibration": older})
         path = CONFIG_MAP.path(release, config_map)
         await server.merge(path, {"data": {"bad.json": "{", "older.json": slow}})
-        await until("words for both", lambda: names_both(process), said=lambda: process.said)
+        await until("log lines about both", lambda: names_both(process), said=lambda: process.said)
         assert (await status_of(server, namespace))["plans"] == [after]
 
         async def of_defaults() -> bool:
             return bool((await status_of(server, namespace))["plans"][0] == before)
 
         await server.merge(path, {"data": {"fast.json": None}})
-        await until("defaults for nodes of a kind that is gone", of_defaults, said=lambda: process.said)
+        await until("defaults for nodes of a removed kind", of_defaults, said=lambda: process.said)
         await keep_as_the_job_does(control_plane, installed, tmp_path)
         await until("the prediction again", predicted, said=lambda: process.said)
         await server.merge(NODE.path(None, node), {"metadata": {"labels": {"speed": None}}})
-        await until("defaults for a node that is of no kind", of_defaults, said=lambda: process.said)
+        await until("defaults for a node without a known kind", of_defaults, said=lambda: process.said)
         assert await workers(server, namespace, 1) == serving
         assert await process.stop() == 0
 
-    # The chart does not render what Jobs keep, and so leaves it alone; one that was deleted measures again.
+    # The chart does not render the entries of Jobs, so it keeps them; a deleted entry is measured again.
     (job,) = jobs_of(control_plane, release)
     upgrade = ("upgrade", release, str(CHART), "-n", release, "--reuse-values", "--set")
     control_plane.helm(*upgrade, "workers=2", "--force")
@@ -99,7 +99,7 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
 
 
 async def names_both(process: OperatorProcess) -> bool:
-    """Returns whether the operator's log says why it uses neither of two entries."""
+    """Checks whether the operator's log reports why it ignores two entries."""
     said = process.said
     return (
         "calibration bad.json: must contain nodeSelector" in said
@@ -114,7 +114,7 @@ def jobs_of(cluster: Cluster, release: str) -> list[str]:
 
 
 async def keep_as_the_job_does(cluster: Cluster, installed: Installation, tmp_path: Path) -> str:
-    """Runs the command of the Job's container with the rights of its pods; returns what it says."""
+    """Runs the command of the Job's container with its pod's permissions; returns the output."""
     release = installed.release
     (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", release, "-o", "json"))["items"]
     pod = job["spec"]["template"]["spec"]
@@ -155,7 +155,7 @@ VERBS = ("get", "list", "watch", "create", "update", "patch", "delete")
 
 
 async def rights_of(kubeconfig: Path, release: str) -> list[str]:
-    """Returns what of ConfigMaps and pods this user may do, as verb and name."""
+    """Returns the permissions of this user on ConfigMaps and pods, as verb and name."""
     server = ApiServer(await load_configuration(str(kubeconfig)))
     found = []
     try:

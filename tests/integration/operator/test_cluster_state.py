@@ -1,4 +1,4 @@
-"""Watch caches on a real API server that is cut off, started again, and forgets: no ghosts, no gaps."""
+"""Watch caches on a real API server that is cut off, restarted and restored: no ghosts, no gaps."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ from tests.integration.operator.running_operator import (
 
 
 class Wire:
-    """A TCP relay to the API server that can be cut and joined again."""
+    """A TCP relay to the API server that can be cut and reconnected."""
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -89,7 +89,7 @@ def own_plane() -> Iterator[Cluster]:
 
 @pytest_asyncio.fixture
 async def wired(own_plane: Cluster) -> AsyncIterator[tuple[ApiServer, Wire]]:
-    """The API server behind a wire that can be cut."""
+    """The API server behind a relay that can be cut."""
     configuration = await load_configuration(str(own_plane.kubeconfig))
     target = urlsplit(configuration.host)
     wire = Wire(str(target.hostname), int(target.port or 0))
@@ -115,7 +115,7 @@ async def served(server: ApiServer) -> bool:
 
 
 def restart_api_server(cluster: Cluster) -> None:
-    """Kills the API server of this cluster and starts it again by the same command line."""
+    """Kills the API server of this cluster and starts it with the same command line."""
     folder = cluster.state.folder
     (old,) = [pid for pid in processes.marked_pids(folder) if program(pid) == "kube-apiserver"]
     command = Path(f"/proc/{old}/cmdline").read_text().rstrip("\0").split("\0")
@@ -157,17 +157,17 @@ async def test_after_an_outage_with_410_the_list_replaces_the_cache(
         watched.cluster_state.resources.doubt(owner.key)
         with pytest.raises(ApiError, match="no answer"):
             await watched.cluster.observe(owner.key)
-        # A new API server remembers no events: to go on from the old version is 410 Gone.
+        # A new API server has no old events: continuing from the old version fails with 410 Gone.
         await asyncio.to_thread(restart_api_server, own_plane)
         watched.touched.clear()
         wire.join()
         await until(
-            "the cache says what is stored",
+            "the cache matches the stored objects",
             lambda: names_of(watched.cluster_state, owner.key, owner.uid) == ["ghosts-b", "ghosts-c"],
         )
         assert owner.key in watched.touched
         assert "the cached version is too old to watch from. Listing again" in caplog.text
-        # And it watches again.
+        # The cache watches again.
         await direct.create(POD.path("default"), pod(owner, "ghosts-d"))
         await until(
             "the new pod", lambda: "ghosts-d" in names_of(watched.cluster_state, owner.key, owner.uid)
@@ -175,7 +175,7 @@ async def test_after_an_outage_with_410_the_list_replaces_the_cache(
 
 
 def restore_etcd(cluster: Cluster, copy: Path) -> None:
-    """Puts an older copy of etcd's data in place, and starts what reads it again."""
+    """Restores an older copy of etcd's data, and restarts the processes that read it."""
     site, pki = site_of(cluster.state)
     controllers, api_server, etcd = (
         Program.of(cluster.state, name) for name in ("kube-controller-manager", "kube-apiserver", "etcd")
@@ -211,7 +211,7 @@ async def test_a_restored_older_store_is_listed_again_at_once(tmp_path: Path) ->
                 pods = watched.cluster_state.pods
                 await until("the pod is seen", lambda: pods(owner.key, owner.uid))
                 await asyncio.to_thread(restore_etcd, plane, tmp_path / "copy")
-                # 100 s of silence would tell, too.
+                # 100 s of silence would also reveal it.
                 await until("the pod is gone", lambda: not pods(owner.key, owner.uid), timeout_s=40)
                 await server.create(POD.path("default"), pod(owner, "after"))
                 await until("a new pod is seen", lambda: pods(owner.key, owner.uid), timeout_s=40)
@@ -258,11 +258,11 @@ async def test_nodes_count_other_pods_requests_and_only_readiness_changes_are_re
         (view,) = watched.cluster_state.nodes() or ()
         assert view.schedulable
         assert view.allocatable == {"cpu": 8, "memory": 32 * 2**30, "nvidia.com/gpu": 2, "pods": 110}
-        # Pods of other tests may have been placed there too; they request nothing.
+        # Pods of other tests may run there too; they request nothing.
         assert {**view.requested, "pods": 2} == {"cpu": 3, "memory": 8 * 2**30, "pods": 2}
         before = watched.node_changes
         status["conditions"][0]["lastHeartbeatTime"] = "2026-01-01T00:00:00Z"
-        await patch_node(direct, status)  # a heartbeat: nothing that a plan reads
+        await patch_node(direct, status)  # a heartbeat: plans do not read it
         status["conditions"][0] |= {"status": "False"}
         await patch_node(direct, status)
         await until("the node is not ready", lambda: not (watched.cluster_state.nodes() or ())[0].schedulable)

@@ -1,4 +1,4 @@
-"""Damaged statuses that the schema takes, and forged pods, on a real API server."""
+"""Damaged statuses that the schema accepts, and forged pods, on a real API server."""
 
 import json
 from collections.abc import Callable
@@ -45,7 +45,7 @@ ENDS: Final[dict[str, _Damage]] = {
     **{f"a pod {name!r}": _member(name) for name in ("a b", "", "tiny-0-1-0/exec", "../services/tiny")},
     "no groups": lambda status: status.update(groups=[]),
 }
-"""Damage that once ended a group that serves."""
+"""Damage that once ended a serving group."""
 STOPS: Final[dict[str, _Damage]] = {
     "a time that cannot be UTC": _group(servedTime="9999-12-31T23:59:59-23:59"),
     "counters at their bound": _group(restarts=2**53, rejections=2**53),

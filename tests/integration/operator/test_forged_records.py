@@ -1,4 +1,4 @@
-"""An account that may write ConfigMaps, and nothing else, beside the operator as a process."""
+"""An account with write access to ConfigMaps alone, against a running operator process."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ EVIL = "evil/image:1"
 
 
 class Attacker:
-    """Who writes ConfigMaps of one namespace by rights of its own."""
+    """A user with write access to the ConfigMaps of one namespace."""
 
     def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
         self._cluster, self._namespace = cluster, namespace
@@ -49,9 +49,9 @@ class Attacker:
         return said.strip() == "yes"
 
     async def replace(self, config_map: dict[str, Any]) -> None:
-        """Deletes a ConfigMap, which is immutable, and makes one of its name that asks for another image.
+        """Replaces an immutable ConfigMap by a forged one that requests another image.
 
-        The operator writes its own anew within milliseconds: it takes some tries to be faster.
+        The operator restores its ConfigMap within milliseconds, so several attempts may be needed.
         """
         metadata = {key: config_map["metadata"][key] for key in ("name", "labels", "annotations")}
         metadata["ownerReferences"] = config_map["metadata"]["ownerReferences"]
@@ -83,7 +83,7 @@ class Attacker:
             return True
 
         try:
-            await until("a try that is faster", is_faster)
+            await until("a faster attempt", is_faster)
         finally:
             await server.close()
 
@@ -136,13 +136,15 @@ async def test_write_access_to_config_maps_does_not_control_the_next_pods(
         async def signed() -> bool:
             return "recordsSignedBy" in await status_of(server, namespace)
 
-        await until("the status knows of the codes", signed, said=lambda: process.said)
+        await until("the status relies on the codes", signed, said=lambda: process.said)
         await forge_while_the_spec_is_accepted(server, namespace, attacker, process)
         assert [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)] == pods
         await end_rank(server, namespace, pods[0], index=0)
         pods = await serve_epoch(server, namespace, 2)
         await forge_while_the_spec_is_refused(server, namespace, attacker, process)
-        assert (await condition(server, namespace, "Available"))[0] == "True", "what serves is left alone"
+        assert (await condition(server, namespace, "Available"))[0] == "True", (
+            "the serving group is not affected"
+        )
         await end_rank(server, namespace, pods[0], index=0)
 
         async def waits() -> bool:
@@ -159,7 +161,7 @@ async def test_write_access_to_config_maps_does_not_control_the_next_pods(
 async def forge_while_the_spec_is_accepted(
     server: ApiServer, namespace: str, attacker: Attacker, process: OperatorProcess
 ) -> None:
-    """The record is the current revision's: it is written anew."""
+    """The record belongs to the current revision, so the operator restores it."""
     record = await config_map(server, namespace, "revision")
     assert names.ANNOTATION_CODE in record["metadata"]["annotations"]
     await attacker.replace(record)
@@ -173,7 +175,7 @@ async def forge_while_the_spec_is_accepted(
 async def forge_while_the_spec_is_refused(
     server: ApiServer, namespace: str, attacker: Attacker, process: OperatorProcess
 ) -> None:
-    """The group would start again by what it had."""
+    """The group would restart with the stored revision."""
     await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"engine": {"args": ["--nope"]}}})
 
     async def refused() -> bool:

@@ -1,6 +1,6 @@
-"""Pods that nodes reject, nodes that are lost, and the grace of pods that end, on a real API server.
+"""Rejected pods, lost nodes and grace periods on a real API server.
 
-No kubelet is here: the tests say for it how pods and nodes fare.
+No kubelet runs here: the tests play it.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ async def change(server: ApiServer, namespace: str, **spec: Any) -> None:
 
 
 async def silence(server: ApiServer, node: str, since: datetime) -> None:
-    """Says for the node controller that a kubelet has sent no heartbeat."""
+    """Marks a node as silent, in place of the node controller."""
     ready = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "silent"}
     moment = since.strftime("%Y-%m-%dT%H:%M:%SZ")
     conditions = [{**ready, "lastTransitionTime": moment}]
@@ -57,7 +57,7 @@ async def silence(server: ApiServer, node: str, since: datetime) -> None:
 
 
 async def remove(server: ApiServer, namespace: str, *names: str) -> None:
-    """Says for the kubelet that these pods have ended."""
+    """Removes these pods, in place of the kubelet."""
     for name in names:
         await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
 
@@ -69,7 +69,7 @@ async def test_a_pod_that_its_node_rejects_is_replaced_alone(
         await process.working()
         await bring_up(server, namespace)
         leader, follower = pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)
-        # The next epoch, whose pods nobody runs.
+        # The next epoch, whose pods do not run.
         await remove(server, namespace, follower)
         leader, follower = await until("the next epoch", lambda: two_workers(server, namespace, 2))
         before = await pods(server, namespace)
@@ -114,7 +114,7 @@ async def test_a_pod_of_a_lost_node_is_force_deleted_and_the_group_restarts(
         await bind(server, namespace, leader, node)
         await bind(server, namespace, follower, far)
         lost_at = datetime.now(UTC)
-        # The controller manager's clock is an hour behind: only what our own has counted is a time.
+        # The controller manager's clock is an hour behind: only the operator's own clock counts.
         await silence(server, far, lost_at - timedelta(hours=1))
 
         async def is_gone() -> bool:
@@ -124,7 +124,7 @@ async def test_a_pod_of_a_lost_node_is_force_deleted_and_the_group_restarts(
         assert datetime.now(UTC) - lost_at > timedelta(seconds=2)
         assert await condition(server, namespace, "Ready") == ("False", "NodeLost")
         assert await are_deleting(server, namespace, leader)
-        assert not await workers(server, namespace, 2), "the leader is not gone yet"
+        assert not await workers(server, namespace, 2), "the leader still exists"
         await remove(server, namespace, leader)
         await serve_epoch(server, namespace, 2)
         group = (await status_of(server, namespace))["groups"][0]
@@ -153,14 +153,14 @@ async def test_pods_stopped_on_purpose_have_time_to_drain(
         async def reported() -> bool:
             return await condition(server, namespace, "Ready") == ("False", "Deleting")
 
-        await until("the status says so", reported)
+        await until("the status reports it", reported)
         await remove(server, namespace, leader, follower)
 
 
 async def test_a_pod_that_outlives_its_resource_on_a_lost_node_is_force_deleted(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
-    """Garbage collection deletes it, and no kubelet is left to say that it has ended."""
+    """Garbage collection deletes the pod, but no kubelet confirms its end."""
     await add_node(server, "lost", {"key": "tests.heteroinfer.dev/nobody", "effect": "NoSchedule"})
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
@@ -169,7 +169,7 @@ async def test_a_pod_that_outlives_its_resource_on_a_lost_node_is_force_deleted(
         await bind(server, namespace, leader, node)
         await bind(server, namespace, follower, "lost")
         await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
-        assert (await server.get(HETERO_INFERENCE.path(namespace)))["items"] == [], "nothing holds it"
+        assert (await server.get(HETERO_INFERENCE.path(namespace)))["items"] == [], "no finalizer blocks it"
         await until(
             "the pods go", lambda: are_deleting(server, namespace, leader, follower), timeout_s=COLLECTED_S
         )
@@ -182,7 +182,7 @@ async def test_a_pod_that_outlives_its_resource_on_a_lost_node_is_force_deleted(
 
         # Kubernetes itself takes 40 s (pkg/controller/podgc, quarantineTime).
         await until("the pod of the lost node goes", has_gone, timeout_s=25, said=lambda: process.said)
-        assert leader in await pods(server, namespace), "its node lives"
+        assert leader in await pods(server, namespace), "its node is alive"
         await remove(server, namespace, leader)
         assert "Traceback" not in process.said
 
@@ -191,7 +191,7 @@ async def test_a_pod_that_outlives_its_resource_on_a_lost_node_is_force_deleted(
 async def test_a_pod_keeps_serving_after_it_loses_the_watched_label(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, value: str | None
 ) -> None:
-    """To a watch it is gone; its epoch lives as long as it does, ends with it, and leaves nothing."""
+    """The watch reports the pod as deleted, but its epoch continues, ends later, and leaves no pod."""
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         _, follower = await bring_up(server, namespace)
@@ -204,7 +204,7 @@ async def test_a_pod_keeps_serving_after_it_loses_the_watched_label(
             return any(event["reason"] == "PodLabelLost" and follower in event["note"] for event in events)
 
         await until("the event", reported)
-        await asyncio.sleep(3 * LOOK_AGAIN_S)  # several looks at it
+        await asyncio.sleep(3 * LOOK_AGAIN_S)  # several reconciles
         (group,) = (await status_of(server, namespace))["groups"]
         assert (group["epoch"], group["phase"], group.get("failures", [])) == (
             nth_epoch(namespace, 1),
@@ -222,7 +222,7 @@ async def test_a_pod_keeps_serving_after_it_loses_the_watched_label(
 async def test_reports_a_lost_label_until_it_is_restored(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
-    """No Service selected the leader, or no NetworkPolicy a follower, and conditions stayed as they were."""
+    """No Service selected the leader, or no NetworkPolicy a follower, and the conditions did not change."""
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         leader, follower = await bring_up(server, namespace)

@@ -117,7 +117,7 @@ def writes(requests: list[Request]) -> list[Request]:
 async def test_a_leader_paused_during_a_reconcile_writes_nothing(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
-    """It is stopped while it waits for the answer to one write, and wakes with the answer there."""
+    """The process is stopped while it waits for the answer to a write, and resumes after the answer."""
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
     settings = {**lease_settings(installed), "watch_namespaces": namespace, "resync_seconds": "1"}
     through = tmp_path / "through.kubeconfig"
@@ -190,7 +190,7 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
 async def test_a_silent_watch_is_detected(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path
 ) -> None:
-    """No connection breaks, nothing is refused: nothing comes any more."""
+    """No connection breaks and no request fails; only events stop."""
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
     settings = {"watch_namespaces": namespace, "resync_seconds": "1", "watch_silence_seconds": "2"}
     through = tmp_path / "through.kubeconfig"
@@ -201,7 +201,7 @@ async def test_a_silent_watch_is_detected(
         await process.working()
         await bring_up(server, namespace)
 
-        # All watches, kopf's too: what they would have reported is found by listing anew, and by resyncs.
+        # All watches, including kopf's: new lists and resyncs find the missed changes.
         silent = proxy.inject("watch=true", hang=True)
         await until("silent watches", lambda: silent.hits)
         await end_pod(server, namespace, pod_of(namespace, 1, 1), exit_code=70, message="")
@@ -211,10 +211,10 @@ async def test_a_silent_watch_is_detected(
         async def suspended() -> bool:
             return await condition(server, namespace, "Ready") == ("True", "Suspended")
 
-        await until("the spec's change is seen", suspended)
+        await until("the operator sees the change of the spec", suspended)
         assert await process.http("/healthz") == (200, "ok")
 
-        # Lists of pods as well: reconciles go on, over a past that only the age of the copy tells.
+        # Lists of pods too: reconciles continue with old data, which only the age of the copy reveals.
         proxy.inject(r"/pods(\?|$)", hang=True)
 
         async def unhealthy() -> bool:
@@ -231,7 +231,7 @@ async def test_a_silent_watch_is_detected(
             newer = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS) > last
             return newer and await process.http("/healthz") == (200, "ok")
 
-        await until("it is well again", well, timeout_s=30, said=lambda: process.said)
+        await until("liveness recovers", well, timeout_s=30, said=lambda: process.said)
         assert process.process.poll() is None
         assert "Traceback" not in process.said, process.said
         await delete(server, namespace)

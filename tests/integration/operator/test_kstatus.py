@@ -1,7 +1,7 @@
-"""Each state of a resource, as kstatus judges it: on real objects of a real API server.
+"""The kstatus of each state of a resource, on real objects of a real API server.
 
-kstatus is what Flux, and others that wait for what they applied, go by; it reads observedGeneration and the
-conditions Stalled and Ready.
+Flux and other tools that wait for applied objects use kstatus; it reads observedGeneration and the conditions
+Stalled and Ready.
 """
 
 import json
@@ -29,13 +29,13 @@ async def change(server: ApiServer, namespace: str, **spec: object) -> None:
 
 
 async def remove_pods(server: ApiServer, namespace: str, names: Collection[str] = ()) -> None:
-    """Says for the kubelets that pods which are being deleted have ended, until none of `names` is left."""
+    """Removes pods in deletion, in place of the kubelets, until no pod of `names` exists."""
 
     async def end(name: str) -> None:
         try:
             await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
         except ApiError as error:
-            assert error.status == NOT_FOUND, "it had ended by itself"  # noqa: PT017 - any other is a failure
+            assert error.status == NOT_FOUND, "the pod ended by itself"  # noqa: PT017 - any other is a failure
 
     async def are_gone() -> bool:
         pods = [pod["metadata"] for pod in await stored(server, POD, namespace)]
@@ -48,7 +48,7 @@ async def remove_pods(server: ApiServer, namespace: str, names: Collection[str] 
 
 
 async def run_pods(server: ApiServer, namespace: str, node: str) -> list[str]:
-    """Says for scheduler and kubelet that both pods of the epoch to come run, and returns their names."""
+    """Runs both pods of the next epoch, in place of scheduler and kubelet, and returns their names."""
 
     async def both() -> list[str]:
         found = [
@@ -68,7 +68,7 @@ async def run_pods(server: ApiServer, namespace: str, node: str) -> list[str]:
 
 
 async def start(server: ApiServer, namespace: str, node: str) -> list[str]:
-    """Brings a resource that is stored from its model's inspection to Ready; in progress all the way."""
+    """Runs a stored resource from its model's inspection to Ready; it is in progress all the time."""
 
     async def inspect_pod() -> str:
         pods = [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)]
@@ -82,7 +82,7 @@ async def start(server: ApiServer, namespace: str, node: str) -> list[str]:
 
 
 async def see_the_end(server: ApiServer, namespace: str) -> None:
-    """Waits for the end of a resource that is being deleted, and of all that it had."""
+    """Waits until a deleted resource and all its objects are gone."""
 
     async def is_gone() -> bool:
         await remove_pods(server, namespace)
@@ -92,7 +92,7 @@ async def see_the_end(server: ApiServer, namespace: str) -> None:
 
 
 async def test_just_applied(server: ApiServer, namespace: str) -> None:
-    """No operator has seen it: an object without observedGeneration would be taken for done."""
+    """No operator has seen the object yet: without observedGeneration, kstatus would report it as done."""
     await create_resource(server, namespace)
     assert await kstatus(server, namespace) == IN_PROGRESS
     await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
@@ -112,7 +112,9 @@ async def test_a_life(server: ApiServer, namespace: str, install: Install, tmp_p
 
         await change(server, namespace, model={"uri": "hf://org/model"})
         await becomes(server, namespace, FAILED, ("Stalled", "True", "ModelCacheNotGiven"))
-        assert (await condition(server, namespace, "Available"))[0] == "True", "what ran serves on"
+        assert (await condition(server, namespace, "Available"))[0] == "True", (
+            "the running group keeps serving"
+        )
         await change(server, namespace, model={"uri": "pvc://models/tiny"})
         await becomes(server, namespace, CURRENT, ("Ready", "True", "Serving"))
 
@@ -145,7 +147,7 @@ async def test_a_life(server: ApiServer, namespace: str, install: Install, tmp_p
 async def test_an_older_observed_generation_is_in_progress(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
-    """Ready, then edited while no operator runs: in progress until one has seen it."""
+    """A Ready resource that is edited while no operator runs is in progress until an operator sees it."""
     installed = install()
     async with operator(installed.kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()

@@ -1,4 +1,4 @@
-"""What leaders say of their groups, asked over real HTTP on loopback."""
+"""Reports of leaders about their groups, over real HTTP on loopback."""
 
 import asyncio
 import contextlib
@@ -75,7 +75,7 @@ async def leader() -> AsyncIterator[Leader]:
 
 @contextlib.contextmanager
 def deaf(port: int) -> Iterator[int]:
-    """A port whose kernel drops what comes after the one connection that waits to be accepted."""
+    """A port whose kernel drops connections after the first one in its queue."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
         port = server.getsockname()[1]
@@ -112,7 +112,7 @@ async def test_a_ready_leader_is_queried_rarely(leader: Leader) -> None:
 
 
 async def test_a_leader_with_a_key_identifies_itself_to_its_operator() -> None:
-    """And nobody else: without the key, or with another, its report names no group, epoch or plan."""
+    """Without the key, or with another key, the report contains no group, epoch or plan."""
     operator_key, said = b"k" * 32, replace(SAID, group_uid="o/3")
     owner = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="o")
     group = GroupRef(owner=owner, index=3)
@@ -160,7 +160,7 @@ async def test_an_unreadable_answer_of_a_leader_is_ignored(leader: Leader) -> No
 
 
 async def test_an_answer_in_pieces_is_read_completely() -> None:
-    """From 64 ranks on it does not come at once."""
+    """From 64 ranks on, the answer arrives in several pieces."""
     ranks = tuple(RankStatus(rank=rank, pod=rank) for rank in range(MAX_WORLD_SIZE))
     said = replace(SAID, ranks=ranks)
 
@@ -198,7 +198,7 @@ async def test_a_200_without_a_report_is_ignored(leader: Leader, body: str) -> N
 
 
 async def test_an_unready_leader_is_queried_each_time(leader: Leader) -> None:
-    """It may sleep, and has perhaps just been Ready."""
+    """The group may sleep, or may have just been Ready."""
     client = LeaderClient()
     try:
         assert await client.observe([pod(leader.port)]) == {3: SAID}
@@ -259,7 +259,7 @@ async def test_the_leader_of_a_failing_group_is_not_queried(leader: Leader) -> N
 
 
 async def ask_for(client: LeaderClient, leader: PodRecord, clock: list[float], seconds: int) -> float | None:
-    """Asks once a second for some seconds of the client's clock; returns the silence of the leader then."""
+    """Queries the leader once a second for some seconds of the client's clock; returns its silence."""
     for _ in range(seconds):
         clock[0] += 1.0
         await client.observe([leader])
@@ -273,8 +273,8 @@ async def test_a_leader_that_no_longer_accepts_connections_is_silent(leader: Lea
     try:
         assert await client.observe([gone]) == {3: SAID}
         clock[0] += KEEP_S
-        gone = replace(gone, health_port=1)  # nobody listens there
-        assert await ask_for(client, gone, clock, 2) == 0.0, "two connections say nothing"
+        gone = replace(gone, health_port=1)  # no process listens there
+        assert await ask_for(client, gone, clock, 2) == 0.0, "two failed connections prove nothing"
         assert await ask_for(client, gone, clock, 2) == 3.0
         assert await ask_for(client, never_reached, clock, 9) is None, "it never answered this operator"
         gone = replace(gone, health_port=leader.port)
@@ -303,7 +303,7 @@ async def test_an_unreachable_node_is_silent_and_queried_rarely(leader: Leader) 
 
 
 async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
-    """It accepts connections, as its kernel does for it, and lets the time for an answer pass."""
+    """Its kernel accepts connections, but the leader answers too late."""
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # until the client gives up
@@ -321,7 +321,7 @@ async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
 
 
 async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() -> None:
-    """No reconcile asks it: the client tries each leader that answered."""
+    """No reconcile queries it: the client tries each leader that has answered before."""
     client, changed, port = LeaderClient(), asyncio.Queue[ResourceKey](), free_port()
     known = pod(port)
     try:
@@ -338,7 +338,7 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
                 assert time.monotonic() - before < 2.1
                 assert client.silences([known])[3, 1] >= SILENT_S
                 await asyncio.sleep(2 * WATCH_S)
-                assert changed.empty(), "it is said once"
+                assert changed.empty(), "it is reported once"
             await leader.start(port)
             assert await asyncio.wait_for(changed.get(), 5) == known.key
             assert client.silences([known]) == {}
@@ -375,7 +375,7 @@ async def test_running_out_of_descriptors_neither_ends_the_watch_nor_blames_a_le
 
 
 async def test_a_leader_that_was_busy_before_it_became_ready_is_watched() -> None:
-    """An answer that was not given while the group started was kept as one of the Ready group."""
+    """A missing answer during the start counted as the state of the Ready group."""
     client, changed, busy = LeaderClient(), asyncio.Queue[ResourceKey](), asyncio.Event()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

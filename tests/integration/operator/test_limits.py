@@ -1,4 +1,4 @@
-"""Limits at their edge, on a real API server: a full status, a quota, and strangers with our labels."""
+"""Limits on a real API server: a full status, a quota, and foreign objects with our labels."""
 
 import json
 import time
@@ -27,16 +27,16 @@ from tests.integration.operator.running_operator import (
 from tests.largest_status import build_largest_status
 
 ETCD_BYTES = 1_572_864
-"""Of a request, by default (`etcd --max-request-bytes`)."""
+"""Default limit of a request (`etcd --max-request-bytes`)."""
 QUOTAS = "/api/v1/namespaces/{}/resourcequotas"
 LIMITS = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "1Gi"}
 STRANGERS = 100
 STRANGER_BYTES = 900_000
 MOST_GROWTH_BYTES = 45e6
-"""Kept, they take 90 MB; of a page or an event there are for a moment the bytes, the text, and the values."""
+"""Stored objects would take 90 MB; a page or event briefly exists as bytes, text and values."""
 
 
-# aiohttp says of any body above 1 MiB that it is written at once: it is.
+# aiohttp warns that a body above 1 MiB is written at once, which is intended here.
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -> None:
     owner = await create_resource(server, namespace)
@@ -49,7 +49,7 @@ async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -
         observation = await watched.cluster.observe(owner.key)
         assert observation is not None
         (refusal,) = observation.refusals
-        assert "too large" in refusal.message, "without a limit of our own it is refused"
+        assert "too large" in refusal.message, "without our own limit the API server refuses it"
         fitted = largest.model_copy(
             update={"groups": fit_groups(largest.groups), "plans": fit_plans(largest.plans)}
         )
@@ -70,7 +70,7 @@ async def test_the_largest_status_is_stored(server: ApiServer, namespace: str) -
 async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
-    # For one of two workers, and for the pod that reads the model.
+    # For one of two workers, and for the inspect pod.
     await allow(server, namespace, "one-pod", {f"limits.{each}": amount for each, amount in LIMITS.items()})
     await create_resource(server, namespace)
     kubeconfig = install().kubeconfig
@@ -83,7 +83,7 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
                 and "Set spec.model.resources, or podResources.inspect" in text
             )
 
-        await until("what the pod that reads lacks", told, 60, lambda: process.said)
+        await until("the message about the inspect pod's quota", told, 60, lambda: process.said)
         assert await process.stop() == 0
     limited = json.dumps({"inspect": {"limits": LIMITS}, "worker": {"limits": LIMITS}})
     async with operator(kubeconfig, tmp_path / "log", resync_seconds="1", pod_resources=limited) as process:
@@ -95,15 +95,15 @@ async def test_a_pod_refused_by_a_quota_releases_its_groups_other_pods(
             advice = "Raise the quota, or lower resources of role"
             return "exceeded quota" in text and advice in text and not await living(server, namespace)
 
-        await until("the refusal is said, and no pod held", refused, said=lambda: process.said)
+        await until("the refusal is reported, and no pod exists", refused, said=lambda: process.said)
         tried, since = await creates(process), time.monotonic()
 
         async def tried_twice() -> bool:
             return await creates(process) >= tried + 2
 
-        await until("two more tries", tried_twice, timeout_s=60, said=lambda: process.said)
-        assert time.monotonic() - since > 4, "it backs off: the first wait is of 5 s"
-        await until("it is given back again", refused, said=lambda: process.said)
+        await until("two more attempts", tried_twice, timeout_s=60, said=lambda: process.said)
+        assert time.monotonic() - since > 4, "it backs off: the first wait is 5 s"
+        await until("the pod is released again", refused, said=lambda: process.said)
         assert (await condition(server, namespace, "Failed"))[0] == "False"
         await server.delete(f"{QUOTAS.format(namespace)}/one-pod", {})
 
@@ -132,7 +132,9 @@ async def test_reports_resources_that_a_limit_range_gave_workers(
         await end_pod(server, namespace, inspect[0], exit_code=0, message=json.dumps(PROFILE))
         values = "requests cpu=500m, memory=512Mi and limits cpu=500m, memory=512Mi"
         words = f"role back: a LimitRange of the namespace gave its pods {values}"
-        await until("what they got", lambda: has(words), timeout_s=40, said=lambda: process.said)
+        await until(
+            "the message about the resources", lambda: has(words), timeout_s=40, said=lambda: process.said
+        )
         roles = [{**role, "resources": {"requests": {"memory": "8Gi"}}} for role in SPEC["roles"]]
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"spec": {"roles": roles}})
         words = (
@@ -144,7 +146,7 @@ async def test_reports_resources_that_a_limit_range_gave_workers(
 
 
 async def living(server: ApiServer, namespace: str) -> list[str]:
-    """Returns the names of the pods that are not over, nor about to go."""
+    """Returns the names of pods that have not ended and are not in deletion."""
     return [
         found["metadata"]["name"]
         for found in await stored(server, POD, namespace)
@@ -154,7 +156,7 @@ async def living(server: ApiServer, namespace: str) -> list[str]:
 
 
 async def allow(server: ApiServer, namespace: str, name: str, hard: dict[str, str]) -> None:
-    """Makes a quota, and waits until it holds: its controller counts first."""
+    """Creates a quota, and waits until its controller has counted and it applies."""
     quota = {"metadata": {"name": name}, "spec": {"hard": hard}}
     await server.create(QUOTAS.format(namespace), {"apiVersion": "v1", "kind": "ResourceQuota", **quota})
 
@@ -162,11 +164,11 @@ async def allow(server: ApiServer, namespace: str, name: str, hard: dict[str, st
         found = await server.get(f"{QUOTAS.format(namespace)}/{name}")
         return bool(found.get("status", {}).get("hard"))
 
-    await until("the quota holds", holds, timeout_s=60)
+    await until("the quota applies", holds, timeout_s=60)
 
 
 async def creates(process: OperatorProcess) -> float:
-    """Returns how many pods were created."""
+    """Returns the number of created pods."""
     wanted = f'{metric_names.OPERATOR_WRITES_TOTAL}{{kind="pods",verb="create"}}'
     return (await process.writes()).get(wanted, 0)
 
@@ -178,7 +180,7 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
     owner = await create_resource(server, namespace)
 
     async def make(number: int) -> None:
-        # Go writes "<" in six bytes of JSON: the event of the first has 5.4 MB.
+        # Go writes "<" as six bytes of JSON: the event of the first object has 5.4 MB.
         text = ("x" if number else "<") * STRANGER_BYTES
         stranger = child(owner, "ConfigMap", f"stranger-{number:03d}", data={"text": text})
         del stranger["metadata"]["ownerReferences"]
@@ -189,7 +191,7 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
         before = most_resident_bytes(process.process.pid)
         for number in range(STRANGERS):
             await make(number)
-        # The watch is past them: what comes later is seen.
+        # The watch has passed them and sees later changes.
         unneeded = child(owner, "ConfigMap", "tiny-plan-0", data={})
         unneeded["metadata"]["labels"][names.LABEL_MANAGED_BY] = names.MANAGER
         await server.create(CONFIG_MAP.path(namespace), unneeded)
@@ -205,7 +207,7 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
 
 
 async def taken_away(server: ApiServer, namespace: str) -> bool:
-    """Returns whether the operator deleted a ConfigMap that nobody needs."""
+    """Checks whether the operator deleted an unneeded ConfigMap."""
     try:
         await server.get(CONFIG_MAP.path(namespace, "tiny-plan-0"))
     except ApiError as error:
@@ -214,7 +216,7 @@ async def taken_away(server: ApiServer, namespace: str) -> bool:
 
 
 def most_resident_bytes(pid: int) -> int:
-    """Returns the most that a process ever had in memory."""
+    """Returns the peak memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024
@@ -233,4 +235,4 @@ async def test_foreign_objects_with_our_labels_reserve_no_capacity(server: ApiSe
         promised = [demand.name for demand in watched.cluster_state.promised()]
         assert f"{namespace}/tiny-0-1-0" in promised
         assert f"{namespace}/tiny-0-1-1" not in promised, "no resource owns it"
-        assert f"{namespace}/stranger" not in promised, "the operator makes no pod of that name"
+        assert f"{namespace}/stranger" not in promised, "the operator creates no pod of that name"

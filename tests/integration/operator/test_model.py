@@ -1,4 +1,4 @@
-"""A hub's model as the operator leads it: its claim, the pod that fetches, progress, refusals, the end."""
+"""A model from a hub under the operator: claim, fetch pod, progress, errors and deletion."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ from tests.integration.operator.running_operator import (
 
 COMMIT = "c" * 40
 ADDRESS = "127.0.0.77"
-"""A pod's own: its ports are those of every worker pod."""
+"""Loopback address for one pod, because all worker pods use the same ports."""
 SECRET = "hub-token"
 
 
@@ -48,7 +48,7 @@ async def apply(server: ApiServer, namespace: str, spec: dict[str, Any]) -> None
 
 
 async def the_fetch(server: ApiServer, namespace: str) -> dict[str, Any]:
-    """Returns the pod that fetches, once there is one."""
+    """Waits for the fetch pod."""
 
     async def found() -> dict[str, Any] | None:
         for pod in await stored(server, POD, namespace):
@@ -57,13 +57,13 @@ async def the_fetch(server: ApiServer, namespace: str) -> dict[str, Any]:
                 return pod
         return None
 
-    pod: dict[str, Any] = await until("the pod that fetches", found)
+    pod: dict[str, Any] = await until("the fetch pod", found)
     return pod
 
 
 @contextlib.asynccontextmanager
 async def telling(progress: FetchProgress) -> AsyncIterator[None]:
-    """Answers instead of the pod, which no kubelet runs here."""
+    """Answers in place of the pod, which no kubelet runs here."""
 
     async def fetch(request: web.Request) -> web.Response:
         return web.Response(text=progress.to_json())
@@ -83,7 +83,7 @@ async def telling(progress: FetchProgress) -> AsyncIterator[None]:
 async def test_the_inspect_pod_is_recognized_without_its_label(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str, label: str
 ) -> None:
-    """It was made again for ever, and each time its name was there already."""
+    """The operator created it again and again, but its name already existed."""
     async with operator(install().kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()
         await create_resource(server, namespace)
@@ -92,7 +92,7 @@ async def test_the_inspect_pod_is_recognized_without_its_label(
             found = [pod["metadata"]["name"] for pod in await stored(server, POD, namespace)]
             return next((name for name in found if "-inspect-" in name), "")
 
-        name = await until("the pod that reads", inspects)
+        name = await until("the inspect pod", inspects)
         await server.merge(POD.path(namespace, name), {"metadata": {"labels": {label: None}}})
 
         async def reported() -> bool:
@@ -126,7 +126,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             return await stored(server, CLAIM, namespace)
 
         (claim,) = await until("the claim", claims, said=lambda: process.said)
-        # As external provisioners do: a Warning of their own, with the claim as its object.
+        # External provisioners record a Warning about the claim.
         about = {"kind": CLAIM.name, "namespace": namespace, "name": claim["metadata"]["name"]}
         event = {
             "apiVersion": "v1",
@@ -151,7 +151,7 @@ async def test_reports_the_provisioners_message_for_an_unbound_claim(
             )
             return all(each in words for each in expected)
 
-        await until("the provisioner's words", quoted, timeout_s=40, said=lambda: process.said)
+        await until("the provisioner's message", quoted, timeout_s=40, said=lambda: process.said)
         gone = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"made-{namespace}"}}
         volume = {
             "capacity": {"storage": "1Gi"},
@@ -179,7 +179,7 @@ async def test_reports_a_missing_config_map_of_a_pod(
         fetch = await the_fetch(server, namespace)
         name = fetch["metadata"]["name"]
         await bind(server, namespace, name, node)
-        # As kubelets do.
+        # Like a kubelet.
         about = {"apiVersion": "v1", "kind": POD.name, "namespace": namespace, "name": name}
         event = {
             "apiVersion": "v1",
@@ -235,7 +235,7 @@ async def test_from_a_hub_to_ready(
 
         await until("the event", reported)
 
-        # With a token it is tried at once, by another pod; the claim stays as it is.
+        # With a token, another pod tries at once; the claim stays unchanged.
         token = {"tokenSecretRef": {"name": SECRET}}
         await apply(server, namespace, hub_spec(**token))
 

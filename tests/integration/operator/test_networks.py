@@ -1,4 +1,4 @@
-"""What the operator makes for networks of others, on a real API server that serves both families."""
+"""Objects for restricted networks, on a real API server with both address families."""
 
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ def default_deny(namespace: str) -> dict[str, Any]:
 
 
 async def egress(server: ApiServer, namespace: str) -> list[dict[str, Any]]:
-    """Returns the policies of ours about what pods send."""
+    """Returns our egress policies."""
     found = await stored(server, NETWORK_POLICY, namespace)
     return [policy for policy in found if policy["spec"]["policyTypes"] == ["Egress"]]
 
 
 async def untouched_pods(server: ApiServer, namespace: str) -> list[dict[str, Any]]:
-    """Returns of each pod all but what the scheduler may write meanwhile."""
+    """Returns the fields of each pod that the scheduler does not write."""
     changing = ("resourceVersion", "managedFields")
     return [
         {"spec": pod["spec"], **{key: each for key, each in pod["metadata"].items() if key not in changing}}
@@ -40,7 +40,7 @@ async def untouched_pods(server: ApiServer, namespace: str) -> list[dict[str, An
 
 
 async def outlive(server: ApiServer, namespace: str, pod: str, container: str) -> None:
-    """Says for the kubelet that a worker has ended, and another container of its pod has not."""
+    """Marks a worker as ended while another container of its pod runs, in place of the kubelet."""
     base = {"image": "none", "imageID": "", "restartCount": 0, "ready": False}
     ended = {**base, "name": names.CONTAINER_WORKER, "state": {"terminated": {"exitCode": 0}}}
     running = {**base, "name": container, "state": {"running": {}}}
@@ -64,9 +64,9 @@ async def test_policies_families_and_sidecars(
         before = await untouched_pods(server, namespace)
 
         await server.create(NETWORK_POLICY.path(namespace), default_deny(namespace))
-        [policy] = await until("the policy that lets pods out", lambda: egress(server, namespace))
+        [policy] = await until("the egress policy", lambda: egress(server, namespace))
         assert policy["spec"]["podSelector"]["matchLabels"][names.LABEL_GROUP] == "0"
-        # An administrator's choice stays, whatever else is mended.
+        # An administrator's choice stays, although other fields are repaired.
         single = {"spec": {"ipFamilyPolicy": "SingleStack"}}
         await server.merge(SERVICE.path(namespace, "tiny"), single)
         assert await process.stop() == 0
@@ -94,7 +94,7 @@ async def test_policies_families_and_sidecars(
             [group] = (await status_of(server, namespace))["groups"]
             return words in str(group.get("message"))
 
-        await until("the container that keeps a pod", named, said=lambda: process.said)
+        await until("the message about the container", named, said=lambda: process.said)
         for pod in pods:
             await server.delete(POD.path(namespace, pod), {"gracePeriodSeconds": 0})
         assert await process.stop() == 0

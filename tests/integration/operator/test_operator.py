@@ -1,6 +1,6 @@
-"""`heteroinfer operator` as a process with the chart's own rights, from apply to delete.
+"""`heteroinfer operator` as a process with the chart's permissions, from apply to delete.
 
-No node is there, so the tests say for the kubelet how pods fare; everything else is real.
+There is no node, so the tests play the kubelet; everything else is real.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from tests.integration.operator.running_operator import OperatorProcess, end_pod
 
 
 async def forget_earlier_tests(server: ApiServer) -> None:
-    """Takes away what earlier tests left."""
+    """Deletes the objects of earlier tests."""
 
     async def none_left() -> bool:
         left = (await server.get(HETERO_INFERENCE.path()))["items"]
         for resource in left:
             metadata = resource["metadata"]
             path = HETERO_INFERENCE.path(metadata["namespace"], metadata["name"])
-            with contextlib.suppress(ApiError):  # it went meanwhile
+            with contextlib.suppress(ApiError):  # it was deleted in the meantime
                 await server.delete(path, {})
         return not left
 
@@ -94,7 +94,7 @@ async def test_from_apply_to_ready_through_a_failure_to_delete(
 
 
 async def idle_writes_nothing(server: ApiServer, namespace: str, process: OperatorProcess) -> None:
-    """Asserts that, once the way up has settled, six reconciles in a row write nothing at all."""
+    """Asserts that after the start six reconciles in a row write nothing."""
 
     async def quiet() -> bool:
         before, written = await versions(server, namespace), await process.writes()
@@ -138,7 +138,10 @@ async def test_waits_for_the_api_server_and_reports_it(control_plane: Cluster, t
     config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     nowhere.write_text(yaml.safe_dump(config))
     async with operator(nowhere, tmp_path / "log") as process:
-        await until("it says what it waits for", lambda: "no answer from the API server" in process.said)
+        await until(
+            "it reports that it waits for the API server",
+            lambda: "no answer from the API server" in process.said,
+        )
         assert await process.http("/healthz") == (200, "ok")
         status, text = await process.http("/readyz")
         assert (status, text) == (503, f"waiting for the resource {names.PLURAL}.{names.API_GROUP}")

@@ -1,4 +1,4 @@
-"""The operator's key: made once, whoever comes first, and the same ever after."""
+"""The operator's key: created once, even by concurrent operators, and never changed."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ async def test_two_operators_that_start_at_once_have_one_key(
 
 @pytest.mark.parametrize("filled", [(), ("own",), ("former",), ("own", "former")])
 async def test_two_secrets_have_one_key(server: ApiServer, namespace: str, filled: tuple[str, ...]) -> None:
-    """What the former Secret holds counts first, however many operators start at once."""
+    """The former Secret takes precedence, even if several operators start at once."""
     held = {name: bytes([number]) * KEY_BYTES for number, name in enumerate(filled)}
     for name in ("own", "former"):
         data = {DATA_KEY: base64.b64encode(held[name]).decode()} if name in held else {}

@@ -1,4 +1,4 @@
-"""What the operator does while a part of the API server fails: it stays true about all else."""
+"""Partial outages of the API server: the operator keeps all other facts true."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ from tests.integration.operator.running_operator import (
 from tests.integration.operator.test_refused_children import CRDS, POD_GROUPS, has_volcano
 
 TRUE_S = 5.0
-"""Within so many seconds Available is false after a rank's death; without other load it takes less than 2."""
+"""Seconds from a rank's death until Available is false; less than 2 without other load."""
 
 
 @pytest_asyncio.fixture
@@ -127,7 +127,7 @@ async def test_readyz_and_a_metric_show_a_failed_watch_of_pods(
         async def looks_again() -> bool:
             return await process.metric(looks) > before
 
-        await until("the resource is looked at: its leader may know more", looks_again)
+        await until("the resource is reconciled with the leader's report", looks_again)
         proxy.heal(fault)
         await until("it is over", lambda: shows(0), timeout_s=40, said=lambda: process.said)
 
@@ -148,7 +148,7 @@ async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
         await process.working()
         pods = await bring_up(server, namespace)
         control_plane.kubectl("delete", "namespace", other)
-        await until("it is left out", lambda: leaves_out(process), 60, said=lambda: process.said)
+        await until("the namespace is skipped", lambda: leaves_out(process), 60, said=lambda: process.said)
         before = await process.metric(metric_names.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS)
 
         async def resynced() -> bool:
@@ -161,7 +161,12 @@ async def test_a_deleted_namespace_is_skipped_and_served_again_once_recreated(
         assert await process.stop() == 0
         assert process.said.count(words) == 1
     async with operator(installed.kubeconfig, tmp_path / "two", **settings) as process:
-        await until("it works without it", lambda: leaves_out(process), 60, said=lambda: process.said)
+        await until(
+            "the operator works without the namespace",
+            lambda: leaves_out(process),
+            60,
+            said=lambda: process.said,
+        )
         await end_rank(server, namespace, pods[1], index=1)
         await becomes_unavailable(server, namespace, process)
         control_plane.kubectl("create", "namespace", other)
@@ -218,7 +223,7 @@ async def becomes_unavailable_of_group(server: ApiServer, namespace: str, proces
 async def test_a_group_starts_despite_a_slow_create_of_its_pod_group(
     server: ApiServer, namespace: str, proxy: ApiProxy, tmp_path: Path, volcano: None
 ) -> None:
-    """Each answer came too late for its epoch's number: a PodGroup a second was made, and no pod."""
+    """Each answer was too late for its epoch: the operator created a PodGroup a second, and no pod."""
     proxy.inject("/podgroups/", method="(PATCH|POST|PUT)", delay_s=1.0)
     async with operator(proxy.kubeconfig, tmp_path / "log", watch_namespaces=namespace) as process:
         await process.working()
@@ -263,13 +268,15 @@ async def test_resources_are_reconciled_when_a_gang_scheduler_appears_late(
         async def stalled() -> bool:
             return await condition(server, namespace, "Stalled") == ("True", "NoGangScheduler")
 
-        await until("there is none, as far as is known", stalled, timeout_s=30, said=lambda: process.said)
+        await until("the operator finds no gang scheduler", stalled, timeout_s=30, said=lambda: process.said)
         proxy.heal(fault)
 
         async def two_pods() -> bool:
             return len(await workers(server, namespace, 1)) == 2
 
-        await until("pods, once it is found", two_pods, timeout_s=40, said=lambda: process.said)
+        await until(
+            "pods, once the gang scheduler is found", two_pods, timeout_s=40, said=lambda: process.said
+        )
 
 
 async def test_a_failed_gang_scheduler_task_is_reported_and_restarted(
@@ -291,6 +298,6 @@ async def test_a_failed_gang_scheduler_task_is_reported_and_restarted(
         assert built.count(VOLCANO_POD_GROUP) == 2
         assert Gang.VOLCANO in changes[-1]
         assert "a defect" in caplog.text
-        await until("all is known", gangs.known.is_set)
+        await until("all gang schedulers are known", gangs.known.is_set)
     finally:
         running.cancel()

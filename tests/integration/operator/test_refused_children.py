@@ -1,4 +1,4 @@
-"""The operator where others refuse, take or change its children: it says so, and asks seldom."""
+"""Children that other writers refuse, take or change: the operator reports it and retries rarely."""
 
 import asyncio
 import base64
@@ -60,11 +60,11 @@ POD_GROUPS: dict[str, Any] = {
         ],
     },
 }
-"""Any PodGroup of Volcano's; what it says is not looked at here."""
+"""Any PodGroup of Volcano; its content does not matter here."""
 
 
 async def writes(process: OperatorProcess, kind: str, verb: str) -> float:
-    """Returns how many writes of a kind the API server took; a status is an update of its resource."""
+    """Returns the number of accepted writes of a kind; a status write updates its resource."""
     name = f'{metric_names.OPERATOR_WRITES_TOTAL}{{kind="{kind}",verb="{verb}"}}'
     return (await process.writes()).get(name, 0)
 
@@ -90,13 +90,13 @@ async def test_a_refused_gang_object_is_one_refusal(
             async def refused() -> bool:
                 return await condition(server, namespace, "Ready") == ("False", "ObjectRefused")
 
-            await until("the refusal is said", refused, timeout_s=30, said=lambda: process.said)
+            await until("the refusal is reported", refused, timeout_s=30, said=lambda: process.said)
             (group,) = (await status_of(server, namespace))["groups"]
             statuses = await writes(process, names.PLURAL, "update")
             await asyncio.sleep(5)
             (after,) = (await status_of(server, namespace))["groups"]
             assert after["epoch"] == group["epoch"]
-            # One is usual; what is said of nodes may change too. Five a second were a try each.
+            # One is usual; messages about nodes may also change. The defect caused five a second.
             assert await writes(process, names.PLURAL, "update") - statuses <= 10
             assert (await reasons(server, namespace)).count("ObjectRefused") == 1
             await server.delete(f"{QUOTAS.format(namespace)}/none", {})
@@ -112,7 +112,7 @@ async def has_volcano(server: ApiServer) -> bool:
 
 @asynccontextmanager
 async def policies_with_a_rule_more(server: ApiServer, folder: Path) -> AsyncIterator[None]:
-    """A webhook that lets monitoring in by every NetworkPolicy, on each write."""
+    """A webhook that adds a rule for monitoring to every NetworkPolicy on each write."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     new = ["-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"]
     subject = ["-subj", "/CN=webhook", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -196,11 +196,11 @@ async def test_reports_a_foreign_service_and_policies_changed_by_a_webhook(
                 status = await status_of(server, namespace)
                 return status.get("readyReplicas") == 1 and found == [("False", "NameTaken")] * 2
 
-            await until("a group that no client reaches", serves_nobody, 60, lambda: process.said)
+            await until("an unreachable group", serves_nobody, 60, lambda: process.said)
             assert "endpoint" not in await status_of(server, namespace)
             await server.delete(SERVICE.path(namespace, "tiny"), {})
             await until("Ready", lambda: is_ready(server, namespace), 40, lambda: process.said)
-            await until("what is changed is said", changed, timeout_s=30, said=lambda: process.said)
+            await until("the changed fields are reported", changed, timeout_s=30, said=lambda: process.said)
             assert await condition(server, namespace, "Progressing") == ("False", "ChangedByOthers")
             before = await writes(process, "networkpolicies", "patch")
             await asyncio.sleep(5)
@@ -221,7 +221,7 @@ RULE: dict[str, Any] = {"from": [{"namespaceSelector": {"matchLabels": {"name": 
 
 
 async def meddle(server: ApiServer, namespace: str, *, delete: bool) -> None:
-    """Is a controller that wants the policy of a group otherwise, or not at all, until cancelled."""
+    """Changes or deletes the policy of a group, as another controller would, until cancelled."""
     path = NETWORK_POLICY.path(namespace, "tiny-0-ranks")
     only = {"fieldSelector": "metadata.name=tiny-0-ranks"}
     async for event in server.watch(NETWORK_POLICY.path(namespace), only):
@@ -252,7 +252,7 @@ async def test_reports_a_policy_that_another_controller_keeps_changing(
             async def said() -> bool:
                 return await condition(server, namespace, "Progressing") == ("False", reason)
 
-            await until("what undoes it is said", said, timeout_s=30, said=lambda: process.said)
+            await until("the other controller is reported", said, timeout_s=30, said=lambda: process.said)
             before = await writes(process, "networkpolicies", "patch")
             await asyncio.sleep(5)
             assert await writes(process, "networkpolicies", "patch") - before <= 6

@@ -1,4 +1,4 @@
-"""No reconcile waits for a request that is slow; what came of it is known to the next."""
+"""No reconcile waits for a slow request; the next reconcile knows its result."""
 
 import asyncio
 import contextlib
@@ -45,16 +45,16 @@ class Behind:
     """The port behind a proxy.
 
     Attributes:
-        proxy: in front of the API server.
-        server: through the proxy.
-        direct: the API server itself.
+        proxy: proxy in front of the API server.
+        server: client through the proxy.
+        direct: client of the API server itself.
         owner: the resource.
         state: the caches.
-        recorder: of events.
+        recorder: recorder of events.
         cluster: the port.
-        woken: resources that were woken.
-        written: what was said of the status, in order.
-        dropped: events that were.
+        woken: resources whose reconcile was triggered.
+        written: written statuses in their order.
+        dropped: dropped events.
     """
 
     proxy: ApiProxy
@@ -74,7 +74,7 @@ class Behind:
         return observation
 
     async def run(self, *actions: Action) -> float | None:
-        """Runs actions on what is observed now; asserts that this takes no longer than a moment."""
+        """Runs actions on the current observation; asserts that this takes only a moment."""
         observation = await self.observe()
         started = time.monotonic()
         again_s = await self.cluster.run(observation, actions)
@@ -119,7 +119,7 @@ async def behind(
                 await state.wait_synced()
             yield Behind(proxy, through, server, owner, state, recorder, cluster, woken, written, dropped)
         finally:
-            # Requests that are under way go on beside reconciles; they end with this test.
+            # Pending requests continue beside reconciles; they end with this test.
             under_way = {task for task in asyncio.all_tasks() if " of " in task.get_name()}
             for task in under_way:
                 task.cancel()
@@ -138,7 +138,7 @@ def pod(owner: Owner, index: int, epoch: int = 7) -> CreateObject:
 
 
 async def is_woken(behind: Behind) -> None:
-    await until("the resource is woken", lambda: behind.woken)
+    await until("a reconcile is triggered", lambda: behind.woken)
     behind.woken.clear()
 
 
@@ -152,14 +152,14 @@ async def test_pods_are_created_in_parallel_and_each_once(behind: Behind) -> Non
     async def wants_20_pods() -> bool:
         return bool((await behind.observe()).resource.spec["replicas"] == 10)
 
-    await until("the operator knows it", wants_20_pods)
+    await until("the operator knows the result", wants_20_pods)
     await behind.run(creates[0])
     slow = behind.proxy.inject(r"/pods\?", method="POST", delay_s=2.0)
     started = time.monotonic()
     await behind.run(*creates[1:])
     await behind.run(*creates[1:])
-    assert slow.hits == WRITES_AT_ONCE, "no create twice, and no more at once"
-    await until("all are made", lambda: _are(behind, 20), timeout_s=15)
+    assert slow.hits == WRITES_AT_ONCE, "no create is repeated, and the concurrency is limited"
+    await until("all pods are created", lambda: _are(behind, 20), timeout_s=15)
     assert time.monotonic() - started < 19 * 2.0 / 3
     assert behind.proxy.count(r"/pods\?", "POST") == 20
     await is_woken(behind)
@@ -195,12 +195,12 @@ async def test_an_unanswered_create_that_failed_is_repeated_later(behind: Behind
         await behind.run(*creates)
         return await behind.pods() == [f"tiny-0-7-{index}" for index in range(3)]
 
-    await until("all three are made", made)
+    await until("all three pods are created", made)
     assert not (await behind.observe()).unmade
 
 
 async def test_an_unanswered_create_that_succeeded_is_recognized(behind: Behind) -> None:
-    """The next try meets the pod, which is no other."""
+    """The next attempt finds the pod, and it is the same pod."""
     create = pod(behind.owner, 0)
     behind.proxy.inject(r"/pods\?", method="POST", status=504, times=1)
     await behind.run(create)
@@ -210,7 +210,7 @@ async def test_an_unanswered_create_that_succeeded_is_recognized(behind: Behind)
         await behind.run(create)
         return not (await behind.observe()).unmade
 
-    await until("it is known to be made", seen)
+    await until("the operator knows that the pod was created", seen)
     assert [p.uid for p in (await behind.observe()).pods] == [stored["metadata"]["uid"]]
 
 
@@ -225,7 +225,7 @@ async def test_pods_wait_for_the_objects_that_they_need(behind: Behind) -> None:
     assert [(r.kind, r.reason) for r in observation.refusals] == [("Service", "NotAnswered")]
     assert observation.unasked == {"tiny-0-7-0"}
     await behind.run(service, pod(behind.owner, 0))
-    assert slow.hits == 1, "it is under way"
+    assert slow.hits == 1, "it is pending"
     behind.proxy.heal()
     await is_woken(behind)
     assert not (await behind.observe()).refusals
@@ -265,7 +265,7 @@ async def test_a_hanging_status_write_is_retried_with_the_current_status(behind:
         await behind.run(PatchStatus(status={"replicas": 2}, resource_version=version))
         return behind.proxy.count(r"/status$", "PUT") == 2
 
-    await until("another try", tried_again)
+    await until("another attempt", tried_again)
     behind.proxy.heal()
     await is_woken(behind)
     assert behind.written[-1]
@@ -307,7 +307,7 @@ async def test_a_pod_that_a_webhook_changes_is_refused_and_deleted(behind: Behin
     assert "another metadata.ownerReferences than was sent" in refusal.message
     assert "Exempt the pods of this namespace from the webhook" in refusal.message
     assert await behind.pods() == []
-    assert behind.proxy.count(r"/pods\?", "POST") == 1, "one pod shows it; the others are not sent"
+    assert behind.proxy.count(r"/pods\?", "POST") == 1, "one pod reveals it; the others are not requested"
     events = (await behind.direct.get(EVENT.path(behind.owner.key.namespace)))["items"]
     ours = [event["reason"] for event in events if event["reportingController"] == names.MANAGER]
     assert ours == ["ChangedByOthers"]
@@ -339,12 +339,12 @@ async def test_a_pod_that_cannot_be_read_is_unknown(behind: Behind) -> None:
 
     await until("it is unknown", unknown)
     delete = DeleteObject(kind="Pod", name=name, uid="", grace_s=0)
-    assert await behind.run(delete) is not None, "it is looked at again"
+    assert await behind.run(delete) is not None, "the resource is reconciled again"
     assert fault.hits == 1
     behind.proxy.heal()
     await until("it is gone", lambda: _are(behind, 0))
     behind.proxy.inject(rf"/pods/{name}$", method="GET", status=429)
-    assert not (await behind.observe()).pods, "that it is gone is remembered"
+    assert not (await behind.observe()).pods, "the operator remembers that it is gone"
 
 
 async def test_a_pod_that_loses_its_owner_is_recognized_by_its_uid(behind: Behind) -> None:
@@ -358,14 +358,14 @@ async def test_a_pod_that_loses_its_owner_is_recognized_by_its_uid(behind: Behin
     (found,) = (await behind.observe()).pods
     assert replace(found, lost_owner=False) == before
     assert found.lost_owner
-    # Neither owner nor label: its uid says whose it is.
+    # Without owner and label, only its uid identifies it.
     await behind.direct.merge(path, {"metadata": {"labels": {names.LABEL_RESOURCE: None}}})
     (found,) = (await behind.observe()).pods
     assert found.uid == before.uid
     await behind.run(DeleteObject(kind="Pod", name=name, uid=found.uid, grace_s=0))
     await until("it is gone", lambda: _are(behind, 0))
     await behind.direct.create(POD.path(behind.owner.key.namespace), _without_owner(behind.owner, name))
-    assert not (await behind.observe()).pods, "another pod of that name is nobody's"
+    assert not (await behind.observe()).pods, "another pod of that name does not belong to the resource"
 
 
 def _without_owner(owner: Owner, name: str) -> dict[str, Any]:

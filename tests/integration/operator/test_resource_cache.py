@@ -1,4 +1,4 @@
-"""A reconcile decides on a copy of its resource: it asks nothing, and never acts on the past for long."""
+"""A reconcile decides on a cached copy of its resource, and never on old data for long."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from tests.integration.operator.running_operator import (
 async def counting(
     control_plane: Cluster, answered: Callable[[], Awaitable[None]] | None = None
 ) -> AsyncIterator[tuple[ApiServer, list[str]]]:
-    """The API server, and each request that was sent to it from here; `answered` is awaited after each."""
+    """Counts the requests sent to the API server from here; awaits `answered` after each."""
     sent: list[str] = []
 
     async def note(_session: object, _context: object, started: aiohttp.TraceRequestStartParams) -> None:
@@ -53,7 +53,7 @@ async def counting(
 
 @contextlib.asynccontextmanager
 async def frozen(server: ApiServer, namespace: str) -> AsyncIterator[Watched]:
-    """Caches that were synced, and see nothing any more: the watch that lags behind most."""
+    """Caches that were synced and then see no changes: the slowest possible watch."""
     watched = Watched(server, [namespace])
     running = asyncio.ensure_future(watched.cluster_state.run())
     try:
@@ -73,7 +73,7 @@ async def observe(watched: Watched, owner: Owner) -> ResourceObservation:
 
 
 async def scale(server: ApiServer, owner: Owner, replicas: int) -> int:
-    """Returns the resourceVersion at which somebody else has changed the spec."""
+    """Changes the spec as another user; returns the resourceVersion."""
     path = HETERO_INFERENCE.path(owner.key.namespace, owner.key.name)
     stored = await server.merge(path, {"spec": {"replicas": replicas}})
     return int(stored["metadata"]["resourceVersion"])
@@ -89,13 +89,13 @@ async def test_a_reconcile_reads_only_from_caches(
         for _ in range(5):
             observation = await observe(watched, owner)
             await watched.cluster.run(observation, [])
-        assert sent[before:] == [], "watches were all there before"
+        assert sent[before:] == [], "all watches existed before"
         version = observation.resource.resource_version
         await watched.cluster.run(
             observation, [PatchStatus(status={"replicas": 3}, resource_version=version)]
         )
         after = await observe(watched, owner)
-        assert after.resource.status["replicas"] == 3, "what was written is read"
+        assert after.resource.status["replicas"] == 3, "the written object is read"
         assert after.resource.resource_version != version
         assert [line.partition(" ")[0] for line in sent[before:]] == ["PUT"]
         await scale(server, owner, 2)
@@ -103,7 +103,7 @@ async def test_a_reconcile_reads_only_from_caches(
         async def seen() -> bool:
             return bool((await observe(watched, owner)).resource.spec["replicas"] == 2)
 
-        await until("a change by others is seen", seen)
+        await until("another writer's change is observed", seen)
         assert [line.partition(" ")[0] for line in sent[before:]] == ["PUT"]
 
 
@@ -114,16 +114,16 @@ async def test_a_conflicting_object_is_read_before_the_next_decision(
     async with frozen(server, namespace) as watched:
         old = await observe(watched, owner)
         await scale(server, owner, 2)
-        assert (await observe(watched, owner)).resource.spec["replicas"] == 1, "nothing has said so yet"
+        assert (await observe(watched, owner)).resource.spec["replicas"] == 1, "no event has reported it yet"
         write = PatchStatus(status={"replicas": 7}, resource_version=old.resource.resource_version)
         with pytest.raises(ConflictError, match="modified"):
             await watched.cluster.run(old, [write])
         now = await observe(watched, owner)
         assert (now.resource.spec["replicas"], now.resource.status.get("replicas", 0)) == (2, 0)
 
-        # Its own writes are seen without a watch: a second one is conditioned on the first.
+        # Own writes are visible without a watch: the second write depends on the first.
         async def written(replicas: int) -> bool:
-            """Writes again until the budget of two status writes a second allows it."""
+            """Repeats the write until the budget of two status writes a second allows it."""
             seen = await observe(watched, owner)
             write = PatchStatus(
                 status={"replicas": replicas}, resource_version=seen.resource.resource_version
@@ -188,7 +188,7 @@ async def test_a_recreated_resource_is_a_different_resource(server: ApiServer, n
             await watched.cluster.run(old, [status])
         now = await observe(watched, owner)
         assert now.resource.uid == again.uid != owner.uid
-        assert now.pods == (), "a pod of the resource that is gone"
+        assert now.pods == (), "a pod of the deleted resource"
         stored = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
         assert stored["status"].get("replicas") != 2
         watched.cluster_state.resources.doubt(owner.key)

@@ -1,7 +1,7 @@
 """Rollouts, scaling and refusals by the operator as a process, on a real API server.
 
-A task stands for the kubelets: it answers inspect pods, and has each worker pod run and be ready, or
-end where its image is BROKEN.
+A task plays the kubelets: it answers inspect pods, and makes each worker pod ready, or ends pods with the
+image BROKEN.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ GOOD, BETTER, BROKEN = "worker:1", "worker:2", "worker:broken"
 
 
 class Fleet:
-    """A resource of several groups in a namespace of its own.
+    """A resource of several groups in its own namespace.
 
     Attributes:
-        two_epochs: groups that were seen with pods of two epochs.
-        fewest: the fewest groups that served, of those wanted, since it was last set.
+        two_epochs: groups that had pods of two epochs at the same time.
+        fewest: lowest number of serving groups since it was last set.
     """
 
     def __init__(self, server: ApiServer, namespace: str) -> None:
@@ -77,9 +77,9 @@ class Fleet:
         return {uid for uid, pod in (await self.pods()).items() if _label(pod, names.LABEL_GROUP) in wanted}
 
     async def act(self) -> None:
-        """Stands for the kubelets until it is cancelled."""
+        """Plays the kubelets until it is cancelled."""
         while True:
-            with contextlib.suppress(ApiError):  # a pod went meanwhile
+            with contextlib.suppress(ApiError):  # a pod was deleted in the meantime
                 await self._act_once()
             await asyncio.sleep(0.05)
 
@@ -117,7 +117,7 @@ def _is_ready(pod: dict[str, Any]) -> bool:
 
 @pytest_asyncio.fixture
 async def fleet(server: ApiServer, namespace: str, install: Install, tmp_path: Path) -> AsyncIterator[Fleet]:
-    """A fleet without its resource, with an operator that serves its namespace, and kubelets."""
+    """A fleet without its resource, with kubelets and an operator for its namespace."""
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
     settings = {"watch_namespaces": namespace, "resync_seconds": "5"}
     made = Fleet(server, namespace)
@@ -155,7 +155,7 @@ async def test_a_stuck_rollout_can_be_rolled_back_and_scaled(fleet: Fleet, contr
     assert (await fleet.condition("Ready"))[0] == "False"
 
     await fleet.change(engine={"image": BETTER})
-    await until("the former revision is everywhere", lambda: fleet.rolled_out(3), 60)
+    await until("the previous revision is everywhere", lambda: fleet.rolled_out(3), 60)
     assert (await fleet.status())["currentRevision"] == second
     assert await fleet.uids(1, 2) == kept
 
@@ -193,7 +193,7 @@ async def is_stuck(fleet: Fleet) -> bool:
 
 async def test_reports_the_api_servers_message_for_a_refused_object(fleet: Fleet, server: ApiServer) -> None:
     first, second = SPEC["roles"]
-    # One of the few things that no schema knows: huge pages need a limit.
+    # A rule that no schema contains: huge pages need a limit.
     wrong = {**second, "resources": {"requests": {"hugepages-2Mi": "0", "cpu": "1"}}}
     await fleet.create(roles=[first, wrong])
 
@@ -211,7 +211,7 @@ async def test_reports_the_api_servers_message_for_a_refused_object(fleet: Fleet
 
 
 async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: ApiServer) -> None:
-    """The group was deleted before the API server refused what was to replace it."""
+    """The operator deleted the group before the API server refused the new pods."""
     await fleet.create()
     await until("it serves", lambda: fleet.rolled_out(1), 90)
     before, tried = await fleet.uids(0), await dry_runs(server)
@@ -239,7 +239,7 @@ async def test_a_spec_with_refused_pods_stops_no_group(fleet: Fleet, server: Api
 
 
 async def test_a_missing_priority_class_stops_no_group(fleet: Fleet) -> None:
-    """The API server says 403, as for a quota: the group was deleted, and its pods refused."""
+    """The API server answers 403 as for a quota: the group was deleted and its new pods refused."""
     await fleet.create()
     await until("it serves", lambda: fleet.rolled_out(1), 90)
     before = await fleet.uids(0)
@@ -253,7 +253,7 @@ async def test_a_missing_priority_class_stops_no_group(fleet: Fleet) -> None:
     assert await fleet.uids(0) == before
     assert (await fleet.condition("Available"))[:2] == ("True", "Serving")
     await fleet.change(scheduling={"priorityClassName": None})
-    await until("the former spec is whole", lambda: fleet.rolled_out(1), 90)
+    await until("all groups serve the previous spec", lambda: fleet.rolled_out(1), 90)
     assert await fleet.uids(0) == before
 
 
@@ -262,7 +262,7 @@ async def is_whole_without(fleet: Fleet, before: set[str]) -> bool:
 
 
 async def dry_runs(server: ApiServer) -> float:
-    """Returns how many pods the API server was asked about without making them."""
+    """Returns the number of pods in dry runs."""
     lines = (await server.get_text("/metrics")).splitlines()
     meant = ("apiserver_request_total{", 'dry_run="All"', 'resource="pods"')
     return sum(float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in meant))

@@ -1,4 +1,4 @@
-"""kopf announces what a decision reads of a resource, and not what the operator itself writes."""
+"""kopf announces changes that decisions read, but not the operator's own writes."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the operator and its pods may do, asked of a real API server; and that secrets stay secret."""
+"""Permissions of the operator and its pods on a real API server; secrets stay secret."""
 
 import asyncio
 import json
@@ -90,9 +90,9 @@ async def served(server: ApiServer) -> dict[tuple[str, str], bool]:
 
 
 async def rights_of(server: ApiServer, account: str, namespace: str) -> set[Right]:
-    """Returns all that a service account may do in a namespace, and with what has none."""
+    """Returns the permissions of a service account in a namespace, and resources without any."""
     resources = await served(server)
-    # Some are not served here: of schedulers that are not installed, and the finalizers' own right.
+    # Some are not served here: those of missing schedulers, and the permission for finalizers.
     resources = {(rule.group, rule.resource): True for rule in rights.SERVED} | resources
     slots = asyncio.Semaphore(16)
 
@@ -204,7 +204,7 @@ HUB = {
 
 
 def rendered_chart(cluster: Cluster, namespace: str, *values: str) -> list[dict[str, Any]]:
-    """Returns the objects that the chart renders to."""
+    """Returns the objects that the chart renders."""
     sets = [option for value in values for option in ("--set", value)]
     rendered = cluster.helm(
         *("template", "rel", str(CHART), "--namespace", namespace, "--kube-version", "1.35.4"),
@@ -215,7 +215,7 @@ def rendered_chart(cluster: Cluster, namespace: str, *values: str) -> list[dict[
 
 
 def check_chart_pods(cluster: Cluster, namespace: str, *values: str) -> None:
-    """The operator's pod and that of `helm test` are admitted."""
+    """Checks that the operator's pod and the pod of `helm test` are admitted."""
     objects = rendered_chart(cluster, namespace, *values)
     pods = [each for each in objects if each["kind"] == "Pod"]
     pods += [
@@ -250,7 +250,7 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
         )
         assert "violates PodSecurity" not in process.said
 
-        # What it does not admit is shown to the user: a path of the node is no restricted volume.
+        # The refusal is reported to the user: a restricted namespace allows no host path volume.
         await create_named(server, namespace, "path", {"model": {"uri": "file:///models/tiny"}})
 
         async def refused() -> bool:
@@ -262,14 +262,14 @@ async def test_all_pods_are_admitted_to_a_restricted_namespace(
 
         await until("the refusal as an event", refused, said=lambda: process.said)
         token = yaml.safe_load(installed.kubeconfig.read_text())["users"][0]["user"]["token"]
-        assert token not in process.said, "it logs all it can"
+        assert token not in process.said, "it logs at the most detailed level"
         for name in ("tiny", "hub", "path"):
             await server.delete(HETERO_INFERENCE.path(namespace, name), {})
         await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 
 
 def check_platform_pods(cluster: Cluster, namespace: str) -> None:
-    """Pods with each field of a template, authorities, files and a model in an image are admitted."""
+    """Checks that pods with all template fields, CAs, files and a model image are admitted."""
     model = {
         "uri": f"oci://registry.test/llama@{DIGEST}#models",
         "caBundle": {"secretKeyRef": {"name": "hub", "key": "token"}},
@@ -299,9 +299,9 @@ NO_FIXED_IDS = """
 
 
 def refuse_fixed_ids(cluster: Cluster, namespace: str) -> Callable[[], bool]:
-    """Refuses pods of a namespace that name a user or group; returns what says whether that holds already.
+    """Refuses pods that set a user or group; returns a check whether the policy already applies.
 
-    OpenShift refuses those outside of the namespace's range, and fills in what is left out.
+    OpenShift refuses ids outside the namespace's range, and fills in missing ids.
     """
     name = f"no-fixed-ids-{namespace}"
     selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
@@ -356,7 +356,7 @@ async def test_the_chart_can_leave_the_user_of_pods_unset(
             said = [each["message"] for each in found.get("status", {}).get("conditions", ())]
             return any("user ids are given by the namespace" in words for words in said)
 
-        await until("the policy's words", refused, timeout_s=30, said=lambda: process.said)
+        await until("the policy's message", refused, timeout_s=30, said=lambda: process.said)
         assert await process.stop() == 0
 
     values = ("assignedUserIds=true", "allowHostPaths=true")
@@ -375,7 +375,7 @@ async def test_the_chart_can_leave_the_user_of_pods_unset(
         )  # fmt: skip
         await bring_up(server, namespace)
         pods = await stored(server, POD, namespace)
-        assert len(pods) >= 3, "the pod that fetches, and two workers"
+        assert len(pods) >= 3, "the fetch pod and two workers"
         for each in pods:
             assert each["spec"]["securityContext"] == {
                 "runAsNonRoot": True,

@@ -1,8 +1,8 @@
-"""The status is true within two seconds, whatever one kind, request, event or webhook does.
+"""The status is true within two seconds, even if a kind, request, event or webhook fails.
 
-Each case has a resource in a namespace of its own. One kind of request about that namespace fails, hangs, or
-takes ten seconds, and a rank of the group that serves is killed. Another resource, about which every request
-is answered, shows what this machine needs by itself, and that no resource waits for another one.
+Each case has a resource in its own namespace. One kind of request about that namespace fails, hangs, or takes
+ten seconds, and a rank of the serving group is killed. Another resource without faults shows the time that
+this machine needs, and that resources do not wait for each other.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A request of the operator, and how it comes to be sent.
+    """A request of the operator, and how the test causes it.
 
     Attributes:
-        method: of the request.
-        path: what its path has behind the namespace, as a regular expression.
-        spec: change of the resource that has it sent; None if the death of the rank does.
-        loses: whether the record of the revision is deleted first, so that it is made again.
-        hides: whether the rank's pod loses its label first, so that no watch shows how it ends.
+        method: HTTP method of the request.
+        path: regular expression of its path after the namespace.
+        spec: change of the resource that causes it; None if the death of the rank causes it.
+        loses: whether the revision's record is deleted first, so that the operator creates it again.
+        hides: whether the rank's pod loses its label first, so that no watch shows its end.
         tells: how it fails in the short run.
-        heals: whether the status can only be written once the fault is over.
+        heals: whether the status can be written only after the fault is removed.
     """
 
     method: str
@@ -84,7 +84,7 @@ CASES = (
 
 @dataclass(slots=True, kw_only=True)
 class Site:
-    """A resource that serves."""
+    """A serving resource."""
 
     namespace: str
     case: Case | None = None
@@ -99,7 +99,7 @@ class Site:
 
 
 class Watcher:
-    """Notes when each namespace's resource was first seen not to be Available."""
+    """Records when each namespace's resource was first seen as not Available."""
 
     def __init__(self, server: ApiServer) -> None:
         self.down: dict[str, float] = {}
@@ -107,7 +107,7 @@ class Watcher:
         self._version = ""
 
     async def begin(self) -> None:
-        """Returns once nothing that happens from now on is missed."""
+        """Waits until the watch misses no further change."""
         listed = await self._server.get(HETERO_INFERENCE.path())
         self._version = listed["metadata"]["resourceVersion"]
 
@@ -135,7 +135,7 @@ async def watcher(server: ApiServer) -> AsyncIterator[Watcher]:
 async def make_namespaces(
     control_plane: Cluster, server: ApiServer, tmp_path: Path, namespaces: Sequence[str]
 ) -> None:
-    """Returns once pods may be made in new namespaces."""
+    """Creates namespaces, and waits until pods can be created in them."""
     items = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in namespaces]
     file = tmp_path / "namespaces.json"
     file.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
@@ -154,7 +154,7 @@ async def bring_up(server: ApiServer, site: Site) -> None:
 
 
 async def inject(server: ApiServer, proxy: ApiProxy, site: Site) -> None:
-    """Has the requests of a case fail, and one of them be under way."""
+    """Makes the requests of a case fail, and waits until one is pending."""
     case = site.case
     assert case is not None
     path = rf"/namespaces/{site.namespace}{case.path}"
@@ -197,7 +197,7 @@ async def gather_few(work: Sequence[Callable[[], Awaitable[None]]], at_once: int
 async def serving(
     control_plane: Cluster, server: ApiServer, tmp_path: Path, sites: Sequence[Site], **settings: str
 ) -> AsyncIterator[tuple[ApiProxy, OperatorProcess]]:
-    """Runs an operator behind a proxy, with a resource that serves in each site."""
+    """Runs an operator behind a proxy, with a serving resource in each site."""
     async with api_proxy(control_plane.kubeconfig, tmp_path / "kubeconfig") as proxy:
         async with operator(proxy.kubeconfig, tmp_path / "operator.log", **settings) as process:
             await process.working()
@@ -210,15 +210,15 @@ async def serving(
 
 
 async def latencies(found: Watcher, sites: Sequence[Site]) -> dict[str, float]:
-    """Returns by site after how many seconds its resource was not Available; waits for a while at most."""
+    """Measures by site the seconds until its resource was not Available; waits a limited time."""
     namespaces = {site.namespace for site in sites}
     with contextlib.suppress(AssertionError):
-        await until("all are down", lambda: namespaces <= found.down.keys(), timeout_s=SLOW_S + 5)
+        await until("no resource is Available", lambda: namespaces <= found.down.keys(), timeout_s=SLOW_S + 5)
     return {str(site): found.down.get(site.namespace, float("inf")) - site.since_s for site in sites}
 
 
 def too_late(took: dict[str, float]) -> dict[str, float]:
-    """Returns which were later than the bound and what the resource without a fault took."""
+    """Returns the sites that were later than the limit and the site without a fault."""
     bound = WITHIN_S + max(took["without a fault"], 0.0)
     return {name: round(seconds, 2) for name, seconds in took.items() if seconds > bound}
 
@@ -242,12 +242,12 @@ async def check(
         unmet = [str(site) for site in sites if site.fault is None or not site.fault.hits]
         assert process.process.poll() is None, process.said
         assert too_late(took) == {}, took
-        assert unmet == [], "no such request was sent: the case shows nothing"
+        assert unmet == [], "no such request was sent: the case proves nothing"
         assert "defect of the operator" not in process.said
 
 
 async def heal_later(proxy: ApiProxy, process: OperatorProcess, site: Site) -> None:
-    """Has the API server answer again once the operator's metrics show that it cannot write a status."""
+    """Heals the API server once the operator's metrics show that it cannot write a status."""
     fault = site.fault
     assert fault is not None
     await until(f"{site}: a status is to be written", lambda: fault.hits)
@@ -255,7 +255,7 @@ async def heal_later(proxy: ApiProxy, process: OperatorProcess, site: Site) -> N
     async def shown() -> bool:
         return await process.metric(metric_names.OPERATOR_UNWRITTEN_STATUSES) > 0
 
-    await until("the metrics show that a status is not written", shown, timeout_s=WITHIN_S)
+    await until("the metrics show a failed status write", shown, timeout_s=WITHIN_S)
     proxy.heal(fault)
     site.since_s = time.monotonic()
 
@@ -298,7 +298,7 @@ async def test_available_matches_the_pods_while_no_other_kind_is_watched(
 async def test_an_outage_of_the_lease_delays_no_status_and_ends_no_process(
     control_plane: Cluster, server: ApiServer, tmp_path: Path
 ) -> None:
-    """A renewal that hung was waited for until the Lease was lost, though the API server answered again."""
+    """A hanging renewal lasted until the Lease was lost, although the API server answered again."""
     prefix = f"lease-{time.monotonic_ns() % 10**8}"
     sites = [Site(namespace=f"{prefix}-{i}") for i in range(2)]
     settings = {

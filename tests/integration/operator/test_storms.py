@@ -1,4 +1,4 @@
-"""Others undo what the operator writes, on a real API server: it writes seldom, and a condition says why."""
+"""Other writers undo the operator's writes: it writes rarely, and a condition reports why."""
 
 import asyncio
 import functools
@@ -22,7 +22,7 @@ from tests.integration.operator.running_operator import (
 )
 
 WANTED = 2
-"""Pods of a resource of these tests."""
+"""Number of pods of a resource in these tests."""
 CREATES = r"/pods\?(?!.*dryRun)"
 
 
@@ -34,7 +34,7 @@ async def condition(server: ApiServer, namespace: str, name: str, kind: str) -> 
 
 
 async def read_model(server: ApiServer, namespace: str, name: str) -> None:
-    """Says for a resource's inspect pod what it read."""
+    """Stores the result of a resource's inspect pod."""
 
     async def inspect_pod() -> str:
         pods = [pod["metadata"]["name"] for pod in (await server.get(POD.path(namespace)))["items"]]
@@ -47,7 +47,7 @@ async def read_model(server: ApiServer, namespace: str, name: str) -> None:
 async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_reports_why(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """20 pods a second were created, without end."""
+    """The operator created 20 pods a second without end."""
     created: dict[str, int] = {"label": 0, "owner": 0}
 
     def change(pod: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ async def test_pods_changed_by_a_webhook_are_created_rarely_and_a_condition_repo
 
 
 async def says_why(server: ApiServer, namespace: str, name: str) -> bool:
-    """Returns whether a resource says that its pods are changed or never seen."""
+    """Checks whether a condition reports changed or unseen pods."""
     found = await condition(server, namespace, name, "Ready")
     return found["reason"] in {"ChangedByOthers", "PodsNeverSeen"}
 
@@ -92,7 +92,7 @@ async def says_why(server: ApiServer, namespace: str, name: str) -> bool:
 async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report_each_other(
     control_plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
-    """They wrote it 44 times a second, without end."""
+    """Both wrote it 44 times a second without end."""
     through_a, through_b = tmp_path / "a", tmp_path / "b"
     settings = {"watch_namespaces": namespace}
     async with (
@@ -128,4 +128,4 @@ async def test_two_operators_in_one_namespace_write_the_status_rarely_and_report
         moments = [each.at for each in proxy.requests if each.method == "PUT" and "/status" in each.path]
         assert len(moments) >= 5
         most = max(sum(first <= each < first + 1 for each in moments) for first in moments)
-        assert most <= 2 + 1, "two a second, and what the way to the proxy moves together"
+        assert most <= 2 + 1, "two a second, and requests that the path to the proxy bunches"

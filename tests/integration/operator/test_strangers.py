@@ -1,4 +1,4 @@
-"""Pods of strangers, as bad as the API server stores them: the operator lives, and its status stays true."""
+"""Foreign pods as odd as the API server accepts: the operator survives, and its status stays true."""
 
 import json
 import time
@@ -55,7 +55,7 @@ TRUE_WITHIN_S = 2.0
 
 @pytest.fixture
 def strangers(control_plane: Cluster, namespace: str) -> Iterator[str]:
-    """A namespace in which nobody has a HeteroInference."""
+    """A namespace without any HeteroInference."""
     name = f"{namespace}-strangers"
     control_plane.kubectl("create", "namespace", name)
     control_plane.kubectl("wait", "-n", name, "--for=create", "serviceaccount/default", "--timeout=20s")
@@ -87,7 +87,7 @@ async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace
         await server.create(
             POD.path(namespace), stranger(f"quantity-{index}", namespace, node, container=resources)
         )
-    # A pod with our label and an owner that never was, which goes for ten thousand years.
+    # A pod with our label and an owner that never existed, in deletion for ten thousand years.
     metadata = {
         "labels": {names.LABEL_RESOURCE: "x"},
         "ownerReferences": [
@@ -116,7 +116,7 @@ async def create_worst_pods(control_plane: Cluster, server: ApiServer, namespace
 
 
 def create_deep(control_plane: Cluster, path: str, body: dict[str, Any]) -> None:
-    """Creates an object whose JSON nests deeper than Python's parser goes."""
+    """Creates an object whose JSON nests deeper than Python's parser supports."""
     entry = {**FIELD_MANAGER, "apiVersion": body["apiVersion"], "fieldsV1": 0}
     body["metadata"]["managedFields"] = [entry]
     file = control_plane.state.folder / "deep.json"
@@ -130,7 +130,7 @@ def create_deep(control_plane: Cluster, path: str, body: dict[str, Any]) -> None
 def worst_pods(
     control_plane: Cluster, server: ApiServer, strangers: str, node: str
 ) -> Callable[[], Awaitable[None]]:
-    """Creates pods of strangers when it is called."""
+    """Creates the odd foreign pods when it is called."""
     return lambda: create_worst_pods(control_plane, server, strangers, node)
 
 
@@ -148,7 +148,7 @@ async def test_foreign_pods_do_not_crash_the_operator(
         await worst_pods()
         await shows_death(server, namespace, process, epoch=1)
         await serve_epoch(server, namespace, 2)
-        # Lists read the same objects again.
+        # New lists contain the same objects.
         assert process.process.poll() is None, process.said
         assert await process.stop() == 0
     async with operator(kubeconfig, tmp_path / "second") as process:
@@ -156,11 +156,11 @@ async def test_foreign_pods_do_not_crash_the_operator(
         await shows_death(server, namespace, process, epoch=2)
         assert process.process.poll() is None
         assert "Traceback" not in process.said
-        assert "cannot read" not in process.said, "all of them can be read"
+        assert "cannot read" not in process.said, "all objects can be read"
 
 
 async def shows_death(server: ApiServer, namespace: str, process: OperatorProcess, *, epoch: int) -> None:
-    """Asserts that a rank's death is in the status within two seconds."""
+    """Asserts that the status shows a rank's death within two seconds."""
     assert await condition(server, namespace, "Available") == ("True", "Serving")
     _, follower = await workers(server, namespace, epoch)
     await end_rank(server, namespace, follower, index=1)
@@ -176,7 +176,7 @@ async def shows_death(server: ApiServer, namespace: str, process: OperatorProces
 async def test_capacity_is_reserved_only_for_group_pods_and_foreign_names_stay_hidden(
     server: ApiServer, namespace: str, strangers: str, install: Install, tmp_path: Path
 ) -> None:
-    """The claim of the model is not there: no pod of a group is ever placed."""
+    """The claim of the model is missing, so no pod of a group is scheduled."""
     await add_node(server, "roomy")
     try:
         async with operator(install().kubeconfig, tmp_path / "log") as process:
@@ -242,7 +242,7 @@ async def test_what_keeps_clients_from_the_service_is_mended(
                 now = await server.get(SERVICE.path(namespace, "tiny"))
                 return bool(now["spec"] == before["spec"]) and labels_of(now) == labels_of(before)
 
-            await until(f"{change} is mended", is_mended, said=lambda: process.said)
+            await until(f"{change} is repaired", is_mended, said=lambda: process.said)
         assert await condition(server, namespace, "Available") == ("True", "Serving")
 
 

@@ -1,6 +1,7 @@
 """`heteroinfer top`, `heteroinfer logs` and kubectl's columns on a real API server, without a node.
 
-So pods have no logs here, and leaders are not reached: what is reported then. The e2e tests show the rest.
+Pods have no logs and leaders are unreachable here; the test checks the reports about it. The e2e tests cover
+the rest.
 """
 
 import json
@@ -33,7 +34,7 @@ VIEWER = "viewer"
 
 @pytest.fixture
 def viewer(control_plane: Cluster, namespace: str, tmp_path: Path) -> Path:
-    """The kubeconfig of who may read resources and pods of one namespace, which its context names."""
+    """Kubeconfig of a user who may read resources and pods of the context's namespace."""
     rule = f"--resource=pods,{names.PLURAL}.{names.API_GROUP}"
     control_plane.kubectl("create", "-n", namespace, "serviceaccount", VIEWER)
     control_plane.kubectl("create", "-n", namespace, "role", VIEWER, "--verb=get,list", rule)
@@ -102,7 +103,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         (group,) = value["resources"][0]["groups"]
         assert [rank["pod"] for rank in group["ranks"]] == [pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)]
         assert (group["live"], group["phase"], group["restarts"]) == (False, "Ready", 0)
-        # Who may use the proxy is shown that the pod does not answer: here it has no kubelet.
+        # A user with access to the proxy sees that the pod does not answer: there is no kubelet.
         assert (
             pod_of(namespace, 1, 0)
             in json.loads(reported(control_plane.kubeconfig, "top", "-n", namespace, "-o", "json"))["note"]
@@ -148,7 +149,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
 async def test_logs_report_why_a_pod_has_ended(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster
 ) -> None:
-    """The operator is away, so that the failed group's pods are still there."""
+    """The operator does not run, so the failed group's pods still exist."""
     installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
     settings = {"watch_namespaces": namespace, "resync_seconds": "1"}
     async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:

@@ -1,4 +1,4 @@
-"""Two operators in one cluster: each resource belongs to the one of its class, and to no other."""
+"""Two operators in one cluster: each resource belongs only to the operator of its class."""
 
 import functools
 from pathlib import Path
@@ -38,11 +38,12 @@ async def test_each_operator_handles_only_its_class(
         await beta.working()
         await until("beta serves its own", lambda: generation_seen(server, namespace, "classed"))
         plain = await resource(server, namespace, "plain")
-        assert plain.get("status", {}).get("observedGeneration", -1) == -1, "nobody's yet"
+        assert plain.get("status", {}).get("observedGeneration", -1) == -1, "no operator handles it yet"
         async with operator(first.kubeconfig, logs[0], **settings) as default:
             await default.working()
             await until(
-                "the other serves what has no class", lambda: generation_seen(server, namespace, "plain")
+                "the other operator serves resources without a class",
+                lambda: generation_seen(server, namespace, "plain"),
             )
             for name in ("plain", "classed"):
                 await scale(server, namespace, name, 1)
@@ -53,10 +54,10 @@ async def test_each_operator_handles_only_its_class(
                 assert f"{namespace}/{others}" not in process.said
                 assert "Traceback" not in process.said
             assert await default.stop() == 0
-        # The default operator has ended: nobody serves its resource, and it goes all the same.
+        # The default operator has ended: without it, its resource is still deleted.
         before = (await resource(server, namespace, "plain"))["metadata"]["resourceVersion"]
         await scale(server, namespace, "classed", 0)
-        await until("beta works on", lambda: generation_seen(server, namespace, "classed"))
+        await until("beta keeps working", lambda: generation_seen(server, namespace, "classed"))
         assert (await resource(server, namespace, "plain"))["metadata"]["resourceVersion"] == before
         await server.delete(HETERO_INFERENCE.path(namespace, "plain"), {})
         assert await beta.stop() == 0

@@ -1,4 +1,4 @@
-"""Commands of users against a real API server, with resources that no operator has acted on."""
+"""User commands on a real API server, with resources that no operator has handled."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any

@@ -1,4 +1,4 @@
-"""A cache on an API server that answers anything: malformed lists, events and objects end in another list."""
+"""A cache on an API server with malformed lists, events and objects: each causes a new list."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def stored(name: str, version: int | str, value: object = "v", uid: str = "u") -
 
 @dataclass(slots=True)
 class ScriptedServer:
-    """Lists what it is told, and sends the events of each watch in turn, once there are some."""
+    """Serves scripted lists, and the scripted events of each watch in turn."""
 
     items: list[Any] = field(default_factory=list)
     version: str = "10"
@@ -136,7 +136,7 @@ async def test_an_unreadable_object_is_ignored_and_logged_once(
     assert f"maps: the operator cannot read ns/bad (data.key must be a text, got {10**30})." in errors[0]
     assert len([line for line in errors if "an object without a name" in line]) == 1
     assert running.get("bad") is None
-    assert ("v", None) in running.changes, "good could be read, and cannot any more"
+    assert ("v", None) in running.changes, "the object was readable before, but no longer is"
 
 
 async def test_the_version_advances_past_unreadable_objects(
@@ -194,7 +194,7 @@ async def test_a_malformed_list_does_not_stop_the_cache(
 async def test_changes_are_reported_after_a_logged_exception(
     scripted: ScriptedServer, running: RunningCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A change whose report failed is not lost: after the next list all objects are reported once more."""
+    """A change whose report failed is not lost: the next list reports all objects again."""
     scripted.items = [stored("a", 3, "a"), stored("b", 4, "b")]
     await until("the first list", running.cache.synced.is_set)
     running.changes.clear()
@@ -208,7 +208,7 @@ async def test_changes_are_reported_after_a_logged_exception(
 
 
 async def test_non_numeric_versions_are_followed(scripted: ScriptedServer, running: RunningCache) -> None:
-    """Of an aggregated API server: nothing is ordered, and the last event stands."""
+    """An aggregated API server has no ordered versions; the last event counts."""
     scripted.version = "opaque-a"
     scripted.items = [stored("a", "opaque-a", "first")]
     scripted.watches = [

@@ -1,4 +1,4 @@
-"""Damage that others do: webhooks that change pods, statuses that nobody wrote like that, forged objects."""
+"""Damage by other users: webhooks that change pods, damaged statuses, forged objects."""
 
 import copy
 import re
@@ -38,28 +38,28 @@ def _with(pod: dict[str, Any], **metadata: Any) -> dict[str, Any]:
 
 
 def without_label(pod: dict[str, Any]) -> dict[str, Any]:
-    """Takes off the label that the operator watches pods by."""
+    """Removes the label by which the operator watches pods."""
     labels = {key: value for key, value in pod["metadata"]["labels"].items() if key != names.LABEL_RESOURCE}
     return _with(pod, labels=labels)
 
 
 def without_labels(pod: dict[str, Any]) -> dict[str, Any]:
-    """Takes off all labels."""
+    """Removes all labels."""
     return _with(pod, labels={})
 
 
 def without_owner(pod: dict[str, Any]) -> dict[str, Any]:
-    """Takes off the owner."""
+    """Removes the owner."""
     return _with(pod, ownerReferences=[])
 
 
 def with_another_controller(pod: dict[str, Any]) -> dict[str, Any]:
-    """Sets another controller."""
+    """Sets another owner as the controller."""
     return _with(pod, ownerReferences=[_OTHER_OWNER])
 
 
 def without_annotations(pod: dict[str, Any]) -> dict[str, Any]:
-    """Takes off all annotations: the pod stays known as ours."""
+    """Removes all annotations; the operator still recognizes the pod."""
     return _with(pod, annotations={})
 
 
@@ -69,11 +69,11 @@ HIDING: Final[tuple[Webhook, ...]] = (
     without_owner,
     with_another_controller,
 )
-"""Webhooks whose pods the operator does not know as its own."""
+"""Webhooks whose pods the operator does not recognize as its own."""
 
 
 def damages(status: dict[str, Any]) -> list[tuple[Path_, Any]]:
-    """Returns each leaf of a status with each value that the CRD's schema takes there."""
+    """Yields each leaf of a status with each value that the CRD's schema accepts there."""
     return [
         (path, value)
         for path, before in _leaves(status)
@@ -83,7 +83,7 @@ def damages(status: dict[str, Any]) -> list[tuple[Path_, Any]]:
 
 
 def with_damage(status: dict[str, Any], path: Path_, value: Any) -> dict[str, Any]:
-    """Returns the status with another value at a path."""
+    """Replaces the value at a path of the status."""
     damaged = copy.deepcopy(status)
     parent: Any = damaged
     for part in path[:-1]:

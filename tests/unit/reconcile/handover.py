@@ -1,10 +1,10 @@
-"""Resources in states that an operator leaves behind, as JSON: run by this version and by older ones.
+"""Resources in the states that an operator leaves behind, as JSON; this version and older versions run it.
 
-    python handover.py leave STATE...        prints each resource, in its state
-    python handover.py take <those           prints what the operator does with each
-    python -m tests.unit.reconcile.handover keep FILE     keeps this version's modules, at its release
+    python handover.py leave STATE...        prints each resource in its state
+    python handover.py take <those           prints the actions of the operator for each resource
+    python -m tests.unit.reconcile.handover keep FILE     stores this version's modules, at its release
 
-The simulated world is that of the version whose code runs.
+The simulated world belongs to the version whose code runs.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def served(**spec: Any) -> World:
 
 
 def rest(world: World) -> World:
-    """Has pods that are deleted go, and everything that follows happen."""
+    """Removes deleted pods and runs all following reconciles."""
     for _ in range(2):
         world.settle()
         world.reap()
@@ -176,7 +176,7 @@ def from_json(value: dict[str, Any]) -> World:
 
 
 def taken(world: World) -> dict[str, Any]:
-    """Returns what an operator does that has just started."""
+    """Returns the actions of an operator that has just started."""
     before = dict(world.pods)
     writes: list[str] = []
     budgets: list[str] = []
@@ -201,7 +201,7 @@ def _is_of_budget(action: Any) -> bool:
 
 
 def keep(file: Path) -> None:
-    """Keeps all modules that have been imported: what the simulated world needs."""
+    """Stores all imported modules: the simulated world needs them."""
     modules = {
         module.__file__: name for name, module in sys.modules.items() if getattr(module, "__file__", "")
     }

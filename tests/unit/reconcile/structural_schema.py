@@ -1,4 +1,4 @@
-"""What of a value the API server would refuse by a structural schema; rules in CEL apart."""
+"""Checks a value against a structural schema like the API server, without CEL rules."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def find_problems(schema: Mapping[str, Any], value: Any, path: str = "status") -> Iterator[str]:
-    """Yields the path of each part that the schema refuses, and why."""
+    """Yields the path of each part that the schema refuses, with the reason."""
     kind, is_typed = schema["type"], isinstance(value, _TYPES[schema["type"]])
     if not is_typed or isinstance(value, bool) != (kind == "boolean"):
         yield f"{path}: {value!r} is no {kind}"

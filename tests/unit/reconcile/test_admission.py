@@ -1,11 +1,11 @@
-"""What a rollout would make is tried before it takes down what runs."""
+"""The objects of a rollout are validated before the rollout stops running groups."""
 
 import pytest
 
 from tests.unit.reconcile.world import World, cpu_pair
 
 RECORD = ("ConfigMap", "demo-revision-*")
-"""Of those that are not there yet: what runs has its own, and starts again by it."""
+"""A refused record of a new revision; running groups have their own record and restart with it."""
 WORDS = "ConfigMap demo-revision is invalid: Too long"
 
 
@@ -66,7 +66,7 @@ def test_the_dry_run_also_covers_a_group_between_epochs(world: World) -> None:
 
 
 def test_adding_a_group_of_a_refused_revision_stops_no_other_group(world: World) -> None:
-    """Its first pod was made before the answer came, and passed for one of a revision that is taken."""
+    """Its first pod was created before the answer came, and then counted as an accepted revision's pod."""
     before = world.workers()
     world.refuses["Pod", "demo-*-1"] = WORDS
     world.change_spec(replicas=2, engine={"maxModelLen": 512})
@@ -97,7 +97,7 @@ def test_each_revision_is_validated_once_and_none_at_rest() -> None:
 
 
 def fail_again_and_again(world: World, times: int) -> int:
-    """Ends the group's pods whenever it has some; returns how often it had."""
+    """Ends the group's pods whenever it has pods; returns how often it had pods."""
     epochs = 0
     for _ in range(times):
         if running := [name for name in world.workers() if not world.pods[name].ended]:
@@ -112,7 +112,7 @@ def fail_again_and_again(world: World, times: int) -> int:
 
 @pytest.mark.parametrize("happens", ["nothing", "scale", "restart"])
 def test_a_refused_revision_does_not_clear_failures(happens: str) -> None:
-    """Each time it was asked about anew, failures were those of another revision, and forgotten."""
+    """Each new dry run treated failures as those of another revision and cleared them."""
     world = World(spec=cpu_pair(restart={"maxRestarts": 2}))
     world.serve()
     world.refuses[RECORD] = WORDS
@@ -137,7 +137,7 @@ def test_scaling_does_not_clear_a_refusal(world: World) -> None:
     world.change_spec(rollout={"maxUnavailable": 2})
     world.step()
     assert world.condition("Stalled") == ("True", "ObjectRefused")
-    assert len(world.tried) == tried + 1, "and it is asked at once"
+    assert len(world.tried) == tried + 1, "and the dry run starts at once"
     world.live(1)
     assert len(world.events) == events
     world.refuses.clear()
@@ -148,7 +148,7 @@ def test_scaling_does_not_clear_a_refusal(world: World) -> None:
 
 
 def test_without_an_answer_groups_keep_running_and_stopped_groups_restart(world: World) -> None:
-    """Requests that were not answered failed each reconcile, and a group that died then stayed so."""
+    """Unanswered requests failed each reconcile, so that a group that died stayed down."""
     before, revision = world.workers(), world.status["groups"][0]["revision"]
     world.silent = True
     world.change_spec(engine={"maxModelLen": 512})

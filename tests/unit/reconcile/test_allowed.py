@@ -1,4 +1,4 @@
-"""What an installation allows: a stricter list refuses what is new, and takes nothing from what runs."""
+"""Restrictions of an installation: a stricter list refuses new specs but does not affect running groups."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def annotated(*keys: str) -> dict[str, Any]:
 
 
 def refusal(*args: str, allowed: Allowed | None = None) -> str:
-    """Returns why arguments are not allowed, or "" if they are."""
+    """Returns why arguments are not allowed, or ""."""
     problem = (allowed or Allowed()).find_forbidden(parse_spec(cpu_pair(engine={"args": list(args)})))
     return problem.message if problem is not None else ""
 
@@ -80,7 +80,7 @@ def test_an_image_must_be_allowed(image: str | None, is_allowed: bool) -> None:
 def test_an_image_volume_must_be_allowed() -> None:
     allowed = Allowed(images=("registry.example.com/ml/",))
     spec = cpu_pair(model={"uri": f"oci://evil.example/model@{DIGEST}"})
-    assert allowed.find_forbidden(parse_spec(spec)) is None, "weights are no code"
+    assert allowed.find_forbidden(parse_spec(spec)) is None, "weights are not code"
     for image, is_allowed in (("registry.example.com/ml/data:1", True), ("evil.example/any:1", False)):
         volume = {"name": "x", "image": {"reference": image}}
         spec["roles"] = [{**role, "template": {"volumes": [volume]}} for role in spec["roles"]]
@@ -217,7 +217,7 @@ def test_options_that_no_plan_accepts_are_refused_before_the_model_is_known(allo
 
 
 def test_the_end_of_options_marker_is_refused() -> None:
-    """Behind it the plan's own options would be words."""
+    """After the marker, vLLM would read the plan's own options as positional arguments."""
     assert "allowedArguments" in refusal("--max-log-len", "0", "--")
 
 
@@ -225,7 +225,7 @@ def test_the_end_of_options_marker_is_refused() -> None:
     st.sampled_from(sorted(ALLOWED_ARGS | {o for entry in WHY for o in entry.options})), st.integers(1, 40)
 )
 def test_abbreviated_options_are_refused(option: str, length: int) -> None:
-    """A unique beginning is the option itself to the parser, and would be neither found nor counted."""
+    """The parser accepts a unique prefix of an option, but the checks would not recognize it."""
     short = option[: 2 + length].replace("-", "_").replace("__", "--", 1)
     name = short.replace("_", "-")
     assert name in ALLOWED_ARGS or next(find_refused([short]), None) or refusal(short, "1")
@@ -283,7 +283,7 @@ def test_an_uncounted_kv_cache_type_is_refused(value: str) -> None:
 def test_no_list_contains_an_option_that_another_list_refuses() -> None:
     refused = set(PLAN_OWNED) | {option for entry in UNSUPPORTED for option in entry.options}
     taken_back = {"--async-scheduling", "--enable-lora", "--enable-dbo"}
-    assert ALLOWED_ARGS & refused == taken_back, "of these the form with no- is allowed"
+    assert ALLOWED_ARGS & refused == taken_back, "the list contains their form with no-"
     for option in taken_back:
         assert next(find_refused([option]), None)
         assert not refusal(f"--no-{option.removeprefix('--')}")
@@ -339,7 +339,7 @@ def test_a_secret_variable_must_come_from_a_secret(name: str) -> None:
 
 
 def test_examples_use_only_allowed_values() -> None:
-    """What we tell people to write is allowed."""
+    """Values in the documentation and examples are allowed."""
     text = guide()
     found = re.findall(r"args: \[(--[^\]]+)\]", text)
     assert found
@@ -355,7 +355,7 @@ STRICTER = [
 
 
 def check_group_lives_on(world: World) -> None:
-    """Its status is true, it starts again by its own plan, suspends and wakes, and a condition says why."""
+    """Checks that the group restarts with its plan, suspends and resumes, with the refusal reported."""
     assert world.condition("Planned")[0] == "False"
     assert world.condition("Available")[0] == "True"
     world.end_pod("demo-0-1-1")
@@ -399,7 +399,7 @@ def test_a_relaxed_list_clears_the_refusal(spec: dict[str, Any]) -> None:
 
 
 def as_an_older_version_stored_it(world: World, word: str, older_word: str) -> None:
-    """Has the spec say another word, and all that was made of it; version 0.1.0 made no codes."""
+    """Stores another word in the spec and its objects, without codes, as version 0.1.0 did."""
     older_spec = json.loads(json.dumps(world.spec).replace(word, older_word))
     old, new = (revision(parse_stored_spec(spec)) for spec in (world.spec, older_spec))
 
@@ -417,7 +417,7 @@ def as_an_older_version_stored_it(world: World, word: str, older_word: str) -> N
 
 
 def test_a_stricter_schema_does_not_affect_running_groups() -> None:
-    """Variables that an older schema took: stored, refused by this one's rules, and started again with."""
+    """An older schema accepted these variables; running groups may still restart with them."""
     world = World(spec=cpu_pair(engine={"env": [{"name": "VLLM_LOGGING_LEVEL", "value": "/model/x.so"}]}))
     world.serve()
     as_an_older_version_stored_it(world, "VLLM_LOGGING_LEVEL", "LD_PRELOAD")

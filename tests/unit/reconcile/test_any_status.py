@@ -1,4 +1,4 @@
-"""Any status within the schema: each reconcile goes on, and groups that serve go on serving."""
+"""With any status that the schema accepts, reconciles succeed and serving groups keep serving."""
 
 import copy
 import functools
@@ -40,7 +40,7 @@ TEXTS = ("", "a b", "\x1b[31mred", "é" * 64, "True", "demo-0-1-1", "demo-0-2-0"
 
 @functools.cache
 def _worlds() -> dict[str, World]:
-    """Returns a resource in each state that it can be in."""
+    """Returns a resource in each possible state."""
     found: dict[str, World] = {}
 
     def world(name: str, **spec: Any) -> World:
@@ -112,7 +112,7 @@ def _at(value: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _odd(schema: Json) -> list[Any]:
-    """Returns values at the edges of what a schema takes."""
+    """Returns values at the edges of the schema."""
     values: tuple[Any, ...] = {"integer": INTEGERS, "number": (0.0, 1e-300, 1e12), "array": ([],)}.get(
         schema["type"], TEXTS
     )
@@ -123,7 +123,7 @@ def _odd(schema: Json) -> list[Any]:
 
 @st.composite
 def damaged(draw: st.DrawFn, stored: Json) -> Json:
-    """Returns a stored status with some of its parts changed, doubled or lost, within the schema."""
+    """Changes, repeats or removes parts of a stored status, within the schema."""
     status: Json = json.loads(json.dumps(stored))
     for _ in range(draw(st.integers(1, 6))):
         path = draw(st.sampled_from(paths(status) or [()]))
@@ -148,7 +148,7 @@ def damaged(draw: st.DrawFn, stored: Json) -> Json:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, Json]:
-    """Returns the name of a world, and what is stored as its status."""
+    """Returns the name of a world, and a stored status for it."""
     name = draw(st.sampled_from(WORLDS))
     if draw(st.integers(0, 4)) == 0:
         return name, draw(from_schema(STATUS))
@@ -157,7 +157,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Json]:
 
 
 def _steps(world: World) -> Iterator[list[Any]]:
-    """Lets the resource live, and yields what each reconcile does."""
+    """Lets time pass, and yields the actions of each reconcile."""
     for _ in range(3):
         yield list(world.step().actions)
         world.reap()
@@ -194,7 +194,7 @@ def test_no_valid_status_ends_or_stops_a_group(case: tuple[str, Json]) -> None:
 
 @functools.cache
 def _edges() -> list[tuple[str, tuple[str | int, ...], Any]]:
-    """Returns every part of every world's status with every odd value that the schema takes there."""
+    """Yields every part of every world's status with every odd value that the schema accepts there."""
     return [
         (name, path, value)
         for name, world in _worlds().items()
@@ -212,7 +212,7 @@ def _with(name: str, path: tuple[str | int, ...], value: Any) -> Json:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_odd_value_ends_or_stops_a_group(data: st.DataObject) -> None:
-    """One value at an edge of the schema; of thousands, some at each run."""
+    """Each run tests a few of thousands of values at the edges of the schema."""
     name, path, value = data.draw(st.sampled_from(_edges()))
     status = _with(name, path, value)
     if not list(find_problems(STATUS, status)):
@@ -247,14 +247,14 @@ def test_values_that_once_ended_or_stopped_a_group(
 @settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(SERVING), data=st.data())
 def test_a_failure_is_detected_with_any_status(name: str, data: st.DataObject) -> None:
-    """Nothing that is stored keeps a dead rank from being seen, or the group from its next start."""
+    """No stored value hides a dead rank or prevents the group's next start."""
     world = _check(name, data.draw(damaged(_worlds()[name].status)))
     world.end_pod(world.workers()[0])
     world.step()
     ended = parse_status(world.status).groups[0]
     assert ended.phase in {"Stopping", "Failed"}
     assert ended.failures[-1].reason == "PodFailed"
-    assert ended.epoch < MAX_GROUPS, "the epoch goes on from that of the pods"
+    assert ended.epoch < MAX_GROUPS, "the next epoch follows the epoch of the pods"
 
 
 @settings(max_examples=25, deadline=None)
@@ -271,7 +271,7 @@ def test_a_resource_is_deleted_with_any_status(data: st.DataObject) -> None:
 
 
 def test_the_schema_checker_refuses() -> None:
-    """The checker of these tests would let nothing pass that the API server refuses."""
+    """The checker of these tests refuses values that the API server refuses."""
     good = _worlds()["serves"].status
     assert list(find_problems(STATUS, good)) == []
     group: Json = good["groups"][0]

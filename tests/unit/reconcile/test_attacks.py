@@ -1,4 +1,4 @@
-"""What a second attack found: each by the shortest way in which it came about."""
+"""Defects that a second attack found, each with the shortest way to cause it."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ HUB = {"uri": "hf://org/model", "cache": {"size": "10Gi"}}
 
 @pytest.fixture
 def world() -> World:
-    """A pair of CPU pods that serves."""
+    """Returns a serving pair of CPU pods."""
     world = World(spec=cpu_pair())
     world.serve()
     return world
@@ -30,7 +30,7 @@ def kinds(world: World) -> list[str]:
 
 
 def relabel(world: World, label: str, value: str | None) -> None:
-    """Has somebody overwrite, or remove, a label of every worker pod."""
+    """Overwrites or removes a label of every worker pod."""
     for name in world.workers():
         labels = {key: kept for key, kept in world.pods[name].labels.items() if key != label}
         labels |= {label: value} if value is not None else {}
@@ -38,12 +38,12 @@ def relabel(world: World, label: str, value: str | None) -> None:
 
 
 def made(world: World) -> list[str]:
-    """Returns the names of all worker pods that were ever made."""
+    """Returns the names of all worker pods that were ever created."""
     return [name for name in world.created if "inspect" not in name]
 
 
 def create_pods(world: World) -> None:
-    """Brings a new resource up to the reconcile that creates its pods, and no further."""
+    """Runs a new resource up to the reconcile that creates its pods."""
     world.settle()
     world.answer_inspection()
     while not world.workers():
@@ -52,7 +52,7 @@ def create_pods(world: World) -> None:
 
 @pytest.mark.parametrize("refused", [REFUSED, {"roles": "none"}], ids=["by a rule", "not to be read"])
 def test_a_refused_spec_deletes_no_claim(refused: dict[str, object]) -> None:
-    """A typo while a model is fetched, before any group of it: what was fetched went with its claim."""
+    """A typo in the spec during the first fetch deleted the claim with the fetched files."""
     world = World(spec=cpu_pair(model=HUB))
     world.settle()
     assert CLAIM in kinds(world)
@@ -61,7 +61,7 @@ def test_a_refused_spec_deletes_no_claim(refused: dict[str, object]) -> None:
     assert CLAIM in kinds(world)
     world.change_spec(**cpu_pair(model={**HUB, "cache": {"size": "20Gi"}}), parallelism={})
     world.settle()
-    assert kinds(world).count(CLAIM) == 1  # the other one is of no use to the spec that is accepted
+    assert kinds(world).count(CLAIM) == 1  # the accepted spec does not need the other claim
 
 
 def test_a_refused_spec_deletes_no_service_of_clients(world: World) -> None:
@@ -74,7 +74,7 @@ def test_a_refused_spec_deletes_no_service_of_clients(world: World) -> None:
 
 
 def test_an_epoch_suspended_at_its_start_is_not_started_again() -> None:
-    """The operator was away while pods ran: it had created them, and had not seen one of them."""
+    """The operator created the pods, then stopped before it saw any pod; the pods ran in the meantime."""
     world = World(spec=cpu_pair())
     create_pods(world)
     ran = world.workers()
@@ -106,7 +106,7 @@ def test_unseen_loss_of_all_pods_ends_their_epoch() -> None:
 def test_a_reverted_change_is_not_a_failure(
     world: World, away: dict[str, object], back: dict[str, object]
 ) -> None:
-    """Pods that still drain were taken for deleted by somebody, and it counted as a restart."""
+    """The operator counted draining pods as deleted by a user, and so as a restart."""
     world.change_spec(**away)
     world.settle()
     world.change_spec(**back)
@@ -141,7 +141,7 @@ def test_a_group_without_its_revision_label_keeps_serving_under_an_unplannable_s
 
 
 def test_a_copy_of_a_pod_is_not_a_rank(world: World) -> None:
-    """Somebody made one by `kubectl get -o yaml`, with its labels and owner, under another name."""
+    """A user copied a pod by `kubectl get -o yaml`, with labels and owner, under another name."""
     leader = world.pods[world.workers()[0]]
     world.pods["copy"] = replace(leader, name="copy", uid="uid-copy", ready=False, started=False)
     world.settle()
@@ -152,7 +152,7 @@ def test_a_copy_of_a_pod_is_not_a_rank(world: World) -> None:
 
 
 def test_an_eviction_never_ends_in_failed(world: World) -> None:
-    """Restarts that were allowed once count no more than that, when fewer are allowed since."""
+    """Earlier restarts within a larger limit do not fail the group after the limit was lowered."""
     world.end_pod(world.workers()[0])
     world.settle()
     world.reap()
@@ -190,7 +190,7 @@ def test_a_clock_step_back_does_not_prolong_a_wait(world: World) -> None:
     "what", [("NetworkPolicy", "demo-0-ranks"), ("HeteroInference/status", "demo"), "Pod"]
 )
 def test_a_clock_step_back_does_not_prolong_a_refusal(what: tuple[str, str] | str) -> None:
-    """What is allowed again is tried within the longest back-off, not when the clock is there again."""
+    """An object that is allowed again is retried within the longest backoff."""
     world = World(spec=cpu_pair())
     world.answer_inspection()
     if isinstance(what, str):
@@ -236,7 +236,7 @@ def test_unreadable_replicas_do_not_mean_zero(replicas: object) -> None:
 
 
 def test_a_pod_lost_together_with_the_status_is_not_created_again(world: World) -> None:
-    """Nothing says any more that it had run: its name is not used again."""
+    """No record shows that the pod had run, so its name is not reused."""
     ran = world.workers()
     world.status = {}
     world.version += 1
@@ -251,7 +251,7 @@ def test_a_pod_lost_together_with_the_status_is_not_created_again(world: World) 
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_refused_group_does_not_remove_the_plan_of_another_group(group: int) -> None:
-    """Both groups have one plan: it was not made while either was blocked, and the other's pods hung."""
+    """Groups share a plan; a block of either group prevented its creation, so the other's pods hung."""
     world = World(spec=cpu_pair(replicas=2))
     world.refuses["Service", f"demo-{group}-ranks"] = "it is somebody else's"
     world.serve()
@@ -263,7 +263,7 @@ def test_a_refused_group_does_not_remove_the_plan_of_another_group(group: int) -
 
 
 def test_a_pod_that_appears_after_its_epoch_is_deleted(world: World) -> None:
-    """Its creation had no answer, and the watch was behind: it would have held its devices for ever."""
+    """Its create had no answer and the watch was behind: the pod would have kept its devices indefinitely."""
     follower = world.pods[world.workers()[1]]
     world.end_pod(world.workers()[0])
     world.settle()
@@ -281,11 +281,11 @@ def test_a_pod_that_appears_after_its_epoch_is_deleted(world: World) -> None:
     assert world.status["groups"][0]["epoch"] == 2
 
 
-# What a later attack left open
+# Gaps after a later attack
 
 
 def test_epochs_that_begin_at_the_same_time_have_different_names() -> None:
-    """Their first number was of a clock's seconds: of two lost statuses within one, both epochs had one."""
+    """First epochs were seconds of a clock: two lost statuses within a second led to the same epoch."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     for lost in ({}, {"groups": "what is this"}, {}):
@@ -295,7 +295,7 @@ def test_epochs_that_begin_at_the_same_time_have_different_names() -> None:
         world.settle()
         world.answer_inspection()
         world.settle()
-    world.restart_operator()  # it forgets what it made of late
+    world.restart_operator()  # it forgets its recent creates
     for replicas in (0, 1, 0, 1):
         world.change_spec(replicas=replicas)
         world.settle()
@@ -322,7 +322,7 @@ def test_a_clock_step_back_does_not_reuse_pod_names() -> None:
 
 
 def test_a_pod_that_vanishes_unseen_is_not_created_again() -> None:
-    """It may have run since somebody looked, and speak on: nobody comes after it under its name."""
+    """The pod may have run since the last reconcile and may still communicate, so its name is not reused."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.step()
@@ -339,7 +339,7 @@ def test_a_pod_that_vanishes_unseen_is_not_created_again() -> None:
 
 
 def test_a_pod_that_vanishes_before_the_next_reconcile_is_not_created_again() -> None:
-    """The operator ended after it had made the pods, and was back after one of them, or all, had gone."""
+    """The operator stopped after it created the pods and returned after some had vanished."""
     for gone in (slice(1, 2), slice(0, 2)):
         world = World(spec=cpu_pair())
         create_pods(world)
@@ -355,7 +355,7 @@ def test_a_pod_that_vanishes_before_the_next_reconcile_is_not_created_again() ->
 
 
 def test_a_pod_that_may_have_run_on_a_silent_node_is_not_created_again(world: World) -> None:
-    """Nobody would have said that it runs; it may meet those that come after it."""
+    """The silent node would not report that the pod runs; the pod could meet pods of the same name."""
     world.end_pod(world.workers()[0])
     world.settle()
     world.reap()
@@ -373,7 +373,7 @@ def test_a_pod_that_may_have_run_on_a_silent_node_is_not_created_again(world: Wo
 
 
 def test_released_pods_are_not_created_again(world: World) -> None:
-    """They may have run before their deletion arrived: it is by force, and says nothing of their ends."""
+    """The pods may have run before their forced deletion, which does not show how they ended."""
     world.change_spec(replicas=2)
     world.refuses["Pod", "demo-1-*-1"] = "exceeded quota"
     world.settle()
@@ -392,7 +392,7 @@ FINALIZER = "example.test/hold"
 
 @pytest.mark.parametrize("why", ["suspend", "scale", "scale to zero", "failure", "rollout", "deletion"])
 def test_reports_a_pod_with_the_finalizer_that_blocks_it(world: World, why: str) -> None:
-    """It stays `Terminating` whatever we do: its group said Stopping for ever, and not why."""
+    """The pod stays `Terminating`; the group reported Stopping indefinitely without the reason."""
     world.change_spec(replicas=2)
     world.settle()
     world.all_ready()
@@ -434,14 +434,14 @@ def test_reports_a_pod_with_the_finalizer_that_blocks_it(world: World, why: str)
 
 
 def waits_for_configuration(world: World, words: str) -> None:
-    """Has a node pull the images of all pods, and then lack what their containers are made with."""
+    """Lets a node pull the images of all pods whose containers then lack their configuration."""
     for name in world.workers():
         waiting = f"CreateContainerConfigError: {words}"
         world.pods[name] = replace(world.pods[name], node="node", waiting=waits(waiting))
 
 
 def test_a_key_lost_during_image_pulls_is_created_again() -> None:
-    """Nothing but the pods' creation made it: they waited for it for ever."""
+    """The operator created the Secret only with the pods, so the pods waited for it indefinitely."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -461,7 +461,7 @@ def test_a_key_lost_during_image_pulls_is_created_again() -> None:
 
 @pytest.mark.parametrize("now", [b"n" * KEY_BYTES, None])
 def test_a_pod_that_waits_for_a_previous_key_is_replaced(now: bytes | None) -> None:
-    """The operator's own key was lost before the containers were made: theirs was never made again."""
+    """The operator lost its key before the containers were created; the group's Secret stayed missing."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -488,7 +488,7 @@ def test_a_pod_that_waits_for_a_previous_key_is_replaced(now: bytes | None) -> N
 
 
 def test_all_pods_of_an_epoch_have_the_same_image() -> None:
-    """The chart was upgraded while a pod was to be made again: the epoch ends, uncounted."""
+    """If the chart was upgraded before a pod is created again, the epoch ends without counting."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -513,7 +513,7 @@ GPU = {"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}
 
 
 def reject_a_cpu_pod(world: World) -> None:
-    """Brings a group to where a pod of it has ended before it ran, and is to be made again."""
+    """Runs a group until one of its pods has ended before it ran and must be created again."""
     assert world.nodes is not None
     with_gpus = {**world.nodes[0].allocatable, "nvidia.com/gpu": 1.0}
     world.nodes = (replace(world.nodes[0], allocatable=with_gpus),)
@@ -527,7 +527,7 @@ def reject_a_cpu_pod(world: World) -> None:
 @pytest.mark.parametrize("evictions", [0, 3])
 @pytest.mark.parametrize("gpu", [OPTIONS.images.gpu, "worker:2"])
 def test_pods_of_all_devices_have_images_of_the_same_version(gpu: str, evictions: int) -> None:
-    """The CPUs' alone was changed, or both; it starts at once: there is nothing to wait for."""
+    """The upgrade changed only the CPU image, or both; the next epoch starts at once."""
     world = World(spec=cpu_pair(roles=[GPU, cpu_pair()["roles"][0]]))
     reject_a_cpu_pod(world)
     disrupted = {"epoch": 1, "reason": "PodDisrupted", "message": "", "counted": False}
@@ -564,7 +564,7 @@ def test_a_pod_with_an_image_from_the_spec_is_created_again() -> None:
 
 
 def test_an_unseen_loss_of_a_pod_does_not_count_as_upgrade() -> None:
-    """It is not made again, whatever image it would get."""
+    """The pod is not created again with any image."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -607,7 +607,7 @@ def test_a_chart_upgrade_does_not_affect_running_groups(says: bool) -> None:
 
 @pytest.mark.parametrize("now", [b"n" * KEY_BYTES, None])
 def test_all_pods_of_an_epoch_have_the_same_key(now: bytes | None) -> None:
-    """They would not know each other: the epoch ends, uncounted, and all get the same."""
+    """Pods with different keys cannot connect: the epoch ends without counting, with a new key for all."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -631,7 +631,7 @@ def test_all_pods_of_an_epoch_have_the_same_key(now: bytes | None) -> None:
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_a_plan_lost_during_image_pulls_ends_the_epoch(how: str) -> None:
-    """A container is made with it: those of the pods that have none yet never would be."""
+    """Containers need the plan, so pods without a container would never start."""
     world = World(spec=cpu_pair())
     create_pods(world)
     world.settle()
@@ -639,7 +639,7 @@ def test_a_plan_lost_during_image_pulls_ends_the_epoch(how: str) -> None:
     world.pods[first[0]] = replace(world.pods[first[0]], phase="Running", started=True, node="node")
     (plan,) = [key for key in world.objects if "-plan-" in key[1]]
     kept = world.objects.pop(plan)
-    if how == "damaged":  # somebody made it anew: what is immutable cannot be edited
+    if how == "damaged":  # a user replaced the ConfigMap, because an immutable one cannot be edited
         world.objects[plan] = {**kept, "data": {names.PLAN_KEY: '{"new": 1'}}
     world.settle()
     world.reap()
@@ -656,7 +656,7 @@ def test_a_plan_lost_during_image_pulls_ends_the_epoch(how: str) -> None:
 @pytest.mark.parametrize("away", [1, 0])
 @pytest.mark.parametrize("seconds", [30, 7200])
 def test_scaling_does_not_clear_failures(away: int, seconds: float) -> None:
-    """An autoscaler goes down and up again between two failures of a start: restarts were without end."""
+    """An autoscaler scaled down and up between two failed starts, so that restarts never ended."""
     world = World(spec=cpu_pair(replicas=2), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     for _ in range(12):
@@ -673,7 +673,7 @@ def test_scaling_does_not_clear_failures(away: int, seconds: float) -> None:
         world.advance_time(400)
         world.settle()
     epochs = {name.rsplit("-", 1)[0] for name in world.created if name.startswith("demo-1-")}
-    assert len(epochs) <= 7, epochs  # the one that served, the next, and restart.maxRestarts
+    assert len(epochs) <= 7, epochs  # the epoch that served, the next epoch, and restart.maxRestarts
     assert world.condition("Failed")[0] == "True"
     world.change_spec(restartedAt="2026-05-05T00:00:00Z")
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Which commits of a cache are in use, by all resources that name its claim."""
+"""The commits of a cache that are in use by any resource that names the claim."""
 
 import json
 from dataclasses import replace
@@ -92,14 +92,14 @@ def test_nothing_is_removed_if_a_plan_cannot_be_read() -> None:
     "model", [{"uri": "hf://acme/other", "cache": {"claimName": "elsewhere"}}, {"uri": "pvc://models/small"}]
 )
 def test_nothing_is_removed_from_a_claim_mounted_by_a_template(model: dict[str, Any]) -> None:
-    """An argument of the engine may name any path in it."""
+    """An argument of the engine may name any path in the volume."""
     volume = {"name": "m", "persistentVolumeClaim": {"claimName": "models"}}
     roles = [{"name": "cpu", "device": "CPU", "template": {"volumes": [volume]}}]
     two = resource("two", status=serving(D), **CACHE)
     assert in_use(resource(**CACHE), two) is not None
     assert in_use(resource(**CACHE), replace(two, spec={"model": model, "roles": roles})) is None
     record = kept(**{REVISION_KEY: {"spec": {"model": model, "roles": roles}, "commit": B}})
-    assert in_use(resource(**CACHE), two, objects=(record,)) is None, "a group starts again by it"
+    assert in_use(resource(**CACHE), two, objects=(record,)) is None, "a group restarts with it"
     own = resource(**CACHE)
     assert in_use(replace(own, spec={**own.spec, "roles": roles})) is None
 
@@ -110,7 +110,7 @@ def test_a_group_of_an_earlier_spec_may_use_any_commit_of_its_path() -> None:
 
 
 def test_a_model_in_another_claim_does_not_block_cleanup() -> None:
-    """Its old group serves a commit that a plan names; the new claim is another one."""
+    """The old group serves a commit that a plan names; the new claim is a different one."""
     plan = kept(**{names.PLAN_KEY: {"engine": {"model": f"/model/acme--llama/{B}"}}})
     moved = resource("two", status={**serving(D), "observedGeneration": 1}, cache={"claimName": "elsewhere"})
     found = in_use(resource(**CACHE), moved, objects=(plan,))

@@ -1,4 +1,4 @@
-"""What the status says of predictions, and that a calibration moves nothing but that."""
+"""Predictions in the status: a calibration changes them and nothing else."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_a_group_is_predicted_with_the_calibration_of_its_nodes() -> None:
     kind = MeasuredKind(name="fast", selector={"speed": "fast"}, calibration=CALIBRATION)
     world.calibrations = Calibrations(kinds=(kind,))
     world.settle()
-    assert world.status["plans"][0] == before, "its node is of no kind"
+    assert world.status["plans"][0] == before, "its node has no known kind"
     world.nodes = (replace(node, labels={"speed": "fast"}),)
     world.settle()
     (plan,) = world.status["plans"]

@@ -1,4 +1,4 @@
-"""Groups and the free capacity that there is: what is created, what is said, and how often."""
+"""Groups and free capacity: the created pods, and the reported reasons."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ def gpu_and_cpu(**changes: Any) -> dict[str, Any]:
 
 
 class CapacityWorld(World):
-    """A world with gang schedulers, and with capacity promised to its own pods and to others."""
+    """A world with gang schedulers, and with capacity promised to its own and to other pods."""
 
     gangs: frozenset[Gang] = frozenset()
     unknown: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def message(world: World, kind: str) -> str:
 
 
 def least_gpu_memory_mib(world: World) -> dict[str, str]:
-    """Returns the value that the label of GPU memory must exceed, by pod."""
+    """Returns the least value of the GPU memory label, by pod."""
     found = dict[str, str]()
     for name in world.workers():
         affinity = world.manifests[name]["spec"]["affinity"]["nodeAffinity"]
@@ -70,7 +70,7 @@ def least_gpu_memory_mib(world: World) -> dict[str, str]:
 
 
 def test_a_pod_created_later_requests_the_same_gpu_memory() -> None:
-    """The GPU holds a CUDA context beside weights and KV cache: a smaller GPU would not do."""
+    """A GPU also holds a CUDA context beside weights and KV cache, so a smaller GPU would not suffice."""
     role = {"name": "gpu", "device": "GPU", "pods": 2}
     spec = {**cpu_pair(), "roles": [role]}
     nodes = [node(name, gpus=1, labels={f"{GPU}.memory": "3072"}) for name in "ab"]
@@ -138,13 +138,13 @@ def test_capacity_promised_to_other_pods_is_not_used() -> None:
     assert "reserved for pods that are not scheduled yet: 1 pod of other namespaces" in message(
         world, "CapacityAvailable"
     )
-    assert "other-0-1-0" not in str(world.status), "nobody learns the names of other namespaces' pods"
+    assert "other-0-1-0" not in str(world.status), "the names of other namespaces' pods stay hidden"
     world.promised = ()
     world.settle()
     assert len(world.workers()) == 2
 
 
-def test_reports_unscheduled_pods_despite_free_capacity() -> None:
+def test_pods_are_hinted_at_nodes_with_capacity() -> None:
     world = started(gpu_and_cpu(), node("a", gpus=1), node("b"))
     hints = {}
     for name in world.workers():
@@ -196,7 +196,7 @@ def test_a_gang_scheduler_gets_all_pods_at_once(gang: Gang, kind: str | None, bo
     if body:
         assert objects[0]["spec"] == body
     assert world.condition("CapacityAvailable")[0] == ("True")
-    # The next epoch has an object of its own, and the old one goes.
+    # The next epoch has its own object, and the operator deletes the old one.
     world.end_pod(world.workers()[0])
     world.settle()
     world.reap()
@@ -208,7 +208,7 @@ def test_a_gang_scheduler_gets_all_pods_at_once(gang: Gang, kind: str | None, bo
 
 @pytest.mark.parametrize("how", ["deleted", "rejected", "lost"])
 def test_under_kueue_a_pod_that_never_ran_ends_its_group(how: str) -> None:
-    """Kueue's finalizer holds the one that went: another one of its name could never be created."""
+    """Kueue's finalizer keeps the ended pod, so a pod of the same name cannot be created."""
     world = started(cpu_pair(scheduling={"queueName": "team"}), node("a"), gangs=frozenset({Gang.KUEUE}))
     first, second = world.workers()
     match how:
@@ -276,7 +276,7 @@ def test_the_newest_gang_api_of_kube_scheduler_is_used() -> None:
 
 
 def test_a_gang_object_listed_under_two_api_versions_stays() -> None:
-    """The copy of the other version looked spare, and its deletion took the only object there is."""
+    """The operator took the copy in the other version for unneeded, and deleted the only object."""
     world = CapacityWorld(spec=cpu_pair(), nodes=(node("a"),))
     world.gangs = frozenset({Gang.NATIVE_ALPHA2, Gang.NATIVE_BETA})
     world.served_too = {"scheduling.k8s.io/v1beta1": "scheduling.k8s.io/v1alpha2"}
@@ -343,7 +343,7 @@ def test_a_drain_may_evict_one_pod_until_the_group_serves_again() -> None:
 
 @pytest.mark.parametrize("stuck", ["ImagePullBackOff: no space left on device", ""], ids=["image", "no node"])
 def test_a_group_with_a_stuck_pod_does_not_block_a_drain(stuck: str) -> None:
-    """The other pod runs, and is not Ready before the group serves: a drain of its node waited for ever."""
+    """The other pod runs but cannot be Ready before the group serves, so a drain waited without end."""
     world = started(cpu_pair(), node("a"))
     first, second = world.workers()
     world.pods[first] = replace(world.pods[first], phase="Running", started=True, node="a")

@@ -1,4 +1,4 @@
-"""What holds in every corner: refused specs, refused children, lost objects, strangers, and time.
+"""Rules for corner cases: refused specs, refused children, lost objects, foreign pods, and time.
 
 The rules are those of docs/decisions/2026-11-22-true-in-every-corner.md.
 """
@@ -22,12 +22,12 @@ def world() -> World:
 
 
 def ranks(world: World) -> list[str]:
-    """Returns the pods of group 0: its leader and its follower."""
+    """Returns the pods of group 0: leader and follower."""
     return [name for name in world.workers() if name.startswith("demo-0-")]
 
 
 def follow(pods: list[str], before: list[str]) -> bool:
-    """Returns whether these are the pods of a group in a later epoch than before."""
+    """Checks whether these are the pods of a later epoch of the group."""
     new, old = ([name.rsplit("-", 2) for name in names] for names in (pods, before))
     same = [(group, index) for group, _, index in new] == [(group, index) for group, _, index in old]
     (epoch,) = {int(epoch) for _, epoch, _ in new}
@@ -35,7 +35,7 @@ def follow(pods: list[str], before: list[str]) -> bool:
 
 
 def again(world: World) -> None:
-    """Lets old pods go, and back-offs pass."""
+    """Lets deleted pods disappear and backoffs pass."""
     for _ in range(3):
         world.settle()
         world.reap()
@@ -57,12 +57,12 @@ REFUSED = [
 
 @pytest.mark.parametrize("spec", REFUSED)
 def test_a_refused_spec_does_not_affect_running_groups(world: World, spec: dict[str, Any]) -> None:
-    """The first story: a pod dies under a refused spec, and the group is back by its own plan."""
+    """A pod dies under a refused spec, and the group restarts with its own plan."""
     world.serve()
     world.change_spec(**spec)
     world.settle()
     assert world.condition("Available")[0] == "True"
-    assert world.condition("Ready")[0] == "False", "nothing serves the spec of this generation"
+    assert world.condition("Ready")[0] == "False", "no group serves the spec of this generation"
     assert world.condition("Stalled")[0] == "True"
     pods = ranks(world)
     world.end_pod(pods[1])
@@ -87,7 +87,7 @@ def test_a_refused_spec_does_not_affect_running_groups(world: World, spec: dict[
 
 
 def test_a_group_keeps_its_plan_if_the_spec_can_no_longer_be_planned() -> None:
-    """As after an upgrade to an operator that counts more memory; here a node may have AMX all at once."""
+    """An upgraded operator may count more memory; in this test, nodes gain AMX."""
     kind = LayerKind(kv_heads=4, kv_width=64, quantized_bytes=120 << 20)
     profile = replace(
         PROFILE,
@@ -141,7 +141,7 @@ def test_conditions_of_a_refused_spec_have_its_generation(world: World) -> None:
 
 
 def test_a_refused_child_blocks_only_its_own_group(world: World) -> None:
-    """The second story: a stranger has the name of group 1's Service."""
+    """A foreign Service has the name of group 1's Service."""
     world.serve()
     world.refuses = {("Service", "demo-1-ranks"): "Service demo-1-ranks exists and is not ours"}
     world.change_spec(replicas=2)
@@ -170,7 +170,7 @@ def test_a_pod_refused_by_quota_releases_the_groups_other_pods(world: World) -> 
     for _ in range(6):
         world.step()
         world.reap()
-    assert world.workers() == [], "the leader alone holds what it cannot use"
+    assert world.workers() == [], "the leader alone cannot use its resources"
     assert "exceeded quota" in str(world.status["conditions"])
     created = len(world.created)
     for _ in range(20):
@@ -178,7 +178,7 @@ def test_a_pod_refused_by_quota_releases_the_groups_other_pods(world: World) -> 
         world.reap()
         world.advance_time(1)
     assert len(world.created) - created <= 4, "it backs off"
-    assert group(world).get("failures", []) == [], "waiting for quota is no restart"
+    assert group(world).get("failures", []) == [], "waiting for quota is not a restart"
     world.refuses = {}
     again(world)
     assert len(world.workers()) == 2
@@ -249,21 +249,21 @@ def test_an_unknown_value_in_the_status_is_ignored_alone(world: World) -> None:
 
 
 def test_a_pod_lost_together_with_the_status_is_not_recreated_under_its_name(world: World) -> None:
-    """Nothing tells any more that it had run: its epoch ends, and the next one's pods have other names."""
+    """No record shows that the pod had run, so its epoch ends and the next epoch has other pod names."""
     world.serve()
     world.status = {}
     world.version += 1
     pods = ranks(world)
     del world.pods[pods[1]]
     again(world)
-    world.answer_inspection()  # what was known of the model went with the status
+    world.answer_inspection()  # the model's profile was lost with the status
     again(world)
     assert world.created.count(pods[1]) == 1
     assert follow(world.workers(), pods)
     assert group(world)["failures"][-1]["reason"] == "PodDeleted"
 
 
-# Plans and policies of what runs
+# Plans and policies of running groups
 
 
 @pytest.mark.parametrize("how", ["gone", "unknown field", "lost label"])
@@ -283,7 +283,7 @@ def test_a_serving_group_does_not_need_its_plan(world: World, how: str) -> None:
     world.settle()
     assert {pod.uid for pod in world.pods.values()} == uids
     assert world.condition("Ready")[0] == "True"
-    assert group(world)["members"], "what was known of its ranks stays"
+    assert group(world)["members"], "the table of its ranks stays"
 
 
 def test_children_of_a_group_stay_until_its_last_pod_is_gone(world: World) -> None:
@@ -337,7 +337,7 @@ def test_added_drift_is_repaired(world: World, drift: Any) -> None:
 
 
 def fail_forever(world: World, seconds_each: float, *, rounds: int = 60) -> int:
-    """Returns how many epochs a group had that never starts, each failing after so long."""
+    """Returns the number of epochs of a group whose starts all fail after a given time."""
     for _ in range(rounds):
         world.settle()
         for name in world.workers():
@@ -358,7 +358,7 @@ def start(world: World) -> None:
 
 
 def test_a_group_that_never_starts_eventually_fails(world: World) -> None:
-    """30 minutes each: two in any hour, which is the window."""
+    """Each start takes 30 minutes: two starts within an hour, which is the window."""
     start(world)
     assert fail_forever(world, 1800) <= 6
     assert world.condition("Stalled") == ("True", "RestartsUsedUp")
@@ -401,7 +401,7 @@ def test_rejected_pods_back_off_and_never_fail(world: World) -> None:
     assert world.condition("Stalled")[0] == "False"
 
 
-# Only what must roll, rolls
+# Changes that need no rollout
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_changes_without_new_pods_create_no_revision(world: World, change: dict[
     assert world.condition("Ready")[0] == "True"
 
 
-# What conditions mean
+# Meaning of conditions
 
 
 def test_suspended_is_ready_and_not_available(world: World) -> None:
@@ -444,7 +444,7 @@ def test_ready_requires_all_groups_with_the_current_spec(world: World) -> None:
 
 
 def test_the_wait_for_gpus_does_not_count_other_shortages(world: World) -> None:
-    """An hour without memory, then GPUs are missing: CPUOnly is done 10 minutes later, not at once."""
+    """After an hour without memory, GPUs are missing: CPUOnly takes effect 10 minutes later, not at once."""
     gpu = {
         "name": "gpu",
         "device": "GPU",

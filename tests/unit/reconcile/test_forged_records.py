@@ -1,4 +1,4 @@
-"""Whoever may write ConfigMaps chooses nothing of the next pods: records and plans are signed, or checked."""
+"""A user with write access to ConfigMaps does not control the next pods: records are signed or checked."""
 
 import json
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def with_code(stored: Stored, made: str | None) -> Stored:
 
 
 def evil(stored: Stored, engine: dict[str, Any] = EVIL_ENGINE) -> Stored:
-    """Has a record or a plan ask for an image, Secrets, annotations and arguments of somebody else's."""
+    """Changes a record or plan to request another image, Secrets, annotations and arguments."""
     ((key, text),) = stored["data"].items()
     kept = json.loads(text)
     if key == names.PLAN_KEY:
@@ -82,12 +82,12 @@ def by_another_key(stored: Stored) -> Stored:
 
 
 def for_another_resource(stored: Stored) -> Stored:
-    """A copy of a record that this operator signed for a resource of the attacker's own."""
+    """Copies a record that this operator signed for a resource of the attacker."""
     return Signer.of(OPTIONS.operator_key, replace(OWNER, uid="uid-of-the-attacker")).sign(stored)
 
 
 def under_another_name(stored: Stored) -> Stored:
-    """A copy of a record of this resource that the operator signed under another name."""
+    """Copies a signed record of this resource under another name."""
     metadata = {**stored["metadata"], "name": "demo-revision-0123456789"}
     signed = Signer.of(OPTIONS.operator_key, OWNER).sign({**stored, "metadata": metadata})
     return with_code(stored, code(signed))
@@ -140,7 +140,7 @@ def test_a_forged_object_has_no_effect(
     assert world.condition("Available")[0] == "True"
     assert world.events.count(EVENT) == 1
     if not spec and part == "revision":
-        assert world.objects[key]["data"] == own["data"], "the current revision's is written anew"
+        assert world.objects[key]["data"] == own["data"], "the current revision's record is restored"
         assert code(world.objects[key]) == code(own)
     else:
         assert "evil" not in json.dumps(world.objects.get(key, {}))
@@ -155,7 +155,7 @@ def test_a_forged_object_has_no_effect(
 
 def test_a_repeatedly_forged_record_is_deleted_with_backoff() -> None:
     world = served()
-    world.calm = False  # each forgery is an event
+    world.calm = False  # each forgery causes an event
     key = config_map(world, "revision")
     forged = with_code(evil(world.objects[key]), None)
     pods = world.workers()
@@ -187,7 +187,7 @@ def test_a_group_of_an_unknown_revision_keeps_its_children() -> None:
 
 
 def forget_codes(world: World) -> None:
-    """Has everything be as version 0.1.0 stored it."""
+    """Stores everything as version 0.1.0 did, without codes."""
     for key in list(world.objects):
         if key[0] == "ConfigMap":
             world.objects[key] = with_code(world.objects[key], None)
@@ -223,7 +223,7 @@ def test_records_without_a_valid_code_are_used_and_signed(before: Callable[[Worl
         assert all(signer.vouches(stored) for stored in kept)
         assert parse_status(world.status).records_signed_by == RecordKey.of_operator(key).fingerprint
     lose_a_pod(world)
-    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"], "it starts again by what it had"
+    assert world.workers() == ["demo-0-2-0", "demo-0-2-1"], "it restarts with its own revision"
 
 
 @pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
@@ -246,7 +246,7 @@ def test_a_record_with_forged_content_is_ignored(
 def test_an_unsigned_record_must_pass_the_current_rules(
     before: Callable[[World], None],
 ) -> None:
-    """With a code it does: its user was allowed it once, and what serves goes on."""
+    """A signed record is exempt: its user was once allowed it, and the serving group continues."""
     spec = cpu_pair(engine={"args": ["--trust-remote-code"]})
     for unsigned in (False, True):
         world = World(spec=spec, options=replace(OPTIONS, allowed=ALL))
@@ -264,7 +264,7 @@ def test_an_unsigned_record_must_pass_the_current_rules(
 
 
 def test_an_unsigned_record_is_ignored_once_all_records_are_signed() -> None:
-    """Hashes of 40 bits can be made to meet: the name of a record proves nothing about its content."""
+    """A 40-bit hash can be forged, so the name of a record proves nothing about its content."""
     world = served()
     key = config_map(world, "revision")
     world.change_spec(**REFUSED)
@@ -293,7 +293,7 @@ def test_records_must_be_signed_before_the_status_relies_on_it() -> None:
 
 
 def test_an_older_signed_record_of_the_same_resource_is_used() -> None:
-    """Its user chose it once: nobody gains a right by it."""
+    """The resource's user chose it once, so no user gains a permission."""
     world = served()
     key = config_map(world, "revision")
     old = world.objects[key]
@@ -302,7 +302,7 @@ def test_an_older_signed_record_of_the_same_resource_is_used() -> None:
         world.settle()
         world.reap()
         world.all_ready()
-    assert key not in world.objects, "nobody needs it any more"
+    assert key not in world.objects, "it is no longer needed"
     world.objects[key] = old
     world.step()
     assert EVENT not in world.events
@@ -310,7 +310,7 @@ def test_an_older_signed_record_of_the_same_resource_is_used() -> None:
 
 @pytest.mark.parametrize("args", [["--middleware", "evil.mw"], ["--trust-remote-code"]])
 def test_an_unsigned_plan_may_not_add_arguments(args: list[str]) -> None:
-    """Somebody who may write labels of pods, and ConfigMaps, has a group be of a plan of theirs."""
+    """A user with access to pod labels and ConfigMaps assigns a group to a forged plan."""
     world = served()
     own = world.objects[config_map(world, "plan")]
     kept = json.loads(own["data"][names.PLAN_KEY])
@@ -337,7 +337,7 @@ def test_pods_carry_the_hash_of_their_plan() -> None:
 
 
 def test_a_refused_spec_does_not_take_the_name_of_a_groups_revision() -> None:
-    """Its hash is that of another spec's by somebody's effort."""
+    """A user constructed a spec with the hash of another spec."""
     spec = parse_spec(cpu_pair(engine={"args": ["--nope"]}))
     other = RevisionRecord(name=revision(spec), spec=parse_spec(cpu_pair()))
     world = World(spec=cpu_pair(engine={"args": ["--nope"]}))

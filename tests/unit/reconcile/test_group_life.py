@@ -1,4 +1,4 @@
-"""What ends an epoch, what only replaces a pod, and how long a start may take."""
+"""Causes that end an epoch, causes that only replace a pod, and limits of a start."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +23,7 @@ def world() -> World:
 
 
 def create_pods(world: World) -> None:
-    """Brings a resource to where its pods are created, and none of them runs."""
+    """Runs a resource until its pods are created; no pod runs."""
     world.settle()
     world.answer_inspection()
     world.settle()
@@ -36,7 +36,7 @@ def change(world: World, name: str, **fields: Any) -> None:
 
 
 def report(world: World, *phases: RankPhase, **fields: Any) -> None:
-    """Has the leader say how far each rank is."""
+    """Lets the leader report the progress of each rank."""
     ranks = tuple(RankStatus(rank=i, pod=i, phase=phase, **fields) for i, phase in enumerate(phases))
     world.reports[0] = GroupReport(
         group_uid="u", epoch=1, plan_hash="h", ready=False, message="waiting: rank 1 (pod 1)", ranks=ranks
@@ -91,7 +91,7 @@ def reject(world: World, name: str) -> None:
 
 @pytest.mark.parametrize("pending_s", [0, 4000])
 def test_a_rejection_is_counted_only_once(world: World, pending_s: float) -> None:
-    """Its deletion may be seen late, and the operator start again meanwhile."""
+    """The operator may see the deletion late, or restart in the meantime."""
     create_pods(world)
     world.advance_time(pending_s)
     reject(world, FOLLOWER)
@@ -138,7 +138,7 @@ def test_a_pending_pod_that_is_deleted_is_replaced_once_it_is_gone(world: World)
     kept = world.pods[LEADER].uid
     world.delete_pod(FOLLOWER)
     world.settle()
-    assert world.pods[FOLLOWER].deleting, "its name is free only when it is gone"
+    assert world.pods[FOLLOWER].deleting, "its name is free only once the pod is gone"
     assert "was deleted before it ran" in group(world)["message"]
     world.reap()
     world.settle()
@@ -148,7 +148,7 @@ def test_a_pending_pod_that_is_deleted_is_replaced_once_it_is_gone(world: World)
 
 
 def test_a_vanished_pending_pod_ends_its_epoch_without_counting(world: World) -> None:
-    """It may have run since somebody looked."""
+    """The pod may have run since the last reconcile."""
     create_pods(world)
     world.settle()
     del world.pods[FOLLOWER]
@@ -207,11 +207,11 @@ def test_a_failed_pod_ends_the_epoch_while_another_pod_is_pending(world: World) 
     assert group(world)["failures"][0]["exitCode"] == 64
 
 
-# Nodes that are lost
+# Lost nodes
 
 
 def on_two_nodes(world: World) -> None:
-    """Serves with the follower on a node of its own."""
+    """Runs a serving group whose follower has its own node."""
     assert world.nodes is not None
     world.nodes = (*world.nodes, replace(world.nodes[0], name="far"))
     create_pods(world)
@@ -251,11 +251,11 @@ def test_a_lost_pod_is_attributed_to_its_lost_node(world: World) -> None:
     seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 was silent", pod=1)
     world.end_pod(LEADER, exit_code=71, message=seen.to_json())
     world.step()
-    assert world.condition("Failed")[0] == "True", "nobody knows of the node yet"
+    assert world.condition("Failed")[0] == "True", "the loss of the node is not known yet"
     world.advance_time(40)
     silence_node(world, "far")
     world.settle()
-    assert FOLLOWER in world.pods, "deleted, and nobody there to say that it ended"
+    assert FOLLOWER in world.pods, "deleted, but no kubelet confirms its end"
     world.advance_time(60)
     world.settle()
     assert FOLLOWER not in world.pods
@@ -275,7 +275,7 @@ def test_a_pod_of_a_deleted_node_is_force_deleted_after_its_grace_period(world: 
     world.nodes = world.nodes[:1]
     world.delete_pod(FOLLOWER)
     world.settle()
-    assert FOLLOWER in world.pods, "its node may just not have been seen yet"
+    assert FOLLOWER in world.pods, "the operator may not have seen the node yet"
     world.advance_time(100)
     world.settle()
     assert FOLLOWER not in world.pods
@@ -288,7 +288,7 @@ def test_a_lost_pod_is_attributed_to_its_deleted_node(world: World) -> None:
     seen = Failure(reason=FailureReason.POD_LOST, message="pod 1 was silent", pod=1)
     world.end_pod(LEADER, exit_code=71, message=seen.to_json())
     world.settle()
-    assert group(world)["failures"][-1]["reason"] == "PodLost", "its node may just not have been seen yet"
+    assert group(world)["failures"][-1]["reason"] == "PodLost", "the operator may not have seen the node yet"
     world.advance_time(100)
     world.settle()
     world.reap()
@@ -324,7 +324,7 @@ def test_a_stopping_group_does_not_wait_for_a_lost_node(world: World, how: str) 
 
 
 def test_a_pending_pod_on_a_lost_node_ends_its_epoch(world: World) -> None:
-    """Its node says nothing of it: it may run."""
+    """The lost node does not report whether the pod runs."""
     assert world.nodes is not None
     world.nodes = (*world.nodes, replace(world.nodes[0], name="far"))
     create_pods(world)
@@ -340,7 +340,7 @@ def test_a_pending_pod_on_a_lost_node_ends_its_epoch(world: World) -> None:
     assert (failure["reason"], failure["counted"]) == ("NodeLost", False)
 
 
-# Ends that let running requests end
+# Ends that let running requests finish
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_pods_that_run_without_connecting_are_restarted(world: World) -> None:
     world.settle()
     world.advance_time(1e5)
     world.settle()
-    assert group(world)["epoch"] == 1, "its leader does not answer the operator: nothing is known"
+    assert group(world)["epoch"] == 1, "the leader does not answer the operator: no conclusion is possible"
     assert "does not answer the operator" in group(world)["message"]
     change(world, FOLLOWER, node="")
     world.settle()
@@ -518,7 +518,7 @@ def test_pods_that_run_without_connecting_are_restarted(world: World) -> None:
 
 
 def test_the_start_timeout_counts_only_time_that_the_operator_observed(world: World) -> None:
-    """A clock that is set, an operator that was stopped or started again: none of them makes a rank late."""
+    """A clock change, or a stopped or restarted operator, does not make a rank late."""
     world.change_spec(startup={"timeout": "5m"})
     create_pods(world)
     world.all_started()
@@ -529,7 +529,7 @@ def test_the_start_timeout_counts_only_time_that_the_operator_observed(world: Wo
         world.settle()
         world.set_clock(-72_000)
         world.settle()
-        world.advance_time(36_000)  # the operator has no turn
+        world.advance_time(36_000)  # the operator does not run
         world.settle()
     world.live(150)
     assert (group(world)["epoch"], group(world)["startup"]["phase"]) == (1, "Connecting")
@@ -541,7 +541,7 @@ def test_the_start_timeout_counts_only_time_that_the_operator_observed(world: Wo
     assert group(world)["failures"][0]["reason"] == "StartupTimeout"
 
 
-# What the status says of a resource that goes
+# Status of a resource in deletion
 
 
 def test_deletion_shows_in_the_status(world: World) -> None:
@@ -560,7 +560,7 @@ def test_deletion_shows_in_the_status(world: World) -> None:
 
 
 def test_messages_do_not_contain_the_time_of_the_reconcile(world: World) -> None:
-    """Else a status would be written at every reconcile."""
+    """Otherwise every reconcile would write the status."""
     world.serve()
     silence_node(world)
     world.settle()
@@ -571,7 +571,7 @@ def test_messages_do_not_contain_the_time_of_the_reconcile(world: World) -> None
 
 
 def test_ready_reports_the_failure_until_the_group_recovers() -> None:
-    """The culprit's reason went with a suspension, and stayed when the group had served for days since."""
+    """A suspension cleared the reason too early; it also stayed after the group had served for days."""
     world = World(spec=cpu_pair(restart={"maxRestarts": 0}))
     world.serve()
     world.end_pod(world.workers()[1])
@@ -585,7 +585,7 @@ def test_ready_reports_the_failure_until_the_group_recovers() -> None:
     world.status = {**world.status, "groups": [{k: v for k, v in stored.items() if k != "afterFailure"}]}
     world.version += 1
     world.settle()
-    assert world.condition("Ready") == ("False", "PodFailed"), "also where an older operator wrote the status"
+    assert world.condition("Ready") == ("False", "PodFailed"), "also if an older operator wrote the status"
 
 
 def test_ready_does_not_report_a_failure_after_the_group_has_served() -> None:
@@ -604,7 +604,7 @@ def test_ready_does_not_report_a_failure_after_the_group_has_served() -> None:
 
 
 def turn(world: World) -> None:
-    """Lets pods go, and time pass."""
+    """Lets deleted pods disappear, and time pass."""
     for _ in range(3):
         world.settle()
         world.reap()

@@ -1,6 +1,6 @@
-"""Upgrade and rollback: an operator takes over what another version left, each with its own code.
+"""Upgrade and rollback: an operator takes over the objects of another version, each with its own code.
 
-versions/ keeps the modules of 0.1.0 and of 0.2.0 before typed transitions. They go together with
+versions/ contains the modules of 0.1.0 and of 0.2.0 before typed transitions. Remove them together with
 reconcile/older_statuses.py.
 """
 
@@ -30,14 +30,14 @@ NEW_REASONS = {
     ("unreadable", False): ["ModelPodEnded"],
     ("unreadable", True): ["ModelNotReadable"],
 }
-"""Events from or to 0.1.0, by state and whether it is a rollback: it has other reasons for the same."""
+"""Events after a change from or to 0.1.0, by state and direction: 0.1.0 uses other reasons."""
 
 BUDGETS = {
     (state, back): ["ApplyObject"] * (1 + back) + ["DeleteObject"] * (2 - back)
     for state in ("serving", "rolling")
     for back in (False, True)
 } | {("stuck", back): ["ApplyObject"] for back in (False, True)}
-"""Writes of budgets: two groups share one since then; pods beside one that cannot start may be evicted."""
+"""Writes of budgets: since then two groups share one, and pods beside a stuck pod may be evicted."""
 
 
 @pytest.fixture(scope="session")
@@ -51,13 +51,13 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def left_by(packages: Path, version: str) -> dict[str, Any]:
-    """Returns what an older version leaves behind."""
+    """Returns the objects that an older version leaves behind."""
     return run(packages / version, "leave", *LEFT[version])
 
 
 @cache
 def taken_back(packages: Path, version: str) -> dict[str, Any]:
-    """Returns what an older version does with what this one left."""
+    """Returns the actions of an older version on objects of this version."""
     given = {state: handover.to_json(handover.STATES[state]()) for state in LEFT[version]}
     return run(packages / version, "take", stdin=json.dumps(given, default=str))
 
@@ -75,7 +75,7 @@ def run(packages: Path, *arguments: str, stdin: str = "") -> dict[str, Any]:
 def handed_over(
     packages: Path, version: str, state: str, *, back: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the status before, and what the other version did."""
+    """Returns the status before, and the actions of the other version."""
     if back:
         left = json.loads(json.dumps(handover.to_json(handover.STATES[state]()), default=str))
         return left["status"], taken_back(packages, version)[state]
@@ -112,7 +112,7 @@ def test_a_status_from_before_typed_transitions_stays_unchanged(
     assert comparable(taken["status"]) == comparable(before)
     assert taken["events"] == []
     assert taken["touched"] == []
-    if state != "cut off":  # its refused Service is tried again
+    if state != "cut off":  # its refused Service is retried
         finalizer = ["SetFinalizer" if back else "RemoveFinalizer"]
         added = ["PatchStatus"] * (taken["status"] != before)
         assert [kind for kind in taken["writes"] if kind != "TryObjects"] == finalizer + added
@@ -142,5 +142,5 @@ def test_groups_keep_running_across_an_upgrade_from_0_1_0_and_back(
 
 
 def planned(status: dict[str, Any]) -> str:
-    """Returns the message of Planned, which is the notes on plans."""
+    """Returns the message of Planned, which holds the notes on plans."""
     return next(str(each["message"]) for each in status["conditions"] if each["type"] == "Planned")

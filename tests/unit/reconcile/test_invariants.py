@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: one epoch at a time, a status that is true, and it converges."""
+"""With events in any order: one epoch at a time, a true status, and convergence."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,12 +29,12 @@ from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair, waits
 
 FINALIZER = "example.test/hold"
 OF_CLIENTS = {names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER}
-"""What the Service of clients selects leaders by."""
+"""Labels by which the Service of clients selects leaders."""
 OF_GROUPS = {names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP}
 
 
 def decide(world: World, status: Manifest | None = None) -> Decision:
-    """Returns what a reconcile decides now, with another status stored if one is given."""
+    """Returns the decision of a reconcile now, with another stored status if given."""
     seen = world.observe()
     if status is not None:
         seen = replace(seen, resource=replace(seen.resource, status=status))
@@ -52,13 +52,13 @@ def reported(decision: Decision) -> set[str]:
 
 
 def makes_pods(decision: Decision) -> bool:
-    """Returns whether a decision makes pods: a status without them is of another world."""
+    """Checks whether a decision creates pods: without them, its status does not match the world."""
     made = [action.manifest for action in decision.actions if isinstance(action, CreateObject)]
     return any(manifest["kind"] == "Pod" for manifest in made)
 
 
 def with_another_rule(manifest: Manifest) -> dict[str, Any]:
-    """Returns what a webhook makes of an object that is stored: a policy has one rule more."""
+    """Adds a rule to a stored policy, as a webhook would."""
     if manifest["kind"] != "NetworkPolicy":
         return dict(manifest)
     spec = manifest["spec"]
@@ -67,7 +67,7 @@ def with_another_rule(manifest: Manifest) -> dict[str, Any]:
 
 def change_policies(objects: Objects) -> None:
     for key, stored in objects.items():
-        # Once: it would else grow for as long as nobody takes the rule out.
+        # Only once: otherwise the policy would grow until the rule is removed.
         if key[0] == "NetworkPolicy" and len(stored["spec"]["ingress"]) < 3:
             objects[key] = with_another_rule(stored)
 
@@ -83,7 +83,7 @@ def lead_clients_elsewhere(objects: Objects) -> None:
 
 
 def leave_all_alone(objects: Objects) -> None:
-    """Is nobody."""
+    """Changes nothing."""
 
 
 class GroupLife(RuleBasedStateMachine):
@@ -102,7 +102,7 @@ class GroupLife(RuleBasedStateMachine):
 
     @rule()
     def reconcile(self) -> None:
-        """A reconcile's own status, stored, is what the next one would write, unless it makes pods."""
+        """A reconcile writes the status that the next reconcile would write, unless it creates pods."""
         world, reached = self.world, self.clients_reach_leaders
         decision = decide(world)
         self.status_comes_first(decision)
@@ -120,19 +120,19 @@ class GroupLife(RuleBasedStateMachine):
 
     @property
     def refuses_status(self) -> bool:
-        """Whether the status was refused when it was last tried: it is tried again some time later."""
+        """Whether the last status write was refused, so that the operator retries it later."""
         return any(refusal.kind.endswith("/status") for refusal in self.world.refusals)
 
     @staticmethod
     def status_comes_first(decision: Decision) -> None:
-        """Nothing is made before the status is written, and nothing is deleted after something is made."""
+        """The status is written before creates, and deletes precede creates."""
         order = [_ORDER[type(action)] for action in decision.actions if type(action) in _ORDER]
         made = order.index(2) if 2 in order else len(order)
         assert 0 not in order[made:]
 
     @property
     def clients_reach_leaders(self) -> bool:
-        """Whether their Service leads there, or nothing is known or was said of one that was refused."""
+        """Checks that the clients' Service selects leaders, or that its refusal is reported."""
         service = self.world.objects.get(("Service", "demo"))
         if service is not None and "app" not in service["spec"]["selector"]:
             return True
@@ -143,7 +143,7 @@ class GroupLife(RuleBasedStateMachine):
         return not refused and not was_said
 
     def conditions_are_true(self, reached: bool) -> None:
-        """Available and Ready are what the pods are, whatever is wrong with the spec or a child."""
+        """Available and Ready match the pods, even if the spec or a child is invalid."""
         world = self.world
         groups = parse_status(world.status).groups
         serving = {
@@ -164,12 +164,12 @@ class GroupLife(RuleBasedStateMachine):
             assert not any(self.lost_labels(pod) & (OF_CLIENTS | OF_GROUPS) for pod in served_by)
 
     def lost_labels(self, pod: PodView) -> set[str]:
-        """Returns the labels of a pod that are not as it was made with."""
+        """Returns the labels of a pod that differ from those at its creation."""
         made = self.world.manifests[pod.name]["metadata"]["labels"]
         return {key for key in made.keys() | pod.labels.keys() if made.get(key) != pod.labels.get(key)}
 
     def what_holds_pods_is_said(self) -> None:
-        """Some condition names a pod that shall go, has used up its time, and is held, and who holds it."""
+        """A condition names each pod that is blocked after its grace period, and the finalizer."""
         world = self.world
         held = [
             name
@@ -197,7 +197,7 @@ class GroupLife(RuleBasedStateMachine):
 
     @rule(phase=st.sampled_from(list(RankPhase)), loaded=st.integers(0, 2**30), epoch=st.integers(1, 3))
     def a_leader_speaks(self, phase: RankPhase, loaded: int, epoch: int) -> None:
-        """Of its ranks' phases, bytes and step times; of another epoch too."""
+        """A leader reports phases, bytes and step times of its ranks, also for another epoch."""
         ranks = tuple(
             RankStatus(
                 rank=rank, pod=rank, phase=phase, loaded_bytes=loaded, total_bytes=2**30, steps=9,
@@ -287,7 +287,7 @@ class GroupLife(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["demo", "demo-0-ranks"]), held=st.booleans())
     def a_name_is_held_or_not_any_more(self, name: str, held: bool) -> None:
-        """By an object that shall go."""
+        """An object in deletion holds a name, or no longer does."""
         self.world.holds.pop(("Service", name), None)
         if held and ("Service", name) not in self.world.objects:
             self.world.holds["Service", name] = f"Service {name} is being deleted"
@@ -306,7 +306,7 @@ class GroupLife(RuleBasedStateMachine):
 
     @rule()
     def an_hour_goes_by(self) -> None:
-        """The world holds each action that runs to its bound."""
+        """An hour passes; the world checks the limits of each action."""
         self.world.live(3600)
 
     @rule(
@@ -325,7 +325,7 @@ class GroupLife(RuleBasedStateMachine):
 
     @rule(version=st.integers(1, 3))
     def the_operator_is_upgraded(self, version: int) -> None:
-        """To one with other images of workers; or back."""
+        """Changes the operator's worker images, or changes them back."""
         images = WorkerImages(cpu=f"worker-cpu:{version}", gpu=f"worker:{version}")
         self.world.options = replace(self.world.options, images=images)
         self.world.restart_operator()
@@ -382,7 +382,7 @@ class GroupLife(RuleBasedStateMachine):
 
     @invariant()
     def names_are_never_used_twice(self) -> None:
-        """A pod that has run can have been met: its name is no other's."""
+        """A pod that has run may have met others, so its name is never reused."""
         for name in self.world.workers():
             pod = self.world.pods[name]
             if pod.started:
@@ -391,7 +391,7 @@ class GroupLife(RuleBasedStateMachine):
 
     @invariant()
     def one_refusal_of_an_object_is_kept(self) -> None:
-        """What is made for an epoch is refused again under another name: it is the same refusal."""
+        """An object of an epoch changes its name with the epoch, but keeps one refusal."""
         scopes = [each.scopes for each in self.world.refusals if each.kind == "PodGroup" and each.scopes]
         assert len(set(scopes)) == len(scopes), self.world.refusals
 
@@ -417,7 +417,7 @@ class GroupLife(RuleBasedStateMachine):
         assert all(len(found) == 1 for found in images.values()), images
 
     def teardown(self) -> None:
-        """From wherever it is, a fresh start brings it to serving all it should."""
+        """From any state, a fresh start reaches a fully serving resource."""
         self.world.spec = cpu_pair(restart={"maxRestarts": 3})
         self.world.change_spec(suspend=False, replicas=2, restartedAt="2026-05-05T00:00:00Z")
         self.world.refuses.clear()
@@ -448,14 +448,14 @@ class GroupLife(RuleBasedStateMachine):
 
 
 _ORDER = {PatchStatus: 0, CreateObject: 2, ApplyObject: 2}
-"""Of actions; a status first, deletes of what it explains after it, then what is made."""
+"""Order of actions: the status, then the deletes that it explains, then creates."""
 
 TestGroupLife = GroupLife.TestCase
 TestGroupLife.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
 
 
 def test_a_group_whose_pod_is_rejected_late() -> None:
-    """`GroupLife` finds it seldom."""
+    """`GroupLife` finds this case rarely."""
     life = GroupLife()
     while not life.world.workers():
         life.reconcile()

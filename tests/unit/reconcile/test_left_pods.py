@@ -1,4 +1,4 @@
-"""Pods that outlive their resource: those of lost nodes go by force, and no others."""
+"""Pods that outlive their resource: only pods on lost nodes are force-deleted."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -38,7 +38,7 @@ def test_a_pod_whose_node_may_be_alive_is_not_force_deleted(nodes: tuple[NodeVie
 
 
 def test_a_pod_without_a_deletion_stays() -> None:
-    """The operator's copy may lack a resource that is there."""
+    """The operator's cache may lack an existing resource."""
     assert decide_left_pods([replace(LEFT, deleting=False, gone_by=None)], (node(silent_s=600),), NOW) == ()
 
 

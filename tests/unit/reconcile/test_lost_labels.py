@@ -1,4 +1,4 @@
-"""Labels that somebody takes off a pod, or changes: nothing ends, nothing is made again, and it is said."""
+"""Lost or changed labels of a pod: no pod ends, no pod is created again, and a condition reports the loss."""
 
 import pytest
 
@@ -11,7 +11,7 @@ KUBECTL = "kubectl label pod -n default {} --overwrite {}"
 
 @pytest.fixture
 def world() -> World:
-    """A pair of CPU pods that serves."""
+    """Returns a serving pair of CPU pods."""
     world = World(spec=cpu_pair())
     world.serve()
     assert world.workers() == [LEADER, FOLLOWER]
@@ -19,7 +19,7 @@ def world() -> World:
 
 
 def looks(**model: object) -> tuple[World, str]:
-    """Returns a resource whose model is looked at, and the pod that does it."""
+    """Returns a resource whose model is being inspected, and the inspect pod."""
     world = World(spec=cpu_pair(**({"model": model} if model else {})))
     world.settle()
     (name,) = world.pods
@@ -49,7 +49,7 @@ def looks(**model: object) -> tuple[World, str]:
 def test_reports_a_lost_label_with_the_command_that_restores_it(
     world: World, pod: str, labels: dict[str, str | None], available: bool, command: str
 ) -> None:
-    """Ready and Available stayed True without an endpoint, or with ports that no policy kept."""
+    """Ready and Available stayed True without an endpoint, or for ports without a policy."""
     before = list(world.events)
     world.relabel(pod, **labels)
     world.settle()
@@ -113,7 +113,7 @@ def test_reports_a_lost_label_and_the_wait_of_a_start_together() -> None:
 
 @pytest.mark.parametrize("component", ["inspect", "fetch", "other", None])
 def test_a_workers_name_restores_its_labels(world: World, component: str | None) -> None:
-    """As `inspect` it was deleted, and its epoch ended."""
+    """A worker relabelled as `inspect` was deleted, and its epoch ended."""
     world.relabel(FOLLOWER, component=component)
     decision = world.step()
     assert not [action for action in decision.actions if isinstance(action, DeleteObject)]
@@ -123,7 +123,7 @@ def test_a_workers_name_restores_its_labels(world: World, component: str | None)
 @pytest.mark.parametrize("labels", [{"component": None}, {"component": "worker"}, {"resource": None}])
 @pytest.mark.parametrize("uri", ["file:///models/tiny", "hf://org/model"])
 def test_the_inspect_pod_is_recognized_by_its_name(uri: str, labels: dict[str, str | None]) -> None:
-    """Without its label it was made again, and again, though it was there."""
+    """Without its label the operator created the existing pod again and again."""
     world, name = looks(uri=uri, **({"cache": {"size": "1Gi"}} if uri.startswith("hf") else {}))
     world.relabel(name, **labels)
     world.settle()
@@ -145,7 +145,7 @@ def test_the_result_of_an_unlabelled_inspect_pod_counts() -> None:
 
 
 def test_reports_a_lost_label_together_with_other_problems(world: World) -> None:
-    """A spec that is refused is why the resource is Stalled; that no client reaches the group is said too."""
+    """Stalled reports the refused spec; another condition reports that no client reaches the group."""
     world.change_spec(parallelism={"tensor": 3})
     world.relabel(LEADER, leader=None)
     decision = world.step()

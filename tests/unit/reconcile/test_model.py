@@ -1,4 +1,4 @@
-"""A hub's model from apply to serving: fetched with progress, refused in words, tried again, changed."""
+"""A model from a hub, from apply to serving: progress, reported errors, retries and changes."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ def fetched(commit: str = COMMIT) -> str:
 
 
 def the_fetch(world: World) -> str:
-    """Returns the name of the one pod that fetches."""
+    """Returns the name of the only fetch pod."""
     (name,) = [name for name in world.pods if "-fetch-" in name and not world.pods[name].deleting]
     return name
 
@@ -41,20 +41,20 @@ def arguments(world: World) -> list[str]:
 
 
 def run_fetch(world: World) -> None:
-    """Lets the pod that fetches run, as a kubelet does."""
+    """Runs the fetch pod, as a kubelet does."""
     name = the_fetch(world)
     world.pods[name] = replace(world.pods[name], phase="Running", started=True, ready=True, node="node")
 
 
 def say(world: World, done: float, total: float = 10.0, message: str = "") -> None:
-    """Lets the pod say how far it is, in GiB."""
+    """Lets the fetch pod report its progress in GiB."""
     world.fetch = FetchProgress(
         commit=COMMIT, done_bytes=int(done * GIB), total_bytes=int(total * GIB), message=message
     )
 
 
 def serve(world: World, commit: str = COMMIT) -> None:
-    """Fetches the model and brings the group to Ready."""
+    """Fetches the model and runs the group to Ready."""
     world.settle()
     world.answer_inspection(fetched(commit))
     world.fetch = None
@@ -163,7 +163,7 @@ def test_a_failed_fetch_is_reported_and_retried_with_backoff(world: World) -> No
         world.settle()
         world.reap()
         world.settle()
-        # While the next attempt has brought nothing, the reason stands.
+        # The reason stays until the next attempt makes progress.
         assert world.condition("ModelReady") == ("False", "ModelAccessDenied")
     assert waits == [30, 60, 120, 240, 300, 300]
     assert world.events.count("ModelAccessDenied") == 1
@@ -245,7 +245,7 @@ def test_an_unreadable_model_is_inspected_again_at_its_commit(world: World) -> N
     assert world.condition("Ready") == ("True", "Serving")
     world.advance_time(100)
     world.settle()
-    assert not [name for name in world.pods if "-fetch-" in name], "one look for one failure"
+    assert not [name for name in world.pods if "-fetch-" in name], "one inspection for one failure"
 
 
 def test_a_suspended_resource_fetches_nothing(world: World) -> None:
@@ -339,7 +339,7 @@ def test_reports_a_profile_that_is_too_large_for_the_status() -> None:
 
 
 def test_the_inspect_pod_stays_until_its_result_is_stored() -> None:
-    """The answer is nowhere else: with a status that had to wait it was lost, and another pod was made."""
+    """Only the pod has the result: while a status write waited, the result was lost."""
     world = World(spec=cpu_pair())
     world.settle()
     (inspect,) = world.pods

@@ -1,4 +1,4 @@
-"""Networks of others: policies that keep pods in, address families, pods that nobody reaches, meshes."""
+"""Networks of other teams: egress policies, address families, unreachable pods, meshes."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ def world() -> World:
 
 
 def policies(world: World) -> list[str]:
-    """Returns the names of the policies besides that of the group's own ports, without their hashes."""
+    """Returns the names of the policies, without hashes and without the group's port policy."""
     found = sorted(name for kind, name in world.objects if kind == POLICY and name != "demo-0-ranks")
     return [name.rpartition("-")[0] if "-egress-" in name else name for name in found]
 
@@ -36,7 +36,7 @@ def test_egress_policies_exist_while_other_policies_restrict_egress(world: World
     world.kept_in = ({"matchLabels": {names.LABEL_LEADER: "true"}}, {"matchLabels": {"app": "db"}})
     world.settle()
     assert policies(world) == ["demo-0-ranks-egress"] * 2
-    world.kept_in = None  # an operator that has just started: what is there stays
+    world.kept_in = None  # an operator that has just started keeps the existing policies
     world.settle()
     assert policies(world) == ["demo-0-ranks-egress"] * 2
     world.kept_in = ()
@@ -97,7 +97,7 @@ def test_reports_policies_that_block_the_proxy_of_a_fetch() -> None:
     engine = {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]}
     world = World(spec=cpu_pair(model=hub_model(), engine=engine))
     world.settle()
-    assert "3128" not in world.message("ModelReady"), "nothing keeps it in"
+    assert "3128" not in world.message("ModelReady"), "no policy restricts it"
     world.kept_in = ({},)
     world.settle()
     assert "HTTPS_PROXY (engine.env) names port 3128" in world.message("ModelReady")
@@ -105,7 +105,7 @@ def test_reports_policies_that_block_the_proxy_of_a_fetch() -> None:
     run_fetch(world)
     say(world, 1.0)
     world.settle()
-    assert "3128" not in world.message("ModelReady"), "it gets on"
+    assert "3128" not in world.message("ModelReady"), "it makes progress"
 
 
 def test_the_clients_service_of_an_older_version_keeps_its_families(world: World) -> None:
@@ -146,7 +146,7 @@ def test_reports_the_pod_that_does_not_reach_the_leader() -> None:
 
 
 def held(world: World, name: str) -> None:
-    """Has a pod's worker end, and a sidecar beside it go on."""
+    """Ends a pod's worker while a sidecar keeps running."""
     ended = ContainerTermination(exit_code=70)
     world.pods[name] = replace(world.pods[name], termination=ended, still_running=("istio-proxy",))
 

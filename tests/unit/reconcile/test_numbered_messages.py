@@ -1,4 +1,4 @@
-"""No sentence is memory: with a number in place of each message of the status, every decision is the same."""
+"""Messages are not memory: with numbers in place of all messages, the decisions stay the same."""
 
 import copy
 import random
@@ -16,7 +16,7 @@ from heteroinfer_operator.nodes.node_view import NodeView
 from tests.unit.reconcile.world import World, cpu_pair, waits
 
 _WORDS = ("message", "notes")
-"""Fields of the status that are for people."""
+"""Fields of the status with text for users."""
 NODE = NodeView(
     name="node", allocatable={"cpu": 64, "memory": 512 * 2**30, "pods": 100}, labels=IMAGE_PLATFORM
 )
@@ -24,7 +24,7 @@ SMALL = replace(NODE, allocatable={"cpu": 5, "memory": 16 * 2**30, "pods": 100})
 
 
 class Numbers:
-    """Gives each message a number; a number stays as it is."""
+    """Gives each message a number; numbers stay unchanged."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -37,7 +37,7 @@ class Numbers:
         )
 
     def replace(self, value: Any) -> Any:
-        """Returns JSON values with numbers in place of messages."""
+        """Replaces messages in JSON values by numbers."""
         if isinstance(value, list):
             return [self.replace(item) for item in value]
         if not isinstance(value, Mapping):
@@ -50,7 +50,7 @@ class Numbers:
 
 @contextmanager
 def numbered() -> Iterator[None]:
-    """Has the operator write and compare statuses with numbers in place of messages."""
+    """Makes the operator write and compare statuses with numbers in place of messages."""
     dump, numbers = HeteroInferenceStatus.dump, Numbers()
 
     def dump_numbered(self: HeteroInferenceStatus) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def numbered() -> Iterator[None]:
 
 
 def without_words(value: Any) -> Any:
-    """Returns JSON values without messages."""
+    """Removes messages from JSON values."""
     if isinstance(value, list):
         return [without_words(item) for item in value]
     if not isinstance(value, Mapping):
@@ -72,7 +72,7 @@ def without_words(value: Any) -> Any:
 
 
 def signature(action: Action) -> object:
-    """Returns what an action does, whatever its words are."""
+    """Returns the effect of an action, without its texts."""
     match action:
         case PatchStatus(status=status):
             return "status", without_words(status)
@@ -141,7 +141,7 @@ MOVES: tuple[Callable[[World, random.Random], None], ...] = (
 
 
 def walk(seed: int) -> list[object]:
-    """Returns what the operator does in a random life of a resource."""
+    """Returns the operator's actions in a random life of a resource."""
     chance, done, last = random.Random(seed), list[object](), object()
     world = World(spec=cpu_pair(), calm=False)
     world.settle()
@@ -153,7 +153,7 @@ def walk(seed: int) -> list[object]:
                 found = signature(copy.deepcopy(action))
                 if not isinstance(action, PatchStatus):
                     done.append(found)
-                elif found != last:  # new words alone are no decision
+                elif found != last:  # a new message alone is not a decision
                     done.append(found)
                     last = found
     return done
@@ -169,7 +169,7 @@ def test_decisions_do_not_depend_on_stored_messages(seed: int) -> None:
 
 @pytest.mark.parametrize(("kept", "notes"), [("without notes", "of 0.1.0"), ("lost", "")])
 def test_notes_are_read_from_planned_only_for_an_older_versions_status(kept: str, notes: str) -> None:
-    """A status that had lost the plan got whatever Planned said as notes, as long as the plan was in use."""
+    """A status without the plan received any message of Planned as notes while the plan was in use."""
     world = World(spec=cpu_pair())
     world.serve()
     (plan,) = world.status["plans"]

@@ -1,4 +1,4 @@
-"""The operator dies between two writes and starts again: all comes out as if it had lived."""
+"""The operator dies between two writes and restarts: the result is the same as without the crash."""
 
 import copy
 from bisect import bisect
@@ -27,13 +27,13 @@ class MortalWorld(World):
     """A world whose operator can die.
 
     Attributes:
-        acts: how many actions it can still do; None for all.
+        acts: number of actions before the operator dies; None for no limit.
     """
 
     acts: int | None = None
 
     def die_after(self, acts: int) -> bool:
-        """Runs one reconcile that dies after so many actions; returns whether it died before its end."""
+        """Runs one reconcile that dies after some actions; returns whether it died before its end."""
         self.acts = acts
         try:
             self.step()
@@ -47,11 +47,11 @@ class MortalWorld(World):
     def _run(self, action: Write) -> None:
         if self.acts == 0:
             raise DiedError
-        World._run(self, action)  # slots: no super() of a dataclass made anew
+        World._run(self, action)  # slots: the decorator creates a new class, so super() does not work
         self.acts = None if self.acts is None else self.acts - 1
 
     def settle_all(self) -> None:
-        """Lets the resource come to rest, with pods that go once they are deleted."""
+        """Lets the resource come to rest; deleted pods disappear."""
         for _ in range(4):
             self.settle(20)
             self.reap()
@@ -94,7 +94,7 @@ ENDS = (exits, is_deleted, is_gone, lies_on_a_lost_node, is_rolled_out, is_suspe
 
 
 def outcome(world: World) -> tuple[Any, ...]:
-    """Returns what a life has come to: no times, no counts of looks, and epochs by their order."""
+    """Returns the final state without times and counts, with epochs by their order."""
     groups = parse_status(world.status).groups
     begun = sorted({int(name.split("-")[2]) for name in world.created if "-inspect-" not in name})
     told = [(g.phase, g.restarts, [(bisect(begun, f.epoch), f.reason) for f in g.failures]) for g in groups]
@@ -138,7 +138,7 @@ def group(world: World) -> GroupStatus:
 def test_a_group_keeps_serving_if_its_end_was_revoked_in_time(
     away: dict[str, Any], back: dict[str, Any]
 ) -> None:
-    """The status said that it stops, and no pod was deleted: nothing of it has ended."""
+    """The status reported the end, but no pod was deleted, so the epoch continues."""
     world = MortalWorld(spec=cpu_pair())
     world.serve()
     pods = world.workers()
@@ -153,7 +153,7 @@ def test_a_group_keeps_serving_if_its_end_was_revoked_in_time(
 
 
 def test_a_recorded_end_is_carried_out_unless_the_group_serves() -> None:
-    """A start was given up, and the operator died before it deleted a pod."""
+    """The start timed out, and the operator died before it deleted a pod."""
     world = MortalWorld(spec=cpu_pair(startup={"timeout": "10s"}))
     world.settle()
     world.answer_inspection()

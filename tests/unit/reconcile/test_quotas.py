@@ -1,4 +1,4 @@
-"""A quota that has room for some groups: so many are made, whoever else wants its room."""
+"""A quota with room for some groups: that number of groups starts, even if others compete for the quota."""
 
 from datetime import timedelta
 
@@ -12,11 +12,11 @@ from tests.unit.reconcile.world import World, cpu_pair
 
 PODS_OF_A_GROUP = 2
 _GONE = timedelta(seconds=88)
-"""What is left of a pod's 90 seconds of grace once it is gone."""
+"""Rest of a pod's grace period of 90 seconds once the pod is gone."""
 
 
 def wanting(replicas: int) -> World:
-    """Returns a world whose model is known, and none of whose groups has begun."""
+    """Returns a world with a known model in which no group has begun."""
     world = World(spec=cpu_pair(replicas=replicas), calm=False)
     world.step()
     world.answer_inspection()
@@ -31,7 +31,7 @@ def whole_groups(world: World) -> list[str]:
 
 
 def live(world: World, seconds: float) -> None:
-    """Lets time go on; pods turn ready at once, and a pod that is deleted is gone after two seconds."""
+    """Lets time pass; pods become ready at once, and deleted pods disappear after two seconds."""
     end = world.now + timedelta(seconds=seconds)
     while world.now < end:
         gone = [name for name, pod in world.pods.items() if pod.gone_by and pod.gone_by - world.now < _GONE]
@@ -51,7 +51,7 @@ def test_a_quota_is_filled_with_whole_groups(replicas: int, room: int) -> None:
 
 
 def test_no_group_waits_forever_for_a_group_without_pods() -> None:
-    """A policy refuses a pod of group 0 alone; group 1 is deleted meanwhile, and starts again."""
+    """A policy refuses one pod of group 0; group 1 is deleted and starts again."""
     world = wanting(2)
     world.refuses["Pod", "demo-0-*-1"] = "denied"
     live(world, 60)
@@ -62,7 +62,7 @@ def test_no_group_waits_forever_for_a_group_without_pods() -> None:
 
 
 def test_a_group_stops_waiting_for_a_group_that_gets_no_pods() -> None:
-    """A pod of group 2 is refused, and the API server does not answer for one of group 0: group 1 starts."""
+    """A pod of group 2 is refused, and a create of group 0 has no answer: group 1 starts."""
     world = wanting(3)
     world.refuses["Pod", "demo-2-*-0"] = "denied"
     live(world, 1500)

@@ -1,4 +1,4 @@
-"""One resource from apply to serving, through failures, changes and its end."""
+"""One resource from apply to serving, through failures, changes and deletion."""
 
 from typing import Any
 
@@ -26,15 +26,15 @@ def world() -> World:
 
 
 def hold(world: World, *finalizers: str) -> None:
-    """Has others set these finalizers on the resource."""
+    """Sets these finalizers, as other controllers would."""
     world.finalizers = finalizers
 
 
 def test_the_finalizer_of_earlier_versions_is_removed(world: World) -> None:
-    """Nothing but an operator could take it off: without one, neither the resource nor its namespace went."""
+    """Only an operator could remove it: without an operator, resource and namespace stayed."""
     world.serve()
     before = dict(world.pods)
-    assert not world.finalizers, "none of its own"
+    assert not world.finalizers, "the operator sets no finalizer"
     hold(world, "example.test/theirs", names.FINALIZER)
     world.step()
     assert world.writes == [RemoveFinalizer()]
@@ -45,7 +45,7 @@ def test_the_finalizer_of_earlier_versions_is_removed(world: World) -> None:
 
 
 def test_a_finalizer_that_another_controller_restores_is_removed_rarely(world: World) -> None:
-    """An operator of an earlier version sets it whenever it is gone: the two wrote without end."""
+    """An operator of an earlier version sets it each time: the two wrote without end."""
     world.serve()
     removals = 0
     for _ in range(200):
@@ -87,7 +87,9 @@ def test_apply_to_ready(world: World) -> None:
     assert ("Service", "demo") in world.objects
     assert ("Service", "demo-0-ranks") in world.objects
     assert ("NetworkPolicy", "demo-0-ranks") in world.objects
-    assert [kind for kind, _ in world.objects].count("ConfigMap") == 2, "of the plan, and of the revision"
+    assert [kind for kind, _ in world.objects].count("ConfigMap") == 2, (
+        "one for the plan, one for the revision"
+    )
 
 
 def test_the_inspect_pod_is_deleted_once_its_result_is_stored(world: World) -> None:
@@ -142,7 +144,7 @@ def test_a_failed_group_reports_the_culprit_and_restarts_as_a_whole(world: World
     assert all(world.pods[name].deleting for name in ("demo-0-1-0", "demo-0-1-1"))
     assert "RankExited" in world.events
     world.settle()
-    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"], "nothing is created before the old are gone"
+    assert world.workers() == ["demo-0-1-0", "demo-0-1-1"], "no pod is created before the old pods are gone"
     world.reap()
     world.settle()
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"]
@@ -186,7 +188,7 @@ def test_restarts_are_limited_and_failed_is_final_until_a_manual_restart(world: 
     assert world.status["groups"][0]["phase"] == "Failed"
     world.advance_time(1e6)
     world.settle()
-    assert world.condition("Failed")[0] == "True", "time alone heals nothing"
+    assert world.condition("Failed")[0] == "True", "time alone does not restart the group"
     world.change_spec(restartedAt="2026-01-02T00:00:00Z")
     world.settle()
     world.reap()
@@ -374,7 +376,7 @@ def test_reports_a_start_on_cpus_after_waiting(world: World) -> None:
     world.answer_inspection()
     world.settle()
     decision = world.step()
-    assert decision.look_again_s == pytest.approx(60), "capacity may come without anybody telling"
+    assert decision.look_again_s == pytest.approx(60), "capacity may appear without an event"
     world.advance_time(299)
     assert world.step().look_again_s == pytest.approx(1.1)
     world.advance_time(2)
@@ -409,7 +411,7 @@ PROXY_NAME = {"service.kubernetes.io/service-proxy-name": "nobody"}
 def test_service_fields_that_block_clients_are_repaired(
     world: World, labels: dict[str, str], fields: dict[str, str]
 ) -> None:
-    """And while it cannot be mended, the resource is not available."""
+    """While the operator cannot repair them, the resource is not available."""
     world.serve()
     world.reap()
     service = world.objects["Service", "demo"]

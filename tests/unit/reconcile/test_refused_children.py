@@ -1,4 +1,4 @@
-"""What is refused of a resource's children: said in its conditions, tried again later and later, no more."""
+"""Refused children of a resource: reported in conditions, and retried with backoff."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ from tests.unit.reconcile.world import Objects, World, cpu_pair
 
 
 def create_model(world: World) -> None:
-    """Brings a new resource up to the profile of its model."""
+    """Runs a new resource until the profile of its model is known."""
     world.settle()
     world.answer_inspection()
 
 
 @pytest.mark.parametrize("gang", [Gang.VOLCANO, Gang.COSCHEDULING, Gang.NATIVE, Gang.NATIVE_BETA])
 def test_a_refused_gang_object_is_retried_with_backoff(gang: Gang) -> None:
-    """Its name has the epoch: each was refused as another, 5 epochs a second, all of them kept."""
+    """Its name contains the epoch: each refusal counted as new, which led to 5 epochs a second."""
     world = World(spec=cpu_pair(), gangs=frozenset({gang}))
     create_model(world)
     for kind in ("PodGroup", "Workload"):
@@ -49,7 +49,7 @@ def test_a_refused_gang_object_is_retried_with_backoff(gang: Gang) -> None:
 
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "ConfigMap", "Secret"])
 def test_the_epoch_stays_while_no_pod_is_requested(kind: str) -> None:
-    """Each try began another epoch, though what its pods need was refused before them."""
+    """Each attempt began a new epoch although the objects that pods need were refused."""
     world = World(spec=cpu_pair())
     world.refuses[kind, "demo-*"] = "a webhook says no"
     create_model(world)
@@ -57,7 +57,7 @@ def test_the_epoch_stays_while_no_pod_is_requested(kind: str) -> None:
     assert looks < 120
     group = world.status["groups"][0]
     assert "a webhook says no" in group["message"]
-    assert world.events.count("EpochStarted") <= 1  # the first of a Secret is known to be refused by then
+    assert world.events.count("EpochStarted") <= 1  # by then the first refusal of a Secret is known
     epoch = group["epoch"]
     world.live(600)
     assert world.status["groups"][0]["epoch"] == epoch
@@ -67,7 +67,7 @@ def test_the_epoch_stays_while_no_pod_is_requested(kind: str) -> None:
 
 
 def test_a_refusal_of_an_unwanted_object_causes_no_repeated_checks() -> None:
-    """After its time it was due at each instant, until it was forgotten ten seconds later."""
+    """An overdue refusal triggered checks without pause until it was forgotten ten seconds later."""
     world = World(spec=cpu_pair(replicas=2))
     create_model(world)
     world.refuses["Pod", "demo-1-*"] = "exceeded quota"
@@ -81,7 +81,7 @@ HELD = "Service demo-0-ranks is being deleted, and held by example.test/slow"
 
 
 def test_reports_a_name_held_while_the_old_object_is_deleting() -> None:
-    """It was a conflict that only the log named; each look began another epoch."""
+    """It was a conflict that only the log reported; each reconcile began another epoch."""
     world = World(spec=cpu_pair())
     world.holds["Service", "demo-0-ranks"] = HELD
     create_model(world)
@@ -112,7 +112,7 @@ def test_a_held_pod_name_is_not_waited_for() -> None:
 
 
 def test_not_available_if_clients_cannot_reach_a_group() -> None:
-    """Both conditions were True, and the endpoint was somebody else's Service."""
+    """Both conditions were True, and the endpoint was a foreign Service."""
     world = World(spec=cpu_pair())
     words = "Service demo exists and belongs to somebody else"
     world.refuses["Service", "demo"] = words
@@ -156,7 +156,7 @@ def test_an_unrepairable_service_is_judged_by_its_target(
 
 
 def test_an_object_changed_by_a_webhook_is_not_rewritten_without_end() -> None:
-    """It was written again at once, 14 times a second, and nothing said so."""
+    """The operator wrote it 14 times a second without reporting it."""
     world = World(spec=cpu_pair(), webhook=with_another_rule)
     world.serve()
     assert world.condition("Ready") == ("True", "Serving")
@@ -169,7 +169,7 @@ def test_an_object_changed_by_a_webhook_is_not_rewritten_without_end() -> None:
 
 
 def test_a_failure_reason_survives_a_refused_status_write() -> None:
-    """The pods that said it were deleted before the status could say it: it became PodDeleted."""
+    """The pods with the reason were deleted before the status was written; the reason became PodDeleted."""
     world = World(spec=cpu_pair())
     world.serve()
     world.refuses["HeteroInference/status", "*"] = "the object is too large"
@@ -177,7 +177,7 @@ def test_a_failure_reason_survives_a_refused_status_write() -> None:
     for _ in range(5):
         world.live(20)
         world.reap()
-    assert len(world.workers()) == 2, "who tells why it ended stays until it is written"
+    assert len(world.workers()) == 2, "the pod with the reason stays until the status is written"
     world.refuses.clear()
     for _ in range(5):
         world.live(20)
@@ -188,7 +188,7 @@ def test_a_failure_reason_survives_a_refused_status_write() -> None:
 
 
 def test_a_rollout_waits_for_a_successful_status_write() -> None:
-    """What served was deleted, and without a status nothing was made."""
+    """Serving groups were deleted, and without a status no new pods were created."""
     world = World(spec=cpu_pair())
     world.serve()
     before = world.workers()
@@ -208,7 +208,7 @@ POLICY = "NetworkPolicy", "demo-0-ranks"
 
 
 def test_an_object_changed_by_a_controller_is_not_rewritten_without_end() -> None:
-    """It was written 25 times a second, and nothing said so."""
+    """The operator wrote it 25 times a second without reporting it."""
     world = World(spec=cpu_pair())
     world.serve()
     world.meddler = change_policies
@@ -267,7 +267,7 @@ def test_manual_changes_are_repaired_at_once_without_a_report() -> None:
 
 
 def test_reports_an_unwanted_object_that_a_controller_keeps_creating() -> None:
-    """As by a tool that has an exported child: 60 deletes a second, without a word."""
+    """For example a tool with an exported child: 60 deletes a second without a report."""
     world = World(spec=cpu_pair(replicas=2))
     world.serve()
     kept = {key: stored for key, stored in world.objects.items() if "demo-1-ranks" in key[1]}
@@ -301,8 +301,8 @@ def test_reports_an_unwanted_object_that_a_controller_keeps_creating() -> None:
         {"ports": [{"name": "api", "port": 8000, "protocol": "UDP", "targetPort": "api"}]},
     ],
 )
-def test_not_available_if_the_service_points_to_a_wrong_port(changed: dict[str, Any]) -> None:
-    """Selector and port were looked at, and no more."""
+def test_not_available_if_a_webhook_redirects_the_service(changed: dict[str, Any]) -> None:
+    """The check covered only selector and port."""
     world = World(spec=cpu_pair())
 
     def webhook(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def test_not_available_if_the_service_points_to_a_wrong_port(changed: dict[str, 
 
 @pytest.mark.parametrize("forgets", ["restart_operator", "change_spec"])
 def test_stays_unavailable_while_the_refused_service_is_retried(forgets: str) -> None:
-    """Refusals are in memory: Ready and Available were written True, and False right after."""
+    """Refusals are only in memory: Ready and Available were written True, then False at once."""
     world = World(spec=cpu_pair())
     world.refuses["Service", "demo"] = "a webhook says no"
     world.serve()
@@ -339,7 +339,7 @@ def test_stays_unavailable_while_the_refused_service_is_retried(forgets: str) ->
 
 
 def test_slow_deletions_do_not_shorten_the_backoff() -> None:
-    """A refusal was forgotten 10 s after its time: a pod, an epoch and an event every 22 s, for ever."""
+    """A refusal was forgotten after 10 s: this led to a pod, an epoch and an event every 22 s."""
     world = World(spec=cpu_pair())
     create_model(world)
     world.refuses["Pod", "demo-0-*-1"] = "exceeded quota"

@@ -1,4 +1,4 @@
-"""Rollouts: by group, within maxUnavailable, back again, and what is said when one goes no further."""
+"""Rollouts: group by group, within maxUnavailable, rollback, and reports of a stuck rollout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,15 @@ from heteroinfer_contract import names
 from tests.unit.reconcile.world import PROFILE, World, cpu_pair
 
 BROKEN = "example.test/broken:1"
-"""Pods of this image end and never turn ready."""
+"""Pods with this image end and never become ready."""
 GOOD = ("example.test/worker:1", "example.test/worker:2", "example.test/worker:3")
 TOO_LONG = PROFILE.max_position_embeddings + 1
-"""There is no plan with a maxModelLen of this."""
+"""A maxModelLen without a plan."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Fleet(World):
-    """A world that tells which of its groups serve, and from which image."""
+    """A world that shows which of its groups serve, and with which image."""
 
     def groups(self) -> dict[int, list[str]]:
         """Returns the names of the worker pods of each group, of every epoch."""
@@ -42,7 +42,7 @@ class Fleet(World):
         }
 
     def pods_run(self) -> None:
-        """What deleted pods and the kubelet do: the old go, broken ones end, the others turn ready."""
+        """Plays the kubelet: deleted pods disappear, broken pods end, all others become ready."""
         self.reap()
         self.all_ready()
         for name in self.workers():
@@ -50,7 +50,7 @@ class Fleet(World):
                 self.end_pod(name, message="no such file")
 
     def roll(self, rounds: int = 40) -> None:
-        """Lets time pass and pods run until nothing changes any more."""
+        """Lets time pass and pods run until nothing changes."""
         for _ in range(rounds):
             self.settle()
             self.answer_inspection()
@@ -68,7 +68,7 @@ def fleet(**changes: Any) -> Fleet:
 
 
 def reported(world: World) -> tuple[Any, Any, Any]:
-    """Returns what the status says of a rollout."""
+    """Returns the fields of the status about a rollout."""
     status = world.status
     return status.get("currentRevision"), status.get("updateRevision"), status.get("updatedReplicas")
 
@@ -127,7 +127,7 @@ def test_reports_a_revision_that_cannot_start_while_other_groups_serve() -> None
 
 
 def test_a_failed_revision_is_not_rolled_out_after_a_suspension() -> None:
-    """Suspended, no group was Failed any more: all were started by what had failed before."""
+    """After a suspension no group was Failed, and all groups started with the failed revision."""
     world = fleet(restart={"maxRestarts": 1})
     world.change_spec(engine={"image": BROKEN})
     world.roll()
@@ -191,11 +191,11 @@ class Rollouts(RuleBasedStateMachine):
     def begin(self, unavailable: int) -> None:
         self.unavailable = unavailable
         self.world = fleet(rollout={"maxUnavailable": unavailable}, restart={"maxRestarts": 2})
-        self.world.calm = False  # much happens within one moment
+        self.world.calm = False  # many events happen at the same time
 
     @rule()
     def reconcile(self) -> None:
-        """No reconcile takes down more groups that serve than maxUnavailable leaves."""
+        """No reconcile stops more serving groups than maxUnavailable allows."""
         before, wanted = self.world.serving(), int(self.world.spec["replicas"])
         self.world.step()
         taken = before.keys() - self.world.serving().keys()
@@ -244,7 +244,7 @@ class Rollouts(RuleBasedStateMachine):
             assert len({self.world.pods[pod].labels[names.LABEL_EPOCH] for pod in pods}) == 1, pods
 
     def teardown(self) -> None:
-        """From wherever it is, a template that starts reaches all groups; then nothing is written."""
+        """From any state, a working template reaches all groups; then nothing is written."""
         if not hasattr(self, "world"):
             return
         self.world.change_spec(engine={"image": GOOD[2]})

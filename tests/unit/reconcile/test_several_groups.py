@@ -1,4 +1,4 @@
-"""Several groups: apart on nodes and zones, one budget for all; and pods of lower priority."""
+"""Several groups: separate nodes and zones, one disruption budget, and pods of lower priority."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,7 +21,7 @@ PLACEHOLDERS = {"cpu": 62.0}
 
 
 class SeveralNodes(World):
-    """A world whose pods run on the nodes that they are hinted at."""
+    """A world whose pods run on the nodes that their hints name."""
 
     promised: tuple[PodDemand, ...] = ()
     classes: tuple[PriorityClassView, ...] | None = None
@@ -47,7 +47,7 @@ class SeveralNodes(World):
         return terms[0][0] if terms else ""
 
     def place(self) -> None:
-        """Puts each pod onto the node that it is hinted at, and runs it."""
+        """Puts each pod onto its hinted node, and runs it."""
         for name in self.workers():
             self.pods[name] = replace(self.pods[name], node=self.pods[name].node or self.hint(name))
         self.all_ready()
@@ -60,7 +60,7 @@ class SeveralNodes(World):
         return [name for name in self.workers() if self.pods[name].labels[names.LABEL_GROUP] == str(group)]
 
     def end_group(self, group: int) -> None:
-        """Evicts a pod of a group, and lets the pods of its epoch go."""
+        """Evicts a pod of a group, and lets the pods of its epoch disappear."""
         name = self.of_group(group)[0]
         self.pods[name] = replace(self.pods[name], disrupted="EvictionByEvictionAPI")
         self.delete_pod(name)
@@ -119,7 +119,7 @@ def test_pods_of_a_single_group_have_no_anti_affinity() -> None:
 
 
 def test_each_group_gets_its_own_zone() -> None:
-    """Each pod needs a node of its own: without zones the second group would be in both."""
+    """Each pod needs its own node: without zones, the second group would use both zones."""
     roles = [
         {"name": name, "device": "CPU", "resources": {"limits": {"cpu": "40", "memory": "8Gi"}}}
         for name in ("first", "second")
@@ -267,7 +267,7 @@ def test_free_nodes_come_before_nodes_where_pods_are_preempted() -> None:
 
 
 def test_two_groups_do_not_count_the_same_pods_of_lower_priority() -> None:
-    """The node holds one group without its placeholders, and not two."""
+    """Without its placeholders, the node has room for one group but not for two."""
     small = replace(full_of(-10), allocatable={"cpu": 12, "memory": 512 * 2**30, "pods": 100})
     small = replace(small, requested={"cpu": 12.0}, by_priority={-10: {"cpu": 12.0}})
     world = SeveralNodes(spec=cpu_pair(replicas=2), nodes=(small,))
@@ -275,4 +275,4 @@ def test_two_groups_do_not_count_the_same_pods_of_lower_priority() -> None:
     assert len(asked(world).workers()) == 2
     world.restart_operator()
     world.settle()
-    assert len(world.workers()) == 2, "what waits for its victims to go keeps their room"
+    assert len(world.workers()) == 2, "a pod that waits for preempted pods keeps their capacity"

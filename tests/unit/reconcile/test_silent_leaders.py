@@ -1,4 +1,4 @@
-"""A leader that cannot be reached any more while its pod counts as Ready: Unknown, and nothing ends."""
+"""An unreachable leader whose pod is still Ready: conditions become Unknown, and no epoch ends."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_a_silent_leader_makes_the_status_unknown_without_ending_its_group(world
     assert world.condition("Ready") == ("Unknown", "LeaderSilent")
     world.silences = {0: 10 * SILENT_S}
     world.step()
-    assert world.writes == [], "the words do not change with time"
+    assert world.writes == [], "the message does not change with time"
     assert world.look_again_s is not None
     assert world.look_again_s <= 10
     assert world.workers() == workers

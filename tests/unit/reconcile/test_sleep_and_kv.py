@@ -1,4 +1,4 @@
-"""What a leader tells of its group: that it sleeps, and which rank limits the KV cache."""
+"""Reports of a leader about its group: sleep, and the rank that limits the KV cache."""
 
 from dataclasses import replace
 from typing import Any
@@ -147,7 +147,7 @@ def test_the_status_names_the_rank_that_limits_the_kv_cache(world: World) -> Non
         world.advance_time(600)
         world.step()
         assert world.writes == []
-    del world.reports[0]  # a leader that does not answer just now changes nothing
+    del world.reports[0]  # one missing answer of the leader changes nothing
     world.step()
     assert world.writes == []
 
@@ -167,7 +167,7 @@ def test_kv_tokens_of_a_windowed_model_count_full_length_sequences() -> None:
     report(world, kv(512, 900, 2**50), kv(512, 700, 2**50))
     world.settle()
     status = world.status["groups"][0]["kv"]
-    # 256 blocks of full attention; of the window 127 tokens and two batches of 2048 in flight: 132, and one.
+    # 256 blocks for full attention; 132 and one for the window of 127 tokens and two batches of 2048.
     assert (status["blocks"], status["blockTokens"]) == (512, 32)
     assert status["tokens"] == 511 * 8192 // (256 + 133)
 

@@ -1,4 +1,4 @@
-"""A gang object carries the epoch's number: it is made once, however slowly the API server answers."""
+"""A gang object carries the epoch's number: it is created once even if the API server answers slowly."""
 
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -22,7 +22,7 @@ AGAIN = replace(OPTIONS, names_come_again=True)
 
 @dataclass(slots=True, kw_only=True)
 class SlowGang(World):
-    """The API server answers a write of the gang object after a while; a reconcile does not wait so long."""
+    """The API server answers a write of the gang object later than a reconcile waits."""
 
     slow: timedelta = timedelta(seconds=1)
     under_way: dict[tuple[str, str], tuple[datetime, dict[str, Any]]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class SlowGang(World):
         if isinstance(action, ApplyObject | CreateObject):
             self.asked_for.add(found[1])
             self.under_way.setdefault(found, (self.now + self.slow, dict(action.manifest)))
-            return NOT_ANSWERED, "the answer is awaited"
+            return NOT_ANSWERED, "waiting for the answer"
         return World._why_refused(self, action)
 
     def answer(self) -> None:
@@ -50,7 +50,7 @@ class SlowGang(World):
 @pytest.mark.parametrize("gang", KINDS)
 @pytest.mark.parametrize("slow_s", [0.3, 1.0, 5.0])
 def test_a_gang_object_with_a_late_answer_is_created_once(gang: Gang, slow_s: float) -> None:
-    """The next epoch number was taken with each answer: 60 PodGroups in a minute, and no pod."""
+    """Each late answer advanced the epoch number: 60 PodGroups a minute, and no pod."""
     world = SlowGang(
         spec=cpu_pair(),
         gangs=frozenset({gang}),
@@ -70,7 +70,7 @@ def test_a_gang_object_with_a_late_answer_is_created_once(gang: Gang, slow_s: fl
 
 @dataclass(slots=True, kw_only=True)
 class Quota(World):
-    """A quota has room for one PodGroup, of whoever comes first."""
+    """A quota with room for one PodGroup."""
 
     others: int = 1
     made: list[str] = field(default_factory=list)

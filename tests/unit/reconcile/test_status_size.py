@@ -1,4 +1,4 @@
-"""A status that fits into etcd, whatever a resource has of groups, ranks, failures and plans."""
+"""The status fits into etcd with any number of groups, ranks, failures and plans."""
 
 import json
 
@@ -7,7 +7,7 @@ from heteroinfer_operator.reconcile.status_size import LEFT_OUT, fit_groups, fit
 from tests.largest_status import build_largest_status
 
 MOST_BYTES = 1_400_000
-"""Of the 1.5 MiB (1,572,864 bytes) that etcd takes; the rest is the spec's."""
+"""Share of etcd's limit of 1.5 MiB (1,572,864 bytes); the rest is for the spec."""
 
 
 def written(status: HeteroInferenceStatus) -> int:
@@ -20,7 +20,7 @@ def fitted(status: HeteroInferenceStatus) -> HeteroInferenceStatus:
 
 def test_the_largest_status_fits_and_keeps_the_input_of_decisions() -> None:
     largest = build_largest_status()
-    assert written(largest) > 2 * 1_572_864, "it would not fit"
+    assert written(largest) > 2 * 1_572_864, "it does not fit"
     status = fitted(largest)
     assert written(status) < MOST_BYTES
 
@@ -32,7 +32,7 @@ def test_the_largest_status_fits_and_keeps_the_input_of_decisions() -> None:
     assert newest.message != LEFT_OUT
     kept = [(f.epoch, f.time, f.reason, f.counted) for group in status.groups for f in group.failures]
     assert kept == [(f.epoch, f.time, f.reason, f.counted) for g in largest.groups for f in g.failures]
-    assert fitted(status) == status, "or it would be written at every reconcile"
+    assert fitted(status) == status, "otherwise every reconcile would write it"
 
 
 def test_a_usual_status_is_complete() -> None:

@@ -1,4 +1,4 @@
-"""Whatever others do: a bounded number of new pods, status writes and events, and none at rest."""
+"""Interference by other writers: pods, status writes and events stay limited, and none occur at rest."""
 
 import copy
 from collections.abc import Callable
@@ -26,7 +26,7 @@ HOUR_S = 3600.0
 
 
 def build_world(**changes: Any) -> World:
-    """Returns a world in which others may do what they want."""
+    """Returns a world in which other writers may do anything."""
     return World(spec=cpu_pair(**changes), calm=False, options=replace(OPTIONS, names_come_again=True))
 
 
@@ -38,7 +38,7 @@ def serving(**changes: Any) -> World:
 
 
 def start_anew(world: World) -> None:
-    """Ends a rank of a group that serves: the next epoch's pods are created."""
+    """Ends a rank of a serving group so that the next epoch's pods are created."""
     world.end_pod(world.workers()[0])
     world.live(1)
     world.reap()
@@ -47,7 +47,7 @@ def start_anew(world: World) -> None:
 @pytest.mark.parametrize("webhook", HIDING)
 @pytest.mark.parametrize("replicas", [1, 8])
 def test_pods_changed_by_a_webhook_are_retried_with_backoff(webhook: Webhook, replicas: int) -> None:
-    """20 pods a second were created, without end: nobody looked at what was stored."""
+    """The operator created 20 pods a second because it did not check the stored pods."""
     world = serving(replicas=replicas)
     world.pod_webhook = webhook
     for name in world.workers():
@@ -135,7 +135,7 @@ def test_the_budget_never_delays_a_group_that_fails_occasionally(calm: int) -> N
 
 
 def contradict(status: dict[str, Any]) -> dict[str, Any]:
-    """Returns the status as an operator with other lists wants it."""
+    """Returns the status that an operator with other lists writes."""
     wanted = copy.deepcopy(status)
     for condition in wanted.get("conditions", ()):
         if condition["type"] == "Planned":
@@ -144,12 +144,12 @@ def contradict(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_conditions(status: dict[str, Any]) -> dict[str, Any]:
-    """Returns the status as an operator of another version wants it."""
+    """Returns the status that an operator of another version writes."""
     return {key: value for key, value in status.items() if key != "conditions"}
 
 
 def writes_in(world: World, seconds: float) -> int:
-    """Returns how often we write the status in a time in which another operator contradicts each time."""
+    """Counts our status writes in a time in which another operator undoes each write."""
     before = world.version
     world.rival = contradict
     world.live(seconds)
@@ -159,7 +159,7 @@ def writes_in(world: World, seconds: float) -> int:
 
 @pytest.mark.parametrize("outage_s", [5, 15, 30, 120])
 def test_failed_status_writes_do_not_count_as_another_writer(outage_s: float) -> None:
-    """Each try counted as undone by another operator: that was reported, and the status came 30 s late."""
+    """Each attempt counted as undone by another operator, and the status was 30 s late."""
     world = serving()
     for name in world.workers():
         world.pods[name] = replace(world.pods[name], ready=False)
@@ -178,7 +178,7 @@ def test_failed_status_writes_do_not_count_as_another_writer(outage_s: float) ->
 
 
 def test_two_operators_write_a_status_rarely_and_report_each_other() -> None:
-    """Both wrote it 44 times a second, without end, and neither reported the other."""
+    """Both wrote it 44 times a second, and neither reported the other."""
     world = serving()
     world.status_managers = frozenset({names.MANAGER, "another"})
     world.status = contradict(world.status)
@@ -188,7 +188,7 @@ def test_two_operators_write_a_status_rarely_and_report_each_other() -> None:
     assert "another operator (field manager another) writes the status of this resource." in words
     assert "Uninstall one of the two or separate their namespaces" in words
     assert world.condition("Progressing") == ("False", "StatusWrittenByOthers")
-    assert writes_in(world, 600) <= 30, "a status that only repeats itself waits"
+    assert writes_in(world, 600) <= 30, "an unchanged status waits"
     world.live(120)
     assert world.condition("Progressing") == ("False", "Settled")
     assert world.idle_actions() == []
@@ -205,7 +205,7 @@ def test_changes_are_written_within_two_seconds_despite_another_operator() -> No
 
 
 def test_each_pod_with_a_missing_image_is_reported_once() -> None:
-    """The group's message was of another pod: an event came of every reconcile."""
+    """The group's message alternated between pods, so that each reconcile recorded an event."""
     world = build_world()
     world.settle()
     world.answer_inspection()
@@ -218,7 +218,7 @@ def test_each_pod_with_a_missing_image_is_reported_once() -> None:
     for seconds in (1, 30, 400):
         world.settle()
         world.advance_time(seconds)
-    for waiting in ("ContainerCreating", "ErrImagePull: no such image"):  # the kubelet tries again
+    for waiting in ("ContainerCreating", "ErrImagePull: no such image"):  # the kubelet retries
         world.pods[second] = replace(world.pods[second], waiting=waits(waiting))
         world.settle()
     assert world.events.count("PodWaits") == 1
@@ -226,7 +226,7 @@ def test_each_pod_with_a_missing_image_is_reported_once() -> None:
 
 
 class Storms(RuleBasedStateMachine):
-    """Random damage by others; the world holds each action that runs to its bound."""
+    """Random damage by other writers; the world checks the limits of each action."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class Storms(RuleBasedStateMachine):
         self.world.restart_operator()
 
     def teardown(self) -> None:
-        """For an hour all is within its bounds, and a world at rest is left alone."""
+        """For an hour all counts stay within their limits, and at rest nothing is written."""
         for _ in range(6):
             self.world.live(600)
             self.world.reap()
@@ -353,11 +353,11 @@ class Storms(RuleBasedStateMachine):
         self.world.reap()
         self.world.live(1)
         if self._a_back_off_ends():
-            self.world.live(5)  # its epoch begins: that is no rest yet
+            self.world.live(5)  # its epoch begins, so the world is not at rest yet
         assert self.world.idle_actions() == []
 
     def _a_back_off_ends(self) -> bool:
-        """Returns whether a group's next epoch is due and has not begun."""
+        """Checks whether a group's next epoch is due and has not begun."""
         times = [group.get("nextEpochTime") for group in self.world.status.get("groups", ())]
         return any(time and datetime.fromisoformat(time) <= self.world.now for time in times)
 

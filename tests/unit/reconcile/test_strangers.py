@@ -1,4 +1,4 @@
-"""Pods with a name and an owner of ours that the operator has not made."""
+"""Foreign pods with a name and an owner of ours that the operator did not create."""
 
 import copy
 from dataclasses import replace
@@ -37,7 +37,7 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 def make(world: World, name: str, state: str) -> None:
-    """Has somebody make a pod as a copy of a worker, whose labels follow its new name."""
+    """Creates a copy of a worker pod whose labels match its new name."""
     worker = world.pods[world.workers()[0]]
     _, group, epoch, index = name.split("-")
     labels = {
@@ -74,7 +74,7 @@ def test_a_foreign_pod_does_not_affect_a_serving_group(name: str, state: str, na
 def test_foreign_pods_with_all_names_of_a_higher_epoch_do_not_end_a_group(
     served: bool, names_come_again: bool
 ) -> None:
-    """Their epoch was believed, being the higher one, and the group's own pods were deleted."""
+    """The higher epoch took precedence, and the operator deleted the group's own pods."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
     world.serve()
     if not served:
@@ -112,7 +112,7 @@ def test_a_foreign_pod_does_not_raise_the_epoch_to_its_maximum(name: str) -> Non
 
 @pytest.mark.parametrize("names_come_again", [True, False])
 def test_another_epoch_follows_the_largest_epoch(names_come_again: bool) -> None:
-    """However the status came to it: the next epoch has a name that can be read, and no pod has had."""
+    """Even after the largest epoch, the next epoch has a valid and unused name."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=names_come_again))
     world.serve()
     (first, second) = world.workers()
@@ -154,7 +154,7 @@ def test_the_first_epoch_grows_with_resource_version_and_time() -> None:
 
 
 def fail_and_start_again(world: World) -> None:
-    """Ends an epoch, and has the pods of the next one serve."""
+    """Ends an epoch, and lets the pods of the next epoch serve."""
     world.end_pod(world.workers()[1])
     for _ in range(4):
         world.settle()
@@ -165,7 +165,7 @@ def fail_and_start_again(world: World) -> None:
 
 
 def test_no_pod_name_is_reused_after_a_restore_of_etcd() -> None:
-    """The store goes back to an older status, version and pods; the epochs after the backup are forgotten."""
+    """A restore resets status, version and pods; the epochs after the backup are forgotten."""
     world = World(spec=cpu_pair(), options=replace(OPTIONS, names_come_again=True))
     world.serve()
     backup = copy.deepcopy(world)

@@ -1,4 +1,4 @@
-"""One module writes a group's status, mypy checks what it writes, and precedence is data."""
+"""One module writes a group's status, mypy checks the changes, and precedence is data."""
 
 import ast
 import sys

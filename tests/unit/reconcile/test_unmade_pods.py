@@ -1,4 +1,4 @@
-"""A pod that was never made is not taken for a pod that is gone; an unknown pod serves nobody."""
+"""A pod that was never created does not count as lost; a pod in unknown state does not serve."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from tests.unit.reconcile.world import World, cpu_pair
 
 
 def with_model(**changes: object) -> World:
-    """Returns a new resource of which the model is known."""
+    """Returns a new resource with a known model."""
     world = World(spec=cpu_pair(**changes))
     world.settle()
     world.answer_inspection()
@@ -167,7 +167,7 @@ def test_reports_a_lost_owner_with_the_command_that_restores_it() -> None:
 
 
 def test_a_refused_status_is_retried_each_second() -> None:
-    """The wait grew to 30 s, in which the stored status was old."""
+    """The wait grew to 30 s, during which the stored status was out of date."""
     world = World(spec=cpu_pair(), refuses={("HeteroInference/status", "*"): "no"})
     world.live(60)
     (refusal,) = world.refusals

@@ -1,4 +1,4 @@
-"""Words of others are data: whatever a pod says, a reconcile goes on and its status can be stored."""
+"""Text from pods is data: with any content, reconciles succeed and the status can be stored."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(text: str, path: tuple[Any, ...], value: Any, *, remove: bool = False) -> str:
-    """Returns a JSON text with one value replaced, or left out."""
+    """Replaces or removes one value of a JSON text."""
     if not path:
         return json.dumps(value)
     root = copy.deepcopy(json.loads(text))
@@ -62,13 +62,13 @@ def changed(text: str, path: tuple[Any, ...], value: Any, *, remove: bool = Fals
 
 @st.composite
 def words(draw: st.DrawFn, text: str) -> str:
-    """Draws what somebody may say instead of `text`."""
+    """Draws a damaged variant of `text`."""
     path = draw(st.sampled_from(paths(json.loads(text))))
     return changed(text, path, draw(st.sampled_from(HOSTILE)), remove=bool(path) and draw(st.booleans()))
 
 
 def check_storable(world: World) -> None:
-    """What is in the status is what the CRD allows, and JSON."""
+    """Checks that the CRD and JSON accept the status."""
     assert parse_status(json.loads(json.dumps(world.status, allow_nan=False).encode()))
     json.dumps(world.status, ensure_ascii=False).encode()
 
@@ -113,7 +113,7 @@ def test_any_report_of_a_leader(said: str) -> None:
 @pytest.mark.parametrize("phase", [RankPhase.LOADING, RankPhase.READY])
 @pytest.mark.parametrize("name", ["loaded_bytes", "total_bytes", "steps", "kv_blocks", "kv_room_blocks"])
 def test_large_numbers_of_every_rank(name: str, phase: RankPhase, number: int) -> None:
-    """Sums and products of what each rank may say are in the status too."""
+    """The status also contains sums and products of reported numbers."""
     world = World(spec=cpu_pair())
     world.serve()
     if phase is RankPhase.LOADING:
@@ -211,7 +211,7 @@ def test_an_impossible_profile_is_reported(path: tuple[str, ...], value: object,
 
 @pytest.mark.parametrize("uri", ["[" * 5_000 + "]" * 5_000, "[" * 400 + "]" * 400])
 def test_a_too_deeply_nested_revision_record_is_ignored(uri: str) -> None:
-    """Who may write ConfigMaps ended each reconcile of the resource by it."""
+    """A user with write access to ConfigMaps could fail each reconcile of the resource."""
     world = World(spec=cpu_pair())
     world.serve()
     (_, name), record = next((k, v) for k, v in world.objects.items() if k[1].startswith("demo-revision-"))

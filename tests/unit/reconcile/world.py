@@ -1,4 +1,4 @@
-"""A cluster as values: what the decisions' actions would make of it. No clock, no I/O."""
+"""A cluster as values: applies the actions of decisions, without clock and I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,7 +66,7 @@ from heteroinfer_operator.reconcile.refusals import (
 from heteroinfer_operator.seen_time import SeenTime
 
 Objects = dict[tuple[str, str], dict[str, Any]]
-"""By kind and name."""
+"""Stored objects by kind and name."""
 OPTIONS = Options(
     addressing=ClusterAddressing(allow_host_paths=True),
     images=WorkerImages(cpu="example.test/worker-cpu:1", gpu="example.test/worker:1"),
@@ -97,7 +97,7 @@ BOUNDS = {
     "status writes": (timedelta(seconds=1), 2),
     "events": (timedelta(minutes=1), 10),
 }
-"""Of a resource, by kind: a time, and how often at most; of pods that depends on how many are wanted."""
+"""Limits of a resource's actions by kind: a time and a number; `most_pods` gives the number of pods."""
 
 
 def cpu_pair(**changes: Any) -> dict[str, Any]:
@@ -112,42 +112,42 @@ def cpu_pair(**changes: Any) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """A resource and what belongs to it.
+    """A resource and its objects.
 
     Attributes:
         writes: actions of the last reconcile that would write to the API server.
         events: reasons of all events so far.
-        recorded: all events so far, the same ones once.
-        graces: seconds that each deleted pod was given, by name; None is the pod's own.
-        refuses: what the API server refuses to write, by kind and pattern of names, and in which words.
+        recorded: all distinct events so far.
+        graces: grace period in seconds of each deleted pod, by name; None for the pod's own.
+        refuses: writes that the API server refuses: kind and name pattern, with the message.
         refuses_pods: why no pod may be created now, or "".
-        quota_is_full: whether a quota has no room for one more pod now.
-        unanswered: what the API server does not answer now: kinds and patterns of names.
-        unmade: pods that this process decided to make, and that have never existed.
-        asked: those of them that the API server did not answer for.
-        holds: names that objects have which will go, and in which words, by kind and name.
-        webhook: what becomes of each object but pods that is stored.
-        pod_webhook: what becomes of each pod that is stored.
-        strangers: pods that are stored and are not known as ours.
+        quota_is_full: whether a quota has no room for another pod now.
+        unanswered: kinds and name patterns that the API server does not answer now.
+        unmade: pods that this process decided to create but that never existed.
+        asked: the subset of `unmade` whose creates had no answer.
+        holds: names that objects in deletion still have, by kind and name, with the message.
+        webhook: changes each stored object other than pods.
+        pod_webhook: changes each stored pod.
+        strangers: stored pods that the operator does not recognize as its own.
         status_managers: field managers that have written the status.
-        pod_taker: whether another controller takes the labels off each pod right after it was created.
-        rival: what another operator makes of each status that is written.
-        calm: whether the budget of pods must never hold anything back, nor the recorder drop an event.
-        budget: what the resource caused of late.
-        held_back: kinds of all actions that it held back so far.
-        caused: moments at which an action ran, by its kind: pods, status writes and events.
-        meddler: does to stored objects what another controller does after each reconcile.
-        written: what was written of late, of one generation.
-        refusals: what was refused when it was last tried.
-        admitted: revisions of which the API server said that it would take their objects.
-        tried: revisions that it was asked about, each time.
-        silent: whether it says nothing of a revision that it is asked about.
-        gangs: gang schedulers that the cluster has.
-        served_too: API versions in which the cluster shows objects of another version too, by that version.
-        look_again_s: when the next look is due, should nothing happen before.
-        kept_in: which pods of the namespace policies of others keep in; None while that is not known.
-        passed_s: by a clock that is never set; `now` is of one that may be.
-        connecting: how long the operator has seen ranks of groups connect.
+        pod_taker: whether another controller removes the labels of each pod after its creation.
+        rival: changes each written status, as another operator would.
+        calm: asserts that the budget never delays pods and the recorder never drops an event.
+        budget: recent actions of the resource.
+        held_back: kinds of all actions that the budget delayed so far.
+        caused: times of the actions by kind: pods, status writes and events.
+        meddler: changes stored objects after each reconcile, as another controller would.
+        written: recent writes of one generation.
+        refusals: refusals of the last attempts.
+        admitted: revisions whose objects the API server accepts.
+        tried: revision of each dry run.
+        silent: whether the API server does not answer dry runs.
+        gangs: gang schedulers of the cluster.
+        served_too: additional API versions under which the cluster lists objects, by their version.
+        look_again_s: seconds until the next check if no event comes.
+        kept_in: pod selectors of other egress policies in the namespace; None while unknown.
+        passed_s: elapsed time by a clock that is never set; `now` may be set.
+        connecting: time for which the operator has seen ranks of groups connect.
     """
 
     spec: dict[str, Any]
@@ -210,7 +210,7 @@ class World:
     connecting: SeenTime[tuple[int, int]] = field(default_factory=SeenTime)
 
     def observe(self) -> ResourceObservation:
-        """Returns the observation of now."""
+        """Builds the current observation."""
         resource = ResourceView(
             key=ResourceKey(namespace="default", name="demo"),
             uid="uid-demo",
@@ -246,17 +246,16 @@ class World:
         )
 
     def _shown_objects(self) -> tuple[dict[str, Any], ...]:
-        """Returns the objects as caches show them: one that is served in two versions is in both caches."""
+        """Lists the objects as caches do: an object with two served API versions appears twice."""
         stored = [stored for (kind, _), stored in self.objects.items() if kind != "Secret"]
         again = [each for each in stored if each["apiVersion"] in self.served_too]
         return (*stored, *({**each, "apiVersion": self.served_too[each["apiVersion"]]} for each in again))
 
     def step(self, *, in_real_time: bool = False) -> Decision:
-        """Runs one reconcile and what it decides.
+        """Runs one reconcile and its actions.
 
         Args:
-            in_real_time: whether the clock tells how long ago the last status was written; if not, it was
-                long ago.
+            in_real_time: whether the time since the last status write counts; otherwise it was long ago.
         """
         if not in_real_time:
             self.budget.status_writes = Window(STATUS_WRITES_WITHIN)
@@ -287,14 +286,14 @@ class World:
         return decision
 
     def _record(self, event: RecordEvent) -> None:
-        """Records an event; EventRecorder counts the same again in the first one's series."""
+        """Records an event; EventRecorder counts a repeated event in the series of the first."""
         if event not in self.recorded:
             self._note_caused(event)
         self.recorded.add(event)
         self.events.append(event.reason)
 
     def _meddle(self) -> None:
-        """Does what others do after each reconcile."""
+        """Applies the changes of other writers after each reconcile."""
         self.meddler(self.objects)
         if self.pod_taker:
             taken = [name for name, pod in self.pods.items() if not pod.started and not _is_inspect(pod)]
@@ -306,23 +305,23 @@ class World:
             self.version += 1
 
     def _why_refused(self, action: Write) -> tuple[str, str] | None:
-        """Returns reason and words of why an action is refused, or None."""
+        """Returns reason and message of a refusal, or None."""
         if isinstance(action, TryObjects) and self.silent:
             self.tried.append(action.revision)
-            return NOT_ANSWERED, "the answer is awaited"
+            return NOT_ANSWERED, "waiting for the answer"
         if self._is_unanswered(action):
             self.asked.add(subject(action, "demo")[1])
             return NOT_ANSWERED, "no answer"
         if words := self._refused(action) or self._over_quota(action):
             return OBJECT_REFUSED, words
         if is_pod(action) and self._is_taken(action):
-            return NAME_TAKEN, "a pod of this name belongs to somebody else"
+            return NAME_TAKEN, "a pod of this name has another owner"
         if words := self.holds.get(subject(action, "demo"), ""):
             return NAME_HELD, words
         return None
 
     def _do(self, action: Write, acting: Acting) -> None:
-        """Runs an action that nobody refuses."""
+        """Runs an action that is not refused."""
         if isinstance(action, TryObjects):
             self.admitted = frozenset({action.revision})
         writes = not self._is_there(action)
@@ -354,12 +353,12 @@ class World:
         return any(_is_meant(found, kind, name) for found in self.unanswered)
 
     def live(self, seconds: float) -> int:
-        """Lets time go on, with a look whenever one is due or something was written; returns how many."""
+        """Lets time pass and runs each due reconcile; returns the number of reconciles."""
         end, looks = self.now + timedelta(seconds=seconds), 0
         while self.now < end:
             self.step(in_real_time=True)
             looks += 1
-            # One look a second is right: a status that cannot be written is tried again so often.
+            # One reconcile a second is correct: the operator retries a failed status write each second.
             assert looks < 1000 + seconds, f"{looks} looks in {seconds - (end - self.now).total_seconds()} s"
             due_s = seconds if self.look_again_s is None else self.look_again_s
             wait_s = 0.05 if self.writes else max(due_s, 0.05)
@@ -367,27 +366,27 @@ class World:
         return looks
 
     def _is_taken(self, action: Write) -> bool:
-        """Returns whether somebody else's pod has the name of one that is to be created."""
+        """Checks whether a foreign pod has the name of a pod to be created."""
         name = subject(action, "demo")[1]
         return name in self.strangers or (name in self.pods and self.pods[name].uid.startswith("forged"))
 
     def _note_caused(self, action: Action) -> None:
-        """Notes what an action caused, and that it is within its bound."""
+        """Records an action, and checks its limit."""
         kinds = {PatchStatus: "status writes", RecordEvent: "events", CreateObject: "pods"}
         kind = kinds.get(type(action))
         if kind is None or (kind == "pods" and not is_pod(action)):
             return
         within, most = BOUNDS[kind]
-        # A clock that was set back says nothing of what was before.
+        # After a clock step back, earlier times are not comparable.
         moments = [moment for moment in self.caused.get(kind, ()) if self.now >= moment > self.now - within]
         self.caused[kind] = [*moments, self.now]
         if kind == "pods":
             most = most_pods(wanted_pods(self.observe().resource))
-        if kind != "events" or self.calm:  # EventRecorder drops the others
+        if kind != "events" or self.calm:  # EventRecorder drops further events
             assert len(moments) < most, f"{len(moments) + 1} {kind} within {within}"
 
     def _changed(self, action: Write) -> str:
-        """Returns in which words an object is said to be another one than was written, or ""."""
+        """Returns the message about an object that differs from the written one, or ""."""
         if is_pod(action):
             assert isinstance(action, CreateObject)
             name = action.manifest["metadata"]["name"]
@@ -410,7 +409,7 @@ class World:
         return self.written[1].note(kind, name, action.manifest, self.now)
 
     def _refused(self, action: Write) -> str:
-        """Returns in which words an action is refused, or ""."""
+        """Returns the message of a refused action, or ""."""
         if isinstance(action, TryObjects):
             self.tried.append(action.revision)
             tried = (self._refused(CreateObject(manifest=manifest)) for manifest in action.manifests)
@@ -422,12 +421,12 @@ class World:
         return next(filter(None, refused), "")
 
     def _over_quota(self, action: Write) -> str:
-        """Returns in which words a quota refuses a pod, or ""; a dry run asks no quota."""
+        """Returns the message of a quota that refuses a pod, or ""; a dry run does not check quotas."""
         full = is_pod(action) and self.quota_is_full()
         return "exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9" if full else ""
 
     def idle_actions(self) -> list[Action]:
-        """Returns what a reconcile would do now, though nothing has changed; none in a world at rest."""
+        """Returns the actions of a reconcile without any change; none in a world at rest."""
         acting = Acting("demo", self.refusals, self.now)
         decided = reconcile(self.observe(), self.now, self.options).actions
         return [
@@ -437,7 +436,7 @@ class World:
         ]
 
     def _is_there(self, action: Write) -> bool:
-        """Returns whether an action would create what exists, which is as good."""
+        """Checks whether an action would create an existing object, which has no effect."""
         return (
             isinstance(action, CreateObject) and action.may_exist and subject(action, "demo") in self.objects
         )
@@ -451,7 +450,7 @@ class World:
         raise AssertionError(f"still writing after {reconciles} reconciles: {self.writes}")
 
     def serve(self) -> None:
-        """Brings a resource from nothing to Ready, with pods that do what they should."""
+        """Runs a new resource to Ready; all pods behave well."""
         self.settle()
         self.answer_inspection()
         self.settle()
@@ -459,17 +458,17 @@ class World:
         self.settle()
 
     def answer_inspection(self, message: str = PROFILE.to_json(), exit_code: int = 0) -> None:
-        """Ends every inspect pod with this answer."""
+        """Ends every inspect pod with this result."""
         ended = ContainerTermination(exit_code=exit_code, message=message)
         self._change(lambda pod: replace(pod, termination=ended) if _is_inspect(pod) else pod)
 
     def all_ready(self) -> None:
-        """Turns every living worker pod ready."""
+        """Makes every running worker pod ready."""
         self.all_started()
         self._change(lambda pod: replace(pod, ready=not pod.ended))
 
     def all_started(self) -> None:
-        """Has a node run every worker pod that has not ended before."""
+        """Starts every worker pod that has not ended."""
 
         def start(pod: PodView) -> PodView:
             if pod.ended and not pod.started:
@@ -486,19 +485,19 @@ class World:
         )
 
     def delete_pod(self, name: str) -> None:
-        """Deletes a pod as a user would: it is there until `reap`."""
+        """Deletes a pod as a user would; it exists until `reap`."""
         gone_by = self.now + timedelta(seconds=_GRACE_S)
         self.pods[name] = replace(self.pods[name], deleting=True, gone_by=gone_by)
 
     def relabel(self, name: str, **labels: str | None) -> None:
-        """Has somebody write labels of a pod, `pod_index` for heteroinfer.dev/pod-index, or take them off."""
+        """Writes or removes labels of a pod (None); `pod_index` stands for heteroinfer.dev/pod-index."""
         changed = {f"{names.API_GROUP}/{key.replace('_', '-')}": value for key, value in labels.items()}
         merged = {**self.pods[name].labels, **changed}
         kept = {key: value for key, value in merged.items() if value is not None}
         self.pods[name] = replace(self.pods[name], labels=kept)
 
     def put_labels_back(self) -> None:
-        """Has somebody give every pod the labels that it was made with, and no others."""
+        """Restores the labels that every pod was created with, and removes all others."""
         self._change(lambda pod: replace(pod, labels=self.manifests[pod.name]["metadata"]["labels"]))
 
     def message(self, kind: str) -> str:
@@ -506,7 +505,7 @@ class World:
         return next(str(c.get("message", "")) for c in self.status["conditions"] if c["type"] == kind)
 
     def reap(self) -> None:
-        """Lets pods that are being deleted go."""
+        """Removes pods in deletion."""
         self.pods = {n: pod for n, pod in self.pods.items() if not pod.deleting or pod.finalizers}
 
     def advance_time(self, seconds: float) -> None:
@@ -515,7 +514,7 @@ class World:
         self.passed_s += seconds
 
     def set_clock(self, seconds: float) -> None:
-        """Sets the clock forward or back; no time passes."""
+        """Sets the clock forward or back without passing time."""
         self.now += timedelta(seconds=seconds)
 
     def change_spec(self, **changes: Any) -> None:
@@ -526,7 +525,7 @@ class World:
         self.refusals = asked_anew(self.refusals, self.now)
 
     def restart_operator(self) -> None:
-        """Has the operator forget what it keeps in memory only."""
+        """Clears the operator's memory."""
         self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
         self.budget, self.caused = Budget(), {}
         self.connecting = SeenTime()
@@ -547,10 +546,10 @@ class World:
     def _run(self, action: Write) -> None:
         match action:
             case RemoveFinalizer():
-                # A reconcile follows the version through its own writes.
+                # A reconcile updates the version with its own writes.
                 self.finalizers = tuple(name for name in self.finalizers if name != names.FINALIZER)
             case PatchStatus(status=status, resource_version=version):
-                assert version == str(self.version), "status decided on an older resource"
+                assert version == str(self.version), "the status is based on an older resource"
                 self.status = dict(status)
                 self.version += 1
             case CreateObject() if self._is_there(action):
@@ -594,7 +593,7 @@ class World:
 
 
 def _as_sent(actions: Sequence[Action]) -> list[Action]:
-    """Returns actions in the order of their requests: the first pod of each group comes before all others."""
+    """Orders actions like their requests: the first pod of each group precedes all others."""
     pods = [action for action in actions if is_pod(action)]
     scopes = [action.scopes if isinstance(action, CreateObject) else frozenset() for action in pods]
     firsts = [pod for index, pod in enumerate(pods) if scopes[index] not in scopes[:index]]
@@ -603,7 +602,7 @@ def _as_sent(actions: Sequence[Action]) -> list[Action]:
 
 
 def _is_ours(pod: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
-    """Returns whether the operator knows a stored pod as the one that it sent."""
+    """Checks whether the operator recognizes a stored pod as its own."""
     owners = pod["metadata"].get("ownerReferences") or ()
     is_owned = any(owner.get("controller") and owner["uid"] == "uid-demo" for owner in owners)
     own = sent["metadata"]["labels"][names.LABEL_RESOURCE]
@@ -611,7 +610,7 @@ def _is_ours(pod: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
 
 
 def _is_inspect(pod: PodView) -> bool:
-    return "-inspect-" in pod.name or "-fetch-" in pod.name  # whatever its labels say
+    return "-inspect-" in pod.name or "-fetch-" in pod.name  # independent of its labels
 
 
 def _is_meant(found: tuple[str, str], kind: str, name: str) -> bool:
@@ -619,6 +618,6 @@ def _is_meant(found: tuple[str, str], kind: str, name: str) -> bool:
 
 
 def waits(text: str) -> Waiting | None:
-    """Returns what a kubelet says of a container that waits, from `Reason: words`; None for ""."""
+    """Builds a kubelet's report of a waiting container from `Reason: words`; None for ""."""
     reason, _, message = text.partition(": ")
     return Waiting(reason, message) if text else None
