@@ -1,7 +1,7 @@
 """The interface between decisions and the cluster: observations and actions.
 
-Pure: values and a Protocol. The package `kube` implements the interface on Kubernetes, `local` on processes
-of this machine.
+Pure: contains values and a Protocol. The package `kube` implements the interface on Kubernetes, `local` on
+processes of this machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class PodView:
         gone_by: end of the grace period of a pod that is being deleted, or None. By the clock of this
         process,
             like the time of a reconcile.
-        started: whether the worker container runs or ran. Before, none of its ranks can have sent anything.
+        started: whether the worker container runs or ran. Before, its ranks cannot have sent anything.
         phase: Pending, Running, Succeeded or Failed.
         reason: reason in the pod's status, for example `Evicted`.
         finalizers: finalizers that block the pod's deletion. None of them is ours.

@@ -22,8 +22,8 @@ class Health:
 
     Attributes:
         stale_s: the process is stuck if its last resync is older, in seconds.
-        waits_for: description of what the startup waits for; "" once the operator works.
-        left_out: returns a description of what the operator cannot do now; "" if nothing.
+        waits_for: condition that the startup waits for; "" once the operator works.
+        left_out: returns a description of missing functions; "" if the operator works completely.
         standby: whether another replica holds the Lease. A standby replica counts as ready.
         resynced_at: time of the last resync attempt or of the start of work; None before.
         stale_caches: labels of caches that received nothing for long. A resync over them does not count.
@@ -85,8 +85,7 @@ async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIte
         return web.Response(text=text, status=503 if waiting else 200)
 
     async def exposition(request: web.Request) -> web.Response:
-        # In a thread, because a thousand resources have tens of thousands of lines and reconciles must not
-        # wait.
+        # In a thread: a thousand resources have tens of thousands of lines, and reconciles must not wait.
         body = await asyncio.to_thread(metrics.exposition)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})
 

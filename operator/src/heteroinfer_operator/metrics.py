@@ -198,7 +198,7 @@ class _ResourceCollector(Collector):
         ]
         yield _phases(group for _, group in groups)
         yield _conditions(known)
-        yield from _of_groups(groups)
+        yield from _group_families(groups)
 
     def describe(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Yields the metric families. The registry reads only their names."""
@@ -229,7 +229,7 @@ def _conditions(known: Iterable[tuple[ResourceKey, _Resource]]) -> GaugeMetricFa
     return family
 
 
-def _of_groups(
+def _group_families(
     groups: list[tuple[tuple[str, str, str], _KeptGroup]],
 ) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -172,14 +172,14 @@ class Operator:
             queue.add(key)
 
         def nodes_changed() -> None:
-            self._look_soon(queue, "nodes", self._known)
+            self._reconcile_soon(queue, "nodes", self._known)
 
         cluster_state = ClusterState(
             server,
             namespaces=self._settings.watch_namespaces,
             touched=touched,
             nodes_changed=nodes_changed,
-            capacity_freed=lambda: self._look_soon(queue, "capacity", self._without_capacity),
+            capacity_freed=lambda: self._reconcile_soon(queue, "capacity", self._without_capacity),
             kept=self._build_kept(server, changed=nodes_changed),
             operator_class=self._settings.operator_class,
         )
@@ -269,7 +269,7 @@ class Operator:
         else:
             self._without_capacity.discard(key)
 
-    def _look_soon(self, queue: WorkQueue, cause: str, keys: set[ResourceKey]) -> None:
+    def _reconcile_soon(self, queue: WorkQueue, cause: str, keys: set[ResourceKey]) -> None:
         """Reconciles resources after NODES_SETTLE_S. Further changes with the same cause add no reconcile."""
 
         def look_again() -> None:
@@ -334,7 +334,7 @@ class Operator:
 
 
 def _left_out(cluster_state: ClusterState) -> str:
-    """Describes what the operator cannot do now, or ""."""
+    """Describes functions that are missing while the operator works, or ""."""
     if unreadable := cluster_state.unreadable():
         return f"cannot read the namespaces {some_of(sorted(unreadable))}"
     if unlisted := cluster_state.unsynced():

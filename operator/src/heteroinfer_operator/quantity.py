@@ -43,7 +43,7 @@ _QUANTITY: Final = re.compile(
 _MOST: Final = Fraction(2**63 - 1)
 _LEAST: Final = Fraction(1, 10**9)
 _DIGITS_READ: Final = 80
-"""Significant digits that are read. The bounds above need 28 of them."""
+"""Significant digits that are read. The bounds above need 28 digits."""
 _MOST_EXPONENT: Final = 10**9
 _REMEMBERED: Final = 64
 """Most characters of a cached text. Other clients may store texts of a megabyte."""

@@ -33,7 +33,6 @@ class ReportClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Closes all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -43,7 +42,7 @@ class ReportClient:
         """Returns a leader's report on its group, complete if the leader accepts the reader's key.
 
         Raises:
-            NO_ANSWER: one of these errors; ContractError also if the report is not signed.
+            NO_ANSWER: the request failed (any class of this tuple). ContractError: the report is not signed.
         """
         async with asyncio.timeout(timeout_s):
             for _ in range(2):  # without an earlier challenge, the first answer only contains a challenge
@@ -69,7 +68,7 @@ class ReportClient:
     async def _get(
         self, host: str, port: int, path: str, timeout_s: float, headers: Mapping[str, str] = _NO_HEADERS
     ) -> tuple[str, Mapping[str, str]]:
-        """Returns the body and the headers of a 200; raises one of NO_ANSWER."""
+        """Returns the body and the headers of an answer with status 200; raises one of NO_ANSWER."""
         if self._session is None:
             # Connect directly: no proxy from the environment, and no redirects below. Use a new connection
             # for each request, because a kept connection would not show that the node is gone.

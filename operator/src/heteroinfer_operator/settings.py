@@ -142,7 +142,9 @@ class InstallationSettings:
             worker_image_gpu=read.text("WORKER_IMAGE_GPU", ""),
             worker_pull_policy=read.choice("WORKER_PULL_POLICY", ("", "Always", "IfNotPresent", "Never")),
             worker_pull_secrets=read.listed("WORKER_PULL_SECRETS", _SECRET, "names of Secrets"),
-            allowed_worker_images=read.listed("ALLOWED_WORKER_IMAGES", _IMAGE, "images or prefixes of them"),
+            allowed_worker_images=read.listed(
+                "ALLOWED_WORKER_IMAGES", _IMAGE, "images or prefixes of images"
+            ),
             allowed_host_paths=read.listed("ALLOWED_HOST_PATHS", _PATH, "absolute paths"),
             allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
             allow_remote_code=read.flag("ALLOW_REMOTE_CODE", default=False),

@@ -241,8 +241,8 @@ class WorkQueue:
 
     async def _work(self, key: ResourceKey) -> None:
         state = self._keys[key]
-        room = _Room(self._slots)
-        slow = asyncio.get_running_loop().call_later(self._slow_s, room.give_back)
+        slot = _ReconcileSlot(self._slots)
+        slow = asyncio.get_running_loop().call_later(self._slow_s, slot.give_back)
         waiters, state.waiters = state.waiters, []
         state.waiting, state.run = False, object()
         _RUN.set(state.run)
@@ -251,13 +251,13 @@ class WorkQueue:
             await self._process_once(key, state)
         finally:
             slow.cancel()
-            room.give_back()
-            self._look_at_changes(key, state)
+            slot.give_back()
+            self._finish(key, state)
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _look_at_changes(self, key: ResourceKey, state: _Key) -> None:
+    def _finish(self, key: ResourceKey, state: _Key) -> None:
         """Ends a reconcile. Changes during it start another reconcile."""
         looked_at = state.changed_by_others or (state.changed and not state.failures)
         state.run, state.changed, state.changed_by_others = None, False, False
@@ -321,7 +321,7 @@ class WorkQueue:
 
 
 @dataclass(slots=True)
-class _Room:
+class _ReconcileSlot:
     """The slot of one reconcile. `give_back` frees it once."""
 
     slots: asyncio.Semaphore

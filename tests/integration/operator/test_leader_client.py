@@ -190,9 +190,9 @@ async def test_a_200_without_a_report_is_ignored(leader: Leader, body: str) -> N
     try:
         for _ in range(2):
             assert await client.observe([pod(leader.port, ready=False)]) == {}
-        (reported,) = client.take_nonsense(pod(leader.port).key)
+        (reported,) = client.take_invalid_reports(pod(leader.port).key)
         assert reported.startswith("pod a: ignoring its invalid report: ")
-        assert client.take_nonsense(pod(leader.port).key) == []
+        assert client.take_invalid_reports(pod(leader.port).key) == []
     finally:
         await client.close()
 

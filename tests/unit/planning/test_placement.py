@@ -279,7 +279,7 @@ def test_pods_that_no_zone_holds_together_are_refused_with_what_is_missing() -> 
         "a: needs 4 pods (role r) with 4 CPUs, and there is capacity for 3; "
         "nodes a0, a1, a2 have capacity for 1; "
         "b: needs 4 pods (role r) with 4 CPUs, and there is capacity for 2; "
-        "nodes b0, b1 have capacity for 1; podAffinity of these pods requires one value for all of them"
+        "nodes b0, b1 have capacity for 1; the podAffinity of these pods requires one value for all pods"
     )
     assert reported(app(1, near=(NEAR,)), node("bare")) == (
         f"needs 1 pod (role r) with 4 CPUs; node bare has no label {ZONE}, which the pod's podAffinity names"

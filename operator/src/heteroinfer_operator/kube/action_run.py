@@ -83,7 +83,7 @@ class Callbacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class ActionContext:
     """Collaborators that run actions."""
 
     server: ApiServer
@@ -102,8 +102,8 @@ class ActionRun:
         kept: state of the resource, after `begin`.
     """
 
-    def __init__(self, ways: Ways, observation: ResourceObservation, kept: Kept) -> None:
-        self._ways = ways
+    def __init__(self, context: ActionContext, observation: ResourceObservation, kept: Kept) -> None:
+        self._context = context
         self._resource = observation.resource.without_fields()  # requests may run for long
         self._kept = kept
         self._acting = kept.acting
@@ -130,8 +130,8 @@ class ActionRun:
             self._promise(actions)
             if await self._write_resource(actions):
                 for event in (action for action in actions if isinstance(action, RecordEvent)):
-                    self._ways.recorder.record(self._resource, event)
-            self._until_s = asyncio.get_running_loop().time() + self._ways.patience_s
+                    self._context.recorder.record(self._resource, event)
+            self._until_s = asyncio.get_running_loop().time() + self._context.patience_s
             for stage in _stages(actions):
                 await self._run_stage(stage)
             for action in actions:
@@ -150,10 +150,10 @@ class ActionRun:
         creates = [action.manifest for action in actions if isinstance(action, CreateObject)]
         pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
         self._kept.promises.close()
-        self._kept.promises.enter_context(self._ways.cluster_state.promising(pods))
+        self._kept.promises.enter_context(self._context.cluster_state.promising(pods))
 
     async def _try_objects(self, action: TryObjects) -> None:
-        await self._ways.dry_runs.find(self._resource, action, patience_s=self._left_s())
+        await self._context.dry_runs.find(self._resource, action, patience_s=self._left_s())
 
     def _left_s(self) -> float:
         return max(0.0, self._until_s - asyncio.get_running_loop().time())
@@ -173,7 +173,7 @@ class ActionRun:
             self._hold([PatchStatus(status={}, resource_version="")])
             self._status_s = STATUS_AGAIN_S
         elif not statuses:  # the stored status is up to date
-            self._ways.callbacks.status_written(self._resource.key, True)
+            self._context.callbacks.status_written(self._resource.key, True)
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
         if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # send nothing and count nothing
             self._hold(writes)
@@ -184,7 +184,7 @@ class ActionRun:
             return not statuses
         task = self._start(self._write_in_turn(due), f"status of {self._resource.key}")
         self._kept.status_tries.add(task)
-        await asyncio.wait({task}, timeout=self._ways.patience_s)
+        await asyncio.wait({task}, timeout=self._context.patience_s)
         if not task.done():
             self._hold(due)
             self._not_written(self._kept.status_tries.wait_s())
@@ -193,7 +193,7 @@ class ActionRun:
         return not statuses or statuses[0] in due
 
     def _not_written(self, again_s: float) -> None:
-        self._ways.callbacks.status_written(self._resource.key, False)
+        self._context.callbacks.status_written(self._resource.key, False)
         self._status_s = again_s
 
     def _hold(self, actions: Iterable[Write]) -> None:
@@ -208,7 +208,7 @@ class ActionRun:
                 else:
                     await self._remove_finalizer()
             except ConflictError as error:
-                self._met(action, error)
+                self._note_conflict(action, error)
                 break
             except ChildError as error:
                 self._refused(action, error.reason, error.message)
@@ -218,20 +218,20 @@ class ActionRun:
                     self._hold(actions)
                     self._not_written(_RETRY_STATUS_S)
                     return
-                self._ways.callbacks.status_written(self._resource.key, False)
+                self._context.callbacks.status_written(self._resource.key, False)
                 self._refused(action, OBJECT_REFUSED, refused_words(action, error.said))
             else:
                 self._current().done(action)
                 self._kept.status_tries.cancel(but=asyncio.current_task())
-                self._ways.callbacks.status_written(self._resource.key, True)
+                self._context.callbacks.status_written(self._resource.key, True)
         if self._over:
-            self._ways.callbacks.wake(self._resource.key)
+            self._context.callbacks.wake(self._resource.key)
 
     async def _patch_status(self, action: PatchStatus) -> None:
         observed = action.resource_version == self._resource.resource_version
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
         body = self._body({"status": action.status}, self._version if observed else action.resource_version)
-        await self._write(self._ways.server.update(path, body, lane=RequestLane.STATUS))
+        await self._write(self._context.server.update(path, body, lane=RequestLane.STATUS))
 
     async def _remove_finalizer(self) -> None:
         wanted = tuple(f for f in self._finalizers if f != names.FINALIZER)
@@ -239,7 +239,7 @@ class ActionRun:
             return
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name)
         body = self._body({"metadata": {"finalizers": list(wanted)}}, self._version)
-        await self._write(self._ways.server.merge(path, body, lane=RequestLane.STATUS))
+        await self._write(self._context.server.merge(path, body, lane=RequestLane.STATUS))
         self._finalizers = wanted
         if self._kept.written.note(names.KIND, names.FINALIZER, None, self._current().now):
             raise finalizer_set_each_time(self._resource)
@@ -263,10 +263,10 @@ class ActionRun:
         except ApiError as error:
             if error.status not in (CONFLICT, NOT_FOUND):
                 raise
-            self._ways.cluster_state.resources.doubt(self._resource.key)
+            self._context.cluster_state.resources.doubt(self._resource.key)
             raise ConflictError(error.message) from error
         self._version = stored["metadata"]["resourceVersion"]
-        self._ways.cluster_state.resources.note_written(stored)
+        self._context.cluster_state.resources.note_written(stored)
 
     # Writes to children.
 
@@ -332,7 +332,7 @@ class ActionRun:
             if self._kept.under_way.get(found) is self._launched.get(found):  # not a later attempt
                 self._kept.under_way.pop(found, None)
         if self._over:
-            self._ways.callbacks.wake(self._resource.key)
+            self._context.callbacks.wake(self._resource.key)
 
     async def _create_pods(self, creates: Sequence[CreateObject]) -> None:
         """Creates pods of one epoch. If the epoch has no pod yet, creates one pod before the others.
@@ -354,11 +354,11 @@ class ActionRun:
         """Runs an action on a child; returns whether it succeeded."""
         match action:
             case CreateObject():
-                work = self._in_slot(self._ways.objects.create(self._resource, self._kept, action))
+                work = self._in_slot(self._context.objects.create(self._resource, self._kept, action))
             case ApplyObject():
-                work = self._in_slot(self._ways.objects.apply(self._resource, self._kept, action.manifest))
+                work = self._in_slot(self._context.objects.apply(self._resource, self._kept, action.manifest))
             case DeleteObject():
-                work = self._ways.objects.delete(self._resource, self._kept, action)
+                work = self._context.objects.delete(self._resource, self._kept, action)
             case _:
                 raise AssertionError(f"{action} does not write a child")
         try:
@@ -375,7 +375,7 @@ class ActionRun:
         try:
             await work
         except ConflictError as error:
-            self._met(action, error)
+            self._note_conflict(action, error)
         except ChildError as error:
             self._refused(action, error.reason, error.message)
         except ApiError as error:
@@ -395,7 +395,7 @@ class ActionRun:
             self._kept.acting.now = datetime.now(UTC)
         return self._kept.acting
 
-    def _met(self, action: Write, error: ConflictError) -> None:
+    def _note_conflict(self, action: Write, error: ConflictError) -> None:
         self._current().conflicted(action)
         self._conflict = self._conflict or error
 
@@ -411,7 +411,7 @@ class ActionRun:
         news = self._current().refused(action, reason, message)
         if news is not None:
             event = RecordEvent(reason=reason, message=message[:1000], warning=True)
-            self._ways.recorder.record(self._resource, event)
+            self._context.recorder.record(self._resource, event)
 
     def _start(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
         return start_task(work, name=name, failed=self._report)

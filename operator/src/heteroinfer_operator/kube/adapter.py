@@ -16,7 +16,7 @@ from heteroinfer_operator.cluster import (
     ResourceObservation,
     ResourceView,
 )
-from heteroinfer_operator.kube.action_run import PATIENCE_S, ActionRun, Callbacks, Ways
+from heteroinfer_operator.kube.action_run import PATIENCE_S, ActionContext, ActionRun, Callbacks
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
@@ -65,7 +65,7 @@ class KubeCluster:
         self._unlabelled = UnlabelledPods(server, wake=self._callbacks.wake)
         self._left = LeftPods(server, cluster_state, wake=self._callbacks.wake)
         self._pending = PendingPods(server, wake=self._callbacks.wake)
-        self._ways = Ways(
+        self._context = ActionContext(
             server=server,
             cluster_state=cluster_state,
             objects=ObjectWrites(server, cluster_state, self._unlabelled),
@@ -103,9 +103,9 @@ class KubeCluster:
             groups, fetch = await asyncio.gather(
                 self._groups.observe(ours, anew=unwatched), self._groups.observe_fetch(ours)
             )
-            for text in self._groups.take_nonsense(key):
+            for text in self._groups.take_invalid_reports(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
-                self._ways.recorder.record(resource, event)
+                self._context.recorder.record(resource, event)
             # Read after the last await, like everything below, so that all values are from one moment.
             pods = self._cluster_state.pods(key, resource.uid)
             shown = {pod.view.name for pod in pods}
@@ -194,7 +194,7 @@ class KubeCluster:
         key = observation.resource.key
         kept = self._kept_of(observation.resource)
         kept.begin(observation.resource, observation.refusals, actions)
-        again_s = await ActionRun(self._ways, observation, kept).run_all(actions)
+        again_s = await ActionRun(self._context, observation, kept).run_all(actions)
         waits = [again_s, LOOK_AGAIN_S if self._unlabelled.are_there(key) else None]
         waits.append(self._pending.look_again_s(key))
         return min((wait for wait in waits if wait is not None), default=None)

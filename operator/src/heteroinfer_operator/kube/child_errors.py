@@ -25,7 +25,7 @@ from heteroinfer_operator.reconcile.refusals import (
 )
 
 _NAMED_FIELDS: Final = 5
-_OF_LIMIT_RANGE: Final = re.compile(
+_LIMIT_RANGE_ERROR: Final = re.compile(
     r"(maximum|minimum) [a-z.-]+ usage per (Container|Pod) is|max limit to request ratio per|"
     r"must be less than or equal to [a-z.-]+ limit"
 )
@@ -63,7 +63,7 @@ def _resources_advice(action: Action, said: str) -> str:
         return lower
     if "failed quota:" in said:
         return limits
-    return fitting if _OF_LIMIT_RANGE.search(said) else ""
+    return fitting if _LIMIT_RANGE_ERROR.search(said) else ""
 
 
 def _image_volume_advice(action: Action, said: str) -> str:
@@ -113,7 +113,7 @@ def name_taken(what: str) -> ChildError:
 def name_held(what: str, stored: Manifest) -> ChildError:
     """Builds the error for a name that an object still has, which will disappear."""
     return ChildError(
-        f"{what} {_describe_going(stored)}. The operator needs this name and waits", reason=NAME_HELD
+        f"{what} {_describe_deletion(stored)}. The operator needs this name and waits", reason=NAME_HELD
     )
 
 
@@ -149,7 +149,7 @@ def deleted_each_time(what: str) -> ChildError:
     )
 
 
-def made_each_time(what: str) -> ChildError:
+def created_each_time(what: str) -> ChildError:
     """Builds the error for an obsolete object that others create each time the operator deletes it."""
     return ChildError(
         f"{what}: another controller or a user creates it each time the operator deletes it, although it "
@@ -173,7 +173,7 @@ def not_answered(what: str) -> ChildError:
     """Builds the error for a new revision that the API server has not validated yet.
 
     Args:
-        what: why there is no answer yet.
+        what: why the answer is missing.
     """
     return ChildError(
         "waiting for the API server to validate the pods and ConfigMaps of the new revision by a dry run "
@@ -182,7 +182,7 @@ def not_answered(what: str) -> ChildError:
     )
 
 
-def _describe_going(stored: Manifest) -> str:
+def _describe_deletion(stored: Manifest) -> str:
     metadata = stored["metadata"]
     if "deletionTimestamp" not in metadata:
         return f"belongs to an earlier {names.KIND} of this name and still exists"

@@ -106,7 +106,7 @@ class DryRuns:
         try:
             await self._try_create(manifest)
         except ApiError as error:
-            if error.is_of_object:
+            if error.blames_object:
                 words = refused_words(CreateObject(manifest=manifest), error.said)
                 raise ChildError(words, reason=OBJECT_REFUSED) from error
             # The plan's ConfigMap may exist already, because another revision has the same plan.

@@ -25,7 +25,7 @@ RETRY_FIRST_S: Final = 1.0
 RETRY_MOST_S: Final = 30.0
 """Longest pause after a check without an answer, or a failed task."""
 LISTED_S: Final = 20.0
-"""A gang scheduler whose objects cannot be listed for so long is reported."""
+"""The operator logs a gang scheduler whose objects cannot be listed within this time."""
 
 _SIGNS: Final = MappingProxyType(
     {

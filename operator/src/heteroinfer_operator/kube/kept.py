@@ -141,7 +141,7 @@ class Kept:
     def begin(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]
     ) -> Acting:
-        """Starts a decision; returns the record of which of its actions may run."""
+        """Starts a decision; returns the object that decides which actions may run now."""
         if resource.generation != self.generation:
             self.written = WrittenAgain()
         self.generation = resource.generation

@@ -25,7 +25,7 @@ TIMEOUT_S: Final = 0.5
 UNREADY_TIMEOUT_S: Final = 0.2
 """Timeout for the leader of a group that is not Ready. It may be failing, and the decision must not wait."""
 KEEP_S: Final = 10.0
-SAY_AGAIN_S: Final = 600.0
+REPORT_AGAIN_S: Final = 600.0
 """Pause between two events about invalid reports of the same leader."""
 ASK_AGAIN_S: Final = 1.0
 """Interval of requests to a leader that answered before and cannot be reached, until SURE_AFTER_S."""
@@ -38,7 +38,7 @@ WATCH_S: Final = 1.0
 MOST_TRIED: Final = 200
 """Most leaders that get a test connection within one WATCH_S. If there are more, they take turns."""
 TRY_S: Final = 0.3
-"""Timeout of a test connection. SURE_TRIES of them and WATCH_S together take less than 2 s."""
+"""Timeout of a test connection. SURE_TRIES connections and WATCH_S together take less than 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,10 @@ class LeaderClient:
         self._watched: dict[str, PodRecord] = {}
         self._silences: dict[str, _Silence] = {}
         self._ignored: dict[str, float] = {}
-        self._nonsense: list[tuple[ResourceKey, str]] = []
+        self._invalid_reports: list[tuple[ResourceKey, str]] = []
         self._client = ReportClient()
 
     async def close(self) -> None:
-        """Closes all connections."""
         await self._client.close()
 
     async def observe(self, pods: Iterable[PodRecord], *, anew: bool = False) -> dict[int, GroupReport]:
@@ -103,7 +102,7 @@ class LeaderClient:
           about the group must not wait.
         - If a pod of the group is not Ready, its leader gets a request each time, with a short timeout. The
           group may sleep, and only the leader reports that.
-        - If a leader's request timed out, the leader gets no other request within KEEP_S. Otherwise a
+        - After a request that timed out, the leader gets no other request within KEEP_S. Otherwise a
           reconcile would wait for each leader of a cluster in which pods cannot be reached.
 
         Args:
@@ -207,7 +206,7 @@ class LeaderClient:
             for uid, (at_s, reader) in self._readers.items()
             if at_s > self._clock() - CHALLENGE_LIFE_S
         }
-        recent = self._clock() - SAY_AGAIN_S
+        recent = self._clock() - REPORT_AGAIN_S
         self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered}
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
@@ -246,7 +245,7 @@ class LeaderClient:
         except NO_ANSWER as error:
             logger.debug("%s: pod %s sent no report: %r", pod.key, pod.view.name, error)
             if isinstance(error, ContractError | UnicodeDecodeError):
-                self._note_nonsense(pod, error)
+                self._note_invalid_report(pod, error)
             silent, unreached = isinstance(error, TimeoutError), is_unreached(error)
             return _Answer(self._clock(), None, silent=silent, unreached=unreached, ready=ready)
 
@@ -262,16 +261,16 @@ class LeaderClient:
             key.of_epoch(int(epoch)) if key and group_key_secret(group, key) == pod.view.key_secret else None
         )
 
-    def _note_nonsense(self, pod: PodRecord, error: Exception) -> None:
+    def _note_invalid_report(self, pod: PodRecord, error: Exception) -> None:
         if pod.view.uid not in self._ignored:
             self._ignored[pod.view.uid] = self._clock()
             text = f"pod {pod.view.name}: ignoring its invalid report: {error}"
-            self._nonsense.append((pod.key, text))
+            self._invalid_reports.append((pod.key, text))
 
-    def take_nonsense(self, key: ResourceKey) -> list[str]:
+    def take_invalid_reports(self, key: ResourceKey) -> list[str]:
         """Returns the messages about invalid reports since the last call."""
-        found = [text for of, text in self._nonsense if of == key]
-        self._nonsense = [(of, text) for of, text in self._nonsense if of != key]
+        found = [text for of, text in self._invalid_reports if of == key]
+        self._invalid_reports = [(of, text) for of, text in self._invalid_reports if of != key]
         return found
 
 

@@ -1,4 +1,4 @@
-"""Leader election: of several operators, only the holder of the Lease works.
+"""Leader election: if several operators run, only the holder of the Lease works.
 
 Safety depends on durations, not on synchronized clocks. A holder stops `deadline_s` after it sent its last
 renewal. Another process takes over only after it has itself seen the Lease unchanged for `duration_s`, which

@@ -174,7 +174,7 @@ class ObjectWrites:
                 stored = await self._server.merge(kind.path(name.namespace, name.name), labels)
             self._cluster_state.note_written(kind, stored)
             return str(stored["metadata"]["uid"])
-        if "deletionTimestamp" in stored["metadata"] or _is_of_earlier(stored, resource.key.name):
+        if "deletionTimestamp" in stored["metadata"] or _belongs_to_earlier(stored, resource.key.name):
             raise child_errors.name_held(f"{kind.name} {name}", stored)
         raise child_errors.name_taken(f"{kind.name} {name}")
 
@@ -195,7 +195,7 @@ class ObjectWrites:
             return
         self._note_deleted(kind, name, action.uid, stored)
         if kind is not POD and kept.written.note(kind.name, action.name, None, kept.acting.now):
-            raise child_errors.made_each_time(f"{kind.name} {action.name}")
+            raise child_errors.created_each_time(f"{kind.name} {action.name}")
 
     def _note_deleted(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
         # If the kubelet deletes the pod at the same time, the answer has no resourceVersion: the pod is gone.
@@ -225,7 +225,7 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
     return options if grace_s is None else {**options, "gracePeriodSeconds": grace_s}
 
 
-def _is_of_earlier(stored: Manifest, resource: str) -> bool:
+def _belongs_to_earlier(stored: Manifest, resource: str) -> bool:
     """Returns whether an earlier resource of this name owns the object, so garbage collection removes it."""
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == resource for o in owners)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
-_SET: Final = timedelta(seconds=1)
+_CLOCK_WAS_SET_BY: Final = timedelta(seconds=1)
 """If the clock differs by more than this from the time that has passed, it was set."""
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
@@ -96,7 +96,7 @@ class OwnClock:
         if seen is None:
             return None
         moment = _later(self._clock(), seen.at_s - self._passed_s())
-        if abs(moment - seen.moment) > _SET:
+        if abs(moment - seen.moment) > _CLOCK_WAS_SET_BY:
             self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)
         return seen.moment
 

@@ -36,7 +36,7 @@ AGAIN_S: Final = 20.0
 """Interval of requests about a claim or a pod while a pod waits."""
 _MOST_EVENTS: Final = 50
 _MOST_NOTE: Final = 400
-_OF_CLAIMS: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
+_NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
 _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
 """Reasons of the kubelet's and the attach controller's events."""
@@ -105,7 +105,7 @@ class PendingPods:
         """Returns decisions' views of the pods, with the known reasons for their waits."""
         now_s = self._clock()
         pending = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
-        mounting = [pod for pod in pods if _is_made(pod.view)]
+        mounting = [pod for pod in pods if _is_prepared(pod.view)]
         if not pending and not mounting:
             self.forget(resource.key)
             return tuple(pod.view for pod in pods)
@@ -156,7 +156,7 @@ class PendingPods:
     async def _find(self, key: ResourceKey, waiting: _WaitingPods, subject: _KindAndName) -> None:
         kind, name = subject
         if kind == CLAIM.name:
-            words = await self._words_of_claim(key.namespace, name)
+            words = await self._claim_reason(key.namespace, name)
         else:
             words = _why_not_mounted(await self._events(key.namespace, subject), key.namespace)
         asked = waiting.asked.get(subject)
@@ -164,7 +164,7 @@ class PendingPods:
             asked.words = words
             self._wake(key)
 
-    async def _words_of_claim(self, namespace: str, name: str) -> str:
+    async def _claim_reason(self, namespace: str, name: str) -> str:
         """Returns why a claim is not bound; "" if it is bound or does not exist."""
         try:
             claim = await self._server.ask(CLAIM.path(namespace, name))
@@ -186,7 +186,7 @@ class PendingPods:
         return as_objects((await self._server.get(EVENT.path(namespace), query)).get("items"), "items")
 
 
-def _is_made(pod: PodView) -> bool:
+def _is_prepared(pod: PodView) -> bool:
     """Returns whether the kubelet is preparing the pod: mounting its volumes or pulling its image."""
     waits = pod.waiting is None or pod.waiting.reason in _CREATING
     return bool(pod.node) and not pod.started and not pod.ended and waits
@@ -199,7 +199,7 @@ def _one_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
 
 def _with_mounts(pod: PodView, words: Mapping[_KindAndName, str]) -> PodView:
     why = words.get((POD.name, pod.name))
-    return pod if why is None or not _is_made(pod) else replace(pod, waiting=Waiting("FailedMount", why))
+    return pod if why is None or not _is_prepared(pod) else replace(pod, waiting=Waiting("FailedMount", why))
 
 
 def _why_not_mounted(events: Sequence[Mapping[str, Any]], namespace: str) -> str:
@@ -224,7 +224,7 @@ def _may_wait(pod: PodRecord, seen_s: float) -> bool:
         seen_s: seconds since this process first saw the pod without a node.
     """
     unschedulable = pod.view.unschedulable
-    return bool(_OF_CLAIMS.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
+    return bool(_NAMES_CLAIM.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
 
 
 def _explained(pod: PodRecord, words: Mapping[_KindAndName, str]) -> PodView:
@@ -274,7 +274,7 @@ def _describe(claim: Mapping[str, Any], name: str, said: str) -> str:
     what = f"claim {name} ({', '.join(filter(None, parts))}) is not bound"
     is_ours = label_key(claim) is not None
     fix = (
-        "Set spec.model.cache.storageClassName and accessMode to what the cluster provides"
+        "Set spec.model.cache.storageClassName and accessMode to values that the cluster supports"
         if is_ours
         else f"Fix the claim (kubectl describe pvc {name})"
     )

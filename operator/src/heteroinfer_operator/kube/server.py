@@ -68,7 +68,7 @@ INTERNAL_ERROR: Final = 500
 NAMESPACE_ENDS: Final = "NamespaceTerminating"
 """Cause of a refusal: the API server creates nothing in a namespace that is being deleted."""
 
-_OF_OBJECT: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
+_OBJECT_STATUSES: Final = frozenset({TOO_LARGE, UNPROCESSABLE})
 _QUOTA_IS_FULL: Final = re.compile(r'[^" ]+ "[^"]*" is forbidden: exceeded quota: [^\s,]+, requested: ')
 """Message of a full quota: `k8s.io/apiserver/pkg/admission/plugin/resourcequota/controller.go`.
 
@@ -80,7 +80,7 @@ _WEBHOOK_DENIES: Final = "denied the request"
 
 If a webhook fails, the message has `failed calling` instead.
 """
-_NOT_NOW: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
+_UNAVAILABLE_STATUSES: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
 
 _SHOWN: Final = 200
 """Characters of an invalid answer that an error quotes."""
@@ -136,7 +136,7 @@ class ApiError(HeteroInferError):
         self.causes = causes
 
     @property
-    def is_of_object(self) -> bool:
+    def blames_object(self) -> bool:
         """Whether validation, a webhook or a policy refused the object because of its content.
 
         A full quota does not count: it may be used up by pods that will be deleted.
@@ -145,7 +145,7 @@ class ApiError(HeteroInferError):
             return "does not support dry run" not in self.said
         if self.status == FORBIDDEN:
             return _QUOTA_IS_FULL.match(self.said) is None and NAMESPACE_ENDS not in self.causes
-        return self.status in _OF_OBJECT or _WEBHOOK_DENIES in self.said
+        return self.status in _OBJECT_STATUSES or _WEBHOOK_DENIES in self.said
 
     @property
     def is_refusal(self) -> bool:
@@ -157,7 +157,7 @@ class ApiError(HeteroInferError):
             return self.status >= 400
         if self.status == INTERNAL_ERROR:  # without a webhook, etcd lost its leader or timed out
             return "webhook" in self.said
-        return self.status >= 400 and self.status not in _NOT_NOW
+        return self.status >= 400 and self.status not in _UNAVAILABLE_STATUSES
 
 
 def find_kubeconfigs(kubeconfig: str | None = None) -> list[Path]:
@@ -250,7 +250,6 @@ class ApiServer:
         self._lanes = {lane: asyncio.Semaphore(REQUESTS_AT_ONCE) for lane in RequestLane}
 
     async def close(self) -> None:
-        """Closes all connections."""
         await self._client.close()
 
     async def get(self, path: str, query: Query | None = None) -> dict[str, Any]:

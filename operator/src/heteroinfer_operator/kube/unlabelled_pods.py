@@ -185,7 +185,7 @@ def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
 
 
 def _unknown(resource: ResourceView, name: str, rank: RankEntry | None, why: str) -> PodRecord:
-    """Builds the record of a pod of which only the name and the status entry are known.
+    """Builds the record of a pod from its name and its status entry alone.
 
     Args:
         why: why the API server's answer is missing.

@@ -342,7 +342,7 @@ class WatchCache(Generic[T]):
         self.synced.set()
 
     def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
-        """Replaces all entries by a list, except objects that we wrote after the list was taken."""
+        """Replaces all entries by a list, except objects that we wrote after the list."""
         now = time.monotonic()
         for name in sorted(self._entries.keys() - listed.keys()):
             entry = self._entries[name]
@@ -419,7 +419,7 @@ class WatchCache(Generic[T]):
         self._entries[name] = entry
         before = kept.value if kept else None
         self._file(name, before, entry.value)
-        # After a defect it is unknown which changes were reported, so report all of them again.
+        # After a defect it is unknown which changes were reported, so report all changes again.
         if before != entry.value or self._broke_off:
             self._changed(before, entry.value)
 

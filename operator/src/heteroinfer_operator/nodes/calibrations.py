@@ -27,7 +27,7 @@ class CalibrationError(HeteroInferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredKind:
-    """A kind of nodes with the calibration of one of them.
+    """A kind of nodes with the calibration of one node.
 
     Attributes:
         name: name of the kind in the chart's values.
@@ -99,7 +99,7 @@ class Calibrations:
 
     Attributes:
         this_machine: calibration of the only machine (`heteroinfer up`), or None. If set, `kinds` is unused.
-        missing: message about why there is no calibration; "" if users need not know.
+        missing: message about why calibrations are missing; "" if users do not need it.
     """
 
     kinds: tuple[MeasuredKind, ...] = ()
@@ -109,7 +109,7 @@ class Calibrations:
     def of_nodes(self, labels: Iterable[Mapping[str, str]]) -> tuple[Calibration, ...]:
         """Returns the calibrations of these nodes without duplicates; empty if a node has none.
 
-        A node of several kinds has the calibrations of all of them.
+        A node of several kinds has the calibrations of all these kinds.
         """
         if self.this_machine is not None:
             return (self.this_machine,)

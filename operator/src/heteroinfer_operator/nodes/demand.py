@@ -19,7 +19,7 @@ from heteroinfer_operator.stored_fields import (
 )
 
 Manifest: TypeAlias = Mapping[str, Any]
-"""A Kubernetes object, or a part of one, as JSON."""
+"""A Kubernetes object or a part of an object, as JSON."""
 
 REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 """Field of an affinity: terms that must hold when a pod is placed."""
@@ -168,7 +168,7 @@ def _terms(affinity: Manifest, kind: str) -> tuple[Manifest, ...]:
 
 
 def tolerates(tolerations: Iterable[Manifest], taint: Taint) -> bool:
-    """Returns whether one of these tolerations matches a taint."""
+    """Returns whether a toleration matches the taint."""
     return any(_matches_taint(toleration, taint) for toleration in tolerations)
 
 

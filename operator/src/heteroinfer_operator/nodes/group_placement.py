@@ -60,7 +60,7 @@ def _in_one_zone(
 ) -> tuple[str, ...]:
     """Returns nodes of one zone if they are as good as `anywhere` and not nearer to other groups.
 
-    If a group spans several zones, the failure of any of them ends it, and no zone is left for the next
+    If a group spans several zones, the failure of any zone ends it, and no zone is left for the next
     group.
     """
     zones = domains_of(free_nodes, ZONE)

@@ -21,7 +21,7 @@ _MOST_REASONS: Final = 5
 
 
 def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = "") -> str:
-    """Describes what is missing on which nodes, if `assign_nodes` found no nodes for the pods."""
+    """Describes the missing capacity if `assign_nodes` found no nodes for the pods."""
     if not topology_key:
         return _missing(demands, free_nodes)
     domains = domains_of(free_nodes, topology_key)
@@ -54,7 +54,7 @@ def _missing_together(
             if (values := series.values(free_node.node.labels)) is not None:
                 domains.setdefault(", ".join(values), []).append(free_node)
         words = _no_single_value(", ".join(series.keys), members, dict(sorted(domains.items())))
-        return f"{words}; podAffinity of these pods requires one value for all of them"
+        return f"{words}; the podAffinity of these pods requires one value for all pods"
     return ""
 
 

@@ -11,7 +11,7 @@ class Gang(StrEnum):
     KUEUE = "Kueue"
     VOLCANO = "Volcano"
     COSCHEDULING = "Coscheduling"
-    """The plugin of kubernetes-sigs/scheduler-plugins."""
+    """The coscheduling plugin of kubernetes-sigs/scheduler-plugins."""
     NATIVE = "Native"
     """kube-scheduler with scheduling.k8s.io/v1alpha1 Workload (alpha in Kubernetes 1.35)."""
     NATIVE_ALPHA2 = "NativeV1alpha2"

@@ -48,7 +48,7 @@ class FreeNode:
         return cls(
             node=node,
             free={name: whole - node.requested.get(name, 0.0) for name, whole in node.allocatable.items()},
-            by_priority=dict(node.by_priority),  # whoever changes an entry replaces it
+            by_priority=dict(node.by_priority),  # a shallow copy: entries are replaced, never changed
         )
 
     def has_lower(self, priority: int) -> bool:
@@ -343,16 +343,16 @@ class _Search:
     tries_left: int
     chosen: dict[int, FreeNode] = field(default_factory=dict)
     before: dict[FreeNode, dict[str, float]] = field(default_factory=dict)
-    """Free capacity of each node that the search used, before it did."""
+    """Free capacity of each used node before the search."""
     nodes_of: list[set[FreeNode]] = field(init=False)
-    """By kind: nodes of the same kinds and amounts are alike."""
+    """Nodes of each kind. Nodes with the same kinds and free amounts are equal."""
 
     def __post_init__(self) -> None:
         """Collects the nodes of each kind."""
         self.nodes_of = [set(kind.free_nodes) for kind in self.kinds]
 
     def run(self) -> tuple[str, ...] | None:
-        """Names of the nodes for the pods, or None. Leaves the nodes' free capacity as it was."""
+        """Returns node names for the pods, or None. Restores the nodes' free capacity."""
         try:
             return self._search()
         finally:
@@ -416,7 +416,7 @@ class _Search:
             keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
             if other != pod and any(_same(free_node, its_node, key) for key in keys):
                 return False
-        if self.terms.says_nothing:
+        if self.terms.has_no_terms:
             return True
         if not all(self._may_be_near(other) for other in self.chosen):
             return False

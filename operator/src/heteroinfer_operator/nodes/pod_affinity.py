@@ -89,7 +89,7 @@ class GroupTerms:
         return tuple(found)
 
     @property
-    def says_nothing(self) -> bool:
+    def has_no_terms(self) -> bool:
         """Whether no pod of the group must be near another pod."""
         return not any(self.peers)
 
@@ -100,7 +100,7 @@ class GroupTerms:
             pods: kind of each pod.
             labels: labels of each pod's node.
         """
-        if self.says_nothing:
+        if self.has_no_terms:
             return True
         keys = sorted({term["topologyKey"] for demand in self.kinds for term in demand.near})
         places = {

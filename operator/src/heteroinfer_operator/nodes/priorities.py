@@ -13,7 +13,7 @@ _NO_CLASS: Final = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityClassView:
-    """A PriorityClass, trimmed to what plans read.
+    """The fields of a PriorityClass that plans read.
 
     Attributes:
         preempts: whether the scheduler preempts pods of lower priority for a pod of this class.
@@ -52,7 +52,7 @@ def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | 
     if class_name:
         found = next((each for each in classes if each.name == class_name), None)
         return found.value if found is not None and found.preempts else None
-    # Of several defaults the API server takes the lowest
+    # If several classes are the default, the API server uses the lowest
     # (plugin/pkg/admission/priority/admission.go@v1.35.4).
     default = min((each for each in classes if each.is_default), key=lambda each: each.value, default=None)
     if default is None:

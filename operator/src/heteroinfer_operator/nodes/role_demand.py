@@ -11,15 +11,15 @@ from heteroinfer_operator.nodes.demand import PodDemand, pod_demand, requests_of
 from heteroinfer_operator.nodes.node_platform import platform_selector
 from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
-_NOT_OF_SPEC = {"labels", "annotations", "securityContext", "volumeMounts"}
-_OF_WORKERS = ("topologySpreadConstraints", "resourceClaims", "volumes")
+_OUTSIDE_SPEC = {"labels", "annotations", "securityContext", "volumeMounts"}
+_WORKER_FIELDS = ("topologySpreadConstraints", "resourceClaims", "volumes")
 """Fields for worker pods only. Pods that fetch or read a model do not need them."""
 
 
 def template_fields(template: PodTemplate | None) -> dict[str, Any]:
     """Returns the pod spec fields that a template sets, with a node selector for the images' platform."""
     asked = template.dump() if template else {}
-    left_out = {*_NOT_OF_SPEC, *_OF_WORKERS}
+    left_out = {*_OUTSIDE_SPEC, *_WORKER_FIELDS}
     fields = {key: value for key, value in asked.items() if key not in left_out and value}
     selector = {**platform_selector(template), **fields.get("nodeSelector", {})}
     return {**fields, "nodeSelector": selector} if selector else fields
