@@ -304,7 +304,7 @@ async def test_a_pod_that_a_webhook_changes_is_refused_and_deleted(behind: Behin
     (refusal,) = (await behind.observe()).refusals
     assert (refusal.kind, refusal.name, refusal.reason) == ("Pod", "tiny-0-7-0", "ChangedByOthers")
     assert refusal.blocks
-    assert "another metadata.ownerReferences than was sent" in refusal.message
+    assert "a mutating webhook changed metadata.ownerReferences on creation" in refusal.message
     assert "Exempt the pods of this namespace from the webhook" in refusal.message
     assert await behind.pods() == []
     assert behind.proxy.count(r"/pods\?", "POST") == 1, "one pod reveals it; the others are not requested"
