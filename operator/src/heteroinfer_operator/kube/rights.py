@@ -115,13 +115,14 @@ async def missing_rights(
     namespace: str | None,
     account: ServiceAccount | None = None,
 ) -> list[str]:
-    """Asks the API server which of these rights the caller lacks, or a service account.
+    """Describes the rights that the caller or a service account lacks, by asking the API server.
 
     Every user may ask about itself (SelfSubjectAccessReview). To ask about an account, the caller needs the
     right to create SubjectAccessReviews.
 
     Args:
         namespace: None for all namespaces.
+        account: None for the caller.
     """
     missing: list[str] = []
     for rule in rules:
