@@ -87,6 +87,7 @@ def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
             type=kind,
             status=ConditionStatus.TRUE,
             reason="AllGroupsReady",
+            message="",
             last_transition_time=datetime.now(UTC),
         )
         for kind in (ConditionType.AVAILABLE, ConditionType.READY)

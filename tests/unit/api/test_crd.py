@@ -10,6 +10,7 @@ import yaml
 
 from heteroinfer_operator.api.base import RuleReason
 from heteroinfer_operator.api.crd import build_crd, build_schema, render_crd
+from heteroinfer_operator.api.reference_page import PAGE, render_page
 from heteroinfer_operator.commands.crd_command import COPIES
 
 ROOT = Path(__file__).parents[3]
@@ -18,6 +19,18 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("copy", COPIES)
 def test_the_copies_are_what_the_models_give(copy: str) -> None:
     assert (ROOT / copy).read_text() == render_crd(), f"{copy} is stale: run `heteroinfer crd --write`"
+
+
+def test_the_reference_page_is_current() -> None:
+    assert (ROOT / PAGE).read_text() == render_page(), f"{PAGE} is stale: run `heteroinfer crd --write`"
+
+
+def test_the_reference_page_has_every_field_once_for_each_type() -> None:
+    page = render_page()
+    fields = {
+        path.rpartition(".")[2].rstrip("[]{}") for path, _ in NODES if path.startswith((".spec.", ".status."))
+    }
+    assert [name for name in fields if f"| `{name}` |" not in page] == []
 
 
 def test_the_text_is_the_value() -> None:

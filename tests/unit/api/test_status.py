@@ -15,6 +15,7 @@ from heteroinfer_operator.api import (
     merge_conditions,
     parse_status,
 )
+from heteroinfer_operator.api.condition import MAX_CONDITIONS
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, 999_999, tzinfo=UTC)
 
@@ -22,7 +23,7 @@ NOW = datetime(2026, 11, 21, 12, 0, 0, 999_999, tzinfo=UTC)
 def condition(
     kind: ConditionType, status: ConditionStatus, reason: str = "Some", at: datetime = NOW
 ) -> Condition:
-    return Condition(type=kind, status=status, reason=reason, last_transition_time=at)
+    return Condition(type=kind, status=status, reason=reason, message="", last_transition_time=at)
 
 
 def test_a_status_is_read_back_as_it_was() -> None:
@@ -81,3 +82,35 @@ def test_a_condition_keeps_its_time_while_its_status_is_the_same() -> None:
         ("Planned", "Some", later.replace(microsecond=0)),
         ("Ready", "Waiting", NOW.replace(microsecond=0)),
     ]
+
+
+def test_conditions_of_other_controllers_stay() -> None:
+    foreign = {
+        "type": "example.com/Approved",
+        "status": "True",
+        "reason": "ByReview",
+        "message": "m" * 9000,
+        "lastTransitionTime": "2026-11-21T12:00:00Z",
+        "observedGeneration": 3,
+    }
+    status = parse_status({"conditions": [foreign]})
+    wanted = (condition(ConditionType.READY, ConditionStatus.TRUE),)
+    merged = merge_conditions(status.conditions, wanted, now=NOW + timedelta(minutes=1))
+    assert [each.type for each in merged] == ["Ready", "example.com/Approved"]
+    assert merged[1].dump() == foreign
+
+
+def test_own_conditions_have_space_however_many_others_there_are() -> None:
+    others = [
+        Condition(
+            type=f"example.com/C{i}",
+            status=ConditionStatus.TRUE,
+            reason="R",
+            message="",
+            last_transition_time=NOW,
+        )
+        for i in range(MAX_CONDITIONS)
+    ]
+    merged = merge_conditions(others, [condition(ConditionType.READY, ConditionStatus.TRUE)], now=NOW)
+    assert len(merged) == MAX_CONDITIONS
+    assert "Ready" in {each.type for each in merged}

@@ -21,7 +21,10 @@ FIRST, BEFORE = "0.1.0", "0.2.0-at-81a91cc"
 """The released version, and the commit before the life of a group became typed transitions."""
 OF_BOTH = ("serving", "again", "failed", "backoff", "paused", "refused", "rolling", "unreadable", "noted")
 LEFT = {BEFORE: tuple(handover.STATES), FIRST: OF_BOTH}
-NEW_FIELDS = ("damagedPod", "notes")
+NEW_FIELDS = (
+    *("damagedPod", "notes", "kvCache", "maxModelLen", "images", "roles"),
+    *("stepMicroseconds", "predictedStepMicroseconds"),
+)
 READ_BACK = ("kubectl label", "kubectl patch")
 """Parts of the messages that those versions parse; all other messages may change."""
 NEW_REASONS = {

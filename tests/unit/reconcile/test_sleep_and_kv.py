@@ -143,6 +143,11 @@ def test_the_status_names_the_rank_that_limits_the_kv_cache(world: World) -> Non
         "limitedBy": "Plan",
         "roomBlocks": 700,
     }
+    newer = dict(world.status["groups"][0]["kvCache"])
+    assert newer.pop("limitingRankBlocks") == 700
+    assert newer == {
+        name: value for name, value in world.status["groups"][0]["kv"].items() if name != "roomBlocks"
+    }
     for _ in range(3):
         world.advance_time(600)
         world.step()
@@ -184,7 +189,7 @@ def test_the_reported_kv_cache_ends_with_its_epoch(world: World) -> None:
     world.settle()
     world.end_pod("demo-0-1-1")
     world.step()
-    assert "kv" not in world.status["groups"][0]
+    assert not {"kv", "kvCache"} & world.status["groups"][0].keys()
 
 
 def test_no_kv_cache_is_reported_before_every_rank_has_one(world: World) -> None:

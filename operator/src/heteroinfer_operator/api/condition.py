@@ -10,8 +10,14 @@ from pydantic import AfterValidator, Field
 
 from heteroinfer_operator.api.base import StatusModel, Time
 
+_TYPE: Final = (
+    r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
+    r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])$"
+)
 _REASON: Final = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
 _MOST_REASON: Final = 128
+"""Characters of a reason that the operator writes; metav1.Condition allows 1024."""
+MAX_CONDITIONS: Final = 64
 
 
 UNREADABLE: Final = "Unreadable"
@@ -52,15 +58,15 @@ class ConditionStatus(StrEnum):
 
 
 class Condition(StatusModel):
-    """An aspect of the resource's state, like metav1.Condition."""
+    """An aspect of the resource's state, with the schema of metav1.Condition."""
 
-    type: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9]*$", min_length=1, max_length=64)]
+    type: Annotated[str, Field(pattern=_TYPE, min_length=1, max_length=316)]
     """Type of the condition, in CamelCase or as PREFIX/NAME."""
     status: ConditionStatus
     """Status of the condition: True, False or Unknown."""
-    reason: Annotated[str, Field(pattern=_REASON, min_length=1, max_length=_MOST_REASON)]
+    reason: Annotated[str, Field(pattern=_REASON, min_length=1, max_length=1024)]
     """Reason for the last transition, in CamelCase."""
-    message: Annotated[str, Field(max_length=4096)] = ""
+    message: Annotated[str, Field(max_length=32768)]
     """Details of the last transition."""
     last_transition_time: Time
     """Time of the last change of status."""
@@ -71,17 +77,23 @@ class Condition(StatusModel):
 def merge_conditions(
     current: Iterable[Condition], wanted: Iterable[Condition], *, now: datetime
 ) -> tuple[Condition, ...]:
-    """Returns the wanted conditions, sorted by type, with their lastTransitionTime.
+    """Returns the wanted conditions and those of other controllers, sorted by type.
 
-    A condition keeps its time if its status did not change. Otherwise it gets `now`.
+    A wanted condition keeps its lastTransitionTime if its status did not change. Otherwise it gets `now`.
+    Conditions of types that the operator never writes belong to other controllers, and stay as they are.
     """
     before = {condition.type: condition for condition in current}
+    wanted = tuple(wanted)
+    types = {*ConditionType, *(condition.type for condition in wanted)}
+    foreign = [condition for condition in before.values() if condition.type not in types]
 
     def since(condition: Condition) -> datetime:
         old = before.get(condition.type)
         return old.last_transition_time if old is not None and old.status == condition.status else now
 
-    return tuple(
+    own = [
         condition.changed(last_transition_time=since(condition).replace(microsecond=0))
-        for condition in sorted(wanted, key=lambda item: item.type)
-    )
+        for condition in wanted
+    ]
+    kept = foreign[: MAX_CONDITIONS - len(own)]
+    return tuple(sorted([*own, *kept], key=lambda condition: condition.type))

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api.base import (
@@ -24,9 +24,15 @@ class DType(StrEnum):
     """Element type of weights and activations."""
 
     AUTO = "auto"
+    CAPITAL_AUTO = "Auto"
+    """The same as AUTO, spelled like the other constants of the resource. Validation converts it."""
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+
+
+def _one_auto(dtype: DType) -> DType:
+    return DType.AUTO if dtype is DType.CAPITAL_AUTO else dtype
 
 
 class ConfigMapKey(Model):
@@ -88,8 +94,8 @@ class EngineSpec(Model):
     name them. Default: none."""
     port: Port = names.DEFAULT_API_PORT
     """TCP port of the OpenAI API in the pods."""
-    dtype: DType = DType.AUTO
-    """Element type of weights and activations. auto: the type of the checkpoint."""
+    dtype: Annotated[DType, AfterValidator(_one_auto)] = DType.AUTO
+    """Element type of weights and activations. Auto or auto: the type of the checkpoint."""
     max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Longest sequence, prompt and output together, in tokens. Default: 8192, or the model's limit if that is
     lower."""

@@ -6,7 +6,7 @@ Attribute docstrings become the descriptions in the CRD; `api/crd.py` adds the d
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Mode
@@ -92,8 +92,12 @@ class NetworkSpec(Model):
         duration_rule("heartbeatTimeout", "heartbeat_timeout", least="1s", most="5m"),
     )
 
-    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", min_length=1, max_length=15)] = "auto"
-    """Network interface of the pods. auto: the interface that routes to the leader."""
+    interface: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9._-]+$", min_length=1, max_length=15),
+        AfterValidator(lambda name: "auto" if name == "Auto" else name),
+    ] = "auto"
+    """Network interface of the pods. Auto or auto: the interface that routes to the leader."""
     rendezvous_port: Port = names.DEFAULT_RENDEZVOUS_PORT
     """TCP port of torch.distributed's store in the leader's pod."""
     heartbeat_timeout: Duration | None = None

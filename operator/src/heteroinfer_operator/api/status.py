@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field
 
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
 from heteroinfer_operator.api.base import ATOMIC, StatusModel, Text, Time, map_list
-from heteroinfer_operator.api.condition import Condition, StoredReason
-from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS
+from heteroinfer_operator.api.condition import MAX_CONDITIONS, Condition, StoredReason
+from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS, MAX_ROLES
 
 MAX_FAILURES: Final = MAX_RESTARTS + 1
 """Newest failures that the status keeps of a group: enough for the largest restart.maxRestarts."""
@@ -48,6 +48,7 @@ GroupIndex = Annotated[Count, _at_most(MAX_GROUPS - 1)]
 GroupCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """Number of groups; /scale reads it as an int32."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
+Microseconds = Annotated[int, Field(ge=0, le=10**15)]
 Hash = Annotated[str, Field(max_length=64)]
 RoleName = Annotated[str, Field(max_length=63)]
 
@@ -149,6 +150,15 @@ class RankPlan(StatusModel):
     """Predicted compute time of a decode step for one request, in milliseconds."""
 
 
+class PlanRole(StatusModel):
+    """A GPU role in a plan."""
+
+    name: RoleName
+    """Name of the role."""
+    device_memory: Annotated[str, Field(max_length=24)] | None = None
+    """Memory of one GPU: roles[].deviceMemory, or the least that node labels report for the group's nodes."""
+
+
 class PlanStatus(StatusModel):
     """A plan in use."""
 
@@ -158,8 +168,16 @@ class PlanStatus(StatusModel):
     """Number of ranks in a group."""
     eager_reason: Text | None = None
     """Reason why GPU ranks run without CUDA graphs, if the plan's layout forbids them."""
+    max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    """Longest sequence that the group serves, prompt and output together, in tokens."""
+    images: Text | None = None
+    """Worker images of the groups with this plan, separated by commas."""
+    roles: Annotated[tuple[PlanRole, ...], Field(max_length=MAX_ROLES, json_schema_extra=ATOMIC)] = ()
+    """Values that the operator found for the GPU roles."""
+    predicted_step_microseconds: Microseconds | None = None
+    """Predicted decode step for one request, in microseconds."""
     predicted_step_ms: Milliseconds | None = None
-    """Predicted decode step for one request, in milliseconds. Compare it with stepMs of the ranks."""
+    """Predicted decode step for one request, in milliseconds. Deprecated: use predictedStepMicroseconds."""
     calibration: Text | None = None
     """Calibration behind the predictions, for each role: the calibration of its nodes, or default rates."""
     notes: Text | None = None
@@ -222,6 +240,25 @@ class KvLimit(StrEnum):
 
 
 class KvStatus(StatusModel):
+    """KV cache of a group, under older names."""
+
+    blocks: Count
+    """See kvCache.blocks."""
+    block_tokens: Count | None = None
+    """See kvCache.blockTokens."""
+    tokens: Count
+    """See kvCache.tokens."""
+    limiting_rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)]
+    """See kvCache.limitingRank."""
+    limiting_role: RoleName
+    """See kvCache.limitingRole."""
+    limited_by: KvLimit
+    """See kvCache.limitedBy."""
+    room_blocks: Count
+    """See kvCache.limitingRankBlocks."""
+
+
+class KvCacheStatus(StatusModel):
     """KV cache of a group, with the same number of blocks on every rank."""
 
     blocks: Count
@@ -237,8 +274,21 @@ class KvStatus(StatusModel):
     limited_by: KvLimit
     """Limit of the KV cache. Plan: every rank holds the plan's cache. Memory: the limiting rank holds
     less."""
-    room_blocks: Count
+    limiting_rank_blocks: Count
     """Number of blocks that fit into the memory of the limiting rank."""
+
+    @classmethod
+    def of(cls, kv: KvStatus) -> "KvCacheStatus":
+        """Returns the values of the older field `kv`."""
+        return cls(
+            blocks=kv.blocks,
+            block_tokens=kv.block_tokens,
+            tokens=kv.tokens,
+            limiting_rank=kv.limiting_rank,
+            limiting_role=kv.limiting_role,
+            limited_by=kv.limited_by,
+            limiting_rank_blocks=kv.room_blocks,
+        )
 
 
 class StartupStatus(StatusModel):
@@ -303,8 +353,10 @@ class GroupStatus(StatusModel):
     """Last failures of the group, the newest last."""
     measured_time: Time | None = None
     """Time when the times of the ranks were measured. They are updated at most once a minute."""
-    kv: KvStatus | None = None
+    kv_cache: KvCacheStatus | None = None
     """KV cache of the group."""
+    kv: KvStatus | None = None
+    """Deprecated: use kvCache."""
     members: Annotated[tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Ranks of the group."""
 
@@ -337,6 +389,10 @@ class Summary(StatusModel):
     """Number of ranks in a group that compute on a GPU."""
     cpu_ranks: Count | None = None
     """Number of ranks in a group that compute on a CPU."""
+    step_microseconds: Microseconds | None = None
+    """Duration of a decode step in the slowest group, in microseconds."""
+    predicted_step_microseconds: Microseconds | None = None
+    """Predicted duration of a decode step for one request, in microseconds."""
     step_ms: Annotated[str, Field(max_length=16)] | None = None
     """Duration of a decode step in the slowest group, in milliseconds with one decimal."""
     predicted_step_ms: Annotated[str, Field(max_length=16)] | None = None
@@ -374,10 +430,11 @@ class HeteroInferenceStatus(StatusModel):
     summary: Summary | None = None
     """Values for the columns of `kubectl get`."""
     conditions: Annotated[
-        tuple[Condition, ...], Field(max_length=16, json_schema_extra=map_list("type"))
+        tuple[Condition, ...], Field(max_length=MAX_CONDITIONS, json_schema_extra=map_list("type"))
     ] = ()
-    """Conditions of the resource. The operator writes Available, Ready, Stalled, Progressing, Planned,
-    ModelReady, CapacityAvailable, Degraded and Failed. Alert on Stalled: nothing changes without a person."""
+    """Conditions of the resource. The operator keeps conditions of other controllers, and writes Available,
+    Ready, Stalled, Progressing, Planned, ModelReady, CapacityAvailable, Degraded and Failed. Alert on
+    Stalled: nothing changes without a person."""
     gpus_missing_since: Time | None = None
     """Time since when GPUs are missing; planning.onGPUShortage.after counts from it."""
     model: ModelStatus | None = None

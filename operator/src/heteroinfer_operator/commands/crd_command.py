@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from heteroinfer_operator.api.crd import render_crd
+from heteroinfer_operator.api.reference_page import PAGE, render_page
 from heteroinfer_operator.errors import HeteroInferError
 
 COPIES: Final = ("crds/heteroinference.yaml", "charts/heteroinfer/files/heteroinference.yaml")
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="?",
         const=".",
-        help=f"write {' and '.join(COPIES)} of the source tree in DIR (default: here) instead of printing",
+        help=f"write {', '.join(COPIES)} and {PAGE} in the source tree DIR (default: here)",
     )
 
 
@@ -39,9 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"--write: {root.resolve()} is not the source tree of HeteroInfer; run it there or name it",
             reason="NoSourceTree",
         )
-    for copy in COPIES:
-        path = root / copy
+    for name, written in {**dict.fromkeys(COPIES, text), PAGE: render_page()}.items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(written, encoding="utf-8")
         sys.stderr.write(f"wrote {path}\n")
     return 0

@@ -17,6 +17,7 @@ from heteroinfer_operator.cluster import PatchStatus, Refusal, ResourceObservati
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions, older_statuses
+from heteroinfer_operator.reconcile.effective_values import add_effective_values
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
 from heteroinfer_operator.reconcile.life import Life, find_serving, find_worst
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
@@ -49,7 +50,9 @@ def build_next_status(
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
     updated = sum(d.runs and d.status.revision == target.name for d in wanted)
-    plans = _plans(status, wanted, context.planner)
+    plans = add_effective_values(
+        _plans(status, wanted, context.planner), groups, spec, observation, revision=target.name
+    )
     unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
     ports = _client_ports(observation, context)
     clients_refusal = context.clients_refusal or _refused_before(status, context)

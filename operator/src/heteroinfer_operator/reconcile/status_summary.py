@@ -22,6 +22,8 @@ def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatu
     return PlanStatus(
         hash=plan.hash,
         predicted_step_ms=round(step.step_s * 1e3, 2),
+        predicted_step_microseconds=round(step.step_s * 1e6),
+        max_model_len=plan.engine.max_model_len,
         calibration=None if predicted is None else str(predicted)[:MAX_TEXT],
         world_size=plan.world_size,
         eager_reason=(eager_reason(plan) or "")[:MAX_TEXT] or None,
@@ -59,6 +61,8 @@ def summary(
         groups=f"{serving}/{wanted}",
         gpu_ranks=None if plan is None else sum(rank.device is Device.GPU for rank in plan.ranks),
         cpu_ranks=None if plan is None else sum(rank.device is Device.CPU for rank in plan.ranks),
+        step_microseconds=None if step_ms is None else round(step_ms * 1e3),
+        predicted_step_microseconds=None if predicted_ms is None else round(predicted_ms * 1e3),
         step_ms=None if step_ms is None else f"{step_ms:.1f}",
         predicted_step_ms=None if predicted_ms is None else f"{predicted_ms:.1f}",
         slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",

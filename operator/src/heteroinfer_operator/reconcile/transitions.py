@@ -10,6 +10,7 @@ from heteroinfer_operator.api import (
     FailureStatus,
     GroupPhase,
     GroupStatus,
+    KvCacheStatus,
     KvStatus,
     RankEntry,
     StartupStatus,
@@ -53,7 +54,12 @@ def with_ranks(
     status: GroupStatus, members: Sequence[RankEntry], *, measured_time: datetime | None, kv: KvStatus | None
 ) -> GroupStatus:
     """Sets the table of ranks and their last measurements."""
-    return status.changed(members=tuple(members), measured_time=measured_time, kv=kv)
+    return status.changed(
+        members=tuple(members),
+        measured_time=measured_time,
+        kv=kv,
+        kv_cache=None if kv is None else KvCacheStatus.of(kv),
+    )
 
 
 def with_members(status: GroupStatus, members: Sequence[RankEntry]) -> GroupStatus:
@@ -283,6 +289,7 @@ def _nothing_runs(status: GroupStatus) -> GroupStatus:
         members=(),
         measured_time=None,
         kv=None,
+        kv_cache=None,
         served_time=None,
         rejections=0,
         rejected_pods=(),
