@@ -320,7 +320,7 @@ class GroupStatus(StatusModel):
     phase: GroupPhase = GroupPhase.PENDING
     """Phase of the group: Pending, Starting, Ready, Sleeping, Stopping, Waiting or Failed."""
     message: Text | None = None
-    """What the group waits for, or why it failed."""
+    """Reason for waiting or for the failure."""
     epoch_start_time: Time | None = None
     """Time when the operator first created pods of this epoch, or was about to. They may have run since
     then."""

@@ -143,7 +143,7 @@ def _is_node_field(asked: NodeRequirement) -> bool:
 
 
 class NodeSelectorTerm(Model):
-    """Requirements on a node, all of which must hold."""
+    """Requirements on a node; all must hold."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
@@ -169,7 +169,7 @@ class NodeSelector(Model):
     node_selector_terms: Annotated[
         tuple[NodeSelectorTerm, ...], Field(min_length=1, max_length=16, json_schema_extra=ATOMIC)
     ]
-    """Terms of which a node must match at least one."""
+    """Terms; a node must match at least one term."""
 
 
 class PreferredNodeTerm(Model):
