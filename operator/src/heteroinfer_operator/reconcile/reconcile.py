@@ -242,7 +242,7 @@ def _act(
     context = replace(context, closing=find_closing(context, old, by_group))
     wanted = decide_wanted(context, old, by_group, observation.groups)
     unwanted = [
-        stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: no longer wanted")
+        stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: scaled down")
         for index, pods in sorted(by_group.items())
         if index >= context.replicas
     ]

@@ -128,7 +128,7 @@ def give_back(
 ) -> GroupDecision:
     """Deletes the other pods of a group with a refused pod to free their resources; the group retries."""
     if any(pod.started for pod in current):
-        message = f"the group's pods cannot all be created: {refusal.message}"
+        message = f"cannot create all pods of the group: {refusal.message}"
         end = EpochEnd(reason="PodRefused", message=message, counted=False)
         return end_epoch(context, status, current, end)
     return GroupDecision(
