@@ -24,7 +24,7 @@ FOLDERS = ("charts", "docs", "examples", "operator", "tests", "worker_image")
 OF_OTHERS = ("asyncio", "huggingface_hub", "kopf", "torch", "vllm")
 """Projects whose files are cited."""
 NO_LONGER_THERE = {
-    # docs/contributor/testing.md says where the tests of these are now
+    # docs/contributor/merged-test-files.md names their replacements
     "worker/test_serving.py", "worker/test_features.py", "worker/test_drain.py", "worker/test_death.py",
     "integration/test_control_plane.py", "e2e/test_node.py", "e2e/test_joined_node.py",
 }  # fmt: skip
