@@ -6,6 +6,7 @@ the rest.
 
 import json
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import yaml
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
-from heteroinfer_operator.kube.server import ApiServer
+from heteroinfer_operator.kube.server import ApiError, ApiServer
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.command_line import heteroinfer, reported
 from tests.integration.operator.life import (
@@ -67,6 +68,64 @@ def status_of_a_serving_group(viewer: Path) -> None:
     value = yaml.safe_load(reported(viewer, "status", "tiny", "-o", "yaml"))
     assert value["unexpectedConditions"] == ["CapacityAvailable"]
     assert value["model"]["uri"] == "pvc://models/tiny"
+
+
+def bundle_of(config: Path, namespace: str, file: Path) -> tuple[dict[str, str], str]:
+    """Returns the files of a support bundle below its folder, and what the command printed on stderr."""
+    code, out, errors = heteroinfer(config, "report", "tiny", "-n", namespace, "-f", str(file))
+    assert code == 0, errors
+    assert out.startswith(f"wrote {file}. ")
+    assert file.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(file) as archive:
+        files = {}
+        for entry in archive.getmembers():
+            content = archive.extractfile(entry)
+            assert content is not None
+            files[entry.name.partition("/")[2]] = content.read().decode()
+    return files, errors
+
+
+async def test_a_report_has_every_part_and_no_secret(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, control_plane: Cluster, viewer: Path
+) -> None:
+    installed = install("scope=Namespaced", f"watchNamespaces={{{namespace}}}")
+    settings = {"watch_namespaces": namespace, "resync_seconds": "1"}
+    async with operator(installed.kubeconfig, tmp_path / "log", **settings) as process:
+        await process.working()
+        await bring_up(server, namespace)
+        env = [{"name": "HF_TOKEN", "value": "hidden-in-a-variable"}]
+        annotation = {"kubectl.kubernetes.io/last-applied-configuration": "hidden-in-an-annotation"}
+        body = {"metadata": {"annotations": annotation}, "spec": {"engine": {"env": env}}}
+        try:
+            await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), body)
+        except ApiError:  # the schema refuses a token as a plain value
+            await server.merge(HETERO_INFERENCE.path(namespace, "tiny"), {"metadata": body["metadata"]})
+        files, errors = bundle_of(control_plane.kubeconfig, namespace, tmp_path / "all.tar.gz")
+        pod = pod_of(namespace, 1, 0)
+        expected = {
+            "resource.yaml", "status.txt", "events.yaml", "versions.json",
+            f"manifests/pods/{pod}.yaml", "manifests/services/tiny.yaml",
+        }  # fmt: skip
+        assert expected <= files.keys(), sorted(files)
+        assert any(name.startswith("plans/tiny-plan-") for name in files)
+        assert any(name.startswith("manifests/networkpolicies/") for name in files)
+        assert not any("secret" in name.lower() for name in files)
+        assert not any("hidden-in" in text or "managedFields" in text for text in files.values())
+        assert yaml.safe_load(files[f"manifests/pods/{pod}.yaml"])["kind"] == "Pod"
+        assert "tiny" in files["events.yaml"]
+        assert json.loads(files["versions.json"])["kubernetes"].startswith("v1.")
+        assert f"{namespace}/tiny" in files["status.txt"]
+
+        code, _, told = heteroinfer(viewer, "report", "tiny", "-f", str(tmp_path / "all.tar.gz"))
+        assert code == 1
+        assert "File exists" in told
+        some, errors = bundle_of(viewer, namespace, tmp_path / "some.tar.gz")
+        assert "left out: GET /api/v1/namespaces/" in errors
+        assert "services" in some["missing.txt"]
+        assert f"manifests/pods/{pod}.yaml" in some
+
+        await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
+        await until("nothing is left", lambda: nothing_left(server, namespace), timeout_s=COLLECTED_S)
 
 
 async def test_top_and_logs_of_a_serving_and_a_failed_group(

@@ -1,0 +1,165 @@
+"""Gathers the facts about one HeteroInference that help to find a fault, without secrets.
+
+No Secret is read. Parts that the user lacks the right to read are listed in `missing.txt`.
+"""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import yaml
+
+from heteroinfer_contract import names
+from heteroinfer_operator.cluster import Manifest
+from heteroinfer_operator.fleet.fleet_reader import LeaderReader, Stored
+from heteroinfer_operator.fleet.installations import InstalledOperator, read_crd, read_operators
+from heteroinfer_operator.fleet.lines import build_line
+from heteroinfer_operator.fleet.redaction import redact_object, redact_text
+from heteroinfer_operator.fleet.summary import ResourceSummary
+from heteroinfer_operator.kube.paths import CHILDREN, CONFIG_MAP, EVENT, NODE, POD
+from heteroinfer_operator.kube.server import ApiError, ApiServer, Query
+from heteroinfer_operator.version import own_version
+
+LOG_LINES: Final = 5000
+LOG_BYTES: Final = 4 * 2**20
+"""Longest log. The API server cuts a longer one."""
+
+
+class SupportBundle:
+    """The files of the bundle, by path. A part that cannot be read does not stop the others.
+
+    Attributes:
+        missing: a line for each part that could not be read.
+    """
+
+    def __init__(self, server: ApiServer, resource: Stored) -> None:
+        self.missing: list[str] = []
+        self._server = server
+        self._resource = resource
+        self._files: dict[str, str] = {}
+
+    async def gather(self) -> None:
+        """Reads all parts."""
+        self._add_object("resource.yaml", self._resource.manifest)
+        await self._add_status()
+        pods = await self._add_children()
+        await self._add_events(pods)
+        for pod in pods:
+            await self._add_logs(f"logs/{pod['metadata']['name']}", pod)
+        await self._add_nodes({str(pod["spec"].get("nodeName") or "") for pod in pods} - {""})
+        await self._add_versions()
+        if self.missing:
+            self._files["missing.txt"] = "".join(f"{line}\n" for line in self.missing)
+
+    def pack(self, folder: str) -> bytes:
+        """Returns all parts as a tar.gz file, below a folder."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for path, text in sorted(self._files.items()):
+                content = text.encode("utf-8", errors="replace")
+                entry = tarfile.TarInfo(f"{folder}/{path}")
+                entry.size = len(content)
+                entry.mtime = int(datetime.now(UTC).timestamp())
+                entry.mode = 0o600
+                archive.addfile(entry, io.BytesIO(content))
+        return packed.getvalue()
+
+    async def _add_status(self) -> None:
+        resource = self._resource
+        live = await LeaderReader(self._server).read([resource])
+        line = build_line(resource.key, resource.status, live.get(resource.key, {}))
+        summary = ResourceSummary(manifest=resource.manifest, status=resource.status, line=line)
+        lines = summary.render(datetime.now(UTC), verbose=True)
+        self._files["status.txt"] = redact_text("".join(f"{each}\n" for each in lines))
+
+    async def _add_children(self) -> list[Manifest]:
+        key = self._resource.key
+        pods: list[Manifest] = []
+        for kind in (POD, *CHILDREN):
+            selector = {"labelSelector": f"{names.LABEL_RESOURCE}={key.name}"}
+            found = await self._list(kind.path(key.namespace), selector)
+            for each in found:
+                # Items of a list lack these two fields.
+                manifest = {"apiVersion": kind.api_version, "kind": kind.name, **each}
+                name = each["metadata"]["name"]
+                self._add_object(f"manifests/{kind.plural}/{name}.yaml", manifest)
+                plan = (each.get("data") or {}).get(names.PLAN_KEY) if kind is CONFIG_MAP else None
+                if plan is not None:
+                    self._files[f"plans/{name}.json"] = redact_text(plan)
+            pods += found if kind is POD else []
+        return pods
+
+    async def _add_events(self, pods: Iterable[Manifest]) -> None:
+        key = self._resource.key
+        known = {key.name, *(str(pod["metadata"]["name"]) for pod in pods)}
+        events = [
+            redact_object(event)
+            for event in await self._list(EVENT.path(key.namespace))
+            if _is_about(event, key.name, known)
+        ]
+        self._files["events.yaml"] = yaml.safe_dump(events, sort_keys=False)
+
+    async def _add_logs(self, folder: str, pod: Manifest) -> None:
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        path = POD.path(metadata["namespace"], metadata["name"], "log")
+        states = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+        for state in states:
+            container = str(state["name"])
+            if not (state.get("containerID") or state.get("restartCount")):
+                continue  # it never ran
+            await self._add_log(f"{folder}/{container}.log", path, {"container": container})
+            if state.get("restartCount"):
+                previous: Query = {"container": container, "previous": "true"}
+                await self._add_log(f"{folder}/{container}.previous.log", path, previous)
+
+    async def _add_log(self, file: str, path: str, query: Query) -> None:
+        limits: Query = {"tailLines": LOG_LINES, "limitBytes": LOG_BYTES, "timestamps": "true"}
+        try:
+            self._files[file] = redact_text(await self._server.get_text(path, {**query, **limits}))
+        except ApiError as error:
+            self.missing.append(f"{file}: {error.message}")
+
+    async def _add_nodes(self, nodes: Iterable[str]) -> None:
+        for name in sorted(nodes):
+            try:
+                node = await self._server.get(NODE.path(None, name))
+            except ApiError as error:
+                self.missing.append(f"nodes/{name}.yaml: {error.message}")
+            else:
+                self._add_object(f"nodes/{name}.yaml", node)
+
+    async def _add_versions(self) -> None:
+        value: dict[str, Any] = {"client": own_version()}
+        operators: tuple[InstalledOperator, ...] = ()
+        try:
+            value["kubernetes"] = (await self._server.get("/version")).get("gitVersion")
+            operators = await read_operators(self._server)
+            value["operators"] = [operator.dump() for operator in operators]
+            crd = await read_crd(self._server)
+            value["crd"] = crd and crd.dump()
+        except ApiError as error:
+            self.missing.append(f"versions.json: {error.message}")
+        self._files["versions.json"] = json.dumps(value, indent=2) + "\n"
+        for operator in operators:
+            selector = {"labelSelector": f"app.kubernetes.io/name={names.MANAGER}"}
+            for pod in await self._list(POD.path(operator.name.namespace), selector):
+                await self._add_logs(f"operator/{pod['metadata']['name']}", pod)
+
+    async def _list(self, path: str, query: Query | None = None) -> list[Manifest]:
+        try:
+            return list((await self._server.get(path, query))["items"])
+        except ApiError as error:
+            self.missing.append(error.message)
+            return []
+
+    def _add_object(self, path: str, manifest: Manifest) -> None:
+        self._files[path] = yaml.safe_dump(redact_object(manifest), sort_keys=False)
+
+
+def _is_about(event: Mapping[str, Any], name: str, known: set[str]) -> bool:
+    """Whether an event is about the resource or one of its objects, whose names begin with its name."""
+    regarding = str((event.get("regarding") or {}).get("name", ""))
+    return regarding in known or regarding.startswith(f"{name}-")
