@@ -8,11 +8,12 @@ same program is a plugin: `kubectl heteroinfer top`.
 import argparse
 import difflib
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Final, NoReturn
 
 from heteroinfer_contract.names import exit_code_of
@@ -35,6 +36,7 @@ COMMANDS: Final = MappingProxyType(
         "version": "print the versions of this client, of the operators and of the CRD in the cluster",
         "check": "check that a cluster has what HeteroInfer needs, for administrators",
         "crd": "print the CustomResourceDefinition",
+        "completion": "print the script that completes commands, options and names in your shell",
         "operator": "run the operator (in a cluster)",
     }
 )
@@ -55,6 +57,7 @@ EXAMPLES: Final = MappingProxyType(
         "version": "{prog} version --context production",
         "check": "{prog} check --wait 2m",
         "crd": "{prog} crd | kubectl apply --server-side -f -",
+        "completion": "{prog} completion fish > ~/.config/fish/completions/heteroinfer.fish",
         "operator": "{prog} operator --check",
     }
 )
@@ -64,6 +67,8 @@ EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = exit_code_of(signal.SIGINT)
 
+_COMPLETES: Final = "_ARGCOMPLETE"
+"""Variable that the script of `heteroinfer completion` sets while a shell completes a line."""
 _PLUGIN: Final = "kubectl-"
 """Prefix by which kubectl finds its plugins on the PATH."""
 
@@ -120,6 +125,8 @@ def build_parser(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns its exit code. Prints a HeteroInferError as one message on stderr."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if _COMPLETES in os.environ:
+        _load_completion().complete(build_parser)
     parser = build_parser(arguments, prog=_program())
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
@@ -133,6 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def complete_for_kubectl() -> None:
+    """Completes `kubectl heteroinfer ...`: kubectl runs `kubectl_complete-heteroinfer` with the words."""
+    _load_completion().complete_for_kubectl(build_parser, sys.argv[1:])
+
+
+def _load_completion() -> ModuleType:
+    return importlib.import_module("heteroinfer_operator.commands.shell_completion")
 
 
 def _program() -> str:
