@@ -16,7 +16,8 @@ This page is generated from the program's own help: `python -m tests.cli_page` w
 is on your `PATH`, `kubectl heteroinfer COMMAND` runs the same program.
 
 `--kubeconfig`, `--context` and `-n` mean the same as for kubectl. In a pod without them, the program uses
-the pod's service account. Text output replaces control characters in names and messages, so they cannot change your terminal.
+the pod's service account. Text output replaces control characters in names and messages,
+so they cannot change your terminal.
 
 | exit code | meaning |
 |---|---|

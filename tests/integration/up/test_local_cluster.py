@@ -192,7 +192,7 @@ async def test_a_pod_that_does_not_start_gives_its_gpus_back(tmp_path: Path) -> 
     async with _cluster(tmp_path, SLEEPS, gpus=("0",)) as running:
         python = tmp_path / "python"
         python.chmod(0)
-        with pytest.raises(LocalPodError, match="could not be started"):
+        with pytest.raises(LocalPodError, match="cannot start it"):
             await running.run(CreateObject(manifest=gpu))
         python.chmod(0o755)
         running.folder = running.folder.with_name("p2")
@@ -332,5 +332,5 @@ async def test_each_pod_sees_its_own_gpus_and_leaves_them_to_the_next(tmp_path: 
 async def test_pod_that_asks_for_more_gpus_than_are_free_is_reported(tmp_path: Path) -> None:
     manifest = pod(resources={"limits": {"nvidia.com/gpu": "1"}})
     async with _cluster(tmp_path, SLEEPS) as running:
-        with pytest.raises(LocalPodError, match="got 0 free GPUs, expected 1"):
+        with pytest.raises(LocalPodError, match="it needs 1 GPUs, and 0 are free"):
             await running.run(CreateObject(manifest=manifest))

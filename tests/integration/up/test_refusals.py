@@ -53,7 +53,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a field of pods that no process can have": (
         {"roles": [{**CPU_ROLE, "template": {"nodeSelector": {"disk": "ssd"}}}]},
-        r"spec\.nodeSelector: `heteroinfer up` cannot run this; remove it from the role's template",
+        r"spec\.nodeSelector: `heteroinfer up` does not support this. Remove it from the role's template",
     ),
     "a model on a cluster's volume": (
         {"model": {"uri": "pvc://models/small"}},
@@ -98,13 +98,13 @@ def test_port_of_another_program(tmp_path: Path, model_dir: Path) -> None:
         other.listen()
         taken = str(other.getsockname()[1])
         errors = _refused(tmp_path, ["-f", write(tmp_path, resource(model_dir)), "--port", taken])
-    assert f"port {taken} on 127.0.0.1 is in use by another program" in errors
+    assert f"port {taken} on 127.0.0.1: another program uses it" in errors
 
 
 def test_worker_python_that_is_none(tmp_path: Path, model_dir: Path) -> None:
     file = write(tmp_path, resource(model_dir))
     errors = _refused(tmp_path, ["-f", file, "--worker-python", tmp_path / "python"])
-    assert "is no program; expected the Python that has vLLM" in errors
+    assert "is not a program. `make setup` creates" in errors
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:

@@ -80,8 +80,7 @@ def test_prints_verdict_figures_and_ranks(
     limit = "an assumed KV cache, because the memory of role cpu is unknown"
     assert requests == f"  requests     4 of 512 tokens at once. Limit: {limit}"
     assert rates == (
-        "  rates        defaults: this machine was not measured; run `heteroinfer calibrate`, which takes "
-        "under a minute"
+        "  rates        defaults: this machine was not measured. Run `heteroinfer calibrate` (under a minute)"
     )
     assert heading.split() == ["RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP"]
     assert first.split()[:5] == ["0", "cpu", "CPU", "1", "(0-0)"]
@@ -254,8 +253,8 @@ def test_a_calibration_of_another_version_machine_or_none_is_not_used(
     old = replace(own, versions=replace(own.versions, heteroinfer="0.0.1"))
     other = replace(own, hardware=replace(own.hardware, cpu="Another CPU"))
     for text, words in (
-        (old.to_json(), "is of HeteroInfer 0.0.1, this is "),
-        (other.to_json(), "is of a machine with Another CPU, which this is not"),
+        (old.to_json(), "HeteroInfer 0.0.1 measured it, this is "),
+        (other.to_json(), "it was measured on another CPU (Another CPU)"),
         ("{", "cannot be used: Calibration: not JSON"),
     ):
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +273,7 @@ def test_a_calibration_that_is_named_is_read_whatever_machine_it_is_of(
     for text in ("{}", "[1]", "nonsense"):
         measured.write_text(text)
         words = error(capsys, "-f", file, "--calibration", str(measured))
-        assert "expected what `heteroinfer calibrate` writes: run it again" in words
+        assert f"Create it again with `heteroinfer calibrate -o {measured}`" in words
     assert "No such file" in error(capsys, "-f", file, "--calibration", str(tmp_path / "nowhere"))
 
 

@@ -65,7 +65,9 @@ def test_taken_api_port_is_reported() -> None:
     with socket.socket() as other:
         other.bind((LOOPBACK, port))
         other.listen()
-        with pytest.raises(PortsTakenError, match=f"port {port} on 127.0.0.1 is in use.*--port"):
+        with pytest.raises(
+            PortsTakenError, match=f"port {port} on 127.0.0.1: another program uses it.*--port"
+        ):
             _addressing(port - 1).check_api_ports(2)
     _addressing(port).check_api_ports(1)
 

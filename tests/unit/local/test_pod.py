@@ -56,29 +56,33 @@ SECRET = {"name": "T", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
 NO_MAP = {"name": "T", "valueFrom": {"configMapKeyRef": {"name": "none", "key": "k"}}}
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    (with_spec(nodeSelector={"a": "b"}), "spec.nodeSelector", "remove it from the role's template"),
+    (with_spec(nodeSelector={"a": "b"}), "spec.nodeSelector", "Remove it from the role's template"),
     (with_spec(nodeSelector={"disk": "ssd"}), "spec.nodeSelector", "use a cluster"),
-    (with_spec(hostNetwork=True), "spec.hostNetwork", "remove it"),
-    (with_spec(restartPolicy="Always"), "spec.restartPolicy", "expected Never, got 'Always'"),
-    (with_spec(containers=[{}, {}]), "spec.containers", "expected one container, got 2"),
-    (with_spec(initContainers=[{}]), "spec.initContainers", "remove it"),
+    (with_spec(hostNetwork=True), "spec.hostNetwork", "Remove it"),
+    (with_spec(restartPolicy="Always"), "spec.restartPolicy", "It must be Never: got 'Always'"),
+    (with_spec(containers=[{}, {}]), "spec.containers", "It must be one container: got 2"),
+    (with_spec(initContainers=[{}]), "spec.initContainers", "Remove it"),
     (
         with_spec(volumes=[{"name": "m", "persistentVolumeClaim": {"claimName": "c"}}]),
         "spec.volumes[0].persistentVolumeClaim",
         "--model-dir",
     ),
     (MOUNTED_ELSEWHERE, "spec.volumes[0].hostPath", "/m cannot be mounted at /model"),
-    (pod(command=["sh", "-c"]), "spec.containers[0].command", "expected the command of container worker"),
-    (pod(lifecycle={}), "spec.containers[0].lifecycle", "remove it"),
-    (pod(env=[SECRET]), "spec.containers[0].env[0].valueFrom", "export the variable"),
-    (pod(env=[NO_MAP]), "spec.containers[0].env[0].valueFrom", "no ConfigMap none with key k"),
-    (pod(env=[{"name": "A", "value": "$(B)"}]), "spec.containers[0].env[0].value", "write out"),
+    (pod(command=["sh", "-c"]), "spec.containers[0].command", "It must be the command of container worker"),
+    (pod(lifecycle={}), "spec.containers[0].lifecycle", "Remove it"),
+    (pod(env=[SECRET]), "spec.containers[0].env[0].valueFrom", "Export the variable"),
+    (pod(env=[NO_MAP]), "spec.containers[0].env[0].valueFrom", "ConfigMap none with key k does not exist"),
+    (
+        pod(env=[{"name": "A", "value": "$(B)"}]),
+        "spec.containers[0].env[0].value",
+        "Replace $(...) by its value in A",
+    ),
     (
         pod(resources={"limits": {"amd.com/gpu": "1"}}),
         "spec.containers[0].resources.limits[amd.com/gpu]",
-        "remove amd.com/gpu",
+        "Remove amd.com/gpu",
     ),
-    (pod(readinessProbe={"exec": {}}), "spec.containers[0].readinessProbe", "expected httpGet"),
+    (pod(readinessProbe={"exec": {}}), "spec.containers[0].readinessProbe", "It must be httpGet"),
 ]
 
 

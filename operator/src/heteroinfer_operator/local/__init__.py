@@ -1,6 +1,6 @@
-"""The port of cluster.py on this machine's processes: `heteroinfer up`.
+"""Runs a resource on this machine, for `heteroinfer up`: implements cluster.py with processes.
 
-Same planner, manifests and reconcile as on Kubernetes; a Pod is a process tree, the one
-node is this machine, and what only a network of pods needs (Services, NetworkPolicies) is
-kept and compared as any child, but nothing acts on it: all listens on loopback.
+The planner, the manifests and the reconcile are the same as on Kubernetes. A Pod is a process tree, and the
+only node is this machine. Services and NetworkPolicies are stored and compared like other children, but have
+no effect: all processes listen on loopback.
 """

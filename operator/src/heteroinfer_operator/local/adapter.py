@@ -44,33 +44,33 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S: Final = 10.0
 WAITS_FOR_CHILDREN: Final = "foregroundDeletion"
-"""Finalizer of a resource whose deletion waits for its pods, as Kubernetes names it."""
+"""Kubernetes' finalizer of a resource whose deletion waits for its pods."""
 PROBE_EVERY_S: Final = 0.25
 PROBE_TIMEOUT_S: Final = 1.0
 
 
 class LocalClusterError(HeteroInferError):
-    """`heteroinfer up` itself failed while it looked after a pod; the message names the pod and the cause."""
+    """`heteroinfer up` itself failed while it ran a pod. The message names the pod and the cause."""
 
     reason = "LocalClusterFailed"
 
 
 class LocalPodError(HeteroInferError):
-    """A pod cannot be run on this machine now; the message says why."""
+    """A pod cannot be started on this machine now. The message has the reason."""
 
     reason = "PodNotStarted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOptions:
-    """What `heteroinfer up` decides for its cluster.
+    """Options of `heteroinfer up` for its cluster.
 
     Attributes:
         worker_python: the Python that has vLLM.
-        scratch: private folder of the pods; short, since socket names go into it.
-        log_dir: where each pod's output goes, as POD.log.
-        gpus: that pods may have, as CUDA_VISIBLE_DEVICES names them.
-        env: that pods inherit.
+        scratch: private folder of the pods. Its path is short, since sockets are created in it.
+        log_dir: folder for the output of each pod, POD.log.
+        gpus: GPUs for the pods, with their names in CUDA_VISIBLE_DEVICES.
+        env: environment that pods inherit.
     """
 
     worker_python: Path
@@ -83,12 +83,13 @@ class LocalOptions:
 
 
 class LocalCluster:
-    """What a reconcile needs of the world, on this machine.
+    """The cluster that a reconcile reads and writes, on this machine.
 
-    Use from one event loop, whose thread must live as long as the pods shall: they die
-    with it.
+    Use it from one event loop. The pods die with the thread of that loop.
 
-    `on_change` is called when the next reconcile may decide something new, `on_event` with each event.
+    Args:
+        on_change: called when the next reconcile may decide something new.
+        on_event: called with each event.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class LocalCluster:
 
     @property
     def status(self) -> Manifest:
-        """Returns the status as last written."""
+        """The status as last written."""
         return self._status
 
     def groups(self) -> dict[int, GroupReport]:
-        """Returns by group index what each running leader last said of its group."""
-        said = ((pod.group_index, pod.group_report) for pod in self._pods.values())
-        return {index: status for index, status in said if index is not None and status is not None}
+        """Returns the last report of each running leader, by group index."""
+        reports = ((pod.group_index, pod.group_report) for pod in self._pods.values())
+        return {index: report for index, report in reports if index is not None and report is not None}
 
     def plans(self) -> dict[str, Plan]:
         """Returns the plans in use, by hash."""
@@ -136,19 +137,19 @@ class LocalCluster:
         return {plan.hash: plan for plan in plans}
 
     def request_deletion(self) -> None:
-        """Has the resource deleted, and its pods with it; `gone` is set when it is."""
+        """Begins to delete the resource and its pods. `gone` is set when they are deleted."""
         self._deleting = True
         self._written()
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
-        """Returns the resource, its children and this machine, or None if it is gone.
+        """Reads the resource, its children and this machine; None if the resource is deleted.
 
         Raises:
-            HeteroInferError: a pod left processes behind that cannot be killed.
+            HeteroInferError: processes of a pod cannot be killed.
         """
         if self._leftover is not None:
             raise self._leftover
-        if self._deleting and not self._pods:  # here, since no reconcile starts a pod now
+        if self._deleting and not self._pods:  # no reconcile is running that could start a pod
             self._objects.clear()
             self.gone.set()
         if key != self.key or self.gone.is_set():
@@ -173,7 +174,7 @@ class LocalCluster:
         )
 
     def _node(self) -> NodeView:
-        """Returns this machine as plans see it: by its devices; cores and memory are shared."""
+        """Returns this machine for plans: its devices only, since all pods share cores and memory."""
         node = self._options.node
         devices = {name: count for name, count in node.allocatable.items() if "/" in name}
         in_use = len(self._options.gpus) - len(self._free_gpus)
@@ -184,17 +185,17 @@ class LocalCluster:
 
         Raises:
             ConflictError: an object exists already, or the resource has changed.
-            UnsupportedPodFieldError: a pod asks for what this machine cannot give.
+            UnsupportedPodFieldError: a pod needs something that this machine lacks.
             LocalPodError: a pod could not be started.
         """
         for action in actions:
             await self._run(action, observation)
 
     async def close(self) -> None:
-        """Kills what still runs, and forgets all of it.
+        """Kills the pods that still run, and removes their folders.
 
         Raises:
-            HeteroInferError: processes were left behind; the message names them.
+            HeteroInferError: processes could not be killed; the message names them.
         """
         running = [pod for pod in self._pods.values() if pod.termination is None]
         for pod in running:
@@ -214,7 +215,7 @@ class LocalCluster:
             case CreateObject(manifest=manifest):
                 await self._create(manifest)
             case TryObjects():
-                pass  # nobody refuses anything here
+                pass  # there is no API server that could refuse objects
             case ApplyObject(manifest=manifest):
                 self._apply(manifest)
             case DeleteObject():
@@ -225,19 +226,19 @@ class LocalCluster:
                 self._status = action.status
                 self._written()
             case RemoveFinalizer():
-                pass  # no resource here has it
+                pass  # resources have no such finalizer here
             case RecordEvent():
                 self._on_event(action)
 
     def _written(self) -> None:
-        """Notes a write of the resource: what was decided before it does not stand any more."""
+        """Notes a write of the resource, so that older decisions conflict with it."""
         self._version += 1
         self._on_change()
 
     async def _create(self, manifest: Manifest) -> None:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         if kind == "Secret":
-            self._secrets.setdefault(name, manifest)  # what exists is as good, and nobody observes it
+            self._secrets.setdefault(name, manifest)  # an existing Secret serves as well; no one observes it
             return
         if (kind, name) in self._objects or (kind == "Pod" and name in self._pods):
             raise ConflictError(f"{kind} {name} exists already")
@@ -281,8 +282,8 @@ class LocalCluster:
         )
         if pod.num_gpus > len(self._free_gpus):
             raise LocalPodError(
-                f"pod {pod.name}: got {len(self._free_gpus)} free GPUs, expected {pod.num_gpus}; "
-                "ask for fewer, or stop what uses them"
+                f"pod {pod.name}: it needs {pod.num_gpus} GPUs, and {len(self._free_gpus)} are free. Request "
+                "fewer GPUs, or stop the programs that use them"
             )
         gpus, self._free_gpus = self._free_gpus[: pod.num_gpus], self._free_gpus[pod.num_gpus :]
         self._pods_made += 1
@@ -296,7 +297,7 @@ class LocalCluster:
         except OSError as error:
             self._free_gpus = sorted([*self._free_gpus, *gpus])
             folder.remove()
-            raise LocalPodError(f"pod {pod.name} could not be started: {error}") from error
+            raise LocalPodError(f"pod {pod.name}: cannot start it ({error})") from error
         return StoredPod(manifest=manifest, uid=str(uuid.uuid4()), running=running, gpus=tuple(gpus))
 
     async def _watch(self, pod: StoredPod) -> None:
@@ -325,7 +326,7 @@ class LocalCluster:
         self._on_change()
 
     async def _probe(self, pod: StoredPod) -> None:
-        """Asks a pod again and again until it ends; a pod without a readiness probe is never asked."""
+        """Probes a pod until it ends. A pod without a readiness probe is not probed."""
         port, path = pod.running.pod.health_port, pod.running.pod.readiness_path
         reader, limit_s = ReportReader(pod.key), PROBE_TIMEOUT_S
         while port is not None and pod.termination is None:
@@ -335,7 +336,7 @@ class LocalCluster:
                 group = await _or_none(self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s))
             if pod.fetches:
                 fetch = await _or_none(self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s))
-            if pod.termination is None:  # it may have ended while it was asked
+            if pod.termination is None:  # the pod may have ended during the probe
                 changed = (ready, _readiness(group)) != (pod.ready, _readiness(pod.group_report))
                 pod.ready, pod.group_report, pod.fetch = ready, group, fetch
                 if changed:
@@ -343,11 +344,11 @@ class LocalCluster:
             await asyncio.sleep(PROBE_EVERY_S)
 
     def _start_task(self, pod: StoredPod, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task of a pod. Its exception ends this run, since nobody looks after the pod any more."""
+        """Starts a task of a pod. An exception ends this run, since no other task watches the pod."""
 
         def failed(error: BaseException) -> None:
             self._leftover = self._leftover or LocalClusterError(
-                f"pod {pod.name}: `heteroinfer up` cannot look after the pod any more ({error!r}). "
+                f"pod {pod.name}: `heteroinfer up` can no longer watch the pod ({error!r}). "
                 "Report this, with the log of the pod"
             )
             self._on_change()
@@ -358,11 +359,11 @@ class LocalCluster:
 
 
 async def _or_none(answer: Awaitable[T]) -> T | None:
-    """Returns an answer, or None while the pod gives none: it starts, it is busy, or it ends."""
+    """Returns an answer, or None if the pod does not answer: it is starting, busy or ending."""
     try:
         return await answer
     except NO_ANSWER as error:
-        logger.debug("no answer of a pod: %r", error)
+        logger.debug("a pod did not answer: %r", error)
         return None
 
 

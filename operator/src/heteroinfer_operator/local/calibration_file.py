@@ -15,25 +15,25 @@ from heteroinfer_operator.version import own_version
 
 FILE: Final = "calibration.json"
 TIMEOUT_S: Final = 120.0
-"""Twice what the worker's command takes at most; it ends by itself."""
+"""Twice the longest time of the worker's command, which ends by itself."""
 MEASURING: Final = "measuring this machine, which takes under a minute\n"
-HOW: Final = "run `heteroinfer calibrate`, which takes under a minute"
+HOW: Final = "Run `heteroinfer calibrate` (under a minute)"
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """Returns the folder of what is kept between runs of the command line."""
+    """Returns the folder for files that the command line reuses in later runs."""
     base = env.get(names.ENV_CACHE_HOME)
     return (Path(base) if base else Path.home() / ".cache") / "heteroinfer"
 
 
 def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
-    """Returns what the worker's Python measures of this machine; takes under a minute.
+    """Measures this machine with the worker's Python, in under a minute.
 
     Raises:
-        CalibrationError: it measured nothing; the message is its own.
+        CalibrationError: the measurement failed; the message is the worker's own.
     """
-    # Without a message's path, which would be a pod's; the answer is on standard output.
+    # The path of a termination message would be a pod's. The result is on standard output.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     command = [str(python), "-m", WORKER_MODULE, "calibrate"]
     try:
@@ -41,18 +41,18 @@ def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise CalibrationError(f"calibrate: not done in {TIMEOUT_S:.0f} s; try again") from error
+        raise CalibrationError(f"calibrate: not finished within {TIMEOUT_S:.0f} s. Try again") from error
     if done.returncode != 0:
         words = done.stderr.strip().rpartition("calibrate: ")[2][-500:]
         raise CalibrationError(f"calibrate: {words or f'{python} ended with {done.returncode}'}")
     try:
         return Calibration.from_json(done.stdout)
     except ContractError as error:
-        raise CalibrationError(f"calibrate: {python} gave no calibration: {error}") from error
+        raise CalibrationError(f"calibrate: {python} did not print a calibration: {error}") from error
 
 
 def write(calibration: Calibration, file: Path) -> None:
-    """Keeps a calibration; a reader sees the old one or the new one, whole.
+    """Writes a calibration. A reader at the same time gets the whole old or the whole new one.
 
     Raises:
         CalibrationError: the file cannot be written.
@@ -67,10 +67,10 @@ def write(calibration: Calibration, file: Path) -> None:
 
 
 def read(file: Path) -> Calibration:
-    """Returns the calibration of a file that the user names.
+    """Reads the calibration in a file that the user names.
 
     Raises:
-        CalibrationError: it cannot be read, or holds none.
+        CalibrationError: the file cannot be read, or does not contain a calibration.
     """
     try:
         return Calibration.from_json(file.read_text())
@@ -85,26 +85,27 @@ def read(file: Path) -> Calibration:
         ) from error
     except ContractError as error:
         raise CalibrationError(
-            f"--calibration: {file}: {error}; expected what `heteroinfer calibrate` writes: run it again"
+            f"--calibration: {file}: {error}. Create it again with `heteroinfer calibrate -o {file}`"
         ) from error
 
 
 def read_own(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None, str]:
-    """Returns the calibration of this machine that is kept, or None and why there is none to use.
+    """Reads the stored calibration of this machine; None and the reason if there is none to use.
 
-    One of another machine, as of a home folder that several mount, or of another version says nothing.
+    A calibration of another machine (several machines can mount one home folder) or of another version is not
+    used.
     """
     file = folder / FILE
     if not file.exists():
-        return None, f"this machine was not measured; {HOW}"
+        return None, f"this machine was not measured. {HOW}"
     try:
         found = Calibration.from_json(file.read_text())
     except (OSError, UnicodeDecodeError, ContractError) as error:
-        return None, f"{file} cannot be used: {error}; {HOW}"
+        return None, f"{file} cannot be used: {error}. {HOW}"
     version = own_version()
     if found.versions.heteroinfer != version:
         measured = found.versions.heteroinfer
-        return None, f"{file} is of HeteroInfer {measured}, this is {version}; {HOW}"
+        return None, f"ignoring {file}: HeteroInfer {measured} measured it, this is {version}. {HOW}"
     if found.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
-        return None, f"{file} is of a machine with {found.hardware.cpu}, which this is not; {HOW}"
+        return None, f"ignoring {file}: it was measured on another CPU ({found.hardware.cpu}). {HOW}"
     return found, ""

@@ -1,7 +1,7 @@
-"""The sizes of a hub's model, without its weights, read by `heteroinfer-worker inspect`.
+"""Reads the sizes of a hub model by `heteroinfer-worker inspect`, without downloading its weights.
 
-It runs in this Python, which needs no vLLM for it, and as a process of its own: operator and worker
-import nothing of each other.
+The command runs with this Python, and needs no vLLM. It is a separate process, because operator and worker
+do not import each other.
 """
 
 import os
@@ -22,29 +22,29 @@ TIMEOUT_S: Final = 300.0
 
 
 def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> ModelProfile:
-    """Returns the sizes of a hub's model, from its config.json and the headers of its weights.
+    """Reads the sizes of a hub model, from its config.json and the headers of its weights.
 
-    HF_ENDPOINT and HF_TOKEN are the environment's.
+    Takes HF_ENDPOINT and HF_TOKEN from the environment.
 
     Raises:
-        ModelError: the hub does not show it, or it is no model.
+        ModelError: the hub does not serve the files, or they are not those of a model.
     """
     command = [sys.executable, "-m", WORKER_MODULE, "inspect", "--model", model.uri]
     command += ["--revision", model.revision] if model.revision else []
-    # Without a message's path, which would be a pod's; the answer is on standard output.
+    # The path of a termination message would be a pod's. The result is on standard output.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _error(model, f"the hub gave no answer within {TIMEOUT_S:.0f} s; try again") from error
+        raise _error(model, f"the hub did not answer within {TIMEOUT_S:.0f} s. Try again") from error
     if done.returncode != 0:
         raise _error(model, done.stderr.strip().rpartition("inspect: ")[2][-500:])
     try:
         return ModelProfile.from_json(done.stdout)
     except ContractError as error:
-        raise _error(model, f"{WORKER_MODULE} gave no profile: {error}") from error
+        raise _error(model, f"{WORKER_MODULE} did not print a profile: {error}") from error
 
 
 def _error(model: ModelSpec, message: str) -> ModelError:

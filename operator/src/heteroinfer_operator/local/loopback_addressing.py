@@ -1,4 +1,4 @@
-"""Loopback and free ports instead of pod names and fixed ports."""
+"""Addresses of pods on this machine: loopback and free ports, instead of pod names and fixed ports."""
 
 import random
 import socket
@@ -20,13 +20,13 @@ from heteroinfer_operator.manifests.identity import EpochRef, Owner
 
 LOOPBACK: Final = "127.0.0.1"
 _PORTS: Final = range(20000, 32000)
-"""Below what Linux gives to outgoing connections (32768 and up), so that a port found
-free is still free a moment later, when the worker binds it."""
+"""Below the ports that Linux gives to outgoing connections (32768 and up), so that a free port is still free
+a moment later, when the worker binds it."""
 _ATTEMPTS: Final = 1000
 
 
 class PortsTakenError(PlanError):
-    """A port that was asked for is in use, or no free one is left."""
+    """A requested port is in use, or no free port is left."""
 
     reason = "PortTaken"
 
@@ -34,8 +34,11 @@ class PortsTakenError(PlanError):
 class LocalAddressing:
     """Addresses of the groups of one resource on this machine.
 
-    An epoch keeps the ports that it was first given, since each reconcile asks again. Group i serves on
-    `api_port` plus i; models of a hub are fetched into the folder `model_cache`.
+    An epoch keeps its ports: each reconcile asks for them again.
+
+    Args:
+        api_port: port of group 0; group i serves on this port plus i.
+        model_cache: folder for models from a hub.
     """
 
     def __init__(self, *, api_port: int, model_cache: Path, rng: random.Random | None = None) -> None:
@@ -47,7 +50,7 @@ class LocalAddressing:
         self._taken = set(range(api_port, api_port + MAX_GROUPS))
 
     def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:
-        """Returns loopback and free ports for each pod.
+        """Chooses free ports on loopback for each pod of an epoch.
 
         Raises:
             PortsTakenError: no free ports are left.
@@ -58,18 +61,18 @@ class LocalAddressing:
         return self._given[key]
 
     def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
-        """Returns the folder of the model on this machine, or how it is fetched into its cache.
+        """Returns the folder of the model on this machine, or how to fetch the model into its cache.
 
         Raises:
-            PlanError: the spec names a folder that this machine has not.
+            PlanError: model.uri is neither a folder of this machine nor a model of a hub.
         """
         scheme, _, path = spec.model.uri.partition("://")
         if identity.is_hub_model(spec):
             return self._hub_model(spec)
         if scheme != "file":
             raise PlanError(
-                f"model.uri {spec.model.uri} is not on this machine: download the model "
-                "(hf download ORG/MODEL --local-dir DIR) and give --model-dir DIR",
+                f"model.uri {spec.model.uri} is not on this machine. Download the model "
+                "(hf download ORG/MODEL --local-dir DIR) and use --model-dir DIR",
                 reason="ModelSourceNotSupported",
             )
         return ModelSource(path=path, volume=None)
@@ -81,7 +84,7 @@ class LocalAddressing:
             repository=hub_repository(spec),
             revision=spec.model.revision or DEFAULT_REVISION,
             cache=str(self._model_cache),
-            token=None,  # there are no Secrets here: it is in the environment, or of `hf auth login`
+            token=None,  # there are no Secrets here; the token is in the environment or from `hf auth login`
             health_host=LOOPBACK,
             health_port=self._fetch_port,
         )
@@ -96,7 +99,7 @@ class LocalAddressing:
         return f"http://{LOOPBACK}:{self._api_port + index}/v1"
 
     def current(self) -> dict[int, tuple[PodAddress, ...]]:
-        """Returns by group index the addresses of its newest epoch's pods."""
+        """Returns the addresses of the pods of each group's newest epoch, by group index."""
         newest = sorted(self._given.items(), key=lambda item: item[0][:2])
         return {index: addresses for (index, _, _), addresses in newest}
 
@@ -109,8 +112,8 @@ class LocalAddressing:
         for port in range(self._api_port, self._api_port + groups):
             if not is_free(port):
                 raise PortsTakenError(
-                    f"port {port} on {LOOPBACK} is in use by another program, and the OpenAI API needs it: "
-                    "stop that, or choose another with --port"
+                    f"port {port} on {LOOPBACK}: another program uses it, and the OpenAI API needs it. Stop "
+                    "that program, or choose another port with --port"
                 )
 
     def _address(self, group: int, num_ranks: int) -> PodAddress:
@@ -125,7 +128,7 @@ class LocalAddressing:
         )
 
     def _take(self, size: int) -> int:
-        """Returns the first of `size` free ports that follow each other, never given again."""
+        """Takes `size` consecutive free ports, which no later call takes; returns the first."""
         for _ in range(_ATTEMPTS):
             first = self._rng.choice(_PORTS)
             block = set(range(first, first + size))
@@ -133,15 +136,15 @@ class LocalAddressing:
                 self._taken |= block
                 return first
         raise PortsTakenError(
-            f"found no {size} free ports on {LOOPBACK} in {_PORTS.start}-{_PORTS.stop - 1}; "
-            "stop what uses them"
+            f"{LOOPBACK}: found no {size} consecutive free ports in {_PORTS.start}-{_PORTS.stop - 1}. "
+            "Stop the programs that use them"
         )
 
 
 def is_free(port: int) -> bool:
-    """Returns whether a server could listen on this port of loopback now."""
+    """Whether a server could listen on this port of loopback now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: connections of the last epoch in TIME_WAIT are no obstacle.
+        # Servers set this too: connections of the last epoch in TIME_WAIT do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))

@@ -1,16 +1,14 @@
-"""A Pod manifest as the one process it is on this machine, or why it cannot be one. Pure.
+"""Translates a Pod manifest into a process on this machine, or refuses it with the reason. Pure.
 
 There are no containers here, so every field of a Pod is in one of three lists:
 
-- run: the worker container's command, args, env (literal values, keys of ConfigMaps and of Secrets of ours),
-  readinessProbe, GPUs of its resources (as CUDA_VISIBLE_DEVICES) and
-  terminationGracePeriodSeconds;
-- met by the nature of a process, and so accepted: names, labels, images, ports (they
-  are in env and args already), CPU and memory of resources (the plan counts with them,
-  nothing enforces them), security contexts (the process is the user's own), emptyDir
-  (the machine's /tmp and /dev/shm), tolerations (this machine has no taints),
-  livenessProbe (a supervisor that hangs is seen by its peers' heart-beats);
-- anything else is refused in words: it would silently mean nothing.
+- applied: the worker container's command, args, env (literal values, keys of ConfigMaps and of the operator's
+  Secrets), readinessProbe, GPUs of its resources (as CUDA_VISIBLE_DEVICES) and terminationGracePeriodSeconds;
+- accepted without effect: names, labels, images, ports (env and args contain them already), CPU and memory of
+  resources (the plan counts them, nothing enforces them), security contexts (the process is the user's own),
+  emptyDir (the machine's /tmp and /dev/shm), tolerations (this machine has no taints), livenessProbe (peers
+  notice a hanging supervisor by its missing heartbeats);
+- refused: every other field, which would otherwise be ignored silently.
 """
 
 import base64
@@ -46,35 +44,35 @@ _CONTAINER_FIELDS: Final = frozenset(
         "readinessProbe", "resources", "securityContext", "terminationMessagePolicy", "volumeMounts",
     }
 )  # fmt: skip
-_SHARED_FOLDERS: Final = frozenset({"/tmp", "/dev/shm"})  # noqa: S108 - what an emptyDir of a worker is here
+_SHARED_FOLDERS: Final = frozenset({"/tmp", "/dev/shm"})  # noqa: S108 - they replace the emptyDirs of workers
 _ENFORCED_BY_NOBODY: Final = frozenset({"cpu", "memory", "ephemeral-storage"})
 _NO_SECRETS: Final[Mapping[str, Manifest]] = MappingProxyType({})
 
 
 class UnsupportedPodFieldError(HeteroInferError):
-    """A Pod asks for something that a process on this machine cannot have.
+    """A Pod has a field that a process on this machine cannot have.
 
     Attributes:
-        field: its path in the manifest.
+        field: path of the field in the manifest.
     """
 
     reason = "UnsupportedPodField"
 
     def __init__(self, pod: str, field: str, remedy: str) -> None:
-        super().__init__(f"pod {pod}: {field}: `heteroinfer up` cannot run this; {remedy}")
+        super().__init__(f"pod {pod}: {field}: `heteroinfer up` does not support this. {remedy}")
         self.field = field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodProcess:
-    """What runs as one pod.
+    """The process that runs as one pod.
 
     Attributes:
-        arguments: of the worker's command line, after the command itself.
-        env: set besides the environment of `heteroinfer up`.
-        grace_s: between SIGTERM and SIGKILL, in seconds.
-        health_port: where readiness is asked for, or None if the pod has no readinessProbe.
-        readiness_path: what is asked for there.
+        arguments: arguments of the worker's command.
+        env: variables that are added to the environment of `heteroinfer up`.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        health_port: port of the readiness probe; None if the pod has no readinessProbe.
+        readiness_path: URL path of the readiness probe.
     """
 
     name: str
@@ -92,13 +90,15 @@ def parse_pod(
     secrets: Mapping[str, Manifest] = _NO_SECRETS,
     node_labels: Mapping[str, str] = IMAGE_PLATFORM,
 ) -> PodProcess:
-    """Returns the process that a Pod is; ConfigMaps and Secrets are by name, a user's own Secrets not here.
+    """Translates a Pod into a process.
 
     Args:
-        node_labels: of this machine.
+        config_maps: by name.
+        secrets: the operator's, by name. A user's Secrets do not exist here.
+        node_labels: labels of this machine.
 
     Raises:
-        UnsupportedPodFieldError: it has a field that is neither run nor met here.
+        UnsupportedPodFieldError: the Pod has a field that a process cannot have.
     """
     pod = _FieldReader(manifest["metadata"]["name"], config_maps, secrets)
     pod.only(manifest, _POD_FIELDS, "")
@@ -109,15 +109,15 @@ def parse_pod(
         "spec",
     )
     if spec.get("restartPolicy") != "Never":
-        pod.refuse("spec.restartPolicy", f"expected Never, got {spec.get('restartPolicy')!r}")
+        pod.refuse("spec.restartPolicy", f"It must be Never: got {spec.get('restartPolicy')!r}")
     if len(spec["containers"]) != 1:
-        pod.refuse("spec.containers", f"expected one container, got {len(spec['containers'])}")
+        pod.refuse("spec.containers", f"It must be one container: got {len(spec['containers'])}")
     pod.check_volumes(spec)
     container = spec["containers"][0]
     pod.only(container, _CONTAINER_FIELDS, "spec.containers[0]")
     if container.get("name") != names.CONTAINER_WORKER or len(container.get("command", ())) != 1:
         pod.refuse(
-            "spec.containers[0].command", f"expected the command of container {names.CONTAINER_WORKER}"
+            "spec.containers[0].command", f"It must be the command of container {names.CONTAINER_WORKER}"
         )
     port, path = pod.readiness(container)
     return PodProcess(
@@ -132,11 +132,11 @@ def parse_pod(
 
 
 def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str, str]) -> PodProcess:
-    """Returns the pod with its ranks' threads limited to their share of this machine's cores.
+    """Limits the threads of a pod's ranks to their share of this machine's cores.
 
-    Supervisors share the cores between the pods of their group, and know of no other group;
-    ranks that wait for each other while spinning on the same cores are many times slower. What
-    the user set, in engine.env or around `heteroinfer up` (`env`), stays.
+    Supervisors divide the cores among the pods of their group, and do not know of other groups. Ranks that
+    wait for each other while spinning on the same cores are many times slower. Values that the user set stay,
+    in engine.env or in the environment of `heteroinfer up` (`env`).
     """
     if names.ENV_PLAN not in pod.env or groups == 1:
         return pod
@@ -148,7 +148,7 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
 
 
 def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
-    """Returns the threads of each CPU rank, at least 1: what is left of a group's cores, evenly."""
+    """Divides a group's cores, less those of the engine and GPU ranks, among its CPU ranks; at least 1."""
     own = int(cores / groups)
     gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
     cpu_ranks = plan.world_size - gpu_ranks
@@ -157,14 +157,14 @@ def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
 
 
 def _instead_of(kind: str) -> str:
-    """Returns what to do instead of a volume of this kind."""
+    """Returns the remedy for a volume of this kind."""
     if kind in ("persistentVolumeClaim", "image"):
-        return "give the model's folder with --model-dir"
-    return "remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
+        return "Name the model's folder with --model-dir"
+    return "Remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
 
 
 def _is_met_here(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
-    """Returns whether a field only keeps a pod off what this machine is not; nobody shares its GPUs."""
+    """Whether a field only excludes nodes that differ from this machine, whose GPUs are not shared."""
     if field == "nodeSelector":
         return bool(value.items() <= node_labels.items())
     return field == "affinity" and any(
@@ -179,7 +179,7 @@ def _first_expressions(affinity: Manifest) -> list[Manifest]:
 
 
 class _FieldReader:
-    """Reads the parts of one manifest, and refuses with its name."""
+    """Reads the parts of one manifest. Its errors name the pod."""
 
     def __init__(
         self, name: str, config_maps: Mapping[str, Manifest], secrets: Mapping[str, Manifest]
@@ -195,7 +195,7 @@ class _FieldReader:
         for field in sorted(set(mapping) - known):
             self.refuse(
                 f"{where}.{field}".lstrip("."),
-                "remove it from the role's template or from spec.scheduling, or use a cluster",
+                "Remove it from the role's template or from spec.scheduling, or use a cluster",
             )
 
     def check_volumes(self, spec: Manifest) -> None:
@@ -211,11 +211,11 @@ class _FieldReader:
             if mount["name"] not in host_paths and mount["mountPath"] not in _SHARED_FOLDERS:
                 self.refuse(
                     f"spec.containers[0].volumeMounts[{mount['name']}]",
-                    "remove it from the role's template, or use a cluster: there are no mounts here",
+                    "Remove it from the role's template, or use a cluster: there are no mounts here",
                 )
             if path != mount["mountPath"]:
                 self.refuse(
-                    field, f"{path} cannot be mounted at {mount['mountPath']}: there are no mounts here"
+                    field, f"Path {path} cannot be mounted at {mount['mountPath']}: there are no mounts here"
                 )
 
     def env(self, variables: Sequence[Manifest]) -> dict[str, str]:
@@ -227,7 +227,7 @@ class _FieldReader:
                 continue
             value = variable.get("value", "")
             if "$(" in value:
-                self.refuse(f"{where}.value", f"write out what $(...) stands for in {variable['name']}")
+                self.refuse(f"{where}.value", f"Replace $(...) by its value in {variable['name']}")
             env[variable["name"]] = value
         return env
 
@@ -237,12 +237,14 @@ class _FieldReader:
             encoded: str = secret["data"][source["secretKeyRef"]["key"]]
             return base64.b64decode(encoded).decode()
         if set(source) != {"configMapKeyRef"}:
-            self.refuse(where, "there are no Secrets here: export the variable before `heteroinfer up`")
+            self.refuse(where, "Export the variable before `heteroinfer up`: there are no Secrets here")
         reference = source["configMapKeyRef"]
         config_map = self._config_maps.get(reference["name"], {})
         value = config_map.get("data", {}).get(reference["key"])
         if value is None:
-            self.refuse(where, f"there is no ConfigMap {reference['name']} with key {reference['key']} here")
+            self.refuse(
+                where, f"ConfigMap {reference['name']} with key {reference['key']} does not exist here"
+            )
         return str(value)
 
     def num_gpus(self, resources: Manifest) -> int:
@@ -251,7 +253,7 @@ class _FieldReader:
             if name != DEFAULT_GPU_RESOURCE:
                 self.refuse(
                     f"spec.containers[0].resources.limits[{name}]",
-                    f"this machine has cpu, memory and {DEFAULT_GPU_RESOURCE}; remove {name}",
+                    f"Remove {name}: this machine has cpu, memory and {DEFAULT_GPU_RESOURCE}",
                 )
         return int(parse_quantity(limits.get(DEFAULT_GPU_RESOURCE, 0)))
 
@@ -260,7 +262,7 @@ class _FieldReader:
         if probe is None:
             return None, ""
         if "httpGet" not in probe:
-            self.refuse("spec.containers[0].readinessProbe", "expected httpGet")
+            self.refuse("spec.containers[0].readinessProbe", "It must be httpGet")
         asked = probe["httpGet"]["port"]
         ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
         return int(ports.get(asked, asked)), str(probe["httpGet"]["path"])

@@ -1,4 +1,4 @@
-"""The process tree of one pod: started, watched, and ended to the last process."""
+"""Starts, watches and ends the process tree of one pod."""
 
 import asyncio
 import contextlib
@@ -18,44 +18,44 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.pod_process import PodProcess
 
 WORKER_MODULE: Final = "vllm_heteroinfer.launch.cli"
-"""Run instead of the image's command `heteroinfer-worker`."""
+"""Module that runs in place of the image's command `heteroinfer-worker`."""
 KILL_TIMEOUT_S: Final = 5.0
-"""After SIGKILL; a process in an uninterruptible wait takes longer, and is then reported."""
+"""Wait after SIGKILL. A process in an uninterruptible wait takes longer, and is then reported."""
 _POLL_S: Final = 0.02
 _NOT_INHERITED: Final = ("HETEROINFER_", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", names.ENV_VISIBLE_GPUS)
-"""Prefixes of variables of `heteroinfer up` that are of another Python, or of another pod."""
+"""Prefixes of variables that pods do not inherit: they belong to another Python or another pod."""
 
 
 class LeftoverProcessError(HeteroInferError):
-    """Processes of a pod live on after SIGKILL."""
+    """Processes of a pod still run after SIGKILL."""
 
     reason = "LeftoverProcess"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFolder:
-    """What a pod has to itself on disk: a private folder, and the log of all its processes' output."""
+    """The files of a pod: a private folder, and the log with the output of all its processes."""
 
     path: Path
     log: Path
 
     @property
     def termination_message(self) -> Path:
-        """Returns where the supervisor writes why it ended."""
+        """File in which the supervisor writes why it ended."""
         return self.path / "termination-log"
 
     @property
     def temporary(self) -> Path:
-        """Returns the pod's TMPDIR."""
+        """The pod's TMPDIR."""
         return self.path / "tmp"
 
     def remove(self) -> None:
-        """Removes the folder, but not the log."""
+        """Removes the folder, and keeps the log."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 class RunningPod:
-    """A pod's processes, from the supervisor's start to the end of the last of them."""
+    """A pod's processes, from the supervisor's start to the end of the last process."""
 
     def __init__(self, pod: PodProcess, process: asyncio.subprocess.Process, folder: PodFolder) -> None:
         self.pod = pod
@@ -71,21 +71,21 @@ class RunningPod:
         gpus: Sequence[str],
         env: Mapping[str, str],
     ) -> "RunningPod":
-        """Returns the pod with its supervisor started.
+        """Creates the folder, and starts the supervisor of a pod.
 
-        It runs in a session of its own, so that Ctrl-C reaches `heteroinfer up` alone, in
-        its own folder, and dies with this process. Its environment is `env` less what
-        belongs to another Python or another pod, and the pod's own. `folder` is made here.
+        The supervisor runs in a session of its own, so that Ctrl-C reaches only `heteroinfer up`. It
+        dies with this process. Its environment is the pod's own, and `env` without the
+        variables of another Python or another pod.
 
         Raises:
-            OSError: the program could not be started, or the folder not be made.
+            OSError: the program could not be started, or the folder could not be created.
         """
         folder.temporary.mkdir(parents=True)
         inherited = {name: value for name, value in env.items() if not name.startswith(_NOT_INHERITED)}
         own = {
             "TMPDIR": str(folder.temporary),
             "PYTHONUNBUFFERED": "1",
-            # -1, not empty: vLLM takes an empty one for a GPU that does not answer.
+            # -1, not empty: to vLLM an empty list means a GPU that does not answer.
             names.ENV_VISIBLE_GPUS: ",".join(gpus) or "-1",
             names.ENV_TERMINATION_MESSAGE_PATH: str(folder.termination_message),
         }
@@ -107,12 +107,12 @@ class RunningPod:
         return cls(pod, process, folder)
 
     async def wait(self) -> ContainerTermination:
-        """Returns how the supervisor ended, once all other processes of the pod are gone too.
+        """Waits until all processes of the pod have ended. Returns how the supervisor ended.
 
-        As in a container, nothing outlives its first process.
+        As in a container, all other processes are killed when the first one ends.
 
         Raises:
-            LeftoverProcessError: something does.
+            LeftoverProcessError: a process survived SIGKILL.
         """
         code = await self._process.wait()
         await self._kill_rest()
@@ -123,9 +123,9 @@ class RunningPod:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Ends the pod: SIGTERM to the supervisor, and SIGKILL to all of it after `grace_s`.
+        """Ends the pod: SIGTERM to the supervisor, then after `grace_s` SIGKILL to all its processes.
 
-        Returns once the supervisor is gone; raises LeftoverProcessError as wait().
+        Waits until the supervisor has ended. Raises LeftoverProcessError like wait().
         """
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
@@ -156,13 +156,13 @@ class RunningPod:
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:
                 raise LeftoverProcessError(
-                    f"pod {self.pod.name}: processes {', '.join(map(str, left))} live on "
-                    f"{KILL_TIMEOUT_S:g} s after SIGKILL; /proc/PID/stack tells what they wait for"
+                    f"pod {self.pod.name}: processes {', '.join(map(str, left))} still run "
+                    f"{KILL_TIMEOUT_S:g} s after SIGKILL. /proc/PID/stack shows where they wait"
                 )
             await asyncio.sleep(_POLL_S)
 
     def _living(self) -> Iterator[int]:
-        """Yields the pod's processes: by session, folder or environment, whichever a process has kept."""
+        """Yields the pod's processes. A process can change its session, folder or environment."""
         mark = f"{names.ENV_TERMINATION_MESSAGE_PATH}={self.folder.termination_message}".encode()
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -175,12 +175,12 @@ class RunningPod:
                     or mark in (entry / "environ").read_bytes().split(b"\0")
                 )
             except (OSError, ValueError):
-                continue  # it has just ended, or it is somebody else's
+                continue  # the process has just ended, or belongs to another user
             if belongs and state != "Z":
                 yield int(entry.name)
 
 
 def _state_and_session(entry: Path) -> tuple[str, int]:
-    # proc_pid_stat(5): the name in parentheses may hold anything; state and session follow it.
+    # proc_pid_stat(5): the name in parentheses may contain any text; state and session follow it.
     fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[3])

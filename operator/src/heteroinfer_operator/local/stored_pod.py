@@ -1,4 +1,4 @@
-"""A pod in the memory of LocalCluster: what the API server would keep of it."""
+"""A pod in the memory of LocalCluster, with the fields that an API server would store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ from heteroinfer_operator.local.process import RunningPod
 
 @dataclass(slots=True, kw_only=True)
 class StoredPod:
-    """One pod; changed by LocalCluster only.
+    """One pod; only LocalCluster changes it.
 
     Attributes:
-        gpus: its own, as CUDA names them.
-        deleting: whether it was asked to end.
-        ready: what its readiness probe last said.
-        termination: how it ended, or None while it runs.
-        group_report: what it last said of its group, if it is a leader.
-        fetch: what it last said of its progress, if it fetches a model.
+        gpus: the pod's GPUs, with their names in CUDA_VISIBLE_DEVICES.
+        deleting: whether its deletion was requested.
+        ready: last result of its readiness probe.
+        termination: how it ended; None while it runs.
+        group_report: last report about its group, if it is a leader.
+        fetch: last report of its progress, if it fetches a model.
     """
 
     manifest: Manifest
@@ -38,39 +38,36 @@ class StoredPod:
 
     @property
     def name(self) -> str:
-        """Returns its name."""
         return self.running.pod.name
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Returns the labels of its manifest."""
         labels: Mapping[str, str] = self.manifest["metadata"].get("labels", {})
         return labels
 
     @property
     def group_index(self) -> int | None:
-        """Returns the index of its group, or None for an inspect pod."""
+        """Index of its group; None for a pod that reads or fetches the model."""
         index = self.labels.get(names.LABEL_GROUP)
         return None if index is None else int(index)
 
     @property
     def key(self) -> EpochKey | None:
-        """Returns the key of its epoch, or None for a pod without one."""
+        """Key of its epoch, or None."""
         key, epoch = GroupKey.from_env(self.running.pod.env), self.running.pod.env.get(names.ENV_EPOCH)
         return None if key is None or epoch is None else key.of_epoch(int(epoch))
 
     @property
     def fetches(self) -> bool:
-        """Returns whether it fetches a model."""
         return self.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
 
     @property
     def leads(self) -> bool:
-        """Returns whether it is the pod of rank 0."""
+        """Whether it is the pod of rank 0."""
         return self.labels.get(names.LABEL_LEADER) == "true"
 
     def view(self, node: str) -> PodView:
-        """Returns it as decisions read it, on this node."""
+        """Returns the pod as decisions read it."""
         phase = "Running"
         if self.termination is not None:
             phase = "Succeeded" if self.termination.exit_code == 0 else "Failed"

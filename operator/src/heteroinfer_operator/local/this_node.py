@@ -1,4 +1,4 @@
-"""This machine as the one node of its own cluster."""
+"""This machine as the only node of a cluster."""
 
 import os
 import platform
@@ -24,11 +24,10 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, str] = os.environ) -> NodeView:
-    """Returns what is free on this machine now: cores, bytes of memory, GPUs.
+    """Measures the free cores, bytes of memory and GPUs of this machine.
 
-    Cores are those this process may run on, and no more than its CPU quota; memory is what
-    the kernel calls available, and no more than its cgroup's limit leaves. Where no cgroups, v1 or v2, are
-    mounted, there is no limit.
+    Cores: those that this process may use, at most its CPU quota. Memory: the kernel's MemAvailable, at most
+    the rest of its cgroup's limit. Without mounted cgroups, v1 or v2, there is no limit.
     """
     own_cgroups = (proc / "self" / "cgroup").read_text()
     memory_bytes = available_memory(cgroup, own_cgroups, (proc / "meminfo").read_text())
@@ -45,7 +44,7 @@ def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, s
 
 
 def _platform_labels() -> dict[str, str]:
-    """Returns the labels of system and architecture that a kubelet here would set, as Go names them."""
+    """Returns the labels of system and architecture that a kubelet would set here, in Go's names."""
     machine = platform.machine().lower()
     return {
         OS_LABEL: platform.system().lower(),
@@ -54,12 +53,12 @@ def _platform_labels() -> dict[str, str]:
 
 
 def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
-    """Checks that this machine is of the platform that each role's pods ask for.
+    """Checks that this machine has the platform that the pods of each role need.
 
-    A group was never run on another one: its user must ask for that by name, as in a cluster.
+    Other platforms are untested, so the user must select them explicitly, as in a cluster.
 
     Raises:
-        HeteroInferError: it is not.
+        HeteroInferError: the platform differs.
     """
     for role in spec.roles:
         selected = role.template.node_selector if role.template else None
@@ -74,16 +73,16 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
 
 
 def observe_gpus(proc: Path = _PROC, env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Returns the GPUs that CUDA programs of this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Returns the GPUs that CUDA programs of this process may use, with their names in CUDA_VISIBLE_DEVICES.
 
-    The driver's own list is read; no CUDA library is loaded.
+    Reads the driver's own list, and loads no CUDA library.
     """
     folder = proc / "driver" / "nvidia" / "gpus"
     count = len(list(folder.iterdir())) if folder.is_dir() else 0
     visible = env.get(names.ENV_VISIBLE_GPUS)
     if visible is None or not count:
         return tuple(str(index) for index in range(count))
-    # CUDA takes the devices up to the first that there is not, such as -1.
+    # CUDA ignores the first name that does not exist, such as -1, and all names after it.
     chosen = []
     for name in (item.strip() for item in visible.split(",")):
         if not name or (name.lstrip("-").isdigit() and not 0 <= int(name) < count):

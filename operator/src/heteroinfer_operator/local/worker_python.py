@@ -1,4 +1,4 @@
-"""Which Python runs the workers: the one that has vLLM, which this one need not have."""
+"""Finds the Python that runs the workers. It has vLLM; the Python of this command may lack it."""
 
 import importlib.util
 import os
@@ -10,28 +10,27 @@ from typing import Final
 from heteroinfer_operator.errors import HeteroInferError
 
 ENV_WORKER_PYTHON: Final = "HETEROINFER_WORKER_PYTHON"
-"""Of the command line only: never in a pod, so not in the contract."""
+"""Only the command line reads it, never a pod, so it is not in the contract."""
 WORKER_ENVIRONMENT: Final = ".venv-worker"
-"""Made by `make setup` beside the command's own environment."""
-HELP: Final = f"the Python that has vLLM; default: {ENV_WORKER_PYTHON}, or {WORKER_ENVIRONMENT}/bin/python"
-"""Of the option `--worker-python`."""
+"""`make setup` creates it beside the command's own environment."""
+HELP: Final = f"the Python that has vLLM. Default: {ENV_WORKER_PYTHON}, else {WORKER_ENVIRONMENT}/bin/python"
+"""Help of the option `--worker-python`."""
 
 
 class WorkerPythonError(HeteroInferError):
-    """No Python with vLLM was found; the message says where was looked, and what to do."""
+    """No Python with vLLM was found. The message lists the searched places and the remedy."""
 
     reason = "NoWorkerPython"
 
 
 def find_worker_python(option: Path | None, env: Mapping[str, str] = os.environ) -> Path:
-    """Returns the Python that runs workers.
+    """Finds the Python that runs workers.
 
-    Looked for in this order: the option `--worker-python`, HETEROINFER_WORKER_PYTHON,
-    .venv-worker beside the environment of this command or in the working directory, and
-    this Python itself if it has vLLM.
+    Searches in this order: the option `--worker-python`, HETEROINFER_WORKER_PYTHON, .venv-worker beside the
+    environment of this command or in the working directory, and this Python itself if it has vLLM.
 
     Raises:
-        WorkerPythonError: none of them is there, or the one named is no program.
+        WorkerPythonError: no Python was found, or the named file is not a program.
     """
     for source, named in (("--worker-python", option), (ENV_WORKER_PYTHON, env.get(ENV_WORKER_PYTHON))):
         if named:
@@ -44,17 +43,17 @@ def find_worker_python(option: Path | None, env: Mapping[str, str] = os.environ)
         return Path(sys.executable)
     searched = " nor ".join(str(path) for path in looked_at)
     raise WorkerPythonError(
-        f"found no Python with vLLM: neither {searched}, and {sys.executable} has no vLLM; run `make setup`, "
-        "or name one with --worker-python"
+        f"found no Python with vLLM: neither {searched} exists, and {sys.executable} has no vLLM. Run "
+        "`make setup`, or name a Python with --worker-python"
     )
 
 
 def _named(source: str, path: Path) -> Path:
-    path = path.absolute()  # not resolved: an environment's python is a link out of it
+    path = path.absolute()  # not resolved: the python of an environment is a link to a file elsewhere
     if not os.access(path, os.X_OK) or path.is_dir():
         raise WorkerPythonError(
-            f"{source}: {path} is no program; expected the Python that has vLLM, such as "
-            f"{WORKER_ENVIRONMENT}/bin/python, which `make setup` makes"
+            f"{source}: must be the Python that has vLLM: {path} is not a program. `make setup` creates "
+            f"{WORKER_ENVIRONMENT}/bin/python"
         )
     return path
 
