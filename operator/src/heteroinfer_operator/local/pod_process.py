@@ -167,9 +167,24 @@ def _is_met_here(field: str, value: Any, node_labels: Mapping[str, str]) -> bool
     """Whether a field only excludes nodes that differ from this machine, whose GPUs are not shared."""
     if field == "nodeSelector":
         return bool(value.items() <= node_labels.items())
-    return field == "affinity" and any(
-        value == require_label({}, unshared(term["key"].removesuffix(".sharing-strategy")))
-        for term in _first_expressions(value)
+    if field != "affinity":
+        return False
+    others = {kind: terms for kind, terms in value.items() if kind != "podAffinity"}
+    return _is_near_itself(value) and (
+        not others
+        or any(
+            others == require_label({}, unshared(term["key"].removesuffix(".sharing-strategy")))
+            for term in _first_expressions(others)
+        )
+    )
+
+
+def _is_near_itself(affinity: Manifest) -> bool:
+    """Whether all pods that this pod must be near to are of its own group, and so on this machine."""
+    near = affinity.get("podAffinity", {})
+    return not near.keys() - {REQUIRED} and all(
+        names.LABEL_RESOURCE in term.get("labelSelector", {}).get("matchLabels", {})
+        for term in near.get(REQUIRED, ())
     )
 
 

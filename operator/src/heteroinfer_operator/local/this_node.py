@@ -17,6 +17,7 @@ from heteroinfer_operator.nodes.node_platform import (
     platform_selector,
 )
 from heteroinfer_operator.nodes.node_view import NodeView
+from heteroinfer_operator.nodes.other_groups import HOSTNAME
 
 NODE_NAME: Final = "localhost"
 _PROC: Final = Path("/proc")
@@ -44,11 +45,12 @@ def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, s
 
 
 def _platform_labels() -> dict[str, str]:
-    """Returns the labels of system and architecture that a kubelet would set here, in Go's names."""
+    """Returns the labels that a kubelet would set here: system and architecture in Go's names, and host."""
     machine = platform.machine().lower()
     return {
         OS_LABEL: platform.system().lower(),
         ARCH_LABEL: {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine),
+        HOSTNAME: NODE_NAME,
     }
 
 
