@@ -33,7 +33,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers do not sum up": (
         {"roles": [{**CPU_ROLE, "layers": [4, 3]}]},
-        r"layers sum to 7, the model has 8: add 1",
+        r"layers must add up to the model's 8 \(got 7\). Add 1",
     ),
     "unknown field": (
         {"replica": 1},
@@ -133,7 +133,8 @@ def test_gpu_role_that_runs_on_the_cpu_says_so(tmp_path: Path, model_dir: Path, 
     file = write(tmp_path, resource(model_dir, roles=[role, GPU_ROLE], planning=shortage))
     with RunningUp(["-f", file, "--port", port], env={**NO_GPU, "TMPDIR": str(tmp_path)}) as up:
         up.wait_line(
-            re.compile(r"role gpu runs on CPUs, since planning\.onGPUShortage\.action is CPUOnly"), TIMEOUT_S
+            re.compile(r"role gpu runs on CPUs, because planning\.onGPUShortage\.action is CPUOnly"),
+            TIMEOUT_S,
         )
         up.wait_line(re.compile(r"rank 1 \(gpu, CPU, layers \S+\): "), TIMEOUT_S)
         assert up.stop() == 0

@@ -57,7 +57,7 @@ def test_the_sizes_that_the_mixtures_example_names_plan(
     file.write_text(yaml.safe_dump(manifest))
     directory = write_shape(shape("Qwen3-30B-A3B"), tmp_path / "model")
     assert main(["plan", "-f", str(file), "--model-dir", str(directory), "--calibration", "none"]) == 0
-    assert "experts or MLPs of 20 layers" in capsys.readouterr().out
+    assert "CPUs have the experts of 20 layers" in capsys.readouterr().out
 
 
 def test_the_resource_of_the_concepts_page_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,8 +215,8 @@ def test_memory_in_thousandths_of_bytes_is_refused(
         roles=[{"name": "a", "device": device, "resources": {"limits": {"memory": "1500m"}}}],
     )
     assert error(capsys, "-f", file, code=3) == (
-        "error: llama does not fit: role a: got resources.limits.memory 1500m, which is thousandths of a "
-        "byte; write 1500Mi\n"
+        "error: llama does not fit: role a: resources.limits.memory 1500m means thousandths of a byte. "
+        "Write 1500Mi\n"
     )
 
 
@@ -292,7 +292,7 @@ def test_world_size_does_not_match(tmp_path: Path, model: Path, capsys: pytest.C
 def test_layers_do_not_sum_up(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     roles = [{"name": "a", "device": "CPU", "layers": [1]}, {"name": "b", "device": "CPU", "layers": [2]}]
     file = write(tmp_path, model, roles=roles)
-    assert error(capsys, "-f", file) == "error: roles: layers sum to 3, the model has 4: add 1\n"
+    assert error(capsys, "-f", file) == "error: roles: layers must add up to the model's 4 (got 3). Add 1\n"
 
 
 def test_unknown_field(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -481,7 +481,7 @@ def test_resources_that_the_chart_gives_roles_count(
     values = tmp_path / "values.yaml"
     values.write_text("podResources: {worker: {limits: {memory: 1Gi}}}")
     assert main(["plan", "-f", file, "--chart-values", str(values)]) == 3
-    assert "got 1.00 GiB of memory a pod" in capsys.readouterr().err
+    assert "(got 1.00 GiB)" in capsys.readouterr().err
     values.write_text("{allowHostPaths: true, podResources: {worker: {limits: {memory: 8Gi}}}}")
     assert main(["plan", "-f", file, "--chart-values", str(values)]) == 0
     capsys.readouterr()
@@ -554,7 +554,7 @@ def test_a_gpu_role_and_no_gpu_anywhere(
 ) -> None:
     assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0", code=3) == (
         "error: llama does not fit: needs 1 pod (role gpu) with 1 nvidia.com/gpu; node (--gpus) has no "
-        "nvidia.com/gpu; the group waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly "
+        "nvidia.com/gpu; the group waits for them. Add GPUs, or set planning.onGPUShortage.action: CPUOnly "
         "(expected step time on CPUs: 2.1 ms (1.89 to 2.74) instead of 2.1 ms (1.89 to 2.73))\n"
     )
 

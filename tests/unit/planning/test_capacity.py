@@ -110,7 +110,7 @@ def test_gpus_that_are_not_where_the_pod_needs_them_are_missing() -> None:
     assert error.reason == "InsufficientGPU"
     assert error.message.startswith(
         "needs 1 pod (role gpu) with 2 nvidia.com/gpu; nodes a, b have 1 free of 1 nvidia.com/gpu; "
-        "the group waits for them; add GPUs, or set planning.onGPUShortage.action: CPUOnly"
+        "the group waits for them. Add GPUs, or set planning.onGPUShortage.action: CPUOnly"
     )
 
 
@@ -128,7 +128,7 @@ def test_memory_that_is_missing_is_no_shortage_of_gpus() -> None:
     assert error.reason == "InsufficientCapacity"
     assert error.message == (
         "needs 1 pod (role cpu) with 400.00 GiB of memory; nodes a, b have 32.00 GiB free of 32.00 GiB of "
-        "memory; the group waits, and nothing of it is created until all its pods fit"
+        "memory; the group waits, and no pod is created until all its pods fit"
     )
 
 
@@ -155,8 +155,8 @@ def test_cpu_only_waits_as_long_as_it_was_reported_and_says_what_it_costs(
     planned = fit(parsed, build_free_nodes(nodes), shortage_age_s=age_s)
     assert planned.plan.ranks[0].device is Device.CPU
     assert planned.on_cpus == (
-        "role gpu runs on CPUs, since planning.onGPUShortage.action is CPUOnly: needs 1 pod (role gpu) with "
-        f"1 nvidia.com/gpu; node a has no nvidia.com/gpu {cost}"
+        "role gpu runs on CPUs, because planning.onGPUShortage.action is CPUOnly: needs 1 pod (role gpu) "
+        f"with 1 nvidia.com/gpu; node a has no nvidia.com/gpu {cost}"
     )
 
 

@@ -64,7 +64,8 @@ def test_a_gpu_that_holds_no_context_is_refused_with_what_it_needs() -> None:
     with pytest.raises(PlanError) as caught:
         plan(spec(gpu(deviceMemory=str(CONTEXT_BYTES)), cpu(memory="64Gi")))
     assert caught.value.reason == "InsufficientMemory"
-    assert caught.value.message.startswith("role gpu: got a GPU of 0.6")
+    assert caught.value.message.startswith("role gpu: a GPU must have more than the ")
+    assert " (got 0.69 GiB). " in caught.value.message
     assert "GiB that the CUDA context, CUDA graphs and the largest batch take" in caught.value.message
     assert "engine.eager: Always" in caught.value.message
 

@@ -199,7 +199,7 @@ def test_layers_that_the_user_gives_must_fit_packed() -> None:
     model = four_bits(group=32)
     parsed = spec(cpu(memory="6Gi", layers=[14]), gpu(layers=[18]))
     said = refusal(parsed, model)
-    assert "stage 0 (role cpu): 14 layers need 4.32 GiB with KV cache for 8224 tokens" in said, said
+    assert "14 layers need 4.32 GiB with KV cache for one request of 8,192 tokens" in said, said
     assert plan(parsed, model, WITHOUT).plan.layers_by_stage == (14, 18)
 
 
@@ -208,8 +208,8 @@ def test_what_does_not_fit_packed_is_refused_and_the_memory_said() -> None:
     parsed = spec(cpu(memory="9600Mi"), engine={"maxModelLen": 64})
     assert plan(parsed, model, WITHOUT)
     said = refusal(parsed, model)
-    assert "the model does not fit" in said
-    assert "memory (resources.limits.memory of role cpu)" in said
+    assert "of the model's 32 layers is missing" in said
+    assert "raise resources.limits.memory of role cpu" in said
 
 
 def mixture(experts: int) -> ModelProfile:
@@ -241,7 +241,7 @@ def test_a_layer_is_packed_in_the_memory_that_kv_cache_gets_afterwards() -> None
     need = rank.weight_bytes + 3 * (3 * 256 + 20) * MIB + 2 * GIB  # of the process, and of the API server
     assert plan(spec(cpu(memory=str(ceil(need))), engine=short), model)
     said = refusal(spec(cpu(memory=str(ceil(need) - MIB), layers=[2]), engine=short), model)
-    assert "2 layers need 7.92 GiB with what a layer takes while it is packed" in said, said
+    assert "2 layers need 7.92 GiB with the copy of a layer while it is packed" in said, said
     assert "maxModelLen" not in said
 
 
@@ -275,7 +275,7 @@ def test_experts_in_16_bits_lie_twice_while_they_are_packed() -> None:
     need = rank.weight_bytes + beside + 2 * GIB
     assert plan(spec(cpu(memory=str(need)), engine=short), model)
     said = refusal(spec(cpu(memory=str(need - 1), layers=[4]), engine=short), model)
-    assert "with what a layer takes while it is packed" in said, said
+    assert "with the copy of a layer while it is packed" in said, said
     enough = device_memory(rank.weight_bytes + GIB // 2, model, embeds=True, with_cpus=False)
     on_gpu = spec(gpu(deviceMemory=enough), engine=short)
     assert plan(on_gpu, model)

@@ -90,7 +90,7 @@ def test_tensor_mode_over_both_devices_puts_the_gpu_first() -> None:
     assert planned.plan.engine.eager_gpu, "a captured forward would hold collectives with the CPU"
     assert not planned.plan.engine.eager_cpu
     assert planned.notes[0] == eager_reason(planned.plan)
-    assert "mode Pipeline" in planned.notes[1]
+    assert "Mode Pipeline" in planned.notes[1]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,8 @@ def test_world_size_that_does_not_match_is_refused() -> None:
     assert (error.reason, error.message) == (
         "WorldSizeMismatch",
         (
-            "roles: got 3 ranks for 2 stages, expected stages x ranks a stage to be the sum of pods x "
-            "ranksPerPod; "
-            "change roles, parallelism or the number of entries of layers"
+            "roles: stages x ranks per stage must be the sum of pods x ranksPerPod (got 3 ranks, 2 stages). "
+            "Change roles, parallelism or the number of entries of layers"
         ),
     )
 
@@ -146,17 +145,16 @@ def test_world_size_that_does_not_match_is_refused() -> None:
 def test_a_stage_across_pods_is_refused() -> None:
     error = refusal(spec(cpu(pods=2), parallelism={"pipeline": 1}))
     assert error.message == (
-        "role cpu: got ranksPerPod 1 with 2 ranks a stage, expected a multiple, since the ranks of a stage "
-        "are in "
-        "one pod; change ranksPerPod or parallelism.tensor"
+        "role cpu: ranksPerPod must be a multiple of the 2 ranks per stage, because the ranks of a stage are "
+        "in one pod (got 1). Change ranksPerPod or parallelism.tensor"
     )
 
 
 def test_entries_of_layers_are_one_for_each_stage_of_the_role() -> None:
     error = refusal(spec(cpu(layers=[8, 8, 8]), gpu(pods=3, layers=[8]), parallelism={"pipeline": 4}))
     assert error.message == (
-        "role cpu: got 3 entries of layers, expected 1, one for each stage (pods x ranksPerPod / 1); "
-        "add or remove entries"
+        "role cpu: the number of entries of layers must be that of its stages, pods x ranksPerPod / 1 = 1 "
+        "(got 3). Add or remove entries"
     )
 
 
@@ -189,8 +187,8 @@ def test_explicit_layers_are_honoured_by_stage() -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (2, "roles: layers sum to 30, the model has 32: add 2"),
-        (5, "roles: layers sum to 33, the model has 32: remove 1"),
+        (2, "roles: layers must add up to the model's 32 (got 30). Add 2"),
+        (5, "roles: layers must add up to the model's 32 (got 33). Remove 1"),
     ],
 )
 def test_layers_that_do_not_sum_up_are_refused(layers: int, message: str) -> None:
@@ -203,8 +201,8 @@ def test_explicit_layers_that_do_not_fit_say_by_how_much() -> None:
     # 28 x 416 MiB + the head of 1002 MiB + 28 x 4 KiB x 8224 tokens.
     need = 28 * 416 / 1024 + 1002 / 1024 + 28 * 4096 * 8224 / GIB
     assert f"28 layers need {need:.2f} GiB" in error.message
-    assert f"{need - 7:.2f} GiB missing" in error.message
-    assert "move layers to another stage" in error.message
+    assert f"{need - 7:.2f} GiB of memory is missing" in error.message
+    assert "Move layers to another stage" in error.message
 
 
 @pytest.mark.parametrize("first", [cpu(layers=[2]), {**gpu(layers=[2]), "name": "first"}])
@@ -216,8 +214,8 @@ def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, An
     error = refusal(spec(first, gpu(layers=[30]), **last), model=model)
     assert error.reason == "LayersMismatch"
     assert error.message == (
-        f"stage 0 (role {first['name']}): none of its layers 0..1 keeps keys, values or a state, and vLLM "
-        "cannot give a stage no KV cache; change layers of the roles so that each stage has such a layer"
+        f"stage 0 (role {first['name']}): at least one layer must have a KV cache or a state, because vLLM "
+        "cannot run a stage without one (got layers 0 to 1). Change layers of the roles"
     )
     planned = plan(spec({**first, "layers": [3]}, gpu(layers=[29]), **last), model).plan
     assert planned.layers_by_stage == (3, 29)
@@ -231,7 +229,7 @@ def test_each_planned_stage_has_a_layer_with_a_cache() -> None:
     assert plan(spec(cpu(pods=3, memory="32Gi")), model).plan.layers_by_stage == (12, 12, 8)
     error = refusal(spec(gpu(pods=11)), model=model)
     assert error.reason == "TooManyStages"
-    assert "got 11 stages, the model has 10 layers that keep keys" in error.message
+    assert "11 stages are too many for the model's 10 layers with a KV cache or a state" in error.message
 
 
 def test_the_gpu_is_filled_first() -> None:
@@ -250,8 +248,8 @@ def test_a_model_that_fits_the_gpu_leaves_the_cpu_one_layer_and_says_so() -> Non
     assert planned.plan.layers_by_stage == (1, 31)
     assert (planned.hybrid_not_needed,) == planned.notes
     assert planned.hybrid_not_needed == (
-        "hybrid not needed: the model takes 14.96 GiB, 15.96 GiB with KV cache for 8192 tokens, and the GPU "
-        "has 72.00 GiB for it; CPU ranks add capacity, not speed: remove them"
+        "hybrid not needed: the model takes 14.96 GiB, 15.96 GiB with KV cache for one request of "
+        "8,192 tokens, and the GPU has 72.00 GiB for it. CPU ranks add capacity, not speed. Remove them"
     )
 
 
@@ -262,7 +260,7 @@ def test_stages_of_one_device_are_even() -> None:
 def test_layers_are_even_where_nothing_is_known() -> None:
     planned = plan(spec(gpu(), cpu()))
     assert planned.plan.layers_by_stage == (16, 16)
-    assert planned.notes == ("the GPUs' memory is unknown; set deviceMemory to have layers planned by it",)
+    assert planned.notes == ("the GPUs' memory is unknown. Set deviceMemory to plan layers by memory",)
 
 
 def test_layers_of_different_sizes_are_counted_in_bytes() -> None:
@@ -277,10 +275,9 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     error = refusal(spec(gpu(deviceMemory=device_memory(12 * GIB * 9 // 10)), cpu(memory="6Gi")))
     assert error.reason == "InsufficientMemory"
     assert error.message == (
-        "the model does not fit: it has 32 layers, and with KV cache for 8224 tokens 26 fit, 4 in stage 0 "
-        "(role cpu), "
-        "22 in stage 1 (role gpu): 6 layers (2.63 GiB) don't; add pods for them, or memory "
-        "(resources.limits.memory of role cpu, deviceMemory of role gpu), or take the model in fewer bits "
+        "memory for 6 of the model's 32 layers is missing (2.63 GiB). With KV cache for one request of 8,192 "
+        "tokens, 26 fit: 4 in stage 0 (role cpu), 22 in stage 1 (role gpu). Add pods, raise "
+        "resources.limits.memory of role cpu or deviceMemory of role gpu, or use the model in fewer bits "
         "(FP8, AWQ)"
     )
 
@@ -290,20 +287,20 @@ def test_a_shorter_context_is_proposed_only_where_the_weights_fit() -> None:
     long = spec(gpu(deviceMemory="16Gi"), cpu(memory="10Gi"), engine={"maxModelLen": 131072})
     assert plan(short).plan.layers_by_stage
     assert refusal(long).message.endswith(
-        "or take the model in fewer bits (FP8, AWQ), or lower engine.maxModelLen"
+        "or use the model in fewer bits (FP8, AWQ), or lower engine.maxModelLen"
     )
     awq = replace(profile(), scheme=Scheme(name=SchemeName.AWQ, bits=4))
-    assert refusal(long, model=awq).message.endswith("of role gpu), or lower engine.maxModelLen")
+    assert refusal(long, model=awq).message.endswith("deviceMemory of role gpu, or lower engine.maxModelLen")
 
 
 def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
     error = refusal(spec(gpu(deviceMemory="80Gi"), cpu(memory="4Gi")))
     need = (416 + 2 * 1002) / 1024 + 4096 * 8224 / GIB
-    assert error.message.startswith(
-        f"stage 0 (role cpu): one layer needs {need:.2f} GiB with embedding or head"
+    assert error.message == (
+        f"stage 0 (role cpu): {need - 2:.2f} GiB of memory is missing. One layer needs {need:.2f} GiB with "
+        "embedding or head and KV cache for one request of 8,192 tokens. A rank has 2.00 GiB. Raise the "
+        "role's resources.limits.memory"
     )
-    assert f"its ranks have 2.00 GiB: {need - 2:.2f} GiB missing" in error.message
-    assert error.message.endswith("missing; raise the role's resources.limits.memory")
 
 
 def test_a_stage_without_capacity_for_a_layer_says_what_its_own_first_layer_needs() -> None:
@@ -316,8 +313,9 @@ def test_a_stage_without_capacity_for_a_layer_says_what_its_own_first_layer_need
     error = refusal(spec(first, cpu(memory="4Gi"), **short), model=model)
     cache = 2 * 32 * 4096  # of two blocks
     need = (4 * GIB + cache) / GIB
-    assert f"stage 1 (role cpu): one layer needs {need:.2f} GiB" in error.message, error.message
-    assert f"its ranks have 3.00 GiB: {need - 3:.2f} GiB missing" in error.message
+    missing = f"stage 1 (role cpu): {need - 3:.2f} GiB of memory is missing"
+    assert error.message.startswith(f"{missing}. One layer needs {need:.2f} GiB"), error.message
+    assert "A rank has 3.00 GiB. " in error.message
 
 
 def test_layers_that_a_stage_must_have_at_least_are_asked_for_together() -> None:
@@ -329,12 +327,13 @@ def test_layers_that_a_stage_must_have_at_least_are_asked_for_together() -> None
     first, second = ({**gpu(deviceMemory=size), "name": name} for name, size in (("a", small), ("b", "30Gi")))
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     said = refusal(spec(first, second, **short), model=model).message
-    assert said.startswith("stage 0 (role a): 3 layers, the fewest that it can have, need 3.00 GiB"), said
-    assert "its ranks have 2.70 GiB: 0.30 GiB missing" in said
+    missing = "stage 0 (role a): 0.30 GiB of memory is missing. "
+    assert said.startswith(f"{missing}3 layers, the fewest that it can have, need 3.00 GiB"), said
+    assert "A rank has 2.70 GiB. " in said
     pods = spec(gpu(pods=3), **short)
     error = refusal(pods, model=replace(model, first_stage_layers=7))
     assert error.reason == "TooManyStages"
-    assert "got 3 stages, the model has 8 layers and stages need 7, 1, 1" in error.message
+    assert "3 stages are too many for the model's 8 layers: they need 7, 1, 1" in error.message
 
 
 def test_layers_that_fit_add_up_where_they_differ() -> None:
@@ -347,27 +346,29 @@ def test_layers_that_fit_add_up_where_they_differ() -> None:
     ]
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     said = refusal(spec(*roles, **short), model=model).message
-    assert said.startswith("stage 1 (role r3): one layer needs 4.00 GiB"), said
+    assert said.startswith("stage 1 (role r3): 1.00 GiB of memory is missing. One layer needs 4.00 GiB"), said
 
 
 def test_a_pod_smaller_than_its_processes_is_refused() -> None:
     error = refusal(spec(cpu(memory="2Gi")))
     assert error.message == (
-        "role cpu: got 2.00 GiB of memory a pod, expected more than the 2.00 GiB that 1 rank and the API "
-        "server need before a model is loaded; raise resources.limits.memory"
+        "role cpu: a pod must have more memory than the 2.00 GiB that 1 rank and the API server take without "
+        "a model (got 2.00 GiB). Raise resources.limits.memory"
     )
 
 
 def test_ranks_that_cannot_split_the_model_are_refused_with_those_that_can() -> None:
     error = refusal(spec(cpu(ranksPerPod=3), parallelism={"mode": "Tensor"}))
-    assert "got 3 ranks a stage, the model has 32 attention heads" in error.message
-    assert error.message.endswith("; set one of 1, 2, 4, 8, 16, 32")
+    assert error.message == (
+        "parallelism.tensor: must divide the model, which has 32 attention heads (got 3 ranks per stage). "
+        "Set one of 1, 2, 4, 8, 16, 32"
+    )
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     error = refusal(spec(cpu(pods=3)), model=profile(num_layers=2))
     assert error.reason == "TooManyStages"
-    assert error.message.startswith("roles: got 3 stages, the model has 2 layers")
+    assert error.message.startswith("roles: 3 stages are too many for the model's 2 layers: each needs one. ")
 
 
 # Memory
@@ -432,7 +433,7 @@ def test_a_role_without_gpus_computes_on_cpus_and_says_so() -> None:
     planned = plan(spec(gpu(), cpu()), inventory=Inventory(on_cpus={"gpu": "there are none"}))
     assert [(r.role, r.device) for r in planned.plan.ranks] == [("gpu", Device.CPU), ("cpu", Device.CPU)]
     assert planned.notes == (
-        "role gpu runs on CPUs, since planning.onGPUShortage.action is CPUOnly: there are none",
+        "role gpu runs on CPUs, because planning.onGPUShortage.action is CPUOnly: there are none",
     )
     assert planned.on_cpus == planned.notes[0]
 
@@ -476,14 +477,16 @@ def test_float32_stays_float32() -> None:
 
 def test_an_unknown_checkpoint_dtype_asks_for_one() -> None:
     odd = profile(dtype="float8_e4m3fn")
-    assert "set engine.dtype" in refusal(spec(cpu()), model=odd).message
+    assert "Set engine.dtype" in refusal(spec(cpu()), model=odd).message
     assert plan(spec(cpu(), engine={"dtype": "bfloat16"}), odd).plan.engine.dtype == "bfloat16"
 
 
 def test_the_models_length_bounds_ours() -> None:
     assert plan(spec(cpu()), profile(max_position_embeddings=2048)).plan.engine.max_model_len == 2048
     error = refusal(spec(cpu(), engine={"maxModelLen": 4096}), model=profile(max_position_embeddings=2048))
-    assert error.message == "engine.maxModelLen: got 4096, the model was made for 2048; set 2048 or less"
+    assert error.message == (
+        "engine.maxModelLen: must be at most 2048, which is the model's own maximum (got 4096). Lower it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Nodes, pods and priority classes as kubectl prints them, to what is free."""
+"""Reads nodes, pods and priority classes from kubectl's output, and counts free capacity."""
 
 import json
 import re
@@ -20,22 +20,22 @@ from heteroinfer_operator.planning import build_free_nodes
 from heteroinfer_operator.stored_fields import UnreadableError
 
 _JSON: Final = re.compile(r'\s*\{\s*["}]')
-"""How a JSON object begins; in YAML `{kind: List}` does not."""
+"""Beginning of a JSON object; YAML such as `{kind: List}` does not match."""
 _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, ten times as fast, where PyYAML was built with it."""
+"""The loader of libyaml, which is ten times as fast, if PyYAML was built with it."""
 _NOT_OBJECTS: Final = (
     yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError, UnreadableError
 )  # fmt: skip
-"""What a file raises that holds no Kubernetes objects."""
+"""Exceptions of a file that does not hold Kubernetes objects."""
 HOW: Final = "Create the file with `kubectl get nodes,pods,priorityclasses -A -o json`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenNodes:
-    """What a file holds.
+    """The nodes and priority classes of a file.
 
     Attributes:
-        priority_classes: of the cluster; None where the file has none, though each cluster has some.
+        priority_classes: priority classes of the cluster; None if the file has none (every cluster has some).
     """
 
     free_nodes: list[FreeNode]
@@ -43,13 +43,13 @@ class GivenNodes:
 
 
 def load_nodes(file: str) -> GivenNodes:
-    """Returns what is free on the nodes of a file.
+    """Returns the free capacity of the nodes in a file.
 
     Args:
-        file: its path; - for stdin.
+        file: path of the file; - reads stdin.
 
     Raises:
-        HeteroInferError: it cannot be read, or holds no nodes.
+        HeteroInferError: the file cannot be read or holds no nodes.
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def load_nodes(file: str) -> GivenNodes:
 def _parse(text: str) -> Any:
     """Returns the objects of a JSON or YAML text; raises ValueError or yaml.YAMLError.
 
-    YAML's reader takes JSON too, but 300 nodes with 4,500 pods (33 MB) took it 54 s and 1.1 GB.
+    The YAML reader also accepts JSON, but for 300 nodes with 4,500 pods (33 MB) it took 54 s and 1.1 GB.
     """
     if _JSON.match(text):
         return json.loads(text)
@@ -94,7 +94,7 @@ def _parse(text: str) -> Any:
 
 
 def _where(error: Exception) -> str:
-    """Describes where a file breaks the rules of YAML or JSON, and how; "" if that is unknown."""
+    """Returns the line and the reason of a YAML or JSON error, or "" if they are unknown."""
     if isinstance(error, json.JSONDecodeError):
         return f" (line {error.lineno}: {error.msg})"
     mark = getattr(error, "problem_mark", None)

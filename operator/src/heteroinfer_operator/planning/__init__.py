@@ -1,9 +1,9 @@
-"""Spec, model profile and nodes to a plan: who is which rank, where, with which layers and settings.
+"""Planning: assigns ranks, nodes, layers and settings from a spec, a model's profile and nodes.
 
     request = GroupRequest(spec=spec, profile=profile, served_name="llama", model_path="/model")
     planned = plan_group(request, Capacity(free_nodes=build_free_nodes(nodes)))
 
-Pure: imports the contract, the api, the nodes and what vLLM supports only.
+Pure. Imports only the contract, api, nodes and vllm_support.
 """
 
 from heteroinfer_operator.nodes.placement import build_free_nodes

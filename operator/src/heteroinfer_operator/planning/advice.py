@@ -1,4 +1,4 @@
-"""What the user should know of a plan: what waits for what, and whether CPU ranks are needed at all. Pure."""
+"""Advice on a plan: the pace of mixed stages, and whether CPU ranks are needed at all. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.gpu_floor import GpuFloor, gpu_memory, usable_gpu_memory
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import split_by_memory
-from heteroinfer_operator.planning.memory import (
-    Sizes,
-    longest_sequence_tokens,
-    stage_budgets,
-)
+from heteroinfer_operator.planning.memory import Sizes, stage_budgets
 from heteroinfer_operator.planning.topology import Seat, Topology
 
 
@@ -23,7 +19,7 @@ class Advice:
     """Advice on one plan.
 
     Attributes:
-        hybrid_not_needed: which of them says that CPU ranks could be left out, or "".
+        hybrid_not_needed: the note that CPU ranks could be left out, or "".
     """
 
     notes: tuple[str, ...] = ()
@@ -31,7 +27,7 @@ class Advice:
 
 
 def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inventory) -> Advice:
-    """Returns what the user should know of a plan."""
+    """Returns notes on a plan."""
     if not topology.is_mixed:
         return Advice()
     notes = _pace(plan) if topology.has_mixed_stage else ()
@@ -39,10 +35,8 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
     floor = GpuFloor.of(profile, plan.engine, topology.tensor).total(embeds=True, samples=True, gpus=1)
     usable = _usable_bytes(seats, inventory, floor)
     if usable is None:
-        use = (
-            "know whether CPUs are needed at all" if topology.has_mixed_stage else "have layers planned by it"
-        )
-        return Advice(notes=(*notes, f"the GPUs' memory is unknown; set deviceMemory to {use}"))
+        use = "find out whether CPUs are needed" if topology.has_mixed_stage else "plan layers by memory"
+        return Advice(notes=(*notes, f"the GPUs' memory is unknown. Set deviceMemory to {use}"))
     if not _gpus_hold_all(topology, usable, plan, profile, inventory):
         return Advice(notes=notes)
     words = _not_needed(len(seats), usable, plan, profile)
@@ -50,7 +44,7 @@ def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inv
 
 
 def _pace(plan: Plan) -> tuple[str, ...]:
-    """Returns what the user should know of a plan with a mixed stage."""
+    """Returns notes on a plan with a mixed stage."""
     slow_s, fast_s = (
         sum(
             max((r.predicted_step_s for r in plan.stage(stage) if r.device in devices), default=0.0)
@@ -59,9 +53,9 @@ def _pace(plan: Plan) -> tuple[str, ...]:
         for devices in ((Device.CPU, Device.GPU), (Device.GPU,))
     )
     pace = (
-        f"every layer waits for its CPU ranks: a decode step reads weights for about {slow_s * 1e3:.1f} ms, "
-        f"the GPU ranks' share takes {fast_s * 1e3:.1f} ms of it; mode Pipeline gives CPUs only the layers "
-        "that GPUs can't hold, and keeps CUDA graphs"
+        f"every layer waits for its CPU ranks: a decode step reads weights for about {slow_s * 1e3:.1f} ms "
+        f"on CPUs and {fast_s * 1e3:.1f} ms on GPUs. Mode Pipeline gives CPUs only the layers that the GPUs "
+        "cannot hold, and keeps CUDA graphs"
     )
     return (str(eager_reason(plan)), pace)
 
@@ -69,28 +63,27 @@ def _pace(plan: Plan) -> tuple[str, ...]:
 def _gpus_hold_all(
     topology: Topology, usable: int, plan: Plan, profile: ModelProfile, inventory: Inventory
 ) -> bool:
-    """Returns whether the GPUs could hold the model and the KV cache of one longest sequence without CPUs."""
-    min_tokens = longest_sequence_tokens(plan.engine)
+    """Returns whether the GPUs alone could hold the model and the KV cache of one full-length request."""
     if topology.has_mixed_stage:
         return _whole_bytes(plan, profile) <= usable
     gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
     sizes = Sizes.of(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
     try:
-        split_by_memory(stage_budgets(gpu_stages, sizes, inventory), sizes, min_tokens)
+        split_by_memory(stage_budgets(gpu_stages, sizes, inventory), sizes)
     except PlanError:
         return False
     return True
 
 
 def _whole_bytes(plan: Plan, profile: ModelProfile) -> int:
-    """Returns the bytes of the model and of one longest sequence on one GPU."""
+    """Returns the bytes of the model and of one full-length request on one GPU."""
     whole = Sizes.of(profile, plan.engine, 1, batches=1)
     weights = whole.layers(0, profile.num_layers) + whole.tables(0, 1, Device.GPU)
     return weights + whole.cache(0, profile.num_layers)
 
 
 def _usable_bytes(seats: Sequence[Seat], inventory: Inventory, floor: int) -> int | None:
-    """Returns what GPUs have together for weights and KV cache, or None if that is unknown of one."""
+    """Returns the bytes of all GPUs for weights and KV cache, or None if one GPU's memory is unknown."""
     known = [gpu_memory(seat.placed.role, inventory) for seat in seats]
     if None in known:
         return None
@@ -101,7 +94,7 @@ def _not_needed(count: int, usable: int, plan: Plan, profile: ModelProfile) -> s
     gpus = "the GPU has" if count == 1 else f"the {count} GPUs have"
     return (
         f"hybrid not needed: the model takes {format_bytes(profile.total_bytes)}, "
-        f"{format_bytes(_whole_bytes(plan, profile))} with KV cache for "
-        f"{plan.engine.max_model_len} tokens, and {gpus} {format_bytes(usable)} for it; CPU ranks add "
-        "capacity, not speed: remove them"
+        f"{format_bytes(_whole_bytes(plan, profile))} with KV cache for one request of "
+        f"{plan.engine.max_model_len:,} tokens, and {gpus} {format_bytes(usable)} for it. CPU ranks add "
+        "capacity, not speed. Remove them"
     )

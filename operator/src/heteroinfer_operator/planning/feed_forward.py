@@ -1,6 +1,6 @@
-"""Mode FeedForward: which layers' experts or MLPs go to CPU ranks of the GPU's pod. Pure.
+"""Mode FeedForward: chooses the layers whose experts or MLPs go to CPU ranks of the GPU's pod. Pure.
 
-The GPU then has a model without them, which the rest of the planner sees as any other.
+The rest of the planner handles the GPU's remaining model like any other model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,27 +39,27 @@ from heteroinfer_operator.vllm_support.engine_options import (
 from heteroinfer_operator.vllm_support.served_architectures import is_by_transformers
 
 _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
-"""Bytes of a kernel's inputs and sums for each element of a row, and for each intermediate column of it."""
+"""Bytes of a kernel's inputs and sums per element of a row, and per intermediate column of a row."""
 
-_OFFLOADS: Final = "its CPU ranks have what vLLM would offload; leave it out"
+_OFFLOADS: Final = "its CPU ranks have the weights that vLLM would offload. Remove the option"
 _ARGS: Final = (
     (OFFLOADED_GIB, ("0",), _OFFLOADS),
     (OFFLOADED_LAYERS, ("0",), _OFFLOADS),
     (LOAD_FORMAT, load_formats.FEED_FORWARD, load_formats.FEED_FORWARD_WHY),
     (MODEL_IMPL, ("auto", "vllm"), "its ranks take experts and MLPs from vLLM's own classes"),
 )
-"""Option of vLLM, values that this mode takes (besides none), and why."""
+"""Options of vLLM with the values that this mode accepts, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
-    """What feed-forward ranks have of a model.
+    """The part of a model that feed-forward ranks compute.
 
     Attributes:
-        layers: whose experts or MLPs they have, ascending.
-        profile: the model with nothing but these, so that reads are counted as in any other.
-        kept: the model without them, which the role's own rank has.
-        by_experts: whether each rank has whole experts, where their columns cannot be shared.
+        layers: layers whose experts or MLPs they compute, ascending.
+        profile: a model of only these experts or MLPs, so that reads are counted as in any other model.
+        kept: the model without them, which the role's own rank computes.
+        by_experts: whether each rank has whole experts, because their columns cannot be shared.
     """
 
     spec: FeedForwardSpec
@@ -77,27 +77,27 @@ def choose_remote(
     inventory: Inventory,
     check: Callable[[Remote], object],
 ) -> Remote:
-    """Returns what feed-forward ranks get.
+    """Returns the part of the model that feed-forward ranks compute.
 
-    As many layers as the user says; else as few as leave the role's own rank KV cache for one
-    longest sequence, those first that cost least: whose step reads the smallest part of what they hold.
+    It has the number of layers that the user set, otherwise the fewest that leave the role's own rank enough
+    memory for the KV cache of one full-length request. The cheapest layers come first: those that read the
+    smallest part of their weights in a step.
 
     Args:
-        check: raises PlanError if CPU ranks cannot compute these layers. It runs before memory is
-            counted: no memory helps a model that no CPU rank runs.
+        check: raises PlanError if CPU ranks cannot compute these layers. It runs before memory is counted,
+            because more memory does not help such a model.
 
     Raises:
-        PlanError: the model has nothing that can go there, or what goes doesn't fit; the message says
-            what is missing.
+        PlanError: the model has no experts or MLPs to move, or these do not fit.
     """
     role = topology.stages[0][0].placed.role
     for why in _refusals(profile, engine):
-        raise PlanError(f"role {role.name}: got feedForward{why}", reason=PlanReason.UNSUPPORTED_PARALLELISM)
+        raise PlanError(f"role {role.name}: feedForward {why}", reason=PlanReason.UNSUPPORTED_PARALLELISM)
     order = _cheapest_first(profile)
     if own.layers is not None and own.layers > len(order):
         raise PlanError(
-            f"role {role.name}: got feedForward.layers {own.layers}, the model has {len(order)} layers with "
-            f"experts or an MLP; set {len(order)} or less",
+            f"role {role.name}: feedForward.layers must be at most {len(order)}, the number of layers with "
+            f"experts or an MLP (got {own.layers}). Lower it",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     by_experts = _is_by_experts(own, profile, order)
@@ -112,18 +112,23 @@ def choose_remote(
             _check_memory(role.name, remote, engine)
             return remote
     raise PlanError(
-        f"role {role.name}: without experts or MLPs of {counts[-1]} layers the model and KV cache for "
-        f"{engine.max_model_len} tokens still miss {format_bytes(missing)} of memory of its rank; "
-        f"{'set feedForward.layers higher, ' if counts[-1] < len(order) else ''}give it a larger device, "
-        "or lower engine.maxModelLen",
+        f"role {role.name}: {format_bytes(missing)} of memory is missing on its rank, which holds the model "
+        f"without experts or MLPs of {_layers(counts[-1])}, and KV cache for one request of "
+        f"{engine.max_model_len:,} tokens. "
+        f"{'Raise feedForward.layers, use' if counts[-1] < len(order) else 'Use'} a larger device, or lower "
+        "engine.maxModelLen",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
-def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence[int]) -> bool:
-    """Returns whether ranks have whole experts: some layer's columns cannot be shared, and all have experts.
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"
 
-    Columns are better: each rank then reads as much in each step, whatever experts a token goes through.
+
+def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence[int]) -> bool:
+    """Returns whether ranks share whole experts, because the columns of a layer cannot be shared.
+
+    Shared columns are better: all ranks then read equally much in each step, whichever experts a token uses.
     """
     kinds = [profile.layer(index) for index in layers]
     if own.ranks == 1 or not all(kind.experts for kind in kinds):
@@ -139,32 +144,32 @@ def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence
 
 
 def _refusals(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
-    """Yields why feed-forward ranks cannot compute this model, or with these arguments."""
-    name, remedy = profile.architecture, "use mode Pipeline for this model"
+    """Yields the reasons why feed-forward ranks cannot compute this model with these arguments."""
+    name, remedy = profile.architecture, "Use mode Pipeline for this model"
     if is_by_transformers(name):
         words = "whose experts and MLPs feed-forward ranks cannot take"
-        yield f", but vLLM serves {name} by transformers' class, {words}; {remedy}"
+        yield f"does not support {name}: vLLM serves it through transformers' class, {words}. {remedy}"
     if name in NO_FEED_FORWARD:
-        yield f" with {name}, but {NO_FEED_FORWARD[name]}; {remedy}"
+        yield f"does not support {name}: {NO_FEED_FORWARD[name]}. {remedy}"
     for option, allowed, why in _ARGS:
         value = EngineOptions.of(engine.extra_args).given(option)
         if value is not None and value not in allowed:
-            yield f" with engine.args {option} {value}, expected {' or '.join(allowed)}: {why}"
+            yield f"needs engine.args {option} to be {' or '.join(allowed)} (got {value}): {why}"
     if not any(kind.feed_forward_bytes for kind in profile.layers):
-        yield f", but nothing is known of experts or MLPs in the layers of {name}; {remedy}"
+        yield f"does not support {name}: its layers have no known experts or MLPs. {remedy}"
 
 
 def _cheapest_first(profile: ModelProfile) -> list[int]:
-    """Returns the layers that have experts or an MLP, by the part of it that a step of one token reads.
+    """Returns the layers with experts or an MLP, ordered by the part that one token reads.
 
-    In a mixture those with experts alone: its dense MLPs stay
-    (vllm_heteroinfer/feed_forward/skeleton.py refuses them).
+    A mixture contributes only its layers with experts, because feed-forward ranks refuse its dense MLPs
+    (vllm_heteroinfer/feed_forward/skeleton.py).
     """
 
     def cost(index: int) -> tuple[float, int]:
         kind = profile.layer(index)
         active = kind.expected_experts(1) * kind.expert_bytes if kind.experts else kind.mlp_bytes
-        # Of equal ones the last: the first layers are the last whose answers are waited for.
+        # Of equal layers, the later one comes first.
         return active / kind.feed_forward_bytes, -index
 
     having = [index for index, kind in enumerate(profile.layers) if kind.feed_forward_bytes]
@@ -175,7 +180,7 @@ def _cheapest_first(profile: ModelProfile) -> list[int]:
 def remote_of(
     own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int], *, by_experts: bool = False
 ) -> Remote:
-    """Returns what feed-forward ranks have of a model if they have these layers' experts or MLPs."""
+    """Returns the part of the model with the experts or MLPs of these layers."""
     layers = tuple(sorted(chosen))
     kinds = profile.layers
     moved = set(layers)
@@ -216,7 +221,7 @@ def _without(kind: LayerKind) -> LayerKind:
 
 
 def _mlp_is_quantized(kind: LayerKind) -> bool:
-    """Returns whether a dense layer's MLP is in the model's scheme: all linear layers are, or none."""
+    """Returns whether a dense layer's MLP is quantized: all its linear layers are, or none."""
     return not kind.experts and kind.quantized_bytes >= kind.mlp_bytes > 0
 
 
@@ -240,7 +245,7 @@ def _with_kinds(profile: ModelProfile, kinds: Sequence[LayerKind]) -> ModelProfi
 def missing_bytes(
     topology: Topology, kept: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> int:
-    """Returns what the role's own rank lacks for these layers and one longest sequence; <= 0 if nothing."""
+    """Returns the bytes that the role's own rank lacks for one full-length request; <= 0 if it fits."""
     device = topology.stages[0][0].placed.device
     sizes = Sizes.of(kept, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
     stage = stage_budgets(topology.stages, sizes, inventory)[0]
@@ -248,7 +253,7 @@ def missing_bytes(
 
 
 def _check_shares(role: str, remote: Remote) -> None:
-    """Raises PlanError where the ranks cannot share a layer, neither by columns nor by experts."""
+    """Raises PlanError if the ranks can share a layer neither by columns nor by experts."""
     for index in remote.layers:
         try:
             _units(remote, index)
@@ -261,14 +266,14 @@ def _check_shares(role: str, remote: Remote) -> None:
 def _units(remote: Remote, index: int) -> list[int]:
     """Returns each rank's intermediate columns of a layer, or its experts, in order of ranks.
 
-    Those of ranks that read equally fast. Others share by their rates once they start
-    (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between ranks of one pod.
+    The plan assumes ranks that read equally fast. When ranks start, they share by their measured rates
+    (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between the ranks of a pod.
 
     Returns:
-        [] where columns are not known.
+        [] if the columns are unknown.
 
     Raises:
-        ContractError: as share_out, or share_experts.
+        ContractError: the ranks cannot share the layer.
     """
     kind = remote.profile.layer(index)
     if remote.by_experts:
@@ -277,7 +282,7 @@ def _units(remote: Remote, index: int) -> list[int]:
 
 
 def _column_counts(kind: LayerKind, unit: int, ranks: int) -> list[int]:
-    """Returns each rank's intermediate columns, [] where they are not known; raises as share_out."""
+    """Returns each rank's intermediate columns, [] if they are unknown; raises ContractError."""
     if not kind.columns or not unit:
         return []
     return [own.count for own in share_out(kind.columns, (1,) * ranks, unit)]
@@ -286,7 +291,7 @@ def _column_counts(kind: LayerKind, unit: int, ranks: int) -> list[int]:
 def _parts(remote: Remote, index: int) -> list[Fraction]:
     """Returns each rank's part of a layer, in order of ranks.
 
-    All the same where columns are not known, and where an earlier version planned what cannot be shared.
+    Parts are equal if columns are unknown, or if an earlier version planned a layer that cannot be shared.
     """
     try:
         units = _units(remote, index)
@@ -298,10 +303,10 @@ def _parts(remote: Remote, index: int) -> list[Fraction]:
 
 
 def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> Sizes:
-    """Returns the sizes of what one feed-forward rank has.
+    """Returns the sizes of one feed-forward rank's part of the model.
 
     Args:
-        rank: which of them; None for the largest part of each layer, which the others wait for.
+        rank: number among the feed-forward ranks; None for the largest part of each layer.
     """
     whole = Sizes.of(remote.profile, engine, 1, batches=1)
     sizes = list(whole.layer_bytes)
@@ -312,13 +317,13 @@ def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> S
 
 
 def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
-    """Returns the weights of a feed-forward rank as its kernels have them, in bytes."""
+    """Returns the bytes of a feed-forward rank's weights, in its kernels' form."""
     sizes = _sizes(remote, engine, rank).layer_bytes
     return ceil(sum(sizes[index] * _packed(remote, index)[0] for index in remote.layers))
 
 
 def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
-    """Returns what a layer has when it is packed, of its bytes, and what lies beside it meanwhile."""
+    """Returns a layer's packed size relative to its bytes, and the additional copies while it is packed."""
     kind, scheme = remote.profile.layer(index), remote.profile.scheme
     if not (kind.experts_quantized or kind.quantized_bytes):
         return filled_part(kind), 1
@@ -326,10 +331,10 @@ def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
-    """Returns what a feed-forward rank has beside its packed weights at most, in bytes.
+    """Returns the most bytes that a feed-forward rank needs besides its packed weights.
 
-    While a layer is packed it lies there twice, or in 4 bits up to four times; then the kernels keep
-    inputs and sums of the longest batch's rows, once for each expert of a row (kernels/source/experts.cpp).
+    While a layer is packed, the rank has two copies, in 4 bits up to four. After that the kernels keep inputs
+    and sums of the longest batch's rows, once for each expert of a row (kernels/source/experts.cpp).
     """
     sizes = _sizes(remote, engine).layer_bytes
     packing = max((sizes[index] * _packed(remote, index)[1] for index in remote.layers), default=0)
@@ -350,9 +355,9 @@ def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
     have = parse_bytes(remote.spec.memory)
     if need > have:
         raise PlanError(
-            f"role {role}: each of {remote.spec.ranks} feed-forward ranks needs {format_bytes(need)} for its "
-            f"part of {len(remote.layers)} layers, got feedForward.memory {format_bytes(have)}: "
-            f"{format_bytes(need - have)} missing; raise it, or use more ranks",
+            f"role {role}: {format_bytes(need - have)} of memory is missing on each feed-forward rank. It "
+            f"needs {format_bytes(need)} for its part of {_layers(len(remote.layers))}, and "
+            f"feedForward.memory is {remote.spec.memory}. Raise feedForward.memory or feedForward.ranks",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
@@ -360,7 +365,7 @@ def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
 def feed_forward_rates(
     remote: Remote, engine: EngineSettings, calibration: Calibration | None = None
 ) -> Rates:
-    """Returns how fast each feed-forward rank works while all of them do."""
+    """Returns the speed of each feed-forward rank while all of them compute."""
     requests = {"cpu": remote.spec.cpu}
     role = RoleSpec(name="feed-forward", device=Device.CPU, resources=Resources(requests=requests))
     rates = cpu_rates(
@@ -377,7 +382,7 @@ def feed_forward_rates(
 
 
 def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, load: Load) -> float:
-    """Returns how long feed-forward ranks take in a step of a load, exchanges included, in seconds."""
+    """Returns the seconds that feed-forward ranks take in a step of this load, including exchanges."""
     sizes = _sizes(remote, engine)
     reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
     rows = load.requests * load.tokens
@@ -387,13 +392,14 @@ def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, l
 
 
 def _unevenness(remote: Remote, rows: int) -> float:
-    """Returns the most experts that one rank has of those that so many rows go through, of `_sizes`' part.
+    """Returns the load of the busiest rank relative to its part in `_sizes`, for this number of rows.
 
-    1 by columns. Which rank has them is as good as drawn, without replacement: the mean and the spread are
-    of the hypergeometric distribution, the largest of several ranks' by Blom's approximation. What one rank
-    has more others have less: the largest is that of independent ranks whose variance is ranks / (ranks - 1)
-    times as large. Some rank has one at least, and none more than it holds. That is 13 % less to 9 % more
-    than where experts are drawn, 8 to 256 over 2 to 8 ranks, topk 1 to 8, 1 to 512 rows.
+    It is 1 if ranks share columns. If ranks have whole experts, the rows' experts are treated as drawn
+    without replacement: mean and spread are those of the hypergeometric distribution, and the maximum over
+    ranks is Blom's approximation. The counts of the ranks depend on each other, so the maximum is that of
+    independent ranks with a variance ranks / (ranks - 1) times as large. The busiest rank has at least one
+    expert, and at most those that it holds. Compared with drawn experts the result is 13 % too low to 9 %
+    too high (8 to 256 experts over 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
     """
     ranks = remote.spec.ranks
     if not remote.by_experts:
@@ -402,6 +408,6 @@ def _unevenness(remote: Remote, rows: int) -> float:
     chosen = kind.expected_experts(rows)
     spread = sqrt(chosen / ranks * (1 - chosen / kind.experts))
     above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread
-    mean = chosen * float(part)  # of the rank that holds most
+    mean = chosen * float(part)  # for the rank that holds the most experts
     most = min(max(chosen / ranks + above, mean, 1.0), chosen, float(kind.experts * part))
     return most / mean

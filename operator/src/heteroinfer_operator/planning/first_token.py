@@ -1,6 +1,6 @@
-"""How long a plan's first tokens may take, and what its streams send meanwhile. Pure.
+"""The time to the first token of a plan, and the keep-alive that its streams send until then. Pure.
 
-Proxies end a stream that is silent: many after 60 s, some after 30. A long prompt on CPU ranks takes longer.
+Proxies end a silent stream, many after 60 s, some after 30. A long prompt takes longer on CPU ranks.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from heteroinfer_operator.vllm_support.engine_options import KEEP_ALIVE, EngineO
 KEEP_ALIVE_S: Final = 15
 """Half of the shortest time-out that is common among proxies: docs/user/expose.md#streams-behind-proxies."""
 _FROM_S: Final = 5.0
-"""A first token that always comes sooner needs no keep-alive: requests that wait for others excepted."""
+"""Time to the first token above which streams send a keep-alive. Queueing is not included."""
 
 
 def waits_elsewhere(plan: Plan, rates: Sequence[Rates], remote: Remote | None) -> Elsewhere:
-    """Returns how long a stage waits for its feed-forward ranks in a step."""
+    """Returns the function that predicts how long a step waits for feed-forward ranks."""
 
     def seconds(load: Load) -> float:
         return 0.0 if remote is None else feed_forward_seconds(remote, plan.engine, rates[-1], load)
@@ -30,10 +30,10 @@ def waits_elsewhere(plan: Plan, rates: Sequence[Rates], remote: Remote | None) -
 
 
 def with_keep_alive(plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: Remote | None) -> Plan:
-    """Returns the plan, whose streams send a comment while they wait if a first token may take long.
+    """Returns the plan, with a keep-alive for its streams if a first token may take long.
 
-    The user's own `--sse-keep-alive-interval` counts, 0 too. The longest prompt decides, at the worst speed
-    that is predicted.
+    The user's own `--sse-keep-alive-interval` has priority, including 0. Otherwise the longest prompt at the
+    slowest predicted speed decides.
     """
     engine = plan.engine
     if EngineOptions.of(engine.extra_args).keep_alive is not None:
@@ -44,14 +44,14 @@ def with_keep_alive(plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: Re
 
 
 def add_keep_alive(args: tuple[str, ...]) -> tuple[str, ...]:
-    """Adds the keep-alive that streams have by default."""
+    """Adds the default keep-alive of streams."""
     return (*args, KEEP_ALIVE, str(KEEP_ALIVE_S))
 
 
 def _may_take_long(plan: Plan, sizes: Sizes, rates: Sequence[Rates], elsewhere: Elsewhere) -> bool:
     longest = plan.engine.max_model_len
     prompt = min(plan.engine.max_num_batched_tokens, longest)
-    while True:  # shorter prompts first: a million tokens are many chunks
+    while True:  # shorter prompts first, because a million tokens are many chunks
         if forecast_first_token(plan, sizes, rates, prompt, elsewhere).most_s > _FROM_S:
             return True
         if prompt == longest:

@@ -1,7 +1,7 @@
-"""What a GPU holds besides weights and KV cache, at least: it does not shrink with the GPU. Pure.
+"""The memory that a GPU holds besides weights and KV cache, whatever its size. Pure.
 
 Measured on an H100 with torch 2.13 and vLLM 0.32 (2026-11-26, tests/bench/gpu_floor.py): a Llama of 16 layers
-with 64 requests of a step held 1.90 GiB beside its weights and 1 GiB of KV cache, without CUDA graphs 1.05.
+with 64 requests in a step held 1.90 GiB besides its weights and 1 GiB of KV cache, without CUDA graphs 1.05.
 """
 
 from dataclasses import dataclass
@@ -17,40 +17,40 @@ from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
 
 BESIDE_ON_GPUS: Final = "the CUDA context, CUDA graphs and the largest batch"
-"""What it is, for people."""
+"""The contents of this memory, for people."""
 GPU_USABLE: Final = Fraction(9, 10)
-"""Share of a GPU's memory for weights and KV cache at most, whatever GpuFloor says: fragments, the driver."""
+"""Largest share of a GPU's memory for weights and KV cache; the rest is for fragments and the driver."""
 CONTEXT_BYTES: Final = 704 * 2**20
 """The CUDA context (619 MiB), kernels that are loaded (68 MiB), and buffers of the model runner (16 MiB)."""
 NCCL_BYTES: Final = 960 * 2**20
 """NCCL on a GPU that shares its stage with other GPUs: 564 MiB for one group, 388 MiB for a second."""
 GRAPHS_BYTES: Final = 2**30
-"""CUDA graphs: what a rank keeps free for them before it grants the KV cache
-(vllm_heteroinfer/rank/worker/headroom.py). Those of up to 128 tokens took 210 to 282 MiB."""
+"""Memory that a rank keeps free for CUDA graphs before it grants the KV cache
+(vllm_heteroinfer/rank/worker/headroom.py). Graphs of up to 128 tokens took 210 to 282 MiB."""
 SAMPLING_BYTES: Final = 18
-"""For each entry of the vocabulary and each request of a step: logits in 16 and in 32 bits, probabilities,
-and random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0).
+"""Bytes per entry of the vocabulary and request of a step: logits in 16 and in 32 bits, probabilities, and
+random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0).
 256 requests and 262,144 entries took 16.9 bytes each (H200, 2026-11-26)."""
 _RESIDUALS: Final = 4
-"""Hidden states of a token that live at once beside a layer's own."""
+"""Hidden states of a token that exist at once in addition to a layer's own."""
 _ATTENTION: Final = 3
-"""Hidden states' worth of queries, keys, values and output."""
+"""Size of queries, keys, values and output, in hidden states."""
 _FRAGMENTS: Final = Fraction(7, 4)
-"""What torch holds of the device for activations, of their size: 386 MiB for 232."""
+"""Memory that torch reserves for activations, relative to their size: 386 MiB for 232."""
 _USUAL_COLUMNS: Final = 4
-"""Of an MLP, for each element of a hidden state, where a profile by an earlier version does not say."""
+"""Columns of an MLP per element of a hidden state, if the profile of an earlier version has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFloor:
-    """What a GPU rank holds besides weights and KV cache, in bytes.
+    """Memory of a GPU rank besides weights and KV cache, in bytes.
 
     Attributes:
         graphs: kept free for CUDA graphs; 0 without them.
-        activations: of the largest batch.
-        sampling: of the largest batch, on the ranks of the last stage.
-        compiling: once on the ranks of the first stage, while the model is compiled: its embedding again.
-            torch keeps it, and uses it for activations.
+        activations: activations of the largest batch.
+        sampling: sampling of the largest batch, on the ranks of the last stage.
+        compiling: a copy of the embedding on the ranks of the first stage while the model is compiled.
+            torch keeps that memory and reuses it for activations.
     """
 
     graphs: int
@@ -60,7 +60,7 @@ class GpuFloor:
 
     @classmethod
     def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int) -> "GpuFloor":
-        """Returns the floor at these settings; `tensor` is the ranks of a stage."""
+        """Returns the floor for these settings; `tensor` is the number of ranks of a stage."""
         widths = (_width(kind, profile, tensor) for kind in dict.fromkeys(profile.layers))
         width = _RESIDUALS * profile.hidden_size + max(widths, default=0)
         return cls(
@@ -74,9 +74,9 @@ class GpuFloor:
         """Returns the bytes of one rank.
 
         Args:
-            embeds: whether the rank is of the first stage, which has the embedding.
-            samples: whether the rank is of the last stage, which has the head.
-            gpus: that share the stage's layers and speak by NCCL; 1 if none do.
+            embeds: whether the rank is in the first stage, which has the embedding.
+            samples: whether the rank is in the last stage, which has the head.
+            gpus: number of GPUs that share the stage's layers through NCCL; 1 without NCCL.
         """
         nccl = NCCL_BYTES if gpus > 1 else 0
         largest = max(self.activations, self.sampling * samples, self.compiling * embeds)
@@ -84,7 +84,7 @@ class GpuFloor:
 
 
 def _width(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
-    """Returns the elements that a token has at once in a layer on one rank, at most."""
+    """Returns the most elements that one token needs at once in a layer on one rank."""
     hidden = profile.hidden_size
     columns = (kind.columns or _USUAL_COLUMNS * hidden) // tensor
     if kind.experts:
@@ -97,12 +97,12 @@ def _width(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
 
 
 def gpu_memory(role: RoleSpec, inventory: Inventory) -> int | None:
-    """Returns the memory of one GPU of a role, or None if that is unknown."""
+    """Returns the memory of one GPU of a role, in bytes, or None if unknown."""
     return (
         parse_bytes(role.device_memory) if role.device_memory else inventory.gpu_memory_bytes.get(role.name)
     )
 
 
 def usable_gpu_memory(memory: int, gpu_floor: int) -> int:
-    """Returns the bytes of a GPU for weights and KV cache, beside what it holds in any case."""
+    """Returns the bytes of a GPU that are left for weights and KV cache."""
     return max(min(int(memory * GPU_USABLE), memory - gpu_floor), 0)

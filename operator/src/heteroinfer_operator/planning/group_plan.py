@@ -1,4 +1,4 @@
-"""A group onto the nodes that there are: its plan with a node for each pod, or what is missing where. Pure.
+"""Plans a group for the nodes of a cluster: a plan with a node for each pod, or the missing capacity. Pure.
 
 free_nodes = build_free_nodes(nodes, promised)
 planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes its share of them
@@ -29,22 +29,22 @@ from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_pl
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s
 
-_WAITS: Final = "the group waits, and nothing of it is created until all its pods fit"
+_WAITS: Final = "the group waits, and no pod is created until all its pods fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The nodes for one group, and who waits if too little is free.
+    """The nodes for one group, and what happens if too little is free.
 
     Attributes:
-        free_nodes: all nodes with what is free on them; None where they are not known.
-        others_wait: whether the pods are created although they don't fit, since somebody else
-            places them all at once, or the user wants them placed one by one.
-        shortage_age_s: how long GPUs have been missing, in seconds; None where waiting is of no
-            use, so that CPUOnly is done at once.
-        resource: name of the resource, by which affinity terms may select its pods; None if it has none.
-        others: groups of the resource that this one prefers to be apart from; None where there are none.
-        priority: pods of a lower one are preempted by the scheduler; None: no pod is.
+        free_nodes: all nodes with their free capacity; None if nodes are unknown.
+        others_wait: whether the pods are created although they do not fit, because a gang scheduler places
+            them all at once, or because the user wants them placed one by one.
+        shortage_age_s: seconds since GPUs have been missing; None if waiting is useless, so that CPUOnly
+            takes effect at once.
+        resource: name of the resource, by which affinity terms may select its pods; None without a name.
+        others: groups of the resource that this group prefers to be apart from; None without such groups.
+        priority: priority below which the scheduler preempts pods; None if it preempts none.
     """
 
     free_nodes: Sequence[FreeNode] | None = None
@@ -56,7 +56,7 @@ class Capacity:
     priority: int | None = None
 
     def assign(self, demands: Sequence[PodDemand], key: str) -> Placement | None:
-        """Returns where all pods fit, by preempting pods of lower priority only if there is no other way."""
+        """Returns nodes on which all pods fit; pods of lower priority are preempted only if necessary."""
         found = assign_nodes(demands, self.free_nodes or (), key, self.others)
         if found is None and self._can_preempt():
             found = assign_nodes(demands, self.preempted(), key, self.others)
@@ -67,7 +67,7 @@ class Capacity:
         return priority is not None and any(each.has_lower(priority) for each in self.free_nodes or ())
 
     def preempted(self) -> Sequence[FreeNode]:
-        """Returns the nodes as they are once the scheduler preempted what it can."""
+        """Returns the nodes as they are after the scheduler has preempted all pods that it can."""
         free_nodes, priority = self.free_nodes or (), self.priority
         if priority is None:
             return free_nodes
@@ -75,11 +75,13 @@ class Capacity:
 
 
 def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
-    """Returns the plan of a group, with a node for each pod where nodes are known; takes what they need.
+    """Returns the plan of a group, with a node for each pod if nodes are known.
+
+    Takes the capacity of the pods from `capacity.free_nodes`.
 
     Raises:
-        Shortage: too little is free now; the message says what is missing and where.
-        PlanError: there is no plan, however much were free.
+        Shortage: too little is free now; the message names the missing capacity of each node.
+        PlanError: the group has no plan, even with more free capacity.
     """
     if capacity.free_nodes is None:
         return make_plan(request, _anywhere(request.spec, capacity.calibrations))
@@ -97,7 +99,7 @@ def _device(role: RoleSpec, on_cpus: Container[str]) -> Device:
 def _placed(
     request: GroupRequest, capacity: Capacity, free_nodes: Sequence[FreeNode], on_cpus: Mapping[str, str]
 ) -> Planned:
-    """Returns the plan with these roles on CPUs, placed; raises as plan_group."""
+    """Returns the plan with these roles on CPUs and a node for each pod; raises the errors of plan_group."""
     spec = request.spec
     demands = [
         (role, role_demand(spec, role, _device(role, on_cpus), capacity.resource))
@@ -108,7 +110,7 @@ def _placed(
     asked = [demand for _, demand in demands]
     found = capacity.assign(asked, key)
     inventory = _inventory(spec, capacity, demands, found, on_cpus)
-    planned = make_plan(request, inventory)  # what can never be planned is reported before what is missing
+    planned = make_plan(request, inventory)  # first, because a permanent error is reported before a shortage
     missing = _take(found, asked, capacity, free_nodes, key)
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes, planned.sizes.gpu_floor)
@@ -127,22 +129,25 @@ def _placed(
 def assign_again(
     spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity, floor: GpuFloor | None
 ) -> tuple[NodeAssignment, str]:
-    """Returns a node for each pod of a plan that is there already; takes what it needs of them.
+    """Returns a node for each pod of an existing plan, and takes the pods' capacity from the nodes.
 
     Args:
-        floor: of the plan's GPUs; None if it is unknown.
+        floor: floor of the plan's GPUs; None if unknown.
 
     Returns:
-        The nodes, and what is missing that somebody else will have to wait for, or "".
+        The nodes, and the missing capacity that the pods will wait for once they exist, or "".
 
     Raises:
-        Shortage: the pods do not fit now; the message says what is missing and where.
-        PlanError: the plan is none of this spec's.
+        Shortage: the pods do not fit now; the message names the missing capacity of each node.
+        PlanError: the plan belongs to another spec.
     """
     roles = {role.name: role for role in spec.roles}
     lost = next((pod.role for pod in plan.pods if pod.role not in roles), None)
     if lost is not None:
-        raise PlanError(f"the plan is of another spec: it has role {lost}", reason=PlanReason.PLAN_LOST)
+        raise PlanError(
+            f"the plan has role {lost}, which the spec does not have. It belongs to another spec",
+            reason=PlanReason.PLAN_LOST,
+        )
     if capacity.free_nodes is None:
         return NodeAssignment(), ""
     asked = [role_demand(spec, roles[pod.role], pod.device, capacity.resource) for pod in plan.pods]
@@ -160,15 +165,14 @@ def assign_again(
 def gpu_memory_mib(
     spec: HeteroInferenceSpec, plan: Plan, labelled: Mapping[str, int], floor: GpuFloor | None
 ) -> dict[int, int]:
-    """Returns the memory that GPUs must have at least, in MiB by pod index, where node labels tell it.
+    """Returns the least memory of a pod's GPUs in MiB, by pod index, for GPUs with a memory label.
 
-    The scheduler may choose another node than the plan was made for; what the plan puts on a GPU
-    must fit there too.
+    The scheduler may choose another node than the plan. The plan's weights and KV cache must fit there too.
 
     Args:
-        labelled: roles whose GPUs have labels, with the memory of such a GPU in bytes. A plan of an
-            earlier version may leave less than the floor on each of them: its floor does not count.
-        floor: of the plan's GPUs; None if it is unknown.
+        labelled: memory of a labelled GPU in bytes, by role. A plan of an earlier version may leave less
+            than the floor on such a GPU; the floor is then ignored.
+        floor: floor of the plan's GPUs; None if unknown.
     """
     by_labels = {role.name for role in spec.roles if role.device_memory is None and role.name in labelled}
 
@@ -190,10 +194,9 @@ def gpu_memory_mib(
 
 
 def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
-    """Returns the GPU roles without deviceMemory for whose GPUs every node has a label of memory.
+    """Returns the memory of the largest GPU in bytes, by role, if all nodes with such GPUs have the label.
 
-    Returns:
-        The memory of the largest such GPU, in bytes, by role.
+    Only roles without deviceMemory are included.
     """
     found = {}
     for role in spec.roles:
@@ -213,10 +216,10 @@ def _take(
     free_nodes: Sequence[FreeNode],
     key: str,
 ) -> str:
-    """Takes what a placement needs; returns what the pods wait for once they are created, or "".
+    """Takes the capacity of a placement; returns the shortage that its pods will wait for, or "".
 
     Raises:
-        Shortage: there is no placement, and nobody else waits for one.
+        Shortage: there is no placement, and no other component waits for one.
     """
     if found is None:
         missing = explain(demands, capacity.preempted(), key)
@@ -239,7 +242,7 @@ def _inventory(
     found: Placement | None,
     on_cpus: Mapping[str, str],
 ) -> Inventory:
-    """Returns what is known of devices: of the nodes of the placement, or else of any node that is open."""
+    """Returns the known devices of the placement's nodes, or without a placement of all open nodes."""
     free_nodes = capacity.free_nodes or ()
     measured: dict[str, Calibration] = {}
     features: dict[str, frozenset[str]] = {}
@@ -254,7 +257,7 @@ def _inventory(
             for free_node in free_nodes
             if (free_node.node.name in chosen[role.name] if found else not obstacle(demand, free_node.node))
         ]
-        # Of the role's pods that compute on CPUs, whether they were meant to or not.
+        # Also for GPU roles, because their pods may compute on CPUs.
         labelled = [known for node in nodes if (known := labelled_features(node)) is not None]
         if nodes and len(labelled) == len(nodes):
             features[role.name] = frozenset.intersection(*labelled)
@@ -263,7 +266,7 @@ def _inventory(
         calibration = slowest(calibrations, by_gpu=by_gpu)
         if calibration is not None:
             measured[role.name] = calibration
-            # What only some of them can run, the role's pods cannot.
+            # The pods may use only features that all measured machines have.
             features.setdefault(role.name, frozenset.intersection(*map(measured_features, calibrations)))
         if role.device is not Device.GPU:
             continue
@@ -286,7 +289,7 @@ def _inventory(
 
 
 def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:
-    """Returns what is known of devices where nodes are not."""
+    """Returns the known devices if nodes are unknown: those of this machine, if it was measured."""
     machine = calibrations.this_machine
     if machine is None:
         return Inventory()
@@ -299,9 +302,9 @@ def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventor
 
 
 def _short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
-    """Returns the GPU roles that usable GPUs are missing for, with what is missing where.
+    """Returns the GPU roles without enough usable GPUs, with the missing GPUs of each node.
 
-    Roles are counted in order, and by their GPUs only: one whose pods lack memory lacks no GPUs.
+    Roles are counted in order and by GPUs alone: a role whose pods lack memory is not short of GPUs.
     """
     key = spec.scheduling.topology_key
     placed: list[PodDemand] = []
@@ -322,16 +325,16 @@ def _short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str
 def _without_gpus(
     request: GroupRequest, capacity: Capacity, free_nodes: Sequence[FreeNode], short: Mapping[str, str]
 ) -> Planned:
-    """Returns the plan with roles on CPUs, if that is wanted now; raises as plan_group."""
+    """Returns the plan with roles on CPUs if the spec allows that now; raises the errors of plan_group."""
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # What can never be planned is reported first: GPUs would not help.
+    # A permanent error is reported first, because GPUs would not help.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
     wanted = make_plan(request, _inventory(request.spec, capacity, demands, None, {}))
     missing = "; ".join(dict.fromkeys(short.values()))
     slower = _on_cpus_instead(request, capacity, short, wanted)
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
-            f"{missing}; the group waits for them; add GPUs, or set "
+            f"{missing}; the group waits for them. Add GPUs, or set "
             f"planning.onGPUShortage.action: CPUOnly{slower}"
         )
     if age_s is not None and age_s < parse_duration_s(shortage.after):
@@ -344,12 +347,12 @@ def _without_gpus(
 def _on_cpus_instead(
     request: GroupRequest, capacity: Capacity, short: Mapping[str, str], wanted: Planned
 ) -> str:
-    """Returns in words how long a step takes on CPUs, and how long with the GPUs that are missing."""
+    """Returns a text with the predicted step on CPUs and with the missing GPUs."""
     spec = request.spec
     demands = [(role, role_demand(spec, role, _device(role, short))) for role in spec.roles]
     try:
         cpus = make_plan(request, _inventory(spec, capacity, demands, None, short))
     except PlanError as error:
-        return f" (without them there is no plan: {error.message})"
+        return f" (without GPUs there is no plan: {error.message})"
     steps = [predict(planned.plan, planned.rates) for planned in (cpus, wanted)]
     return f" (expected step time on CPUs: {steps[0]} instead of {steps[1]})"

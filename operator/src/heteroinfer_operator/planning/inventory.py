@@ -1,4 +1,4 @@
-"""What is known of the devices of one group. Pure."""
+"""The known devices and memory of one group's machines. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,16 +9,16 @@ from heteroinfer_contract.calibration import Calibration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """Devices and memory for one group, as far as they are known.
+    """The known devices and memory for one group.
 
     Attributes:
-        on_cpus: GPU roles that have no GPUs and compute on CPUs, with why.
-        gpu_memory_bytes: memory of one GPU, by role; used where the role has no deviceMemory.
-        gpu_product: product of the GPUs as labelled, by role.
-        cpu_features: what the CPUs of every node of a role can do, by role, where nodes say so.
-        without_amx: roles whose pods can be on no node with AMX, as far as nodes or calibrations say.
-        calibration: what was measured of the machines of a role, by role.
-        host_memory_bytes: memory of one pod, by role; used where the role's resources say none.
+        on_cpus: GPU roles that compute on CPUs because GPUs are missing, with the reason.
+        gpu_memory_bytes: memory of one GPU, by role; used if the role has no deviceMemory.
+        gpu_product: product label of the GPUs, by role.
+        cpu_features: features that the CPUs of all nodes of a role have, by role, if nodes are labelled.
+        without_amx: roles whose pods cannot be on a node with AMX, by labels or calibrations.
+        calibration: measurements of the machines of a role, by role.
+        host_memory_bytes: memory of one pod, by role; used if the role's resources have no memory.
     """
 
     on_cpus: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

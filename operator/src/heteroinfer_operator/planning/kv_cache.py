@@ -1,8 +1,8 @@
-"""A model's KV cache as vLLM allocates it: blocks of one size, shared by groups of alike layers. Pure.
+"""A model's KV cache as vLLM allocates it: blocks of one size, shared by groups of equal layers. Pure.
 
 Source: vllm/v1/core/kv_cache_utils.py::get_kv_cache_groups, get_kv_cache_configs@v0.32.0. Layers of one kind
-have one block table. Where a model has several kinds, each kind's layers are dealt into groups of equal size;
-all groups take blocks of one pool, and a block holds the largest group's share of it.
+have one block table. If a model has several kinds, vLLM divides the layers of each kind into groups of equal
+size. All groups take blocks from one pool, and a block is large enough for the largest group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
 
 _GROUP_SLACK: Final = 1.5
-"""Kinds whose numbers of layers are closer than that are padded to the larger number."""
+"""Kinds whose numbers of layers differ by less than this factor are padded to the larger number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class _Cache:
     """One cache of one layer.
 
     Attributes:
-        kind: what its blocks hold; caches of one kind and size share tables.
-        page_bytes: of one block.
-        copies: blocks of a sequence, where their number does not grow with it.
+        kind: content of its blocks; caches of one kind and size share block tables.
+        page_bytes: bytes of one block.
+        copies: blocks of a sequence if their number is independent of its length; otherwise 0.
     """
 
     layer: int
@@ -46,9 +46,9 @@ class KvCache:
 
     Attributes:
         groups: for each group, the bytes of a block by layer.
-        sequence_blocks: blocks that a sequence of the longest length takes, of all groups.
-        sequence_tokens: its length.
-        block_tokens: of a block, in layers that keep tokens.
+        sequence_blocks: blocks of all groups that a full-length request takes.
+        sequence_tokens: tokens of a full-length request.
+        block_tokens: tokens of a block, in layers that keep tokens.
     """
 
     groups: tuple[Mapping[int, int], ...]
@@ -65,11 +65,11 @@ class KvCache:
 
     @property
     def least_blocks(self) -> int:
-        """Returns the blocks without which no longest sequence could run; vLLM keeps one for itself."""
+        """Blocks that one full-length request needs; vLLM keeps one more for itself."""
         return self.sequence_blocks + 1
 
     def tokens(self, blocks: int) -> int:
-        """Returns the tokens that so many blocks hold, in sequences of the longest length."""
+        """Returns the tokens that this number of blocks holds, in full-length requests."""
         if len(self.groups) <= 1 and self.sequence_blocks == ceil(self.sequence_tokens / self.block_tokens):
             return blocks * self.block_tokens
         return max(blocks - 1, 0) * self.sequence_tokens // max(self.sequence_blocks, 1)
@@ -80,7 +80,7 @@ def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int
 
     Args:
         tensor: ranks of a stage, which share heads.
-        batches: that may be scheduled at once: windows keep their tokens too.
+        batches: batches that may be scheduled at once; windows keep the tokens of all of them.
     """
     caches = [
         cache for index, kind in enumerate(profile.layers) for cache in _caches(index, kind, engine, tensor)
@@ -103,7 +103,7 @@ def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int
 def _several(
     caches: Sequence[_Cache], block_tokens: int, tokens: int, in_flight: int
 ) -> tuple[tuple[Mapping[int, int], ...], int]:
-    """Returns groups of several kinds of layers, and the blocks of the longest sequence."""
+    """Returns the groups for several kinds of layers, and the blocks of a full-length request."""
     page = max(cache.page_bytes for cache in caches)
     buckets: dict[tuple[AttentionKind, int, int], list[_Cache]] = {}
     for cache in caches:
@@ -115,7 +115,7 @@ def _several(
     for layers in buckets.values():
         number = ceil(len(layers) / size)
         groups += [{cache.layer: page for cache in layers[i::number]} for i in range(number)]
-        # Smaller pages get longer blocks where that is a whole number of times, and are padded otherwise.
+        # Smaller pages get longer blocks if they divide the largest page, and are padded otherwise.
         own = layers[0].page_bytes
         longer = page // own if layers[0].kind is not AttentionKind.LINEAR and page % own == 0 else 1
         blocks += number * _blocks(layers[0], block_tokens * longer, tokens, in_flight)
@@ -145,7 +145,7 @@ def _caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) ->
         caches.append(_Cache(layer=index, kind=AttentionKind.LATENT, window=0, page_bytes=page))
     if kind.conv_elements or kind.state_elements:
         page = state_bytes(kind, engine, tensor)
-        # Padded to a block of attention, whose length is chosen for that (engine_settings).
+        # vLLM pads states to a block of attention; engine_settings chooses that block's length for it.
         copies = max(kind.state_copies, 1)
         linear = AttentionKind.LINEAR
         caches.append(_Cache(layer=index, kind=linear, window=0, page_bytes=page, copies=copies))
@@ -153,13 +153,13 @@ def _caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) ->
 
 
 def token_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
-    """Returns what one rank keeps of a token in a layer, in bytes, without an index."""
+    """Returns the bytes that one rank keeps per token in a layer, without an index."""
     heads = max(1, kind.kv_heads // tensor)
     return heads * kind.kv_width * cache_element_bytes(engine.dtype, engine.extra_args)
 
 
 def state_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
-    """Returns what one rank keeps of a sequence in a layer's state, in bytes.
+    """Returns the bytes of a layer's state that one rank keeps per sequence.
 
     Source: vllm/model_executor/layers/mamba/mamba_utils.py::MambaStateDtypeCalculator@v0.32.0.
     """

@@ -1,4 +1,4 @@
-"""Layers to stages. Pure."""
+"""The layers of each stage. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from heteroinfer_operator.planning.packing import WeightKernels
 from heteroinfer_operator.planning.topology import Topology
 
 _CPU_LAYER_COST = 2**40
-"""Above any sum of squares of layers, so that no split with more CPU layers is better."""
+"""Exceeds any sum of squares of layers, so that a split with more CPU layers is never better."""
 _SHORTER: Final = ", or lower engine.maxModelLen"
-"""Said where it can help: KV cache is what is too large, and not the weights."""
-_PACKED: Final = "what a layer takes while it is packed"
-"""Said where that is more than KV cache."""
+"""Added to a message if KV cache is too large, and not the weights."""
+_PACKED: Final = "the copy of a layer while it is packed"
+"""Named in place of KV cache if it takes more memory."""
 
 
 def choose_layers(
@@ -28,13 +28,12 @@ def choose_layers(
     topology: Topology,
     budgets: Sequence[StageBudget],
     sizes: Sizes,
-    min_tokens: int,
 ) -> tuple[int, ...]:
-    """Returns layers by stage: the user's, or as memory allows; raises PlanError if they do not fit."""
+    """Returns the user's layers by stage, or layers that the memory allows; raises PlanError."""
     layers = _explicit_layers(topology)
     if layers is None:
-        return split_by_memory(budgets, sizes, min_tokens)
-    _check_explicit(layers, budgets, sizes, min_tokens)
+        return split_by_memory(budgets, sizes)
+    _check_explicit(layers, budgets, sizes)
     return layers
 
 
@@ -52,33 +51,28 @@ def _explicit_layers(topology: Topology) -> tuple[int, ...] | None:
     return tuple(result)
 
 
-def _check_explicit(
-    layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int
-) -> None:
-    """Checks that the user's layers add up and fit.
-
-    Raises:
-        PlanError: they don't; the message says by how much.
-    """
+def _check_explicit(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> None:
+    """Checks that the user's layers add up and fit; raises PlanError with the missing number or bytes."""
     have, want = sum(layers), sizes.profile.num_layers
     least = sizes.profile.first_stage_layers
     if layers[0] < least:
         raise PlanError(
-            f"roles: the first stage has {layers[0]} layers, expected at least {least}: the model adds to "
-            "that many what its encoder sees; give the first stage more",
+            f"roles: the first stage must have at least {least} layers, because the model adds the encoder's "
+            f"output in each of them (got {layers[0]}). Give it more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     least = sizes.profile.last_stage_layers
     if len(layers) > 1 and layers[-1] < least:
         raise PlanError(
-            f"roles: the last stage has {layers[-1]} layers, expected at least {least}: they share keys and "
-            "values, which are on one rank; give the last stage more",
+            f"roles: the last stage must have at least {least} layers, because they share keys and values, "
+            f"which are on one rank (got {layers[-1]}). Give it more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     if have != want:
-        change = f"add {want - have}" if have < want else f"remove {have - want}"
+        change = f"Add {want - have}" if have < want else f"Remove {have - want}"
         raise PlanError(
-            f"roles: layers sum to {have}, the model has {want}: {change}", reason=PlanReason.LAYERS_MISMATCH
+            f"roles: layers must add up to the model's {want} (got {have}). {change}",
+            reason=PlanReason.LAYERS_MISMATCH,
         )
     ends = list(accumulate(layers))
     for index, (stage, count, end) in enumerate(zip(budgets, layers, ends, strict=True)):
@@ -86,9 +80,9 @@ def _check_explicit(
         if not sizes.kv.block_bytes(end - count, end):
             # vllm/v1/core/kv_cache_utils.py::get_kv_cache_config_from_groups@v0.32.0 divides by a block.
             raise PlanError(
-                f"stage {index} (role {rank.role}): none of its layers {end - count}..{end - 1} keeps keys, "
-                "values or a state, and vLLM cannot give a stage no KV cache; change layers of the roles so "
-                "that each stage has such a layer",
+                f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
+                f"because vLLM cannot run a stage without one (got layers {end - count} to {end - 1}). "
+                "Change layers of the roles",
                 reason=PlanReason.LAYERS_MISMATCH,
             )
         missing = rank.missing_bytes(sizes, end - count, end)
@@ -96,40 +90,46 @@ def _check_explicit(
             have, span = rank.budget or 0, (end - count, end, rank.kernels)
             packs = sizes.loads_to_more(*span)
             raise PlanError(
-                f"stage {index} (role {rank.role}): {count} layers need {format_bytes(have + missing)} "
-                f"with {_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
-                f"{format_bytes(have)}: {format_bytes(missing)} missing; move layers to another stage"
-                f"{' or' if packs else ','} give the role more memory{'' if packs else _SHORTER}",
+                f"stage {index} (role {rank.role}): {format_bytes(missing)} of memory is missing. "
+                f"{_layers(count)} need {format_bytes(have + missing)} with "
+                f"{_PACKED if packs else _cache(sizes)}, and a rank has {format_bytes(have)}. Move layers to "
+                f"another stage{' or' if packs else ','} give the role more "
+                f"memory{'' if packs else _SHORTER}",
                 reason=PlanReason.INSUFFICIENT_MEMORY,
             )
 
 
-def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> tuple[int, ...]:
-    """Returns layers by stage: as few as possible on CPUs, and apart from that as even as memory allows.
+def _layers(count: int) -> str:
+    return f"{count} layer{'' if count == 1 else 's'}"
 
-    GPU stages are filled first, since a CPU rank adds capacity and not speed. Where no
-    stage's memory is known, all stages get the same number.
 
-    Args:
-        min_tokens: tokens whose KV cache each stage must hold beside its layers.
+def _cache(sizes: Sizes) -> str:
+    return f"KV cache for one request of {sizes.kv.sequence_tokens:,} tokens"
+
+
+def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes) -> tuple[int, ...]:
+    """Returns layers by stage: as few as possible on CPUs, otherwise as even as memory allows.
+
+    GPU stages are filled first, because a CPU rank adds capacity and not speed. If the memory of all stages
+    is unknown, all get the same number. Each stage also holds the KV cache of one full-length request.
 
     Raises:
-        PlanError: there are fewer layers than stages, or the model doesn't fit; the
-            message says what is missing.
+        PlanError: the model has fewer layers than stages, or does not fit.
     """
     num_layers, least = sizes.profile.num_layers, _least_layers(sizes.profile, len(budgets))
     if num_layers < sum(least):
-        needs = "a stage needs one" if max(least) == 1 else f"stages need {', '.join(map(str, least))}"
+        needs = "each needs one" if max(least) == 1 else f"they need {', '.join(map(str, least))}"
         raise PlanError(
-            f"roles: got {len(budgets)} stages, the model has {num_layers} layers and {needs}; "
-            "use fewer pods or ranksPerPod, or set parallelism.tensor",
+            f"roles: {len(budgets)} stages are too many for the model's {_layers(num_layers)}: {needs}. "
+            "Use fewer pods or ranksPerPod, or set parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
     keeping = [layer for layer in range(num_layers) if sizes.kv.block_bytes(layer, layer + 1)]
     if len(keeping) < len(budgets):
         raise PlanError(
-            f"roles: got {len(budgets)} stages, the model has {len(keeping)} layers that keep keys, values "
-            "or a state, and a stage needs one; use fewer pods or ranksPerPod, or set parallelism.tensor",
+            f"roles: {len(budgets)} stages are too many for the model's {_layers(len(keeping))} with a KV "
+            "cache or a state: each stage needs one. Use fewer pods or ranksPerPod, or set "
+            "parallelism.tensor",
             reason=PlanReason.TOO_MANY_STAGES,
         )
     prefer_gpu = any(stage.is_known for stage in budgets)
@@ -148,7 +148,7 @@ def split_by_memory(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: in
                     following[end] = (total, (*split, count))
         best = following
     if num_layers not in best:
-        raise _too_large(budgets, sizes, min_tokens)
+        raise _too_large(budgets, sizes)
     return best[num_layers][1]
 
 
@@ -163,8 +163,8 @@ def _least_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
 _Cost: TypeAlias = Callable[[Sizes, int, int, WeightKernels], int]
 _MORE_MEMORY: Final = MappingProxyType(
     {
-        Device.CPU: "raise the role's resources.limits.memory",
-        Device.GPU: "raise the role's deviceMemory, or give it larger GPUs",
+        Device.CPU: "Raise the role's resources.limits.memory",
+        Device.GPU: "Raise the role's deviceMemory, or give it larger GPUs",
     }
 )
 
@@ -173,7 +173,7 @@ _MEMORY_FIELD: Final = MappingProxyType({Device.CPU: "resources.limits.memory", 
 
 
 def _capacity(stage: StageBudget, sizes: Sizes, first: int, cost: _Cost = Sizes.needed) -> int:
-    """Returns how many layers from `first` on the stage can hold."""
+    """Returns how many layers the stage can hold, from `first` on."""
     return min(_rank_capacity(rank, sizes, first, cost) for rank in stage.ranks)
 
 
@@ -182,13 +182,13 @@ def _rank_capacity(rank: RankBudget, sizes: Sizes, first: int, cost: _Cost) -> i
     free_bytes = rank.free_bytes
     if free_bytes is None:
         return most
-    # Costs grow with the count: as many counts are within the bytes as layers are.
+    # Costs grow with the count, so the number of counts within the bytes is the number of layers.
     counts = range(1, most + 1)
     return bisect_right(counts, free_bytes, key=lambda count: cost(sizes, first, first + count, rank.kernels))
 
 
 def _shared_too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError | None:
-    """Returns what is said where the last stage cannot hold what shares keys and values; None if it can."""
+    """Returns the error of a last stage that cannot hold the layers that share keys and values, or None."""
     least, number = sizes.profile.last_stage_layers, sizes.profile.num_layers
     if len(budgets) == 1 or least == 1:
         return None
@@ -198,25 +198,25 @@ def _shared_too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError
         return None
     have = last.budget or 0
     return PlanError(
-        f"stage {len(budgets) - 1} (role {last.role}): the last {least} layers share keys and values, which "
-        f"are on one rank, and need {format_bytes(have + missing)}; its ranks have "
-        f"{format_bytes(have)}: {format_bytes(missing)} missing; "
-        f"{_MORE_MEMORY[last.device]}",
+        f"stage {len(budgets) - 1} (role {last.role}): {format_bytes(missing)} of memory is missing. The "
+        f"last {least} layers share keys and values, which are on one rank, and need "
+        f"{format_bytes(have + missing)}. A rank has {format_bytes(have)}. {_MORE_MEMORY[last.device]}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
-def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) -> PlanError:
+def _too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError:
+    """Returns the error of a model that does not fit, with the layers that each stage holds."""
     if (shared := _shared_too_large(budgets, sizes)) is not None:
         return shared
     least, held, first = _least_layers(sizes.profile, len(budgets)), [0] * len(budgets), 0
     for index, stage in enumerate(budgets):
-        # What this stage and those that follow need at least is left for them.
+        # Leaves the fewest layers that this stage and those after it can have.
         layer = min(first, sizes.profile.num_layers - sum(least[index:]))
         held[index - 1] -= first - layer
         held[index] = _capacity(stage, sizes, layer)
         if held[index] < least[index]:
-            return _least_too_large(stage, index, (layer, layer + least[index]), sizes, min_tokens)
+            return _least_too_large(stage, index, (layer, layer + least[index]), sizes)
         first = layer + held[index]
     words = [
         f"{count} in stage {index} (role {stage.neediest(sizes, 0, 1).role})"
@@ -228,45 +228,40 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes, min_tokens: int) ->
         for stage in budgets
         for rank in stage.ranks
     )
-    memory = f"add pods for them, or memory ({_where_memory_is(budgets, sizes)})"
+    remedies = f"Add pods, raise {_memory_fields(budgets, sizes)}{_fewer_bits(sizes)}"
     shorter = _SHORTER if _fits_without_cache(budgets, sizes) else ""
     return PlanError(
-        f"the model does not fit: it has {sizes.profile.num_layers} layers, and with KV cache for "
-        f"{min_tokens} tokens {first} fit, {', '.join(words)}: {missing} layers ({format_bytes(size)}) "
-        f"don't; {memory}{_fewer_bits(sizes)}{shorter}",
+        f"memory for {missing} of the model's {sizes.profile.num_layers} layers is missing "
+        f"({format_bytes(size)}). With {_cache(sizes)}, {first} fit: {', '.join(words)}. {remedies}{shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
-def _least_too_large(
-    stage: StageBudget, index: int, layers: tuple[int, int], sizes: Sizes, min_tokens: int
-) -> PlanError:
-    """Returns what is said where a stage cannot hold the layers that it must at least: from, and to."""
+def _least_too_large(stage: StageBudget, index: int, layers: tuple[int, int], sizes: Sizes) -> PlanError:
+    """Returns the error of a stage that cannot hold `layers`, the fewest that it may have (first, end)."""
     rank, count = stage.neediest(sizes, *layers), layers[1] - layers[0]
     have, span = rank.budget or 0, (*layers, rank.kernels)
     need = sizes.needed(*span) + rank.tables
     shorter = _SHORTER if sizes.loading(*span) + rank.tables <= have else ""
     packs = sizes.loads_to_more(*span)
+    subject = "One layer needs" if count == 1 else f"{count} layers, the fewest that it can have, need"
     return PlanError(
-        f"stage {index} (role {rank.role}): "
-        f"{'one layer needs' if count == 1 else f'{count} layers, the fewest that it can have, need'} "
-        f"{format_bytes(need)} with embedding or head and "
-        f"{_PACKED if packs else f'KV cache for {min_tokens} tokens'}, its ranks have "
-        f"{format_bytes(have)}: {format_bytes(need - have)} missing; "
-        f"{_MORE_MEMORY[rank.device]}{shorter}",
+        f"stage {index} (role {rank.role}): {format_bytes(need - have)} of memory is missing. {subject} "
+        f"{format_bytes(need)} with embedding or head and {_PACKED if packs else _cache(sizes)}. "
+        f"A rank has {format_bytes(have)}. {_MORE_MEMORY[rank.device]}{shorter}",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
-def _where_memory_is(budgets: Sequence[StageBudget], sizes: Sizes) -> str:
-    """Returns the fields that say how much memory ranks have, of the roles that are there."""
+def _memory_fields(budgets: Sequence[StageBudget], sizes: Sizes) -> str:
+    """Returns the fields that set the memory of the roles' ranks."""
     neediest = [stage.neediest(sizes, 0, 1) for stage in budgets]
     fields = {f"{_MEMORY_FIELD[rank.device]} of role {rank.role}": None for rank in neediest}
-    return ", ".join(fields)
+    return " or ".join(fields)
 
 
 def _fewer_bits(sizes: Sizes) -> str:
-    return ", or take the model in fewer bits (FP8, AWQ)" if sizes.profile.scheme.bits == 16 else ""
+    return ", or use the model in fewer bits (FP8, AWQ)" if sizes.profile.scheme.bits == 16 else ""
 
 
 def _fits_without_cache(budgets: Sequence[StageBudget], sizes: Sizes) -> bool:

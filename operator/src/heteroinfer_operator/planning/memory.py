@@ -1,4 +1,4 @@
-"""Bytes: what a rank may use, and what a stage's weights and KV cache take. Pure."""
+"""Memory of ranks, and the bytes that weights and KV cache of a stage take. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,22 +36,22 @@ from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 RANK_OVERHEAD_BYTES: Final = 2**30
 """Host memory of a CPU rank without weights and KV cache: Python, torch and vLLM, activations."""
 PACKED_IN_OVERHEAD_BYTES: Final = 3 * 2**27
-"""Of RANK_OVERHEAD_BYTES, what may lie beside a layer while it is packed: of it a rank had taken 0.56 to
-0.58 GiB by then (2026-11-25)."""
+"""Part of RANK_OVERHEAD_BYTES that packing may use: ranks had taken 0.56 to 0.58 GiB of the overhead when
+they packed (2026-11-25)."""
 LEADER_OVERHEAD_BYTES: Final = 2**30
 """Host memory of the API server and the scheduler, in the pod of rank 0."""
 CPU_TABLE_COPIES: Final = 2
-"""On CPUs embedding and head are packed and kept (vllm/.../vocab_parallel_embedding.py:66-71@v0.32.0)."""
+"""CPUs keep embedding and head packed and unpacked (vllm/.../vocab_parallel_embedding.py:66-71@v0.32.0)."""
 
 
 def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
-    """Returns the bytes that a rank has for weights and KV cache, or None if that is unknown.
+    """Returns a rank's bytes for weights and KV cache, or None if its memory is unknown.
 
     Args:
-        gpu_floor: what a GPU holds besides, at least, in bytes.
+        gpu_floor: bytes that a GPU holds besides weights and KV cache.
 
     Raises:
-        PlanError: memory is less than its processes take without a model, or is in thousandths of bytes.
+        PlanError: the memory is less than the processes take without a model, or in thousandths of bytes.
     """
     role = seat.placed.role
     _check_unit(role)
@@ -59,9 +59,9 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
         memory = gpu_memory(role, inventory)
         if memory is not None and memory <= gpu_floor:
             raise PlanError(
-                f"role {role.name}: got a GPU of {format_bytes(memory)}, expected more than the "
-                f"{format_bytes(gpu_floor)} that {BESIDE_ON_GPUS} take; use a larger device, or set "
-                "engine.eager: Always, which has no CUDA graphs",
+                f"role {role.name}: a GPU must have more than the {format_bytes(gpu_floor)} that "
+                f"{BESIDE_ON_GPUS} take (got {format_bytes(memory)}). Use a larger device, or set "
+                "engine.eager: Always, which needs no CUDA graphs",
                 reason=PlanReason.INSUFFICIENT_MEMORY,
             )
         return None if memory is None else usable_gpu_memory(memory, gpu_floor)
@@ -71,23 +71,23 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
     overhead = role.ranks_per_pod * RANK_OVERHEAD_BYTES + (LEADER_OVERHEAD_BYTES if seat.pod == 0 else 0)
     if pod <= overhead:
         raise PlanError(
-            f"role {role.name}: got {format_bytes(pod)} of memory a pod, expected more than the "
-            f"{format_bytes(overhead)} that {role.ranks_per_pod} rank{'s' * (role.ranks_per_pod > 1)}"
-            f"{' and the API server' if seat.pod == 0 else ''} need before a model is "
-            "loaded; raise resources.limits.memory",
+            f"role {role.name}: a pod must have more memory than the {format_bytes(overhead)} that "
+            f"{role.ranks_per_pod} rank{'s' * (role.ranks_per_pod > 1)}"
+            f"{' and the API server' if seat.pod == 0 else ''} take without a model "
+            f"(got {format_bytes(pod)}). Raise resources.limits.memory",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
     return (pod - overhead) // role.ranks_per_pod
 
 
 def _check_unit(role: RoleSpec) -> None:
-    """Raises PlanError for a memory limit such as 1500m: Kubernetes takes it for 1.5 bytes."""
+    """Refuses a memory limit such as 1500m, which means 1.5 bytes to Kubernetes; raises PlanError."""
     limits = role.resources.limits if role.resources else None
     limit = (limits or {}).get("memory", "")
     if limit.endswith("m"):
         raise PlanError(
-            f"role {role.name}: got resources.limits.memory {limit}, which is thousandths of a byte; "
-            f"write {limit[:-1]}Mi",
+            f"role {role.name}: resources.limits.memory {limit} means thousandths of a byte. "
+            f"Write {limit[:-1]}Mi",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
@@ -106,13 +106,13 @@ class Sizes:
 
     Attributes:
         tensor: ranks of a stage.
-        scale: bytes of the engine's element type for one byte of the checkpoint, of plain weights.
-        layer_bytes: weights of each layer on one rank as they are stored, in bytes: what a GPU has of them.
-        quantized_bytes: of these, those in the model's scheme, which CPUs pack.
+        scale: bytes of the engine's element type per byte of the checkpoint, for plain weights.
+        layer_bytes: stored weights of each layer on one rank, in bytes; a GPU holds them in this form.
+        quantized_bytes: part of `layer_bytes` in the model's scheme, which CPUs pack.
         filling_bytes: zeros that CPUs add to the experts of each layer.
-        packing_bytes: what lies beside each layer on a CPU while it is packed.
-        encoder_bytes: of the encoder, on each rank; 0 where it is not served.
-        gpu_floor: what a GPU holds besides.
+        packing_bytes: additional bytes while a CPU packs each layer.
+        encoder_bytes: encoder on each rank, in bytes; 0 if it is not served.
+        gpu_floor: bytes that a GPU holds besides weights and KV cache.
     """
 
     profile: ModelProfile
@@ -128,7 +128,11 @@ class Sizes:
 
     @classmethod
     def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int, *, batches: int) -> "Sizes":
-        """Returns the sizes for these settings, of a group with so many batches at once."""
+        """Returns the sizes for these settings.
+
+        Args:
+            batches: batches that may be scheduled at once.
+        """
         element = ELEMENT_BYTES[engine.dtype]
         scale = Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
         text_only = EngineOptions.of(engine.extra_args).is_text_only
@@ -152,53 +156,55 @@ class Sizes:
         )
 
     def layers(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
-        """Returns the weights of layers first..end-1 on one rank as its kernels have them, in bytes."""
+        """Returns the bytes of the weights of layers first..end-1 on one rank, in its kernels' form."""
         if kernels is WeightKernels.GPU:
             return sum(self.layer_bytes[first:end])
         added = sum(self.quantized_bytes[first:end]) * (packed_part(self.profile.scheme, kernels) - 1)
         return sum(self.layer_bytes[first:end]) + sum(self.filling_bytes[first:end]) + ceil(added)
 
     def cache(self, first: int, end: int) -> int:
-        """Returns the least KV cache of layers first..end-1 on one rank, in bytes: one longest sequence."""
+        """Returns the bytes of KV cache of one full-length request in layers first..end-1 on one rank."""
         return self.kv.block_bytes(first, end) * self.kv.least_blocks
 
     def packing(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
-        """Returns what lies beside layers first..end-1 while the one that needs most is packed, in bytes.
+        """Returns the additional bytes while the largest of layers first..end-1 is packed; 0 on GPUs.
 
-        Layers are packed one by one once all are loaded, before there is a KV cache; 0 on GPUs.
+        vLLM packs layers one by one after it has loaded all, and before it allocates the KV cache.
         Source: vllm/model_executor/model_loader/base_loader.py::BaseModelLoader@v0.32.0.
         """
         return 0 if kernels is WeightKernels.GPU else max(self.packing_bytes[first:end], default=0)
 
     def loading(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
-        """Returns the most that one rank has of layers first..end-1 before there is a KV cache, in bytes.
+        """Returns the peak bytes of layers first..end-1 on one rank before it has a KV cache.
 
-        All are loaded as they are stored before the first is packed, and packed before the last is done.
+        All layers are loaded in stored form before the first is packed, and all but the last are packed when
+        that one is.
         """
         most = max(self.layers(first, end), self.layers(first, end, kernels))
         return most + self.packing(first, end, kernels)
 
     def serving(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
-        """Returns layers first..end-1 with KV cache for one longest sequence on one rank, in bytes."""
+        """Returns the bytes of layers first..end-1 with KV cache for one full-length request on one rank."""
         return self.layers(first, end, kernels) + self.cache(first, end)
 
     def needed(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
-        """Returns the least that one rank must have for layers first..end-1, in bytes.
+        """Returns the least bytes that one rank needs for layers first..end-1.
 
-        Their weights with KV cache for one longest sequence, or what it has while it loads them, whichever
-        is more.
+        That is the larger of two sums: weights with KV cache for one full-length request, and the peak while
+        layers are loaded and packed.
         """
         return max(self.serving(first, end, kernels), self.loading(first, end, kernels))
 
     def loads_to_more(self, first: int, end: int, kernels: WeightKernels) -> bool:
-        """Returns whether loading layers first..end-1 is what needs most, and not KV cache."""
+        """Returns whether layers first..end-1 need more memory while they load than while they serve."""
         return self.loading(first, end, kernels) > self.serving(first, end, kernels)
 
     def tables(self, stage: int, num_stages: int, device: Device) -> int:
-        """Returns what a stage holds besides layers on one rank, in bytes: embedding first, head last.
+        """Returns the bytes of a stage besides layers on one rank: the embedding, the head, the encoder.
 
-        A tied head is the embedding again, unless both are in one stage. The encoder is built on every rank,
-        whole (vllm/model_executor/models@v0.32.0: what vLLM builds says tests/shapes).
+        The first stage has the embedding, the last the head. A tied head is a second copy of the embedding,
+        unless both are in one stage. Every rank has the whole encoder
+        (vllm/model_executor/models@v0.32.0; tests/shapes compares these sizes with vLLM's).
         """
         profile = self.profile
         first, last = stage == 0, stage == num_stages - 1
@@ -214,7 +220,7 @@ class Sizes:
         return self.share(tables) * copies + other + self.encoder_bytes
 
     def table_names(self, stage: int, num_stages: int) -> tuple[str, ...]:
-        """Returns what those tables of a stage are, for people; the encoder is not among them."""
+        """Returns the names of a stage's tables, without the encoder, for people."""
         first, last = stage == 0, stage == num_stages - 1
         everywhere = self.profile.architecture in TABLES_ON_EVERY_STAGE
         tied = self.profile.tied_head
@@ -228,12 +234,12 @@ class Sizes:
 
     @property
     def head_bytes(self) -> int:
-        """Returns what one rank of the last stage reads of the head in a step, in bytes."""
+        """Bytes of the head that one rank of the last stage reads in a step."""
         profile = self.profile
         return self.share(profile.embedding_bytes if profile.tied_head else profile.head_bytes)
 
     def share(self, size: int) -> int:
-        """Returns one rank's part of plain weights, in bytes of the engine's type."""
+        """Returns one rank's part of plain weights, in bytes of the engine's element type."""
         return -int(-size * self.scale // self.tensor)
 
 
@@ -252,10 +258,10 @@ def _packing_bytes(
 
 
 def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
-    """Returns the weights of each layer that are not quantized, in bytes of the checkpoint."""
+    """Returns the bytes of each layer's unquantized weights in the checkpoint."""
     if not profile.quantization:
         return profile.layer_bytes
-    if not profile.kinds:  # of version 0.1.0, which did not say
+    if not profile.kinds:  # version 0.1.0 did not record them
         return (0,) * profile.num_layers
     return tuple(
         size - kind.quantized_bytes - (kind.routed_bytes if kind.experts_quantized else 0)
@@ -264,9 +270,9 @@ def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
 
 
 def online_quantization(args: Sequence[str], element_bytes: int) -> Fraction:
-    """Returns what `--quantization` leaves of plain linear layers, of their bytes.
+    """Returns the share of their bytes that plain linear layers keep under `--quantization`.
 
-    vLLM quantizes at load what the checkpoint has not
+    vLLM quantizes layers at load if the checkpoint is not quantized
     (vllm/config/quantization.py::OnlineQuantizationConfigArgs@v0.32.0).
     """
     asked = EngineOptions.of(args).quantization
@@ -276,13 +282,13 @@ def online_quantization(args: Sequence[str], element_bytes: int) -> Fraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBudget:
-    """What one rank may hold.
+    """Memory of one rank.
 
     Attributes:
-        kernels: that its layers are packed for.
+        kernels: kernels that its layers are packed for.
         budget: bytes for weights and KV cache, or None if unknown.
-        tables: of that, taken by embedding and head.
-        beside: of a GPU, bytes that are not in the budget if they are what bounds it, or 0.
+        tables: part of the budget that embedding and head take.
+        beside: bytes that a GPU keeps free, if they bound the budget; otherwise 0.
     """
 
     role: str
@@ -294,46 +300,46 @@ class RankBudget:
 
     @property
     def free_bytes(self) -> int | None:
-        """Returns the bytes for layers and their KV cache, or None if unknown; may be negative."""
+        """Bytes for layers and their KV cache, or None if unknown; may be negative."""
         return None if self.budget is None else self.budget - self.tables
 
     def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns what layers first..end-1 leave for KV cache, or None if unknown; may be negative."""
+        """Returns the bytes that layers first..end-1 leave for KV cache, or None; may be negative."""
         free = self.free_bytes
         return None if free is None else free - sizes.layers(first, end, self.kernels)
 
     def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns what it lacks for layers first..end-1, or None if unknown; <= 0 if nothing."""
+        """Returns the bytes missing for layers first..end-1, or None if unknown; <= 0 if they fit."""
         free = self.free_bytes
         return None if free is None else sizes.needed(first, end, self.kernels) - free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBudget:
-    """What the ranks of a stage may hold, which have equal shares of its layers.
+    """Memory of a stage's ranks, which have equal shares of its layers.
 
     Attributes:
-        ranks: each that differs from the others, in rank order.
+        ranks: the distinct budgets of its ranks, in rank order.
     """
 
     ranks: tuple[RankBudget, ...]
 
     @property
     def device(self) -> Device:
-        """Returns CPU if any of its ranks computes on one."""
+        """CPU if any rank of the stage computes on a CPU."""
         return Device.CPU if any(rank.device is Device.CPU for rank in self.ranks) else Device.GPU
 
     @property
     def is_known(self) -> bool:
-        """Returns whether any rank's memory is known: one of unknown memory bounds nothing beside it."""
+        """Whether the memory of any rank is known: a rank of unknown memory does not bound the stage."""
         return any(rank.budget is not None for rank in self.ranks)
 
     def kernels_of(self, role: str) -> WeightKernels:
-        """Returns the kernels of a role's ranks here."""
+        """Returns the kernels of a role's ranks in this stage."""
         return next(rank.kernels for rank in self.ranks if rank.role == role)
 
     def tightest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank of known memory, if any, that layers first..end-1 leave the least of it."""
+        """Returns the rank with the least memory left by layers first..end-1; unknown memory sorts last."""
 
         def left(rank: RankBudget) -> tuple[bool, int]:
             found = rank.left_bytes(sizes, first, end)
@@ -342,7 +348,7 @@ class StageBudget:
         return min(self.ranks, key=left)
 
     def neediest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank of known memory, if any, that lacks most for layers first..end-1."""
+        """Returns the rank that lacks most memory for layers first..end-1; unknown memory sorts last."""
 
         def missing(rank: RankBudget) -> tuple[bool, int]:
             found = rank.missing_bytes(sizes, first, end)
@@ -351,11 +357,11 @@ class StageBudget:
         return max(self.ranks, key=missing)
 
     def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns what layers first..end-1 leave its tightest rank for KV cache, or None if unknown."""
+        """Returns the bytes that layers first..end-1 leave the tightest rank for KV cache, or None."""
         return self.tightest(sizes, first, end).left_bytes(sizes, first, end)
 
     def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns what its neediest rank lacks for layers first..end-1, or None if unknown; <= 0 if none."""
+        """Returns the bytes that the neediest rank lacks for these layers, or None; <= 0 if they fit."""
         return self.neediest(sizes, first, end).missing_bytes(sizes, first, end)
 
 
@@ -387,20 +393,12 @@ def stage_budgets(
 
 
 def _gpus_by_nccl(seats: Sequence[Seat]) -> int:
-    """Returns the GPUs of a stage that speak by NCCL; with CPU ranks among them the bridge does it."""
+    """Returns the GPUs of a stage that use NCCL; a stage with CPU ranks uses the bridge instead."""
     return len(seats) if all(seat.placed.device is Device.GPU for seat in seats) else 1
 
 
 def _kernels(seat: Seat, inventory: Inventory) -> WeightKernels:
-    """Returns the kernels of a rank; those for AMX, which need most memory, where a CPU may have it."""
+    """Returns the kernels of a rank; those for AMX, which need the most memory, if a CPU may have AMX."""
     if seat.placed.device is Device.GPU:
         return WeightKernels.GPU
     return WeightKernels.AVX512 if seat.placed.role.name in inventory.without_amx else WeightKernels.AMX
-
-
-def longest_sequence_tokens(engine: EngineSettings) -> int:
-    """Returns the tokens of KV cache without which no longest sequence could run, in whole blocks.
-
-    One block more than the sequence, since vLLM keeps one for itself.
-    """
-    return (-(-engine.max_model_len // engine.block_size) + 1) * engine.block_size

@@ -1,4 +1,4 @@
-"""What a mode adds to the stages of a plan: checks, ranks beside the stages, and advice. Pure."""
+"""The modes of a plan: their checks, their ranks outside of the stages, and their advice. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,11 +35,11 @@ class StagesMode:
 
     @property
     def in_stages(self) -> ModelProfile:
-        """The part of the model that the stages have."""
+        """The part of the model that the stages compute."""
         return self.profile
 
     def check(self) -> tuple[str, ...]:
-        """Returns what users should know of the mode, one line each.
+        """Returns notes on the mode for the user.
 
         Raises:
             PlanError: vLLM cannot run the model in this mode.
@@ -49,17 +49,17 @@ class StagesMode:
         return ()
 
     def ranks_beside(self) -> tuple[RankAssignment, ...]:
-        """Returns the ranks that are in no stage, without their times; they number after all others."""
+        """Returns the ranks outside of the stages, without predicted times; they have the highest numbers."""
         return ()
 
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
-        """Returns what users should know of the plan; `rates` are by rank."""
+        """Returns notes on the plan for the user; `rates` are by rank."""
         return advise(self.topology, plan, self.profile, self.inventory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardMode:
-    """Mode FeedForward: one stage, and CPU ranks in its pod with experts or MLPs."""
+    """Mode FeedForward: one stage, and CPU ranks in its pod that compute experts or MLPs."""
 
     topology: Topology
     profile: ModelProfile
@@ -69,11 +69,11 @@ class FeedForwardMode:
 
     @property
     def in_stages(self) -> ModelProfile:
-        """The model without what the feed-forward ranks have of it."""
+        """The model without the part of the feed-forward ranks."""
         return self.remote.kept
 
     def check(self) -> tuple[str, ...]:
-        """Checks the feed-forward ranks, unless the stage's own checks have been those of CPUs."""
+        """Checks that CPUs can compute the feed-forward part; a stage on CPUs has been checked already."""
         if self.topology.has_cpu:
             return ()
         role = self.topology.stages[0][0].placed.role.name
@@ -102,16 +102,16 @@ class FeedForwardMode:
         )
 
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
-        """Returns what mode Pipeline would do with the same memory, and whether the GPU needs CPUs at all."""
+        """Returns a comparison with mode Pipeline, and whether the GPU needs CPUs at all."""
         topology, remote, engine = self.topology, self.remote, self.engine
         notes = [self._in_pipeline(rates[0], rates[-1])]
         placed = topology.stages[0][0].placed
         resources = placed.role.resources
         if resources and resources.limits and "cpu" in resources.limits:
             notes.append(
-                "the pod has a CPU limit: feed-forward ranks sleep between layers in place of spinning, "
-                "since spinning would use up its CPU time; leave limits.cpu out, or use nodes with the "
-                "static CPU manager"
+                "the pod has a CPU limit: feed-forward ranks sleep between layers instead of spinning, "
+                "because spinning would use up the limit. Remove limits.cpu, or use nodes with the static "
+                "CPU manager"
             )
         if placed.device is not Device.GPU:
             return Advice(notes=tuple(notes))
@@ -120,18 +120,19 @@ class FeedForwardMode:
         ]
         if not stage.is_known:
             if remote.spec.layers is None:
-                notes.append("the GPU's memory is unknown; set deviceMemory to have layers planned by it")
+                notes.append("the GPU's memory is unknown. Set deviceMemory to plan layers by memory")
             return Advice(notes=tuple(notes))
         if missing_bytes(topology, self.profile, engine, self.inventory) > 0:
             return Advice(notes=tuple(notes))
         words = (
-            f"feed-forward ranks not needed: the GPU holds the model and KV cache for {engine.max_model_len} "
-            "tokens; CPUs add capacity, not speed: use mode Pipeline without feedForward"
+            "feed-forward ranks not needed: the GPU holds the model and KV cache for one request of "
+            f"{engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline without "
+            "feedForward"
         )
         return Advice(notes=(*notes, words), hybrid_not_needed=words)
 
     def _in_pipeline(self, own: Rates, theirs: Rates) -> str:
-        """Returns what the same memory would give if the CPUs had whole layers.
+        """Returns the compute time of this mode and of mode Pipeline with the same memory, as text.
 
         Args:
             own: rates of the role's own rank.
@@ -150,10 +151,13 @@ class FeedForwardMode:
         kept = Sizes.of(remote.kept, engine, 1, batches=1)
         ours_s = count_reads(kept, 0, profile.num_layers, Load(), last=True, engine=engine).seconds(own)
         ours_s += feed_forward_seconds(remote, engine, theirs, Load())
+        kind = "experts" if profile.experts else "MLPs"
+        layers = f"{len(remote.layers)} layer{'' if len(remote.layers) == 1 else 's'}"
+        whole = f"{count} whole layer{'' if count == 1 else 's'}"
         return (
-            f"experts or MLPs of {len(remote.layers)} layers ({format_bytes(moved)}) are on CPUs: a step of "
-            f"one request computes for about {ours_s * 1e3:.1f} ms; with the same memory, mode Pipeline "
-            f"would have {count} whole layers on CPUs and compute for {pipeline_s * 1e3:.1f} ms"
+            f"CPUs have the {kind} of {layers} ({format_bytes(moved)}): a step of one request computes for "
+            f"about {ours_s * 1e3:.1f} ms. Mode Pipeline with the same memory would have {whole} on CPUs and "
+            f"compute for {pipeline_s * 1e3:.1f} ms"
         )
 
 
@@ -163,13 +167,17 @@ PlanMode: TypeAlias = StagesMode | FeedForwardMode
 def choose_mode(
     mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> PlanMode:
-    """Returns the mode with what its ranks have of the model; raises PlanError as choose_remote."""
+    """Returns the mode with its ranks' parts of the model.
+
+    Raises:
+        PlanError: feed-forward ranks cannot compute this model, or their part does not fit.
+    """
     match mode:
         case Mode.PIPELINE | Mode.TENSOR:
             return StagesMode(topology=topology, profile=profile, engine=engine, inventory=inventory)
         case Mode.FEED_FORWARD:
             own = topology.stages[0][0].placed.role.feed_forward
-            assert own is not None  # a spec of this mode has it
+            assert own is not None  # validated by the API's rules
 
             def with_remote(remote: Remote) -> FeedForwardMode:
                 return FeedForwardMode(

@@ -1,4 +1,4 @@
-"""Spec, model profile and inventory to a plan, or to the reason why there is none. Pure."""
+"""Makes the plan of a group from its spec, the model's profile and the inventory of devices. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from heteroinfer_operator.planning.feed_forward import Remote
 from heteroinfer_operator.planning.first_token import with_keep_alive
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
-from heteroinfer_operator.planning.memory import Sizes, StageBudget, longest_sequence_tokens, stage_budgets
+from heteroinfer_operator.planning.memory import Sizes, StageBudget, stage_budgets
 from heteroinfer_operator.planning.planned_modes import choose_mode
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
@@ -33,14 +33,14 @@ from heteroinfer_operator.vllm_support.quantization import check_quantization
 from heteroinfer_operator.vllm_support.served_architectures import check_architecture
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
-"""KV headroom, in longest sequences, where some rank's memory is unknown."""
+"""Full-length requests that the KV cache is planned for if the memory of a rank is unknown."""
 _VOCAB_PADDING: Final = 64
 """vLLM pads the vocabulary to this before it splits it (vocab_parallel_embedding.py@v0.32.0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """What is to be planned; `model_path` is where the ranks find the model."""
+    """The input of a plan; `model_path` is the path at which the ranks find the model."""
 
     spec: HeteroInferenceSpec
     profile: ModelProfile
@@ -50,14 +50,14 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """What an epoch starts with: a plan, and what the user should know about it.
+    """The plan that an epoch starts with, and notes for the user.
 
     Attributes:
-        notes: one line each; none on a plan that an earlier epoch had.
-        hybrid_not_needed: why CPU ranks could be left out, which is also one of the notes, or "".
-        on_cpus: why GPU roles compute on CPUs, which is also one of the notes, or "".
-        node_assignment: where its pods fit, as far as nodes are known.
-        missing: what is missing on nodes that somebody else will have to wait for, or "".
+        notes: one line each; empty for a plan of an earlier epoch.
+        hybrid_not_needed: the note why CPU ranks could be left out, or "".
+        on_cpus: the notes why GPU roles compute on CPUs, or "".
+        node_assignment: nodes that the pods fit on, if nodes are known.
+        missing: capacity that the pods will wait for once they exist, or "".
     """
 
     plan: Plan
@@ -70,15 +70,14 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned(EpochPlan):
-    """A plan made now, and what it was made of.
+    """A new plan with the values it was made from.
 
     Attributes:
-        budgets: what each stage may hold.
-        sizes: of one rank's share of the model.
-        rates: how fast each rank is taken to work, by rank.
-        remote: what feed-forward ranks have of the model, or None without them.
-        limiting_rank: the rank whose memory holds the fewest KV blocks, as predicted; None
-            where the memory of some rank is unknown.
+        budgets: memory of each stage.
+        sizes: sizes of one rank's share of the model.
+        rates: assumed speed of each rank, by rank.
+        remote: the feed-forward ranks' part of the model, or None without such ranks.
+        limiting_rank: rank whose memory holds the fewest KV blocks; None if the memory of a stage is unknown.
     """
 
     request: GroupRequest
@@ -94,7 +93,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     """Returns the plan of a group. Equal arguments give an equal plan.
 
     Raises:
-        PlanError: there is no plan; the message says what is missing and by how much.
+        PlanError: the group has no plan; the message has the missing bytes or the wrong field.
     """
     spec, profile = request.spec, request.profile
     has_encoder = bool(profile.encoder) and not EngineOptions.of(spec.engine.args).is_text_only
@@ -119,7 +118,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     batches = batches_at_once(spec.parallelism.mode, stages, first)
     sizes = Sizes.of(mode.in_stages, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
-    layers = choose_layers(spec, topology, budgets, sizes, longest_sequence_tokens(engine))
+    layers = choose_layers(spec, topology, budgets, sizes)
     without_times = Plan(
         mode=spec.parallelism.mode,
         tensor_parallel_size=topology.tensor,
@@ -163,8 +162,8 @@ def _check_tensor(tensor: int, profile: ModelProfile) -> None:
     if what:
         good = [str(ranks) for ranks in range(1, min(heads, MAX_WORLD_SIZE) + 1) if not problem(ranks)]
         raise PlanError(
-            f"parallelism.tensor: got {tensor} ranks a stage, the model has {what}, which cannot be split "
-            f"by it; set one of {', '.join(good)}",
+            f"parallelism.tensor: must divide the model, which has {what} (got {tensor} ranks per stage). "
+            f"Set one of {', '.join(good)}",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 
@@ -204,10 +203,10 @@ def _assign(
 def _kv_blocks(
     layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes, engine: EngineSettings
 ) -> int:
-    """Returns the blocks of KV cache that every rank gets.
+    """Returns the number of KV cache blocks of every rank.
 
-    vLLM takes the least number of blocks over all ranks, so more on one of them is of no
-    use; and no more than max_num_seqs sequences of full length can ever be used.
+    vLLM uses the lowest number of all ranks, so more blocks on one rank are useless. More than
+    max_num_seqs full-length requests never run at once.
     """
     unknown = not all(stage.is_known for stage in budgets)
     useful = (_UNKNOWN_MEMORY_SEQUENCES if unknown else engine.max_num_seqs) * sizes.kv.sequence_blocks + 1
@@ -216,7 +215,7 @@ def _kv_blocks(
 
 
 def block_capacities(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int | None]:
-    """Returns the blocks that each stage's memory holds; None for a stage of unknown memory."""
+    """Returns the KV cache blocks that each stage's memory holds; None for a stage of unknown memory."""
     found: list[int | None] = []
     for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True):
         left = stage.left_bytes(sizes, end - count, end)

@@ -1,6 +1,6 @@
-"""How long the ranks of a plan compute in a step: when it is made, and later by what is known then. Pure.
+"""The predicted compute time of each rank, for a new plan and again for a running one. Pure.
 
-A plan keeps what was predicted when it was made; a calibration that comes later changes no plan, and no pod.
+A plan keeps the prediction of the time when it was made. A later calibration changes no plan and no pod.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
 def predict_ranks(
     plan: Plan, spec: HeteroInferenceSpec, sizes: Sizes, remote: Remote | None, inventory: Inventory
 ) -> tuple[Plan, tuple[Rates, ...]]:
-    """Returns a plan with the compute time of each rank, and the rates that it is by.
+    """Returns a plan with the predicted compute time of each rank, and the assumed rates by rank.
 
     Args:
-        plan: its times do not count.
-        sizes: of a rank in a stage.
-        remote: what feed-forward ranks have of the model, or None without them.
+        plan: the plan, whose times are ignored.
+        sizes: sizes of a rank in a stage.
+        remote: the feed-forward ranks' part of the model, or None without such ranks.
     """
     roles = {role.name: role for role in spec.roles}
     in_stages = plan.ranks if remote is None else plan.stage_ranks
@@ -68,12 +68,12 @@ def _seconds(rank: RankAssignment, plan: Plan, sizes: Sizes, rates: Rates) -> fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedPlan:
-    """A plan with what its steps take.
+    """A plan with new predictions.
 
     Attributes:
-        plan: its hash is another one.
-        step: of one request.
-        sources: what the rates of each role were taken from, for people.
+        plan: the plan with the new times, and so with another hash.
+        step: predicted decode step of one request.
+        sources: source of the rates by role, for people.
     """
 
     plan: Plan
@@ -87,11 +87,11 @@ class PredictedPlan:
 def predict_again(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile, inventory: Inventory
 ) -> PredictedPlan | None:
-    """Returns the steps of a plan, or None if it is none of this spec and model.
+    """Predicts the steps of an existing plan. Returns None if the plan belongs to another spec or model.
 
     Args:
-        spec: what the user asks for now.
-        inventory: what is known of the machines that the group is on.
+        spec: the present spec.
+        inventory: known devices of the machines that the group runs on.
     """
     found = find_sizes(plan, spec, profile)
     if found is None:
@@ -105,10 +105,10 @@ def predict_again(
 def find_sizes(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
 ) -> tuple[Sizes, Remote | None] | None:
-    """Returns the sizes that a plan was made with, or None if it is none of this spec and model.
+    """Returns the sizes that a plan was made with, or None if it belongs to another spec or model.
 
     Returns:
-        The sizes of a rank in a stage, and what feed-forward ranks have of the model.
+        The sizes of a rank in a stage, and the feed-forward ranks' part of the model.
     """
     roles = {role.name: role for role in spec.roles}
     if any(rank.role not in roles for rank in plan.ranks):
@@ -122,7 +122,7 @@ def find_sizes(
 
 
 def _remote(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) -> Remote | None:
-    """Returns what the plan's feed-forward ranks have, or None without them."""
+    """Returns the part of the plan's feed-forward ranks, or None without such ranks."""
     for rank in plan.ranks:
         own = roles[rank.role].feed_forward
         if rank.feed_forward is not None and own is not None:

@@ -1,8 +1,8 @@
-"""How long a step takes: the bytes that are really read over what the device reads a second. Pure.
+"""Predicts the time of a step: the bytes that it reads, divided by the device's rate. Pure.
 
-A decode step reads once every weight that its tokens go through: all of a dense layer, of a mixture the
-experts that the step's tokens choose; the head; and the KV cache of each request, of windows their width.
-Where a step has many tokens, operations take longer than reading.
+A decode step reads each weight that its tokens use once: all weights of a dense layer, the chosen experts of
+a mixture, the head, and the KV cache of each request, up to the window's width. If a step has many tokens,
+operations take longer than reading.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,15 +19,14 @@ from heteroinfer_operator.planning.rates import CPU_DEFAULTS_ERROR, GPU_ERROR, G
 STEP_OVERHEAD_S: Final = 2.1e-3
 """Between a step's answer and the next call: scheduling, sampling, messages (docs/user/benchmarks.md)."""
 AHEAD_OVERHEAD_S: Final = 0.6e-3
-"""The same where a step is scheduled while one runs: 0.4 to 0.8 ms, mode FeedForward (H200, 2026-11-22)."""
+"""The same if a step is scheduled while another runs: 0.4 to 0.8 ms, mode FeedForward (H200, 2026-11-22)."""
 REQUEST_OVERHEAD_S: Final = 9e-3
-"""From a request to its first step, and from that step's answer to the client: 7 and 9 ms with a prompt of
-1,024 tokens (two H200 hosts, 2026-11-24), up to 20 where stages hand rows on."""
+"""Time from a request to its first step plus from that step's answer to the client: 7 and 9 ms with a prompt
+of 1,024 tokens (two H200 hosts, 2026-11-24), up to 20 ms if stages pass rows on."""
 MIXTURE_LAUNCH_S: Final = 1.5e-3
-"""A mixture's layer on a GPU takes that at least where a step has more tokens than CUDA graphs were captured
-for, whatever their number: its kernels are launched one by one. 24 layers took 45 ms for 512 tokens and 39
-for 2,048 (stock vLLM, H200, 2026-11-22; docs/user/benchmarks.md). 16, four of them without any, took 24 for
-1,024."""
+"""Least time of a mixture's layer on a GPU in a step with more tokens than the captured CUDA graphs, because
+kernels are then launched one by one. 24 layers took 45 ms for 512 tokens and 39 ms for 2,048 (stock vLLM,
+H200, 2026-11-22; docs/user/benchmarks.md). 16 layers, four without experts, took 24 ms for 1,024 tokens."""
 _MOST_CAPTURED: Final = 512
 """Tokens of the largest graph (vllm/config/compilation.py@v0.32.0: twice max_num_seqs, at most that)."""
 
@@ -37,9 +36,9 @@ class Prediction:
     """The time of a step, or of a first token.
 
     Attributes:
-        step_s: through all stages, and back to the first.
-        least_s: of it, where a machine did best.
-        most_s: of it, where a machine did worst.
+        step_s: seconds through all stages and back to the first.
+        least_s: lower end of the range.
+        most_s: upper end of the range.
     """
 
     step_s: float
@@ -65,7 +64,7 @@ def _within(seconds: float, error: Error) -> Prediction:
 
 
 def _slowest(parts: Iterable[Prediction]) -> Prediction:
-    """Returns the part that the others wait for, with the longest that any of them may take."""
+    """Returns the slowest part, with the largest of all lower and of all upper ends."""
     found = tuple(parts)
     if not found:
         return _NOTHING
@@ -81,10 +80,10 @@ def _ms(seconds: float) -> str:
 
 
 def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
-    """Returns a step of this plan; one batch is in flight, so that stages wait for each other.
+    """Returns the decode step of one request. One batch is in flight, so stages wait for each other.
 
     Args:
-        rates: by rank, by which its steps were predicted; empty where that is not known any more.
+        rates: rates by rank that the plan was predicted with; empty if they are no longer known.
     """
 
     def within(rank: RankAssignment) -> Prediction:
@@ -100,7 +99,7 @@ def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
 
 
 def overhead_s(plan: Plan) -> float:
-    """Returns what passes between two steps while no rank computes, in seconds."""
+    """Returns the seconds between two steps in which no rank computes."""
     return AHEAD_OVERHEAD_S if plan.schedules_ahead else STEP_OVERHEAD_S
 
 
@@ -110,12 +109,12 @@ def _overhead(plan: Plan) -> Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a step has to do.
+    """The work of a step.
 
     Attributes:
-        requests: sequences in it.
-        context: tokens that each has already.
-        tokens: new tokens of each: 1 in decoding, a chunk of a prompt in prefill.
+        requests: requests in the step.
+        context: earlier tokens of each request.
+        tokens: new tokens of each request: 1 when decoding, a chunk of the prompt in prefill.
     """
 
     requests: int = 1
@@ -125,11 +124,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReads:
-    """Weights of one class that a rank reads in a step.
+    """The reads of one class of weights on a rank in a step.
 
     Attributes:
-        operations: multiplications and additions with them.
-        row_bytes: bytes times rows that go through them, so that parts with other rows can be added.
+        operations: multiplications and additions with these weights.
+        row_bytes: bytes times rows; a sum, so that parts with other numbers of rows can be added.
     """
 
     bytes: float = 0.0
@@ -146,13 +145,13 @@ class WeightReads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """What one rank reads and computes in a step.
+    """The reads and operations of one rank in a step.
 
     Attributes:
-        plain: weights that are not quantized.
-        head: of them, those that compute logits, for one row a request.
-        quantized: quantized ones that are no routed experts.
-        experts: the routed experts that the step's tokens go through, on average.
+        plain: unquantized weights.
+        head: unquantized weights that compute logits, with one row per request.
+        quantized: quantized weights outside of routed experts.
+        experts: the average routed experts that the step's tokens use.
         cache: bytes of KV cache and states.
         attention: multiplications and additions of attention.
     """
@@ -165,9 +164,9 @@ class Reads:
     attention: float = 0.0
 
     def seconds(self, rates: Rates) -> float:
-        """Returns how long it takes: reading, or computing where that is longer.
+        """Returns the seconds for reading, or for computing if that takes longer.
 
-        A kernel that was measured for many rows says both at once.
+        The rate of a kernel that was measured for many rows covers both.
         """
         measured_s, reading_s = 0.0, self.cache / rates.cache
         operations = self.attention
@@ -188,7 +187,7 @@ class Reads:
 def count_reads(
     sizes: Sizes, first: int, end: int, load: Load, *, last: bool, engine: EngineSettings
 ) -> Reads:
-    """Returns what one rank reads in a step in layers first..end-1, and in the head if its stage is last."""
+    """Returns the reads of one rank in a step, in layers first..end-1 and, if `last`, in the head."""
     plain, quantized, experts, head = WeightReads(), WeightReads(), WeightReads(), WeightReads()
     cache = attention = 0.0
     tokens = load.requests * load.tokens
@@ -196,7 +195,7 @@ def count_reads(
         kind = sizes.profile.layer(index)
         part = sizes.layer_bytes[index] / max(sizes.profile.layer_bytes[index], 1)
         routed_plain = 0 if kind.experts_quantized else kind.routed_bytes
-        # Of this layer's bytes on this rank, each class by its part in the checkpoint.
+        # Splits this layer's bytes on this rank into classes, in proportion to the checkpoint.
         dense = sizes.layer_bytes[index] - kind.routed_bytes * part
         share_plain = (bare - routed_plain) * part
         operations = 2 * tokens / _bytes_per_weight(sizes, kind)
@@ -227,25 +226,25 @@ def _bytes_per_weight(sizes: Sizes, kind: LayerKind) -> float:
 
 
 def _seen(kind: LayerKind, context: int) -> int:
-    """Returns how many earlier tokens a new one attends to."""
+    """Returns the number of earlier tokens that a new token attends to."""
     return min(context, kind.window) if kind.window else context if kind.kv_heads else 0
 
 
 def _width(sizes: Sizes, kind: LayerKind) -> int:
-    """Returns the elements that all query heads compare for one earlier token."""
+    """Returns the elements that all query heads compare per earlier token."""
     heads = sizes.profile.num_attention_heads
     return heads * (kind.kv_width if kind.kv_heads == 1 else kind.kv_width // 2)
 
 
 def _cached_bytes(kind: LayerKind, context: int, engine: EngineSettings, tensor: int) -> float:
-    """Returns what a step reads of one sequence's cache in a layer; states are written, too."""
+    """Returns the bytes of one request's cache that a step reads in a layer; states are also written."""
     tokens = min(context, kind.window) if kind.window else context
     by_token = (token_bytes(kind, engine, tensor) if kind.kv_heads else 0) + kind.index_bytes
     return tokens * by_token + 2 * state_bytes(kind, engine, tensor)
 
 
 Elsewhere: TypeAlias = Callable[[Load], float]
-"""Seconds of a step that a stage waits for its feed-forward ranks; only plans of one stage have these."""
+"""Returns the seconds of a step that a stage waits for its feed-forward ranks (plans of one stage only)."""
 
 
 def _nowhere(_: Load) -> float:
@@ -255,13 +254,13 @@ def _nowhere(_: Load) -> float:
 def forecast(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: Load, elsewhere: Elsewhere = _nowhere
 ) -> Prediction:
-    """Returns a decode step of a load.
+    """Returns the predicted decode step of a load.
 
     Args:
-        sizes: of one rank.
-        rates: by rank.
-        load: requests, each with one new token.
-        elsewhere: what feed-forward ranks take of a step.
+        sizes: sizes of one rank.
+        rates: rates by rank.
+        load: requests with one new token each.
+        elsewhere: predicts the wait for feed-forward ranks.
     """
     return sum(_stages(plan, sizes, rates, load, elsewhere), _overhead(plan))
 
@@ -269,7 +268,7 @@ def forecast(
 def forecast_first_token(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], prompt: int, elsewhere: Elsewhere = _nowhere
 ) -> Prediction:
-    """Returns the time to the first token of a prompt; its chunks follow each other through the stages."""
+    """Returns the time to the first token of a prompt, whose chunks go through the stages in a pipeline."""
     chunk = plan.engine.max_num_batched_tokens
     total = longest = _NOTHING
     for begin in range(0, prompt, chunk):
@@ -316,10 +315,10 @@ def _compute_s(plan: Plan, sizes: Sizes, rates: Sequence[Rates], rank: RankAssig
 
 
 def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: Load) -> float:
-    """Returns how long a GPU's kernels are launched where no graph has them; of mixtures alone."""
+    """Returns the seconds in which a GPU launches a mixture's kernels without a CUDA graph."""
     captured = min(2 * plan.engine.max_num_seqs, _MOST_CAPTURED)
     if rank.device is not Device.GPU or load.requests * load.tokens <= captured:
         return 0.0
-    # Where experts of other layers are on feed-forward ranks, theirs are launched but for the experts'.
+    # If feed-forward ranks have the experts of a layer, the GPU still launches that layer's other kernels.
     is_mixture = any(kind.experts for kind in sizes.profile.layers)
     return rank.num_layers * MIXTURE_LAUNCH_S if is_mixture else 0.0

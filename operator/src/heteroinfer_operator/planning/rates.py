@@ -1,7 +1,7 @@
-"""How fast one rank works: bytes read a second by what they are, and operations. Pure.
+"""The speed of one rank: bytes per second by class of weights, and operations per second. Pure.
 
-Measured on the machine itself where there is a calibration (`heteroinfer-worker calibrate`); otherwise these
-defaults, each with the machine it was measured on.
+A calibration of the machine (`heteroinfer-worker calibrate`) has priority. Otherwise the defaults of this
+module apply, each with the machine that it was measured on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,32 +21,32 @@ from heteroinfer_operator.quantity import gigabytes_per_s, parse_quantity
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 CPU_BYTES_PER_S: Final = 115e9
-"""By all threads of a pod with our bf16 kernels: 110 to 120 GB/s by 14 threads of a 16-core Xeon with
-AVX512-BF16 and AMX (docs/user/benchmarks.md, 2026-11-21). More cores than that were not measured."""
+"""Rate of all threads of a pod with our bf16 kernels: 110 to 120 GB/s with 14 threads of a 16-core Xeon with
+AVX512-BF16 and AMX (docs/user/benchmarks.md, 2026-11-21). More cores were not measured."""
 CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
-"""By one thread of those 14; fewer threads read less, by about that much each."""
+"""Rate of one of those 14 threads; fewer threads read proportionally less."""
 CPU_OPERATIONS_PER_S: Final = 2e12
-"""In bf16 with AMX by 16 cores (2026-11-20)."""
+"""Operations of 16 cores in bf16 with AMX (2026-11-20)."""
 GPU_BYTES_PER_S: Final = 3500e9
 """H200 with CUDA graphs: 13.3 GB in 3.99 ms (vLLM 0.32.0, bf16, 2026-11-20)."""
 GPU_USED: Final = GPU_BYTES_PER_S / 4800e9
-"""Of the memory's nominal rate, as on that H200 (4.8 TB/s)."""
+"""Used share of the memory's nominal rate, from that H200 (4.8 TB/s)."""
 GPU_OPERATIONS_USED: Final = 0.5
-"""Of the nominal rate of dense bf16, in prefill; not measured by us."""
+"""Used share of the nominal rate of dense bf16 in prefill; not measured by us."""
 GPU_QUANTIZED: Final = 0.7
-"""Of the rate of bf16, for weights that are unpacked on the way: FP8 in blocks on an H200, 12 layers of an 8B
-model and its head in 1.38 ms where bf16 took 1.74 (2026-11-22). Others were not measured."""
+"""Rate of weights that kernels unpack, relative to bf16: with FP8 in blocks on an H200, 12 layers of an 8B
+model and its head took 1.38 ms, with bf16 1.74 ms (2026-11-22). Other formats were not measured."""
 GPU_FOUR_BITS: Final = 0.37
-"""The same for 4 bits: AWQ took 1.34 ms there."""
+"""The same for 4 bits: AWQ took 1.34 ms on that H200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNominal:
-    """What a data sheet says.
+    """Figures of a GPU's data sheet.
 
     Attributes:
-        bytes_per_s: of its memory.
-        operations_per_s: of dense bf16, or float16 where it has no bf16.
+        bytes_per_s: rate of its memory.
+        operations_per_s: rate of dense bf16, or of float16 if it has no bf16.
     """
 
     bytes_per_s: float
@@ -78,16 +78,16 @@ GPU_NOMINAL: Final[Mapping[str, GpuNominal]] = MappingProxyType(
         )
     }
 )
-"""By whole words of the product as GPU feature discovery labels it, the first that matches; data sheets."""
+"""Figures by words of the product label of GPU feature discovery; the first match counts (data sheets)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Error:
-    """How far a time may be from what is predicted.
+    """The range of a time relative to its prediction.
 
     Attributes:
-        least: of the prediction, where a machine did best.
-        most: of it, where a machine did worst.
+        least: factor of the fastest measured machine.
+        most: factor of the slowest measured machine.
     """
 
     least: float
@@ -98,28 +98,28 @@ class Error:
 
 
 CPU_ERROR: Final = Error(least=0.9, most=1.6)
-"""Steps with CPU stages took so much of the prediction on three hosts of one kind: 19.8 to 30.2 ms where 21.1
-are predicted (docs/user/benchmarks.md, 4 layers off the GPU)."""
+"""Range of steps with CPU stages on three hosts of one kind: 19.8 to 30.2 ms with a prediction of 21.1 ms
+(docs/user/benchmarks.md, 4 layers off the GPU)."""
 GPU_ERROR: Final = Error(least=0.9, most=1.3)
-"""Where the product is known; H200s alone were measured, others are taken from data sheets."""
+"""Range for a known product. Only H200s were measured; the others use data sheets."""
 CPU_DEFAULTS_ERROR: Final = Error(least=0.3, most=3.0)
-"""Of CPUs that were not measured. By data sheets of memory: theirs that was had 307 GB/s (8 channels of
-DDR5-4800), of which our kernels read 115; 12 channels of DDR5-6000 have 576, and 2 of DDR4-3200 51, of which
-more can be read."""
+"""Range for CPUs that were not measured, by data sheets of memory. The measured CPU has 307 GB/s (8 channels
+of DDR5-4800), and our kernels read 115 GB/s. 12 channels of DDR5-6000 have 576 GB/s. 2 channels of DDR4-3200
+have 51 GB/s, and kernels read a larger share of them."""
 GPU_UNKNOWN_ERROR: Final = Error(
     least=GPU_NOMINAL["H200"].bytes_per_s / max(known.bytes_per_s for known in GPU_NOMINAL.values()),
     most=GPU_NOMINAL["H200"].bytes_per_s / min(known.bytes_per_s for known in GPU_NOMINAL.values()),
 )
-"""Of GPUs of which nothing is known, taken for an H200: from the fastest to the slowest of the list."""
+"""Range for an unknown GPU, which counts as an H200: from the fastest to the slowest GPU of the list."""
 CPU_DEFAULTS: Final = (
     f"defaults for CPUs ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; may take {CPU_DEFAULTS_ERROR})"
 )
-"""What is said of CPUs that were not measured."""
+"""Source of the rates of CPUs that were not measured, for people."""
 GPU_UNKNOWN: Final = (
     f"defaults for an H200, since the GPU is not known ({gigabytes_per_s(GPU_BYTES_PER_S)}; may take "
     f"{GPU_UNKNOWN_ERROR})"
 )
-"""What is said of GPUs of which nothing is known."""
+"""Source of the rates of an unknown GPU, for people."""
 
 CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = MappingProxyType(
     {
@@ -138,45 +138,45 @@ CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = Ma
         (KernelPart.EXPERTS, SchemeName.MXFP4): (0.5,),
     }
 )
-"""Bytes that a rank reads of weights in a format, for each byte that it reads of ours in bf16 with one row:
-with one row, and with each of MORE_ROWS as far as they are given, of experts for each of them.
+"""Rates of weights by part and format, relative to our bf16 kernels with one row: with one row, then with
+each of MORE_ROWS that has a value. Rows of experts are counted per expert.
 
-By 13 threads of an H200's host, 2026-11-22 (docs/user/benchmarks.md): bf16 of linear layers and one row of
-experts are the kernels alone (experts by 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits 61 to 80,
-MXFP4 45 to 51, where ours read 100); AWQ, FP8 in blocks,
-and many rows of bf16 experts are what was left of the steps and
-first tokens of whole groups, so that the rest of a layer is in them. GPTQ and int4 are taken for AWQ. FP8 per
-channel: 0.5 GB/s by 2 threads, through torch. int8 was not measured."""
+Measured with 13 threads of an H200's host, 2026-11-22 (docs/user/benchmarks.md). bf16 linear layers and
+experts with one row are the kernels alone (experts with 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits
+61 to 80, MXFP4 45 to 51, when our bf16 kernels read 100). AWQ, FP8 in blocks and bf16 experts with many rows
+were derived from steps and first tokens of whole groups, so they include the rest of a layer. GPTQ and int4
+use the values of AWQ. FP8 per channel: 0.5 GB/s with 2 threads, through torch. int8 was not measured."""
 CPU_PLAIN_OTHER: Final = 60 / 115
-"""Of it, for element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
+"""Relative rate of element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
 CPU_INT4_FLOAT16: Final = 0.14
-"""Of it, for 4 bits with float16: 4.5 GB/s by 2 threads, another kernel that vLLM takes by itself."""
+"""Relative rate of 4 bits with float16: 4.5 GB/s with 2 threads, in another kernel that vLLM chooses."""
 CPU_EXPERTS_OTHER: Final = 0.6
-"""Of it, for experts in formats that were not measured."""
+"""Relative rate of experts in formats that were not measured."""
 _COMPUTING_ROWS: Final = 512
-"""Of MORE_ROWS, those from which on a kernel computes for longer than it reads."""
+"""Number of rows from which a kernel takes longer to compute than to read."""
 EXCHANGE_S: Final = 20e-6
-"""What a layer's exchange between GPU and CPU takes besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
+"""Time of a layer's exchange between GPU and CPU besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
 EXCHANGE_BYTES_PER_S: Final = 14e9
-"""Of rows to a feed-forward rank and back: 12 to 16 GB/s beyond the first row (docs/user/benchmarks.md)."""
+"""Rate of rows to a feed-forward rank and back: 12 to 16 GB/s after the first row
+(docs/user/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one rank does in a second while its whole stage computes.
+    """The work of one rank per second while its whole stage computes.
 
     Attributes:
-        plain: bytes of weights that are not quantized.
-        quantized: of quantized ones that are no routed experts.
-        experts: of routed experts, as they are stored.
-        cache: of KV cache and states.
-        operations: multiplications and additions, two for each weight and token.
-        source: what it was taken from, for people.
-        error: how far a time by these rates may be off.
-        exchange_s: of a layer between a GPU and this feed-forward rank, besides computing, in seconds.
-        plain_kernel: how `plain` grows slower with rows, where that was measured.
-        quantized_kernel: the same of `quantized`.
-        experts_kernel: the same of `experts`, by rows of each expert.
+        plain: bytes of unquantized weights.
+        quantized: bytes of quantized weights outside of routed experts.
+        experts: bytes of routed experts, as stored.
+        cache: bytes of KV cache and states.
+        operations: multiplications and additions, two per weight and token.
+        source: source of the rates, for people.
+        error: range of a time that is predicted with these rates.
+        exchange_s: seconds of a layer's exchange between a GPU and this feed-forward rank, besides computing.
+        plain_kernel: measured decrease of `plain` with the number of rows, or None.
+        quantized_kernel: the same for `quantized`.
+        experts_kernel: the same for `experts`, by rows of each expert.
     """
 
     plain: float
@@ -202,13 +202,13 @@ def cpu_rates(
     by_rate: bool = False,
     calibration: Calibration | None = None,
 ) -> Rates:
-    """Returns the rates of one CPU rank: those measured of its machine, else defaults.
+    """Returns the rates of one CPU rank: measured ones of its machine, otherwise defaults.
 
     Args:
-        role: of the rank; its CPUs are what the pods ask for.
-        leads: whether its pod has the engine and the API server, too.
+        role: role of the rank; its resources have the CPUs of a pod.
+        leads: whether its pod also has the engine and the API server.
         together: ranks of its stage in its pod, which read from the same memory.
-        by_rate: whether these share by how fast each reads, so that the slowest is not waited for.
+        by_rate: whether these ranks share work by their rates, so that none waits for the slowest.
     """
     threads = compute_threads(role, leads=leads)
     if calibration is not None:
@@ -222,7 +222,7 @@ def cpu_rates(
 
 
 def _which(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
-    """Returns part and format of plain weights, of quantized ones, and of experts."""
+    """Returns part and format of plain weights, of quantized weights, and of experts."""
     name = profile.scheme.name
     of_experts = name if any(kind.experts_quantized for kind in profile.layers) else SchemeName.NONE
     return (
@@ -251,7 +251,7 @@ def _rates_of(
 
 
 def _default_kernel(part: KernelPart, scheme: SchemeName, dtype: str, ours: float) -> KernelRate:
-    """Returns what a kernel that was not measured does where ours reads so many bytes of bf16 a second."""
+    """Returns the default rate of a kernel; `ours` is the rate of our bf16 kernels in bytes per second."""
     parts = _default_parts(part, scheme, dtype)
     first, *more = (ours * each for each in parts)
     return KernelRate(
@@ -284,10 +284,11 @@ def _measured_cpu_rates(
     *,
     by_rate: bool,
 ) -> Rates:
-    """Returns the rates of one CPU rank on a machine that was measured.
+    """Returns the rates of one CPU rank on a measured machine.
 
-    A kernel was measured with so many threads; others have their part of it as they have of memory, or of
-    threads where it computes. What was not measured has its default part of what was.
+    A kernel was measured with one number of threads. For another number, its rate is scaled with the memory's
+    rate, or with the threads if the kernel computes longer than it reads. A kernel without a measurement has
+    its default rate relative to the measured memory.
     """
     cores = calibration.hardware.cores
     used = min(cores / together if threads is None else threads, cores)
@@ -314,11 +315,11 @@ def _measured_cpu_rates(
 def gpu_rates(
     product: str, calibration: Calibration | None = None, scheme: SchemeName = SchemeName.NONE
 ) -> Rates:
-    """Returns the rates of a GPU: those measured on its machine, else defaults.
+    """Returns the rates of a GPU: measured ones of its machine, otherwise defaults.
 
     Args:
-        product: as GPU feature discovery labels it, or "".
-        scheme: of the model's quantized weights.
+        product: product label of GPU feature discovery, or "".
+        scheme: format of the model's quantized weights.
     """
     nominal = next(
         (known for part, known in GPU_NOMINAL.items() if f"-{part}-".lower() in f"-{product}-".lower()), None
@@ -346,7 +347,7 @@ def gpu_rates(
 
 
 def compute_threads(role: RoleSpec, *, leads: bool) -> float | None:
-    """Returns the compute threads of one of a role's ranks, or None if its pod's CPUs are not stated."""
+    """Returns the compute threads of one rank of a role, or None if its resources have no CPUs."""
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
         if amounts and "cpu" in amounts:
             cpus = float(parse_quantity(amounts["cpu"]))

@@ -1,4 +1,4 @@
-"""Which rank sits where: devices of the roles, order of the stages, seats in rank order. Pure."""
+"""The topology of a group: devices of the roles, order of the stages, seats in rank order. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from heteroinfer_operator.planning.inventory import Inventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRole:
-    """A role and what its ranks really compute on.
+    """A role and the device that its ranks compute on.
 
     Attributes:
-        device: the role's own, or CPU for a GPU role when GPUs are missing.
+        device: the role's own device, or CPU for a GPU role without GPUs.
     """
 
     role: RoleSpec
@@ -38,7 +38,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Who sits where, before anyone has layers.
+    """The seats of a group, before layers are assigned.
 
     Attributes:
         tensor: ranks of a stage.
@@ -57,31 +57,31 @@ class Topology:
 
     @property
     def has_cpu(self) -> bool:
-        """Returns whether any rank computes on a CPU."""
+        """Whether any rank computes on a CPU."""
         return bool(self.cpu_roles)
 
     @property
     def is_mixed(self) -> bool:
-        """Returns whether GPUs and CPUs compute together."""
+        """Whether the group has GPU and CPU ranks."""
         return len({seat.placed.device for stage in self.stages for seat in stage}) > 1
 
     @property
     def has_mixed_stage(self) -> bool:
-        """Returns whether GPUs and CPUs split the same layers."""
+        """Whether GPUs and CPUs split the same layers."""
         return any(len({seat.placed.device for seat in stage}) > 1 for stage in self.stages)
 
 
 def lay_out(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: bool = False) -> Topology:
     """Returns the seats of a group.
 
-    Pods number in rank order, so that pod 0 holds rank 0 and the ranks of a pod are
-    together; ranks number through the stages, then within a stage.
+    Pods are numbered in rank order: pod 0 holds rank 0, and the ranks of a pod are consecutive. Ranks are
+    numbered stage by stage.
 
     Args:
-        has_encoder: whether an encoder is served, which runs on the first rank.
+        has_encoder: whether the group serves an encoder, which runs on the first rank.
 
     Raises:
-        PlanError: the sizes don't fit the roles.
+        PlanError: the sizes do not fit the roles.
     """
     placed, notes = _place(spec, inventory)
     tensor = tensor_size(spec)
@@ -96,7 +96,7 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: boo
     if topology.has_mixed_stage and any(_is_cpu_first(stage) for stage in stages):
         refused = TENSOR_CPU_FIRST
         raise PlanError(
-            f"roles: got {refused.feature}, but {refused.why}; {refused.remedy}",
+            f"roles: {refused.feature} is not supported, because {refused.why}; {refused.remedy}",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     return topology
@@ -112,8 +112,8 @@ def _order(
     first_gpu = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
     if not has_encoder or not first_gpu:
         return pods
-    # A stage of GPUs first for the encoder; all other pods keep their places, so that the head is on another
-    # GPU if any.
+    # Moves one stage of GPUs to the front for the encoder. All other pods keep their order, so that the head
+    # is on another GPU if there is one.
     end, ranks = first_gpu + 1, pods[first_gpu].role.ranks_per_pod
     while ranks % tensor:
         ranks += pods[end].role.ranks_per_pod
@@ -124,15 +124,15 @@ def _order(
 def _order_by_device(
     spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int
 ) -> list[PlacedRole]:
-    # The head (1 GB for an 8B model) is read each step: on the CPU that costs 16-20 ms
-    # more (H200 host, 2026-11-20), so that the last stage is a GPU's.
+    # Each step reads the head (1 GB for an 8B model). On a CPU that takes 16-20 ms more (H200 host,
+    # 2026-11-20), so the last stage is on a GPU.
     gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)
     stages = spec.world_size // tensor
     if spec.parallelism.mode is Mode.PIPELINE or placed[0].role.layers is not None:
         return _pods(gpus_last)
     gpus_first = sorted(placed, key=lambda p: p.device is Device.CPU)
     if all(p.role.pods % stages == 0 for p in placed):
-        # Every stage the same mix, each led by a GPU.
+        # Every stage has the same mix and begins with a GPU.
         return [p for _ in range(stages) for p in gpus_first for _ in range(p.role.pods // stages)]
     cpu_ranks = sum(p.role.num_ranks for p in placed if p.device is Device.CPU)
     return _pods(gpus_first if cpu_ranks % tensor else gpus_last)
@@ -148,10 +148,10 @@ def _is_cpu_first(stage: Sequence[Seat]) -> bool:
 
 
 def tensor_size(spec: HeteroInferenceSpec) -> int:
-    """Returns the ranks of a stage: as given, or as follows from pipeline or layers, or by mode.
+    """Returns the ranks of a stage from parallelism.tensor, or else from pipeline, layers or the mode.
 
     Raises:
-        PlanError: the sizes don't fit the roles.
+        PlanError: the sizes do not fit the roles.
     """
     sizes, world = spec.parallelism, spec.world_size
     stages = sizes.pipeline or sum(len(role.layers or ()) for role in spec.roles)
@@ -160,9 +160,10 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
         tensor = Fraction(world)
     if tensor.denominator != 1 or world % tensor:
         raise PlanError(
-            f"roles: got {world} ranks for {stages or 'any number of'} stages"
-            f"{f' of {sizes.tensor} ranks' if sizes.tensor else ''}, expected stages x ranks a stage to be "
-            "the sum of pods x ranksPerPod; change roles, parallelism or the number of entries of layers",
+            f"roles: stages x ranks per stage must be the sum of pods x ranksPerPod (got {world} ranks, "
+            f"{stages or 'any number of'} "
+            f"stages{f', {sizes.tensor} ranks per stage' if sizes.tensor else ''}). Change roles, "
+            "parallelism or the number of entries of layers",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     for role in spec.roles:
@@ -173,16 +174,16 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
 def _check_role(role: RoleSpec, tensor: int, mode: Mode) -> None:
     if mode is Mode.PIPELINE and role.ranks_per_pod % tensor:
         raise PlanError(
-            f"role {role.name}: got ranksPerPod {role.ranks_per_pod} with {tensor} ranks a stage, "
-            "expected a multiple, since the ranks of a stage are in one pod; "
-            "change ranksPerPod or parallelism.tensor",
+            f"role {role.name}: ranksPerPod must be a multiple of the {tensor} ranks per stage, because the "
+            f"ranks of a stage are in one pod (got {role.ranks_per_pod}). Change ranksPerPod or "
+            "parallelism.tensor",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     if role.layers is not None and len(role.layers) * tensor != role.num_ranks:
         raise PlanError(
-            f"role {role.name}: got {len(role.layers)} entries of layers, "
-            f"expected {Fraction(role.num_ranks, tensor)}, one for each stage "
-            f"(pods x ranksPerPod / {tensor}); add or remove entries",
+            f"role {role.name}: the number of entries of layers must be that of its stages, pods x "
+            f"ranksPerPod / {tensor} = {Fraction(role.num_ranks, tensor)} (got {len(role.layers)}). Add or "
+            "remove entries",
             reason=PlanReason.LAYERS_MISMATCH,
         )
 
@@ -193,6 +194,6 @@ def _place(spec: HeteroInferenceSpec, inventory: Inventory) -> tuple[list[Placed
         for role in spec.roles
     ]
     return placed, tuple(
-        f"role {name} runs on CPUs, since planning.onGPUShortage.action is CPUOnly: {why}"
+        f"role {name} runs on CPUs, because planning.onGPUShortage.action is CPUOnly: {why}"
         for name, why in inventory.on_cpus.items()
     )
