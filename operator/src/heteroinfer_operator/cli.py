@@ -77,7 +77,7 @@ class _CommandParser(argparse.ArgumentParser):
     """Suggests the sub-command that a misspelt word is closest to."""
 
     words: Sequence[str] = ()
-    """What the user typed after the program's name."""
+    """The words after the program's name."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the error, and exits with EXIT_USAGE."""
@@ -152,7 +152,7 @@ def _load_completion() -> ModuleType:
 
 
 def _program() -> str:
-    """Returns what the user typed: `heteroinfer`, or `kubectl heteroinfer` for the plugin."""
+    """Returns the typed program: `heteroinfer`, or `kubectl heteroinfer` for the plugin."""
     is_plugin = Path(sys.argv[0]).name.startswith(_PLUGIN)
     return "kubectl heteroinfer" if is_plugin else "heteroinfer"
 

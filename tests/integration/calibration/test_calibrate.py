@@ -37,7 +37,7 @@ def test_what_is_measured_is_what_plan_uses(tmp_path: Path) -> None:
     done = run("calibrate", cache=tmp_path)
     assert done.returncode == 0, done.stderr
     kept = tmp_path / "heteroinfer" / "calibration.json"
-    assert f"kept in {kept}" in done.stdout
+    assert f"wrote {kept}" in done.stdout
     found = Calibration.from_json(kept.read_text())
     assert len(kept.read_bytes()) <= MAX_TERMINATION_MESSAGE_BYTES
     assert [each.threads for each in found.readings if each.node == ALL_NODES][-1] == found.hardware.cores

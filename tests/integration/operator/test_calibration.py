@@ -51,7 +51,7 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
         said = await keep_as_the_job_does(control_plane, installed, tmp_path)
         assert f"calibration {MEASURED.hash} of " in said
         assert "not measured: experts in MXFP4: RuntimeError: no" in said
-        assert f"kept in ConfigMap {release}/{config_map}: fast" in said
+        assert f"stored in ConfigMap {release}/{config_map}: fast" in said
 
         async def predicted() -> dict[str, Any] | None:
             (plan,) = (await status_of(server, namespace))["plans"]

@@ -89,7 +89,7 @@ def test_group_is_served_fails_as_a_whole_is_served_again_and_then_fails_for_goo
         assert up.wait_exit() == 1
         assert second.wait_gone(GONE_TIMEOUT_S) == []
         assert "error: group 0: RankExited: rank 0" in up.tail(1)
-        assert f"the output of each pod is kept: {logs}" in up.tail(2)
+        assert f"the output of each pod is in {logs}" in up.tail(2)
 
 
 def test_killed_up_leaves_no_process(tmp_path: Path, model_dir: Path, port: str) -> None:

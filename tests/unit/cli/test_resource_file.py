@@ -45,20 +45,20 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_file() -> None:
-    with pytest.raises(SpecError, match=r"^/nowhere\.yaml: No such file or directory; give the path"):
+    with pytest.raises(SpecError, match=r"^/nowhere\.yaml: No such file or directory. Name a file"):
         load_resource("/nowhere.yaml")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "got nothing, expected one document of kind HeteroInference"),
-        ("kind: Deployment", "got Deployment, expected one document of kind HeteroInference"),
+        ("", "must contain one document of kind HeteroInference: got nothing"),
+        ("kind: Deployment", "must contain one document of kind HeteroInference: got Deployment"),
         (
             f"{GOOD}---\n{GOOD}",
-            "got HeteroInference, HeteroInference, expected one document of kind HeteroInference",
+            "must contain one document of kind HeteroInference: got HeteroInference, HeteroInference",
         ),
-        ("- 1", "got list, expected a document with apiVersion and kind"),
+        ("- 1", "a document must have apiVersion and kind: got a list"),
     ],
 )
 def test_what_is_not_one_resource_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_what_is_not_yaml_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_json_has_not_are_refused(tmp_path: Path, text: str) -> None:
-    assert "expected only what JSON has too" in refused(tmp_path, f"{GOOD}  x:\n    {text}\n")
+    assert "a value has a type that JSON lacks" in refused(tmp_path, f"{GOOD}  x:\n    {text}\n")
 
 
 @pytest.mark.parametrize("text", ["[a]: b", "{}: b", "x: !!timestamp x", "x: !!int x", "x: " + "[" * 3000])
@@ -89,7 +89,7 @@ def test_yaml_that_cannot_be_built_is_refused(tmp_path: Path, text: str) -> None
 
 def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     message = refused(tmp_path, GOOD + "  model: {uri: hf://org/other}\n")
-    assert message.startswith("not YAML: key 'model' occurs twice; remove one")
+    assert message.startswith("not YAML: key 'model' occurs twice. Remove one")
     assert "line 8" in message
 
 

@@ -78,7 +78,7 @@ def test_a_message_of_kubernetes_is_reported_as_it_is() -> None:
     assert story.ended == "ended with exit code 137 (Error) out of memory"
     waiting = replace(pod(0), waiting=Waiting("ImagePullBackOff", "no such image"))
     (story,) = build_stories(group(), [waiting], 1)
-    assert story.title == "g-0-1-0: rank 0, role cpu on node a, waits: ImagePullBackOff: no such image"
+    assert story.title == "g-0-1-0: rank 0, role cpu on node a, waiting: ImagePullBackOff: no such image"
 
 
 def test_what_is_kept_of_an_epoch_is_one_line() -> None:

@@ -18,30 +18,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to keep it; default: heteroinfer/calibration.json of the user's cache folder, which "
-        "plan and up read",
+        help="file to write. Default: heteroinfer/calibration.json in your cache folder, which plan and up "
+        "read",
     )
     parser.add_argument("--worker-python", type=Path, metavar="PYTHON", help=worker_python.HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, keeps what was measured and prints it; returns 0.
+    """Measures this machine, writes the calibration and prints it; returns 0.
 
     Raises:
-        HeteroInferError: there is no Python with vLLM, it measured nothing, or the file cannot be written.
+        HeteroInferError: there is no Python with vLLM, the measurement failed, or the file cannot be written.
     """
     python = worker_python.find_worker_python(arguments.worker_python)
     sys.stderr.write(calibration_file.MEASURING)
     calibration = calibration_file.measure(python)
     file = arguments.output or calibration_file.cache_folder() / calibration_file.FILE
     calibration_file.write(calibration, file)
-    for line in (*describe_all(calibration), f"kept in {file}"):
+    for line in (*describe_all(calibration), f"wrote {file}"):
         sys.stdout.write(f"{printable(line)}\n")
     return 0
 
 
 def describe_all(calibration: Calibration) -> list[str]:
-    """Returns what was measured, a line each; rates in GB a second."""
+    """Describes a calibration, a line for each measurement; rates are in GB/s."""
     lines = [describe(calibration)]
     for reading in calibration.readings:
         where = "" if reading.node == ALL_NODES else f" of NUMA node {reading.node}"

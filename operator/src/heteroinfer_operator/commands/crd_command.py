@@ -1,4 +1,4 @@
-"""`heteroinfer crd`: the CustomResourceDefinition, printed or written where it is kept."""
+"""`heteroinfer crd`: prints the CustomResourceDefinition, or writes its copies in the source tree."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from heteroinfer_operator.api.reference_page import PAGE, render_page
 from heteroinfer_operator.errors import HeteroInferError
 
 COPIES: Final = ("crds/heteroinference.yaml", "charts/heteroinfer/files/heteroinference.yaml")
-"""Where the generated text is kept in the source tree; the chart's template includes its copy."""
+"""Copies of the generated text in the source tree. A template of the chart includes the second one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the CRD; returns 0.
 
     Raises:
-        HeteroInferError: the directory to write to is no source tree of HeteroInfer.
+        HeteroInferError: the directory is not a source tree of HeteroInfer.
     """
     text = render_crd()
     if arguments.write is None:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     root = Path(arguments.write)
     if not (root / "operator" / "src" / "heteroinfer_operator").is_dir():
         raise HeteroInferError(
-            f"--write: {root.resolve()} is not the source tree of HeteroInfer; run it there or name it",
+            f"--write: {root.resolve()} is not the source tree of HeteroInfer. Name its folder",
             reason="NoSourceTree",
         )
     for name, written in {**dict.fromkeys(COPIES, text), PAGE: render_page()}.items():

@@ -114,7 +114,7 @@ async def _tell_current(
     if not known:
         _say(
             "the group has no pods now"
-            + (". The line above is kept from the last ones" if group.failures else "")
+            + (". The line above is about its last pods" if group.failures else "")
         )
         return
     for story in build_stories(group, pods, known[-1]):
@@ -133,7 +133,7 @@ async def _tell_previous(
     if group.failures and not left:
         _say(
             "their pods and logs are gone: the operator deletes pods before the next epoch starts. "
-            "The lines above are kept in status.groups[].failures"
+            "The lines above come from status.groups[].failures"
         )
     for epoch in reversed(left):
         for story in build_stories(group, pods, epoch):

@@ -1,4 +1,4 @@
-"""`heteroinfer operator`: the process that runs in the cluster."""
+"""`heteroinfer operator`: runs the operator in the cluster."""
 
 import argparse
 import asyncio
@@ -49,28 +49,33 @@ LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `heteroinfer operator`; everything else comes from the environment."""
+    """Adds the options of `heteroinfer operator`. All settings come from the environment."""
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only tell whether the API server is reached, serves the resource and grants every right; "
+        help="check that the API server answers, serves HeteroInference and grants every right, then exit; "
         "changes nothing",
     )
     parser.add_argument(
         "--keep-calibration",
         type=Path,
         metavar="FILE",
-        help="only keep what `heteroinfer-worker calibrate -o FILE` measured in the ConfigMap "
-        "HETEROINFER_CALIBRATION_CONFIG_MAP: what a Job of the chart does",
+        help="store the calibration in FILE (from `heteroinfer-worker calibrate -o FILE`) in the ConfigMap "
+        "HETEROINFER_CALIBRATION_CONFIG_MAP, then exit; the chart's calibration Job uses it",
     )
-    parser.add_argument("--node-kind", default="", metavar="NAME", help="with it: kind of the node")
     parser.add_argument(
-        "--node-selector", default="{}", metavar="JSON", help="with it: labels that nodes of this kind have"
+        "--node-kind", default="", metavar="NAME", help="with --keep-calibration: kind of the node"
+    )
+    parser.add_argument(
+        "--node-selector",
+        default="{}",
+        metavar="JSON",
+        help="with --keep-calibration: labels of the nodes of this kind",
     )
 
 
 def build_options(settings: InstallationSettings, operator_key: bytes | None = None) -> Options:
-    """Returns what an installation with this key of its operator decides for all its resources."""
+    """Builds the options of all resources of an installation, from its settings and its operator's key."""
     return Options(
         addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
         images=WorkerImages(
@@ -107,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     handler.setFormatter(JsonFormatter() if is_json else PrintableFormatter(LOG_FORMAT))
     logging.basicConfig(level=settings.log_level, handlers=[handler])
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
-    # Its only warning is that it leaves signals alone in a thread, as it should.
+    # Its only warning is that it does not handle signals in a thread, which is intended.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     build_options(settings)  # raises before anything is done
     if arguments.check:
@@ -146,7 +151,7 @@ def _check(settings: InstallationSettings) -> int:
 
 async def _keep(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
     if not settings.calibration_config_map:
-        raise CalibrationError("HETEROINFER_CALIBRATION_CONFIG_MAP: got none, expected where to keep it")
+        raise CalibrationError("HETEROINFER_CALIBRATION_CONFIG_MAP: must be the name of a ConfigMap")
     try:
         selector = json.loads(arguments.node_selector)
     except ValueError:
@@ -159,8 +164,8 @@ async def _keep(settings: InstallationSettings, arguments: argparse.Namespace) -
     measured, own = kind.calibration.versions.heteroinfer, own_version()
     if measured != own:
         raise CalibrationError(
-            f"got what HeteroInfer {measured} measured, but this is {own}, which would not use it; set "
-            f"workerImages of the chart to images of {own}"
+            f"HeteroInfer {measured} measured this calibration, and {own} would ignore it. Set the chart's "
+            f"workerImages to images of {own}"
         )
     name = NamespacedName(namespace=settings.namespace, name=settings.calibration_config_map)
     server = ApiServer(await load_configuration())
@@ -168,5 +173,5 @@ async def _keep(settings: InstallationSettings, arguments: argparse.Namespace) -
         await keep(server, name, kind)
     finally:
         await server.close()
-    for line in (*describe_all(kind.calibration), f"kept in ConfigMap {name}: {kind.name}"):
+    for line in (*describe_all(kind.calibration), f"stored in ConfigMap {name}: {kind.name}"):
         sys.stdout.write(f"{printable(line)}\n")

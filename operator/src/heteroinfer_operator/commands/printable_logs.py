@@ -1,4 +1,4 @@
-"""Log lines without terminal sequences: pods, webhooks and users' objects can put any text into a message."""
+"""Formats log lines without terminal sequences: messages can contain any text of pods, webhooks or users."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from typing import Final
 from heteroinfer_contract.printable import printable
 
 _KEPT: Final = "\n\t"
-"""Tracebacks have several lines."""
+"""Control characters that stay: tracebacks have several lines."""
 
 
 class PrintableFormatter(logging.Formatter):

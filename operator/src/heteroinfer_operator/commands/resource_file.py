@@ -1,4 +1,4 @@
-"""A user's file to a HeteroInference, as strictly as `kubectl apply` reads it."""
+"""Reads a HeteroInference from a user's file, as strictly as `kubectl apply` does."""
 
 import json
 import sys
@@ -20,15 +20,14 @@ def load_resource(file: str) -> HeteroInference:
 
 
 def read_resource(file: str, *, model_dir: Path | None = None) -> tuple[dict[str, Any], HeteroInference]:
-    """Returns the one HeteroInference of a YAML or JSON file as JSON values, and as its models read it.
+    """Reads the HeteroInference in a YAML or JSON file. Returns its JSON values and the parsed resource.
 
     Args:
-        file: its path; `-` is stdin.
-        model_dir: where the model is on this machine, instead of `spec.model.uri`.
+        file: path, or `-` for stdin.
+        model_dir: folder of the model on this machine; replaces `spec.model.uri`.
 
     Raises:
-        SpecError: as load_document, or the resource is not what its models say; each line
-            begins with the file's name.
+        SpecError: as load_document, or the resource is invalid. Each line begins with the name of the file.
     """
     document = load_document(file)
     if model_dir is not None:
@@ -40,32 +39,34 @@ def read_resource(file: str, *, model_dir: Path | None = None) -> tuple[dict[str
 
 
 def with_model_dir(document: dict[str, Any], model_dir: Path) -> dict[str, Any]:
-    """Returns the resource with its model at `model_dir`, an absolute path; its served name stays."""
+    """Replaces the source of the model by `model_dir`, an absolute path. The served name stays."""
     spec = document.get("spec")
     if not isinstance(spec, dict):
-        return document  # left to the models, which say what is missing
+        return document  # parse_resource reports the missing field
     model = spec.get("model")
     kept = {"servedName": model["servedName"]} if isinstance(model, dict) and "servedName" in model else {}
     return {**document, "spec": {**spec, "model": {**kept, "uri": f"file://{model_dir}"}}}
 
 
 def load_document(file: str) -> dict[str, Any]:
-    """Returns the one HeteroInference of a file as JSON values, not yet checked by the models.
+    """Reads the HeteroInference in a file as JSON values, without validation.
 
-    Documents of other kinds (a Secret, a claim) may stand beside it and are skipped.
+    Skips documents of other kinds in the same file, such as a Secret or a claim.
 
     Raises:
-        SpecError: the file is missing, isn't YAML, holds none or several, or has values that JSON has not.
+        SpecError: the file is missing, is not YAML, has none or several, or has values that JSON lacks.
     """
     documents = _documents(file)
     ours = [document for document in documents if document.get("kind") == names.KIND]
     if len(ours) != 1:
         kinds = ", ".join(str(document.get("kind", "no kind")) for document in documents) or "nothing"
-        raise SpecError([f"{file}: got {kinds}, expected one document of kind {names.KIND}"])
+        raise SpecError([f"{file}: must contain one document of kind {names.KIND}: got {kinds}"])
     try:
         json.dumps(ours[0])
     except (TypeError, ValueError, RecursionError) as error:  # !!binary, !!set, an alias of itself
-        raise SpecError([f"{file}: expected only what JSON has too ({error}); write it as text"]) from error
+        raise SpecError(
+            [f"{file}: a value has a type that JSON lacks ({error}). Write the value as text"]
+        ) from error
     return ours[0]
 
 
@@ -76,26 +77,26 @@ def _documents(file: str) -> list[dict[str, Any]]:
             document for document in yaml.load_all(text, Loader=_StrictLoader) if document is not None
         ]
     except OSError as error:
-        raise SpecError([f"{file}: {error.strerror}; give the path of a {names.KIND}"]) from error
+        raise SpecError([f"{file}: {error.strerror}. Name a file with a {names.KIND}"]) from error
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise SpecError([f"{file}: not YAML: {' '.join(str(error).split())}"]) from error
     wrong = next((document for document in documents if not isinstance(document, dict)), None)
     if wrong is not None:
-        raise SpecError([f"{file}: got {type(wrong).__name__}, expected a document with apiVersion and kind"])
+        raise SpecError([f"{file}: a document must have apiVersion and kind: got a {type(wrong).__name__}"])
     return documents
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that occurs twice, and leaves timestamps as text, as Kubernetes does."""
+    """Refuses a key that occurs twice, and keeps timestamps as text, as Kubernetes does."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Returns the mapping of a node; raises ConstructorError for a key that occurs twice."""
+        """Builds the mapping of a node; raises ConstructorError for a key that occurs twice."""
         seen: set[Any] = set()
         for key, _ in node.value:
             name = self.construct_object(key, deep=True)
             if name in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {name!r} occurs twice; remove one", key.start_mark
+                    None, None, f"key {name!r} occurs twice. Remove one", key.start_mark
                 )
             seen.add(name)
         return super().construct_mapping(node, deep=deep)

@@ -1,4 +1,4 @@
-"""`heteroinfer up`: serves one HeteroInference on this machine."""
+"""`heteroinfer up`: serves one HeteroInference on this machine, until Ctrl-C."""
 
 import argparse
 import asyncio
@@ -30,49 +30,48 @@ from heteroinfer_operator.up.session import Session
 
 EXIT_OK: Final = 0
 _LONGEST_TEMPORARY_FOLDER: Final = 40
-"""unix(7): 107 bytes, less `/heteroinfer-XXXXXXXX/p9999/tmp/` and a UUID."""
+"""Bytes: the 107 of unix(7) less `/heteroinfer-XXXXXXXX/p9999/tmp/` and a UUID."""
 _WIDTH_OF_FILES: Final = 120
-"""Columns where the output is no terminal and has none of its own: a whole row of the table."""
+"""Columns if the output is not a terminal: room for a whole row of the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer up`."""
     parser.add_argument(
-        "-f", "--filename", type=Path, required=True, metavar="FILE", help="a HeteroInference"
+        "-f", "--filename", type=Path, required=True, metavar="FILE", help="file with a HeteroInference"
     )
     parser.add_argument(
-        "--model-dir", type=Path, metavar="DIR", help="the model's folder, instead of the file's model.uri"
+        "--model-dir", type=Path, metavar="DIR", help="folder of the model; replaces the file's model.uri"
     )
     parser.add_argument(
         "--model-cache",
         type=Path,
         metavar="DIR",
-        help="where models of a hub (hf://) are fetched into and kept; default: heteroinfer/models of the "
-        "user's cache folder",
+        help="folder for models from a hub (hf://). Default: heteroinfer/models in your cache folder",
     )
     parser.add_argument(
-        "--port", type=_port, help="of the OpenAI API on 127.0.0.1, instead of the file's engine.port"
+        "--port", type=_port, help="port of the OpenAI API on 127.0.0.1; replaces the file's engine.port"
     )
     parser.add_argument("--worker-python", type=Path, metavar="PYTHON", help=WORKER_PYTHON_HELP)
     parser.add_argument(
         "--log-dir",
         type=Path,
         metavar="DIR",
-        help="keep each pod's output there, as POD.log; default: a temporary folder, kept after a failure",
+        help="folder for the output of each pod, POD.log. Default: a temporary folder, kept after a failure",
     )
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine first, as `heteroinfer calibrate` does; takes under a minute",
+        help="measure this machine first, like `heteroinfer calibrate` (under a minute)",
     )
-    parser.add_argument("--no-table", action="store_true", help="lines of text instead of a live table")
+    parser.add_argument("--no-table", action="store_true", help="print lines instead of a live table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until Ctrl-C; returns the exit code.
 
     Raises:
-        HeteroInferError: the file is wrong, the resource failed, or it cannot run here.
+        HeteroInferError: the file is invalid, or the resource failed or cannot run here.
     """
     document, resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
     node = observe_node()
@@ -109,13 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
                 asyncio.run(session.run())
             except HeteroInferError:
                 if any(log_dir.iterdir()):
-                    display.line(f"the output of each pod is kept: {log_dir}")
+                    display.line(f"the output of each pod is in {log_dir}")
                 raise
     return EXIT_OK
 
 
 def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
-    """Returns what was measured of this machine; measures it first if that is wanted."""
+    """Reads the calibration of this machine; measures it first if the user wants that."""
     folder = cache_folder()
     if measure:
         sys.stderr.write(calibration_file.MEASURING)
@@ -126,7 +125,7 @@ def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
 
 @contextmanager
 def _folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Yields the pods' scratch folder and the folder of logs; what is temporary goes after a success."""
+    """Yields the pods' scratch folder and the folder of logs. Removes temporary ones after a success."""
     with tempfile.TemporaryDirectory(prefix="heteroinfer-", dir=_short_temporary_folder()) as scratch:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -143,12 +142,12 @@ def _folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
 
 
 def _short_temporary_folder() -> Path:
-    """Returns where the names of pods' sockets are short enough: the usual folder, or /tmp."""
+    """Returns a folder in which the paths of pods' sockets are short enough: the usual one, or /tmp."""
     usual = Path(tempfile.gettempdir())
     return usual if len(os.fsencode(usual)) <= _LONGEST_TEMPORARY_FOLDER else Path("/tmp")  # noqa: S108 - made private below it
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port, 1-65535")
+        raise argparse.ArgumentTypeError(f"must be a port, 1 to 65535: got {text!r}")
     return int(text)

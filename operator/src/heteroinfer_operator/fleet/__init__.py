@@ -1,1 +1,1 @@
-"""What `heteroinfer top` and `heteroinfer logs` tell of the HeteroInferences of a cluster, read-only."""
+"""Reads the HeteroInferences of a cluster and its installation for the command line; changes nothing."""

@@ -337,8 +337,8 @@ def judge_shared_storage(
     if likely:
         return CheckState.OK, f"{', '.join(sorted(likely))} (by the name of the provisioner)"
     return CheckState.NOTE, (
-        "none is known. If pods of a group run on several nodes, a hub model needs one for model.cache, or "
-        "model.cache.accessMode: ReadWriteOnce with all pods on one node"
+        "none is known. If pods of a group run on different nodes, a hub model needs such a class for "
+        "model.cache, or model.cache.accessMode: ReadWriteOnce with all pods on one node"
     )
 
 

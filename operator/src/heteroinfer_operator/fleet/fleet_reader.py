@@ -1,4 +1,4 @@
-"""Reads what a user may see of HeteroInferences: their status, the reports of leaders, logs."""
+"""Reads HeteroInferences with the rights of a user: their status, and the reports of their leaders."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What is shown of HeteroInferences: resources, their groups, their ranks. Pure."""
+"""The values that commands show about resources, their groups and their ranks. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -24,11 +24,11 @@ _NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """What the leader of a group says now.
+    """The present answer of a group's leader.
 
     Attributes:
-        report: of its ranks, or None if it did not answer.
-        kv_use: share of the KV cache in use, 0 to 1, or None if it did not answer.
+        report: report about the ranks; None if the leader did not answer.
+        kv_use: used share of the KV cache, 0 to 1; None if the leader did not answer.
     """
 
     report: GroupReport | None = None
@@ -37,17 +37,17 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLine:
-    """One rank; None is what is not known, and "" as `node` or `pod`.
+    """One rank. Unknown values are None; an unknown `node` or `pod` is "".
 
     Attributes:
-        phase: how far it has come, with the share of its weights that is read.
+        phase: phase of its start, with the share of its weights that is read.
         steps: model steps since warm-up.
-        step_ms: a decode step, in milliseconds.
-        compute_ms: of which its own compute.
-        wait_ms: of which waiting for peers.
-        predicted_ms: its compute in a step of one request, as planned.
-        layers: first and last one that it holds.
-        seen_s: since its last heart-beat, in seconds.
+        step_ms: time of a decode step, in milliseconds.
+        compute_ms: the rank's own compute in that step.
+        wait_ms: wait for peers in that step.
+        predicted_ms: predicted compute in a step of one request.
+        layers: first and last layer that it holds.
+        seen_s: seconds since its last heartbeat.
     """
 
     rank: int
@@ -71,13 +71,13 @@ class GroupLine:
     """One group.
 
     Attributes:
-        message: what it waits for, or "".
-        live: whether its ranks are reported by its leader now, not by the status.
-        restarts: because of failures that count.
-        kv_tokens: that its KV cache holds, or None while unknown.
-        kv_use: share of it in use, 0 to 1, or None.
-        predicted_ms: a step of one request as predicted, in milliseconds, or None.
-        calibration: what that was made of, or "".
+        message: the reason of a wait, or "".
+        live: whether the values of ranks come from the leader's present answer, not from the status.
+        restarts: restarts after failures that count.
+        kv_tokens: size of its KV cache in tokens, or None.
+        kv_use: used share of the KV cache, 0 to 1, or None.
+        predicted_ms: predicted step of one request, in milliseconds, or None.
+        calibration: the rates behind the prediction, or "".
         failure: its last failure, or None.
     """
 
@@ -96,7 +96,7 @@ class GroupLine:
 
     @property
     def culprit(self) -> str:
-        """Returns who ended its last epoch, in a few words, or ""."""
+        """Reason, rank, exit code and time of the last failure, or ""."""
         if self.failure is None:
             return ""
         who = "" if self.failure.rank is None else f" rank {self.failure.rank}"
@@ -109,9 +109,9 @@ class ResourceLine:
     """One HeteroInference.
 
     Attributes:
-        available: status of its condition Available: whether a request would be answered.
-        ready: status of its condition Ready, which `reason` and `message` are of, too.
-        groups: ready of all, as 1/2.
+        available: status of the condition Available: whether a request would be answered.
+        ready: status of the condition Ready. `reason` and `message` come from this condition.
+        groups: ready groups and all groups, such as 1/2.
         lines: its groups, by index.
     """
 
@@ -129,7 +129,7 @@ class ResourceLine:
         return bool(self.reason)
 
     def dump(self) -> dict[str, Any]:
-        """Returns JSON values, in the status's own spelling; times as text."""
+        """Returns JSON values with the names of the status; times are text."""
         return {
             "namespace": self.key.namespace,
             "name": self.key.name,
@@ -147,13 +147,11 @@ def build_line(
     live: Mapping[int, Live],
     plans: Mapping[str, Plan] = _NO_PLANS,
 ) -> ResourceLine:
-    """Returns what is shown of a resource.
+    """Combines the status of a resource with the answers of its leaders.
 
     Args:
-        key: its name.
-        status: as stored.
-        live: by group index: what its leader says; a report of another epoch is left out.
-        plans: in use, by hash; a group has the ranks of its plan, or else those that the status names.
+        live: answers by group index. A report about another epoch is ignored.
+        plans: plans in use, by hash. A group has the ranks of its plan, or else those in the status.
     """
     available = status.condition(ConditionType.AVAILABLE.value)
     ready = status.condition(ConditionType.READY.value)
@@ -178,7 +176,7 @@ def build_line(
 
 
 def _group(group: GroupStatus, live: Live, predicted: PlanStatus | None, plan: Plan | None) -> GroupLine:
-    # Without the group's key a leader does not say which epoch it is of; its pod's name did.
+    # To a caller without the group's key, a leader reports epoch 0. The name of its pod has the epoch.
     fits = live.report is not None and live.report.epoch in {0, group.epoch}
     report = live.report if fits else None
     reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
@@ -204,7 +202,7 @@ def _group(group: GroupStatus, live: Live, predicted: PlanStatus | None, plan: P
 
 
 def _ranks(group: GroupStatus) -> Iterable[RankLine]:
-    """Yields the ranks whose pods a status names, with their last known times."""
+    """Yields the ranks in a status, with their last known times."""
     for entry in group.members:
         yield RankLine(
             rank=entry.rank,
@@ -231,7 +229,7 @@ def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
 
 
 def _reported(line: RankLine, reported: RankStatus | None) -> RankLine:
-    """Returns a rank with what its leader says of it now, where it does."""
+    """Adds the leader's report about a rank, if there is one."""
     if reported is None:
         return line
     phase = reported.phase.value
@@ -251,7 +249,7 @@ def _reported(line: RankLine, reported: RankStatus | None) -> RankLine:
 
 
 def _dump(line: GroupLine | RankLine) -> dict[str, Any]:
-    """Returns JSON values of what is known; a heart-beat is of the moment, for a table alone."""
+    """Returns the known values as JSON, without the age of the heartbeat, which only a live table needs."""
     known = {field.name: getattr(line, field.name) for field in fields(line) if field.name != "seen_s"}
     value = {to_camel(name): each for name, each in known.items()}
     if isinstance(line, GroupLine):

@@ -11,7 +11,7 @@ from heteroinfer_contract.printable import printable
 from heteroinfer_operator.fleet.lines import GroupLine, ResourceLine
 
 Row = Mapping[str, str]
-"""Text by column; a column that a row lacks stays empty."""
+"""Text by column. A column that is missing in a row stays empty."""
 
 TOP_COLUMNS: Final = (
     "name", "node", "phase", "steps", "step", "compute", "wait", "predicted", "kv", "restarts",
@@ -21,7 +21,7 @@ UP_COLUMNS: Final = (
     "name", "stage", "device", "layers", "phase", "steps", "step", "compute", "wait", "predicted", "seen",
 )  # fmt: skip
 _TEXTS: Final = frozenset({"name", "node", "device", "layers", "phase", "last failure"})
-"""Columns that are aligned at their first letter; numbers are at their last digit."""
+"""Columns that are aligned left; columns of numbers are aligned right."""
 _CAPTION: Final = (
     "times in ms; step = compute + wait + transfer: a straggler's compute is long; predicted: a group's "
     "step, a rank's compute, with one request"
@@ -42,8 +42,8 @@ def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType
 
 
 def build_table(rows: Iterable[Row], columns: Sequence[str]) -> Table:
-    """Returns a table of cells that are shown as they are, without a line broken or marked up."""
-    seen = "; seen: s since the last heart-beat" if "seen" in columns else ""
+    """Builds a table. Cells are neither wrapped nor interpreted as markup."""
+    seen = "; seen: s since the last heartbeat" if "seen" in columns else ""
     table = Table(box=None, pad_edge=False, caption=f"{_CAPTION}{seen}", caption_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=True)
@@ -66,7 +66,7 @@ def build_rows(resource: ResourceLine) -> Iterable[Row]:
 
 
 def build_group_rows(group: GroupLine) -> Iterable[Row]:
-    """Yields a group, and under it its ranks."""
+    """Yields the row of a group, then the rows of its ranks."""
     steps_ms = (rank.step_ms for rank in group.ranks if rank.step_ms is not None)
     yield {
         "name": f"  group {group.index} epoch {group.epoch}",
@@ -106,7 +106,7 @@ def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
 
 
 def predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields what the predictions of each resource were made of."""
+    """Yields a line for each resource with the rates behind its predictions."""
     for resource in resources:
         for made_of in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
             yield f"{resource.key}: predicted by {made_of}"

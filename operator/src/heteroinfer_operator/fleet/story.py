@@ -1,4 +1,4 @@
-"""What `heteroinfer logs` tells of one group: which pod first, and what is known of each. Pure."""
+"""The pods of a group for `heteroinfer logs`: their order, and the known facts about each. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class PodStory:
     """One pod of a group.
 
     Attributes:
-        title: who it is, for the line above its log.
-        prefix: short, for each line of its log.
-        ended: how it ended, in words, or "".
+        title: name, rank, role, node and state, for the line above its log.
+        prefix: rank and role, for each line of its log.
+        ended: how it ended, for people, or "".
         culprit: whether it ended the epoch.
     """
 
@@ -29,14 +29,14 @@ class PodStory:
 
 
 def epochs(pods: Sequence[PodView]) -> tuple[int, ...]:
-    """Returns the epochs that pods are of, the newest last; their labels are complete."""
+    """Returns the epochs of pods with complete labels, the newest last."""
     return tuple(sorted({epoch_of(pod) for pod in pods}))
 
 
 def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tuple[PodStory, ...]:
-    """Returns the pods of one epoch of a group: the culprit, then those that ended badly, then the others.
+    """Orders the pods of one epoch: the culprit, then pods that failed, then the others.
 
-    In an epoch that runs, the rank that ended the last one comes first.
+    In a running epoch, the rank that ended the previous epoch comes first.
     """
     current = [pod for pod in pods if epoch_of(pod) == epoch]
     ranks = _ranks_by_pod(group)
@@ -52,7 +52,7 @@ def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tu
 
 
 def tell_failure(failure: FailureStatus) -> str:
-    """Returns a kept failure in one line."""
+    """Describes a kept failure in one line."""
     who = "" if failure.rank is None else f", rank {failure.rank}"
     code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
     counted = "" if failure.counted else ", not counted"
@@ -63,7 +63,7 @@ def tell_failure(failure: FailureStatus) -> str:
 
 
 def tell_group(group: GroupStatus) -> str:
-    """Returns what a group does, in one line."""
+    """Describes the state of a group in one line."""
     waits = f": {group.message}" if group.message else ""
     return f"group {group.index} epoch {group.epoch}: {group.phase.value}{waits}"
 
@@ -81,7 +81,7 @@ def _failures(pods: Iterable[PodView]) -> list[tuple[PodView, Failure]]:
 
 
 def _culprit(group: GroupStatus, pods: Sequence[PodView], ranks: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Returns the index of the culprit's pod by its own word, its peers', or the last failure's rank."""
+    """Finds the culprit's pod: by its own report, its peers' reports, or the rank of the last failure."""
     failures = _failures(pods)
     own = [pod for pod, failure in failures if failure.pod == index_of(pod)]
     if own:
@@ -114,9 +114,9 @@ def _state(pod: PodView) -> str:
     if pod.deleting:
         return "being deleted"
     if pod.unschedulable:
-        return f"not placed: {pod.unschedulable}"
+        return f"not scheduled: {pod.unschedulable}"
     if pod.waiting:
-        return f"waits: {pod.waiting}"
+        return f"waiting: {pod.waiting}"
     return "ready" if pod.ready else pod.phase
 
 

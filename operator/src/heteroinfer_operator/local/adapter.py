@@ -215,7 +215,7 @@ class LocalCluster:
             case CreateObject(manifest=manifest):
                 await self._create(manifest)
             case TryObjects():
-                pass  # there is no API server that could refuse objects
+                pass  # no API server here could refuse objects
             case ApplyObject(manifest=manifest):
                 self._apply(manifest)
             case DeleteObject():

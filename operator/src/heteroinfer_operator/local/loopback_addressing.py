@@ -45,7 +45,7 @@ class LocalAddressing:
         self._api_port = api_port
         self._model_cache = model_cache
         self._fetch_port: int | None = None
-        self._rng = rng or random.Random()  # noqa: S311 - ports are no secret
+        self._rng = rng or random.Random()  # noqa: S311 - ports are public
         self._given: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
         self._taken = set(range(api_port, api_port + MAX_GROUPS))
 
@@ -84,7 +84,7 @@ class LocalAddressing:
             repository=hub_repository(spec),
             revision=spec.model.revision or DEFAULT_REVISION,
             cache=str(self._model_cache),
-            token=None,  # there are no Secrets here; the token is in the environment or from `hf auth login`
+            token=None,  # Secrets do not exist here; the token is in the environment or from `hf auth login`
             health_host=LOOPBACK,
             health_port=self._fetch_port,
         )

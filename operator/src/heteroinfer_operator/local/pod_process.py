@@ -226,11 +226,11 @@ class _FieldReader:
             if mount["name"] not in host_paths and mount["mountPath"] not in _SHARED_FOLDERS:
                 self.refuse(
                     f"spec.containers[0].volumeMounts[{mount['name']}]",
-                    "Remove it from the role's template, or use a cluster: there are no mounts here",
+                    "Remove it from the role's template, or use a cluster: pods have no mounts here",
                 )
             if path != mount["mountPath"]:
                 self.refuse(
-                    field, f"Path {path} cannot be mounted at {mount['mountPath']}: there are no mounts here"
+                    field, f"Path {path} cannot be mounted at {mount['mountPath']}: pods have no mounts here"
                 )
 
     def env(self, variables: Sequence[Manifest]) -> dict[str, str]:
@@ -252,7 +252,7 @@ class _FieldReader:
             encoded: str = secret["data"][source["secretKeyRef"]["key"]]
             return base64.b64decode(encoded).decode()
         if set(source) != {"configMapKeyRef"}:
-            self.refuse(where, "Export the variable before `heteroinfer up`: there are no Secrets here")
+            self.refuse(where, "Export the variable before `heteroinfer up`: Secrets do not exist here")
         reference = source["configMapKeyRef"]
         config_map = self._config_maps.get(reference["name"], {})
         value = config_map.get("data", {}).get(reference["key"])

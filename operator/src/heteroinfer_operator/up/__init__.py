@@ -1,1 +1,1 @@
-"""`heteroinfer up`: one HeteroInference on this machine, from a file to served tokens."""
+"""`heteroinfer up`: serves one HeteroInference on this machine."""

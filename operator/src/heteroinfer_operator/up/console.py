@@ -1,4 +1,4 @@
-"""What `heteroinfer up` prints: lines as things happen, and on a terminal a live table of ranks."""
+"""The output of `heteroinfer up`: a line for each event, and on a terminal a live table of ranks."""
 
 from datetime import datetime
 from typing import Self
@@ -13,9 +13,9 @@ from heteroinfer_operator.fleet.screen import UP_COLUMNS, build_group_rows, buil
 
 
 class Display:
-    """Lines, and a table below them where the output is a terminal.
+    """Prints lines, and on a terminal a table below them.
 
-    Without a terminal (`live` is False) the progress of each rank becomes lines, one for each change.
+    Without a terminal (`live` is False) each change of a rank's phase is a line.
     """
 
     def __init__(self, console: Console, *, live: bool) -> None:
@@ -38,11 +38,11 @@ class Display:
         self._print(f"{datetime.now().astimezone():%H:%M:%S} {text}", style)
 
     def plain(self, text: str) -> None:
-        """Prints text as it is, to be copied."""
+        """Prints text without the time, for the user to copy."""
         self._print(text, None)
 
     def show(self, resource: ResourceLine) -> None:
-        """Shows the ranks as they are now."""
+        """Shows the present state of the ranks."""
         if self._live is not None:
             self._live.update(_table(resource), refresh=True)
             return
@@ -54,12 +54,12 @@ class Display:
                     self.line(f"{name}: {rank.phase}")
 
     def table(self, resource: ResourceLine) -> None:
-        """Prints the table once, if there are ranks; on a terminal it stands there already."""
+        """Prints the table once, if there are ranks. On a terminal the live table is already visible."""
         if self._live is None and any(group.ranks for group in resource.lines):
             self._console.print(_table(resource))
 
     def _print(self, text: str, style: str | None) -> None:
-        # Never wrapped or marked up: lines are read by programs as well.
+        # Neither wrapped nor marked up, because programs read the lines too.
         self._console.print(
             printable(text, keep="\n"), style=style, markup=False, highlight=False, soft_wrap=True
         )

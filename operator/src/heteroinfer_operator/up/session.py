@@ -1,4 +1,4 @@
-"""One run of `heteroinfer up`: the reconcile of the operator on this machine, until Ctrl-C or failure."""
+"""One run of `heteroinfer up`: the operator's reconcile on this machine, until Ctrl-C or a failure."""
 
 import asyncio
 import functools
@@ -39,29 +39,32 @@ from heteroinfer_operator.workqueue import WorkQueue, build_process
 REFRESH_S: Final = 0.5
 _POLL_S: Final = 0.05
 KILL_AFTER_S: Final = 15.0
-"""Beyond the time that pods have to end; what is left then is killed."""
+"""Added to the time that pods have to end. The remaining pods are then killed."""
 _IMAGES: Final = WorkerImages(cpu="none", gpu="none")
-"""Nothing is pulled here: the worker's Python stands for every image."""
+"""No image is pulled here: the worker's Python replaces every image."""
 _REPORTED: Final = (ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
 _FINAL: Final = (
     (ConditionType.FAILED, ConditionStatus.TRUE),
     (ConditionType.MODEL_READY, ConditionStatus.FALSE),
     (ConditionType.PLANNED, ConditionStatus.FALSE),
 )
-"""Conditions that only a change of the resource, which cannot happen here, would end."""
+"""Conditions that only a change of the resource can end. The resource cannot change here."""
 
 
 class SessionFailedError(HeteroInferError):
-    """The resource came to an end by itself; the message is its culprit's."""
+    """The resource failed. The message is that of the culprit."""
 
     reason = "Failed"
 
 
 class Session:
-    """Starts the groups, tells what happens, and ends them all.
+    """Starts the groups, prints their progress, and ends them.
 
-    `document` is the resource as JSON values, `resource` the same as its models read it; `api_port` is of
-    group 0's OpenAI API, and models of a hub are fetched into the folder `model_cache`.
+    Args:
+        document: the resource as JSON values.
+        resource: the same resource, parsed.
+        api_port: port of group 0's OpenAI API.
+        model_cache: folder for models from a hub.
     """
 
     def __init__(
@@ -79,14 +82,14 @@ class Session:
         self._spec = resource.spec
         self._addressing = LocalAddressing(api_port=api_port, model_cache=model_cache)
         self._cluster = LocalCluster(document, local, on_change=self._look, on_event=self._tell_event)
-        # Nobody adds a GPU to this machine while we wait.
+        # This machine gets no further GPUs during the run.
         fixed = Options(
             addressing=self._addressing,
             images=_IMAGES,
             operator_key=os.urandom(KEY_BYTES),
             nodes_may_come=False,
             names_come_again=False,
-            # The machine is the user's own.
+            # The user owns the machine, so nothing is refused.
             allowed=Allowed(arguments=None, annotations=None, service_accounts=None),
         )
         decide = functools.partial(reconcile, options=fixed)
@@ -103,10 +106,10 @@ class Session:
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
-        """Serves until SIGINT or SIGTERM; nothing is left when it returns or raises.
+        """Serves until SIGINT or SIGTERM. All pods have ended when it returns or raises.
 
         Raises:
-            HeteroInferError: the resource failed, or cannot be run here.
+            HeteroInferError: the resource failed, or cannot run here.
         """
         self._addressing.check_api_ports(self._spec.replicas)
         loop = asyncio.get_running_loop()
@@ -129,7 +132,7 @@ class Session:
             raise self._failure
 
     async def _tear_down(self) -> None:
-        self._display.line("stopping; Ctrl-C again kills")
+        self._display.line("stopping (press Ctrl-C again to kill the pods)")
         self._cluster.request_deletion()
         timeout_s = termination_grace_s(self._spec) + KILL_AFTER_S
         try:
@@ -137,7 +140,7 @@ class Session:
                 while not (self._cluster.gone.is_set() or self._kill.is_set()):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            self._display.line(f"not stopped after {timeout_s:g} s: killing", warning=True)
+            self._display.line(f"the pods did not end within {timeout_s:g} s: killing them", warning=True)
 
     def _on_signal(self) -> None:
         self._stops += 1
@@ -149,7 +152,7 @@ class Session:
         self._queue.add(self._cluster.key)
 
     async def _reconcile_or_fail(self, key: ResourceKey) -> float | None:
-        """One reconcile; what the operator would tell the user and try again ends this run."""
+        """Runs one reconcile. An error that the operator would retry later ends this run."""
         try:
             look_again_s = await self._reconcile(key)
         except HeteroInferError as error:
@@ -159,7 +162,7 @@ class Session:
         return look_again_s
 
     def _fail(self, error: BaseException) -> None:
-        """Ends this run with an error. Kills the pods if they are being stopped already."""
+        """Ends this run with an error. Kills the pods if they are already stopping."""
         if self._stop.is_set():
             self._kill.set()
         self._failure = self._failure or error
@@ -185,7 +188,7 @@ class Session:
                 return
 
     def _tell_model(self, model: ModelStatus | None) -> None:
-        """Tells how far a fetch is, each time that it has come a tenth further."""
+        """Prints the progress of a download, at each tenth."""
         if model is None or not model.bytes_total or model.phase is not ModelPhase.DOWNLOADING:
             return
         tenths = 10 * (model.bytes_done or 0) // model.bytes_total
@@ -195,7 +198,7 @@ class Session:
             self._display.line(f"fetching {self._spec.model.uri}: {10 * tenths} % of {total}")
 
     def _tell_predictions(self, status: HeteroInferenceStatus) -> None:
-        """Tells once of each plan how long its step should take, and what that was made of."""
+        """Prints the predicted step time of each plan once, with the rates behind it."""
         for plan in status.plans:
             if plan.hash in self._predicted or plan.predicted_step_ms is None or plan.calibration is None:
                 continue
@@ -218,7 +221,7 @@ class Session:
         self._display.line(f"{kind} {event.reason}: {event.message}", warning=event.warning)
 
     def _tell_endpoints(self, status: HeteroInferenceStatus, serving: frozenset[int]) -> None:
-        """Tells where the groups that serve are reached."""
+        """Prints the URLs of the groups that serve."""
         model = self._served_name
         self._display.table(self._resource())
         current, plans = self._addressing.current(), self._cluster.plans()
@@ -255,5 +258,5 @@ def _urls(pods: Sequence[PodAddress], ranks: Iterable[RankAssignment]) -> Iterab
 
 
 def _is_final(condition: Condition) -> bool:
-    """Returns whether waiting cannot help; for GPUs the user chose to wait."""
+    """Whether waiting cannot help. For missing GPUs the user chose to wait."""
     return condition.reason not in {Shortage.reason, WAITING_FOR_MODEL}
