@@ -107,7 +107,7 @@ def test_a_feed_forward_group_takes_the_memory_and_cores_that_were_given(
     assert re.search(r"mode: FeedForward +# .* the experts of \d+ of 48 layers\n", out)
 
 
-def test_what_does_not_fit_is_reported_with_the_nearest_that_does(
+def test_reports_the_nearest_hardware_that_fits(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = [str(models / MIXTURE), "--mode", "Pipeline"]
@@ -131,9 +131,7 @@ def test_what_does_not_fit_is_reported_with_the_nearest_that_does(
     capsys.readouterr()
 
 
-def test_a_user_without_cpus_is_told_how_much_cpu_memory_would_do(
-    models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suggests_cpu_memory_to_a_user_without_cpus(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new(str(models / DENSE), *hardware("12Gi"), code=3)
     found = re.search(r"\n  --cpus 16 --cpu-memory (\d+Gi)  \d+Gi more\n", capsys.readouterr().err)
     assert found is not None
@@ -199,9 +197,7 @@ def test_wrong_values_are_usage_errors(option: str, value: str, capsys: pytest.C
     assert f"argument {option}: {value!r} must be " in capsys.readouterr().err
 
 
-def test_a_claim_is_planned_from_a_copy_of_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_a_claim_from_a_copy_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_model(tmp_path / "model"))
     new("pvc://models/Llama_3.1", *hardware(cpu="4Gi"), "--model-dir", folder)
     manifest = yaml.safe_load(capsys.readouterr().out)

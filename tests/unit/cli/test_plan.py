@@ -246,7 +246,7 @@ def test_this_machines_calibration_is_read_and_named(
     assert "defaults for CPUs" in rates_line(capsys, "-f", file, "--calibration", "none")
 
 
-def test_a_calibration_of_another_version_machine_or_none_is_not_used(
+def test_ignores_a_calibration_of_another_version_or_machine(
     tmp_path: Path, model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, own = write(tmp_path, model), of_this_machine()
@@ -264,7 +264,7 @@ def test_a_calibration_of_another_version_machine_or_none_is_not_used(
         assert "defaults for CPUs" in line
 
 
-def test_a_calibration_that_is_named_is_read_whatever_machine_it_is_of(
+def test_reads_a_named_calibration_of_any_machine(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, measured = write(tmp_path, model), tmp_path / "other.json"
@@ -516,7 +516,7 @@ def test_refuses_a_file_that_does_not_hold_values_of_the_chart(
     assert "No such file" in error(capsys, "-f", file, "--chart-values", str(tmp_path / "none"))
 
 
-def test_reports_the_line_at_which_a_file_of_nodes_is_no_yaml(
+def test_reports_the_line_of_a_yaml_error_in_a_file_of_nodes(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = tmp_path / "README.md"
@@ -652,7 +652,7 @@ def test_names_of_others_write_no_terminal_sequences(
             assert "error: forged" not in out.splitlines() + err.splitlines()
 
 
-def test_pods_of_lower_priority_are_no_obstacle(
+def test_counts_preemption_of_pods_with_lower_priority(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placeholder = {
@@ -702,7 +702,7 @@ def test_json_that_is_cut_off_names_its_line(
         pytest.param("items: " + "[" * 2000 + "]" * 2000, id="deep YAML"),
     ],
 )
-def test_what_holds_no_nodes_is_refused(
+def test_refuses_files_without_nodes(
     text: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = tmp_path / "nodes.yaml"

@@ -199,7 +199,7 @@ def test_times_have_three_digits(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_a_pod_less_or_more_is_planned_and_not_guessed() -> None:
+def test_choices_with_another_number_of_pods_are_planned() -> None:
     larger = profile(num_layers=160)
     two = spec(gpu(deviceMemory="24Gi", pods=2), cpu(memory="96Gi"))
     planned = plan(two, larger)

@@ -33,7 +33,7 @@ def test_a_timestamp_stays_text(tmp_path: Path) -> None:
     assert load_resource(str(file)).spec.restarted_at == "2026-11-21T12:00:00Z"
 
 
-def test_other_kinds_may_stand_beside_it(tmp_path: Path) -> None:
+def test_a_file_may_have_documents_of_other_kinds(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(f"kind: Secret\n---\n{GOOD}---\n")
     assert load_document(str(file))["metadata"] == {"name": "llama"}
@@ -61,11 +61,11 @@ def test_a_missing_file() -> None:
         ("- 1", "a document must have apiVersion and kind: got a list"),
     ],
 )
-def test_what_is_not_one_resource_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_refuses_files_without_exactly_one_resource(text: str, message: str, tmp_path: Path) -> None:
     assert refused(tmp_path, text) == message
 
 
-def test_what_is_not_yaml_is_refused(tmp_path: Path) -> None:
+def test_refuses_files_that_are_not_yaml(tmp_path: Path) -> None:
     assert refused(tmp_path, "a: [").startswith("not YAML: ")
 
 

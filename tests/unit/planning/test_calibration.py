@@ -1,4 +1,4 @@
-"""Plans by what was measured of their machines."""
+"""Plans with the calibration of their machines."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_all_formats_that_cpus_may_run_are_measured_and_no_other() -> None:
     assert {name for name, each in FORMATS.items() if each.experts} == set(supported.CPU_EXPERTS)
 
 
-def test_a_measured_machine_is_as_fast_as_it_was_and_fewer_threads_in_proportion() -> None:
+def test_uses_measured_rates_and_scales_them_with_threads() -> None:
     whole = rank_s(cpu(), MEASURED)
     # Of eight CPUs the leader's pod keeps two for the engine.
     assert rank_s(cpu(resources={"limits": {"cpu": "8"}}), MEASURED) == pytest.approx(whole * 16 / 6)
@@ -54,7 +54,7 @@ def test_a_measured_machine_is_as_fast_as_it_was_and_fewer_threads_in_proportion
     assert rank_s(cpu(), Inventory(calibration={"cpu": slower})) == pytest.approx(2 * whole)
 
 
-def test_many_rows_take_as_long_as_their_kernel_took() -> None:
+def test_many_rows_take_the_measured_time_of_their_kernel() -> None:
     linear = kernel(KernelPart.LINEAR, SchemeName.NONE, 160)
     measured = calibration(kernels=(replace(linear, more_rows=(160e9, 160e9, 80e9, 20e9)),))
     planned = plan(spec(cpu()), profile(other_bytes=0), Inventory(calibration={"cpu": measured}))
@@ -78,19 +78,19 @@ def test_each_type_has_the_kernel_that_was_measured_for_it() -> None:
     assert rank_s(cpu(), MEASURED, dtype="float32") == pytest.approx(8 * rank_s(cpu(), MEASURED))
 
 
-def test_a_format_that_was_not_measured_has_its_default_part_of_what_was() -> None:
+def test_a_format_without_a_measurement_has_a_default_share_of_the_measured_rate() -> None:
     bare = replace(CALIBRATION, kernels=())
     assert rank_s(cpu(), Inventory(calibration={"cpu": bare})) == pytest.approx(rank_s(cpu(), MEASURED))
 
 
-def test_a_gpu_is_taken_from_the_calibration_if_it_was_there() -> None:
+def test_uses_the_calibrations_gpu_if_it_was_measured() -> None:
     assert rank_s(gpu(), MEASURED) == rank_s(gpu(), Inventory())
     measured = calibration(gpu=GpuRate(bytes_per_s=35e9, operations_per_s=1e15))
     slow = rank_s(gpu(), Inventory(calibration={"gpu": measured}))
     assert slow == pytest.approx(100 * rank_s(gpu(), Inventory()))
 
 
-def test_what_rates_were_taken_from_is_said() -> None:
+def test_names_the_source_of_rates() -> None:
     planned = plan(spec(gpu(layers=[30]), cpu(layers=[2])), inventory=MEASURED)
     assert CALIBRATION.hash in planned.rates[0].source
     assert CPU in planned.rates[0].source
@@ -98,7 +98,7 @@ def test_what_rates_were_taken_from_is_said() -> None:
     assert "defaults" in plan(spec(cpu())).rates[0].source
 
 
-def test_a_group_that_is_placed_is_planned_by_the_only_machine_there_is() -> None:
+def test_a_placed_group_is_planned_by_the_calibration_of_the_only_machine() -> None:
     parsed = spec(cpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}}))
     request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
     allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
@@ -132,7 +132,7 @@ def test_a_role_has_the_calibration_of_its_nodes_only_if_all_were_measured() -> 
     assert same.of_nodes([new_node]) == (CALIBRATION, slow)
 
 
-def test_of_ranks_on_gpus_the_slowest_gpu_counts_and_one_not_measured_is_none() -> None:
+def test_ranks_on_gpus_use_the_slowest_measured_gpu() -> None:
     quick, slow = (calibration(gpu=GpuRate(bytes_per_s=n * 1e9, operations_per_s=1e15)) for n in (4000, 2000))
     slow = replace(slow, readings=tuple(replace(r, bytes_per_s=9 * r.bytes_per_s) for r in slow.readings))
     assert slowest((quick, slow), by_gpu=True) == slow
@@ -151,7 +151,7 @@ def test_of_ranks_on_gpus_the_slowest_gpu_counts_and_one_not_measured_is_none() 
         ("NVIDIA-H200-MIG-1g.18gb", False),
     ],
 )
-def test_a_node_with_another_gpu_than_was_measured_is_of_no_kind(product: str, is_measured: bool) -> None:
+def test_a_node_with_another_gpu_does_not_match_a_measured_kind(product: str, is_measured: bool) -> None:
     hardware = replace(CALIBRATION.hardware, gpu="NVIDIA H200")
     measured = of_kinds(big=calibration(hardware=hardware))
     labels = {KIND: "big", **({PRODUCT: product} if product else {})}
@@ -171,7 +171,7 @@ def test_a_group_is_planned_by_the_calibration_of_the_nodes_that_it_gets() -> No
         assert words in plan_group(request, capacity).rates[0].source
 
 
-def test_what_only_some_nodes_of_a_role_can_run_is_not_planned_for_it() -> None:
+def test_plans_only_features_that_all_nodes_of_a_role_have() -> None:
     request = GroupRequest(
         spec=spec(cpu(memory="900Gi", pods=2)),
         profile=recorded_profiles()["DeepSeek-V3"],
@@ -197,7 +197,7 @@ def test_what_only_some_nodes_of_a_role_can_run_is_not_planned_for_it() -> None:
         planned("amx", "plain")
 
 
-def test_what_is_said_of_missing_gpus_is_by_the_calibration_of_the_nodes_that_there_are() -> None:
+def test_predicts_missing_gpus_by_the_calibration_of_existing_nodes() -> None:
     role = gpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}})
     request = GroupRequest(spec=spec(role), profile=profile(), served_name="m", model_path="/model")
     allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
@@ -231,7 +231,7 @@ def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 EXTREMES = (1e-300, 1, 1e18, 2**53)
 
 
-def test_whatever_number_a_calibration_has_it_is_refused_or_predicts_a_time() -> None:
+def test_any_number_in_a_calibration_is_refused_or_predicts_a_time() -> None:
     first = {name: getattr(CALIBRATION, name)[:1] for name in ("readings", "kernels", "hops")}
     text = calibration(**first, gpu=GpuRate(bytes_per_s=4e12, operations_per_s=1e15)).to_json()
     taken = 0
@@ -252,7 +252,7 @@ def test_whatever_number_a_calibration_has_it_is_refused_or_predicts_a_time() ->
     assert taken > 20
 
 
-def test_what_a_job_keeps_is_read_and_what_is_none_is_named() -> None:
+def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
     kind = MeasuredKind(name="m7i", selector={KIND: "m7i.metal"}, calibration=CALIBRATION)
     entry = kind.to_entry()
     version = CALIBRATION.versions.heteroinfer
@@ -281,7 +281,7 @@ def test_what_a_job_keeps_is_read_and_what_is_none_is_named() -> None:
     assert all("Default rates apply. Remove this entry" in problem for problem in problems)
 
 
-def test_a_calibration_says_whether_there_is_amx_where_labels_do_not() -> None:
+def test_a_calibration_decides_about_amx_without_labels() -> None:
     hardware = Hardware(cpu=CPU, instruction_sets=("avx512f",), cpus=16, cores=16)
     parsed = spec(cpu())
     request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
@@ -290,7 +290,7 @@ def test_a_calibration_says_whether_there_is_amx_where_labels_do_not() -> None:
         plan_group(request, Capacity(calibrations=Calibrations(this_machine=machine)))
 
 
-def test_a_plan_that_there_is_gets_the_predictions_of_a_new_one() -> None:
+def test_an_existing_plan_gets_the_predictions_of_a_new_plan() -> None:
     parsed = spec(gpu(layers=[30]), cpu(layers=[2]))
     old, new = plan(parsed), plan(parsed, inventory=MEASURED)
     again = predict_again(old.plan, parsed, profile(), MEASURED)

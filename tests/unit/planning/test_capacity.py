@@ -1,4 +1,4 @@
-"""Groups onto nodes: what starts, what waits, and what is said meanwhile."""
+"""Groups on nodes: which start, which wait, and their messages."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def big(name: str, gpus: int = 0, memory_mib: int | None = None, **fields: Any) 
     )
 
 
-def test_without_nodes_it_is_planned_as_the_roles_ask() -> None:
+def test_without_nodes_the_plan_follows_the_roles() -> None:
     planned = fit(spec(gpu(), cpu()), None)
     assert [rank.device for rank in planned.plan.ranks] == [Device.CPU, Device.GPU]
     assert not planned.node_assignment.nodes
@@ -105,7 +105,7 @@ def test_an_architecture_that_the_user_names_wins(template: dict[str, Any]) -> N
     assert fit(asked, build_free_nodes([windows, big("amd"), arm])).node_assignment.nodes == {0: "arm"}
 
 
-def test_gpus_that_are_not_where_the_pod_needs_them_are_missing() -> None:
+def test_gpus_on_other_nodes_do_not_count_for_a_pod() -> None:
     error = refused(spec(gpu(ranksPerPod=2)), node("a", gpus=1), node("b", gpus=1))
     assert error.reason == "InsufficientGPU"
     assert error.message.startswith(
@@ -121,7 +121,7 @@ def test_the_taint_that_keeps_gpu_nodes_for_gpu_pods_is_tolerated() -> None:
     assert "node b is tainted team=x:NoSchedule" in refused(spec(gpu()), other).message
 
 
-def test_memory_that_is_missing_is_no_shortage_of_gpus() -> None:
+def test_missing_memory_is_not_a_shortage_of_gpus() -> None:
     error = refused(
         spec(gpu(deviceMemory="80Gi"), cpu(memory="400Gi"), planning=CPU_ONLY), node("a", gpus=1), node("b")
     )
@@ -132,7 +132,7 @@ def test_memory_that_is_missing_is_no_shortage_of_gpus() -> None:
     )
 
 
-def test_what_no_capacity_would_help_is_reported_first() -> None:
+def test_reports_permanent_errors_before_shortages() -> None:
     for nodes in ([big("a", gpus=1)], []):
         with pytest.raises(PlanError) as caught:
             fit(spec(gpu(deviceMemory="8Gi")), build_free_nodes(nodes))
@@ -140,16 +140,14 @@ def test_what_no_capacity_would_help_is_reported_first() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "waits"), [(0.0, True), (599.0, True), (600.0, False), (None, False)])
-def test_cpu_only_waits_as_long_as_it_was_reported_and_says_what_it_costs(
-    age_s: float | None, *, waits: bool
-) -> None:
+def test_cpu_only_waits_and_reports_its_cost(age_s: float | None, *, waits: bool) -> None:
     parsed, nodes = spec(gpu(), planning=CPU_ONLY), [big("a")]
     cost = "(expected step time on CPUs: 133 ms (41 to 394) instead of 6.39 ms (4.46 to 71.3))"
     if waits:
         error = refused(parsed, *nodes, shortage_age_s=age_s)
         assert error.message == (
-            "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node a has no nvidia.com/gpu; the group runs on "
-            f"CPUs once they have been missing for 10m {cost}"
+            "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node a has no nvidia.com/gpu; the group will use "
+            f"CPUs once GPUs have been missing for 10m {cost}"
         )
         return
     planned = fit(parsed, build_free_nodes(nodes), shortage_age_s=age_s)
@@ -160,7 +158,7 @@ def test_cpu_only_waits_as_long_as_it_was_reported_and_says_what_it_costs(
     )
 
 
-def test_on_cpus_the_pods_must_fit_too() -> None:
+def test_pods_on_cpus_must_fit_too() -> None:
     parsed = spec(gpu(resources={"limits": {"memory": "64Gi"}}), planning=CPU_ONLY)
     error = refused(parsed, node("a"), shortage_age_s=None)
     assert error.reason == "InsufficientCapacity"
@@ -250,7 +248,7 @@ def test_device_memory_of_the_role_wins_over_labels() -> None:
 # Somebody else waits
 
 
-def test_where_others_wait_the_plan_is_made_anyway_and_says_what_is_missing() -> None:
+def test_plans_despite_a_shortage_if_others_wait() -> None:
     planned = fit(spec(gpu()), build_free_nodes([node("a")]), others_wait=True)
     assert planned.plan.ranks[0].device is Device.GPU
     assert planned.missing == "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node a has no nvidia.com/gpu"
@@ -259,7 +257,7 @@ def test_where_others_wait_the_plan_is_made_anyway_and_says_what_is_missing() ->
     assert (fits.missing, fits.node_assignment.nodes) == ("", {})
 
 
-def test_cpu_only_is_decided_here_whoever_waits() -> None:
+def test_cpu_only_is_decided_whether_or_not_others_wait() -> None:
     parsed, nodes = spec(gpu(), planning=CPU_ONLY), [node("a")]
     assert "runs on CPUs once" in refused(parsed, *nodes, others_wait=True, shortage_age_s=0.0).message
     planned = fit(parsed, build_free_nodes(nodes), others_wait=True, shortage_age_s=600.0)

@@ -1,4 +1,4 @@
-"""What arguments choose is found in every spelling that vLLM's parser takes.
+"""Options are found in every spelling that vLLM's parser accepts.
 
 tests/integration/worker/test_vllm.py holds the spellings to vLLM's own parser.
 """
@@ -52,7 +52,7 @@ def test_other_arguments_are_not_the_option(args: list[str]) -> None:
     assert EngineOptions.of(args) == EngineOptions()
 
 
-def test_a_dotted_option_in_front_of_a_value_hides_it_from_nobody() -> None:
+def test_a_dotted_option_does_not_hide_the_value_after_it() -> None:
     """The parser takes dotted options out first, and reads `--quantization fp8` here."""
     options = EngineOptions.of(["--quantization", "--compilation-config.mode=3", "fp8"])
     assert options.quantization == "--compilation-config.mode=3"
@@ -69,5 +69,5 @@ def test_a_dotted_option_in_front_of_a_value_hides_it_from_nobody() -> None:
         (["--no-"], False),
     ],
 )
-def test_finds_a_flag_unless_it_is_taken_back(args: list[str], given: bool) -> None:
+def test_finds_a_flag_unless_a_later_one_negates_it(args: list[str], given: bool) -> None:
     assert EngineOptions.of(args) == EngineOptions(is_text_only=given)

@@ -1,4 +1,4 @@
-"""Mode FeedForward: which layers' experts or MLPs go to CPUs, and what the plan says of it."""
+"""Mode FeedForward: the layers whose experts or MLPs go to CPUs, and the plan's notes."""
 
 import re
 from dataclasses import replace
@@ -68,7 +68,7 @@ def feed_forward(memory: str = "64Gi", **fields: Any) -> HeteroInferenceSpec:
     return spec(role, parallelism={"mode": "FeedForward"}, engine={"maxModelLen": 4096})
 
 
-def test_as_few_layers_as_the_gpu_asks_for_go_to_cpus() -> None:
+def test_moves_the_fewest_layers_that_the_gpu_needs_to_cpus() -> None:
     planned = plan(feed_forward(), mixture())
     own, theirs = planned.plan.ranks
     assert planned.plan.mode is Mode.FEED_FORWARD
@@ -103,7 +103,7 @@ def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name
         ("Zamba2ForCausalLM", "several of its layers share an MLP"),
     ],
 )
-def test_layers_whose_part_cannot_be_elsewhere_are_refused(name: str, why: str) -> None:
+def test_refuses_layers_whose_mlps_cannot_move(name: str, why: str) -> None:
     with pytest.raises(PlanError, match=rf"does not support {name}: {why}\. Use mode Pipeline") as e:
         plan(feed_forward(), replace(mixture(), architecture=name))
     assert e.value.reason == "UnsupportedParallelism"
@@ -127,14 +127,14 @@ def with_args(*args: str) -> HeteroInferenceSpec:
         ("--model-impl", "transformers"),
     ],
 )
-def test_arguments_that_end_the_load_of_this_mode_are_refused(args: tuple[str, ...]) -> None:
+def test_refuses_arguments_with_which_ranks_cannot_load(args: tuple[str, ...]) -> None:
     option = args[0].split("=")[0]
     with pytest.raises(PlanError, match=rf"feedForward needs engine.args {option} to be ") as e:
         plan(with_args(*args), mixture())
     assert e.value.reason == "UnsupportedParallelism"
 
 
-def test_arguments_as_vllm_has_them_anyway_are_taken() -> None:
+def test_accepts_arguments_with_the_defaults_of_vllm() -> None:
     args = ("--cpu-offload-gb", "0", "--load-format=dummy", "--model-impl=auto", "--moe-backend=auto")
     assert plan(with_args(*args), mixture()).plan.ranks
 
@@ -144,13 +144,13 @@ def test_every_format_of_the_loader_of_checkpoints_is_taken(load_format: str) ->
     assert plan(with_args("--load-format", load_format), mixture()).plan.ranks
 
 
-def test_kernels_of_gpus_for_experts_are_refused_where_cpus_have_some() -> None:
+def test_refuses_gpu_kernels_for_experts_on_cpus() -> None:
     with pytest.raises(PlanError, match=r"--moe-backend triton with experts, .*; leave it out"):
         plan(with_args("--moe-backend", "triton"), mixture())
 
 
 @pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "MiniMaxM3SparseForCausalLM"])
-def test_classes_that_cpus_do_not_build_have_no_feed_forward_ranks(name: str) -> None:
+def test_refuses_feed_forward_ranks_for_classes_that_cpus_cannot_build(name: str) -> None:
     with pytest.raises(PlanError, match=rf"got {name}, which CPU ranks cannot run"):
         plan(feed_forward(), replace(mixture(), architecture=name))
 
@@ -175,7 +175,7 @@ def test_experts_whose_gates_are_in_one_tensor_are_shared_whole() -> None:
     assert cuts(plan(feed_forward(own={"ranks": 2}), model)) == {False}
 
 
-def test_a_gpu_whose_memory_is_unknown_is_said() -> None:
+def test_notes_a_gpu_of_unknown_memory() -> None:
     note = "the GPU's memory is unknown. Set deviceMemory to plan layers by memory"
     assert note in plan(feed_forward(device_memory=None), mixture()).notes
     assert note not in plan(feed_forward(device_memory=None, own={"layers": 3}), mixture()).notes
@@ -225,14 +225,14 @@ def test_a_rank_has_whole_units_of_columns() -> None:
     assert unknown == even
 
 
-def test_the_largest_share_is_what_memory_is_for() -> None:
+def test_memory_is_counted_for_the_largest_share() -> None:
     # A third of 6 layers of 1.125 GiB, of one of them while it is packed, and 1 GiB of the process.
     with pytest.raises(PlanError, match=r"needs 3\.62 GiB .* feedForward.memory is 3Gi"):
         plan(of_ranks(4, memory="3Gi"), in_units(128))
     assert plan(of_ranks(4, memory="3Gi"), in_units(32)).plan.ranks
 
 
-def test_the_largest_share_is_what_the_kernels_scratch_is_for() -> None:
+def test_kernel_scratch_is_counted_for_the_largest_share() -> None:
     def beside(model: ModelProfile) -> int:
         kinds = tuple(replace(kind, experts_per_token=min(64, kind.experts)) for kind in model.kinds)
         planned = plan(of_ranks(4), replace(model, kinds=kinds))
@@ -352,7 +352,7 @@ def test_experts_whose_columns_ranks_cannot_share_are_shared_whole(unit: int, co
         plan(of_ranks(4), fewer)
 
 
-def test_a_step_waits_for_the_rank_that_most_of_a_tokens_experts_are_on() -> None:
+def test_a_step_waits_for_the_rank_with_most_of_its_experts() -> None:
     whole, cut = plan(of_ranks(2), in_units(1024)), plan(of_ranks(2), in_units(32))
     assert (cuts(whole), cuts(cut)) == ({True}, {False})
 
@@ -379,7 +379,7 @@ def test_a_step_waits_for_the_rank_that_most_of_a_tokens_experts_are_on() -> Non
         (3, 8, 8, 1, 3.0),
     ],
 )
-def test_the_fullest_rank_has_one_expert_of_a_step_at_least_and_none_that_it_does_not_hold(
+def test_the_busiest_rank_has_at_least_one_expert_and_at_most_its_own(
     ranks: int, experts: int, topk: int, rows: int, most: float
 ) -> None:
     assert fullest(ranks, experts, topk, rows) == pytest.approx(most)
@@ -389,7 +389,7 @@ def test_the_fullest_rank_has_one_expert_of_a_step_at_least_and_none_that_it_doe
     ("ranks", "experts", "topk", "most"),
     [(2, 128, 8, 5.06), (3, 64, 6, 3.18), (4, 128, 8, 3.49), (4, 16, 2, 1.20), (6, 256, 8, 2.89)],
 )
-def test_the_fullest_rank_of_one_token_is_predicted_as_it_is_drawn(
+def test_the_busiest_rank_of_one_token_is_predicted_as_drawn(
     ranks: int, experts: int, topk: int, most: float
 ) -> None:
     """Averages are exact: over all ways to draw the experts of a token."""
@@ -410,13 +410,13 @@ def fullest(ranks: int, experts: int, topk: int, rows: int) -> float:
     return (step_s / 6 - exchanged) * rates.experts / EXPERT
 
 
-def test_columns_that_fill_no_block_of_the_kernels_take_memory_as_if_they_did() -> None:
+def test_columns_take_the_memory_of_whole_kernel_blocks() -> None:
     planned = plan(of_ranks(2), in_units(32, columns=200))
     assert cuts(planned) == {True}
     assert planned.plan.ranks[1].weight_bytes == ceil(6 * 64 * EXPERT * Fraction(224, 200))
 
 
-def test_what_an_earlier_version_planned_is_predicted_though_it_cannot_be_shared() -> None:
+def test_predicts_plans_of_earlier_versions_that_cannot_be_shared() -> None:
     planned = plan(of_ranks(4), in_units(32))
     assert planned.remote is not None
     unshared = replace(planned.remote, profile=replace(planned.remote.profile, column_unit=512))
@@ -427,7 +427,7 @@ def test_what_an_earlier_version_planned_is_predicted_though_it_cannot_be_shared
     assert unshared_s == even_s
 
 
-def test_a_step_counts_the_experts_that_it_reads() -> None:
+def test_a_step_counts_the_experts_that_its_tokens_read() -> None:
     planned = plan(feed_forward(own={"layers": 24}), mixture())
     active = 24 * 8 * EXPERT
     cpu = planned.plan.ranks[1].predicted_step_s
@@ -435,7 +435,7 @@ def test_a_step_counts_the_experts_that_it_reads() -> None:
     assert predict(planned.plan).step_s > cpu + planned.plan.ranks[0].predicted_step_s
 
 
-def test_the_plan_says_what_pipeline_would_give() -> None:
+def test_the_plan_compares_feed_forward_with_pipeline() -> None:
     note = plan(feed_forward(own={"layers": 12}), mixture()).notes[0]
     found = re.search(
         r"for about ([0-9.]+) ms\. Mode Pipeline .* would have (\d+) whole .* for ([0-9.]+) ms", note
@@ -445,7 +445,7 @@ def test_the_plan_says_what_pipeline_would_give() -> None:
     assert float(found[1]) < float(found[3]) * 1.05
 
 
-def test_mlps_of_a_dense_model_go_too() -> None:
+def test_mlps_of_a_dense_model_can_move() -> None:
     model = profile(kinds=(DENSE,), kind_of_layer=(0,) * 32)
     planned = plan(feed_forward(device_memory="12Gi"), model)
     own, theirs = planned.plan.ranks
@@ -454,12 +454,12 @@ def test_mlps_of_a_dense_model_go_too() -> None:
     assert own.weight_bytes + theirs.weight_bytes == 32 * 416 * MIB + 2 * 1002 * MIB + 8192
 
 
-def test_on_a_gpu_that_holds_all_it_says_so() -> None:
+def test_notes_a_gpu_that_holds_the_whole_model() -> None:
     planned = plan(feed_forward(own={"layers": 1}, device_memory="80Gi"), mixture())
     assert "feed-forward ranks not needed" in planned.hybrid_not_needed
 
 
-def test_what_does_not_fit_is_refused_with_the_amount() -> None:
+def test_reports_the_missing_memory_of_feed_forward_ranks() -> None:
     with pytest.raises(
         PlanError, match=r"13.12 GiB of memory is missing .* needs 29\.12 GiB .* feedForward.memory is 16Gi"
     ):
@@ -472,7 +472,7 @@ def test_what_does_not_fit_is_refused_with_the_amount() -> None:
         plan(feed_forward(device_memory="3500Mi"), mixture())
 
 
-def test_beside_weights_are_a_layer_while_it_is_packed_or_the_longest_batch() -> None:
+def test_memory_besides_weights_is_for_packing_or_the_longest_batch() -> None:
     model = mixture()
     many = replace(model, kinds=tuple(replace(kind, experts_per_token=64) for kind in model.kinds))
     # 27 GiB of weights and 1 of the process; a layer is 1.125. 2,048 rows of 64 experts take 8 bytes for each
@@ -487,7 +487,7 @@ def test_a_cpu_limit_means_that_threads_sleep() -> None:
     assert any("CPU limit" in note for note in plan(feed_forward(resources=limits), mixture()).notes)
 
 
-def test_steps_by_load_count_what_feed_forward_ranks_take() -> None:
+def test_steps_by_load_include_feed_forward_ranks() -> None:
     planned = plan(feed_forward(own={"layers": 24}), mixture())
     assert planned.remote is not None
     load = Load(requests=8, context=1024)
@@ -555,7 +555,7 @@ def on_cpus(name: str, inventory: Inventory | None = None, **engine: Any) -> str
         ("Qwen3-235B-A22B-FP8", {"dtype": "float32"}, "set engine.dtype: bfloat16"),
     ],
 )
-def test_what_cpus_cannot_compute_is_refused_beside_a_gpu_too(
+def test_refuses_models_that_cpus_cannot_compute_beside_a_gpu(
     name: str, engine: dict[str, Any], why: str
 ) -> None:
     assert why in on_cpus(name, **engine)
@@ -566,7 +566,7 @@ def test_nodes_without_amx_get_no_experts_in_fp8() -> None:
     assert "role gpu: AMX is needed on CPUs for experts in FP8" in on_cpus("Qwen3-235B-A22B-FP8", without)
 
 
-def test_beyond_its_graphs_a_gpu_takes_a_mixture_the_launches_of_its_kernels_at_least() -> None:
+def test_without_graphs_a_mixture_takes_at_least_its_kernel_launches() -> None:
     known = Inventory(gpu_product={"gpu": "NVIDIA-H200"})
     later = []
     for model in (mixture(), profile()):
@@ -581,7 +581,7 @@ def test_beyond_its_graphs_a_gpu_takes_a_mixture_the_launches_of_its_kernels_at_
     assert later[1] < 1e-3
 
 
-def test_rows_of_a_prompt_take_their_time_to_feed_forward_ranks_and_back() -> None:
+def test_sending_rows_of_a_prompt_to_feed_forward_ranks_takes_time() -> None:
     planned = plan(feed_forward(own={"layers": 4}, device_memory="140Gi"), mixture())
     remote, engine = planned.remote, planned.plan.engine
     assert remote is not None

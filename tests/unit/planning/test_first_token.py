@@ -1,4 +1,4 @@
-"""The keep-alive of streams: by default where a first token may take long, and the user's own always."""
+"""The keep-alive of streams: by default if a first token may take long; the user's own setting always applies."""
 
 import time
 
@@ -39,7 +39,7 @@ def test_the_users_own_keep_alive_counts(args: list[str]) -> None:
     assert plan(spec(cpu(), engine={"args": args})).plan.engine.extra_args == tuple(args)
 
 
-def test_a_context_of_a_million_tokens_is_looked_at_in_no_time() -> None:
+def test_a_context_of_a_million_tokens_is_planned_quickly() -> None:
     model = profile(max_position_embeddings=2**20)
     began = time.process_time()
     planned = plan(spec(gpu(deviceMemory="400Gi"), engine={"maxModelLen": 2**20}), model)

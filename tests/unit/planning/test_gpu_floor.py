@@ -1,4 +1,4 @@
-"""What a GPU holds besides weights and KV cache: planned, however small the GPU."""
+"""The memory of a GPU besides weights and KV cache is planned for GPUs of all sizes."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_without_cuda_graphs_less_is_kept_free() -> None:
     assert totals[0] - totals[1] == GRAPHS_BYTES
 
 
-def test_a_gpu_that_holds_no_context_is_refused_with_what_it_needs() -> None:
+def test_refuses_a_gpu_that_cannot_hold_its_context() -> None:
     with pytest.raises(PlanError) as caught:
         plan(spec(gpu(deviceMemory=str(CONTEXT_BYTES)), cpu(memory="64Gi")))
     assert caught.value.reason == "InsufficientMemory"
@@ -79,7 +79,7 @@ def test_a_large_batch_needs_more() -> None:
 
 
 @pytest.mark.parametrize(("eager", "measured_mib"), [("Never", 1941), ("Always", 1073)])
-def test_the_floor_is_what_was_measured_and_not_much_more(eager: str, measured_mib: int) -> None:
+def test_the_floor_is_close_to_the_measured_memory(eager: str, measured_mib: int) -> None:
     """Llama-8B of 16 layers, batches of 2,048 tokens and 64 requests (tests/bench/gpu_floor.py, H100)."""
     model = profile(
         num_layers=16,

@@ -1,4 +1,4 @@
-"""What holds for every plan, over random topologies, models and memories."""
+"""Properties of every plan, over random topologies, models and memories."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""docs/user/supported-models.md has a row for every shape, and is what the planner says now."""
+"""docs/user/supported-models.md has a row for every shape and the present plans."""
 
 from tests.shapes.corpus import SHAPES
 from tests.shapes.page import PAGE, build_page

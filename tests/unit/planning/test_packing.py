@@ -1,4 +1,4 @@
-"""Weights in 4 bits on CPUs: what ranks have of them once packed, and beside them meanwhile."""
+"""Weights in 4 bits on CPUs: their packed size, and the additional memory while they are packed."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -86,24 +86,26 @@ MEASURED_AVX512 = [
 
 
 @pytest.mark.parametrize(("name", "group", "measured"), MEASURED_AMX)
-def test_amx_packs_them_to_more(name: SchemeName, group: int, measured: float) -> None:
+def test_amx_packs_weights_to_more_bytes(name: SchemeName, group: int, measured: float) -> None:
     part = packed_part(Scheme(name=name, bits=4, group=group), WeightKernels.AMX)
     assert float(part) == pytest.approx(measured, abs=5e-5)
 
 
 @pytest.mark.parametrize(("name", "group", "measured"), MEASURED_AVX512)
-def test_avx512_packs_them_to_no_more(name: SchemeName, group: int, measured: float) -> None:
+def test_avx512_packs_weights_to_no_more_bytes(name: SchemeName, group: int, measured: float) -> None:
     part = packed_part(Scheme(name=name, bits=4, group=group), WeightKernels.AVX512)
     assert float(part) == pytest.approx(measured, abs=5e-5)
 
 
 @pytest.mark.parametrize(("name", "measured"), [(SchemeName.INT4, 1.0639), (SchemeName.AWQ, 1.0636)])
-def test_a_scale_for_a_whole_output_is_counted_as_more_than_it_is(name: SchemeName, measured: float) -> None:
+def test_a_scale_per_output_counts_as_one_per_128_weights(name: SchemeName, measured: float) -> None:
     assert packed_part(Scheme(name=name, bits=4)) >= measured
 
 
 @given(st.sampled_from(SchemeName), st.integers(0, 4096), st.sampled_from(WeightKernels))
-def test_what_is_counted_is_between_the_forms(name: SchemeName, group: int, kernels: WeightKernels) -> None:
+def test_counted_memory_is_between_the_stored_and_the_packed_size(
+    name: SchemeName, group: int, kernels: WeightKernels
+) -> None:
     scheme = Scheme(name=name, bits=4, group=group)
     part = packed_part(scheme, kernels)
     if name not in FOUR_BITS or kernels is WeightKernels.GPU:
@@ -168,7 +170,7 @@ def test_layers_that_are_not_quantized_are_not_packed() -> None:
         assert ranks[0] == ranks[1]
 
 
-def test_layers_are_split_by_what_they_have_packed() -> None:
+def test_layers_are_split_by_their_packed_size() -> None:
     model = four_bits(group=32)
     # Free for layers: 1,000 MiB in the first pod, enough for 16 in the last. A layer of 140.9 MiB packed, of
     # 102 as stored, has 32.1 MiB of KV cache.
@@ -185,7 +187,7 @@ def test_layers_are_split_by_what_they_have_packed() -> None:
     assert "packed" not in describe_memory(avx512)[0]
 
 
-def test_kv_cache_gets_what_packed_layers_leave() -> None:
+def test_kv_cache_gets_the_memory_that_packed_layers_leave() -> None:
     blocks = []
     for inventory in (None, WITHOUT):
         planned = plan(spec(cpu(memory="16Gi")), four_bits(), inventory)
@@ -203,7 +205,7 @@ def test_layers_that_the_user_gives_must_fit_packed() -> None:
     assert plan(parsed, model, WITHOUT).plan.layers_by_stage == (14, 18)
 
 
-def test_what_does_not_fit_packed_is_refused_and_the_memory_said() -> None:
+def test_reports_the_missing_memory_of_packed_layers() -> None:
     model = four_bits(group=32)
     parsed = spec(cpu(memory="9600Mi"), engine={"maxModelLen": 64})
     assert plan(parsed, model, WITHOUT)
@@ -232,7 +234,7 @@ def mixture(experts: int) -> ModelProfile:
     )
 
 
-def test_a_layer_is_packed_in_the_memory_that_kv_cache_gets_afterwards() -> None:
+def test_packing_uses_the_memory_of_the_later_kv_cache() -> None:
     """Of experts in GPTQ three copies lie beside a layer: more than KV cache for one short sequence."""
     model, short = mixture(256), {"maxModelLen": 64}
     (rank,) = plan(spec(cpu(), engine=short), model).plan.ranks
@@ -267,7 +269,7 @@ def plain_mixture(experts: int) -> ModelProfile:
     )
 
 
-def test_experts_in_16_bits_lie_twice_while_they_are_packed() -> None:
+def test_sixteen_bit_experts_need_a_second_copy_while_packed() -> None:
     """Beside 1.5 GiB of experts 1.5 GiB, of which the process has left 384 MiB; KV cache needs 4 * 3 MiB."""
     model, short = plain_mixture(256), {"maxModelLen": 64}
     beside = (6 * 256 - 384) * MIB
@@ -295,7 +297,7 @@ def test_columns_of_experts_are_filled_up_to_blocks_of_the_kernels(
     assert with_zeros.weight_bytes - without.weight_bytes == pytest.approx(experts * (filled / columns - 1))
 
 
-def test_a_large_mlp_in_16_bits_is_packed_beside_itself() -> None:
+def test_a_large_16_bit_mlp_needs_a_second_copy_while_packed() -> None:
     kind = LayerKind(kv_heads=8, kv_width=256, mlp_bytes=1200 * MIB)
     model = profile(num_layers=2, layer_bytes=(1300 * MIB,) * 2, kinds=(kind,), kind_of_layer=(0, 0))
     planned = plan(spec(cpu(), engine={"maxModelLen": 64}), model)
@@ -303,7 +305,7 @@ def test_a_large_mlp_in_16_bits_is_packed_beside_itself() -> None:
     assert planned.sizes.packing(0, 2) == 0
 
 
-def test_a_small_layer_is_packed_in_what_its_process_has_left() -> None:
+def test_a_small_layer_is_packed_within_the_process_overhead() -> None:
     planned = plan(spec(cpu()), plain_mixture(64))
     assert planned.sizes.packing(0, 4, planned.budgets[0].ranks[0].kernels) == 0
 
@@ -314,7 +316,7 @@ def in_one_stage(device_memory: str) -> Planned:
     )
 
 
-def test_ranks_of_one_stage_have_the_form_of_their_device() -> None:
+def test_ranks_of_one_stage_use_the_weights_form_of_their_device() -> None:
     planned = in_one_stage("80Gi")
     on_gpu, on_cpu = planned.plan.ranks
     assert (on_gpu.device, on_cpu.device) == (Device.GPU, Device.CPU)
@@ -325,7 +327,7 @@ def test_ranks_of_one_stage_have_the_form_of_their_device() -> None:
 
 
 @pytest.mark.parametrize("device_memory", ["4500Mi", "9Gi", "80Gi"])
-def test_ranks_of_one_stage_are_bounded_by_the_one_that_has_least_left(device_memory: str) -> None:
+def test_a_stage_is_bounded_by_its_rank_with_least_memory_left(device_memory: str) -> None:
     planned = in_one_stage(device_memory)
     left = []
     for rank, budget in zip(planned.plan.ranks, planned.budgets[0].ranks, strict=True):
@@ -337,7 +339,7 @@ def test_ranks_of_one_stage_are_bounded_by_the_one_that_has_least_left(device_me
     assert planned.limiting_rank == left.index(min(left))
 
 
-def test_the_own_rank_of_a_cpu_with_feed_forward_ranks_packs_what_stays() -> None:
+def test_a_cpu_rank_packs_the_layers_that_feed_forward_ranks_leave() -> None:
     own = {"feedForward": {"cpu": "4", "memory": "64Gi", "layers": 32}}
     parsed = spec(cpu(**own), parallelism={"mode": "FeedForward"})
     ranks = [plan(parsed, four_bits(), inventory).plan.ranks[0] for inventory in (None, WITHOUT)]

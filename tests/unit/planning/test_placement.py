@@ -1,4 +1,4 @@
-"""Pods onto nodes: against every possible way, and what is said when there is none."""
+"""Pods on nodes, compared with all possible placements, and the message if there is none."""
 
 import dataclasses
 import itertools
@@ -220,7 +220,7 @@ def matches(each: Manifest, demand: PodDemand) -> bool:
 
 @settings(deadline=None, max_examples=300)
 @given(groups(), clusters(), st.sampled_from(["", "", ZONE]))
-def test_a_node_is_found_exactly_when_there_is_one(
+def test_finds_a_node_exactly_if_one_fits(
     demands: list[PodDemand], nodes: list[NodeView], topology_key: str
 ) -> None:
     free_nodes = build_free_nodes(nodes)
@@ -344,7 +344,7 @@ def reported(demands: list[PodDemand], *nodes: NodeView, key: str = "") -> str:
     return explain(demands, free_nodes, key)
 
 
-def test_what_is_missing_and_where() -> None:
+def test_reports_missing_capacity_by_node() -> None:
     words = reported(
         [pod(gpus=2)],
         node("a", gpus=2, requested={GPU: 1.0}),
@@ -410,7 +410,7 @@ def test_larger_gpus_come_first() -> None:
     assert found.nodes == ("m80",)
 
 
-def test_what_is_promised_is_not_free() -> None:
+def test_promised_capacity_is_not_free() -> None:
     nodes = [node("a", gpus=1), node("b", gpus=1)]
     waiting = pod_demand(
         "ns/other-0-1-0",
@@ -455,7 +455,7 @@ def test_promised_pods_are_placed_as_if_each_was_tried_everywhere(
     assert [each.free for each in build_free_nodes(nodes, hinted)] == first_fit(nodes, hinted)
 
 
-def test_promised_pods_that_ask_the_same_search_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_promised_pods_search_full_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node(f"n{index}", requested={"cpu": 8.0}) for index in range(200)] + [node("free")]
     looks = 0
     has = FreeNode.has

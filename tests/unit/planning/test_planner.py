@@ -1,4 +1,4 @@
-"""Plans: where ranks sit, which layers and settings they get, and why there is none."""
+"""Plans: the pods, layers and settings of ranks, and the errors of specs without a plan."""
 
 from dataclasses import replace
 from typing import Any
@@ -65,7 +65,7 @@ def test_the_rank_with_the_least_capacity_for_kv_is_predicted() -> None:
         {"roles": [gpu(ranksPerPod=4, layers=[16, 16])]},
     ],
 )
-def test_what_is_left_out_follows_from_the_rest(fields: dict[str, Any]) -> None:
+def test_omitted_sizes_follow_from_the_others(fields: dict[str, Any]) -> None:
     planned = plan(spec(*fields.pop("roles"), **fields)).plan
     assert (planned.tensor_parallel_size, planned.pipeline_parallel_size) == (2, 2)
 
@@ -114,7 +114,7 @@ def test_a_mixed_stage_with_the_cpu_listed_first_is_refused() -> None:
     assert error.message.endswith("list the GPU roles first, or set parallelism.stageOrder: Auto")
 
 
-def test_a_mixed_stage_holds_what_its_tightest_rank_can() -> None:
+def test_a_mixed_stage_is_bounded_by_its_tightest_rank() -> None:
     roles = gpu(deviceMemory="80Gi"), cpu(memory="12Gi")
     planned = plan(spec(*roles, parallelism={"mode": "Tensor"})).plan
     gpu_rank, cpu_rank = planned.ranks
@@ -126,7 +126,7 @@ def test_a_mixed_stage_holds_what_its_tightest_rank_can() -> None:
 
 
 @pytest.mark.parametrize(("memory", "fits"), [("80Gi", True), ("12Gi", False)])
-def test_tensor_mode_of_a_model_that_fits_the_gpus_says_so(memory: str, *, fits: bool) -> None:
+def test_notes_that_a_model_in_tensor_mode_fits_the_gpus(memory: str, *, fits: bool) -> None:
     notes = plan(spec(gpu(deviceMemory=memory), cpu(), parallelism={"mode": "Tensor"})).notes
     assert any("hybrid not needed" in note for note in notes) == fits
 
@@ -196,7 +196,7 @@ def test_layers_that_do_not_sum_up_are_refused(layers: int, message: str) -> Non
     assert (error.reason, error.message) == ("LayersMismatch", message)
 
 
-def test_explicit_layers_that_do_not_fit_say_by_how_much() -> None:
+def test_reports_the_missing_memory_of_explicit_layers() -> None:
     error = refusal(spec(gpu(layers=[28], deviceMemory=device_memory(7 * GIB)), cpu(layers=[4])))
     # 28 x 416 MiB + the head of 1002 MiB + 28 x 4 KiB x 8224 tokens.
     need = 28 * 416 / 1024 + 1002 / 1024 + 28 * 4096 * 8224 / GIB
@@ -243,7 +243,7 @@ def test_the_gpu_is_filled_first() -> None:
     assert gpu_rank.weight_bytes + on_gpu * 4096 * 8224 + per_layer > usable, "one more would fit"
 
 
-def test_a_model_that_fits_the_gpu_leaves_the_cpu_one_layer_and_says_so() -> None:
+def test_notes_that_a_model_fits_the_gpu_alone() -> None:
     planned = plan(spec(gpu(deviceMemory="80Gi"), cpu(memory="64Gi")))
     assert planned.plan.layers_by_stage == (1, 31)
     assert (planned.hybrid_not_needed,) == planned.notes
@@ -257,7 +257,7 @@ def test_stages_of_one_device_are_even() -> None:
     assert plan(spec(cpu(pods=3, memory="32Gi"))).plan.layers_by_stage == (11, 11, 10)
 
 
-def test_layers_are_even_where_nothing_is_known() -> None:
+def test_layers_are_even_if_memory_is_unknown() -> None:
     planned = plan(spec(gpu(), cpu()))
     assert planned.plan.layers_by_stage == (16, 16)
     assert planned.notes == ("the GPUs' memory is unknown. Set deviceMemory to plan layers by memory",)
@@ -271,7 +271,7 @@ def test_layers_of_different_sizes_are_counted_in_bytes() -> None:
     assert planned.layers_by_stage == (3, 5)
 
 
-def test_a_model_that_does_not_fit_says_by_how_much() -> None:
+def test_reports_the_missing_memory_of_a_model() -> None:
     error = refusal(spec(gpu(deviceMemory=device_memory(12 * GIB * 9 // 10)), cpu(memory="6Gi")))
     assert error.reason == "InsufficientMemory"
     assert error.message == (
@@ -282,7 +282,7 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     )
 
 
-def test_a_shorter_context_is_proposed_only_where_the_weights_fit() -> None:
+def test_proposes_a_shorter_context_only_if_the_weights_fit() -> None:
     short = spec(gpu(deviceMemory="16Gi"), cpu(memory="10Gi"))
     long = spec(gpu(deviceMemory="16Gi"), cpu(memory="10Gi"), engine={"maxModelLen": 131072})
     assert plan(short).plan.layers_by_stage
@@ -293,7 +293,7 @@ def test_a_shorter_context_is_proposed_only_where_the_weights_fit() -> None:
     assert refusal(long, model=awq).message.endswith("deviceMemory of role gpu, or lower engine.maxModelLen")
 
 
-def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
+def test_reports_the_missing_memory_of_a_stage() -> None:
     error = refusal(spec(gpu(deviceMemory="80Gi"), cpu(memory="4Gi")))
     need = (416 + 2 * 1002) / 1024 + 4096 * 8224 / GIB
     assert error.message == (
@@ -303,7 +303,7 @@ def test_a_stage_without_capacity_for_a_layer_says_by_how_much() -> None:
     )
 
 
-def test_a_stage_without_capacity_for_a_layer_says_what_its_own_first_layer_needs() -> None:
+def test_reports_the_memory_for_the_first_layer_of_a_later_stage() -> None:
     """Its pod holds the small layers that the first stage has, and not a large one."""
     model = profile(
         num_layers=6, layer_bytes=(MIB, MIB, *(4 * GIB,) * 4), embedding_bytes=0, head_bytes=0, other_bytes=0
@@ -318,7 +318,7 @@ def test_a_stage_without_capacity_for_a_layer_says_what_its_own_first_layer_need
     assert "A rank has 3.00 GiB. " in error.message
 
 
-def test_layers_that_a_stage_must_have_at_least_are_asked_for_together() -> None:
+def test_reports_the_fewest_layers_of_a_stage_together() -> None:
     """Of 8 layers all were counted as fitting, and 0 as too many."""
     model = profile(
         num_layers=8, layer_bytes=(GIB,) * 8, embedding_bytes=0, head_bytes=0, first_stage_layers=3
@@ -336,7 +336,7 @@ def test_layers_that_a_stage_must_have_at_least_are_asked_for_together() -> None
     assert "3 stages are too many for the model's 8 layers: they need 7, 1, 1" in error.message
 
 
-def test_layers_that_fit_add_up_where_they_differ() -> None:
+def test_counts_layers_that_fit_if_their_sizes_differ() -> None:
     """The second stage could hold a small layer, and has to have the large one before it."""
     sizes = (GIB, GIB, GIB, 4 * GIB, GIB)
     model = profile(num_layers=5, layer_bytes=sizes, embedding_bytes=0, head_bytes=0, other_bytes=0)
@@ -357,7 +357,7 @@ def test_a_pod_smaller_than_its_processes_is_refused() -> None:
     )
 
 
-def test_ranks_that_cannot_split_the_model_are_refused_with_those_that_can() -> None:
+def test_reports_numbers_of_ranks_that_can_split_the_model() -> None:
     error = refusal(spec(cpu(ranksPerPod=3), parallelism={"mode": "Tensor"}))
     assert error.message == (
         "parallelism.tensor: must divide the model, which has 32 attention heads (got 3 ranks per stage). "
@@ -415,7 +415,7 @@ def test_kv_capacity_is_the_same_number_of_whole_blocks_everywhere() -> None:
     assert blocks.pop() % 1 == 0
 
 
-def test_kv_capacity_is_no_more_than_can_be_used() -> None:
+def test_kv_capacity_is_bounded_by_the_scheduler() -> None:
     (rank,) = plan(spec(gpu(deviceMemory="999Gi"), engine={"maxModelLen": 64})).plan.ranks
     assert rank.kv_cache_bytes == (256 * 64 + 32) * 32 * 4096
 
@@ -429,7 +429,7 @@ def test_a_pods_memory_is_shared_by_its_ranks() -> None:
 # Devices
 
 
-def test_a_role_without_gpus_computes_on_cpus_and_says_so() -> None:
+def test_notes_a_gpu_role_that_computes_on_cpus() -> None:
     planned = plan(spec(gpu(), cpu()), inventory=Inventory(on_cpus={"gpu": "there are none"}))
     assert [(r.role, r.device) for r in planned.plan.ranks] == [("gpu", Device.CPU), ("cpu", Device.CPU)]
     assert planned.notes == (

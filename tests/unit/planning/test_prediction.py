@@ -1,4 +1,4 @@
-"""Step times against what was measured (docs/user/benchmarks.md), and what they depend on."""
+"""Predicted step times compared with measured ones (docs/user/benchmarks.md), and their inputs."""
 
 from typing import Any
 
@@ -23,7 +23,9 @@ SIXTEEN_CORES = {"resources": {"limits": {"cpu": "16"}}}
 @pytest.mark.parametrize(
     ("off", "measured_ms", "other_host_ms"), [(4, 19.8, 30.2), (8, 35.0, None), (16, 66.0, None)]
 )
-def test_layers_off_the_gpu_as_measured(off: int, measured_ms: float, other_host_ms: float | None) -> None:
+def test_predicts_measured_steps_with_layers_off_the_gpu(
+    off: int, measured_ms: float, other_host_ms: float | None
+) -> None:
     parsed = spec(gpu(layers=[32 - off]), cpu(layers=[off], **SIXTEEN_CORES))
     planned = plan(parsed)
     step = predict(planned.plan, planned.rates)
@@ -38,7 +40,7 @@ def rank_s(role: dict[str, Any], inventory: Inventory | None = None, **engine: A
     return plan(parsed, profile(other_bytes=0), inventory).plan.ranks[0].predicted_step_s
 
 
-def test_cpus_that_are_not_known_are_taken_for_the_measured_machine() -> None:
+def test_unknown_cpus_use_the_rates_of_the_measured_machine() -> None:
     assert rank_s(cpu()) == rank_s(cpu(resources={"limits": {"cpu": "16"}}))
 
 
@@ -79,12 +81,12 @@ def test_a_gpu_is_as_fast_as_its_label_says(product: str, nominal: int) -> None:
     assert known == pytest.approx(rank_s(gpu()) * 4800 / nominal)
 
 
-def test_a_step_has_its_share_between_steps() -> None:
+def test_a_step_includes_the_time_between_steps() -> None:
     planned = plan(spec(gpu())).plan
     assert predict(planned).step_s == planned.ranks[0].predicted_step_s + STEP_OVERHEAD_S
 
 
-def test_a_range_is_that_of_what_each_rank_was_taken_from() -> None:
+def test_the_range_of_a_step_combines_those_of_the_ranks_rates() -> None:
     parsed = spec(cpu(layers=[4], **SIXTEEN_CORES), gpu(layers=[28]))
     ours = {"cpu": CALIBRATION, "gpu": calibration(gpu=GpuRate(bytes_per_s=3500e9, operations_per_s=5e14))}
     for known, errors in (
@@ -107,12 +109,12 @@ def test_a_range_is_that_of_what_each_rank_was_taken_from() -> None:
         assert first.most_s / first.step_s <= max(error[1] for error in errors)
 
 
-def test_of_a_plan_whose_rates_are_not_known_the_range_is_that_of_defaults() -> None:
+def test_a_plan_without_rates_has_the_range_of_defaults() -> None:
     planned = plan(spec(cpu(), gpu()))
     assert predict(planned.plan) == predict(planned.plan, planned.rates)
 
 
-def test_defaults_say_what_they_are_and_how_far_off_machines_may_be() -> None:
+def test_defaults_name_their_rate_and_range() -> None:
     assert CPU_DEFAULTS == "defaults for CPUs (115 GB/s by 14 threads; may take 0.3 to 3 times as long)"
     assert "3500 GB/s; may take 0.6 to 16 times as long" in GPU_UNKNOWN
     known = plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Tesla-T4"})).rates[0].source

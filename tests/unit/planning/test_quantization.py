@@ -1,4 +1,4 @@
-"""Quantized checkpoints that vLLM refuses at their load are refused at plan time, on GPUs and CPUs alike."""
+"""Quantized checkpoints that vLLM refuses at their load are refused at plan time, on GPUs and on CPUs."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def test_a_type_that_a_method_does_not_take_is_refused(
         plan(spec(*roles, engine={"dtype": dtype}), recorded_profiles()[name])
 
 
-def test_compressed_tensors_take_float32_where_their_kernels_do() -> None:
+def test_compressed_tensors_accept_float32_if_their_kernels_do() -> None:
     packed = recorded_profiles()["Llama-3.1-8B-Instruct-quantized.w4a16"]
     engine = {"dtype": "float32"}
     assert plan(spec(*GPUS, engine=engine), packed).plan.engine.dtype == "float32"

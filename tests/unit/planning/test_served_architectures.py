@@ -27,7 +27,7 @@ def test_classes_of_vllm_and_of_transformers_are_planned(architecture: str) -> N
     assert check_architecture(profile(architecture=architecture)) == ()
 
 
-def test_a_class_that_nobody_has_is_planned_with_a_note() -> None:
+def test_plans_an_unknown_class_with_a_note() -> None:
     (note,) = check_architecture(profile(architecture="OursForCausalLM"))
     assert "neither vLLM nor transformers has a OursForCausalLM" in note
 

@@ -1,4 +1,4 @@
-"""Layers that read an earlier layer's keys and values: what they take, and where stages may be cut."""
+"""Layers that read an earlier layer's keys and values: their memory, and the layers at which a stage may begin."""
 
 from dataclasses import replace
 from typing import Any
@@ -68,7 +68,7 @@ def test_stages_are_cut_before_the_layers_that_share() -> None:
     assert [rank.num_layers for rank in even] == [14, 14, 14]
 
 
-def test_layers_of_the_user_that_cut_them_are_refused() -> None:
+def test_refuses_user_layers_that_split_shared_layers() -> None:
     listed = spec(cpu(layers=[30]), gpu(layers=[12]))
     with pytest.raises(
         PlanError, match=r"the last stage must have at least 20 layers, because they share keys .*\(got 12\)"
@@ -78,7 +78,7 @@ def test_layers_of_the_user_that_cut_them_are_refused() -> None:
     assert plan(spec(gpu(layers=[LAYERS])), e4b()).plan.ranks[0].num_layers == LAYERS
 
 
-def test_a_last_stage_that_cannot_hold_them_says_by_how_much() -> None:
+def test_reports_the_missing_memory_of_the_last_stage() -> None:
     small = spec(cpu(memory="64Gi"), gpu(deviceMemory=device_memory(99 * GIB // 10, e4b())))
     with pytest.raises(PlanError) as caught:
         plan(small, e4b())

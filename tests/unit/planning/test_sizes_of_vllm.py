@@ -32,7 +32,7 @@ def test_weights_and_kv_of_both_stages(device: str, name: str) -> None:
     assert off <= MOST_OFF, what
 
 
-def test_what_cuda_refuses_is_known() -> None:
+def test_knows_the_models_that_cuda_refuses() -> None:
     """DeepGEMM was not in the GPU machine's packages; the other needs its repository's own code."""
     refused = {name for name, answer in recorded("cuda").items() if "refused" in answer}
     assert refused == {"DeepSeek-V3.2", "InternVL3-8B"}

@@ -1,4 +1,4 @@
-"""What is refused at plan time, of published shapes as their users bring them, and what is said."""
+"""Refusals at plan time for published shapes, and their messages."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
         ("gemma-3-27b-it", "in both directions", "--language-model-only"),
     ],
 )
-def test_what_cpu_ranks_cannot_run_says_what_to_do(name: str, why: str, remedy: str) -> None:
+def test_refusals_of_cpu_ranks_name_a_remedy(name: str, why: str, remedy: str) -> None:
     message = refusal(name, spec(*MIXED))
     assert why in message
     assert remedy in message
@@ -55,7 +55,7 @@ def test_what_cpu_ranks_cannot_run_says_what_to_do(name: str, why: str, remedy: 
 
 @pytest.mark.parametrize("mode", ["Pipeline", "Tensor"])
 @pytest.mark.parametrize("load_format", load_formats.OF_GPUS)
-def test_stages_of_cpus_refuse_what_gpus_alone_read(mode: str, load_format: str) -> None:
+def test_cpu_stages_refuse_formats_that_only_gpus_read(mode: str, load_format: str) -> None:
     fields: dict[str, Any] = {
         "parallelism": {"mode": mode},
         "engine": {"args": ["--load-format", load_format]},
@@ -68,12 +68,12 @@ def test_stages_of_cpus_refuse_what_gpus_alone_read(mode: str, load_format: str)
 
 
 @pytest.mark.parametrize("load_format", load_formats.OF_GPUS)
-def test_gpus_alone_read_as_they_like(load_format: str) -> None:
+def test_gpus_alone_may_read_any_format(load_format: str) -> None:
     assert plan(spec(gpu(pods=2), engine={"args": ["--load-format", load_format]})).plan.ranks
 
 
 @pytest.mark.parametrize("name", sorted(recorded_profiles()))
-def test_gpus_alone_are_not_refused_for_what_cpus_cannot(name: str) -> None:
+def test_gpus_alone_are_not_bound_by_limits_of_cpus(name: str) -> None:
     alone = spec(gpu(deviceMemory="141Gi", pods=16))
     profile = recorded_profiles()[name]
     if profile.architecture in BROKEN_PIPELINE:
@@ -171,7 +171,7 @@ def test_refuses_keys_and_values_of_different_sizes_on_cpus(mode: str) -> None:
     plan(spec(gpu()), mimo)
 
 
-def test_heads_that_no_kernel_of_cpus_is_for_are_refused_and_where_they_are_no_matter_planned() -> None:
+def test_refuses_head_sizes_without_a_cpu_kernel_only_if_they_matter() -> None:
     llama = recorded_profiles()["Llama-3.1-8B-Instruct"]
 
     def wide(size: int) -> ModelProfile:
@@ -192,7 +192,7 @@ def test_heads_that_no_kernel_of_cpus_is_for_are_refused_and_where_they_are_no_m
     plan(spec(*MIXED), of_version_0_1_0)
 
 
-def test_a_kv_cache_of_another_type_is_refused_on_cpus() -> None:
+def test_refuses_a_kv_cache_of_another_type_on_cpus() -> None:
     def asked(dtype: str, own: str = "auto") -> dict[str, Any]:
         return {"dtype": own, "args": ["--kv-cache-dtype", dtype]}
 
@@ -210,7 +210,7 @@ def test_a_kv_cache_of_another_type_is_refused_on_cpus() -> None:
 
 
 @pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "Zamba2ForCausalLM", "Phi4MMForCausalLM"])
-def test_what_has_no_pipeline_runs_in_one_stage(name: str) -> None:
+def test_models_without_a_pipeline_run_in_one_stage(name: str) -> None:
     model = replace(recorded_profiles()["Llama-3.1-8B-Instruct"], architecture=name)
     for roles in (MIXED, (gpu(pods=2),), (cpu(**HUGE),)):
         with pytest.raises(PlanError, match=rf"got {name} in \d stages, .*; use one stage") as caught:
@@ -222,7 +222,7 @@ def test_what_has_no_pipeline_runs_in_one_stage(name: str) -> None:
     plan(spec(gpu(), cpu(memory="1Ti"), parallelism={"mode": "Tensor"}), model)
 
 
-def test_what_vllm_has_in_classes_for_gpus_alone_is_refused_on_cpus() -> None:
+def test_refuses_gpu_only_classes_of_vllm_on_cpus() -> None:
     llama = recorded_profiles()["Llama-3.1-8B-Instruct"]
     for name, why in (
         ("KimiLinearForCausalLM", "classes for GPUs alone"),
@@ -242,7 +242,7 @@ def test_experts_in_bf16_are_chosen_by_any_routing_on_cpus(routing: Routing) -> 
     assert plan(spec(*MIXED), model).plan
 
 
-def test_experts_that_cpus_would_compute_otherwise_are_refused_on_every_cpu_rank() -> None:
+def test_refuses_experts_that_cpus_would_compute_differently() -> None:
     model = recorded_profiles()["Qwen3-30B-A3B"]
     limited = replace(model, limited_experts=True)
     beside = spec(
@@ -277,7 +277,7 @@ def test_latents_are_kept_in_bfloat16_on_cpus_and_as_asked_on_gpus() -> None:
         plan(spec(gpu(), engine={"dtype": "float16"}), recorded_profiles()[name])
 
 
-def test_latents_of_a_size_that_no_kernel_of_cpus_is_for_are_refused_there() -> None:
+def test_refuses_latent_sizes_without_a_cpu_kernel() -> None:
     model = recorded_profiles()["DeepSeek-V2-Lite-Chat"]
     small = replace(model, kinds=tuple(replace(kind, kv_width=320) for kind in model.kinds))
     with pytest.raises(PlanError, match=r"latents of 320 elements.* kernels are for 576; use GPU"):
@@ -285,14 +285,14 @@ def test_latents_of_a_size_that_no_kernel_of_cpus_is_for_are_refused_there() -> 
     assert plan(spec(gpu(deviceMemory="141Gi")), small).plan
 
 
-def test_latents_without_amx_are_refused_with_what_would_differ() -> None:
+def test_refuses_latent_attention_without_amx() -> None:
     without = Inventory(cpu_features={"cpu": frozenset()})
     said = refusal("DeepSeek-V2-Lite-Chat", spec(*MIXED), without)
     assert "else takes blocks of 16 tokens and no chunked prefill on these ranks alone, and its nodes" in said
     assert "put CPU roles on nodes that have it" in said
 
 
-def test_a_type_that_a_kernel_does_not_take_is_refused() -> None:
+def test_refuses_a_type_without_a_kernel() -> None:
     blocks = "Qwen3-235B-A22B-FP8"
     said = refusal(blocks, spec(*MIXED, engine={"dtype": "float16"}))
     assert "FP8 in blocks, with engine.dtype float16" in said
@@ -311,7 +311,7 @@ def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:
         plan(spec(*MIXED), eight)
 
 
-def test_what_needs_amx_is_refused_where_nodes_have_none_and_said_where_they_do_not_tell() -> None:
+def test_refuses_amx_models_without_amx_and_notes_unknown_nodes() -> None:
     for name in ("DeepSeek-V3", "gpt-oss-20b", "Qwen3-235B-A22B-FP8"):
         profile = recorded_profiles()[name]
         without = Inventory(cpu_features={"cpu": frozenset()})
@@ -322,7 +322,7 @@ def test_what_needs_amx_is_refused_where_nodes_have_none_and_said_where_they_do_
     assert not any("AMX" in note for note in plan(spec(*MIXED), recorded_profiles()["Qwen3-30B-A3B"]).notes)
 
 
-def test_what_needs_avx_512_is_refused_where_nodes_have_none_and_said_where_they_do_not_tell() -> None:
+def test_refuses_avx_512_models_without_it_and_notes_unknown_nodes() -> None:
     in_fp8: dict[str, Any] = {"engine": {"args": ["--kv-cache-dtype", "fp8"]}}
     for name, fields, what in (
         ("Llama-3.3-70B-Instruct-AWQ", {}, "weights in 4-bit AWQ"),
@@ -341,7 +341,7 @@ def test_what_needs_avx_512_is_refused_where_nodes_have_none_and_said_where_they
     assert not plan(spec(cpu(**HUGE)), recorded_profiles()["Llama-3.1-8B-Instruct"]).notes
 
 
-def test_states_that_cpus_have_no_kernel_for_are_refused_there() -> None:
+def test_refuses_states_without_a_cpu_kernel() -> None:
     hybrid = recorded_profiles()["Nemotron-H-8B-Base-8K"]
     for name in ("JambaForCausalLM", "OlmoHybridForCausalLM"):
         model = replace(hybrid, architecture=name)
@@ -351,7 +351,7 @@ def test_states_that_cpus_have_no_kernel_for_are_refused_there() -> None:
     plan(spec(*MIXED), hybrid)
 
 
-def test_a_class_whose_pipeline_ends_at_its_load_is_refused_in_stages_alone() -> None:
+def test_refuses_a_class_without_a_working_pipeline_only_in_stages() -> None:
     name = "granite-4.0-h-small"
     said = refusal(name, spec(*MIXED))
     assert "got GraniteMoeHybridForCausalLM in 3 stages, but vLLM's class for it ends at its load" in said
@@ -471,12 +471,14 @@ def test_the_type_of_the_convolutions_states_counts(dtype: str, tokens: int) -> 
         ("Nemotron-3-Nano-30B-A3B", "have no gate"),
     ],
 )
-def test_what_no_memory_helps_is_said_before_memory(name: str, why: str, memory: str, device: str) -> None:
+def test_reports_unsupported_models_before_missing_memory(
+    name: str, why: str, memory: str, device: str
+) -> None:
     own = gpu(deviceMemory=device, feedForward={"cpu": "28", "memory": memory})
     assert why in refusal(name, spec(own, parallelism={"mode": "FeedForward"}))
 
 
-def test_all_reasons_are_said_at_once() -> None:
+def test_reports_all_reasons_at_once() -> None:
     """One by one they cost a user as many tries."""
     sees = replace(recorded_profiles()["Kimi-K2-Thinking"], encoder="images", encoder_bytes=2**30)
     with pytest.raises(PlanError) as caught:

@@ -68,7 +68,7 @@ class PlanAnswer:
         name: name of the resource, "" until the file is read.
         planned: the plan, or None.
         calibrations: measurements of the machines that are planned for.
-        errors: why there is no plan.
+        errors: errors of a file without a plan.
         refused: arguments, annotations, images and paths that every plan or the installation refuses.
     """
 
@@ -133,8 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chart-values",
         metavar="FILE",
-        help="output of `helm get values RELEASE --all -o yaml`: what the installation allows, and the "
-        "resources that it gives roles; default: the chart's own values",
+        help="output of `helm get values RELEASE --all -o yaml`, for the installation's policy and the "
+        "default resources of roles; default: the chart's own values",
     )
 
 

@@ -123,7 +123,7 @@ def _stage_sum(planned: Planned, stage: int) -> str:
     taken = format_bytes(rank.weight_bytes + rank.kv_cache_bytes)
     words = f"role {rank.role}: {' + '.join(parts)} = {taken} of {usable}"
     if budget.beside:
-        words += f". {format_bytes(budget.beside)} more are kept free for {BESIDE_ON_GPUS}"
+        words += f". Another {format_bytes(budget.beside)} is for {BESIDE_ON_GPUS}"
     return words
 
 

@@ -1,4 +1,4 @@
-"""The policy that `heteroinfer plan` applies: what an installation with these chart values refuses."""
+"""The policy that `heteroinfer plan` applies: the refusals of an installation with these chart values."""
 
 from collections.abc import Iterator
 from pathlib import Path

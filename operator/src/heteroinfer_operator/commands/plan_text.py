@@ -25,7 +25,7 @@ _HEADINGS: Final = ("RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What the text shows besides the verdict.
+    """The optional parts of the text.
 
     Attributes:
         explain: whether details are shown.

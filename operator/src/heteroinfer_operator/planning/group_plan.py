@@ -339,7 +339,7 @@ def _without_gpus(
         )
     if age_s is not None and age_s < parse_duration_s(shortage.after):
         raise Shortage(
-            f"{missing}; the group runs on CPUs once they have been missing for {shortage.after}{slower}"
+            f"{missing}; the group will use CPUs once GPUs have been missing for {shortage.after}{slower}"
         )
     return _placed(request, capacity, free_nodes, {name: f"{why}{slower}" for name, why in short.items()})
 
@@ -353,6 +353,6 @@ def _on_cpus_instead(
     try:
         cpus = make_plan(request, _inventory(spec, capacity, demands, None, short))
     except PlanError as error:
-        return f" (without GPUs there is no plan: {error.message})"
+        return f" (the group has no plan without GPUs: {error.message})"
     steps = [predict(planned.plan, planned.rates) for planned in (cpus, wanted)]
     return f" (expected step time on CPUs: {steps[0]} instead of {steps[1]})"

@@ -58,7 +58,7 @@ def _check_explicit(layers: Sequence[int], budgets: Sequence[StageBudget], sizes
     if layers[0] < least:
         raise PlanError(
             f"roles: the first stage must have at least {least} layers, because the model adds the encoder's "
-            f"output in each of them (got {layers[0]}). Give it more layers",
+            f"output in each (got {layers[0]}). Give it more layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     least = sizes.profile.last_stage_layers

@@ -24,7 +24,7 @@ CPU_BYTES_PER_S: Final = 115e9
 """Rate of all threads of a pod with our bf16 kernels: 110 to 120 GB/s with 14 threads of a 16-core Xeon with
 AVX512-BF16 and AMX (docs/user/benchmarks.md, 2026-11-21). More cores were not measured."""
 CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
-"""Rate of one of those 14 threads; fewer threads read proportionally less."""
+"""Rate of one thread; fewer than 14 threads read proportionally less."""
 CPU_OPERATIONS_PER_S: Final = 2e12
 """Operations of 16 cores in bf16 with AMX (2026-11-20)."""
 GPU_BYTES_PER_S: Final = 3500e9
