@@ -259,6 +259,6 @@ def test_plans_despite_a_shortage_if_others_wait() -> None:
 
 def test_cpu_only_is_decided_whether_or_not_others_wait() -> None:
     parsed, nodes = spec(gpu(), planning=CPU_ONLY), [node("a")]
-    assert "runs on CPUs once" in refused(parsed, *nodes, others_wait=True, shortage_age_s=0.0).message
+    assert "will use CPUs once" in refused(parsed, *nodes, others_wait=True, shortage_age_s=0.0).message
     planned = fit(parsed, build_free_nodes(nodes), others_wait=True, shortage_age_s=600.0)
     assert planned.plan.ranks[0].device is Device.CPU

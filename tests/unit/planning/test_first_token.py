@@ -1,4 +1,4 @@
-"""The keep-alive of streams: by default if a first token may take long; the user's own setting always applies."""
+"""The keep-alive of streams: the default, and the setting of the user."""
 
 import time
 

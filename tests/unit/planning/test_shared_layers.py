@@ -1,4 +1,4 @@
-"""Layers that read an earlier layer's keys and values: their memory, and the layers at which a stage may begin."""
+"""Layers that read an earlier layer's keys and values: their memory, and where a stage may begin."""
 
 from dataclasses import replace
 from typing import Any
