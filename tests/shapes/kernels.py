@@ -338,8 +338,9 @@ def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
     found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
     from tests.integration.kernels.reverting import revert
-    from vllm_heteroinfer.patches import cpu_router
+    from vllm_heteroinfer.patches import cpu_coded, cpu_router
 
+    cpu_coded.install()  # as in a CPU rank
     found["routers"] = [routers()]
     cpu_router.install()
     found["routers"].append(routers())

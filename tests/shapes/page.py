@@ -112,7 +112,6 @@ _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("Kimi-K2-Thinking in 4 bits", "Kimi-K2-Thinking", "B", {}),
     ("MiniMax-M2 in FP8", "MiniMax-M2", "B", {}),
     ("A model in NVFP4", "Llama-3.3-70B-Instruct-NVFP4", "B", {}),
-    ("FP8 with one scale a tensor", "Llama-3.1-8B-Instruct-FP8", "A", {}),
     ("Gemma-3 with images", "gemma-3-27b-it", "B", {}),
     ("AWQ in float16", "Llama-3.3-70B-Instruct-AWQ", "B", {"engine": {"dtype": "float16"}}),
     ("Quantization at load", "Llama-3.1-8B-Instruct", "A", {"engine": {"args": ["--quantization", "fp8"]}}),
@@ -129,7 +128,7 @@ _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 
 
 def _answers() -> str:
-    parts = ["\n## Thirteen that do not fit or cannot run, by `heteroinfer plan`\n"]
+    parts = ["\n## Twelve that do not fit or cannot run, by `heteroinfer plan`\n"]
     for title, name, group, fields in _QUESTIONS:
         try:
             ask(recorded_profiles()[name], group, **fields)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.kernels.instructions import emulated_library, of_this_cpu
+from tests.integration.kernels.instructions import SETS, emulated_library, of_this_cpu
 from tests.integration.kernels.probe_answers import Asking, asking
 from vllm_heteroinfer.kernels import build
 
@@ -40,5 +40,6 @@ def kernels(usable: list[str], request: pytest.FixtureRequest) -> Iterator[Askin
 @pytest.fixture
 def on_path(path: str, request: pytest.FixtureRequest) -> Asking:
     """Asks the kernels on this CPU's own instructions if it has those of the path, emulated if not."""
-    asks: Asking = request.getfixturevalue("kernels" if path in of_this_cpu() else "emulation")
+    own = path in of_this_cpu(getattr(request.module, "CODED_SETS", SETS))
+    asks: Asking = request.getfixturevalue("kernels" if own else "emulation")
     return asks

@@ -94,6 +94,33 @@ inline Ints interleave(Ints even, Ints odd, int half) {
   return as<Ints>(mixed);
 }
 
+inline Ints sizes_of_bytes(Ints a) {
+  Bytes value = as<Bytes>(a);
+  for (uint8_t& byte : value.at) byte = byte & 128 ? static_cast<uint8_t>(-byte) : byte;
+  return as<Ints>(value);
+}
+inline uint64_t equal_bytes(Ints a, Ints b) {
+  const Bytes left = as<Bytes>(a), right = as<Bytes>(b);
+  uint64_t mask = 0;
+  for (int i = 0; i < 64; i++) mask |= uint64_t{left.at[i] == right.at[i]} << i;
+  return mask;
+}
+inline Ints choose_bytes(Ints otherwise, uint64_t mask, Ints chosen) {
+  Bytes value = as<Bytes>(otherwise), other = as<Bytes>(chosen);
+  for (int i = 0; i < 64; i++) value.at[i] = mask >> i & 1 ? other.at[i] : value.at[i];
+  return as<Ints>(value);
+}
+struct Halves {
+  __m256i at[2];
+};
+inline __m256i half_of(Ints a, int half) { return as<Halves>(a).at[half]; }
+inline Floats widen_f16(__m256i halves) {
+  struct {
+    __m256 at[2];
+  } wide = {{_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))}};
+  return as<Floats>(wide);
+}
+
 // AVX512-BF16 and AMX take denormal inputs for zeros and make zeros of denormal results, whatever MXCSR says.
 inline float flushed(float value) { return __builtin_fabsf(value) < 0x1p-126f ? __builtin_copysignf(0.0f, value) : value; }
 inline float step(float sum, float a, float b) {
@@ -191,6 +218,14 @@ inline void multiply_tiles(int c, int a, int b) {
 #define _mm512_or_si512(a, b) emulated::either(a, b)
 #define _mm512_storeu_si512(memory, value) emulated::store_ints(memory, value)
 #define _mm512_permutex2var_epi8(low, index, high) emulated::look_up(low, index, high)
+#undef _mm512_extracti64x4_epi64
+#undef _mm512_cmpeq_epi8_mask
+#define _mm512_abs_epi8(a) emulated::sizes_of_bytes(a)
+#define _mm512_cmpeq_epi8_mask(a, b) emulated::equal_bytes(a, b)
+#define _mm512_mask_mov_epi8(otherwise, mask, chosen) emulated::choose_bytes(otherwise, mask, chosen)
+#define _mm512_castsi512_si256(a) emulated::half_of(a, 0)
+#define _mm512_extracti64x4_epi64(a, half) emulated::half_of(a, half)
+#define _mm512_cvtph_ps(halves) emulated::widen_f16(halves)
 #define _mm512_unpacklo_epi8(a, b) emulated::interleave(a, b, 0)
 #define _mm512_unpackhi_epi8(a, b) emulated::interleave(a, b, 1)
 #undef _mm512_slli_epi32

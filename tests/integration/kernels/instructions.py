@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,16 +16,33 @@ SETS: Final = {
     "amx_bf16": {"avx512f", "amx_tile", "amx_bf16"},
 }
 """What each of the kernels' paths needs, in the words of /proc/cpuinfo."""
+CODED_SETS: Final = {
+    "avx512f": {"avx512f"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi"},
+    "amx_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+"""The same of the paths of coded weights."""
 EMULATION: Final = Path(__file__).parent / "emulated_instructions.h"
 
-_FLAGS: Final = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-w", "-mavx2", "-mfma")
+_FLAGS: Final = (
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fopenmp",
+    "-w",
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+)
 
 
-def of_this_cpu() -> list[str]:
+def of_this_cpu(sets: Mapping[str, set[str]] = SETS) -> list[str]:
     """Returns the kernels' paths that this CPU has, as the kernel of the machine tells its flags."""
     line = next(row for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("flags"))
     flags = set(line.split())
-    return [path for path, needed in SETS.items() if needed <= flags]
+    return [path for path, needed in sets.items() if needed <= flags]
 
 
 def emulated_library(*, cpu_has_them: bool = True) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.model import Routing, SchemeName
-from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
+from heteroinfer_operator.nodes.cpu_features import AMX
 from heteroinfer_operator.vllm_support.architectures import (
     BROKEN_PIPELINE,
     IMAGES_ATTEND_BOTH_WAYS,
@@ -22,7 +22,7 @@ from heteroinfer_operator.vllm_support.cpu_ranks import (
     LinearKernel,
 )
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
-from heteroinfer_operator.vllm_support.quantization import DEPRECATED_METHODS, METHOD_DTYPES
+from heteroinfer_operator.vllm_support.quantization import DEPRECATED_METHODS, FOUR_BITS, METHOD_DTYPES
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 from tests.shapes.comparison import recorded
 
@@ -111,8 +111,7 @@ def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) ->
             said[key, dtype] = (bool(kernel), bool(without[key][dtype]))
             takes = ours is not None and _takes(ours, int(bits), dtype)
             of_table[key, dtype] = (takes, takes and ours is not None and ours.needs != AMX)
-    stricter = {which for which in said if which[0] == f"{SchemeName.FP8_TENSOR} 8"}
-    stricter.add((f"{SchemeName.INT4} 4", "float32"))  # chosen, and not computed: see the next test
+    stricter = {(f"{SchemeName.INT4} 4", "float32")}  # chosen, and not computed: see the next test
     assert {of_table.pop(which) for which in stricter} == {(False, False)}
     assert of_table == {which: runs for which, runs in said.items() if which not in stricter}
     asked = {SchemeName(key.rpartition(" ")[0]) for key in with_amx}
@@ -129,7 +128,7 @@ def test_what_is_in_the_libraries_for_avx_512_alone_is_in_the_table(kernels: dic
     assert kernels["libraries"] == {"int4": ["AVX512-BF16", "AVX-512"], "scan": []}
     kernel = "CPUWNA16LinearKernel"
     by_it = {key for key, found in kernels["linear"][1].items() if kernel in found.values()}
-    assert by_it == {f"{name} 4" for name, ours in CPU_LINEAR.items() if ours.needs == AVX512}
+    assert by_it == {f"{name} 4" for name in FOUR_BITS}
 
 
 def test_kv_caches_are_of_the_type_and_for_the_heads_that_the_table_says(kernels: dict[str, Any]) -> None:

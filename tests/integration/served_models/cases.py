@@ -41,6 +41,8 @@ class Case:
         always: whether `make test` serves it too.
         rotary_by_torch: whether stock vLLM must turn positions by torch in 16 bits, too: its own operation
             is wrong for this model, or ends the process.
+        widened: whether our kernels serve its linear layers, and stock vLLM serves the same weights in
+            float32: vLLM's own kernels round inputs to 8 bits, or need AMX.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Case:
     afterwards: Mapping[str, Any] = field(default_factory=dict)
     always: bool = False
     rotary_by_torch: bool = False
+    widened: bool = False
 
     def is_served(self, cpu: frozenset[str]) -> bool:
         """Returns whether two pods serve it on CPUs that have these of `needs`."""
@@ -279,11 +282,12 @@ def _format(name: str, scheme: SchemeName, needs: str = "", **fields: Any) -> Ca
 
 FORMATS: Final = (
     _format("int8", SchemeName.INT8, always=True),
-    _format("fp8-per-channel", SchemeName.FP8_CHANNEL),
+    _format("fp8-per-channel", SchemeName.FP8_CHANNEL, AVX512, dtype="float16", widened=True),
+    _format("fp8-per-tensor", SchemeName.FP8_TENSOR, AVX512, dtype="float16", widened=True, always=True),
     _format("awq", SchemeName.AWQ, AVX512, dtype="float16"),
     _format("gptq", SchemeName.GPTQ, AVX512, dtype="float16"),
     _format("int4", SchemeName.INT4, AVX512),
-    _format("fp8-in-blocks", SchemeName.FP8_BLOCK, AMX),
+    _format("fp8-in-blocks", SchemeName.FP8_BLOCK, AVX512, dtype="float16", widened=True),
     Case(
         name="mxfp4",
         architecture="gpt_oss",
@@ -304,7 +308,7 @@ FORMATS: Final = (
 """Plain weights are the cases above."""
 
 
-def _mixture(name: str, scheme: SchemeName, part: str = "experts") -> Case:
+def _mixture(name: str, scheme: SchemeName) -> Case:
     return Case(
         name=f"mixture-{name}",
         architecture="qwen3_moe",
@@ -312,7 +316,7 @@ def _mixture(name: str, scheme: SchemeName, part: str = "experts") -> Case:
         scheme=scheme,
         dtype="bfloat16",
         needs=AMX,
-        refused=f"AMX is needed on CPUs for {part} in",
+        refused="AMX is needed on CPUs for experts in",
     )
 
 
@@ -320,7 +324,7 @@ MIXTURES: Final = (
     _mixture("awq", SchemeName.AWQ),
     _mixture("gptq", SchemeName.GPTQ),
     _mixture("int4", SchemeName.INT4),
-    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK, "weights"),
+    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK),
 )
 """Experts in each format that kernels of CPUs have; in MXFP4 they are above."""
 

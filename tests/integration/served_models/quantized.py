@@ -47,6 +47,11 @@ CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
     SchemeName.FP8_CHANNEL: _compressed(
         "float-quantized", _floats("channel", dynamic=False), _floats("token", dynamic=True)
     ),
+    SchemeName.FP8_TENSOR: {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "ignored_layers": _LAYERS_ALONE,
+    },
     SchemeName.INT4: _compressed("pack-quantized", _integers(4, "group", group_size=GROUP), None),
     SchemeName.AWQ: {
         "quant_method": "awq",
@@ -119,6 +124,28 @@ def _fp8_channel(weight: Any) -> Tensors:
 
     scale = weight.abs().amax(1, keepdim=True) / _FP8_MOST
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def _fp8_tensor(weight: Any) -> Tensors:
+    import torch
+
+    scale = weight.abs().max() / _FP8_MOST
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def widen(tensors: Mapping[str, Any]) -> Tensors:
+    """Returns a checkpoint in FP8 with its weights in float32."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("weight_scale", "weight_scale_inv")):
+            continue
+        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
+        found[name] = tensor.float()
+        if scale is not None and name.endswith("weight"):
+            if (scale.ndim and scale.shape[1] > 1) or f"{name}_scale_inv" in tensors:
+                scale = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+            found[name] *= scale.float()
+    return found
 
 
 def _fp8_blocks(weight: Any) -> Tensors:
@@ -196,6 +223,7 @@ def _pack(codes: Any, dim: int) -> Any:
 _LINEAR: Final[Mapping[SchemeName, Callable[[Any], Tensors]]] = {
     SchemeName.INT8: _int8,
     SchemeName.FP8_CHANNEL: _fp8_channel,
+    SchemeName.FP8_TENSOR: _fp8_tensor,
     SchemeName.FP8_BLOCK: _fp8_blocks,
     SchemeName.INT4: _int4,
     SchemeName.GPTQ: _gptq,

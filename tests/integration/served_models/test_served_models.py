@@ -6,6 +6,7 @@ The plan comes from the model's files, as `heteroinfer plan` makes it for nodes 
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,13 @@ def check_served(case: Case, folder: Path) -> None:
     ]
     # Sums in float32 may be in any order; in 16 bits each step must have the same rows.
     at_once = planned.engine.dtype == "float32"
-    expected = ask_stock(planned.engine, at_once=at_once, rotary=case.rotary_by_torch)
+    stocks = planned.engine
+    if case.widened:
+        stocks = replace(stocks, model=f"{folder}/model-widened", dtype="float32")
+    expected = ask_stock(stocks, at_once=at_once, rotary=case.rotary_by_torch)
     check_telling(expected)
-    with start_group(planned, folder / "group", env={**ONE_THREAD, **VLLMS_KERNELS}) as group:
+    kernels = {} if case.widened else VLLMS_KERNELS
+    with start_group(planned, folder / "group", env={**ONE_THREAD, **kernels}) as group:
         group.wait_ready()
         assert ask_group(group, at_once=at_once) == expected
         stored = [scrape(group, rank.rank).total(names_of_metrics.WEIGHT_BYTES) for rank in planned.ranks]

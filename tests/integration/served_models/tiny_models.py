@@ -6,6 +6,7 @@ Imports torch and transformers inside functions only.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 from heteroinfer_contract.model import SchemeName
 from tests.integration.feed_forward.tiny_models import build
 from tests.integration.served_models.cases import CASES, LAYERS, Case
-from tests.integration.served_models.quantized import CONFIGS, quantize
+from tests.integration.served_models.quantized import CONFIGS, quantize, widen
 
 _FILE: Final = "model.safetensors"
 
@@ -44,10 +45,23 @@ def _quantize(directory: Path, scheme: SchemeName) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def make_widened(directory: Path, plain: Path) -> None:
+    """Writes the model of a folder, in FP8, into another one with its weights in float32."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(directory, plain)
+    save_file(widen(load_file(directory / _FILE)), plain / _FILE, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+
+
 def main(argument: str) -> None:
-    """Makes what `argument`, the case's name and a folder in JSON, says."""
+    """Makes the case and folder of `argument`, in JSON, and a second folder for a `widened` case."""
     name, directory = json.loads(argument)
     make(CASES[name], Path(directory))
+    if CASES[name].widened:
+        make_widened(Path(directory), Path(f"{directory}-widened"))
 
 
 if __name__ == "__main__":

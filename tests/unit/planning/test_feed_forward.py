@@ -548,7 +548,6 @@ def on_cpus(name: str, inventory: Inventory | None = None, **engine: Any) -> str
     ("name", "engine", "why"),
     [
         ("Llama-3.3-70B-Instruct-NVFP4", {}, "weights in NVFP4, groups of 16, which CPU ranks cannot run"),
-        ("Llama-3.1-8B-Instruct-FP8", {}, "weights in FP8 per tensor, which CPU ranks cannot run"),
         ("Kimi-K2-Thinking", {}, "its kernel is for groups of 128"),
         ("Llama-3.3-70B-Instruct-AWQ", {"dtype": "float16"}, "set engine.dtype: bfloat16"),
         ("Qwen3-235B-A22B-FP8", {"dtype": "float16"}, "its kernel is for bfloat16"),

@@ -43,7 +43,6 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
         ("MiniMax-M2", "chosen by MiniMax2 routing", "let a GPU choose (parallelism.mode: FeedForward)"),
         ("Nemotron-3-Nano-30B-A3B", "have no gate", "use GPU roles only"),
         ("Llama-3.3-70B-Instruct-NVFP4", "weights in NVFP4, groups of 16", "AWQ, GPTQ"),
-        ("Llama-3.1-8B-Instruct-FP8", "weights in FP8 per tensor", "blocks of 128"),
         ("gemma-3-27b-it", "in both directions", "--language-model-only"),
     ],
 )
@@ -296,7 +295,7 @@ def test_refuses_a_type_without_a_kernel() -> None:
     blocks = "Qwen3-235B-A22B-FP8"
     said = refusal(blocks, spec(*MIXED, engine={"dtype": "float16"}))
     assert "FP8 in blocks, with engine.dtype float16" in said
-    assert "its kernel is for bfloat16, float32; set engine.dtype: bfloat16" in said
+    assert "its kernel is for bfloat16; set engine.dtype: bfloat16" in said
     assert plan(spec(*MIXED), recorded_profiles()[blocks]).plan.engine.dtype == "bfloat16"
     of_any_type = replace(recorded_profiles()[blocks], quantization="compressed-tensors")
     with pytest.raises(PlanError, match=r"experts in FP8 in blocks.* with engine.dtype float32") as caught:
@@ -399,14 +398,22 @@ def test_features_are_read_from_the_labels_of_the_nodes() -> None:
         plan_group(quantized, Capacity(free_nodes=build_free_nodes([node("a", AVX2="true")])))
 
 
-def test_slow_formats_are_planned_with_a_warning_and_a_true_step() -> None:
-    slow, bf16 = (
+def test_fp8_per_channel_takes_a_shorter_step_than_bf16() -> None:
+    fp8, bf16 = (
         plan(spec(cpu(**HUGE)), recorded_profiles()[name])
         for name in ("Llama-3.3-70B-Instruct-FP8-dynamic", "Llama-3.1-70B-Instruct")
     )
-    assert any("60 times slower" in note for note in slow.notes)
-    steps = [sum(rank.predicted_step_s for rank in planned.plan.ranks) for planned in (slow, bf16)]
-    assert steps[0] > 20 * steps[1]
+    steps = [sum(rank.predicted_step_s for rank in planned.plan.ranks) for planned in (fp8, bf16)]
+    assert steps[0] < steps[1]
+
+
+@pytest.mark.parametrize("name", ["Llama-3.3-70B-Instruct-FP8-dynamic", "Llama-3.1-8B-Instruct-FP8"])
+def test_fp8_per_channel_and_per_tensor_need_avx_512_on_cpus(name: str) -> None:
+    model = recorded_profiles()[name]
+    assert any(
+        "AVX-512 is needed on CPUs for weights in FP8" in note
+        for note in plan(spec(cpu(**HUGE)), model).notes
+    )
 
 
 @pytest.mark.parametrize(

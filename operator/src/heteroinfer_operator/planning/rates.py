@@ -128,7 +128,8 @@ CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = Ma
         (KernelPart.LINEAR, SchemeName.GPTQ): (0.4, 0.33, 0.17, 0.11, 0.0165),
         (KernelPart.LINEAR, SchemeName.INT4): (0.4, 0.33, 0.17, 0.11, 0.0165),
         (KernelPart.LINEAR, SchemeName.FP8_BLOCK): (0.65, 0.38, 0.2, 0.13, 0.025),
-        (KernelPart.LINEAR, SchemeName.FP8_CHANNEL): (0.015,),
+        (KernelPart.LINEAR, SchemeName.FP8_CHANNEL): (0.65, 0.38, 0.2, 0.13, 0.025),
+        (KernelPart.LINEAR, SchemeName.FP8_TENSOR): (0.65, 0.38, 0.2, 0.13, 0.025),
         (KernelPart.LINEAR, SchemeName.INT8): (1.0,),
         (KernelPart.EXPERTS, SchemeName.NONE): (1.0, 1.0, 1.0, 0.41, 0.15),
         (KernelPart.EXPERTS, SchemeName.FP8_BLOCK): (0.85,),
@@ -145,7 +146,8 @@ Measured with 13 threads of an H200's host, 2026-11-22 (docs/user/benchmarks.md)
 experts with one row are the kernels alone (experts with 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits
 61 to 80, MXFP4 45 to 51, when our bf16 kernels read 100). AWQ, FP8 in blocks and bf16 experts with many rows
 were derived from steps and first tokens of whole groups, so they include the rest of a layer. GPTQ and int4
-use the values of AWQ. FP8 per channel: 0.5 GB/s with 2 threads, through torch. int8 was not measured."""
+use the values of AWQ. FP8 per channel and per tensor use the values of FP8 in blocks. int8 was not
+measured."""
 CPU_PLAIN_OTHER: Final = 60 / 115
 """Relative rate of element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
 CPU_INT4_FLOAT16: Final = 0.14

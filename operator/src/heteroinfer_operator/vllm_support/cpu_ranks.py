@@ -54,7 +54,6 @@ class LinearKernel:
     bits: frozenset[int] = frozenset()
     dtypes: frozenset[str] = frozenset()
     needs: str = ""
-    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +82,14 @@ CPU_LINEAR: Final[Mapping[SchemeName, LinearKernel]] = MappingProxyType(
             dtypes=frozenset({"bfloat16", "float16"}), bits=frozenset({4}), needs=AVX512
         ),
         SchemeName.INT8: LinearKernel(),
-        SchemeName.FP8_BLOCK: LinearKernel(dtypes=frozenset({"bfloat16", "float32"}), needs=AMX),
-        SchemeName.FP8_CHANNEL: LinearKernel(
-            warning="CPU ranks read FP8 per channel through torch, 60 times slower than bf16 (0.5 GB/s by 2 "
-            "threads, 2026-11-22); take the model in bf16, in FP8 in blocks of 128, or in 4 bits (AWQ, GPTQ)"
-        ),
+        SchemeName.FP8_BLOCK: LinearKernel(needs=AVX512),
+        SchemeName.FP8_CHANNEL: LinearKernel(needs=AVX512),
+        SchemeName.FP8_TENSOR: LinearKernel(needs=AVX512),
     }
 )
-"""What is not here fails at load (vllm/model_executor/kernels/linear@v0.32.0), FP8 per tensor only where the
-layers that vLLM fuses (q, k and v) have scales of their own. That of 4 bits (cpu_gemm_wna16) is in vLLM's
-libraries for AVX-512 alone: on other CPUs it is chosen, and fails at the first step."""
+"""What is not here fails at load (vllm/model_executor/kernels/linear@v0.32.0). FP8 is computed by our kernels
+(patches/cpu_coded.py), which need AVX-512. vLLM's kernel of 4 bits (cpu_gemm_wna16) is in its libraries for
+AVX-512 alone: on other CPUs vLLM chooses that kernel, and its first step fails."""
 CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     {
         SchemeName.NONE: ExpertsKernel(routing=None, dtypes=frozenset(), needs_amx=False),
@@ -376,7 +373,7 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
             "vLLM takes a kernel that is ten times slower than that for bfloat16, without a word",
             "set engine.dtype: bfloat16, or auto",
         )
-    return (kernel.warning,) if kernel.warning else ()
+    return ()
 
 
 def _check_dtype(what: str, kernel: LinearKernel | ExpertsKernel, engine: EngineSettings) -> None:
@@ -395,10 +392,7 @@ def _format(profile: ModelProfile) -> str:
 
 
 def _other_format(profile: ModelProfile) -> str:
-    others = "in 4 bits (AWQ, GPTQ)"
-    if profile.scheme.name is SchemeName.FP8_TENSOR:
-        others = f"in FP8 with blocks of 128, {others}"
-    return f"take the same model {others} or {in_bf16(profile)}, or use GPU roles only"
+    return f"take the same model in FP8, in 4 bits (AWQ, GPTQ) or {in_bf16(profile)}, or use GPU roles only"
 
 
 def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool = True) -> tuple[str, ...]:

@@ -66,7 +66,6 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
             copy=False,
         ),
         SchemeName.MXFP4: WeightFormat(method="mxfp4", linear=False),
-        # Last and small: torch's own product; one layer of 4096 columns took 54 s on a busy machine.
         SchemeName.FP8_CHANNEL: WeightFormat(
             method="compressed-tensors",
             config=_compressed(
@@ -75,7 +74,9 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
                 {**_PER_TOKEN, "type": "float"},
             ),
             experts=False,
-            size=512,
+        ),
+        SchemeName.FP8_TENSOR: WeightFormat(
+            method="fp8", config={"activation_scheme": "dynamic"}, experts=False
         ),
     }
 )

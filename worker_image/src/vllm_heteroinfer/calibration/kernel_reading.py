@@ -227,7 +227,7 @@ class KernelBench:
         from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-        from vllm_heteroinfer.patches import cpu_experts
+        from vllm_heteroinfer.patches import cpu_coded, cpu_experts
 
         self._threads = threads
         self._folder = tempfile.TemporaryDirectory(prefix="heteroinfer-")
@@ -240,7 +240,8 @@ class KernelBench:
         with set_current_vllm_config(self._config):
             init_distributed_environment(1, 0, "unused://", 0, "gloo")
             initialize_model_parallel(1, 1)
-        cpu_experts.install()  # as in a rank
+        cpu_coded.install()  # as in a rank
+        cpu_experts.install()
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
 

@@ -11,6 +11,8 @@ from vllm_heteroinfer.kernels.build import library_path
 
 PATHS: Final = ("avx512f", "avx512_bf16", "amx_bf16")
 """Names of the instruction sets, by their bit in what `heteroinfer_init` returns."""
+CODED_PATHS: Final = (*PATHS, "avx2")
+"""The same of coded weights (`kernels/coded.py`), which AVX2 with FMA and F16C multiplies too."""
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long
@@ -26,6 +28,15 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "heteroinfer_linear": (
         None,
         (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG),
+    ),
+    "heteroinfer_coded_bytes": (_LONG, (_POINTER, _LONG, _LONG)),
+    "heteroinfer_coded_pack": (
+        None,
+        (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG),
+    ),
+    "heteroinfer_coded_linear": (
+        None,
+        (*(_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),),
     ),
     "heteroinfer_experts": (
         None,
@@ -106,7 +117,7 @@ def load(path: Path | None = None) -> KernelLibrary:
     path = path or library_path()
     calls = load_functions(path, _SIGNATURES)
     bits = calls.heteroinfer_init()
-    if not bits:
+    if not bits & 1:
         raise KernelsUnavailableError("this CPU has no AVX512F")
     return KernelLibrary(
         path=path, calls=calls, paths=tuple(name for bit, name in enumerate(PATHS) if bits >> bit & 1)

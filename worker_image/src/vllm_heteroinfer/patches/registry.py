@@ -113,6 +113,18 @@ CPU_AWQ_PACKING: Final = replace(
     parameters=("layer", "w_q_name", "w_zp_name", "size_bits"),
     why="the same for linear layers in AWQ, which are put into GPTQ's order before",
 )
+CPU_CODED_SCALES: Final = Patch(
+    id="cpu_coded",
+    target="vllm.model_executor.layers.quantization.utils.w8a8_utils:requantize_with_max_scale",
+    parameters=("weight", "weight_scale", "logical_widths"),
+    why=(
+        "vLLM joins FP8 layers (q, k and v, or gate and up) and rounds their weights again to share one "
+        "scale, by an operation that CPUs lack. Our kernels keep the weights and take a scale for each column"
+    ),
+    verified=("0.32.0",),
+    remove_when="vLLM keeps the scale of each joined layer",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
 CPU_ROUTER: Final = Patch(
     id="cpu_router",
     target="vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing",
@@ -196,6 +208,7 @@ PATCHES: Final = (
     CPU_INT4_PACKING,
     CPU_INT4_PACKING_AMX,
     CPU_AWQ_PACKING,
+    CPU_CODED_SCALES,
     CPU_ROUTER,
     CPU_MIXTURE,
     CPU_NORM,

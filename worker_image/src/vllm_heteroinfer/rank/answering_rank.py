@@ -21,7 +21,7 @@ from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.skeleton import Skeleton, SkeletonBuilder
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
-from vllm_heteroinfer.patches import cpu_experts, cpu_linear, cpu_packing
+from vllm_heteroinfer.patches import cpu_coded, cpu_experts, cpu_linear, cpu_packing
 from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.lane_meter import LaneMeter
@@ -48,6 +48,7 @@ def serve(context: RankContext, config: Any) -> NoReturn:
     reporter, own_bytes = context.reporter, context.rank.weight_bytes
     reporter.phase(RankPhase.LOADING, 0, own_bytes)
     cpu_linear.install()
+    cpu_coded.install()
     cpu_experts.install()
     cpu_packing.install()
     lanes = context.plan.feed_forward_ranks(context.rank.stage)

@@ -35,9 +35,10 @@ inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 // The rows of a call, in groups that a kernel multiplies at once.
 struct Rows {
-  Rows(const Kernel& kernel, long m) : m(m), groups(ceil_div(m, kernel.max_rows)) {
-    // Tiles are cheapest full; vectors cheapest in equal groups.
-    each = &kernel == &kAmx ? std::min<long>(m, kernel.max_rows) : ceil_div(m, groups);
+  Rows(const Kernel& kernel, long m) : Rows(m, kernel.max_rows, &kernel == &kAmx) {}
+  // Tiles are cheapest full; vectors cheapest in equal groups.
+  Rows(long m, long most, bool full) : m(m), groups(ceil_div(m, most)) {
+    each = full ? std::min(m, most) : ceil_div(m, groups);
     groups = ceil_div(m, each);
   }
   long first(long group) const { return group * each; }

@@ -3,6 +3,7 @@
 // OpenMP is torch's own: this library is linked without libgomp, and its GOMP_* symbols are those
 // of the one that torch has loaded. A second pool of threads would spin against the first.
 #include "call.h"
+#include "coded_call.h"
 
 #include <cpuid.h>
 #include <omp.h>
@@ -15,11 +16,12 @@ using namespace heteroinfer;
 
 namespace {
 
-enum Path { kPathAvx512 = 0, kPathAvx512Bf16 = 1, kPathAmx = 2, kPaths = 3 };
-const Kernel* const kKernels[kPaths] = {&kAvx512, &kAvx512Bf16, &kAmx};
+enum Path { kPathAvx512 = 0, kPathAvx512Bf16 = 1, kPathAmx = 2, kPathAvx2 = 3, kPaths = 4 };
+const Kernel* const kKernels[] = {&kAvx512, &kAvx512Bf16, &kAmx};
 
 constexpr long kFewRows = 64;            // up to here threads share single blocks
 constexpr long kAmxRows = 4;             // from here on tiles beat vectors
+constexpr long kAmxCodedRows = 5;        // the same of coded weights, which are widened for tiles
 constexpr long kSerialBytes = 64 << 10;  // of weights: below, waking the team takes longer
 constexpr long kChunkUnits = 16;         // of weights that several groups of rows read in turn: 32 KiB
 constexpr long kSharedChunkUnits = 8;    // where they prefetch the next chunk meanwhile: half of the first cache
@@ -249,7 +251,7 @@ void pack_inputs(const Call& call, char* out, const uint16_t* x, long ldx, long 
 }
 
 Path choose(long m) {
-  if (forced_path >= 0) return static_cast<Path>(forced_path);
+  if (forced_path >= 0 && forced_path != kPathAvx2) return static_cast<Path>(forced_path);
   if (m >= kAmxRows && available >> kPathAmx & 1) return kPathAmx;
   return available >> kPathAvx512Bf16 & 1 ? kPathAvx512Bf16 : kPathAvx512;
 }
@@ -288,16 +290,32 @@ Choice heteroinfer::choose_kernel(long m, bool fp8) {
           forced_prefetch >= 0 ? forced_prefetch : kernel.prefetch};
 }
 
+CodedChoice heteroinfer::choose_coded(long code, long element, long m) {
+  static const CodedKernel kCodedAmx = coded_amx();
+  const auto may = [](Path path) { return (forced_path < 0 || forced_path == path) && available >> path & 1; };
+  const CodedKernel* kernel = &kCodedAvx512;
+  const RowsKernel* rows = &kRowsAvx512;
+  if (may(kPathAmx) && widens && element == kElementBf16 && code != kF16 && m >= kAmxCodedRows)
+    kernel = &kCodedAmx;
+  else if ((may(kPathAvx512Bf16) || may(kPathAmx)) && widens && element == kElementBf16 && code != kF16)
+    kernel = &kCodedAvx512Bf16;
+  else if (!(available >> kPathAvx512 & 1) || forced_path == kPathAvx2)
+    kernel = &kCodedAvx2, rows = &kRowsAvx2;
+  return {kernel, rows, forced_streams > 0 ? forced_streams : kMaxStreams, forced_prefetch >= 0 ? forced_prefetch : 4};
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
 // Finds out what this CPU has; to be called once, before anything else. Returns bits: 1 AVX512F,
-// 2 AVX512-BF16, 4 AMX-BF16; 0 if nothing here can run.
+// 2 AVX512-BF16, 4 AMX-BF16, 8 AVX2 with FMA and F16C; 0 if nothing here can run.
 int heteroinfer_init() {
   __builtin_cpu_init();
   available = 0;
-  if (!__builtin_cpu_supports("avx512f")) return 0;
-  available = 1 << kPathAvx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    available = 1 << kPathAvx2;
+  if (!__builtin_cpu_supports("avx512f")) return available;
+  available |= 1 << kPathAvx512;
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
     available |= 1 << kPathAvx512Bf16;
   widens = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bw");
@@ -310,7 +328,7 @@ int heteroinfer_init() {
 // Name of what multiplies m rows.
 const char* heteroinfer_kernel(long m) { return kKernels[choose(m)]->name; }
 
-// For measurements and tests: a path (0, 1, 2), streams (1, 2, 4) and a prefetch distance in units (for FP8, in 128 k)
+// For measurements and tests: a path (0, 1, 2, and 3 of coded weights), streams (1, 2, 4) and a prefetch distance in units (for FP8, in 128 k)
 // instead of the defaults; -1 is the default. Returns 0 if this CPU cannot do that.
 int heteroinfer_tune(int path, int streams, int prefetch) {
   if (path >= kPaths || (path >= 0 && !(available >> path & 1))) return 0;

@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from heteroinfer_contract.cgroups import available_memory
 from vllm_heteroinfer.patches import (
     cpu_attention,
+    cpu_coded,
     cpu_experts,
     cpu_linear,
     cpu_mixture,
@@ -39,6 +40,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
     def load_model(self, **kwargs: Any) -> None:
         """Loads this stage's weights; layers and experts go to our kernels where the CPU can run them."""
         cpu_linear.install()
+        cpu_coded.install()
         cpu_experts.install()
         cpu_packing.install()
         cpu_router.install()

@@ -1,0 +1,132 @@
+"""What the kernels make of coded weights: `python -m tests.integration.kernels.coded_probe [LIBRARY]`.
+
+As `probe`, of which the arguments are.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.kernels.answering import serve
+from tests.integration.kernels.coded_weights import FORMATS, draw_coded, widen
+from vllm_heteroinfer.kernels import coded, linear
+from vllm_heteroinfer.kernels.library import CODED_PATHS
+
+LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+TYPES = {"bf16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROUNDING = {"bf16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
+SUMS = 2.0**-20
+"""Of the sum of the sizes of all products: what float32 sums may be off."""
+
+
+def prepare() -> Any:
+    """Returns the library, loaded once."""
+    linear.prepare(LIBRARY)
+    return coded.register()
+
+
+def tune(case: dict[str, Any]) -> None:
+    """Forces a case's path, streams and prefetch distance; without them the defaults."""
+    path = case.get("path")
+    index = -1 if path is None else CODED_PATHS.index(path)
+    done = prepare().calls.heteroinfer_tune(index, case.get("streams", -1), case.get("prefetch", -1))
+    assert done, case
+
+
+class Product:
+    """Inputs and a weight of a case, at random but for its seed."""
+
+    def __init__(self, case: dict[str, Any], seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.case, dtype = case, TYPES[case["dtype"]]
+        rows, columns, inputs = case["rows"], case["columns"], case["inputs"]
+        self.weight = draw_coded(draw, FORMATS[case["format"]], columns, inputs)
+        stride = inputs + case.get("stride", 0)
+        self.x = torch.randn(rows, stride, generator=draw).mul_(inputs**-0.5).to(dtype)[:, :inputs]
+        self.bias = torch.randn(columns, generator=draw).to(dtype) if case.get("bias") else None
+
+    def compute(self) -> torch.Tensor:
+        """Returns what the kernels make of it."""
+        packed = coded.pack(prepare(), self.weight)
+        torch.set_num_threads(self.case.get("threads", 2))
+        tune(self.case)
+        y = coded.linear(self.x, packed, self.bias)
+        tune({})
+        return y
+
+    def spoil(self, place: str) -> bool:
+        """Puts a NaN or an infinity somewhere; returns False where the format has no such place."""
+        weight, form = self.weight, self.weight.format
+        if place.startswith("x"):
+            self.x[0, 37] = float(place.split()[1])
+        elif place == "code":
+            weight.codes[40, 37] = 255
+            return form.code == coded.Code.FP8
+        else:
+            assert weight.scales is not None
+            floats = weight.scales.is_floating_point()
+            weight.scales[-1, 0] = torch.nan if floats else {5: 255, 6: 127}[form.scale]
+        return True
+
+    def error(self) -> float:
+        """Returns the worst error as a share of what the roundings may make."""
+        y, dense = self.compute().double(), widen(self.weight)
+        exact = self.x.double() @ dense.T
+        sizes = self.x.double().abs() @ dense.abs().T
+        if self.weight.zeros is not None:  # sums of codes and of inputs are summed apart
+            apart = self.weight.format, self.weight.columns, self.weight.inputs
+            sizes = sizes + self.x.double().abs() @ self._spread_scales(*apart).T * 16
+        if self.bias is not None:
+            exact, sizes = exact + self.bias.double(), sizes + self.bias.double().abs()
+        limit = exact.abs() * ROUNDING[self.case["dtype"]] + sizes * SUMS + 1e-30
+        if self.case["dtype"] == "float16":
+            limit += 2.0**-24
+        return float(((y - exact).abs() / limit).nan_to_num(torch.inf).max())
+
+    def _spread_scales(self, form: coded.Format, _: int, inputs: int) -> torch.Tensor:
+        assert self.weight.scales is not None
+        return self.weight.scales.double().repeat_interleave(form.group or inputs, 1)[:, :inputs]
+
+
+def products(question: dict[str, Any]) -> Any:
+    """Returns the worst error of each case, as a share of what roundings may make."""
+    return {"errors": [Product(case, seed).error() for seed, case in enumerate(question["cases"])]}
+
+
+def bits(question: dict[str, Any]) -> Any:
+    """Returns a digest of each case's outputs, bit by bit."""
+    outputs = [Product(case, case["seed"]).compute() for case in question["cases"]]
+    return {"digests": [hashlib.sha256(y.view(torch.uint8).numpy().tobytes()).hexdigest() for y in outputs]}
+
+
+def not_numbers(question: dict[str, Any]) -> Any:
+    """Returns for each place of a NaN or infinity whether outputs are as in float64."""
+    said = {}
+    for name in ("fp8 block", "fp8 channel", "int8 128", "int4 32 zeros", "mxfp4", "mxfp8", "nvfp4"):
+        case = {
+            "format": name,
+            "path": question["path"],
+            "rows": question["rows"],
+            "dtype": "bf16",
+            "columns": 70,
+            "inputs": 256,
+        }
+        for place in ("x nan", "x inf", "scale", "code"):
+            product = Product(case, 3)
+            if not product.spoil(place):
+                continue
+            y = product.compute().double()
+            exact = product.x.double() @ widen(product.weight).T
+            same = y.isnan() == exact.isnan(), y.isfinite() == exact.isfinite()
+            # An infinite input may be NaN with zero points, which are summed apart, and with groups of 16
+            # on AMX, whose tiles multiply it by zeros of another group.
+            apart = ("zeros" in name or name == "nvfp4") and place == "x inf"
+            said[f"{name}: {place}"] = bool((apart or same[0].all()) and same[1].all())
+    return said
+
+
+if __name__ == "__main__":
+    serve({f.__name__: f for f in (products, bits, not_numbers)})

@@ -1,0 +1,88 @@
+"""Products with coded weights against float64 on each instruction set; vLLM's quantized layers."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from tests.integration.kernels.instructions import CODED_SETS, of_this_cpu
+from tests.integration.kernels.probe_answers import Asking, asking
+
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
+
+PROBE = "tests.integration.kernels.coded_probe"
+LAYERS = "tests.integration.kernels.coded_layers_probe"
+FORMATS = (
+    *("bf16", "float16", "fp8 block", "fp8 channel", "int8 channel", "int8 128", "int4 32", "int4 64"),
+    *("int4 128", "int4 channel", "int4 32 zeros", "int4 128 zeros", "mxfp4", "mxfp8", "nvfp4"),
+)
+ROWS = (1, 1, 2, 3, 4, 5, 7, 12, 13, 30, 64, 65, 300)
+
+
+def draw_cases(name: str, path: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Returns cases of all row counts, with sizes, elements, threads and settings drawn at random."""
+    draw = random.Random(f"{name} {path} {seed}")
+    return [
+        {
+            "format": name,
+            "path": path,
+            "dtype": draw.choice(("bf16", "bf16", "float16", "float32")),
+            "rows": rows,
+            "columns": draw.choice((1, 31, 32, 33, 96, 256, 1000)),
+            "inputs": draw.choice((2, 16, 32, 48, 128, 160, 1024, 2080)),
+            "streams": draw.choice((-1, 1, 2, 4)),
+            "prefetch": draw.choice((-1, 0, 1, 8)),
+            "threads": draw.choice((1, 2, 3)),
+            "stride": draw.choice((0, 3)),
+            "bias": draw.random() < 0.3,
+        }
+        for rows in itertools.islice(itertools.cycle(ROWS), count)
+    ]
+
+
+@pytest.mark.parametrize("path", CODED_SETS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_on_every_path(name: str, path: str, on_path: Asking) -> None:
+    cases = draw_cases(name, path, 26, seed=0)
+    answer = on_path("products", cases=cases)
+    wrong = [(error, case) for error, case in zip(answer["errors"], cases, strict=True) if not error <= 1.0]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("path", CODED_SETS)
+@pytest.mark.parametrize("name", ["fp8 block", "int4 128 zeros", "nvfp4"])
+def test_threads_change_no_bit(name: str, path: str, on_path: Asking) -> None:
+    """How a matrix is split depends on its shape alone."""
+    for seed, case in enumerate(draw_cases(name, path, 8, seed=1)):
+        cases = [{**case, "threads": threads, "seed": seed} for threads in (1, 2, 5)]
+        assert len(set(on_path("bits", cases=cases)["digests"])) == 1, case
+
+
+@pytest.mark.parametrize("path", CODED_SETS)
+def test_what_is_no_number_is_as_in_float64(path: str, on_path: Asking) -> None:
+    """NaN and infinity reach the outputs that they reach in float64, and no other."""
+    for rows in (1, 3, 20):
+        said = on_path("not_numbers", path=path, rows=rows)
+        assert {kind for kind, same in said.items() if not same} == set()
+        assert len(said) >= 6
+
+
+@pytest.fixture(scope="module")
+def layers(usable: list[str]) -> Any:
+    """Asks about vLLM's layers."""
+    with asking(LAYERS, *usable) as ask:
+        yield ask
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8 tensor", "fp8 tensor, static inputs", "fp8 tensor, compressed", "fp8 channel", "fp8 block"],
+)
+def test_layers_of_vllm(name: str, layers: Asking) -> None:
+    found = layers("gaps", format=name)
+    for dtype, most in (("bf16", 2.0**-8), ("float16", 2.0**-10), ("float32", 2.0**-18)):
+        assert found[dtype]["gap"] < most, (dtype, found)
+        assert found[dtype]["bytes"] <= 1.05
+        assert found[dtype]["kernel"].startswith("Coded")
+    assert of_this_cpu() or found

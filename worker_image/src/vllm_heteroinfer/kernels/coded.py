@@ -1,0 +1,260 @@
+"""Linear layers whose weights stay in their checkpoint's format. Imports torch, not vLLM.
+
+A weight is a code of 4, 8 or 16 bits times a scale. `pack` keeps codes, scales and zero points as wide as
+they are; the kernels decode the codes exactly and sum in float32 (source/coded.h).
+"""
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import torch
+
+from vllm_heteroinfer.kernels import weight_memory
+from vllm_heteroinfer.kernels.library import KernelLibrary
+from vllm_heteroinfer.kernels.linear import prepare
+
+SHARED_COLUMNS: Final = 32
+"""Columns of a block of the packed form. A scale that columns share is for a multiple of 32 columns."""
+_ELEMENTS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_HALF_BYTE: Final = 2
+"""Codes of 4 bits in a byte."""
+_AXES: Final = 2
+_schema = torch.library.Library("heteroinfer", "FRAGMENT")
+_registered: list[KernelLibrary] = []
+
+
+class Code(IntEnum):
+    """Type of a weight before its scale."""
+
+    BF16 = 0
+    F16 = 1
+    FP8 = 2
+    """e4m3fn."""
+    INT8 = 3
+    INT4 = 4
+    """Two's complement, two in a byte, the first in the low half."""
+    FP4 = 5
+    """e2m1, two in a byte, the first in the low half."""
+
+
+class Scale(IntEnum):
+    """What multiplies the codes, and its type."""
+
+    NONE = 0
+    BLOCK_F32 = 1
+    """One for a group of inputs of a multiple of 32 columns."""
+    COLUMN_F32 = 2
+    COLUMN_BF16 = 3
+    COLUMN_F16 = 4
+    COLUMN_E8M0 = 5
+    COLUMN_E4M3 = 6
+    """Times a float32 factor of each column."""
+
+
+_SCALE_TYPES: Final = {
+    Scale.BLOCK_F32: torch.float32,
+    Scale.COLUMN_F32: torch.float32,
+    Scale.COLUMN_BF16: torch.bfloat16,
+    Scale.COLUMN_F16: torch.float16,
+    Scale.COLUMN_E8M0: torch.uint8,
+    Scale.COLUMN_E4M3: torch.uint8,
+}
+_CODE_TYPES: Final = {Code.BF16: torch.bfloat16, Code.F16: torch.float16}
+
+
+class _NativeFormat(ctypes.Structure):
+    """`Format` of source/coded.h."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("code", "scale", "group", "zeros"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How weights are coded.
+
+    Attributes:
+        group: inputs that share a scale: 16, or a multiple of 32; 0 if all inputs of a column do.
+        zeros: whether each group has a zero point, which is subtracted from its codes.
+    """
+
+    code: Code
+    scale: Scale = Scale.NONE
+    group: int = 0
+    zeros: bool = False
+
+    def build(self) -> _NativeFormat:
+        """Returns the format for a call of the library."""
+        return _NativeFormat(self.code, self.scale, self.group, self.zeros)
+
+    def numbers(self) -> list[int]:
+        """Returns the format for an op of torch."""
+        return [self.code, self.scale, self.group, self.zeros]
+
+    def groups(self, inputs: int) -> int:
+        """Returns the number of groups in `inputs`."""
+        return -(-inputs // self.group) if self.group else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """A weight [columns, inputs] as a checkpoint has it.
+
+    Attributes:
+        codes: uint8 [columns, inputs], or [columns, inputs / 2] of codes of 4 bits; bf16 or float16
+            [columns, inputs] of codes of 16 bits. Rows are contiguous.
+        scales: [columns, groups] of the format's type; [columns / 32, groups] if columns share them.
+        zeros: int8 [columns, groups].
+        factors: float32 [columns], of scales in e4m3.
+    """
+
+    format: Format
+    columns: int
+    inputs: int
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a shape or dtype is another."""
+        form, groups = self.format, self.format.groups(self.inputs)
+        blocks = -(-self.columns // SHARED_COLUMNS)
+        width = -(-self.inputs // _HALF_BYTE) if form.code >= Code.INT4 else self.inputs
+        rows = blocks if form.scale == Scale.BLOCK_F32 else self.columns
+        expected = {
+            "codes": ((self.columns, width), _CODE_TYPES.get(form.code, torch.uint8)),
+            "scales": ((rows, groups), _SCALE_TYPES[form.scale]) if form.scale else None,
+            "zeros": ((self.columns, groups), torch.int8) if form.zeros else None,
+            "factors": ((self.columns,), torch.float32) if form.scale == Scale.COLUMN_E4M3 else None,
+        }
+        for name, wanted in expected.items():
+            tensor = getattr(self, name)
+            found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            contiguous = tensor is None or (
+                tensor.stride(1) == 1 if name == "codes" else tensor.is_contiguous()
+            )
+            if found != wanted or not contiguous:
+                raise ValueError(f"{name} of a coded weight must be {wanted}, rows contiguous (got {found}).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A weight [columns, inputs] as the kernels read it."""
+
+    format: Format
+    columns: int
+    inputs: int
+    packed: torch.Tensor
+
+
+def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int) -> int:
+    """Returns the bytes of a packed weight; raises ValueError if no kernel takes the format."""
+    native = form.build()
+    size = int(library.calls.heteroinfer_coded_bytes(ctypes.addressof(native), columns, inputs))
+    if not size:
+        raise ValueError(f"weight: no kernel takes {form} of {columns} x {inputs}.")
+    return size
+
+
+def pack(library: KernelLibrary, weight: Coded, out: torch.Tensor | None = None) -> PackedWeight:
+    """Packs a weight into `out` (uint8, of `packed_bytes`) or into new memory."""
+    size = packed_bytes(library, weight.format, weight.columns, weight.inputs)
+    if out is None:
+        out = weight_memory.empty((size,), torch.uint8)
+    if out.numel() != size or out.dtype != torch.uint8 or not out.is_contiguous():
+        raise ValueError(f"out must be {size} bytes (got {tuple(out.shape)} {out.dtype}).")
+    native, codes = weight.format.build(), weight.codes
+    library.calls.heteroinfer_ask_for_huge_pages(out.data_ptr(), out.nbytes)
+    library.calls.heteroinfer_coded_pack(
+        *(out.data_ptr(), ctypes.addressof(native)),
+        *(codes.data_ptr(), codes.stride(0) * codes.element_size()),
+        *(
+            None if each is None else each.data_ptr()
+            for each in (weight.scales, weight.zeros, weight.factors)
+        ),
+        *(weight.columns, weight.inputs),
+    )
+    return PackedWeight(format=weight.format, columns=weight.columns, inputs=weight.inputs, packed=out)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns x times a weight, plus bias: [..., columns] of x's dtype, sums in float32.
+
+    Args:
+        x: [..., inputs], bf16, float16 or float32, on the CPU.
+        bias: [columns] of the same dtype.
+
+    Raises:
+        RuntimeError: a shape or dtype is another.
+    """
+    return product(x, weight.packed, bias, weight.format.numbers(), weight.columns, weight.inputs)
+
+
+def product(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    numbers: list[int],
+    columns: int,
+    inputs: int,
+) -> torch.Tensor:
+    """Returns what `linear` does; `numbers` are the format's."""
+    if torch.compiler.is_compiling():
+        made: torch.Tensor = torch.ops.heteroinfer.coded_linear(x, packed, bias, numbers, columns, inputs)
+        return made
+    return _linear(x, packed, bias, numbers, columns, inputs)
+
+
+def register() -> KernelLibrary:
+    """Returns the kernels, after which `linear` may be used; raises KernelsUnavailableError without them."""
+    if not _registered:
+        library = prepare()
+        _schema.define(
+            "coded_linear(Tensor x, Tensor packed, Tensor? bias, int[] format, int columns, int inputs)"
+            " -> Tensor"
+        )
+        _schema.impl("coded_linear", _linear, "CPU")
+        torch.library.register_fake("heteroinfer::coded_linear", _linear_shape, lib=_schema)
+        _registered.append(library)
+    return _registered[0]
+
+
+def _linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    numbers: list[int],
+    columns: int,
+    inputs: int,
+) -> torch.Tensor:
+    rows = x if x.ndim == _AXES else x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    fits = bias is None or (bias.dtype == x.dtype and bias.shape == (columns,) and bias.is_contiguous())
+    if x.dtype not in _ELEMENTS or x.shape[-1] != inputs or x.device.type != "cpu" or not fits:
+        raise RuntimeError(
+            f"heteroinfer::coded_linear: x must be [..., {inputs}] and bias [{columns}] of one of "
+            f"{', '.join(map(str, _ELEMENTS))} (got x {tuple(x.shape)} {x.dtype}, bias "
+            f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."
+        )
+    out = x.new_empty((*x.shape[:-1], columns))
+    native = _NativeFormat(*numbers)
+    _registered[0].calls.heteroinfer_coded_linear(
+        *(out.data_ptr(), columns, rows.data_ptr(), rows.stride(0), _ELEMENTS[x.dtype], packed.data_ptr()),
+        *(ctypes.addressof(native), None if bias is None else bias.data_ptr()),
+        *(rows.shape[0], columns, inputs),
+    )
+    return out
+
+
+def _linear_shape(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    numbers: list[int],
+    columns: int,
+    inputs: int,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], columns))

@@ -1,0 +1,169 @@
+"""The patch `cpu_coded`: quantized linear layers of a CPU rank go to our kernels for coded weights.
+
+vLLM chooses the class of a kernel from lists by platform; `install` puts ours first in the lists of CPUs. Our
+kernels do not round inputs to 8 bits, and keep weights as wide as in the checkpoint. Imports vLLM.
+Source: vllm/model_executor/kernels/linear/__init__.py::choose_scaled_mm_linear_kernel@v0.32.0.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS, _POSSIBLE_FP8_KERNELS
+from vllm.model_executor.kernels.linear.scaled_mm import (
+    Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.layers.quantization.utils.fp8_utils import _upcast_e8m0_to_fp32
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import PlatformEnum
+
+from vllm_heteroinfer.kernels import coded
+from vllm_heteroinfer.kernels.coded import SHARED_COLUMNS, Code, Coded, Format, Scale
+from vllm_heteroinfer.kernels.library import KernelsUnavailableError
+from vllm_heteroinfer.kernels.linear_layers import is_wanted
+from vllm_heteroinfer.patches.registry import CPU_CODED_SCALES
+from vllm_heteroinfer.patches.replacing import replace
+
+_logger = logging.getLogger(__name__)
+_GROUP = 128
+"""Inputs of a block of FP8 weights that share a scale; its columns are any multiple of SHARED_COLUMNS."""
+
+
+def install() -> None:
+    """Hands this process's quantized linear layers to our kernels, unless the user chose vLLM's."""
+    if not is_wanted(os.environ):
+        return
+    try:
+        library = coded.register()
+    except KernelsUnavailableError:
+        return  # the linear layers log why
+    lists: tuple[tuple[dict[PlatformEnum, list[Any]], type], ...] = (
+        (_POSSIBLE_FP8_KERNELS, CodedFp8Kernel),
+        (_POSSIBLE_FP8_BLOCK_KERNELS, CodedFp8BlockKernel),
+    )
+    for by_platform, kernel in lists:
+        kernels = by_platform.setdefault(PlatformEnum.CPU, [])
+        if kernel not in kernels:
+            kernels.insert(0, kernel)
+    replace(CPU_CODED_SCALES, _keeping_scales)
+    _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.paths))
+
+
+def _keeping_scales(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps the weights of layers that vLLM joins, with the scale of each, which vLLM makes one scale of."""
+
+    def requantize_with_max_scale(
+        weight: torch.Tensor, weight_scale: torch.Tensor, logical_widths: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        joined_on_disk = weight_scale.ndim == 0 or bool(
+            weight_scale[-1] <= torch.finfo(torch.float8_e4m3fn).min
+        )
+        if joined_on_disk or weight_scale.numel() != len(logical_widths):
+            return weight_scale.max(), weight
+        widths = torch.tensor(logical_widths)
+        return weight_scale.repeat_interleave(widths).view(-1, 1), weight
+
+    return requantize_with_max_scale
+
+
+class CodedLayer:
+    """A layer's weight, packed: the parameter holds the bytes, and this object how to read them."""
+
+    def __init__(self, layer: torch.nn.Module, name: str, weight: Coded, *, keep: bool = False) -> None:
+        """Packs the weight in place of a layer's parameter; beside it if `keep`."""
+        packed = coded.pack(coded.register(), weight)
+        self._name, self._kept = name, packed.packed if keep else None
+        self._numbers, self._sizes = weight.format.numbers(), (weight.columns, weight.inputs)
+        if not keep:
+            replace_parameter(layer, name, torch.nn.Parameter(packed.packed, requires_grad=False))
+
+    def compute(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns x times the weight, plus bias."""
+        packed = getattr(layer, self._name) if self._kept is None else self._kept
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        return coded.product(x, packed, bias, self._numbers, *self._sizes)
+
+
+class CodedFp8Kernel(FP8ScaledMMLinearKernel):
+    """FP8 weights with a scale of each column, or of all of a layer (or of each layer that vLLM joins)."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        shape = c.weight_quant_key.scale.group_shape
+        return shape.is_per_tensor() or shape.is_per_channel() or shape.is_per_token(), (
+            "takes scales of columns or of all weights"
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        name, scale_name, *_ = self.layer_param_names
+        codes = getattr(layer, name).data.t()  # vLLM has made it [inputs, columns] by a view
+        columns, inputs = codes.shape
+        scales = getattr(layer, scale_name).data.float().reshape(-1, 1).expand(columns, 1).contiguous()
+        weight = Coded(
+            format=Format(code=Code.FP8, scale=Scale.COLUMN_F32),
+            columns=columns,
+            inputs=inputs,
+            codes=codes.contiguous().view(torch.uint8),
+            scales=scales,
+        )
+        self._coded = CodedLayer(layer, name, weight)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._coded.compute(layer, x, bias)
+
+    def apply_scaled_mm(self, **_: Any) -> torch.Tensor:
+        raise NotImplementedError("CodedFp8Kernel computes in apply_weights.")
+
+
+class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
+    """FP8 weights with a scale of each 128 inputs of a block of columns."""
+
+    apply_input_quant = False
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        shape = config.weight_quant_key.scale.group_shape
+        return shape.col == _GROUP and shape.row > 0 and shape.row % SHARED_COLUMNS == 0, (
+            f"takes blocks of {_GROUP} inputs and a multiple of {SHARED_COLUMNS} columns"
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        params = self._get_layer_params(layer)
+        codes, scales = params.weight.data.contiguous(), params.block_scale.data
+        if scales.dtype in {torch.float8_e8m0fnu, torch.uint8}:
+            scales = _upcast_e8m0_to_fp32(scales)
+        columns, inputs = codes.shape
+        each = self.weight_group_shape.row // SHARED_COLUMNS
+        scales = scales.float().repeat_interleave(each, 0)[: -(-columns // SHARED_COLUMNS)]
+        weight = Coded(
+            format=Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=_GROUP),
+            columns=columns,
+            inputs=inputs,
+            codes=codes.view(torch.uint8),
+            scales=scales.contiguous(),
+        )
+        # Latent attention reads the weight of one of its layers itself.
+        keep = getattr(layer, "_cpu_skip_gemm_dispatch", False)
+        self._coded = CodedLayer(layer, params.WEIGHT, weight, keep=keep)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        return self._coded.compute(layer, x, bias)
+
+    def apply_block_scaled_mm(self, **_: Any) -> torch.Tensor:
+        raise NotImplementedError("CodedFp8BlockKernel computes in apply_weights.")
