@@ -28,6 +28,19 @@ so they cannot change your terminal.
 
 `plan` has [more codes](../troubleshoot.md#what-a-refusal-means), and so have [worker pods](exit-codes.md).
 
+The commands use your own rights:
+
+| command | rights |
+|---|---|
+| `status`, `top` | get and list `heteroinferences`; get `pods/proxy` for live values |
+| `logs` | get `heteroinferences`, list `pods`, get `pods/log` |
+| `restart`, `suspend`, `resume` | get and patch `heteroinferences`; list them for `-l` |
+| `report` | those of `status` and `logs`, and list of all objects of a resource, and of events |
+| `version` | list `deployments` in all namespaces, get `customresourcedefinitions` |
+| `check` | those of `version`, create `subjectaccessreviews`, list nodes, volumes, classes, DaemonSets |
+
+`report` lists the parts that you may not read in `missing.txt`. `check` prints `unknown` for them.
+
 To complete commands, options and the names of resources, source the script of your shell:
 
 ```

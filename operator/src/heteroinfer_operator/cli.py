@@ -88,6 +88,15 @@ class _CommandParser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
+class _PrintVersion(argparse.Action):
+    """Prints the version. Reads it only then: the metadata of packages is slow to read."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        version = importlib.import_module("heteroinfer_operator.version")
+        sys.stdout.write(f"{parser.prog} {version.own_version()}\n")
+        parser.exit()
+
+
 def build_parser(
     arguments: Sequence[str], *, prog: str = "heteroinfer", every: bool = False
 ) -> argparse.ArgumentParser:
@@ -102,6 +111,7 @@ def build_parser(
         epilog=f"`{prog} COMMAND --help` shows the options of a command, and an example.",
     )
     parser.words = arguments
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version of this client")
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
     )

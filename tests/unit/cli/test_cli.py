@@ -10,6 +10,7 @@ from kubernetes.aio.config import kube_config
 from heteroinfer_operator.api.crd import render_crd
 from heteroinfer_operator.cli import COMMANDS, EXAMPLES, build_parser, main
 from heteroinfer_operator.commands.crd_command import COPIES
+from heteroinfer_operator.version import own_version
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +48,13 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     captured = capsys.readouterr()
     assert captured.out.startswith("usage: heteroinfer")
     assert captured.err == ""
+
+
+def test_the_version_of_the_client(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"heteroinfer {own_version()}\n"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_an_example_plans(
     assert ("memory is unknown" in out) == (example in OF_ANY_GPU)
 
 
-def test_the_sizes_that_the_mixtures_example_names_plan(
+def test_the_sizes_in_the_mixture_example_can_be_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (EXAMPLES / "moe.yaml").read_text()

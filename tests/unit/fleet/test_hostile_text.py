@@ -85,12 +85,12 @@ def test_up_and_logs_of_the_operator_show_no_terminal_sequence() -> None:
     ("value", "share"),
     [("0.5", 0.5), ("x", None), ("nan", None), ("inf", None), ("1e999", None), ("-1", None), ("7", None)],
 )
-def test_a_leader_that_reports_no_share_costs_its_own_cell(value: str, share: float | None) -> None:
+def test_an_invalid_share_leaves_only_its_cell_empty(value: str, share: float | None) -> None:
     assert kv_use_of(f'vllm:kv_cache_usage_perc{{a="b"}} {value}\n') == share
 
 
 @given(st.text(), st.text())
-def test_labels_of_any_text_end_no_command(epoch: str, index: str) -> None:
+def test_labels_with_any_text_do_not_break_commands(epoch: str, index: str) -> None:
     labels = {names.LABEL_EPOCH: epoch, names.LABEL_POD_INDEX: index, names.LABEL_GROUP: "0"}
     owner = Owner(key=ResourceKey(namespace="default", name="p"), uid="")
     pods = with_complete_labels([PodView(name="p-0-3-0", uid="u", labels=labels, created=NOW)], owner)

@@ -68,7 +68,7 @@ def rows(line: ResourceLine) -> list[list[str]]:
     return [[row.get(column, "").strip() for column in TOP_COLUMNS] for row in build_rows(line)]
 
 
-def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
+def test_without_leaders_the_status_provides_ranks_and_the_last_culprit() -> None:
     resource, group, first, second = rows(build_line(KEY, status(), {}))
     assert resource[:3] == ["ml/llama", "", "Available, 1/1 groups ready (GroupsReady)"]
     culprit = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
@@ -88,28 +88,26 @@ def test_the_status_alone_gives_every_rank_and_the_last_culprit() -> None:
         ("Unknown", "Unknown", "1/1 groups ready (RollingOut)"),
     ],
 )
-def test_whether_requests_are_answered_is_shown_beside_the_reason(
-    ready: str, available: str, words: str
-) -> None:
+def test_availability_is_shown_with_the_reason(ready: str, available: str, words: str) -> None:
     line = build_line(KEY, status(ready, "RollingOut", available), {})
     assert rows(line)[0][2] == words
     assert (line.dump()["available"], line.dump()["ready"]) == (available, ready)
 
 
-def test_a_leaders_word_is_newer_than_the_status() -> None:
+def test_a_leaders_report_overrides_the_status() -> None:
     _, group, first, second = rows(build_line(KEY, status(), {0: Live(report=report(), kv_use=0.374)}))
     assert group[8] == "37 % of 256 tokens"
     assert first[:7] == ["rank 0 cpu", "a", "Loading 25 %", "0", "", "", ""]
     assert second[:7] == ["rank 1 gpu", "b", "Ready", "7", "30.0", "25.0", "4.0"]
 
 
-def test_a_leader_of_another_epoch_is_not_believed() -> None:
+def test_a_leader_of_another_epoch_is_ignored() -> None:
     line = build_line(KEY, status(), {0: Live(report=report(epoch=2), kv_use=0.5)})
     assert line == build_line(KEY, status(), {})
     assert not line.lines[0].live
 
 
-def test_json_has_the_same_and_nothing_empty() -> None:
+def test_json_has_the_same_values_without_empty_ones() -> None:
     value = build_line(KEY, status(), {0: Live(report=report(), kv_use=0.5)}).dump()
     assert (value["namespace"], value["name"], value["ready"]) == ("ml", "llama", "True")
     (group,) = value["groups"]
@@ -121,7 +119,7 @@ def test_json_has_the_same_and_nothing_empty() -> None:
     assert group["ranks"][1]["computeMs"] == 25.0
 
 
-def test_what_is_not_ready_is_reported_in_words() -> None:
+def test_each_resource_that_is_not_ready_has_a_line() -> None:
     assert list(waits([build_line(KEY, status(), {})])) == []
     waiting = build_line(KEY, status("False", "Starting"), {})
     new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus(), {})
@@ -145,7 +143,7 @@ def test_a_resource_without_a_status_is_a_sentence_and_not_an_empty_row() -> Non
     assert "rank 1 gpu" in both.get()
 
 
-def test_the_table_shows_text_as_it_is() -> None:
+def test_the_table_does_not_interpret_markup() -> None:
     console = Console(width=160, record=True, file=None)
     with console.capture() as said:
         console.print(build_screen([build_line(KEY, status(), {})], "a note [bold]as it is[/bold]"))
@@ -156,7 +154,7 @@ def test_the_table_shows_text_as_it_is() -> None:
     assert nothing.get().strip() == "no HeteroInference here; -A looks in all namespaces"
 
 
-def test_kv_use_is_vllms_own_gauge() -> None:
+def test_kv_cache_use_comes_from_vllms_gauge() -> None:
     text = '# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
     assert kv_use_of(text) == 0.25
     assert kv_use_of("vllm:other 1\n") is None

@@ -48,7 +48,7 @@ def order(status: GroupStatus, pods: list[PodView]) -> list[str]:
     return [story.name[-1] for story in build_stories(status, pods, epochs(pods)[-1])]
 
 
-def test_the_pod_that_blames_itself_comes_first_then_those_that_failed_with_it() -> None:
+def test_the_pod_that_blames_itself_comes_before_other_failed_pods() -> None:
     peers = replace(KILLED, reason=FailureReason.POD_LOST, message="gone").to_json()
     pods = [pod(0), pod(1, ended=ended(71, peers)), pod(2, ended=ended(70, KILLED.to_json()))]
     first, second, _ = build_stories(group(ran=False), pods, 1)
@@ -59,12 +59,12 @@ def test_the_pod_that_blames_itself_comes_first_then_those_that_failed_with_it()
     )
 
 
-def test_peers_are_believed_about_a_pod_that_is_gone_or_silent() -> None:
+def test_peers_identify_a_culprit_that_is_gone_or_silent() -> None:
     pods = [pod(0, ended=ended(71, KILLED.to_json())), pod(1), pod(2)]
     assert order(group(ran=False), pods) == ["2", "0", "1"]
 
 
-def test_in_an_epoch_that_runs_the_last_culprit_comes_first() -> None:
+def test_in_a_running_epoch_the_last_culprit_comes_first() -> None:
     pods = [pod(i, epoch=2) for i in range(3)]
     stories = build_stories(group(failure(1), epoch=2), [*pods, pod(0)], 2)
     assert [story.name for story in stories] == ["g-0-2-1", "g-0-2-0", "g-0-2-2"]
@@ -73,7 +73,7 @@ def test_in_an_epoch_that_runs_the_last_culprit_comes_first() -> None:
     assert order(group(epoch=2), pods) == ["0", "1", "2"]
 
 
-def test_a_message_of_kubernetes_is_reported_as_it_is() -> None:
+def test_a_message_of_kubernetes_is_shown_unchanged() -> None:
     (story,) = build_stories(group(), [pod(0, ended=ended(137, "out of memory"))], 1)
     assert story.ended == "ended with exit code 137 (Error) out of memory"
     waiting = replace(pod(0), waiting=Waiting("ImagePullBackOff", "no such image"))
@@ -81,7 +81,7 @@ def test_a_message_of_kubernetes_is_reported_as_it_is() -> None:
     assert story.title == "g-0-1-0: rank 0, role cpu on node a, waiting: ImagePullBackOff: no such image"
 
 
-def test_what_is_kept_of_an_epoch_is_one_line() -> None:
+def test_a_kept_failure_is_one_line() -> None:
     uncounted = failure(1).model_copy(update={"counted": False})
     assert tell_failure(failure(1)) == (
         "epoch 1 ended at 2026-11-21 08:00:00Z: RankExited, rank 1, exit code -9: killed"

@@ -38,7 +38,7 @@ def _ports(address: PodAddress, ranks: int) -> Iterator[int]:
     yield from range(address.metrics_port, address.metrics_port + ranks)
 
 
-def test_epoch_keeps_its_addresses_and_another_gets_others() -> None:
+def test_each_epoch_has_its_own_addresses() -> None:
     addressing = _addressing(rng=random.Random(1))
     first = addressing.pods(_spec(), _group(), PLAN)
     assert addressing.pods(_spec(), _group(), PLAN) == first
@@ -54,7 +54,7 @@ def test_epoch_keeps_its_addresses_and_another_gets_others() -> None:
     assert addressing.current() == {0: second, 1: other_group}
 
 
-def test_api_port_is_the_users_for_the_first_group() -> None:
+def test_the_first_group_gets_the_users_api_port() -> None:
     addressing = _addressing()
     assert [a.api_port for a in addressing.pods(_spec(), _group(index=2), PLAN)] == [8002, 8002]
     assert addressing.endpoint(_spec(), OWNER) == "http://127.0.0.1:8000/v1"
@@ -82,7 +82,7 @@ def test_a_claim_is_refused_with_the_remedy() -> None:
         _addressing().model(_spec("pvc://claim/path"), OWNER)
 
 
-def test_a_hubs_model_is_fetched_into_the_cache_of_this_machine() -> None:
+def test_a_hub_model_is_downloaded_into_the_local_cache() -> None:
     addressing = _addressing()
     source = addressing.model(_spec("hf://org/model"), OWNER)
     assert source.volume is None

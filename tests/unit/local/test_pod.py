@@ -16,7 +16,7 @@ def test_smallest_pod_runs_with_kubernetes_defaults() -> None:
     assert (process.env, process.num_gpus, process.health_port) == ({}, 0, None)
 
 
-def test_environment_is_of_literals_and_config_maps() -> None:
+def test_environment_comes_from_literals_and_config_maps() -> None:
     reference = {"configMapKeyRef": {"name": "plan", "key": "plan.json"}}
     env = [{"name": "A", "value": "1"}, {"name": "B"}, {"name": "PLAN", "valueFrom": reference}]
     assert parse_pod(pod(env=env), CONFIG_MAPS).env == {"A": "1", "B": "", "PLAN": "{}"}
@@ -29,12 +29,12 @@ def test_readiness_port_is_looked_up_by_name() -> None:
     assert (process.health_port, process.readiness_path) == (8081, "/readyz")
 
 
-def test_gpus_are_counted_and_cpu_and_memory_are_met() -> None:
+def test_gpus_are_counted_and_cpu_and_memory_are_accepted() -> None:
     limits = {"cpu": "2", "memory": "1Gi", "nvidia.com/gpu": "2"}
     assert parse_pod(pod(resources={"limits": limits, "requests": limits}), {}).num_gpus == 2
 
 
-def test_volumes_of_the_machine_are_met() -> None:
+def test_volumes_that_the_machine_has_are_accepted() -> None:
     volumes = [{"name": "tmp", "emptyDir": {}}, {"name": "model", "hostPath": {"path": "/m"}}]
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "model", "mountPath": "/m"}]
     manifest = pod(volumeMounts=mounts)
@@ -42,7 +42,7 @@ def test_volumes_of_the_machine_are_met() -> None:
     assert parse_pod(manifest, {}).arguments == ("run",)
 
 
-def test_a_selector_of_the_machines_own_labels_is_met() -> None:
+def test_a_node_selector_with_the_machines_labels_is_accepted() -> None:
     asked = with_spec(nodeSelector={"kubernetes.io/os": "linux", "kubernetes.io/arch": "arm64"})
     arm = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "arm64"}
     assert parse_pod(asked, {}, node_labels=arm).arguments == ("run",)
@@ -87,7 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("manifest", "field", "remedy"), REFUSED, ids=[field for _, field, _ in REFUSED])
-def test_what_no_process_can_have_is_refused_in_words(
+def test_unsupported_fields_are_refused_with_a_remedy(
     manifest: dict[str, Any], field: str, remedy: str
 ) -> None:
     with pytest.raises(UnsupportedPodFieldError) as refused:

@@ -50,7 +50,7 @@ def test_rank_shows_its_position_its_progress_and_its_times() -> None:
     ]  # fmt: skip
 
 
-def test_report_of_an_older_epoch_is_not_taken_for_this_one() -> None:
+def test_a_report_about_an_older_epoch_is_ignored() -> None:
     ready = RankStatus(rank=0, pod=0, phase=RankPhase.READY, steps=7)
     assert [rank.phase for rank in _line(ready, epoch=1).lines[0].ranks] == ["Starting", "Starting"]
 
@@ -60,7 +60,7 @@ def test_group_without_a_plan_has_no_ranks() -> None:
     assert build_line(KEY, status, {}, {}).lines[0].ranks == ()
 
 
-def test_lines_tell_each_change_once() -> None:
+def test_each_change_is_printed_once() -> None:
     output = StringIO()
     display = Display(Console(file=output, width=120), live=False)
     rank = RankStatus(rank=0, pod=0, phase=RankPhase.CONNECTING)

@@ -50,7 +50,7 @@ def test_tightest_limit_of_the_cgroups_above_counts(tmp_path: Path) -> None:
     assert observe_node(proc, cgroup).allocatable == {"memory": 2.5 * GIB, "cpu": 0.5}
 
 
-def test_a_machine_of_another_architecture_runs_what_asks_for_it_alone() -> None:
+def test_another_architecture_runs_only_roles_that_select_it() -> None:
     arm = NodeView(name="here", allocatable={}, labels={**IMAGE_PLATFORM, ARCH_LABEL: "arm64"})
     own, other = ({"template": {"nodeSelector": {ARCH_LABEL: arch}}} for arch in ("arm64", "amd64"))
     check_platform(spec(gpu(), cpu()), NodeView(name="here", allocatable={}, labels=IMAGE_PLATFORM))
@@ -73,14 +73,12 @@ def test_gpus_are_the_drivers_own_list(tmp_path: Path) -> None:
     ("visible", "expected"),
     [("2,0", ("2", "0")), ("-1", ()), ("", ()), ("1,7,0", ("1",)), ("GPU-ab, 1", ("GPU-ab", "1"))],
 )
-def test_gpus_that_cuda_would_not_show_are_not_there(
-    tmp_path: Path, visible: str, expected: tuple[str, ...]
-) -> None:
+def test_hidden_gpus_are_not_counted(tmp_path: Path, visible: str, expected: tuple[str, ...]) -> None:
     proc, _ = _machine(tmp_path, gpus=3)
     assert observe_gpus(proc, env={"CUDA_VISIBLE_DEVICES": visible}) == expected
 
 
-def test_machine_without_a_driver_has_no_gpu(tmp_path: Path) -> None:
+def test_without_a_driver_no_gpus_are_counted(tmp_path: Path) -> None:
     proc, _ = _machine(tmp_path)
     assert observe_gpus(proc, env={"CUDA_VISIBLE_DEVICES": "0"}) == ()
 
@@ -88,11 +86,13 @@ def test_machine_without_a_driver_has_no_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "groups", "expected"), [(2, 1, 1), (7, 1, 3), (16, 1, 7), (16, 2, 3), (1, 1, 1)]
 )
-def test_cores_are_shared_evenly_less_the_engines(count: float, groups: int, expected: int) -> None:
+def test_cores_are_divided_evenly_without_those_of_the_engine(
+    count: float, groups: int, expected: int
+) -> None:
     assert threads_per_rank(CPU_PAIR, cores=count, groups=groups) == expected
 
 
-def test_gpu_ranks_keep_a_core_each() -> None:
+def test_each_gpu_rank_keeps_a_core() -> None:
     hybrid = plan(("a", Device.CPU, 1), ("b", Device.GPU, 2))
     assert threads_per_rank(hybrid, cores=16, groups=1) == 12
 
