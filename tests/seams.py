@@ -173,7 +173,7 @@ SEAMS: Final = (
     ),
     Seam(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
-        kind="relied on; generators hidden meanwhile",
+        kind="relied on, with hidden generators",
         used_by="rank/worker/sampling.py",
         why="vLLM moves back the offset of a generator whose sample it discards; those of CPUs have none",
     ),

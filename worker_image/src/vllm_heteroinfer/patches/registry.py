@@ -40,12 +40,12 @@ CPU_LINEAR: Final = Patch(
     target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     parameters=("layer", "remove_weight"),
     why=(
-        "bf16 linear layers go to kernels that read weights faster than oneDNN while few rows are computed; "
-        "the function chooses by itself, without an option, a registry or a method to override; "
-        "the embedding and the head are no longer kept twice"
+        "bf16 linear layers use kernels that read weights faster than oneDNN for few rows. The function "
+        "chooses the layer without an option, a registry or a method to override. The patch also avoids "
+        "second copies of the embedding and the head"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or reads as fast itself",
+    remove_when="vLLM lets a platform or a plugin choose the CPU's linear layer, or is as fast",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 _EXPERTS: Final = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
@@ -54,11 +54,11 @@ CPU_EXPERTS_PACKING: Final = Patch(
     target=f"{_EXPERTS}:CPUUnquantizedExperts.process_weights_after_loading",
     parameters=("self", "layer"),
     why=(
-        "bf16 experts are packed for kernels that read the chosen ones faster while few rows are computed; "
-        "the class is chosen by an oracle without a registry, before weights are there"
+        "packs bf16 experts for kernels that read the chosen experts faster for few rows. An oracle "
+        "without a registry chooses the class before the weights are loaded"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin add classes of experts, or reads as fast itself",
+    remove_when="vLLM lets a platform or a plugin add classes of experts, or is as fast",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 CPU_EXPERTS_APPLY: Final = replace(
@@ -69,13 +69,13 @@ CPU_EXPERTS_APPLY: Final = replace(
         *("global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2"),
         *("expert_tokens_meta", "apply_router_weight_on_input"),
     ),
-    why="computes the experts that the patch above has packed",
+    why="computes the experts that the patch above packed",
 )
 CPU_FP8_EXPERTS_PACKING: Final = replace(
     CPU_EXPERTS_PACKING,
     target=f"{_EXPERTS}:prepare_fp8_moe_layer_for_cpu",
     parameters=("w13", "w2"),
-    why="the same for FP8 experts in blocks, which this function alone packs, for whatever checkpoint format",
+    why="the same for FP8 experts in blocks; this function packs them for all checkpoint formats",
 )
 CPU_FP8_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_APPLY,
@@ -89,8 +89,9 @@ CPU_INT4_EXPERTS_PACKING: Final = Patch(
         *("w13_bias", "w2_bias"),
     ),
     why=(
-        "4-bit experts are unpacked into numbers of 32 bits to be packed: all of a layer at once take "
-        "four to ten times its bytes; the function has no seam, and each expert is packed by itself as well"
+        "vLLM unpacks 4-bit experts into 32-bit numbers before it packs them. All experts of a layer at "
+        "once need four to ten times their bytes. The function has no seam, but packing one expert at a "
+        "time works"
     ),
     verified=("0.32.0",),
     remove_when="vLLM packs 4-bit weights of CPUs in parts",
@@ -100,18 +101,18 @@ CPU_INT4_PACKING: Final = replace(
     CPU_INT4_EXPERTS_PACKING,
     target=f"{_INT4}._process_gptq_weights_w4a16",
     parameters=("self", "layer"),
-    why="the same for linear layers in 4 bits, of which some outputs at a time are packed",
+    why="the same for linear layers in 4 bits; the patch packs some outputs at a time",
 )
 CPU_INT4_PACKING_AMX: Final = replace(
     CPU_INT4_PACKING,
     target=f"{_INT4}._process_gptq_weights_w4a8",
-    why="the same where the CPU has AMX",
+    why="the same for CPUs with AMX",
 )
 CPU_AWQ_PACKING: Final = replace(
     CPU_INT4_PACKING,
     target="vllm.model_executor.layers.quantization.auto_awq:_convert_awq_to_standard_format",
     parameters=("layer", "w_q_name", "w_zp_name", "size_bits"),
-    why="the same for linear layers in AWQ, which are put into GPTQ's order before",
+    why="the same for linear layers in AWQ, which vLLM converts to GPTQ's order first",
 )
 CPU_CODED_SCALES: Final = Patch(
     id="cpu_coded",
@@ -130,23 +131,24 @@ CPU_ROUTER: Final = Patch(
     target="vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter._compute_routing",
     parameters=("self", "hidden_states", "router_logits", "indices_type", "input_ids"),
     why=(
-        "without groups of experts the router of CPUs ends at scores by sigmoid, and leaves out the bias "
-        "that corrects a choice by softmax, without an error; a function without a registry chooses its class"
+        "for models without groups of experts, vLLM's router on CPUs stops after the sigmoid scores, or "
+        "silently omits the bias that corrects a softmax choice. A function without a registry chooses "
+        "its class"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM's router of CPUs chooses as its routers of GPUs do",
+    remove_when="vLLM's router on CPUs makes the same choice as its routers on GPUs",
 )
 CPU_MIXTURE: Final = Patch(
     id="cpu_mixture",
     target="vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner.forward",
     parameters=("self", "hidden_states", "router_logits", "input_ids", "shared_experts_input"),
     why=(
-        "eager CPU ranks compute router, choice and packed experts in one call; vLLM's way through a dozen "
-        "functions and as many small tensors takes longer than few rows of small experts do, and no option "
-        "chooses another runner"
+        "eager CPU ranks compute router, choice and packed experts in one call. vLLM's way through a "
+        "dozen functions and as many small tensors takes longer than a few rows of small experts, and no "
+        "option chooses another runner"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin choose the runner of experts, or is as quick itself",
+    remove_when="vLLM lets a platform or a plugin choose the runner of experts, or is as fast",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 CPU_NORM: Final = Patch(
@@ -154,12 +156,12 @@ CPU_NORM: Final = Patch(
     target="vllm.model_executor.layers.layernorm:RMSNorm.forward_native",
     parameters=("self", "x", "residual"),
     why=(
-        "eager CPU ranks compute a bf16 norm by one call; vLLM's registry of operations, torch's dispatcher "
-        "and threads that wake up for a few rows take several times as long as the norm; a class registered "
-        "out of tree would stand for every class of that name"
+        "eager CPU ranks compute a bf16 norm in one call. vLLM's registry of operations, torch's "
+        "dispatcher and threads that wake up for a few rows take several times as long as the norm. A "
+        "class registered out of tree would replace every class of that name"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM's norm of CPUs is as quick for few rows",
+    remove_when="vLLM's norm on CPUs is as fast for few rows",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 CPU_ATTENTION: Final = Patch(
@@ -167,8 +169,8 @@ CPU_ATTENTION: Final = Patch(
     target="vllm.model_executor.layers.attention.attention:Attention.forward",
     parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
     why=(
-        "an eager CPU rank finds each layer by its name and cuts its KV cache into halves twice in each "
-        "step, which takes longer than attention of few rows; the backend's class cannot leave that out"
+        "in each step, an eager CPU rank looks up each layer by name and twice cuts its KV cache into "
+        "halves. That takes longer than attention for few rows, and the backend's class cannot skip it"
     ),
     verified=("0.32.0",),
     remove_when="vLLM keeps the halves of a CPU's KV cache",
@@ -179,11 +181,12 @@ CPU_ROPE: Final = Patch(
     target="vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_cpu",
     parameters=("self", "positions", "query", "key"),
     why=(
-        "the operation behind it turns tokens by other tokens' angles where queries or keys have an axis of "
-        "heads, as attention over latents has; no option chooses the right one for an eager rank"
+        "vLLM's CPU operation rotates tokens by the angles of other tokens if queries or keys have an "
+        "axis of heads, as in attention over latents. No option selects the right operation for an eager "
+        "rank"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM's rotary embedding of CPUs tells tokens from heads",
+    remove_when="vLLM's rotary embedding on CPUs distinguishes tokens from heads",
 )
 ENGINE_PAUSE: Final = Patch(
     id="engine_pause",
@@ -191,11 +194,11 @@ ENGINE_PAUSE: Final = Patch(
     parameters=("self",),
     processes="the engine of a group",
     why=(
-        "with a queue of batches vLLM takes a step's answer in a call that has nothing to schedule, and then "
-        "sleeps 1 ms for each token; nothing else decides it: no option, and the engine's class is fixed"
+        "with a queue of batches, vLLM receives a step's answer in a call that has nothing to schedule, "
+        "and then sleeps 1 ms, for each token. No option changes this, and the engine's class is fixed"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM sleeps only when a step brought no outputs either",
+    remove_when="vLLM sleeps only if a step also had no outputs",
 )
 
 PATCHES: Final = (
