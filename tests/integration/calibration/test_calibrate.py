@@ -45,7 +45,7 @@ def test_what_is_measured_is_what_plan_uses(tmp_path: Path) -> None:
     # On a busy machine the time is over before all kernels were measured; then that is said.
     assert found.kernel(KernelPart.LINEAR, SchemeName.NONE, "bfloat16") is not None or found.skipped
     assert [hop.message_bytes for hop in found.hops] == [8 << 10, 64 << 10, 1 << 20] or found.skipped
-    planned = run("plan", "-f", write(tmp_path, write_model(tmp_path / "model")), cache=tmp_path)
+    planned = run("plan", "--explain", "-f", write(tmp_path, write_model(tmp_path / "model")), cache=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert f"role cpu: calibration {found.hash} " in planned.stdout
 

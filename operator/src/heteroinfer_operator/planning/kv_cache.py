@@ -65,7 +65,7 @@ class KvCache:
 
     @property
     def least_blocks(self) -> int:
-        """Blocks that one full-length request needs; vLLM keeps one more for itself."""
+        """Blocks for one full-length request, plus the block that vLLM keeps for itself."""
         return self.sequence_blocks + 1
 
     def tokens(self, blocks: int) -> int:
