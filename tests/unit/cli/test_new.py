@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import yaml
 from heteroinfer_contract.plan import Mode
 from heteroinfer_operator.api import parse_resource
 from heteroinfer_operator.cli import main
-from heteroinfer_operator.commands.new_layouts import GivenHardware, layouts
+from heteroinfer_operator.commands.new_layouts import Draft, GivenHardware, choose_layout, layouts
+from heteroinfer_operator.commands.new_text import render
+from heteroinfer_operator.commands.plan_text import describe_summary
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.nodes.calibrations import Calibrations
 from tests.shapes.corpus import shape, write_shape
+from tests.shapes.profiles import recorded_profiles
 from tests.unit.cli.model_directory import write_model
 
 MIXTURE, DENSE, SMALL = "Qwen3-30B-A3B", "Llama-3.1-8B-Instruct", "Qwen3-0.6B"
@@ -247,3 +253,36 @@ def test_the_step_of_a_rank_in_the_comments_is_that_of_the_file(
     value = json.loads(capsys.readouterr().out)
     row = next(line for line in file.read_text().splitlines() if line.startswith("# 1 "))
     assert f"{value['plan']['ranks'][1]['predicted_step_s'] * 1e3:.1f} ms" in row
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        GivenHardware(gpus=1, gpu_memory="24Gi", cpus=16, cpu_memory="64Gi"),
+        GivenHardware(gpus=2, gpu_memory="80Gi", cpus=64, cpu_memory="512Gi"),
+    ],
+    ids=str,
+)
+def test_each_published_shape_gets_a_resource_with_its_plan_or_a_refusal(given: GivenHardware) -> None:
+    modes, reasons = set(), set()
+    for name, profile in recorded_profiles().items():
+        draft = Draft(
+            name="m",
+            model={"uri": "hf://org/model"},
+            profile=profile,
+            calibrations=Calibrations(),
+            max_model_len=None,
+        )
+        try:
+            layout, planned = choose_layout(draft, given, None)
+        except PlanError as error:
+            reasons.add(error.reason)
+            continue
+        text = render(draft, layout, planned, given, describe_summary(planned, "m"))
+        written = replace(draft, max_model_len=planned.plan.engine.max_model_len)
+        assert parse_resource(yaml.safe_load(text)).spec == written.resource(layout).spec, name
+        assert written.plan(layout).plan == planned.plan, name
+        modes.add(layout.mode)
+    assert reasons <= {"InsufficientMemory", "UnsupportedModel"}
+    assert Mode.PIPELINE in modes
+    assert (Mode.FEED_FORWARD in modes) is (given.gpus == 1)
