@@ -35,6 +35,7 @@ The commands use your own rights:
 | `status`, `top` | get and list `heteroinferences`; get `pods/proxy` for live values |
 | `logs` | get `heteroinferences`, list `pods`, get `pods/log` |
 | `restart`, `suspend`, `resume` | get and patch `heteroinferences`; list them for `-l` |
+| `wake` | get `heteroinferences`, create `pods/proxy` |
 | `report` | those of `status` and `logs`, and list of all objects of a resource, and of events |
 | `version` | list `deployments` in all namespaces, get `customresourcedefinitions` |
 | `check` | those of `version`, create `subjectaccessreviews`, list nodes, volumes, classes, DaemonSets |

@@ -1,15 +1,18 @@
 """User commands on a real API server, with resources that no operator has handled."""
 
+import asyncio
+import socket
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import yaml
+from aiohttp import web
 
-from heteroinfer_operator.kube.paths import HETERO_INFERENCE
+from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.command_line import heteroinfer, reported
-from tests.integration.operator.running_operator import create_resource
+from tests.integration.operator.running_operator import create_resource, pod
 
 
 async def test_top_shows_resources_without_an_operator(
@@ -106,3 +109,57 @@ async def test_status_before_an_operator_acted(
     code, _, errors = heteroinfer(config, "status", "none", "-n", namespace)
     assert code == 1
     assert "no HeteroInference none" in errors
+
+
+def own_address() -> str:
+    """Returns an address of this machine that is not loopback, to which the API server may pass requests."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+async def test_wake_asks_the_leaders_of_sleeping_groups(
+    server: ApiServer, namespace: str, control_plane: Cluster
+) -> None:
+    """The API server passes the request to the address of the pod: a server of this test answers there."""
+    asked: list[str] = []
+    host = own_address()
+
+    async def wake_up(request: web.Request) -> web.Response:
+        asked.append(request.method)
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/wake_up", wake_up)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    config = control_plane.kubeconfig
+    try:
+        site = web.TCPSite(runner, host, 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        owner = await create_resource(server, namespace, engine={"port": port})
+        options = ("wake", "tiny", "-n", namespace)
+        assert await asyncio.to_thread(reported, config, *options) == (
+            "heteroinference/tiny: no group to wake\n"
+        )
+        await server.create(POD.path(namespace), pod(owner, "tiny-1-5-0"))
+        address = {"phase": "Running", "podIP": host, "podIPs": [{"ip": host}]}
+        await server.merge(POD.path(namespace, "tiny-1-5-0", "status"), {"status": address})
+        members = [{"rank": 0, "role": "front", "pod": "tiny-1-5-0"}]
+        groups = [
+            {"index": 0, "epoch": 4, "phase": "Ready"},
+            {"index": 1, "epoch": 5, "phase": "Sleeping", "members": members},
+        ]
+        status = {"status": {"groups": groups}}
+        await server.merge(HETERO_INFERENCE.path(namespace, "tiny", "status"), status)
+        other = await asyncio.to_thread(reported, config, *options, "--group", "0")
+        assert other == "heteroinference/tiny: no group to wake\n"
+        woken = await asyncio.to_thread(reported, config, *options)
+        assert woken == "heteroinference/tiny group 1 woken\n"
+        assert asked == ["POST"]
+    finally:
+        await runner.cleanup()
+    code, _, errors = await asyncio.to_thread(heteroinfer, config, *options)
+    assert code == 1
+    assert errors.startswith("error: group 1: POST /api/v1/namespaces/")

@@ -185,7 +185,7 @@ def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
     elif _is(status, ConditionType.MODEL_READY, ConditionStatus.FALSE):
         yield "correct the model's source as the condition ModelReady describes"
     elif any(group.phase is GroupPhase.SLEEPING for group in status.groups):
-        yield "wake the sleeping groups: POST /wake_up to the leader that the group's message names"
+        yield f"wake the sleeping groups: heteroinfer wake {name}"
     elif any(group.failures and group.phase is not GroupPhase.READY for group in status.groups):
         yield f"find the cause of the last failure: heteroinfer logs {name} --previous"
 

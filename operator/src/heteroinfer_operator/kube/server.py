@@ -264,6 +264,12 @@ class ApiServer:
         """Returns an answer that is not an object, such as a log or a pod's answer; raises ApiError."""
         return await self._text(_Request(method="GET", path=path, query=query or {}, accept=ANY))
 
+    async def post_text(self, path: str, *, timeout_s: float) -> str:
+        """Posts an empty request to a pod through the proxy. Returns the answer; raises ApiError."""
+        return await self._text(
+            _Request(method="POST", path=path, accept=ANY, lane=RequestLane.WRITE, timeout_s=timeout_s)
+        )
+
     async def pages(self, path: str, query: Query, *, accept: str = JSON) -> AsyncIterator[dict[str, Any]]:
         """Yields the pages of a list. Adapts the number of objects so that a page stays at some megabytes.
 

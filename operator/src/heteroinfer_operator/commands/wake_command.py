@@ -1,0 +1,65 @@
+"""`heteroinfer wake`: wakes the groups of a resource that sleep."""
+
+import argparse
+import asyncio
+import sys
+from typing import Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.printable import printable
+from heteroinfer_operator.api import GroupPhase
+from heteroinfer_operator.commands.cluster_access import (
+    add_cluster_options,
+    add_namespace_option,
+    open_cluster,
+)
+from heteroinfer_operator.errors import HeteroInferError
+from heteroinfer_operator.fleet.fleet_reader import read_resources
+from heteroinfer_operator.kube.paths import POD
+from heteroinfer_operator.kube.server import FORBIDDEN, ApiError
+
+PATH_WAKE: Final = "/wake_up"
+"""vLLM serves it in its development mode (`vllm/entrypoints/serve/dev/sleep/api_router.py@v0.32.0`)."""
+WAKE_TIMEOUT_S: Final = 300.0
+"""For a group that copies its weights back to GPUs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `heteroinfer wake`."""
+    parser.add_argument("name", metavar="NAME", help="name of a HeteroInference")
+    parser.add_argument("--group", type=int, metavar="N", help="index of one group. Default: all that sleep")
+    add_namespace_option(parser)
+    add_cluster_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Wakes the groups and prints a line for each; returns 0.
+
+    Raises:
+        HeteroInferError: there is no such resource, or a leader did not wake its group.
+    """
+    asyncio.run(_wake_groups(arguments))
+    return 0
+
+
+async def _wake_groups(arguments: argparse.Namespace) -> None:
+    async with open_cluster(arguments) as cluster:
+        (resource,) = await read_resources(cluster.server, cluster.namespace, arguments.name)
+        name = f"{names.SINGULAR}/{resource.key.name}"
+        asleep = [
+            group
+            for group in resource.status.groups
+            if group.phase is GroupPhase.SLEEPING and group.members and arguments.group in (None, group.index)
+        ]
+        if not asleep:
+            sys.stdout.write(printable(f"{name}: no group to wake") + "\n")
+        for group in asleep:
+            leader = f"{group.members[0].pod}:{resource.api_port}"
+            try:
+                await cluster.server.post_text(
+                    POD.path(cluster.namespace, leader, f"proxy{PATH_WAKE}"), timeout_s=WAKE_TIMEOUT_S
+                )
+            except ApiError as error:
+                right = ". You need the right to create pods/proxy" if error.status == FORBIDDEN else ""
+                raise HeteroInferError(f"group {group.index}: {error.message}{right}") from error
+            sys.stdout.write(printable(f"{name} group {group.index} woken") + "\n")
