@@ -13,7 +13,13 @@ KEY = ResourceKey(namespace="ns", name="tiny")
 GROUP = {"namespace": "ns", "name": "tiny", "group": "ns/tiny/0"}
 STATUS: dict[str, Any] = {
     "conditions": [
-        {"type": kind, "status": status, "reason": reason, "lastTransitionTime": "2026-11-21T08:00:00Z"}
+        {
+            "type": kind,
+            "status": status,
+            "reason": reason,
+            "message": "",
+            "lastTransitionTime": "2026-11-21T08:00:00Z",
+        }
         for kind, status, reason in (
             ("Ready", "False", "RankExited"),
             ("Failed", "False", "NotFailed"),
