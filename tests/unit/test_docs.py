@@ -36,7 +36,6 @@ WORDS_OF_OTHERS = {
     "Any": "typing",
     "GangScheduling": "feature gate of Kubernetes 1.35",
     "GenericWorkload": "feature gate of Kubernetes 1.35",
-    "KeyError": "Python",
     "OutOfcpu": "reason of a pod that the kubelet refused",
     "Terminating": "column of kubectl get",
     "UnexpectedAdmissionError": "reason of a pod that the kubelet refused",
