@@ -66,7 +66,9 @@ def status_of_a_serving_group(viewer: Path) -> None:
     assert "State     Available, Ready (Serving)" in shown
     assert "Values of ranks are from the status, a minute old at most: " in shown
     value = yaml.safe_load(reported(viewer, "status", "tiny", "-o", "yaml"))
-    assert value["unexpectedConditions"] == ["CapacityAvailable"]
+    assert set(value["unexpectedConditions"]) <= {"CapacityAvailable"}, (
+        "the scheduler has no node for its pods"
+    )
     assert value["model"]["uri"] == "pvc://models/tiny"
 
 

@@ -1,5 +1,6 @@
 """What the checks of a cluster conclude from its objects."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,11 @@ def test_shared_storage_is_proven_by_a_volume_or_likely_by_a_provisioner() -> No
 def test_an_operator_that_is_down_or_of_another_version_is_reported() -> None:
     assert judge_operators([], "0.2.0")[0] is CheckState.FAILED
     assert judge_operators([installed_operator(ready=0)], "0.2.0")[0] is CheckState.FAILED
+    stopped = replace(installed_operator(ready=0), replicas=0)
+    assert judge_operators([stopped], "0.2.0") == (
+        CheckState.FAILED,
+        "system/heteroinfer has 0 replicas. Set the chart's value replicas to 1 or more",
+    )
     assert judge_operators([installed_operator()], "0.2.0")[0] is CheckState.OK
     assert judge_operators([installed_operator()], UNKNOWN_VERSION)[0] is CheckState.OK
     assert judge_operators([installed_operator()], "0.1.0")[0] is CheckState.WARNING

@@ -243,6 +243,11 @@ def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) ->
     """Checks that each operator has a ready pod, and the version of the CRD."""
     if not operators:
         return CheckState.FAILED, "not installed. Install HeteroInfer's chart"
+    stopped = [str(each.name) for each in operators if not each.replicas]
+    if stopped:
+        return CheckState.FAILED, (
+            f"{', '.join(stopped)} has 0 replicas. Set the chart's value replicas to 1 or more"
+        )
     down = [
         f"{each.name} has 0 of {each.replicas} pods ready. Run `kubectl describe pods -n "
         f"{each.name.namespace} -l app.kubernetes.io/name={names.MANAGER}`"

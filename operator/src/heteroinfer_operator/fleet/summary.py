@@ -146,7 +146,7 @@ class ResourceSummary:
         for group in self.status.groups:
             kept = group.failures if verbose else group.failures[-1:]
             for failure in reversed(kept):
-                yield f"group {group.index}: {tell_failure(failure)}"
+                yield f"failure of group {group.index}: {tell_failure(failure)}"
 
     def _plans(self) -> list[str]:
         found: list[str] = []
