@@ -26,7 +26,7 @@ so they cannot change your terminal.
 | 2 | a command or an option is wrong |
 | 130 | you pressed Ctrl-C |
 
-`plan` has [more codes](../troubleshoot.md#what-a-refusal-means), and so have [worker pods](exit-codes.md).
+`plan` has [more codes](exit-codes.md#heteroinfer-plan), and so have [worker pods](exit-codes.md#worker-pods).
 
 The commands use your own rights:
 
