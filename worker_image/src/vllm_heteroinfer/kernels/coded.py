@@ -17,7 +17,7 @@ from vllm_heteroinfer.kernels.linear import prepare
 
 SHARED_COLUMNS: Final = 32
 """Columns of a block of the packed form. A scale that columns share is for a multiple of 32 columns."""
-_ELEMENTS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+ELEMENTS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HALF_BYTE: Final = 2
 """Codes of 4 bits in a byte."""
 _AXES: Final = 2
@@ -64,7 +64,7 @@ _SCALE_TYPES: Final = {
 _CODE_TYPES: Final = {Code.BF16: torch.bfloat16, Code.F16: torch.float16}
 
 
-class _NativeFormat(ctypes.Structure):
+class NativeFormat(ctypes.Structure):
     """`Format` of source/coded.h."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in ("code", "scale", "group", "zeros"))
@@ -84,9 +84,9 @@ class Format:
     group: int = 0
     zeros: bool = False
 
-    def build(self) -> _NativeFormat:
+    def build(self) -> NativeFormat:
         """Returns the format for a call of the library."""
-        return _NativeFormat(self.code, self.scale, self.group, self.zeros)
+        return NativeFormat(self.code, self.scale, self.group, self.zeros)
 
     def numbers(self) -> list[int]:
         """Returns the format for an op of torch."""
@@ -233,16 +233,16 @@ def _linear(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     fits = bias is None or (bias.dtype == x.dtype and bias.shape == (columns,) and bias.is_contiguous())
-    if x.dtype not in _ELEMENTS or x.shape[-1] != inputs or x.device.type != "cpu" or not fits:
+    if x.dtype not in ELEMENTS or x.shape[-1] != inputs or x.device.type != "cpu" or not fits:
         raise RuntimeError(
             f"heteroinfer::coded_linear: x must be [..., {inputs}] and bias [{columns}] of one of "
-            f"{', '.join(map(str, _ELEMENTS))} (got x {tuple(x.shape)} {x.dtype}, bias "
+            f"{', '.join(map(str, ELEMENTS))} (got x {tuple(x.shape)} {x.dtype}, bias "
             f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."
         )
     out = x.new_empty((*x.shape[:-1], columns))
-    native = _NativeFormat(*numbers)
+    native = NativeFormat(*numbers)
     _registered[0].calls.heteroinfer_coded_linear(
-        *(out.data_ptr(), columns, rows.data_ptr(), rows.stride(0), _ELEMENTS[x.dtype], packed.data_ptr()),
+        *(out.data_ptr(), columns, rows.data_ptr(), rows.stride(0), ELEMENTS[x.dtype], packed.data_ptr()),
         *(ctypes.addressof(native), None if bias is None else bias.data_ptr()),
         *(rows.shape[0], columns, inputs),
     )

@@ -38,6 +38,10 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         None,
         (*(_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG),),
     ),
+    "heteroinfer_coded_experts": (
+        None,
+        (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG),
+    ),
     "heteroinfer_experts": (
         None,
         (

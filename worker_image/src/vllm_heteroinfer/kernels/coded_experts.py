@@ -1,0 +1,229 @@
+"""Routed experts whose weights stay in their checkpoint's format. Imports torch, not vLLM.
+
+The kernels read each chosen expert once, on every instruction set of `kernels/coded.py`.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from math import inf
+from typing import Final
+
+import torch
+
+from vllm_heteroinfer.kernels import weight_memory
+from vllm_heteroinfer.kernels.coded import (
+    ELEMENTS,
+    SHARED_COLUMNS,
+    Coded,
+    Format,
+    NativeFormat,
+    Scale,
+    pack,
+    packed_bytes,
+)
+from vllm_heteroinfer.kernels.library import KernelLibrary
+
+MOST_CHOICES: Final = 256
+"""Experts of a row."""
+
+
+class ActivationKind(IntEnum):
+    """Function of the gate."""
+
+    SWISH = 0
+    """g * sigmoid(alpha * g); SiLU with alpha 1."""
+    GELU = 1
+    GELU_TANH = 2
+    RELU2 = 3
+    """ReLU squared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """Input of w2: kind(gate) * (up + offset), or kind(gate) without a gate.
+
+    Attributes:
+        limit: gates are at most `limit`, ups between -limit and limit.
+    """
+
+    kind: ActivationKind = ActivationKind.SWISH
+    gated: bool = True
+    alpha: float = 1.0
+    limit: float = inf
+    offset: float = 0.0
+
+
+class _NativeActivation(ctypes.Structure):
+    """`Activation` of source/coded.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_long),
+        ("gated", ctypes.c_long),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "offset")),
+    )
+
+
+class _NativeCodedExperts(ctypes.Structure):
+    """`Layer` of source/coded_experts.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("w13", "w2")),
+        ("format13", NativeFormat),
+        ("format2", NativeFormat),
+        *((name, ctypes.c_void_p) for name in ("bias13", "bias2")),
+        *((name, ctypes.c_long) for name in ("experts", "hidden", "inner", "element")),
+        ("activation", _NativeActivation),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedPart:
+    """The packed w13 or w2 of all experts.
+
+    Attributes:
+        packed: uint8 [experts, bytes].
+        columns: of w13 gates, then ups, as the checkpoint has them.
+    """
+
+    format: Format
+    columns: int
+    inputs: int
+    packed: torch.Tensor
+
+
+def empty_part(library: KernelLibrary, form: Format, experts: int, columns: int, inputs: int) -> PackedPart:
+    """Returns memory for the packed weights of all experts; `put` fills it."""
+    size = packed_bytes(library, form, columns, inputs)
+    packed = weight_memory.empty((experts, size), torch.uint8)
+    return PackedPart(format=form, columns=columns, inputs=inputs, packed=packed)
+
+
+def put(library: KernelLibrary, part: PackedPart, expert: int, weight: Coded, *, gated: bool) -> None:
+    """Packs the weight of one expert.
+
+    Args:
+        gated: whether this is w13 with gates in the first half of its columns and ups in the second.
+
+    Raises:
+        ValueError: the weight has another format or size, or its columns are not a multiple of 64.
+    """
+    if (weight.format, weight.columns, weight.inputs) != (part.format, part.columns, part.inputs):
+        raise ValueError(
+            f"expert {expert} must be {part.format} of {part.columns} x {part.inputs} "
+            f"(got {weight.format} of {weight.columns} x {weight.inputs})."
+        )
+    pack(library, by_turns(weight) if gated else weight, part.packed[expert])
+
+
+def by_turns(weight: Coded) -> Coded:
+    """Returns w13 with blocks of 32 gates and 32 ups in turn, the order that the kernels read."""
+    if weight.columns % (2 * SHARED_COLUMNS):
+        raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns}).")
+
+    def turn(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
+        return None if tensor is None else rows_by_turns(tensor, block)
+
+    scales = 1 if weight.format.scale == Scale.BLOCK_F32 else SHARED_COLUMNS
+    return replace(
+        weight,
+        codes=rows_by_turns(weight.codes, SHARED_COLUMNS),
+        scales=turn(weight.scales, scales),
+        zeros=turn(weight.zeros, SHARED_COLUMNS),
+        factors=turn(weight.factors, SHARED_COLUMNS),
+    )
+
+
+def rows_by_turns(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Returns rows of gates, then of ups, as blocks of gates and ups in turn."""
+    return rows.view(2, -1, block, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
+
+
+class CodedExperts:
+    """A layer's routed experts."""
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        w13: PackedPart,
+        w2: PackedPart,
+        activation: Activation,
+        *,
+        dtype: torch.dtype,
+        biases: Sequence[torch.Tensor | None] = (None, None),
+    ) -> None:
+        """Checks that the parts belong together.
+
+        Args:
+            dtype: of inputs and outputs.
+            biases: [experts, columns] of w13 (gates, then ups) and of w2.
+
+        Raises:
+            ValueError: they do not, or a size is not a multiple of 32.
+        """
+        experts, inner, hidden = len(w13.packed), w2.inputs, w2.columns
+        wide = w13.columns // (2 if activation.gated else 1)
+        fits = (
+            len(w2.packed) == experts
+            and wide == inner
+            and w13.inputs == hidden
+            and hidden % SHARED_COLUMNS == inner % SHARED_COLUMNS == 0
+            and dtype in ELEMENTS
+        )
+        if not fits:
+            raise ValueError(
+                f"experts must have w13 and w2 of one layer, sizes of a multiple of 32 and one of "
+                f"{', '.join(map(str, ELEMENTS))} (got w13 {w13.columns} x {w13.inputs} of {experts}, "
+                f"w2 {hidden} x {inner} of {len(w2.packed)}, {dtype})."
+            )
+        self._dtype, self._hidden = dtype, hidden
+        of_w13, of_w2 = biases
+        if of_w13 is not None:
+            turned = [rows_by_turns(each, SHARED_COLUMNS) if activation.gated else each for each in of_w13]
+            of_w13 = torch.stack(turned).float().contiguous()
+        of_w2 = None if of_w2 is None else of_w2.float().contiguous()
+        self._kept = (w13, w2, of_w13, of_w2)
+        self._layer = _NativeCodedExperts(
+            *(w13.packed.data_ptr(), w2.packed.data_ptr(), w13.format.build(), w2.format.build()),
+            *(None if each is None else each.data_ptr() for each in (of_w13, of_w2)),
+            *(experts, hidden, inner, ELEMENTS[dtype]),
+            _NativeActivation(
+                activation.kind, activation.gated, activation.alpha, activation.limit, activation.offset
+            ),
+        )
+        self._call, self._address = library.calls.heteroinfer_coded_experts, ctypes.addressof(self._layer)
+
+    def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """Writes each row's weighted sum of its experts into y.
+
+        Args:
+            y: [rows, hidden], rows contiguous; must not share memory with x.
+            x: [rows, hidden], rows contiguous.
+            weights: [rows, topk], float32, contiguous.
+            ids: [rows, topk], int32, contiguous; other ids than those of experts count nothing.
+
+        Raises:
+            ValueError: a shape or dtype is another.
+        """
+        rows, topk = ids.shape
+        fits = (
+            x.shape == y.shape == (rows, self._hidden)
+            and x.dtype == y.dtype == self._dtype
+            and x.stride(1) == y.stride(1) == 1
+            and weights.shape == ids.shape
+            and topk <= MOST_CHOICES
+            and (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+            and weights.is_contiguous()
+            and ids.is_contiguous()
+        )
+        if not fits:
+            raise ValueError(
+                f"x and y must be [{rows}, {self._hidden}] {self._dtype}, weights float32 and ids int32 "
+                f"[{rows}, topk] (got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
+                f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype})."
+            )
+        self._call(
+            *(self._address, y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0)),
+            *(weights.data_ptr(), ids.data_ptr(), rows, topk),
+        )
