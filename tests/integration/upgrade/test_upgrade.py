@@ -222,7 +222,7 @@ async def test_a_tightened_list_takes_neither_status_nor_restart(
         await server.merge(path, {"spec": {"suspend": True}})
         await until("pods that go", lambda: all_go(server), said=lambda: process.said)
         worse = [{"name": "PYTHONPATH", "value": "/model"}]
-        with pytest.raises(ApiError, match=r"(got PYTHONPATH). Remove it"):
+        with pytest.raises(ApiError, match=r"\(got PYTHONPATH\)\. Remove it"):
             await server.merge(path, {"spec": {"engine": {"env": worse}}})
         assert "Traceback" not in process.said, process.said
         assert " 422 " not in process.said, process.said

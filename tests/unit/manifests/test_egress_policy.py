@@ -208,9 +208,9 @@ def test_what_says_no_addresses_is_refused(text: str) -> None:
     [
         (asked(), ""),
         (asked(HF_ENDPOINT="https://mirror/x", HTTP_PROXY="proxy", NO_PROXY="a:7", HTTPS_PROXY=""), ""),
-        (asked(HTTPS_PROXY="proxy:3128"), "HTTPS_PROXY (engine.env) names port 3128"),
-        (asked(all_proxy="socks5h://p"), "all_proxy (engine.env) names port 1080"),
-        (from_config_map("https_proxy"), "give the URL as a plain value"),
+        (asked(HTTPS_PROXY="proxy:3128"), "HTTPS_PROXY (engine.env) needs port 3128"),
+        (asked(all_proxy="socks5h://p"), "all_proxy (engine.env) needs port 1080"),
+        (from_config_map("https_proxy"), "set the URL as a plain value"),
     ],
 )
 def test_a_closed_port_is_named_with_the_charts_value(spec: HeteroInferenceSpec, words: str) -> None:

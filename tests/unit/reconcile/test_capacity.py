@@ -305,7 +305,7 @@ def test_gang_always_needs_a_scheduler_and_never_uses_none() -> None:
     assert world.condition("Planned") == ("False", "NoGangScheduler")
     world.gangs = frozenset({Gang.KUEUE})
     world.settle()
-    assert "Kueue is there, but scheduling.queueName is not set" in message(world, "Planned")
+    assert "Kueue is installed, but scheduling.queueName is not set" in message(world, "Planned")
     world.unknown = ("scheduling.k8s.io/v1",)
     world.settle()
     words = message(world, "Planned")

@@ -100,7 +100,7 @@ def test_reports_policies_that_block_the_proxy_of_a_fetch() -> None:
     assert "3128" not in world.message("ModelReady"), "no policy restricts it"
     world.kept_in = ({},)
     world.settle()
-    assert "HTTPS_PROXY (engine.env) names port 3128" in world.message("ModelReady")
+    assert "HTTPS_PROXY (engine.env) needs port 3128" in world.message("ModelReady")
     assert "fetchEgress.ports" in world.message("ModelReady")
     run_fetch(world)
     say(world, 1.0)

@@ -6,7 +6,8 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.config import JsonDict
 
 from heteroinfer_operator.api.base import StatusModel, Time
 
@@ -57,8 +58,15 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
+def _require_message(schema: JsonDict) -> None:
+    """Makes `message` a required field of the schema. A stored condition without a message is still read."""
+    schema["required"] = ["lastTransitionTime", "message", "reason", "status", "type"]
+
+
 class Condition(StatusModel):
     """An aspect of the resource's state, with the schema of metav1.Condition."""
+
+    model_config = ConfigDict(json_schema_extra=_require_message)
 
     type: Annotated[str, Field(pattern=_TYPE, min_length=1, max_length=316)]
     """Type of the condition, in CamelCase or as PREFIX/NAME."""
@@ -66,7 +74,7 @@ class Condition(StatusModel):
     """Status of the condition: True, False or Unknown."""
     reason: Annotated[str, Field(pattern=_REASON, min_length=1, max_length=1024)]
     """Reason for the last transition, in CamelCase."""
-    message: Annotated[str, Field(max_length=32768)]
+    message: Annotated[str, Field(max_length=32768)] = ""
     """Details of the last transition."""
     last_transition_time: Time
     """Time of the last change of status."""

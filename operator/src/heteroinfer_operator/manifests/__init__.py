@@ -1,1 +1,1 @@
-"""Plan and addressing to Kubernetes objects, a file a kind. Pure."""
+"""Builds the Kubernetes objects of a resource, with one module for each kind. Pure."""

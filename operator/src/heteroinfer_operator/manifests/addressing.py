@@ -1,7 +1,7 @@
-"""How the pods of a group reach each other, their model, and their clients. Pure.
+"""Addresses of the pods of a group, of their model, and for clients. Pure.
 
-On a cluster these are DNS names and fixed ports; the package `local` gives loopback and free
-ports instead (`heteroinfer up`), with the same manifests.
+On a cluster these are DNS names and fixed ports. For `heteroinfer up` the package `local` uses the loopback
+address and free ports, with the same manifests.
 """
 
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ from heteroinfer_operator.manifests.identity import EpochRef, Owner
 
 HOST_PATH_REASON: Final = "HostPathNotAllowed"
 DEFAULT_REVISION = "main"
-"""Of hubs."""
+"""Default branch on model hubs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFetch:
-    """A model that is on a hub, and how a pod fetches it.
+    """A model on a hub, and the settings of the pod that downloads it.
 
     Attributes:
         repository: ORG/MODEL.
         revision: branch, tag or commit.
-        cache: root of the cache, inside the pod.
-        token: of the hub; None without one, or where pods inherit it.
-        health_host: where the pod is reached.
-        health_port: of its progress.
+        cache: root folder of the cache inside the pod.
+        token: access token of the hub; None if there is none, or if the process inherits one.
+        health_host: address on which the pod serves its progress.
+        health_port: port on which the pod serves its progress.
     """
 
     repository: str
@@ -45,13 +45,13 @@ class ModelFetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a pod finds the model.
+    """The place of the model in a pod.
 
     Attributes:
-        path: inside the pod; of a hub's model whose commit is not known yet, the cache's.
-        volume: the pod's volume without its name, mounted read-only at MODEL_MOUNT, or
-            None where the path is the host's own.
-        fetch: how it gets there, or None if it is there.
+        path: path inside the pod; for a hub's model with an unknown commit, the root of the cache.
+        volume: the pod's volume without its name, mounted read-only at MODEL_MOUNT; None if the path is a
+            path of the host.
+        fetch: settings of the download; None if the model needs none.
     """
 
     path: str
@@ -59,24 +59,24 @@ class ModelSource:
     fetch: ModelFetch | None = None
 
     def at(self, commit: str | None) -> "ModelSource":
-        """Returns where pods find the model of this commit of a hub; the same where it comes from none."""
+        """Returns the source of a commit of a hub's model; any other source stays the same."""
         if self.fetch is None or commit is None:
             return self
         folder = model_folder(self.fetch.repository, commit)
         return replace(self, path=f"{self.fetch.cache}/{folder}")
 
     def of_revision(self, revision: str | None) -> "ModelSource":
-        """Returns the source with another revision to fetch, unless None is given or it comes from no hub."""
+        """Returns the source with another revision to download; unchanged for None or without a hub."""
         if self.fetch is None or revision is None:
             return self
         return replace(self, fetch=replace(self.fetch, revision=revision))
 
 
 def host_path_refusal(spec: HeteroInferenceSpec) -> PlanError:
-    """Returns the refusal of a model that lies in a folder of the nodes."""
+    """Returns the error for a model in a folder of the nodes."""
     return PlanError(
-        f"model.uri {spec.model.uri} is a path of the nodes, which this operator does not allow: "
-        "use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
+        f"model.uri: {spec.model.uri} is a path on the nodes, which this operator does not allow. "
+        "Use pvc://CLAIM/PATH, or install the chart with allowHostPaths=true",
         reason=HOST_PATH_REASON,
     )
 
@@ -87,14 +87,14 @@ def hub_repository(spec: HeteroInferenceSpec) -> str:
 
 
 class Addressing(Protocol):
-    """Addresses of groups in one world."""
+    """Addresses of groups on a cluster or on this machine."""
 
     def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:
         """Returns the address of each pod, by pod index."""
         ...
 
     def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
-        """Returns where pods find the model; raises PlanError if they can't."""
+        """Returns the place of the model in pods; raises PlanError if pods cannot reach it."""
         ...
 
     def endpoint(self, spec: HeteroInferenceSpec, owner: Owner) -> str:
@@ -107,13 +107,13 @@ class ClusterAddressing:
     """Addresses on Kubernetes.
 
     Attributes:
-        allow_host_paths: whether `file://` may mount a path of the node.
+        allow_host_paths: whether pods may mount the folder of a `file://` model from the node.
     """
 
     allow_host_paths: bool = False
 
     def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:
-        """Returns DNS names that the headless Service answers before the pods are ready."""
+        """Returns DNS names, which the headless Service resolves before the pods are ready."""
         domain = f"{identity.group_service(group.owner, group.index)}.{group.owner.key.namespace}.svc"
         return tuple(
             PodAddress(
@@ -125,10 +125,10 @@ class ClusterAddressing:
         )
 
     def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
-        """Returns the mounted claim or host path.
+        """Returns the claim, image or host path that pods mount.
 
         Raises:
-            PlanError: the URI cannot be served on this cluster; the message says what to do.
+            PlanError: the cluster cannot serve the URI; the message has the fix.
         """
         scheme, _, rest = spec.model.uri.partition("://")
         if scheme == "pvc":
@@ -151,8 +151,8 @@ class ClusterAddressing:
         cache = spec.model.cache
         if cache is None:
             raise PlanError(
-                f"model.uri {spec.model.uri} is fetched into a volume, and spec.model.cache names none: "
-                "give cache.claimName (an existing PersistentVolumeClaim) or cache.size (one that is made)",
+                f"model.cache: must be set, because {spec.model.uri} is downloaded into a volume. Set "
+                "cache.claimName (an existing PersistentVolumeClaim) or cache.size (for a new claim)",
                 reason="ModelCacheNotGiven",
             )
         claim = cache.claim_name or identity.model_claim(owner, cache)
@@ -161,12 +161,12 @@ class ClusterAddressing:
             revision=spec.model.revision or DEFAULT_REVISION,
             cache=names.MODEL_MOUNT,
             token=spec.model.token_secret_ref,
-            health_host="0.0.0.0",  # noqa: S104 - the operator and the kubelet ask for its progress
+            health_host="0.0.0.0",  # noqa: S104 - the operator and the kubelet read its progress
             health_port=names.DEFAULT_HEALTH_PORT,
         )
         volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
         return ModelSource(path=names.MODEL_MOUNT, volume=volume, fetch=fetch)
 
     def endpoint(self, spec: HeteroInferenceSpec, owner: Owner) -> str:
-        """Returns the URL of the clients' Service."""
+        """Returns the URL of the Service for clients."""
         return f"http://{identity.client_service(owner)}.{owner.key.namespace}.svc:{spec.engine.port}/v1"

@@ -1,17 +1,18 @@
-"""PodDisruptionBudget of a group, or of all groups of a resource with several. Pure.
+"""PodDisruptionBudget of a group, or of all groups of a resource with several groups. Pure.
 
-A group is one unit: the eviction of one pod ends its epoch, and the next starts elsewhere. The
-budget lets one pod go, and no other of the group until it serves again, so that a drain of
-node after node ends a group once a node and not in the middle of its start. It never blocks for
-ever: a group without free capacity has no pods, and one that fails gives its pods up. A group that sleeps, or
-that waits for a pod which cannot start, is not Ready for long: its pods may be evicted (`AlwaysAllow`).
+A group is one unit: the eviction of one pod ends its epoch, and the next epoch starts on other nodes. The
+budget allows the eviction of one pod, and of no other pod of the group until the group serves again. A drain
+of several nodes then ends a group once for each node, and never in the middle of its start. The budget never
+blocks permanently: a group without free capacity has no pods, and a failing group deletes its pods. The pods
+of a group that sleeps, or that waits for a pod that cannot start, may be evicted (`AlwaysAllow`), because the
+group may stay unready for long.
 
-Several groups share one budget: the API server takes one eviction off a budget before it answers, so two
-drains never take two groups, and Kubernetes evicts no pod that two budgets select. While one group alone
-serves, its pods are not evicted. Pods that are not Ready may be evicted at any time, also in the middle of a
-start: they serve nobody, and the count protects the Ready pods of the other groups.
-Source: `pkg/registry/core/pod/storage/eviction.go@v1.36.3`: with `AlwaysAllow` the eviction of a pod that is
-not Ready neither asks nor changes the budget.
+Several groups share one budget. The API server subtracts an eviction from the budget before it answers, so
+two drains never end two groups. Kubernetes evicts no pod that two budgets select. If only one group serves,
+its pods are not evicted. Pods that are not Ready may be evicted at any time, even in the middle of a start:
+they serve no clients, and the number protects the Ready pods of the other groups. Source:
+`pkg/registry/core/pod/storage/eviction.go@v1.36.3`: with `AlwaysAllow` the eviction of a pod that is not
+Ready neither checks nor changes the budget.
 """
 
 from typing import Any, Final
@@ -24,13 +25,13 @@ KIND: Final = "PodDisruptionBudget"
 
 
 def build_disruption_budget(group: GroupRef, *, pods: int, spares_start: bool) -> dict[str, Any]:
-    """Returns the budget of a group of two pods or more; one pod alone may always go.
+    """Returns the budget of a group of at least two pods; a single pod may always be evicted.
 
-    A number and no percentage: the disruption controller would look for the pods' number in the
-    resource's /scale, which counts groups.
+    The budget has a number, not a percentage: for a percentage the disruption controller would read the
+    number of pods from the resource's /scale, which counts groups.
 
     Args:
-        spares_start: whether pods that are not Ready yet stay until they are.
+        spares_start: whether pods that are not Ready yet are protected.
     """
     policy = "IfHealthyBudget" if spares_start else "AlwaysAllow"
     metadata = identity.group_metadata(group, identity.group_service(group.owner, group.index))

@@ -1,8 +1,7 @@
-"""What of a stored child is not as it was made, and the patch that mends it. Pure.
+"""Finds differences between a stored child and its manifest, and the patch that removes them. Pure.
 
-An object says what it should if it has all that the manifest has, and no more where more means something
-else: one key more in a selector or in a rule of a policy lets other pods in. What the API server fills in
-by itself is known by name.
+A stored object must have all values of the manifest. In a spec it must not have more, because one more key in
+a selector or in a rule of a policy can let other pods in. Fields that the API server adds are listed by name.
 """
 
 from collections.abc import Mapping
@@ -29,22 +28,22 @@ _FILLED_IN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "PodDisruptionBudget": frozenset(),
     }
 )
-"""By kind: fields of the spec that are there though no manifest of ours has them. Of other kinds, which
-belong to other projects, any may be."""
+"""By kind: fields of the spec that the API server adds. Kinds that are not listed belong to other projects,
+and may have any additional field."""
 
 
 _ONLY_MADE_SO: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {"Service": frozenset({"ipFamilies", "ipFamilyPolicy"})}
 )
-"""By kind: fields of the spec that a new object gets, and that stay in an older one as they are: whoever
-administers the cluster's network, or an older version, chose them."""
+"""By kind: fields of the spec that are set only in new objects. In an existing object an administrator of the
+network, or an older version, chose them."""
 
 _TAKEN_OFF: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
-"""By kind: labels that change what an object does, and that no object of ours has."""
+"""By kind: labels that disable an object. The operator removes them."""
 
 
 def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON merge patch that makes a stored object say what its manifest says; {} if it does."""
+    """Returns the JSON merge patch that makes a stored object match its manifest; {} if it matches."""
     patch: dict[str, Any] = {}
     for key, value in wanted.items():
         if key == "metadata":
@@ -63,7 +62,7 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
 
 
 def as_made(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a manifest that mends a stored object and leaves what only a new object gets as it is."""
+    """Returns a manifest for a stored object, with the stored values of fields that only new objects get."""
     spec, stored_spec = wanted.get("spec"), stored.get("spec") or {}
     made = _ONLY_MADE_SO.get(wanted["kind"])
     if not made or spec is None:
@@ -92,7 +91,7 @@ _SAME: Final = object()
 
 
 def _replacing(stored: Any, wanted: Any) -> Any:
-    """Returns what a merge patch must say so that a stored value equals a wanted one, or _SAME."""
+    """Returns the part of a merge patch that makes a stored value equal a wanted value, or _SAME."""
     if stored == wanted:
         return _SAME
     if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
@@ -103,10 +102,10 @@ def _replacing(stored: Any, wanted: Any) -> Any:
 
 
 def says(stored: Any, wanted: Any) -> bool:
-    """Returns whether a stored value has everything that a wanted one has; more is allowed.
+    """Whether a stored value contains a wanted value; it may contain more.
 
-    Lists are compared item by item and must be of one length: the API server adds
-    defaults to fields, never items to a list of ours.
+    Lists are compared item by item and must have the same length: the API server adds defaults to fields, but
+    no items to the operator's lists.
     """
     if isinstance(wanted, Mapping):
         return isinstance(stored, Mapping) and all(

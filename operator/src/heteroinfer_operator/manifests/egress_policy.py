@@ -1,8 +1,9 @@
-"""NetworkPolicies that let pods out where other policies of their namespace keep pods in. Pure.
+"""NetworkPolicies that allow egress of pods that other policies of their namespace isolate. Pure.
 
-Any policy for egress isolates the pods that it selects: a pod that reached everything would reach only what
-the policy names. So these policies select exactly the pods that another policy isolates anyway: of ours those
-that its selector names too. In a namespace without such a policy there are none, and nobody is cut off.
+Each egress policy isolates the pods that it selects: a pod without a policy can reach everything, and a
+selected pod only the destinations in the policy. Therefore these policies select only the operator's pods
+that another policy isolates anyway. In a namespace without such a policy there are none, so no pod loses a
+connection.
 """
 
 import hashlib
@@ -23,37 +24,37 @@ from heteroinfer_operator.manifests.model_pods import model_template
 POLICY_KIND: Final = "NetworkPolicy"
 _API_VERSION: Final = "networking.k8s.io/v1"
 _DNS_PORTS: Final = (53, 5353)
-"""Of resolvers, and of OpenShift's resolvers' pods, at which a policy sees a request.
+"""Ports of DNS resolvers; OpenShift's resolver pods listen on 5353, the port that policies see there.
 
-They are open to any address: that of a resolver may be link-local (NodeLocal DNSCache).
+They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
 _MOST: Final = 32
-"""Policies of one group, or of one fetch. Selectors that certainly select its pods come first."""
+"""Most policies of one group or one download. Selectors that certainly match its pods come first."""
 
 
 class Egress(StrEnum):
-    """Whether the operator makes policies that let its pods out."""
+    """Whether the operator creates policies that allow egress of its pods."""
 
     AUTO = "Auto"
-    """For pods that another NetworkPolicy of their namespace keeps in."""
+    """For pods that another NetworkPolicy of their namespace isolates."""
     ALWAYS = "Always"
-    """For all pods: where policies of another kind keep pods in, which the operator does not read."""
+    """For all pods: for clusters whose policies are of another kind, which the operator does not read."""
     NEVER = "Never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """Which pods of a namespace are kept in.
+    """The pods of a namespace that policies isolate.
 
     Attributes:
-        selectors: of all pods that policies keep in, as few as possible.
+        selectors: label selectors of these pods, as few as possible.
     """
 
     selectors: tuple[Manifest, ...] = ()
 
     @classmethod
     def of(cls, egress: Egress, selectors: Iterable[Manifest]) -> "Isolation":
-        """Returns what an installation takes as kept in, of what the policies of a namespace select."""
+        """Returns the isolated pods, from the setting of the installation and the policies' selectors."""
         if egress is not Egress.AUTO:
             return cls(selectors=({},) if egress is Egress.ALWAYS else ())
         by_text = {json.dumps(each, sort_keys=True): each for each in selectors}
@@ -61,7 +62,7 @@ class Isolation:
 
 
 def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Isolation) -> list[Manifest]:
-    """Returns the policies that let the pods of a group reach each other and DNS."""
+    """Returns the policies that allow the pods of a group to reach each other and DNS."""
     ours = identity.group_labels(group)
     pods = [{**_template_labels(role.template), **ours} for role in spec.roles]
     rules = [{"to": [{"podSelector": {"matchLabels": ours}}]}, _dns()]
@@ -75,9 +76,9 @@ def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Is
 def build_fetch_policies(
     spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation, allowed: FetchEgress
 ) -> list[Manifest]:
-    """Returns the policies of the pod that fetches a model: who asks it, and where it may go.
+    """Returns the ingress and egress policies of the pod that downloads a model.
 
-    The installation alone decides where it may go: whoever writes the spec chooses the image of this pod.
+    Only the installation decides about egress, because the author of the spec chooses the pod's image.
     """
     ours = _labels_of_fetches(owner)
     name = f"{owner.key.name}-{names.COMPONENT_FETCH}"
@@ -104,7 +105,7 @@ def build_fetch_policies(
 def describe_closed_ports(
     spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation, allowed: FetchEgress
 ) -> str:
-    """Names the variables whose port the policies of a fetch close, and the fix; "" for none."""
+    """Describes the variables whose port the policies of a download close, with the fix; "" for none."""
     is_kept_in = bool(_selectors(isolation, [_fetch_labels(spec, owner)]))
     return allowed.describe_closed(spec) if is_kept_in else ""
 
@@ -134,20 +135,20 @@ def _dns() -> Manifest:
 
 
 def _both(ours: Mapping[str, str], other: Manifest) -> Manifest:
-    """Returns the selector of the pods of ours that another selector selects too."""
+    """Returns the selector of pods that have the labels `ours` and match another selector."""
     expressions = other.get("matchExpressions") or ()
     labels = {**(other.get("matchLabels") or {}), **ours}
     return {"matchLabels": labels, **({"matchExpressions": list(expressions)} if expressions else {})}
 
 
 def _selectors(isolation: Isolation, pods: Sequence[Mapping[str, str]]) -> list[Manifest]:
-    """Returns the selectors that may select one of these pods, at most _MOST."""
+    """Returns the selectors that may match one of these pods, at most _MOST."""
     found = [each for each in isolation.selectors if any(_may_select(each, own) for own in pods)]
     return sorted(found, key=lambda each: any(_unknown(each, own) for own in pods))[:_MOST]
 
 
 def _widest(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Returns the selectors without those whose pods all have a term that alone is another selector."""
+    """Drops selectors that select only pods of another, wider selector."""
     terms = [{json.dumps(term) for term in _terms(each)} for each in selectors]
     if set() in terms:
         return [{}]
@@ -156,7 +157,7 @@ def _widest(selectors: Sequence[Manifest]) -> list[Manifest]:
 
 
 def _merged(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Returns fewer selectors of the same pods: those of one value of the same label become one."""
+    """Merges selectors with one value of the same label into one selector of the same pods."""
     values: dict[str, list[str]] = {}
     others = []
     for each in selectors:
@@ -185,9 +186,9 @@ def _unknown(selector: Manifest, labels: Mapping[str, str]) -> bool:
 
 
 def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    """Returns whether a selector may select a pod with these labels and those that others give it.
+    """Whether a selector may match a pod with these labels and any further labels.
 
-    Any label may be given: webhooks of meshes, tenants and teams add their own.
+    Webhooks of meshes, tenants and teams add labels of their own.
     """
     return all(
         key not in labels or _holds(operator, values, labels[key])

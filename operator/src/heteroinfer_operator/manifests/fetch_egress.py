@@ -1,4 +1,4 @@
-"""Where pods that fetch a model may connect to, under the operator's own NetworkPolicies. Pure."""
+"""Destinations that the operator's NetworkPolicies allow for pods that download a model. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ METADATA_ADDRESSES: Final = (
     "fd20:ce::254/128",  # GCP
     "fd00:c1::a9fe:a9fe/128",  # Oracle
 )
-"""Addresses at which clouds give credentials to whoever asks from a node."""
+"""Addresses at which clouds give credentials to any process on a node."""
 _WAYS_OUT: Final = frozenset({names.ENV_HUB_ENDPOINT, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"})
-"""Variables, in upper case, that name where a fetch pod connects to."""
+"""Variables, in upper case, with the URL to which the download connects."""
 _PORTS: Final = MappingProxyType(
     {"http": 80, "https": 443, "socks4": 1080, "socks4a": 1080, "socks5": 1080, "socks5h": 1080}
 )
-"""Ports of URLs that name none, by scheme."""
+"""Default ports of URLs, by scheme."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchEgress:
-    """Where an installation lets pods that fetch a model connect to.
+    """Destinations that an installation allows for pods that download a model.
 
     Attributes:
         ports: TCP ports.
@@ -48,10 +48,10 @@ class FetchEgress:
 
     @classmethod
     def from_json(cls, text: str) -> "FetchEgress":
-        """Returns what the chart's fetchEgress says; "" takes the defaults.
+        """Reads the chart's fetchEgress; "" gives the defaults.
 
         Raises:
-            HeteroInferError: the text says something else.
+            HeteroInferError: the text is not valid.
         """
         try:
             parts = read_json_parts(text, ("ports", "cidrs", "except"))
@@ -63,31 +63,34 @@ class FetchEgress:
         except ValueError as error:
             raise _bad(str(error)) from error
         except TypeError as error:
-            raise _bad(f"got {text[:200]!r}, expected lists of ports, cidrs and except") from error
+            raise _bad(f"must have lists ports, cidrs and except (got {text[:200]!r})") from error
         found = cls(**given)
         for port in found.ports:
             if type(port) is not int or not 1 <= port <= 65535:
-                raise _bad(f"ports: got {port!r}, expected whole numbers from 1 to 65535")
+                raise _bad(f"ports: must be whole numbers from 1 to 65535 (got {port!r})")
         for cidr in (*found.cidrs, *found.excepted):
             _network(cidr)
         return found
 
     def rules(self) -> list[Manifest]:
-        """Returns the rules of a policy. There is none if nothing is open: an empty list opens everything."""
+        """Returns the rules of a policy.
+
+        There is no rule if nothing is open, because an empty list opens everything.
+        """
         closed = [_network(cidr) for cidr in self.excepted]
         blocks = []
         for cidr in self.cidrs:
             network = _network(cidr)
             if any(_is_within(network, each) for each in closed):
                 continue
-            # The API server demands that each exception is a real part of the range.
+            # The API server requires that each exception is a proper part of the range.
             within = [str(each) for each in closed if _is_within(each, network)]
             blocks.append({"ipBlock": {"cidr": str(network), **({"except": within} if within else {})}})
         ports = [{"protocol": "TCP", "port": port} for port in self.ports]
         return [{"to": blocks, "ports": ports}] if blocks and ports else []
 
     def describe_closed(self, spec: HeteroInferenceSpec) -> str:
-        """Names the variables of a spec whose port is closed or not known, and the fix; "" for none."""
+        """Describes the variables of a spec whose port is closed or unknown, with the fix; "" for none."""
         return "; ".join(self._closed(spec))
 
     def _closed(self, spec: HeteroInferenceSpec) -> Iterator[str]:
@@ -98,13 +101,13 @@ class FetchEgress:
             if variable.value is None:
                 yield (
                     f"the NetworkPolicy of the fetch opens ports {opened}, and the operator cannot read the "
-                    f"port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, give the "
+                    f"port of {variable.name} (engine.env, valueFrom). If the fetch cannot connect, set the "
                     "URL as a plain value, or add the port to the chart's fetchEgress.ports"
                 )
             elif (port := _port_of(variable.value)) is not None and port not in self.ports:
                 yield (
                     f"the NetworkPolicy of the fetch opens ports {opened}, and {variable.name} (engine.env) "
-                    f"names port {port}. Use another port, or add it to the chart's fetchEgress.ports"
+                    f"needs port {port}. Use another port, or add it to the chart's fetchEgress.ports"
                 )
 
 
@@ -117,7 +120,7 @@ def _network(cidr: object) -> _Network:
             raise ValueError
         return ip_network(cidr, strict=False)
     except ValueError as error:
-        raise _bad(f"got {cidr!r}, expected address ranges such as 10.0.0.0/8") from error
+        raise _bad(f"must have address ranges such as 10.0.0.0/8 (got {cidr!r})") from error
 
 
 def _is_within(part: _Network, whole: _Network) -> bool:
@@ -127,7 +130,7 @@ def _is_within(part: _Network, whole: _Network) -> bool:
 
 
 def _port_of(url: str) -> int | None:
-    """Returns the port of a URL, or None if it is not written as one."""
+    """Returns the port of a URL, or None if the text is not a URL."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port

@@ -1,6 +1,6 @@
-"""What tells each gang scheduler that the pods of an epoch belong together, all of them or none. Pure.
+"""Fields and objects that make gang schedulers place all pods of an epoch together, or none. Pure.
 
-| scheduler | a pod says | an object says |
+| scheduler | in a pod | in an object |
 |---|---|---|
 | Kueue | labels queue-name and pod-group-name, annotation pod-group-total-count | |
 | Volcano | annotation scheduling.k8s.io/group-name, schedulerName | PodGroup: minMember, queue |
@@ -8,7 +8,7 @@
 | kube-scheduler 1.35 | spec.workloadRef | Workload: gang.minCount |
 | kube-scheduler 1.36, 1.37 | spec.schedulingGroup | PodGroup: schedulingPolicy.gang.minCount |
 
-Names carry the epoch: no pod of an old epoch is counted for a new one.
+Names contain the epoch, so that no pod of an old epoch counts for a new epoch.
 Sources: sigs.k8s.io/kueue@v0.15.0 pkg/controller/jobs/pod/constants, volcano.sh/apis@v1.13.0
 pkg/apis/scheduling/v1beta1, sigs.k8s.io/scheduler-plugins@v0.33.5 apis/scheduling/v1alpha1,
 k8s.io/api@v0.35.4 scheduling/v1alpha1, @v0.36.3 scheduling/v1alpha2, @v0.37.2 scheduling/v1beta1.
@@ -26,16 +26,17 @@ from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.nodes.node_assignment import Gang
 
 KUEUE_POD_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
-"""Label of a pod: its gang, which is also the name of Kueue's Workload."""
+"""Label of a pod with the name of its gang, which is also the name of Kueue's Workload."""
 _VOLCANO_SCHEDULER: Final = "volcano"
 _COSCHEDULING_SCHEDULER: Final = "scheduler-plugins-scheduler"
-"""Of the chart as-a-second-scheduler; where the plugin is in the default scheduler, set schedulerName."""
+"""Scheduler of the chart as-a-second-scheduler. If the plugin is in the default scheduler, set
+schedulerName."""
 KNOWN: Final = (
     "Kueue (kueue.x-k8s.io/v1beta1, v1beta2), Volcano (scheduling.volcano.sh/v1beta1), coscheduling "
     "(scheduling.x-k8s.io/v1alpha1) and kube-scheduler (scheduling.k8s.io/v1alpha1 of Kubernetes 1.35, "
     "v1alpha2 of 1.36, v1beta1 of 1.37)"
 )
-"""In words, with the versions of their APIs."""
+"""Known gang schedulers with the versions of their APIs, for messages."""
 _POD_GROUP: Final = "ranks"
 """Name of the only pod group of a Workload of Kubernetes 1.35."""
 
@@ -46,22 +47,22 @@ _POD_GROUP_VERSIONS: Final[Mapping[Gang, str]] = MappingProxyType(
         Gang.NATIVE_BETA: "scheduling.k8s.io/v1beta1",
     }
 )
-"""Of kube-scheduler's PodGroup, which needs no Workload."""
+"""API versions of kube-scheduler's PodGroup, which needs no Workload."""
 
 
 def choose_gang(
     spec: HeteroInferenceSpec, present: Collection[Gang], unknown: Sequence[str] = ()
 ) -> Gang | None:
-    """Returns who places the groups of a resource, or None.
+    """Returns the gang scheduler for the groups of a resource, or None.
 
-    Kueue only sees pods with a queue. Of several, one that was installed for it wins over
-    kube-scheduler's own, and a newer version of that over an older one.
+    Kueue handles only pods with a queue. An installed gang scheduler takes precedence over kube-scheduler,
+    and a newer version of kube-scheduler's API over an older version.
 
     Args:
-        unknown: API versions of gang schedulers that are served, and not known here.
+        unknown: API versions of gang schedulers that the cluster serves and the operator does not know.
 
     Raises:
-        PlanError: the spec wants a gang scheduler, and there is none that it could be.
+        PlanError: the spec requires a gang scheduler, and the cluster has none.
     """
     if spec.scheduling.gang is When.NEVER:
         return None
@@ -70,24 +71,24 @@ def choose_gang(
         order.insert(0, Gang.KUEUE)
     found = next((gang for gang in order if gang in present), None)
     if found is None and spec.scheduling.gang is When.ALWAYS:
-        hints = ["Kueue is there, but scheduling.queueName is not set"] if Gang.KUEUE in present else []
+        hints = ["Kueue is installed, but scheduling.queueName is not set"] if Gang.KUEUE in present else []
         if unknown:
             hints.append(f"the cluster serves {', '.join(unknown)}, which this operator does not know")
         raise PlanError(
-            f"scheduling.gang: got Always, and the cluster has none of the gang schedulers {KNOWN}"
-            f"{''.join(f'; {hint}' for hint in hints)}; install one, or set scheduling.gang: Auto",
+            f"scheduling.gang: is Always, but the cluster has none of the gang schedulers {KNOWN}"
+            f"{''.join(f'; {hint}' for hint in hints)}. Install one, or set scheduling.gang: Auto",
             reason="NoGangScheduler",
         )
     return found
 
 
 def gang_name(group: EpochRef) -> str:
-    """Returns the name of an epoch's pods together."""
+    """Returns the name of the gang of an epoch's pods."""
     return f"{group.owner.key.name}-{group.index}-{group.epoch}"
 
 
 def gang_labels(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -> dict[str, str]:
-    """Returns what a pod says in its labels; its own kind of gang among them, for living groups."""
+    """Returns a pod's labels for its gang. LABEL_GANG records the scheduler, for groups that run."""
     if gang is None:
         return {}
     labels = {names.LABEL_GANG: gang.value}
@@ -101,12 +102,12 @@ def gang_labels(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -
 
 
 def gang_annotations(group: EpochRef, gang: Gang | None, pods: int) -> dict[str, str]:
-    """Returns what a pod says in its annotations."""
+    """Returns a pod's annotations for its gang."""
     match gang:
         case Gang.KUEUE:
             return {
                 "kueue.x-k8s.io/pod-group-total-count": str(pods),
-                # A group is not mended: Kueue lets go of its pods once all of them have ended.
+                # Pods of a group are not replaced one by one. Kueue releases them when all have ended.
                 "kueue.x-k8s.io/retriable-in-group": "false",
             }
         case Gang.VOLCANO:
@@ -115,7 +116,7 @@ def gang_annotations(group: EpochRef, gang: Gang | None, pods: int) -> dict[str,
 
 
 def gang_fields(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -> dict[str, Any]:
-    """Returns what a pod says in its spec."""
+    """Returns the fields of a pod's spec for its gang."""
     defaults = {Gang.VOLCANO: _VOLCANO_SCHEDULER, Gang.COSCHEDULING: _COSCHEDULING_SCHEDULER}
     scheduler = spec.scheduling.scheduler_name or (defaults.get(gang, "") if gang else "")
     fields: dict[str, Any] = {"schedulerName": scheduler} if scheduler else {}
@@ -129,7 +130,7 @@ def gang_fields(spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None) -
 def build_gang_object(
     spec: HeteroInferenceSpec, group: EpochRef, gang: Gang | None, pods: int
 ) -> dict[str, Any] | None:
-    """Returns the object that says how many pods belong together, or None where pods say it all."""
+    """Returns the object with the number of pods in the gang; None if the pods' fields suffice."""
     body: dict[str, Any] = {"minMember": pods}
     match gang:
         case Gang.VOLCANO:
@@ -149,7 +150,7 @@ def build_gang_object(
             version, kind = _POD_GROUP_VERSIONS[gang], "PodGroup"
             body = {"schedulingPolicy": {"gang": {"minCount": pods}}}
             if gang is Gang.NATIVE_BETA:
-                # A preempted pod ends its whole epoch, so that the scheduler may as well take all pods.
+                # One preempted pod ends the whole epoch, so the scheduler may preempt all its pods.
                 body["disruptionMode"] = {"all": {}}
                 if spec.scheduling.priority_class_name:
                     body["priorityClassName"] = spec.scheduling.priority_class_name

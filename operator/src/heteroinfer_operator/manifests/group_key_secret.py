@@ -1,7 +1,7 @@
-"""The Secret that a group's pods have their key from. Pure.
+"""The Secret with the key of a group's pods. Pure.
 
-Its name tells which key it holds, so that one that exists is as good as one that is made: the
-operator creates Secrets in the namespaces that it serves, and reads, changes and deletes none.
+Its name identifies the key, so the operator can use an existing Secret without reading it. In the namespaces
+of resources the operator creates Secrets, but never reads, changes or deletes them.
 """
 
 import base64
@@ -16,12 +16,12 @@ KIND = "Secret"
 
 
 def key_of(operator_key: bytes | None, group: GroupRef) -> GroupKey | None:
-    """Returns the key of a group, or None where the operator has none of its own."""
+    """Returns the key of a group, or None if the operator has no key."""
     return None if operator_key is None else GroupKey.of_group(operator_key, group.uid)
 
 
 def build_group_key(group: GroupRef, key: GroupKey) -> dict[str, Any]:
-    """Returns the Secret with a group's key; it goes with its resource."""
+    """Returns the Secret with a group's key. Garbage collection deletes it with the resource."""
     return {
         "apiVersion": "v1",
         "kind": KIND,
@@ -32,11 +32,11 @@ def build_group_key(group: GroupRef, key: GroupKey) -> dict[str, Any]:
 
 
 def build_key_variable(group: GroupRef, key: GroupKey) -> dict[str, Any]:
-    """Returns the environment variable by which a pod gets its group's key."""
+    """Returns the environment variable with the group's key."""
     reference = {"name": group_key_secret(group, key), "key": names.GROUP_KEY_KEY}
     return {"name": names.ENV_GROUP_KEY, "valueFrom": {"secretKeyRef": reference}}
 
 
 def group_key_secret(group: GroupRef, key: GroupKey) -> str:
-    """Returns the name of the Secret of a group's key: another key has another one."""
+    """Returns the name of the Secret of a group's key, which contains the key's fingerprint."""
     return f"{group.owner.key.name}-{group.index}-key-{key.fingerprint}"

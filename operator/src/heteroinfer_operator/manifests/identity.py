@@ -16,24 +16,24 @@ from heteroinfer_operator.cluster import ResourceKey
 _WORKER: Final = re.compile(
     rf"(0|[1-9][0-9]?)-([1-9][0-9]{{0,{len(str(MAX_EPOCH)) - 1}}})-(0|[1-9][0-9]{{0,2}})"
 )
-"""What follows the resource's name in that of a worker pod: group, epoch, index of the pod.
+"""Part of a worker pod's name after the resource's name: group, epoch and index of the pod.
 
-Each number has one spelling, so that no two names are of one pod.
+Each number has one spelling, so that a pod has only one name.
 """
 _LOOKS_AT_MODEL: Final = re.compile(rf"({names.COMPONENT_INSPECT}|{names.COMPONENT_FETCH})-[0-9a-f]{{10}}")
-"""The same of a pod that looks at the model: its component, and a hash."""
+"""The same for a pod that reads or downloads the model: its component and a hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The HeteroInference that objects belong to."""
+    """The HeteroInference that owns objects."""
 
     key: ResourceKey
     uid: str
 
     @property
     def reference(self) -> dict[str, Any]:
-        """Returns the ownerReference of its children: garbage collection ends them with it."""
+        """The ownerReference of its children, so that garbage collection deletes them with the resource."""
         return {
             "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
             "kind": names.KIND,
@@ -46,10 +46,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRef:
-    """One group, whatever its epoch.
+    """A group, without its epoch.
 
     Attributes:
-        index: of the group, from 0.
+        index: index of the group, from 0.
     """
 
     owner: Owner
@@ -62,13 +62,13 @@ class GroupRef:
 
     @property
     def uid(self) -> str:
-        """Returns what tells this group from any other that had its name."""
+        """Text that distinguishes this group from an earlier group with the same name."""
         return f"{self.owner.uid}/{self.index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRef(GroupRef):
-    """One epoch of one group.
+    """An epoch of a group.
 
     Attributes:
         epoch: at least 1; grows with each start.
@@ -77,12 +77,12 @@ class EpochRef(GroupRef):
     epoch: int
 
     def pod_name(self, pod: int) -> str:
-        """Returns the name and hostname of a pod; never used again by another epoch."""
+        """Returns the name and hostname of a pod, which no other epoch uses."""
         return f"{self.owner.key.name}-{self.index}-{self.epoch}-{pod}"
 
 
 def client_service(owner: Owner) -> str:
-    """Returns the name of the Service that clients use."""
+    """Returns the name of the Service for clients."""
     return owner.key.name
 
 
@@ -97,12 +97,12 @@ def shared_budget(owner: Owner) -> str:
 
 
 def plan_config_map(owner: Owner, plan_hash: str) -> str:
-    """Returns the name of the ConfigMap that keeps a plan."""
+    """Returns the name of the ConfigMap with a plan."""
     return f"{owner.key.name}-plan-{plan_hash}"
 
 
 def metadata(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Returns metadata of a child: name, labels, owner."""
+    """Returns the metadata of a child: name, labels and owner."""
     return {
         "name": name,
         "namespace": owner.key.namespace,
@@ -117,14 +117,14 @@ def metadata(owner: Owner, name: str, labels: Mapping[str, str]) -> dict[str, An
 
 
 def group_metadata(group: GroupRef, name: str) -> dict[str, Any]:
-    """Returns metadata of an object of one group."""
+    """Returns the metadata of an object of a group."""
     return metadata(group.owner, name, {names.LABEL_GROUP: str(group.index)})
 
 
 def named_labels(owner: Owner, name: str) -> dict[str, str | None] | None:
-    """Returns the labels that follow from a pod's name; a label is None if the pod must not have it.
+    """Returns the labels for a pod's name; a label is None if the pod must not have the label.
 
-    Returns None for a pod that is none of ours by its name, such as a copy that somebody made of one.
+    Returns None if the name is not a name that the operator gives, for example for a user's copy of a pod.
     """
     prefix = f"{owner.key.name}-"
     if not name.startswith(prefix):
@@ -146,7 +146,7 @@ def named_labels(owner: Owner, name: str) -> dict[str, str | None] | None:
 
 
 def find_place(owner: Owner, name: str) -> tuple[int, int, int] | None:
-    """Returns group, epoch and index of the worker pod with this name, None if it names none of ours."""
+    """Returns group, epoch and index of the worker pod with this name; None for any other name."""
     match = _WORKER.fullmatch(name.removeprefix(f"{owner.key.name}-"))
     if match is None or not name.startswith(f"{owner.key.name}-") or int(match[1]) >= MAX_GROUPS:
         return None
@@ -154,7 +154,7 @@ def find_place(owner: Owner, name: str) -> tuple[int, int, int] | None:
 
 
 def group_labels(group: GroupRef) -> dict[str, str]:
-    """Returns the labels that select the pods of a group, whatever their epoch."""
+    """Returns the labels that select the pods of a group in any epoch."""
     return {
         names.LABEL_RESOURCE: group.owner.key.name,
         names.LABEL_COMPONENT: names.COMPONENT_WORKER,
@@ -186,36 +186,36 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 
 _REVISION_CHARS: Final = 10
-"""40 bits tell revisions apart. They prove nothing: another spec with the same hash can be computed."""
+"""40 bits distinguish revisions. They prove nothing: another spec with the same hash can be computed."""
 _LIFE = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
-"""What no version has ever counted as a part of a revision."""
+"""Fields that no version has counted as a part of a revision."""
 _NOT_OF_PODS = _LIFE | {"planning", "startup"}
 _NOT_OF_WORKERS = frozenset({"tokenSecretRef", "resources"})
-"""Fields of a model that only the pod that fetches or reads it sees."""
+"""Fields of a model that only the pod that downloads or reads the model uses."""
 
 
 def revision(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of the part of a spec whose change needs new pods.
 
-    The number of groups, and how groups are planned, started, restarted and rolled, are not in it: a
-    scale is no revision. Nor are the token for a hub and the resources of the pod that fetches, which no
-    worker sees, nor are defaults, so that an operator that knows one field more leaves running groups alone.
+    It excludes the number of groups and the settings of planning, start, restart and rollout, so that scaling
+    makes no revision. It excludes the hub token and the resources of the download, which no worker uses. It
+    excludes defaults, so that an operator with one more field does not replace running groups.
     """
     return _hash(needs_pods(spec))[:_REVISION_CHARS]
 
 
 def longer_revision(spec: HeteroInferenceSpec) -> str:
-    """Makes the name of a revision whose `revision` is the name of another one already."""
+    """Returns the name of a revision if `revision` gives a name that another revision has already."""
     return _hash(needs_pods(spec))[: 2 * _REVISION_CHARS]
 
 
 def needs_pods(spec: HeteroInferenceSpec) -> dict[str, Any]:
-    """Returns the part of a spec whose change needs new pods; equal for what may run on as it is."""
+    """Returns the part of a spec whose change needs new pods."""
     return _without(spec, _NOT_OF_PODS)
 
 
 def first_revision(spec: HeteroInferenceSpec) -> str:
-    """Returns the hash that version 0.1.0 gave to a spec: `planning` and `startup` were in it."""
+    """Returns the hash that version 0.1.0 gave to a spec, which includes `planning` and `startup`."""
     return _hash(_without(spec, _LIFE))[:_REVISION_CHARS]
 
 
@@ -230,12 +230,12 @@ def _without(spec: HeteroInferenceSpec, left_out: Collection[str]) -> dict[str, 
 
 
 def revision_record(owner: Owner, name: str) -> str:
-    """Returns the name of the ConfigMap that keeps what a revision was."""
+    """Returns the name of the ConfigMap with a revision's record."""
     return f"{owner.key.name}-revision-{name}"
 
 
 def model_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of which model is meant and where it is kept: its profile holds as long as this."""
+    """Returns a hash of the model and its cache. A profile is valid while this hash stays the same."""
     meant: dict[str, Any] = {"uri": spec.model.uri, "revision": spec.model.revision}
     if spec.model.cache is not None:
         meant["cache"] = spec.model.cache.settings
@@ -243,7 +243,7 @@ def model_key(spec: HeteroInferenceSpec) -> str:
 
 
 def fetch_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of all that a fetch depends on: model, token, authorities, and the pod's resources."""
+    """Returns a hash of all inputs of a download: model, token, authorities, and the pod's resources."""
     token, resources = spec.model.token_secret_ref, spec.model.resources
     bundle = spec.model.ca_bundle
     meant: dict[str, Any] = {"model": model_key(spec), "token": token.dump() if token else None}
@@ -255,7 +255,7 @@ def fetch_key(spec: HeteroInferenceSpec) -> str:
 
 
 def inspect_key(spec: HeteroInferenceSpec) -> str:
-    """Returns a hash of all that a pod which only reads a model depends on."""
+    """Returns a hash of all inputs of a pod that only reads a model."""
     resources = spec.model.resources
     if resources is None:
         return model_key(spec)
@@ -263,17 +263,17 @@ def inspect_key(spec: HeteroInferenceSpec) -> str:
 
 
 def is_hub_model(spec: HeteroInferenceSpec) -> bool:
-    """Returns whether the model comes from a hub, and so is fetched first."""
+    """Whether the model comes from a hub, and must be downloaded first."""
     return spec.model.uri.startswith(HUB_SCHEME)
 
 
 def model_claim(owner: Owner, cache: ModelCache) -> str:
-    """Returns the name of the claim that is made for a model's cache; other settings are another claim."""
+    """Returns the name of the claim for a model's cache. Other settings give another name."""
     return f"{_model_claim_prefix(owner.key)}{_hash(cache.settings)[:10]}"
 
 
 def is_model_claim_of(key: ResourceKey, claim: str) -> bool:
-    """Checks whether a claim's name is one that claims for the cache of a resource's model have."""
+    """Whether a claim's name is a name that `model_claim` gives for a resource."""
     return claim.startswith(_model_claim_prefix(key))
 
 

@@ -1,4 +1,4 @@
-"""How nodes pull the images of pods that the operator makes. Pure."""
+"""Settings for pulling the images of the operator's pods. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePulls:
-    """What an installation adds to every pod for its images.
+    """Settings that an installation adds to every pod for its images.
 
     Attributes:
-        policy: Always, IfNotPresent or Never; "" leaves it to Kubernetes.
-        secrets: names of Secrets of the pod's namespace, besides those that the resource names.
+        policy: Always, IfNotPresent or Never; "" for Kubernetes' default.
+        secrets: names of Secrets in the pod's namespace, in addition to the resource's own.
     """
 
     policy: str = ""
     secrets: tuple[str, ...] = ()
 
     def add_to(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Returns a pod's spec with what is set; the same where nothing is."""
+        """Returns a pod's spec with these settings."""
         added = dict(spec)
         if self.policy:
             added["containers"] = [{**each, "imagePullPolicy": self.policy} for each in spec["containers"]]

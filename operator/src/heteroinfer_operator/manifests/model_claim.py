@@ -1,4 +1,4 @@
-"""The claim that a fetched model is kept in, where the user names none. Pure."""
+"""The PersistentVolumeClaim for a downloaded model, if the user names no claim. Pure."""
 
 from typing import Any, Final
 
@@ -12,10 +12,11 @@ COMPONENT: Final = "model-cache"
 
 
 def build_model_claim(spec: HeteroInferenceSpec, owner: Owner) -> dict[str, Any] | None:
-    """Returns the claim of this spec, or None if it needs none of its own.
+    """Returns the claim for this spec, or None if the spec needs no new claim.
 
-    It is made once: other settings are another claim of another name, since a claim's storage
-    class and access mode never change, and its size only where the storage class lets it grow.
+    The operator never changes a claim. Other settings give another claim with another name, because the
+    storage class and access mode of a claim cannot change, and its size can grow only if the storage class
+    allows it.
     """
     cache = spec.model.cache
     if not identity.is_hub_model(spec) or cache is None or cache.size is None:

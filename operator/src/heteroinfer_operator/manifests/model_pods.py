@@ -1,8 +1,8 @@
-"""The pods that look at a model before a group starts: one that fetches it, or one that only reads. Pure.
+"""The pod that downloads a model, or only reads its sizes, before a group starts. Pure.
 
-Bare pods as the workers are, and no Job: the operator must read the pod anyway, for its
-progress and its termination message; how long to wait after which failure is its decision,
-kept in the status; and `heteroinfer up` runs the same manifests.
+A bare pod like the workers, not a Job: the operator must read the pod anyway, for its progress and
+termination message. The operator also decides how long to wait after a failure, and stores that in the
+status. And `heteroinfer up` runs the same manifests.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from heteroinfer_operator.manifests.worker_pods import (
     literals,
 )
 
-_HOME: Final = {"HOME": "/tmp"}  # noqa: S108 - a volume of the pod's own
+_HOME: Final = {"HOME": "/tmp"}  # noqa: S108 - a volume of the pod
 
 
 def build_model_pod(
@@ -41,9 +41,9 @@ def build_model_pod(
     *,
     security: PodSecurity = PodSecurity(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
-    """Returns the pod whose termination message tells of the model.
+    """Returns the pod that downloads or reads the model.
 
-    It is a FetchedModel of a pod that fetches, a ModelProfile of one that reads config.json and
+    Its termination message is a FetchedModel after a download, a ModelProfile after reading config.json and
     the headers of the weight files, or a Failure.
     """
     template = model_template(spec)
@@ -76,14 +76,14 @@ def build_model_pod(
 
 
 def model_pod_name(spec: HeteroInferenceSpec, owner: Owner) -> str:
-    """Returns the name of the pod for the model of this spec; another model, or token, is another pod."""
+    """Returns the name of the pod for the model of a spec. Another model or token gives another name."""
     if identity.is_hub_model(spec):
         return f"{owner.key.name}-fetch-{identity.fetch_key(spec)}"
     return f"{owner.key.name}-inspect-{identity.inspect_key(spec)}"
 
 
 def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
-    """Returns the template to take node selector, tolerations and pull secrets from: it needs no GPU."""
+    """Returns the template for the model's pod: a CPU role's if there is one, because it needs no GPU."""
     return next((role for role in spec.roles if role.device is Device.CPU), spec.roles[0]).template
 
 
@@ -119,7 +119,10 @@ def _fetch_container(
 def _fetch_env(
     spec: HeteroInferenceSpec, fetch: ModelFetch, cleanup: CacheCleanup | None
 ) -> list[dict[str, Any]]:
-    """Returns the user's environment, which names a mirror or a proxy, and what wins over it."""
+    """Returns the environment of the download.
+
+    The user's variables may name a mirror or a proxy; the operator's variables override them.
+    """
     removes = {names.ENV_CACHE_CLEANUP: cleanup.to_json()} if cleanup is not None else {}
     ours = literals({**_HOME, names.ENV_HUB_OFFLINE: "0", **removes, **ca_bundle(spec).env})
     owned = {variable["name"]: variable for variable in ours}

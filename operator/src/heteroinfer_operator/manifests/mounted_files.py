@@ -1,4 +1,4 @@
-"""Small files of ConfigMaps and Secrets that pods mount: authorities, and files of the engine. Pure."""
+"""Files that pods mount in addition to the model: authorities, engine files and user volumes. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ _FILES: Final = "files"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountedFiles:
-    """What a pod has besides scratch and model.
+    """Volumes of a pod in addition to scratch and model.
 
     Attributes:
-        volumes: of the pod.
-        mounts: of its container.
-        env: variables that name the files.
+        volumes: volumes of the pod.
+        mounts: mounts of the pod's container.
+        env: environment variables with paths of the files.
     """
 
     volumes: tuple[dict[str, Any], ...] = ()
@@ -26,7 +26,6 @@ class MountedFiles:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def __add__(self, other: "MountedFiles") -> "MountedFiles":
-        """Returns both."""
         return MountedFiles(
             volumes=(*self.volumes, *other.volumes),
             mounts=(*self.mounts, *other.mounts),
@@ -35,14 +34,14 @@ class MountedFiles:
 
 
 def ca_bundle(spec: HeteroInferenceSpec) -> MountedFiles:
-    """Returns what brings `model.caBundle`; nothing without one."""
+    """Returns the files of `model.caBundle`."""
     bundle = spec.model.ca_bundle
     if bundle is None:
         return MountedFiles()
     kind, named, reference = "configMap", "name", bundle.config_map_key_ref
     if bundle.secret_key_ref is not None:
         kind, named, reference = "secret", "secretName", bundle.secret_key_ref
-    assert reference is not None  # a rule of the schema: exactly one is given
+    assert reference is not None  # the schema requires exactly one of both
     items = [{"key": reference.key, "path": names.CA_BUNDLE_FILE}]
     return MountedFiles(
         volumes=({"name": _CA_BUNDLE, kind: {named: reference.name, "items": items}},),
@@ -52,7 +51,7 @@ def ca_bundle(spec: HeteroInferenceSpec) -> MountedFiles:
 
 
 def engine_files(spec: HeteroInferenceSpec) -> MountedFiles:
-    """Returns what brings `engine.files`; nothing without any."""
+    """Returns the files of `engine.files`."""
     if not spec.engine.files:
         return MountedFiles()
     sources = [
@@ -71,7 +70,7 @@ def engine_files(spec: HeteroInferenceSpec) -> MountedFiles:
 
 
 def template_volumes(template: PodTemplate | None) -> MountedFiles:
-    """Returns the further volumes of a role's pods."""
+    """Returns the volumes of a role's template."""
     if template is None:
         return MountedFiles()
     return MountedFiles(

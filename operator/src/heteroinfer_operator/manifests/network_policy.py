@@ -1,8 +1,7 @@
 """NetworkPolicy of a group. Pure.
 
-vLLM's message queues carry pickle, and torch's rendezvous is open to whoever reaches
-it: a group's ports are open to its own pods, and to everybody only the API, the
-supervisors' health port and the metrics.
+vLLM's message queues carry pickle, and torch's rendezvous accepts every connection. Therefore the ports of a
+group are open only to its own pods. The API, the supervisors' health port and the metrics are open to all.
 """
 
 from typing import Any
@@ -14,7 +13,7 @@ from heteroinfer_operator.manifests.identity import GroupRef
 
 
 def build_network_policy(spec: HeteroInferenceSpec, group: GroupRef) -> dict[str, Any]:
-    """Returns the policy that keeps strangers from the group's own ports."""
+    """Returns the policy that closes a group's internal ports to other pods."""
     most_ranks = max(role.pod_ranks for role in spec.roles)
     open_ports = [
         {"protocol": "TCP", "port": spec.engine.port},

@@ -1,4 +1,4 @@
-"""The ConfigMap that keeps a plan. Pure."""
+"""The ConfigMap with a plan. Pure."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from heteroinfer_operator.manifests.identity import Owner
 
 
 def build_plan_config_map(owner: Owner, plan: Plan) -> dict[str, Any]:
-    """Returns the immutable ConfigMap of a plan; pods take it into their environment."""
+    """Returns the immutable ConfigMap of a plan, which pods read into their environment."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -1,4 +1,4 @@
-"""Requests and limits of pods: the resource's own, completed by those of the installation. Pure."""
+"""Requests and limits of pods: those of the resource, with the installation's as defaults. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ Amounts = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodResources:
-    """What an installation gives the pods of its resources.
+    """Default requests and limits of an installation.
 
     Attributes:
-        fetch: of the pod that fetches a hub's model. Four files at once in pieces of 10 MiB; the rest is page
-            cache, which the kernel takes back.
-        inspect: of the pod that only reads a model.
-        worker: what roles leave out of their own resources.
+        fetch: for the pod that downloads a hub's model. It holds pieces of 10 MiB of four files at once; the
+            rest is page cache, which the kernel can reclaim.
+        inspect: for the pod that only reads a model.
+        worker: for workers.
     """
 
     fetch: Resources = field(
@@ -38,10 +38,10 @@ class PodResources:
 
     @classmethod
     def from_json(cls, text: str) -> "PodResources":
-        """Returns what the chart's podResources say; "" takes the defaults.
+        """Reads the chart's podResources; "" gives the defaults.
 
         Raises:
-            HeteroInferError: the text says something else.
+            HeteroInferError: the text is not valid.
         """
         try:
             parts = read_json_parts(text, _PARTS)
@@ -50,11 +50,11 @@ class PodResources:
         return cls(**{name: _read(name, part) for name, part in parts.items() if part is not None})
 
     def of_model_pod(self, spec: HeteroInferenceSpec, *, fetches: bool) -> dict[str, Any]:
-        """Returns the resources of the pod that fetches or reads the model."""
+        """Returns the resources of the pod that downloads or reads the model."""
         return complete(spec.model.resources, self.fetch if fetches else self.inspect)
 
     def complete_roles(self, spec: HeteroInferenceSpec) -> HeteroInferenceSpec:
-        """Returns a spec whose roles have what they leave out; for pods and plans, never for a revision."""
+        """Returns a spec with default resources in its roles, for pods and plans but not for revisions."""
         if self.worker == Resources():
             return spec
         return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
@@ -65,10 +65,10 @@ class PodResources:
 
 
 def complete(own: Resources | None, defaults: Resources) -> dict[str, Any]:
-    """Returns resources with defaults for what they leave out.
+    """Returns resources with defaults for missing amounts.
 
-    A default limit is raised to the request of the resource's own, and a default request lowered to its
-    limit: the API server refuses a request above its limit.
+    A default limit is raised to the resource's own request, and a default request is lowered to its own
+    limit, because the API server refuses a request above its limit.
     """
     own = own or Resources()
     limits = _with_defaults(own.limits, defaults.limits, own.requests, max)
@@ -77,7 +77,7 @@ def complete(own: Resources | None, defaults: Resources) -> dict[str, Any]:
 
 
 def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
-    """Returns the size limit of a scratch volume: it counts as ephemeral storage of its container."""
+    """Returns the size limit of a scratch volume, which counts as ephemeral storage of the container."""
     allowed = (resources.get("limits") or {}).get(EPHEMERAL_STORAGE)
     return limit if allowed is None or parse_quantity(allowed) >= parse_quantity(limit) else str(allowed)
 
@@ -97,7 +97,7 @@ def _with_defaults(own: Amounts | None, defaults: Amounts | None, bound: Amounts
 
 def _read(name: str, part: object) -> Resources:
     if not isinstance(part, Mapping):
-        raise _bad(f"{name}: expected an object with requests and limits")
+        raise _bad(f"{name}: must be an object with requests and limits")
     try:
         return parse_resources(_with_texts(part), name)
     except SpecError as error:
@@ -105,7 +105,7 @@ def _read(name: str, part: object) -> Resources:
 
 
 def _with_texts(part: Any) -> Any:
-    """Returns parsed resources with texts for numbers: Helm writes 0.5 as it was given."""
+    """Converts numbers to texts, because Helm writes an amount such as 0.5 as a number."""
     if isinstance(part, dict):
         return {key: _with_texts(value) for key, value in part.items()}
     is_number = isinstance(part, int | float) and not isinstance(part, bool)

@@ -1,4 +1,4 @@
-"""Security contexts of the pods of resources, as the installation has them. Pure."""
+"""Security contexts that an installation sets on the pods of resources. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.stored_fields import read_json_parts
 
 _USER: Final = 65532
-"""Of the images' own user: `nonroot` by convention of distroless images."""
+"""Id of the user in the images: `nonroot` by the convention of distroless images."""
 _POD: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "runAsNonRoot": True,
@@ -33,11 +33,11 @@ _PARTS: Final = ("pod", "container")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSecurity:
-    """Security contexts of workers, and of the pods that fetch or read a model.
+    """Security contexts of workers, and of the pods that download or read a model.
 
     Attributes:
-        pod: of the pod. Clusters that give each namespace a range of user ids fill in what it leaves out.
-        container: of its container.
+        pod: context of the pod. Clusters with a range of user ids for each namespace add missing ids.
+        container: context of the container.
     """
 
     pod: Mapping[str, Any] = field(default_factory=lambda: dict(_POD))
@@ -45,10 +45,10 @@ class PodSecurity:
 
     @classmethod
     def from_json(cls, text: str) -> "PodSecurity":
-        """Returns what the chart's workerPods say; "" takes the defaults.
+        """Reads the chart's workerPods; "" gives the defaults.
 
         Raises:
-            HeteroInferError: the text says something else.
+            HeteroInferError: the text is not valid.
         """
         try:
             parts = read_json_parts(text, _PARTS)
@@ -61,7 +61,7 @@ class PodSecurity:
 
 def _bad(text: str) -> HeteroInferError:
     return HeteroInferError(
-        f"HETEROINFER_POD_SECURITY: got {text[:200]!r}, expected a JSON object with objects "
-        f"{' and '.join(_PARTS)}; set the chart's workerPods",
+        f"HETEROINFER_POD_SECURITY (workerPods of the chart): must be a JSON object with the objects "
+        f"{' and '.join(_PARTS)} (got {text[:200]!r}). Correct it",
         reason=FailureReason.BAD_SETTINGS.value,
     )

@@ -1,6 +1,7 @@
-"""The ConfigMap that keeps what a revision was, for groups that outlive the spec they were made with. Pure.
+"""The ConfigMap with a revision of a spec, for groups that run with an older spec. Pure.
 
-A group whose resource has another spec by now, or one that is refused, is served and started again by this.
+If the resource has a newer spec, or a spec that is refused, its groups keep running and restart with this
+record.
 """
 
 import json
@@ -20,11 +21,11 @@ KEY: Final = "revision.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionRecord:
-    """What a revision was.
+    """A revision: its spec, and the commit of its model.
 
     Attributes:
-        name: hash, as in the labels of its pods.
-        commit: of a hub's model, or None.
+        name: hash of the revision, as in the labels of its pods.
+        commit: commit of a hub's model, or None.
     """
 
     name: str
@@ -47,7 +48,7 @@ def build_revision_record(owner: Owner, record: RevisionRecord) -> dict[str, Any
 
 
 def read_revision_record(owner: Owner, stored: Mapping[str, Any]) -> RevisionRecord | None:
-    """Returns the revision that a stored object keeps, or None if it keeps none that can be read."""
+    """Returns the revision in a stored object, or None if the object has none or cannot be read."""
     prefix = identity.revision_record(owner, "")
     name = stored["metadata"]["name"]
     text = (stored.get("data") or {}).get(KEY)

@@ -1,4 +1,4 @@
-"""Where the pods of a group may be placed, as fields of their manifests. Pure."""
+"""Fields of pods that decide on which nodes they run. Pure."""
 
 from typing import Any
 
@@ -22,10 +22,11 @@ def assigned_fields(
     pod: PodAssignment,
     node_assignment: NodeAssignment,
 ) -> dict[str, Any]:
-    """Returns role_fields with what was decided about this pod's node.
+    """Returns role_fields with the operator's decisions about this pod's node.
 
-    A group that keeps to one value of a label has an affinity of each pod to the others of its
-    epoch; where the value was chosen, that too, since the first pod could choose one without free capacity.
+    With scheduling.topologyKey each pod has an affinity to the other pods of its epoch. If the operator chose
+    the value of the label, the pod also has a node selector with it: otherwise the first pod could start on a
+    value without enough free capacity.
     """
     fields = role_fields(spec, role, pod.device)
     affinity = {kind: dict(terms) for kind, terms in fields.get("affinity", {}).items()}

@@ -1,4 +1,4 @@
-"""Services of a resource: one for clients, one headless for each group. Pure."""
+"""Services of a resource: one for clients, and a headless one for each group. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -8,21 +8,22 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 
 _ALIAS: Final = "ExternalName"
-"""Type of a Service that is another name's, whatever it selects."""
+"""Type of a Service that is an alias for another host name, and ignores its selector."""
 
 LEFT_TO_OTHER_PROXIES: Final = frozenset(
     {"service.kubernetes.io/service-proxy-name", "service.kubernetes.io/headless"}
 )
-"""Labels of a Service that kube-proxy leaves alone (`cmd/kube-proxy/app/server.go`): it leads nowhere."""
+"""Labels with which kube-proxy ignores a Service (`cmd/kube-proxy/app/server.go`), so that it reaches no
+pod."""
 _EVERYWHERE: Final = "Cluster"
-"""Traffic policy of a Service that leads clients of every node to every leader."""
+"""Traffic policy of a Service that connects clients on every node to every leader."""
 
 
 def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
-    """Returns the Service in front of the leaders: only Ready ones are its endpoints.
+    """Returns the Service for clients. Its endpoints are the Ready leaders.
 
     Args:
-        ports: of clients: that of the spec first, then those of groups that were made with another one.
+        ports: ports for clients: first the spec's, then ports of groups that run with an older spec.
     """
     first, *others = dict.fromkeys(ports)
     named = {names.PORT_API: first, **{f"{names.PORT_API}-{port}": port for port in sorted(others)}}
@@ -32,7 +33,7 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
         "metadata": identity.metadata(owner, identity.client_service(owner), {}),
         "spec": {
             "type": "ClusterIP",
-            # On a cluster of one family it is that one.
+            # On a single-stack cluster this gives the only family.
             "ipFamilyPolicy": "PreferDualStack",
             "internalTrafficPolicy": _EVERYWHERE,
             "selector": identity.leader_labels(owner),
@@ -45,7 +46,7 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
 
 
 def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
-    """Returns the ports at which a stored Service of clients leads to leaders; none if it leads elsewhere."""
+    """Returns the ports at which a stored Service for clients reaches the leaders; empty if it does not."""
     spec = stored.get("spec") or {}
     labels = stored["metadata"].get("labels") or {}
     if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
@@ -57,16 +58,16 @@ def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
 
 
 def _leads_to_api(port: Mapping[str, Any]) -> bool:
-    by_number = port["port"]  # of the groups that were made with it
+    by_number = port["port"]  # groups that run with an older spec have this port in their pods
     is_tcp = port.get("protocol", "TCP") == "TCP"
     return is_tcp and port.get("targetPort", by_number) in (names.PORT_API, by_number)
 
 
 def build_group_service(group: GroupRef) -> dict[str, Any]:
-    """Returns the headless Service that gives the pods of a group their names.
+    """Returns the headless Service for the DNS names of a group's pods.
 
-    It answers for pods that are not ready (publishNotReadyAddresses): ranks must find
-    each other before any of them can be.
+    It resolves the names of pods that are not ready (publishNotReadyAddresses), because ranks must find each
+    other before any pod can be ready.
     """
     return {
         "apiVersion": "v1",

@@ -1,8 +1,9 @@
-"""Codes on the ConfigMaps that the operator reads back: plans and revision records. Pure.
+"""Authentication codes of the ConfigMaps that the operator reads back: plans and revision records. Pure.
 
-Many more people may write ConfigMaps than pods and Secrets, and what these ConfigMaps hold decides the next
-pods. So each carries a code, made with the operator's key, over its kind, owner, name and content. A code is
-of one resource (by uid) and one name: a copy under another name, or for another resource, has none.
+Many more people may write ConfigMaps than pods and Secrets, and these ConfigMaps decide about the next pods.
+Therefore each has a code, computed with the operator's key from its kind, owner, name and content. The code
+is valid for one resource (by uid) and one name only: a copy under another name, or for another resource, is
+invalid.
 """
 
 import json
@@ -17,10 +18,10 @@ from heteroinfer_operator.manifests.identity import Owner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signer:
-    """Makes and checks the codes of one resource's objects.
+    """Computes and checks the codes of a resource's objects.
 
     Attributes:
-        key: None in an installation without a key, which makes no codes.
+        key: None in an installation without a key, which uses no codes.
     """
 
     owner: Owner
@@ -28,17 +29,17 @@ class Signer:
 
     @classmethod
     def of(cls, operator_key: bytes | None, owner: Owner) -> "Signer":
-        """Makes the signer of a resource."""
+        """Returns the signer for a resource."""
         key = None if operator_key is None else RecordKey.of_operator(operator_key)
         return cls(owner=owner, key=key)
 
     @property
     def fingerprint(self) -> str | None:
-        """Text that tells this key from others, or None without a key."""
+        """Text that identifies the key, or None without a key."""
         return None if self.key is None else self.key.fingerprint
 
     def sign(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds the code to a manifest; without a key the manifest stays as it is."""
+        """Adds the code to a manifest; without a key the manifest stays the same."""
         if self.key is None:
             return dict(manifest)
         metadata = manifest["metadata"]
@@ -49,7 +50,7 @@ class Signer:
         }
 
     def vouches(self, stored: Mapping[str, Any]) -> bool:
-        """Checks whether this operator's key made the code of a stored object."""
+        """Whether the code of a stored object was computed with this operator's key."""
         code = (stored["metadata"].get("annotations") or {}).get(names.ANNOTATION_CODE)
         return self.key is not None and code is not None and self.key.vouches(code, *self._parts(stored))
 

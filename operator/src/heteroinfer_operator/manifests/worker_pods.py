@@ -1,7 +1,7 @@
-"""Worker pods, and what all pods of ours have in common. Pure.
+"""Worker pods, and the parts that all pods of the operator have in common. Pure.
 
-Pods are bare, with restartPolicy Never: the group is the restart unit, and the epoch is
-in the pod's name, so that no old address or rank is ever taken for a new one.
+Pods have no controller, and restartPolicy Never: a group restarts as a whole. The epoch is in the pod's name,
+so that no old address or rank is mistaken for a new one.
 """
 
 import math
@@ -39,7 +39,8 @@ _STOP_SIGNAL_GRACE_S = 30
 _SHM = "shm"
 _SCRATCH = "scratch"
 _SCRATCH_LIMIT = "16Gi"
-"""Of compiled code, sockets and what libraries leave: a pod that writes more is evicted, and no neighbour."""
+"""Limit for compiled code, sockets and files of libraries. A pod that writes more is evicted; without a limit
+the node could evict other pods."""
 MODEL_VOLUME = "model"
 NO_MESH_LABELS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -48,44 +49,44 @@ NO_MESH_LABELS: Final[Mapping[str, str]] = MappingProxyType(
         "sidecar.istio.io/inject": "false",
     }
 )
-"""By which pods opt out of Istio (ambient, sidecars) and Kuma: a proxy between ranks costs each step twice,
-and a sidecar would keep a pod from ending."""
+"""Labels that exclude pods from Istio (ambient and sidecars) and Kuma. A proxy between ranks delays each step
+twice, and a sidecar would keep a pod running."""
 NO_MESH_ANNOTATIONS: Final[Mapping[str, str]] = MappingProxyType({"linkerd.io/inject": "disabled"})
-"""The same of Linkerd, which reads no label."""
+"""The same for Linkerd, which reads no labels."""
 _OFFLINE = {names.ENV_HUB_OFFLINE: "1"}
-"""The model is on a volume: nothing is asked of a hub, unless the user says so in engine.env."""
+"""The model is on a volume, so workers do not connect to a hub unless the user enables it in engine.env."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerImages:
-    """Images for workers whose spec names none."""
+    """Default images of workers."""
 
     cpu: str
     gpu: str
     pulls: ImagePulls = ImagePulls()  # noqa: RUF009 - frozen
 
     def of(self, device: Device) -> str:
-        """Returns the image for a device."""
+        """Returns the default image for a device."""
         return self.gpu if device is Device.GPU else self.cpu
 
     def of_pod(self, spec: HeteroInferenceSpec, device: Device) -> str:
-        """Returns the image for a device: the one that the spec names, if it does."""
+        """Returns the spec's image, or the default image for a device."""
         return spec.engine.image or self.of(device)
 
     def of_plan(self, spec: HeteroInferenceSpec, plan: Plan) -> str:
-        """Returns the images of all pods of a plan, each once."""
+        """Returns the images of all pods of a plan, without duplicates."""
         return ", ".join(dict.fromkeys(self.of_pod(spec, pod.device) for pod in plan.pods))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPods:
-    """All that the pods of one epoch of a group have in common.
+    """Inputs of all pods of one epoch of a group.
 
     Attributes:
-        images: defaults of the operator.
+        images: the operator's default images.
         security: security contexts of the installation.
-        key: of the group, or None without one.
-        kept_as: hash by which the plan is kept, where a version of its own has written it; "" is the plan's.
+        key: key of the group, or None without one.
+        kept_as: hash in the name of the plan's ConfigMap, if another version wrote it; else "".
     """
 
     spec: HeteroInferenceSpec
@@ -102,7 +103,7 @@ class WorkerPods:
 
     @property
     def plan_hash(self) -> str:
-        """Returns the hash by which the plan is kept."""
+        """Hash in the name of the plan's ConfigMap."""
         return self.kept_as or self.plan.hash
 
     def build(self, pod: PodAssignment) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class WorkerPods:
         step = self.spec.step_timeout
         limit = {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(step))} if step is not None else {}
         key = [build_key_variable(self.group, self.key)] if self.key is not None else []
-        # From here and not from the ConfigMap, which others may replace before the container starts.
+        # A literal, not a reference to the ConfigMap, which others may replace before the container starts.
         made_for = {names.ENV_PLAN_HASH: self.plan_hash}
         ours = [
             plan,
@@ -210,7 +211,7 @@ class WorkerPods:
 
 
 def _spread_and_claims(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns how a role's pods are spread, and the devices that they claim, as fields of their spec."""
+    """Returns the fields of a pod's spec for topology spread and resource claims."""
     if template is None:
         return {}
     given = {
@@ -221,20 +222,20 @@ def _spread_and_claims(template: PodTemplate | None) -> dict[str, Any]:
 
 
 def _claims(template: PodTemplate | None) -> dict[str, Any]:
-    """Returns which of the pod's claims its container has: all of them."""
+    """Returns the claims of the container, which are all claims of the pod."""
     claims = template.resource_claims if template is not None else ()
     return {"claims": [{"name": each.name} for each in claims]} if claims else {}
 
 
 def termination_grace_s(spec: HeteroInferenceSpec) -> int:
-    """Returns how long a worker pod may take to end, in seconds: to drain, and to end its processes."""
+    """Returns the time that a worker pod gets to drain and to end its processes, in seconds."""
     return math.ceil(parse_duration_s(spec.drain_timeout)) + _STOP_SIGNAL_GRACE_S
 
 
 def build_metadata(
     owner: Owner, name: str, labels: Mapping[str, str], template: PodTemplate | None
 ) -> dict[str, Any]:
-    """Returns a pod's metadata: no mesh, the user's labels and annotations, and ours; the later win."""
+    """Returns a pod's metadata: no mesh, then the user's labels and annotations, then the operator's."""
     metadata = identity.metadata(owner, name, labels)
     given = (template.labels or {}, template.annotations or {}) if template is not None else ({}, {})
     metadata["labels"] = {**NO_MESH_LABELS, **given[0], **metadata["labels"]}
@@ -245,7 +246,7 @@ def build_metadata(
 def build_pod_spec(
     spec: HeteroInferenceSpec, template: PodTemplate | None, security: PodSecurity
 ) -> dict[str, Any]:
-    """Returns what every pod's spec has: where it may run, whose it is, and no rights at all."""
+    """Returns the fields that every pod's spec has: scheduling, security context, and no API access."""
     kept = template_fields(template)
     context = template.security_context if template is not None else None
     own = context.dump() if context is not None else {}
@@ -262,7 +263,7 @@ def build_pod_spec(
 
 
 def build_container(image: str, source: ModelSource, security: PodSecurity) -> dict[str, Any]:
-    """Returns what every container has: hardened, a scratch folder, the model read-only."""
+    """Returns the fields that every container has: hardening, a scratch folder, and the model read-only."""
     mounts = [{"name": _SCRATCH, "mountPath": "/tmp"}, {"name": _SHM, "mountPath": "/dev/shm"}]  # noqa: S108
     if source.volume is not None:
         mounts.append({"name": MODEL_VOLUME, "mountPath": names.MODEL_MOUNT, "readOnly": True})  # type: ignore[dict-item]  # a mount's values are of two types
@@ -299,5 +300,5 @@ def _ports(pod: PodAssignment, address: PodAddress) -> list[dict[str, Any]]:
 
 
 def literals(env: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns variables with these values."""
+    """Returns environment variables with literal values."""
     return [{"name": name, "value": value} for name, value in env.items()]
