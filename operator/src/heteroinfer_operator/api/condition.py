@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, ConfigDict, Field
-from pydantic.config import JsonDict
 
 from heteroinfer_operator.api.base import StatusModel, Time
 
@@ -58,7 +57,7 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
-def _require_message(schema: JsonDict) -> None:
+def _require_message(schema: dict[str, Any]) -> None:
     """Makes `message` a required field of the schema. A stored condition without a message is still read."""
     schema["required"] = ["lastTransitionTime", "message", "reason", "status", "type"]
 

@@ -1,4 +1,4 @@
-"""Fields and objects that make gang schedulers place all pods of an epoch together, or none. Pure.
+"""Fields and objects with which gang schedulers place all pods of an epoch together, or none. Pure.
 
 | scheduler | in a pod | in an object |
 |---|---|---|
