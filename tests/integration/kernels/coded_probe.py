@@ -71,9 +71,9 @@ class Product:
             weight.scales[-1, 0] = torch.nan if floats else {5: 255, 6: 127}[form.scale]
         return True
 
-    def error(self) -> float:
-        """Returns the worst error as a share of what the roundings may make."""
-        y, dense = self.compute().double(), widen(self.weight)
+    def error(self, got: torch.Tensor | None = None) -> float:
+        """Returns the worst error, of `got` if given, as a share of what the roundings may make."""
+        y, dense = (self.compute() if got is None else got).double(), widen(self.weight)
         exact = self.x.double() @ dense.T
         sizes = self.x.double().abs() @ dense.abs().T
         if self.weight.zeros is not None:  # sums of codes and of inputs are summed apart
