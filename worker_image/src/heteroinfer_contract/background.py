@@ -1,4 +1,4 @@
-"""Background tasks whose end is never overlooked. Stdlib only."""
+"""Background tasks whose exceptions are always reported. Stdlib only."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 _RUNNING: Final[set[asyncio.Task[Any]]] = set()
-"""asyncio itself keeps only weak references to tasks, so a task could vanish before its end."""
+"""Keeps the tasks alive: asyncio holds only weak references, so a task could be collected before it ends."""
 
 
 def start_task(

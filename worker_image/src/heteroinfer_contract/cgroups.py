@@ -1,4 +1,4 @@
-"""What the kernel leaves to this process: the limits of its cgroups, v1 or v2, and free memory. Linux only.
+"""CPU and memory that this process may use: its cgroup limits (v1 or v2) and free memory. Linux only.
 
 Reads the kernel's files; stdlib only.
 """
@@ -8,10 +8,10 @@ from pathlib import Path, PurePosixPath
 
 
 def cpu_quota(root: Path, own_cgroups: str) -> float | None:
-    """Returns how many CPUs' worth of time the cgroups allow, None without a limit; v1 and v2.
+    """Returns the number of CPUs that the cgroups (v1 or v2) allow; None without a limit.
 
     Args:
-        root: where cgroups are mounted.
+        root: mount point of the cgroups.
         own_cgroups: text of /proc/self/cgroup.
     """
     directories = cgroup_directories(root, own_cgroups, "cpu")
@@ -20,7 +20,7 @@ def cpu_quota(root: Path, own_cgroups: str) -> float | None:
 
 
 def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterator[Path]:
-    """Yields where the files of a controller may be, v1 or v2, for each cgroup that this process is in.
+    """Yields directories that may hold a controller's files, for each cgroup (v1 or v2) of this process.
 
     Args:
         controller: `cpu` or `memory`.
@@ -33,7 +33,7 @@ def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterato
             mounts = [root / controllers, root / controller]
         else:
             continue
-        # Every ancestor limits as well; in a container the path may not be visible, its root is.
+        # Every ancestor sets limits too. In a container the path may be invisible, but its root is visible.
         for level in [PurePosixPath(path), *PurePosixPath(path).parents]:
             yield from (mount / level.relative_to("/") for mount in mounts)
 
@@ -53,13 +53,13 @@ def _quota(directory: Path) -> float | None:
 
 
 def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
-    """Returns the bytes that processes beside this one may still take: the least of limits and machine.
+    """Returns the bytes that can still be allocated: the minimum over the machine and all cgroup limits.
 
-    Page cache counts as free, active pages too: the kernel drops both before it refuses memory, and
-    counts both in MemAvailable (Documentation/filesystems/proc.rst). What tmpfs holds is on neither list.
+    Page cache counts as free, including active pages: the kernel drops both before it refuses memory, and
+    counts both in MemAvailable (Documentation/filesystems/proc.rst). Pages of tmpfs are on neither list.
 
     Raises:
-        KeyError: the kernel does not say what is available; Linux does since 3.14.
+        KeyError: the kernel does not report MemAvailable; Linux reports it since 3.14.
     """
     return min([kernel_bytes(meminfo, "MemAvailable"), *_left_of_limits(cgroups, own_cgroups)])
 
@@ -79,14 +79,14 @@ def _left_of_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
 
 
 def _reclaimable(directory: Path) -> int:
-    """Returns the page cache of a cgroup, in bytes; of v1, with those below it."""
+    """Returns the page cache of a cgroup, in bytes; for v1, descendant cgroups are included."""
     stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     prefix = "total_" if "total_inactive_file" in stat else ""
     return sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def kernel_bytes(text: str, field: str) -> int:
-    """Returns a field of /proc/meminfo or /proc/PID/status, in bytes; raises KeyError without it."""
+    """Returns a field of /proc/meminfo or /proc/PID/status, in bytes; raises KeyError if it is missing."""
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name == field:

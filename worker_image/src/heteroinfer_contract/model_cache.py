@@ -1,4 +1,4 @@
-"""Whether a model that was fetched is complete in its cache. Reads its files; stdlib only."""
+"""Checks whether a fetched model is complete in the cache. Reads the model's files; stdlib only."""
 
 import os
 import stat
@@ -9,9 +9,9 @@ from heteroinfer_contract.model_fetch import MARKER_FILE, CompleteModel, Fetched
 
 
 def read_marker(directory: Path) -> CompleteModel | None:
-    """Returns the marker of a model's folder; None without one, or with one that cannot be read.
+    """Returns the marker of a model's folder; None if the marker is missing or unreadable.
 
-    Never waits: others who write to a shared cache may have put a FIFO there.
+    Never blocks: other writers of a shared cache may have put a FIFO in place of the marker.
     """
     try:
         with open(directory / MARKER_FILE, opener=_open_at_once) as file:
@@ -22,15 +22,15 @@ def read_marker(directory: Path) -> CompleteModel | None:
 
 
 def damaged_files(directory: Path, complete: CompleteModel) -> list[FetchedFile]:
-    """Returns the files of a complete model that are missing or of another size."""
+    """Returns the files of a complete model that are missing or differ in size."""
     return [file for file in complete.files if _size_bytes(directory / file.path) != file.size_bytes]
 
 
 def check_complete(directory: Path) -> None:
-    """Checks that a model that was fetched is still there, by the sizes of its files.
+    """Checks by file sizes that a fetched model is still complete.
 
     Raises:
-        ModelIncompleteError: it is not.
+        ModelIncompleteError: the marker is unreadable, or a file is missing or differs in size.
     """
     complete = read_marker(directory)
     if complete is None:

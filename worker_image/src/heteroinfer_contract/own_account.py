@@ -1,4 +1,4 @@
-"""An account for the user id that a cluster chose for this process. Has effects."""
+"""Creates an account for the user id that a cluster chose for this process. Writes a file."""
 
 import contextlib
 import os
@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Final
 
 FURTHER_ACCOUNTS: Final = Path("/var/lib/extrausers/passwd")
-"""Read by glibc besides /etc/passwd in our images: a link into /tmp, as their root file system is fixed."""
+"""A file that glibc in our images reads besides /etc/passwd; a link into /tmp, as the root is read-only."""
 _NAME: Final = "assigned"
 _HOME: Final = "/tmp"  # noqa: S108 - that of our images
 _USERS: Final = 100
-"""Group of the account: libnss-extrausers ignores accounts of the groups below 500, but of this one."""
+"""Group of the account. libnss-extrausers ignores accounts of all groups below 500 except this group."""
 
 
 def ensure_own_account(accounts: Path = FURTHER_ACCOUNTS) -> None:
-    """Writes an account for this process' user id, where the image has a place for it.
+    """Writes an account for this process' user id, if the image provides a file for accounts.
 
-    Clusters such as OpenShift run images as user ids of their own choice, of which no account file knows.
-    Programs that ask getpwuid for the name or the home of their user would fail.
+    Clusters such as OpenShift run images under user ids that they choose. No account file contains these
+    ids, so programs that call getpwuid for the name or the home of their user would fail.
     """
     user = os.getuid()
     with contextlib.suppress(KeyError):
         pwd.getpwuid(user)
         return
     if not accounts.is_symlink():
-        return  # no image of ours
+        return  # not one of our images
     home = os.environ.get("HOME") or _HOME
-    if not home.isprintable() or ":" in home:  # it would forge another field or account
+    if not home.isprintable() or ":" in home:  # such a value would add a field or an account
         home = _HOME
     line = f"{_NAME}:x:{user}:{_USERS}::{home}:/usr/sbin/nologin\n"
-    with contextlib.suppress(OSError):  # what needs no account goes on without
+    with contextlib.suppress(OSError):  # most programs work without an account
         accounts.readlink().write_text(line, encoding="utf-8")

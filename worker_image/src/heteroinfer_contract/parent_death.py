@@ -1,9 +1,9 @@
-"""No process outlives its parent: the kernel is asked to kill it when the parent dies.
+"""Asks the kernel to kill a process when its parent dies.
 
-The supervisor starts each child through this file (`parent_death.py PARENT_PID COMMAND...`),
-which asks for the kill and becomes the command; processes that a rank or the API server
-start themselves call die_with_parent(). Stdlib only: it runs with -I -S, before the
-command's own interpreter, so it must not import anything of this package.
+The supervisor starts each child through this file (`parent_death.py PARENT_PID COMMAND...`). The file
+asks the kernel for the kill and then executes the command. Processes that a rank or the API server
+starts call die_with_parent() themselves. Stdlib only: the file runs with -I -S, before the command's
+own interpreter, so it must not import anything from this package.
 """
 
 import ctypes
@@ -12,17 +12,16 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h; holds across exec, is cleared by fork."""
+"""Option of linux/prctl.h. The setting survives exec; fork clears it."""
 PR_SET_CHILD_SUBREAPER = 36
-"""linux/prctl.h; orphans below this process become its children."""
+"""Option of linux/prctl.h. Orphans below this process become its children."""
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Makes the kernel kill this process (SIGKILL) when the thread that started it ends.
 
     Args:
-        parent_pid: who started this process; if it is gone already, this process
-            ends here.
+        parent_pid: process that started this process. If it has already ended, this process kills itself.
 
     Raises:
         OSError: the kernel refused.
@@ -33,7 +32,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes every orphan below this process its child, as it is for PID 1, so that it can be reaped.
+    """Makes this process the parent of all orphans below it, like PID 1, so that it can reap them.
 
     Raises:
         OSError: the kernel refused.

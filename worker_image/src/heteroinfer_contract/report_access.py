@@ -1,7 +1,7 @@
-"""Who may read a group's whole report: whoever proves the group's key, by a challenge. Stdlib only; no I/O.
+"""Limits a group's full report to readers that prove they hold the group's key. Stdlib only; no I/O.
 
-A reader without the key gets a report that does not say which group it is of, and a challenge.
-With the code of that challenge it gets the whole one, with a code of its text.
+A reader without the key gets a challenge and a report that does not name the group. A reader that answers
+the challenge with the right code gets the full report, together with a code of the report's text.
 """
 
 import os
@@ -17,11 +17,11 @@ CODE_HEADER: Final = "X-HeteroInfer-Code"
 SCHEME: Final = "HeteroInfer"
 _NONCE_BYTES: Final = 16
 CHALLENGE_LIFE_S: Final = 30.0
-"""A reader that comes more seldom is challenged anew, which takes one request more."""
+"""A reader that polls less often gets a new challenge, which costs one more request."""
 
 
 class ReportGuard:
-    """The answering side. Challenges are not kept, so that no number of strangers takes memory."""
+    """Answers readers. Does not store open challenges, so that strangers cannot fill the memory."""
 
     def __init__(self, key: EpochKey) -> None:
         self._key = key
@@ -29,12 +29,12 @@ class ReportGuard:
         self._used: dict[str, float] = {}
 
     def challenge(self, now_s: float) -> str:
-        """Returns a challenge; good once, for CHALLENGE_LIFE_S."""
+        """Returns a challenge that can be answered once, within CHALLENGE_LIFE_S."""
         at, nonce = f"{now_s:.3f}", os.urandom(_NONCE_BYTES).hex()
         return f"{at}/{nonce}/{self._own.code('challenge', at, nonce)}"
 
     def admits(self, credentials: str, now_s: float) -> str | None:
-        """Returns the challenge that was answered rightly, for the first time; None in any other case."""
+        """Returns the challenge if this is its first correct answer; None otherwise."""
         scheme, _, answer = credentials.partition(" ")
         challenge, _, code = answer.rpartition("/")
         at, _, rest = challenge.partition("/")
@@ -50,15 +50,15 @@ class ReportGuard:
         return challenge
 
     def vouch(self, challenge: str, body: str) -> str:
-        """Returns the code that tells the reader who wrote the answer to its challenge."""
+        """Returns the code that proves to the reader that a holder of the key wrote the report."""
         return self._key.code("report", challenge, body)
 
 
 class ReportReader:
-    """The asking side, of one leader.
+    """Reads the report of one leader.
 
     Args:
-        key: of the epoch; None reads what everybody may.
+        key: key of the epoch; None reads only the public report.
     """
 
     def __init__(self, key: EpochKey | None) -> None:
@@ -66,16 +66,16 @@ class ReportReader:
         self._challenge = ""
 
     def headers(self) -> dict[str, str]:
-        """Returns what to send with the next request."""
+        """Returns the headers of the next request."""
         if self._key is None or not self._challenge:
             return {}
         return {CREDENTIALS_HEADER: f"{SCHEME} {self._challenge}/{self._key.code('read', self._challenge)}"}
 
     def read(self, headers: Mapping[str, str], body: str) -> str | None:
-        """Returns the body if it is the whole report, or all that this reader may have; None to ask again.
+        """Returns the body if it is all that this reader may read; None if the reader must ask again.
 
         Raises:
-            ContractError: who answered does not have the key.
+            ContractError: the sender of the report does not have the key.
         """
         answered, self._challenge = self._challenge, ""
         _, _, challenge = headers.get(CHALLENGE_HEADER, "").partition(" ")

@@ -1,4 +1,4 @@
-"""Ports that strangers reach: many may wait, few are taken in at once, idle ones give way. Stdlib only."""
+"""Opens ports that strangers can reach, and limits their connections. Stdlib only."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 MOST_WAITING: Final = 1024
-"""Connections that the kernel holds for us; beyond them a peer's is tried again after a second."""
+"""Connections that the kernel queues. If the queue is full, a peer tries again after a second."""
 MOST_AT_ONCE: Final = 16
-"""Connections that one turn of the loop takes in: heart-beats come between them."""
+"""Connections that one turn of the event loop accepts, so that heart-beats are not delayed."""
 READ_LIMIT_BYTES: Final = 2**16
 
 
@@ -23,10 +23,11 @@ async def listen(
 
     Args:
         host: as `addresses.bind_host` gives it.
-        limit: of what is read of a connection ahead, in bytes.
+        limit: size of each connection's read buffer, in bytes.
     """
     server = await asyncio.start_server(serve, host=host, port=port, limit=limit, backlog=MOST_AT_ONCE)
-    # One number means both to asyncio (asyncio/selector_events.py::_accept_connection, CPython 3.11).
+    # asyncio uses its backlog both as the length of the queue and as the number of connections to accept in
+    # one turn (asyncio/selector_events.py::_accept_connection, CPython 3.11).
     for each in server.sockets:
         with each.dup() as own:
             own.listen(MOST_WAITING)
@@ -34,9 +35,10 @@ async def listen(
 
 
 class ConnectionLimit:
-    """Connections that have proved nothing yet; use from one event loop.
+    """Limits the number of unauthenticated connections. Use it from one event loop.
 
-    Idle strangers give way, so that no number of them keeps out who speaks at once.
+    Closes the oldest connection above the limit, so that idle strangers cannot keep out a peer that
+    authenticates at once.
     """
 
     def __init__(self, most: int) -> None:

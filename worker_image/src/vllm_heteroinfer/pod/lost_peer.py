@@ -1,7 +1,7 @@
-"""How an error that is only the consequence of another process's end is marked. Stdlib only; pure.
+"""Marks errors that only result from the end of another process. Stdlib only; pure.
 
-The code that talks with another process marks its errors at that place, by `Conversation`; the words of an
-error decide nothing.
+Code that talks to another process wraps the call in `Conversation`, which marks its errors. The message of
+an error is never evaluated.
 """
 
 from enum import StrEnum
@@ -16,10 +16,10 @@ class Lost(StrEnum):
 
 
 class PeerGoneError(RuntimeError):
-    """Another process of the group is gone or silent; the cause is with it, not with this rank.
+    """Another process of the group is gone or silent; this rank is not the cause.
 
     Attributes:
-        peer: its global rank; None for the engine.
+        peer: global rank of the other process; None for the engine.
     """
 
     def __init__(self, peer: int | None, message: str) -> None:
@@ -32,7 +32,7 @@ class Conversation:
 
     Args:
         peer: global rank at the other end; None for the engine.
-        what: of the call, for the message.
+        what: name of the call, for the message.
     """
 
     def __init__(self, peer: int | None, what: str) -> None:
@@ -52,7 +52,7 @@ class Conversation:
 
 
 def lost_by(error: BaseException) -> Lost | None:
-    """Returns which other process an error says is lost, by its marks alone; None if it is an own error."""
+    """Returns the lost process that caused an error; None if this process caused the error itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, PeerGoneError):
@@ -64,7 +64,7 @@ def lost_by(error: BaseException) -> Lost | None:
 
 
 def _is_of_torch_distributed(error: BaseException) -> bool:
-    """Returns whether torch.distributed raised an error that vLLM's own calls of it let through.
+    """Returns whether torch.distributed raised an error that vLLM passed on.
 
     torch marks most of them by their class (DistError). Gloo's are plain RuntimeErrors, raised inside of
     torch.distributed's functions (torch/distributed/distributed_c10d.py@v2.13.0).

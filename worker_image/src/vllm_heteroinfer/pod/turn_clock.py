@@ -1,11 +1,11 @@
-"""A clock that counts no time in which its process had no turn. PURE: times in."""
+"""A clock that leaves out the time in which its process did not run. Pure: callers pass the times."""
 
 
 class TurnClock:
-    """Measures how late the turns of a loop come, and leaves out the time in which it had none.
+    """Measures how late the turns of a loop come, and leaves the delays out of its time.
 
-    A process without a turn (its pod frozen, its machine suspended, its CPU stolen) cannot tell the
-    silence of another process from its own deafness.
+    A process that did not run (its pod frozen, its machine suspended, its CPU stolen) cannot know whether
+    another process was silent or whether it failed to listen itself.
 
     Args:
         interval_s: between two turns, in seconds.
@@ -18,14 +18,14 @@ class TurnClock:
         self._missed_s = 0.0
 
     def turn(self, now_s: float) -> float:
-        """Takes in that this process has its turn now; returns by how much it comes too late, in seconds."""
+        """Records a turn of this process; returns how late the turn is, in seconds."""
         late_s = self._overdue_s(now_s)
         self._missed_s += late_s
         self._turn_s = now_s
         return late_s
 
     def awake_s(self, now_s: float) -> float:
-        """Returns a time that goes on only while turns come when they are due, in seconds."""
+        """Returns a time in seconds that advances only while turns come on time."""
         return now_s - self._missed_s - self._overdue_s(now_s)
 
     def _overdue_s(self, now_s: float) -> float:
