@@ -1,6 +1,6 @@
 """GB/s of weights that our CPU kernels read in each format, beside the host's stream, and vLLM's kernels.
 
-    python -m tests.bench.kernels [--part linear,experts] [--formats fp8-channel,...] [--rows 1,4,16,64]
+    python -m tests.bench.kernels [--formats fp8-channel,...] [--rows 1,4,16,64]
         [--paths avx512_bf16,...] [--threads N] [--rounds 9] [--dtype bf16]
 
 Each line is a format on an instruction set, and each cell is the median of the rounds. A round measures the
