@@ -68,7 +68,7 @@ def test_kernels_serve_bf16(
     assert ours.count(serves) == pods[0], "each rank says once what serves"
     for other in others:
         assert SERVED not in other
-        assert "CPU linear layers: oneDNN, as HETEROINFER_CPU_LINEAR=onednn says" in other
+        assert "CPU linear layers: oneDNN, because HETEROINFER_CPU_LINEAR=onednn" in other
     assert_close(found)
 
 

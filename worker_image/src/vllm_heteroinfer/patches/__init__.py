@@ -1,7 +1,7 @@
-"""Functions of vLLM that HeteroInfer replaces, a file each; `registry.py` tells why, as data.
+"""Patches of vLLM, one module for each. `registry.py` contains the reason for each patch.
 
-Nothing is replaced at import. Each file has one `install()`, called in the processes that its registry
-entry names, in a CPU rank before it loads its model. A second call does nothing. It raises PatchError if
-this vLLM is not the one that the patch was written for, and ContractError if HETEROINFER_CPU_LINEAR, by which
-a user chooses vLLM's kernels, is neither `auto` nor `onednn`.
+Importing a module replaces nothing. Each module has one `install()`. The processes that the registry entry
+names call `install()`; a CPU rank calls it before it loads its model. A second call does nothing. `install()`
+raises PatchError if the patch was not written for the installed vLLM. It raises ContractError if
+HETEROINFER_CPU_LINEAR, the user's choice of kernels, is neither `auto` nor `onednn`.
 """

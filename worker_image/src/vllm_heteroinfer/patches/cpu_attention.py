@@ -1,9 +1,9 @@
-"""The patch `cpu_attention`: eager CPU ranks write the KV cache and attend without looking anything up twice.
+"""The patch `cpu_attention`: a faster path to vLLM's attention operations for eager CPU ranks.
 
-The same two operations of vLLM are called with the same arguments. What is left out is Python: both times
-the layer is found by its name, the cache is cut into keys and values, and hooks are asked, which takes longer
-than attention of few rows. Encoders, caches that another layer owns, transfers of the KV cache, other
-backends and compiled models go vLLM's way. Imports vLLM.
+The patch calls the same two operations of vLLM with the same arguments. It skips Python code that vLLM runs
+before each operation: looking up the layer by name, cutting the cache into keys and values, and calling
+hooks. That code takes longer than attention for few rows. vLLM's own function still serves encoders, caches
+that another layer owns, KV cache transfers, other backends and compiled models. Imports vLLM.
 Source: vllm/model_executor/layers/attention/attention.py::Attention.forward and
 vllm/v1/attention/backends/cpu_attn.py::CPUAttentionBackendImpl@v0.32.0.
 """
@@ -24,24 +24,27 @@ from vllm_heteroinfer.patches.registry import CPU_ATTENTION
 from vllm_heteroinfer.patches.replacing import replace
 
 _HALVES: Final = "heteroinfer_halves"
-"""Attribute of a KV cache, so that its parts end with it: a layer may give its cache back and live on."""
+"""Attribute of a KV cache tensor. A layer can release its cache; the views must be freed with the cache."""
 _DECODER: Final = AttentionType.DECODER
 
 
 def install() -> None:
-    """Has this process's attention computed so from now on, unless the user chose vLLM's way."""
+    """Replaces vLLM's attention forward in this process.
+
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn.
+    """
     if is_wanted(os.environ):
         replace(CPU_ATTENTION, _attending)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CacheHalves:
-    """The parts of a KV cache as vLLM's operations take them.
+    """Keys and values of a KV cache, in the form that vLLM's operations expect.
 
     Attributes:
-        address: of the cache when it was cut.
+        address: address of the cache when these views were made.
         keys: [blocks, KV heads, block size, head size], a view of the cache's memory.
-        values: the same.
+        values: same shape, also a view.
     """
 
     address: int
@@ -83,7 +86,7 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
             *(keys, values, mapping, self.isa, *scales),
         )
         query, answered, used = query.view(rows, self.num_heads, size), output, batch.num_actual_tokens
-        if used != rows:  # the others pad the batch
+        if used != rows:  # the remaining rows are padding
             query, answered = query[:used], output[:used]
         attend(
             *(query, keys, values, answered),
@@ -97,7 +100,7 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _is_ours(layer: Any, impl: Any) -> bool:
-    """Returns whether a layer writes a cache of its own, and attends as the operations do by themselves."""
+    """Whether the layer owns its cache and needs nothing beyond vLLM's two operations."""
     return (
         type(impl) is CPUAttentionBackendImpl
         and impl.attn_type == _DECODER
@@ -109,9 +112,9 @@ def _is_ours(layer: Any, impl: Any) -> bool:
 
 
 def _cut(cache: torch.Tensor) -> _CacheHalves:
-    """Returns the halves of a cache [blocks, KV heads, block size, 2 * head size], and notes them at it."""
+    """Cuts a cache [blocks, KV heads, block size, 2 * head size] into halves and stores them on the cache."""
     blocks, heads, block_size, _ = cache.size()
-    # A view of `cache` itself would keep it alive, being kept by it.
+    # The cache holds these views. A view of `cache` itself would be a reference cycle and keep it alive.
     keys, values = cache.detach().view((blocks, heads, block_size * 2, -1)).chunk(2, dim=2)
     halves = _CacheHalves(address=cache.data_ptr(), keys=keys, values=values)
     setattr(cache, _HALVES, halves)

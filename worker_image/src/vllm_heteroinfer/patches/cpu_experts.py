@@ -1,9 +1,9 @@
-"""The patch `cpu_experts`: bf16 and FP8 experts of a CPU rank are packed for, and computed by, our kernels.
+"""The patch `cpu_experts`: our kernels pack and compute bf16 and FP8 experts of a CPU rank.
 
-What the kernels don't take (biases, other activations, sizes that are no multiple of 32) stays vLLM's.
-Imports vLLM.
+vLLM still computes experts that our kernels cannot: with biases, with other activations, or with sizes that
+are not a multiple of 32. Imports vLLM.
 Source: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py::CPUUnquantizedExperts@v0.32.0,
-::CPUExpertsFp8 (blocks of 128 x 128 and SiLU alone).
+::CPUExpertsFp8 (only blocks of 128 x 128 and SiLU).
 """
 
 import logging
@@ -31,29 +31,32 @@ from vllm_heteroinfer.patches.replacing import replace
 
 _logger = logging.getLogger(__name__)
 _LIBRARY: Final = "heteroinfer_library"
-"""Attribute of the weights that are packed by us; `replace_parameter` hands it on."""
+"""Attribute of weights that our kernels packed. `replace_parameter` copies it to the new parameter."""
 
 
 def install() -> None:
-    """Hands this process's bf16 and FP8 experts to our kernels from now on, unless the user chose vLLM's."""
+    """Replaces vLLM's packing and computing of bf16 and FP8 experts in this process.
+
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn.
+    """
     if is_wanted(os.environ):
-        said: set[torch.dtype] = set()
-        replace(CPU_EXPERTS_PACKING, partial(_packing, said))
-        replace(CPU_FP8_EXPERTS_PACKING, partial(_packing_fp8, said))
+        logged: set[torch.dtype] = set()
+        replace(CPU_EXPERTS_PACKING, partial(_packing, logged))
+        replace(CPU_FP8_EXPERTS_PACKING, partial(_packing_fp8, logged))
         replace(CPU_EXPERTS_APPLY, _applying)
         replace(CPU_FP8_EXPERTS_APPLY, _applying)
 
 
 def library_of(layer: Any) -> KernelLibrary | None:
-    """Returns the kernels that a layer's routed experts are packed for; None if they are vLLM's."""
+    """Our kernels for which a layer's routed experts are packed; None if vLLM computes the experts."""
     return _library_of(getattr(layer, "w13_weight", None))
 
 
 def packed_experts(vllm_experts: Any, w13: torch.Tensor, w2: torch.Tensor) -> PackedExperts:
-    """Returns a layer's weights with the scales that vLLM's object for them has.
+    """Joins a layer's weights with the scales of vLLM's experts object.
 
     Raises:
-        ValueError: they do not belong together.
+        ValueError: weights and scales do not fit together.
     """
     of_w13, of_w2 = vllm_experts.w1_scale, vllm_experts.w2_scale
     scales = None if of_w13 is None else (of_w13, of_w2)
@@ -61,16 +64,16 @@ def packed_experts(vllm_experts: Any, w13: torch.Tensor, w2: torch.Tensor) -> Pa
 
 
 def check_limit(vllm_experts: Any) -> None:
-    """Raises ContractError if gates and ups shall be limited: no kernel of CPUs for bf16 or FP8 does that.
+    """Raises ContractError if the model limits its experts' activations (`swiglu_limits`).
 
-    vLLM's own class for CPUs leaves the limit out without an error (config.py::FusedMoEConfig@v0.32.0
-    promises another).
+    No CPU kernel for bf16 or FP8 applies the limit. vLLM's own class for CPUs ignores the limit without an
+    error, although config.py::FusedMoEConfig@v0.32.0 promises an error.
     """
     limit = getattr(vllm_experts.moe_config, "swiglu_limit", None)
     if limit:
         raise ContractError(
-            f"got experts whose activations are limited to {limit} (swiglu_limits of config.json), expected "
-            "none: kernels of CPUs compute them without the limit; use GPU roles only"
+            f"config.json: the experts' activations are limited to {limit} (swiglu_limits), but CPU kernels "
+            "ignore the limit. Use GPU roles only"
         )
 
 
@@ -80,7 +83,7 @@ def _library_of(weight: Any) -> KernelLibrary | None:
 
 
 def _packing(
-    said: set[torch.dtype], original: Callable[[Any, torch.nn.Module], None]
+    logged: set[torch.dtype], original: Callable[[Any, torch.nn.Module], None]
 ) -> Callable[[Any, torch.nn.Module], None]:
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         library = _taking(self, layer)
@@ -90,13 +93,13 @@ def _packing(
         self._pad_moe_intermediate(layer)
         for name, gates in (("w13_weight", True), ("w2_weight", False)):
             replace_parameter(layer, name, _packed(library, getattr(layer, name), gates=gates))
-        _say(said, library, layer.w13_weight.dtype)
+        _log_once(logged, library, layer.w13_weight.dtype)
 
     return process_weights_after_loading
 
 
 def _packing_fp8(
-    said: set[torch.dtype],
+    logged: set[torch.dtype],
     original: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     def prepare_fp8_moe_layer_for_cpu(
@@ -106,7 +109,7 @@ def _packing_fp8(
         library = linear.find() if takes else None
         if library is None:
             return original(w13, w2)
-        _say(said, library, FP8)
+        _log_once(logged, library, FP8)
         return _packed(library, w13, gates=True), _packed(library, w2, gates=False)
 
     return prepare_fp8_moe_layer_for_cpu
@@ -118,9 +121,9 @@ def _packed(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> tor
     return packed
 
 
-def _say(said: set[torch.dtype], library: KernelLibrary, dtype: torch.dtype) -> None:
-    if dtype not in said:
-        said.add(dtype)
+def _log_once(logged: set[torch.dtype], library: KernelLibrary, dtype: torch.dtype) -> None:
+    if dtype not in logged:
+        logged.add(dtype)
         name = "FP8" if dtype == FP8 else "bf16"
         _logger.info("CPU experts: HeteroInfer's %s kernels (%s)", name, ", ".join(library.paths))
 
@@ -129,7 +132,7 @@ def _applying(original: Callable[..., None]) -> Callable[..., None]:
     def apply(self: Any, **named: Any) -> None:
         check_limit(self)
         library = _library_of(named["w1"])
-        # Routers that simulate give int64, which no kernel takes (…/router/routing_simulator_router.py).
+        # Simulated routers return int64, but all kernels need int32 (…/router/routing_simulator_router.py).
         named["topk_ids"] = named["topk_ids"].to(torch.int32).contiguous()
         if library is None:
             original(self, **named)
@@ -147,13 +150,13 @@ def _applying(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _weights(*, topk_weights: torch.Tensor, apply_router_weight_on_input: bool, **_: Any) -> torch.Tensor:
-    if apply_router_weight_on_input:  # to `hidden_states`, which has them already
+    if apply_router_weight_on_input:  # `hidden_states` is already multiplied by the weights
         return torch.ones(topk_weights.shape)
     return topk_weights.float().contiguous()
 
 
 def _taking(vllm_experts: Any, layer: Any) -> KernelLibrary | None:
-    """Returns the kernels if they can compute these experts."""
+    """Our kernels if they can compute these experts, else None."""
     weight, config = layer.w13_weight, vllm_experts.moe_config
     if (
         weight.dtype != torch.bfloat16

@@ -1,9 +1,9 @@
-"""The patch `cpu_linear`: bf16 layers of a CPU rank are handed to our kernels instead of oneDNN.
+"""The patch `cpu_linear`: our kernels compute bf16 linear layers of a CPU rank, instead of oneDNN.
 
-Everything that the kernels don't take goes on to the function that was replaced. Imports vLLM.
+Layers that our kernels cannot compute go to vLLM's original function. Imports vLLM.
 Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0. Its callers
-import it by name inside their own functions (linear.py::UnquantizedLinearMethod,
-vocab_parallel_embedding.py::UnquantizedEmbeddingMethod), so the module's name is the only binding.
+import the function by name inside their own functions (linear.py::UnquantizedLinearMethod,
+vocab_parallel_embedding.py::UnquantizedEmbeddingMethod), so the module's attribute is the only binding.
 """
 
 import logging
@@ -24,11 +24,14 @@ Dispatch = Callable[[torch.nn.Module, bool], None]
 
 
 def install() -> None:
-    """Hands this process's CPU linear layers to our kernels from now on, unless the user chose oneDNN."""
+    """Replaces vLLM's choice of a kernel for CPU linear layers in this process.
+
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn.
+    """
     if is_wanted(os.environ):
         replace(CPU_LINEAR, partial(_dispatching, LinearLayers()))
     else:
-        _logger.info("CPU linear layers: oneDNN, as %s=%s says", names.ENV_CPU_LINEAR, ONEDNN)
+        _logger.info("CPU linear layers: oneDNN, because %s=%s", names.ENV_CPU_LINEAR, ONEDNN)
 
 
 def _dispatching(layers: LinearLayers, original: Dispatch) -> Dispatch:

@@ -1,8 +1,9 @@
 """The patch `cpu_mixture`: eager CPU ranks compute a layer's router, choice and routed experts in one call.
 
-It is bit by bit what the patches `cpu_linear`, `cpu_router` and `cpu_experts` compute one after another.
-Whatever has more to it goes vLLM's way: shared experts, transforms of inputs or outputs, experts split over
-ranks, other routers, weights that are not packed for our kernels, and compiled models. Imports vLLM.
+The result equals, bit by bit, the results of the patches `cpu_linear`, `cpu_router` and `cpu_experts` in
+sequence. vLLM's own function still serves layers with shared experts, transforms of inputs or outputs,
+experts split over ranks, other routers or weights that our kernels did not pack, and compiled models.
+Imports vLLM.
 Source: vllm/model_executor/layers/fused_moe/runner/moe_runner.py::MoERunner.forward@v0.32.0.
 """
 
@@ -28,26 +29,32 @@ from vllm_heteroinfer.patches.registry import CPU_MIXTURE
 from vllm_heteroinfer.patches.replacing import replace
 
 _HELD: Final = "heteroinfer_mixture"
-"""Attribute of a runner."""
+"""Attribute of vLLM's runner that keeps its `_Held`."""
 _PACKED_AXES: Final = 4
-"""Of a weight that `linear.pack` made; vLLM's own have two, or none."""
+"""Axes of a weight packed by `linear.pack`. vLLM's own weights have two axes or none."""
 
 
 def install() -> None:
-    """Has this process's mixtures computed so from now on, unless the user chose vLLM's kernels."""
+    """Replaces vLLM's MoE forward by `_forwarding` in this process.
+
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn.
+    """
     if is_wanted(os.environ):
         replace(CPU_MIXTURE, _forwarding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What a runner was found to be, and what must still be so.
+    """The kernels chosen for a runner, and the state for which the choice is valid.
 
     Attributes:
-        mixture: what computes it; None where vLLM does.
-        weights: the tensors of which raw pointers were taken, by where they are held and under which name.
-        methods: where the runner's part has its method, and the method.
-        logits_of: experts whose logits the model gives; 0 where the runner has a gate.
+        mixture: computes the layer; None if vLLM computes the layer.
+        weights: tensors whose raw pointers `mixture` holds: mapping that contains the tensor, its key, and
+            its address.
+        methods: mapping that contains the `quant_method` of the runner's experts.
+        method: that `quant_method`.
+        hidden: hidden size.
+        logits_of: number of experts if the model passes router logits; 0 if the runner has a gate.
     """
 
     mixture: Mixture | None
@@ -58,7 +65,7 @@ class _Held:
     logits_of: int = 0
 
     def holds(self) -> bool:
-        """Returns whether the runner has its weights where it had them."""
+        """Whether the runner's weights are still at the same addresses, with the same method."""
         for owner, name, address in self.weights:
             tensor = owner.get(name)
             if tensor is None or tensor.data_ptr() != address:
@@ -94,7 +101,7 @@ def _forwarding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _takes(held: _Held, x: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Returns whether these inputs are what the kernels read."""
+    """Whether our kernels can read these inputs."""
     return (
         x.dtype is torch.bfloat16
         and x.ndim == 2
@@ -106,7 +113,7 @@ def _takes(held: _Held, x: torch.Tensor, logits: torch.Tensor) -> bool:
 
 
 def _find(runner: Any) -> _Held:
-    """Returns what a runner is, by the weights that it has now."""
+    """Chooses the kernels for a runner, for its current weights."""
     part = runner.routed_experts
     methods = part._modules if "quant_method" in part._modules else part.__dict__
     method = part.quant_method
@@ -132,13 +139,13 @@ def _find(runner: Any) -> _Held:
 
 
 def _routing(runner: Any) -> ExpertChoice | None:
-    """Returns how a runner's router chooses; None if it is another router, or does more than to choose."""
+    """The router's choice of experts; None for other routers, and for routers that balance load (EPLB)."""
     router = runner.router
     return routing_of(router) if type(router) is CPURouter and router.eplb_state is None else None
 
 
 def _is_plain(runner: Any) -> bool:
-    """Returns whether a runner has nothing but a router and experts that are packed for our kernels."""
+    """Whether a runner consists only of a router and experts of classes that our kernels can compute."""
     part, config = runner.routed_experts, runner.moe_config
     kernel = getattr(part.quant_method, "moe_kernel", None)
     alone = all(
@@ -168,9 +175,9 @@ def _is_plain(runner: Any) -> bool:
 
 
 def _is_packed(gate: Any) -> bool:
-    """Returns whether a router's layer is nothing but a product with a weight packed for our kernels.
+    """Whether a router's layer is a plain product with a weight that our kernels packed.
 
-    Logits in float32 are those in bf16, widened: `GateLinear.forward` rounds them first.
+    Output in float32 is allowed: `GateLinear.forward` rounds logits to bf16 before it widens them.
     """
     return (
         type(gate) in {GateLinear, ReplicatedLinear}

@@ -1,8 +1,8 @@
 """The patch `cpu_norm`: eager CPU ranks compute an RMS norm of bf16 rows in one call of our kernels.
 
-It rounds as vLLM's operation for CPUs does, and adds up squares in another order. Other types and shapes,
-norms without a weight or over part of a row, compiled models, and ranks whose user chose what computes norms
-(`--ir-op-priority`) go vLLM's way. Imports vLLM.
+Our kernels round like vLLM's operation for CPUs, but add up squares in another order. vLLM's own function
+still serves other types and shapes, norms without a weight or over part of a row, compiled models, and ranks
+whose user chose the implementation of norms (`--ir-op-priority`). Imports vLLM.
 Source: vllm/model_executor/layers/layernorm.py::RMSNorm.forward_native@v0.32.0.
 """
 
@@ -24,7 +24,10 @@ Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def install() -> None:
-    """Has this process's norms computed so, unless there are no kernels or the user chose vLLM's."""
+    """Replaces vLLM's RMS norm in this process.
+
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn, or if this CPU has no kernels.
+    """
     library = linear.find() if is_wanted(os.environ) else None
     if library is not None:
         replace(CPU_NORM, partial(_norming, library))
@@ -50,7 +53,7 @@ def _norming(library: KernelLibrary, original: Callable[..., Normed]) -> Callabl
 
 
 def _is_ours(norm: Any, operation: Any) -> bool:
-    """Returns whether a norm is over whole rows with a weight, by the operation that our platform chose."""
+    """Whether a norm covers whole rows, has a weight, and uses the implementation of our platform."""
     whole = norm.has_weight and norm.pass_weight and norm.pass_weight_add
     if not whole or norm.variance_size_override is not None:
         return False

@@ -1,9 +1,10 @@
-"""The patch `cpu_packing`: 4-bit weights of a CPU rank are packed in slices, not all at once.
+"""The patch `cpu_packing`: packs 4-bit weights of a CPU rank in slices, to save memory.
 
-vLLM unpacks a layer into numbers of 32 bits to pack it for a kernel. Of a layer's bytes there was beside it:
-6.4 to 10.9 times as many for an MLP of 87 MiB, 18.6 to 19.0 for AMX, 3.5 to 10.3 for experts of 150 MiB.
-In slices it is 0.8 to 2.6, and 1.2 to 2.9 (2 cores of an EPYC, 2026-11-24; to pack for AMX needs none).
-Slices give the same bytes: a block of a kernel has 16 or 32 outputs, and each expert is packed by itself.
+vLLM unpacks a whole layer into 32-bit numbers before it packs the layer for a kernel. The extra memory was
+6.4 to 10.9 times the layer's bytes for an MLP of 87 MiB, 18.6 to 19.0 times for AMX, and 3.5 to 10.3 times
+for experts of 150 MiB. With slices it is 0.8 to 2.9 times the layer's bytes (2 cores of an
+EPYC, 2026-11-24; packing for AMX does not need a CPU with AMX).
+Slices give the same bytes: a block of a kernel has 16 or 32 outputs, and each expert is packed alone.
 Imports vLLM.
 Source: vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0,
 vllm/model_executor/kernels/linear/mixed_precision/cpu.py::CPUWNA16LinearKernel@v0.32.0,
@@ -27,15 +28,15 @@ from vllm_heteroinfer.patches.registry import (
 from vllm_heteroinfer.patches.replacing import replace
 
 _UNPACKED_BYTES: Final = 16 << 20
-"""Of a slice, one number of 32 bits a weight; several such tensors are there at once."""
+"""Size of an unpacked slice, with 32 bits for each weight. Several such tensors exist at the same time."""
 _OUTPUTS: Final = 128
-"""A slice has a multiple of so many: blocks of kernels have 16 or 32, a word of AWQ 8."""
+"""A slice has a multiple of 128 outputs: blocks of kernels have 16 or 32 outputs, an AWQ word has 8."""
 _WORD: Final = 8
-"""Weights of 4 bits in 32."""
+"""Number of 4-bit weights in a 32-bit word."""
 
 
 def install() -> None:
-    """Has this process pack 4-bit weights in slices from now on."""
+    """Replaces vLLM's packing of 4-bit weights in this process."""
     replace(CPU_INT4_EXPERTS_PACKING, _experts)
     replace(CPU_AWQ_PACKING, _awq)
     replace(CPU_INT4_PACKING, partial(_linear, replaces_scales=False))
@@ -43,21 +44,24 @@ def install() -> None:
 
 
 class _Joined:
-    """Slices of a tensor along one dimension, put where they belong as they come."""
+    """A tensor that is assembled from slices along one dimension."""
 
     def __init__(self, parts: int, dim: int, empty: Callable[..., torch.Tensor]) -> None:
-        """Takes the number of equal parts that the whole tensor has along `dim`."""
+        """Prepares a tensor with `parts` equal parts along `dim`; `empty` allocates the tensor."""
         self._parts, self._dim, self._empty = parts, dim, empty
         self._whole: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Returns the whole, once a part was put."""
+        """The assembled tensor. `put` must have been called."""
         assert self._whole is not None
         return self._whole
 
     def put(self, part: torch.Tensor, first: int, end: int) -> None:
-        """Puts parts first..end-1, which may be several or a fraction of one index of the dimension each."""
+        """Copies parts `first` to `end - 1` into the tensor.
+
+        A part can cover several indices of the dimension, or a fraction of an index.
+        """
         size, count = part.shape[self._dim], end - first
         if self._whole is None:
             shape = list(part.shape)
@@ -92,7 +96,7 @@ def _one(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
 
 
 def _slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
-    """Yields the outputs of each slice: the first, and one past the last."""
+    """Yields the first output of each slice and the output after its last."""
     width = max(_UNPACKED_BYTES // (4 * inputs) // _OUTPUTS, 1) * _OUTPUTS
     for first in range(0, outputs, width):
         yield first, min(first + width, outputs)
@@ -104,7 +108,7 @@ def _awq(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         given = {name: getattr(layer, name).data for name in (w_q_name, w_zp_name) if name is not None}
         inputs, words = given[w_q_name].shape
-        # Not where weights stay: what the kernel reads is made of it.
+        # Temporary memory, not `weight_memory`: vLLM packs this tensor again for the kernel.
         joined = {name: _Joined(words, 1 if name == w_q_name else 0, torch.empty) for name in given}
         part = SimpleNamespace()
         for first, end in _slices(inputs, words * 32 // size_bits):
@@ -131,7 +135,7 @@ def _linear(original: Callable[[Any, Any], None], *, replaces_scales: bool) -> C
         for first, end in _slices(words * _WORD, outputs):
             part = SimpleNamespace(bias=getattr(layer, "bias", None))
             for name, tensor in given.items():
-                width = outputs // tensor.shape[1]  # a word of zero points is of several outputs
+                width = outputs // tensor.shape[1]  # a word of zero points covers several outputs
                 own = tensor[:, first // width : end // width].contiguous()
                 setattr(part, name, torch.nn.Parameter(own, requires_grad=False))
             original(self, part)

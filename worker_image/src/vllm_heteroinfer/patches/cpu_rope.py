@@ -1,13 +1,14 @@
-"""The patch `cpu_rope`: rotary embeddings of CPU ranks are right for every shape, and end no process.
+"""The patch `cpu_rope`: works around two bugs of vLLM's rotary embedding on CPUs.
 
-vLLM's operation for CPUs takes the distance between two heads for the one between two tokens where both axes
-are there: with (tokens, heads, size) a token is turned by angles of others, without an error. Attention over
-latents asks so, unless its positions are scaled by YaRN as DeepSeek's are. And in bf16 it ends the process
-(SIGSEGV) where more than 8 pairs of elements are turned and their number is no multiple of 8: StableLM, whose
-heads of 80 are turned in their first quarter. Compiled models do not call it; CPU ranks are eager.
-Imports vLLM.
-Source: vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbedding.forward_cpu@v0.32.0; who asks:
-vllm/model_executor/layers/mla.py.
+1. vLLM's CPU operation uses the stride between heads as the stride between tokens if a tensor has both axes:
+   with (tokens, heads, size), it rotates a token by the angles of other tokens, without an error. Attention
+   over latents uses this shape, unless YaRN scales its positions as in DeepSeek's models.
+2. In bf16 the operation crashes (SIGSEGV) if it rotates more than 8 pairs of elements and their number is
+   not a multiple of 8. An example is StableLM, which rotates the first quarter of heads of size 80.
+
+Compiled models do not call this function, but CPU ranks are eager. Imports vLLM.
+Source: vllm/model_executor/layers/rotary_embedding/base.py::RotaryEmbedding.forward_cpu@v0.32.0; a caller
+with the axis of heads is vllm/model_executor/layers/mla.py.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from vllm_heteroinfer.patches.registry import CPU_ROPE
 from vllm_heteroinfer.patches.replacing import replace
 
 _VECTOR: Final = 8
-"""Pairs that vLLM's operation turns at once in bf16."""
+"""Number of pairs that vLLM's operation rotates at once in bf16."""
 
 
 def install() -> None:
-    """Has this process's rotary embeddings computed so from now on."""
+    """Replaces vLLM's rotary embedding for CPUs in this process."""
     replace(CPU_ROPE, _rotating)
 
 

@@ -1,12 +1,12 @@
-"""The patch `cpu_router`: CPU ranks choose experts as GPUs do where vLLM's router for CPUs does not.
+"""The patch `cpu_router`: CPU ranks choose the same experts as GPU ranks.
 
-Without groups of experts that router knows softmax alone: with a sigmoid (MiniMax-M2) it ends at its first
-step, and the bias that corrects a choice by softmax (ERNIE-4.5) it leaves out, which gives other experts
-without an error. And it computes softmax in the type of the logits, where GPUs do in float32: without
-normalization (OLMoE) that scaled all of a token's weights by up to 6 % in bf16. Eager ranks
-have a call of our kernels for it, instead of five to nine operations of torch. Imports vLLM.
-Source: vllm/model_executor/layers/fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0; what
-GPUs do: vllm/.../fused_moe/router/fused_topk_bias_router.py::fused_topk_bias.
+For models without groups of experts, vLLM's router for CPUs supports only softmax. It fails in the first step
+with a sigmoid (MiniMax-M2). It ignores the bias that corrects a choice by softmax (ERNIE-4.5), and so chooses
+other experts without an error. It also computes softmax in the type of the logits, while GPUs use float32:
+without normalization (OLMoE), bf16 scaled all weights of a token by up to 6 %. Eager ranks call our kernels
+once instead of five to nine operations of torch. Imports vLLM.
+Source: vllm/model_executor/layers/fused_moe/router/cpu_router.py::CPURouter._compute_routing@v0.32.0; the
+GPU version is vllm/.../fused_moe/router/fused_topk_bias_router.py::fused_topk_bias.
 """
 
 import os
@@ -22,7 +22,7 @@ from vllm_heteroinfer.patches.registry import CPU_ROUTER
 from vllm_heteroinfer.patches.replacing import replace
 
 _CHOOSER: Final = "heteroinfer_chooser"
-"""Attribute of a router."""
+"""Attribute of vLLM's router that keeps the bias's address and the `Chooser`."""
 _SCORES: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
     "sigmoid": torch.sigmoid,
@@ -30,12 +30,12 @@ _SCORES: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 def install() -> None:
-    """Has this process's routers choose so from now on."""
+    """Replaces the choice of experts in vLLM's CPU router in this process."""
     replace(CPU_ROUTER, _routing)
 
 
 def routing_of(router: Any) -> ExpertChoice | None:
-    """Returns how a router chooses, with its bias as it lies there; None if our kernels do not choose so."""
+    """The router's choice of experts, with a view of its bias; None if our kernels do not support it."""
     bias = router.e_score_correction_bias
     by_itself = router.use_grouped_topk or router.custom_routing_function is not None
     if (
@@ -54,7 +54,7 @@ def routing_of(router: Any) -> ExpertChoice | None:
         bias=None if bias is None else bias.data,
         scoring=router.scoring_func,
         normalize=router.renormalize,
-        # Only where there is a bias vLLM's routers for GPUs apply the factor; else the model does.
+        # vLLM's routers for GPUs apply the factor only if there is a bias; otherwise the model applies it.
         factor=1.0 if bias is None else router.routed_scaling_factor,
     )
 
@@ -75,7 +75,7 @@ def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Call
         chooser = None if torch.compiler.is_compiling() else _chooser(self)
         if chooser is not None and chooser.takes(router_logits):
             return chooser.choose(router_logits)
-        # Only where there is a bias vLLM's routers for GPUs apply the factor; else the model does.
+        # vLLM's routers for GPUs apply the factor only if there is a bias; otherwise the model applies it.
         factor = 1.0 if bias is None else self.routed_scaling_factor
         scores = _SCORES[scoring](router_logits.float())
         return choose(scores, bias, self.top_k, normalize=self.renormalize, factor=factor)
@@ -84,7 +84,7 @@ def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Call
 
 
 def _chooser(router: Any) -> Chooser | None:
-    """Returns what chooses a router's experts in one call; None where torch does."""
+    """The kernels' chooser for a router, cached on the router; None if torch must choose."""
     bias = router.e_score_correction_bias
     address = 0 if bias is None else bias.data_ptr()
     held = router.__dict__.get(_CHOOSER)
@@ -99,15 +99,17 @@ def _chooser(router: Any) -> Chooser | None:
 def choose(
     scores: torch.Tensor, bias: torch.Tensor | None, count: int, *, normalize: bool, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weights (float32) and numbers (int32) of the experts with the highest corrected scores.
+    """Returns weights (float32) and ids (int32) of the experts with the highest corrected scores.
 
     Args:
         scores: (tokens, experts), float32.
-        bias: (experts,), that corrects which are chosen but not what they weigh.
-        normalize: whether a token's weights add up to `factor`; where all are zero they stay so, as on GPUs.
+        bias: (experts,). It is added to the scores for the choice, but not for the weights.
+        count: number of experts for each token.
+        normalize: whether a token's weights add up to `factor`. If all are zero, they stay zero, as on GPUs.
+        factor: multiplies all weights.
 
     Returns:
-        Each (tokens, count), contiguous.
+        Two tensors (tokens, count), contiguous.
     """
     if bias is None:
         weights, ids = torch.topk(scores, count, dim=-1, sorted=False)

@@ -1,11 +1,10 @@
 """The patch `engine_pause`: the engine does not sleep between a step's answer and the next step.
 
-With a queue of batches, the call that takes a batch's answer has nothing to schedule: what it
-could schedule waits for that very answer. vLLM takes it for a step in which nothing happened,
-and sleeps 1 ms to give background threads the interpreter; with one decode batch in flight that
-is 1 ms of every token. Imports vLLM.
-Source: vllm/v1/engine/core.py::EngineCoreProc._process_engine_step@v0.32.0, which has one caller,
-a method of the same class, so that the class's attribute is the only binding.
+With a queue of batches, the call that receives a batch's answer schedules nothing, because the next batch
+depends on that answer. vLLM treats such a call as an idle step and sleeps 1 ms, so that background threads
+can run. With one decode batch in flight, this adds 1 ms to every token. Imports vLLM.
+Source: vllm/v1/engine/core.py::EngineCoreProc._process_engine_step@v0.32.0. Its only caller is a method of
+the same class, so the class's attribute is the only binding.
 """
 
 from collections.abc import Callable
@@ -16,10 +15,10 @@ from vllm_heteroinfer.patches.replacing import replace
 
 
 def install() -> None:
-    """Has an engine that is made later count a step with answers as a step that executed; twice is a no-op.
+    """Makes engines count a step with answers as an executed step. A second call does nothing.
 
     Raises:
-        PatchError: this vLLM's function is missing, or another one.
+        PatchError: vLLM's function is missing or differs from the verified version.
     """
     replace(ENGINE_PAUSE, _build)
 
@@ -32,7 +31,7 @@ def _build(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
             outputs, executed = step()
             return outputs, executed or bool(outputs)
 
-        # On the instance, for this call: the engine reads it anew each time.
+        # Set on the instance, only for this call: the engine reads the attribute in each call.
         self.step_fn = step_that_counts_answers
         try:
             return original(self)

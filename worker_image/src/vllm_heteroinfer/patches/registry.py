@@ -1,4 +1,4 @@
-"""Every patch of vLLM, as data; docs/contributor/patches.md is made of it. Stdlib only."""
+"""All patches of vLLM, as data. docs/contributor/patches.md is generated from this module. Stdlib only."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -6,18 +6,18 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One function of vLLM that is replaced.
+    """A function of vLLM that HeteroInfer replaces.
 
     Attributes:
-        id: name of the module in this package that has its `install()`.
-        target: `module:attribute` that is replaced.
-        parameters: of the target, in order; another signature is refused.
-        processes: where it is applied, and nowhere else.
-        why: what it is needed for, and why no seam does.
-        upstream: where vLLM could make it needless; empty if nobody has asked yet.
-        verified: versions of vLLM in which its tests passed.
-        remove_when: what makes it needless.
-        otherwise: how to serve without it; empty where there is no way.
+        id: name of the module in this package that contains `install()`.
+        target: the replaced function, as `module:attribute`.
+        parameters: parameter names of the target, in order. Any other signature raises PatchError.
+        processes: the only processes that apply the patch.
+        why: purpose of the patch, and why an extension point of vLLM is not enough.
+        upstream: link to a request for a change in vLLM; empty if there is no request yet.
+        verified: versions of vLLM in which the tests of the patch passed.
+        remove_when: change in vLLM after which the patch can be removed.
+        otherwise: how to serve without the patch, as the end of an error message; empty if impossible.
     """
 
     id: str
@@ -32,7 +32,7 @@ class Patch:
 
 
 class PatchError(RuntimeError):
-    """vLLM is not what a patch was written for."""
+    """The installed vLLM differs from the version that a patch was written for."""
 
 
 CPU_LINEAR: Final = Patch(
@@ -222,7 +222,7 @@ PATCHES: Final = (
 
 
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
-    """Returns the error of a vLLM of this version, which has `found` in place of a patch's target."""
+    """Builds the error for a vLLM `version` that has `found` instead of the patch's target."""
     return PatchError(
         f"patch {patch.id}: got {found} in vLLM {version}, expected {patch.target}"
         f"({', '.join(patch.parameters)}) as in {', '.join(patch.verified)}; install that version"

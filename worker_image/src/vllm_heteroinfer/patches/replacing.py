@@ -1,4 +1,4 @@
-"""How a function of vLLM is replaced: guarded, once, with the original kept. Imports vLLM."""
+"""Replaces functions of vLLM: checks the target, replaces it once, and keeps the original. Imports vLLM."""
 
 import functools
 import importlib
@@ -12,10 +12,10 @@ _ORIGINAL = "heteroinfer_original"
 
 
 def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replaces a patch's target by `build(original)`; twice is a no-op.
+    """Replaces a patch's target by `build(original)`. A second call does nothing.
 
     Raises:
-        PatchError: this vLLM's function is missing, or another one.
+        PatchError: vLLM's function is missing or differs from the verified version.
     """
     owner, name = _find(patch)
     original: Any = getattr(owner, name, None)
@@ -30,7 +30,7 @@ def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
 def check(patch: Patch, target: Any) -> None:
     """Raises PatchError unless `target` is the function that the patch was written for.
 
-    By the version as well: another body with the same parameters is replaced by what is no more the same.
+    Compares the version too: a function with the same parameters can have another body.
     """
     import vllm
 
@@ -41,11 +41,11 @@ def check(patch: Patch, target: Any) -> None:
     if found != patch.parameters:
         raise build_refusal(patch, f"parameters ({', '.join(found)})", version)
     if version.split("+", maxsplit=1)[0] not in patch.verified:
-        raise build_refusal(patch, "a function that was not read", version)
+        raise build_refusal(patch, "an unverified version of the function", version)
 
 
 def _find(patch: Patch) -> tuple[Any, str]:
-    """Returns the module or class that has the target, and the target's name in it."""
+    """The module or class that contains the target, and the target's name there."""
     module, path = patch.target.split(":")
     *owners, name = path.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), name
