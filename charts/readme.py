@@ -20,7 +20,7 @@ _INDENT: Final = 2
 def read_comments(text: str) -> dict[str, str]:
     """Returns the comment above each key of values.yaml, by the value's path.
 
-    Examples, which begin with a dash, are left out.
+    Leaves out examples, which begin with a dash.
     """
     found: dict[str, str] = {}
     path: list[str] = []
@@ -102,17 +102,17 @@ helm install heteroinfer charts/heteroinfer --namespace heteroinfer-system --cre
 helm test heteroinfer --namespace heteroinfer-system
 ```
 
-**Upgrade**: it touches no running group.
+**Upgrade**: running groups keep running.
 
 ```console
 helm upgrade heteroinfer charts/heteroinfer --namespace heteroinfer-system --reset-then-reuse-values
 ```
 
 **Uninstall**: delete all HeteroInferences first, then `helm uninstall`. The CustomResourceDefinition stays
-(with `crds.keep=false` it goes, and every HeteroInference of the cluster with it), and so do the operator's
-key in Secret `RELEASE-operator-key` and what was measured of nodes in ConfigMap `RELEASE-measured`.
+(with `crds.keep=false` it is deleted together with every HeteroInference of the cluster). The operator's key
+in Secret `RELEASE-operator-key` and the measured rates of nodes in ConfigMap `RELEASE-measured` stay, too.
 
-**Install again under another name**: the CustomResourceDefinition that stayed names the release that made it.
+**Install again under another name**: the remaining CustomResourceDefinition still belongs to the old release.
 Adopt it (Helm 3.17 or later):
 
 ```console
@@ -120,8 +120,8 @@ helm install other charts/heteroinfer --namespace heteroinfer-system --take-owne
   --set image.repository=REGISTRY/heteroinfer/operator
 ```
 
-Guide: docs/README.md of the source tree. These values beside those of CloudNativePG and cert-manager:
-docs/contributor/chart.md.
+Guide: docs/README.md in the source tree. docs/contributor/chart.md compares these values with those of
+CloudNativePG and cert-manager.
 
 ## Values
 """

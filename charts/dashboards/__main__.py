@@ -10,7 +10,7 @@ FOLDER: Final = Path(__file__).parents[1] / "heteroinfer/dashboards"
 
 
 def main() -> None:
-    """Writes a file for each dashboard, and removes what is no longer one."""
+    """Writes a file for each dashboard, and removes files of dashboards that no longer exist."""
     wanted = {FOLDER / f"{board.uid}.json": render(board) for board in BOARDS}
     for path in set(FOLDER.glob("*.json")) - set(wanted):
         path.unlink()

@@ -1,6 +1,6 @@
 """Dashboards as values, and the JSON that Grafana reads.
 
-A panel says what it shows and how wide it is; positions are counted from that, row by row.
+Each panel defines its content and its width. Positions are computed from the widths, row by row.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Final
 GRID: Final = 24
 """Columns of Grafana's grid."""
 SCHEMA_VERSION: Final = 39
-"""Of Grafana 10.4 and later; newer ones read it."""
+"""Schema of Grafana 10.4; later versions read it, too."""
 _DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -33,8 +33,8 @@ class Query:
 
     Attributes:
         expr: PromQL; `$namespace`, `$group`, `$rank` and `$__rate_interval` are Grafana's.
-        legend: of each series, `{{label}}` being its label.
-        only_where: "" for a query that any group has data for; else what it needs, in words.
+        legend: name of each series; `{{label}}` stands for the value of a label.
+        only_where: what a group needs to have data for this query, in words; "" if all groups have data.
     """
 
     expr: str
@@ -47,17 +47,14 @@ class Panel:
     """One panel.
 
     Attributes:
-        title: says what is seen.
-        queries: of it.
-        kind: how it is shown.
         unit: Grafana's name of the values' unit.
-        text: what to make of it, for the panel's tooltip.
-        width: in columns of GRID.
-        height: in Grafana's rows of 30 pixels.
-        stacked: whether its series add up to something.
-        most: where the axis ends, for what has a natural end.
-        thresholds: values from which it turns orange and red.
-        columns: labels that a table shows, in order; of a stack: the one whose values are its bars.
+        text: explanation in the panel's tooltip.
+        width: columns of GRID.
+        height: Grafana's rows of 30 pixels.
+        stacked: whether the sum of the series has a meaning.
+        most: end of the axis, if the values have a natural maximum.
+        thresholds: values at which the colour turns orange and red.
+        columns: labels that a table shows, in order; for a stack, the label whose values are the bars.
         link: whether a click opens the group's dashboard.
     """
 
@@ -88,10 +85,9 @@ class Variable:
     """A choice at the top of a dashboard: the values of a label of a metric.
 
     Attributes:
-        name: of the variable.
-        label: whose values may be chosen.
-        series: which series have them; may name variables before it.
-        many: whether several, or all, may be chosen.
+        label: the label that offers its values.
+        series: series with this label; may refer to earlier variables.
+        many: whether the user may choose several values, or all.
     """
 
     name: str
@@ -102,7 +98,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a panel is in the grid: columns and rows from the top left."""
+    """Position of a panel in the grid: columns and rows from the top left."""
 
     x: int
     y: int
@@ -115,11 +111,9 @@ class Board:
     """A dashboard.
 
     Attributes:
-        uid: its address in Grafana, and its file's name.
-        title: of it.
-        text: what it answers.
-        variables: choices at its top.
-        rows: of panels.
+        uid: address in Grafana, and name of the file.
+        text: the questions that the dashboard answers.
+        variables: choices at the top.
     """
 
     uid: str
@@ -149,7 +143,7 @@ class Board:
 
 
 def render(board: Board) -> str:
-    """Returns the dashboard as the JSON file that the chart holds."""
+    """Renders the dashboard as the JSON file in the chart."""
     document = {
         "uid": board.uid,
         "title": board.title,
@@ -302,7 +296,7 @@ def _options(panel: Panel) -> dict[str, Any]:
 
 
 def _transformations(panel: Panel) -> list[dict[str, Any]]:
-    """Returns what leaves of a table's answer its columns, in order, and the values."""
+    """Returns transformations that keep a table's columns, in order, and the values."""
     if panel.kind is Kind.TABLE:
         values = {"Value": "Value"}
     elif panel.kind is Kind.STACK:

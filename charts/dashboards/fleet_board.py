@@ -35,7 +35,7 @@ FLEET: Final = Board(
                 stat(
                     "Groups that do not",
                     f"sum(1 - {m.GROUP_READY}{{{IN_NAMESPACE}}})",
-                    text="Suspended and sleeping ones too; the table below says why.",
+                    text="Includes suspended and sleeping groups. The table below shows the reasons.",
                     thresholds=(1.0,),
                 ),
                 stat(
@@ -56,7 +56,7 @@ FLEET: Final = Board(
                     "Last resync of the operator",
                     f"time() - max({m.OPERATOR_LAST_PASS_TIMESTAMP_SECONDS})",
                     unit="s",
-                    text="Grows to the resync period (5 minutes) and starts again.",
+                    text="Grows to the resync period (5 minutes), then falls back to 0.",
                     thresholds=(600.0, 900.0),
                 ),
             ),
@@ -106,7 +106,7 @@ FLEET: Final = Board(
             title="Service",
             panels=(
                 Panel(
-                    title="Tokens generated a second",
+                    title="Tokens generated per second",
                     queries=(Query(expr=rate(GENERATED, IN_NAMESPACE, "group"), legend="{{group}}"),),
                     link=True,
                 ),
@@ -127,7 +127,7 @@ FLEET: Final = Board(
                     queries=(
                         Query(expr=f"sum by (group) ({WAITING}{{{IN_NAMESPACE}}})", legend="{{group}}"),
                     ),
-                    text="What the autoscaling example scales by.",
+                    text="The autoscaling example scales by this metric.",
                     link=True,
                 ),
                 Panel(
@@ -175,7 +175,7 @@ FLEET: Final = Board(
                             legend="errors: {{reason}}",
                         ),
                     ),
-                    text="Conflict is normal. A Python error's name is a defect.",
+                    text="Conflict is normal. The name of a Python error is a bug; please report it.",
                     width=6,
                 ),
                 Panel(

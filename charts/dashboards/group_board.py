@@ -33,7 +33,7 @@ from heteroinfer_contract import metric_names as m
 GROUP: Final = Board(
     uid="heteroinfer-group",
     title="HeteroInfer / Group",
-    text="One copy of a model: is it fast enough, and which rank keeps it from being faster.",
+    text="One copy of a model: is it fast enough, and which rank limits its speed.",
     variables=(GROUPS,),
     rows=(
         Row(
@@ -90,9 +90,9 @@ GROUP: Final = Board(
                     ),
                     unit="percentunit",
                     columns=("rank",),
-                    text="compute: its own work; wait: for peers; transfer: copying and sending; idle: "
-                    "between steps. Much compute on one rank and waiting on the others: that rank is the "
-                    "bottleneck. Much transfer: the network or the bridge. Idle everywhere: too few "
+                    text="compute is the rank's own work, wait is waiting for peers, transfer is copying and "
+                    "sending, idle is the time between steps. If one rank computes and the others wait, it "
+                    "is the bottleneck. Much transfer: the network or the bridge. Idle everywhere: too few "
                     "requests.",
                 ),
                 Panel(
@@ -106,7 +106,7 @@ GROUP: Final = Board(
                     most=1.0,
                 ),
                 Panel(
-                    title="Compute of a decode step, of its prediction",
+                    title="Compute of a decode step, relative to its prediction",
                     queries=(
                         Query(
                             expr=f"{mean(m.COMPUTE_SECONDS, f'{DECODE}, {OF_GROUP}', 'rank')}"
@@ -114,8 +114,8 @@ GROUP: Final = Board(
                             legend="rank {{rank}}",
                         ),
                     ),
-                    text="1: as planned for one request. A rank far above the others is the straggler that "
-                    "the alert names.",
+                    text="1 means as planned for one request. A rank far above the others is the straggler "
+                    "that the alert names.",
                 ),
                 Panel(
                     title="Bytes sent and received a second",
@@ -132,7 +132,7 @@ GROUP: Final = Board(
                     kind=Kind.TABLE,
                     queries=(Query(expr=f"max by (rank, between, path) ({m.TRANSPORT_INFO}{{{OF_GROUP}}})"),),
                     columns=("rank", "between", "path"),
-                    text="gloo between ranks of one pod: shared memory was not possible there; see the log.",
+                    text="If ranks of one pod use gloo, shared memory was not possible; see their log.",
                 ),
             ),
         ),
@@ -219,7 +219,7 @@ GROUP: Final = Board(
                         ),
                     ),
                     unit="s",
-                    text="A few tenths of a second; at 1.5 s the group ends.",
+                    text="Normally a few tenths of a second. At 1.5 s the group restarts.",
                     thresholds=(1.0, 1.5),
                     width=6,
                 ),

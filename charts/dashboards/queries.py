@@ -12,7 +12,7 @@ DECODE: Final = f'phase="{m.PHASE_DECODE}"'
 PREFILL: Final = f'phase="{m.PHASE_PREFILL}"'
 WINDOW: Final = "$__rate_interval"
 
-# vLLM's own, on the leader's API port; each is checked against what a running group serves.
+# vLLM's metrics, on the leader's API port. A test compares the names with the metrics of a running group.
 GENERATED: Final = "vllm:generation_tokens_total"
 PROMPTED: Final = "vllm:prompt_tokens_total"
 RUNNING: Final = "vllm:num_requests_running"
@@ -29,7 +29,7 @@ E2E: Final = "vllm:e2e_request_latency_seconds"
 
 
 def rate(metric: str, selector: str, by: str) -> str:
-    """Returns the rate of a counter a second, summed by labels."""
+    """Returns the rate of a counter per second, summed by labels."""
     return f"sum by ({by}) (rate({metric}{{{selector}}}[{WINDOW}]))"
 
 
@@ -64,7 +64,7 @@ SHARES: Final = (
     ("transfer", m.TRANSFER_SECONDS + "_sum"),
     ("idle", m.IDLE_SECONDS_TOTAL),
 )
-"""Where a rank's wall time goes; together they are all of it."""
+"""Parts of a rank's wall time; they add up to all of it."""
 
 NAMESPACES: Final = Variable(name="namespace", label="namespace", series=m.GROUP_READY, many=True)
 GROUPS: Final = Variable(name="group", label="group", series=m.GROUP_READY)

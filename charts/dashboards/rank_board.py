@@ -21,7 +21,7 @@ from heteroinfer_contract import metric_names as m
 RANK: Final = Board(
     uid="heteroinfer-rank",
     title="HeteroInfer / Rank",
-    text="One rank: where each second of it goes.",
+    text="One rank: how it spends each second.",
     variables=(
         GROUPS,
         Variable(name="rank", label="rank", series=f"{m.KV_BLOCKS}{{{OF_GROUP}}}"),
@@ -39,8 +39,8 @@ RANK: Final = Board(
                     unit="percentunit",
                     stacked=True,
                     most=1.0,
-                    text="All of a second: compute: its own work; wait: for peers; transfer: copying and "
-                    "sending; idle: between steps.",
+                    text="The parts add up to one second: compute is the rank's own work, wait is waiting "
+                    "for peers, transfer is copying and sending, idle is the time between steps.",
                     width=12,
                 ),
                 Panel(

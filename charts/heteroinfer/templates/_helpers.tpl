@@ -24,14 +24,14 @@ The chart's labels win, then those of the object's value, then commonLabels.
 {{- $common := $root.Values.commonLabels | default dict }}
 {{- range $key, $_ := $common }}
 {{- if hasPrefix "rbac.authorization.k8s.io/" $key }}
-{{- fail (printf "commonLabels: got %s, which would add the operator's rights to a role of people; remove it" $key) }}
+{{- fail (printf "commonLabels: got %s, which would add the operator's rights to a role of users; remove it" $key) }}
 {{- end }}
 {{- end }}
 {{- $all := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/managed-by" $root.Release.Service "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) }}
 {{- toYaml (merge (dict) (last .) $all (include "heteroinfer.selector" $root | fromYaml) (index . 1 | default dict) $common) }}
 {{- end }}
 
-{{/* The annotations of an object, or nothing: takes a list of the root and of what the object has of its own. */}}
+{{/* The annotations of an object, or nothing. Takes a list: the root and the object's own annotations. */}}
 {{- define "heteroinfer.annotations" -}}
 {{- with merge (dict) (last . | default dict) ((first .).Values.commonAnnotations | default dict) -}}
 annotations:
@@ -63,7 +63,7 @@ annotations:
 {{ include "heteroinfer.registry" . }}{{ include "heteroinfer.repository" . }}{{ with .Values.image.digest }}@{{ . }}{{ else }}:{{ include "heteroinfer.tag" . }}{{ end }}
 {{- end }}
 
-{{/* Takes a list of the root and of an image's name: by default it lies beside the operator's. */}}
+{{/* A worker image, by default in the folder of the operator's image. Takes a list: the root and the image's name. */}}
 {{- define "heteroinfer.besideOperator" -}}
 {{- $root := first . }}
 {{- $folder := include "heteroinfer.repository" $root | dir }}
@@ -87,7 +87,7 @@ annotations:
 {{ .Values.workerImages.gpu | default (include "heteroinfer.besideOperator" (list . "worker")) }}
 {{- end }}
 
-{{/* The environment that settings.py reads; the helm test runs with the same. */}}
+{{/* The environment that settings.py reads. `helm test` uses the same. */}}
 {{- define "heteroinfer.env" -}}
 - {name: HETEROINFER_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
 - {name: HETEROINFER_IDENTITY, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
@@ -143,7 +143,7 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* The ConfigMap of what was measured of nodes. */}}
+{{/* The ConfigMap with the measured rates of nodes. */}}
 {{- define "heteroinfer.measured" -}}
 {{ include "heteroinfer.name" . }}-measured
 {{- end }}
@@ -155,7 +155,7 @@ annotations:
 {{- join "," $names }}
 {{- end }}
 
-{{/* How the operator's pod reaches others, and by which runtime. */}}
+{{/* Network settings and runtime class of the operator's pod. */}}
 {{- define "heteroinfer.network" -}}
 {{- with .Values.runtimeClassName }}
 runtimeClassName: {{ . }}
@@ -193,7 +193,7 @@ hostAliases:
 {{ include "heteroinfer.securityContext" (dict "root" . "context" .Values.containerSecurityContext) }}
 {{- end }}
 
-{{/* The security contexts of the pods that the operator makes, as it reads them. */}}
+{{/* The security contexts of the pods that the operator creates, in the format that it reads. */}}
 {{- define "heteroinfer.workerSecurity" -}}
 {{- $pod := include "heteroinfer.securityContext" (dict "root" . "context" .Values.workerPods.podSecurityContext) | fromYaml }}
 {{- $container := include "heteroinfer.securityContext" (dict "root" . "context" .Values.workerPods.containerSecurityContext) | fromYaml }}
