@@ -1,1 +1,1 @@
-"""A rank: the process that holds a share of the model, and computes. One for each rank of the plan."""
+"""A rank: a process that loads a share of the model and computes. The plan lists all ranks."""

@@ -1,6 +1,7 @@
 """A feed-forward rank: loads its columns of experts and MLPs, and answers asks until its group ends.
 
-It has no attention, KV cache or scheduler, and is called by nobody but through the slab. Imports vLLM.
+The rank has no attention, KV cache or scheduler. Asks arrive only through the slab (shared memory with the
+rank that has attention). Imports vLLM.
 """
 
 import ctypes
@@ -29,18 +30,18 @@ from vllm_heteroinfer.rank.lane_meter import LaneMeter
 _logger = logging.getLogger(__name__)
 
 LIMIT_NS: Final = 1_000_000_000
-"""Of one wait for an ask; nothing happens when it is over."""
+"""Longest single wait for an ask. After it, the rank waits again."""
 FAILED: Final = 1
 """Status of an answer whose computation raised."""
 
 
 def serve(context: RankContext, config: Any) -> NoReturn:
-    """Loads, says that it is ready, and answers.
+    """Loads this rank's weights, reports the rank as ready, and answers asks.
 
     Raises:
-        ContractError: the model is one that feed-forward ranks cannot compute.
-        TimeoutError: the rank that asks was not there by the start-up deadline.
-        PeerGoneError: the slab was stopped by the rank that asks.
+        ContractError: feed-forward ranks cannot compute this model.
+        TimeoutError: the asking rank did not offer its slab before the start-up deadline.
+        PeerGoneError: the asking rank stopped the slab.
         RuntimeError: a computation failed.
     """
     share = context.rank.feed_forward
@@ -67,10 +68,10 @@ def serve(context: RankContext, config: Any) -> NoReturn:
 
 
 class Lane:
-    """This rank's side of the slab."""
+    """The answering side of the slab."""
 
     def __init__(self, context: RankContext, config: Any, skeleton: Skeleton, *, lanes: int) -> None:
-        """Warms up, and waits for the slab of the rank that asks."""
+        """Warms up, waits for the slab of the asking rank, and reports this rank as ready."""
         self._context, self._skeleton = context, skeleton
         self._number = context.rank.tensor_rank
         shape = Shape(
@@ -98,10 +99,10 @@ class Lane:
         context.reporter.phase(RankPhase.READY, skeleton.stored_bytes, skeleton.stored_bytes)
 
     def _warm_up(self, shape: Shape) -> tuple[float, float]:
-        """Runs every layer with one row and one with the most.
+        """Runs all layers with one row, and one layer with the largest batch.
 
         Returns:
-            Seconds of the slowest layer with one row, and of each row of the most.
+            Seconds of the slowest layer with one row, and seconds per row of the largest batch.
         """
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
         experts = max((int(part.global_num_experts) for part in self._expert_parts()), default=1)
@@ -129,7 +130,7 @@ class Lane:
         return [self._skeleton.parts[layer] for layer in self._skeleton.experts]
 
     def run(self) -> NoReturn:
-        """Answers asks; raises what ends that."""
+        """Answers asks until the slab is stopped or a computation raises."""
         calls, address, lane = slab_library.load(), self._slab.address, self._number
         layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
         layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
@@ -152,7 +153,7 @@ class Lane:
                 except BaseException:
                     answer(address, lane, FAILED, 0, None, 0, 0)
                     raise
-                # The probe reads no weights, and comes before anything is chosen.
+                # The probe reads no weights, and arrives before any experts are chosen.
                 counted = 0 if layer.value == PROBE_LAYER else rows.value
                 answer(address, lane, 0, counted, ids, topk, time.perf_counter_ns() - start)
 
@@ -178,5 +179,5 @@ def _seconds(compute: Compute, rows: int) -> float:
 
 
 def spin_time_ns(env: Any) -> int:
-    """Returns how long a lane spins before it sleeps, in ns, as its supervisor says; 0 without a word."""
+    """Time that a lane spins before it sleeps, in ns. The supervisor sets it; 0 if unset."""
     return int(float(env.get(names.ENV_FEED_FORWARD_SPIN, "0")) * 1e9)

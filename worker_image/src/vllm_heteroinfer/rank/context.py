@@ -1,4 +1,4 @@
-"""What a rank knows besides vLLM's configuration: handed to its worker once, whole."""
+"""The state of a rank besides vLLM's configuration. The rank passes it to its worker once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from vllm_heteroinfer.rank.step_metrics import RankMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What a rank knows besides vLLM's configuration.
+    """The state of a rank besides vLLM's configuration.
 
     Attributes:
-        startup: by when the group must be ready.
-        step_timeout_s: after which a silent neighbour is given up, in seconds.
-        memory_nodes: NUMA nodes of its cores; empty where the machine has one only.
+        startup: deadline for the group to become ready.
+        step_timeout_s: seconds after which a silent neighbour counts as failed.
+        fail: reports an error and ends this process.
+        memory_nodes: NUMA nodes of the rank's cores; empty if the machine has only one node.
     """
 
     plan: Plan

@@ -1,6 +1,6 @@
 """Entry point of a rank: `python -m vllm_heteroinfer.rank.entry`, started by a pod's supervisor.
 
-At import it needs the standard library only; torch and vLLM come once the environment is right.
+At import this module needs only the standard library. It imports torch and vLLM after the environment is set.
 """
 
 import logging
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _PEER_LOST_GRACE_S = 1.0
-"""How much longer than the heart beat's time-out a rank that lost a peer waits to be ended."""
+"""A rank that lost a peer waits for its supervisor to end it: the heartbeat time-out plus this time."""
 _READERS_GRACE_S = 10.0
-"""For the other ranks to read everybody's settings before rank 0 leaves over them."""
+"""Time for other ranks to read all settings before rank 0, which serves the store, exits on a mismatch."""
 
 
 def start() -> None:
-    """Runs a rank; the first of its pod imports for the pod's other processes, which are forked from it."""
+    """Runs a rank. The first rank of a pod imports the libraries; the pod's other processes fork from it."""
     plan, _, rank = read_assignment(os.environ)
     preload("vllm_heteroinfer.rank.entry", rank)
     problem = imports.load(plan, rank)
@@ -47,15 +47,15 @@ def start() -> None:
 
 
 def main(problem: BaseException | None = None) -> NoReturn:
-    """Runs a rank until its supervisor ends it, or it fails.
+    """Runs a rank until its supervisor ends it, or until it fails.
 
     Args:
-        problem: what ends it before it has begun.
+        problem: an error of the imports, with which the rank fails at once.
     """
     plan, launch, rank = read_assignment(os.environ)
     reporter = RankReporter.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    # A supervisor stops its pod by SIGTERM; nothing here is worth a long good-bye.
+    # A supervisor stops its pod by SIGTERM. A rank has nothing to save or clean up.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code_of(signal.SIGTERM)))
 
     def fail(error: BaseException) -> NoReturn:
@@ -63,7 +63,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
         ours = failure(error, rank, starting=reporter.starting())
         lost = lost_by(error)
         if lost is not None:
-            # The peer's own supervisor names the culprit, and ours then ends this process.
+            # The peer's supervisor reports the failed rank, and then our supervisor ends this process.
             time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
         reporter.failure(ours, lost)
         _logger.error("rank %d failed, and ends its group: %s", rank.rank, error)
@@ -79,7 +79,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
 
 
 def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
-    """Returns plan, launch and rank of an environment; raises ContractError naming what is wrong."""
+    """Reads plan, launch and rank from the environment; raises ContractError if a variable is invalid."""
     plan, launch = Plan.from_env(env), PodLaunch.from_env(env)
     text = env.get(names.ENV_RANK, "")
     if not text.isdecimal() or int(text) >= plan.world_size:
@@ -100,7 +100,7 @@ def run(
     reporter: RankReporter,
     fail: Callable[[BaseException], NoReturn],
 ) -> None:
-    """Builds this rank's configuration, agrees with the others, loads, and serves calls."""
+    """Builds this rank's configuration, compares it with other ranks, loads the model, and serves calls."""
     from vllm_heteroinfer.engine import arguments
     from vllm_heteroinfer.group import reach
     from vllm_heteroinfer.group.rendezvous import GroupStore
@@ -155,13 +155,13 @@ def run(
 
 
 def memory_nodes(env: Mapping[str, str]) -> tuple[int, ...]:
-    """Returns the NUMA nodes that this rank's memory shall come from; none where there is one only."""
+    """NUMA nodes for this rank's memory; empty if the machine has only one node."""
     text = env.get(names.ENV_MEMORY_NODES, "")
     return tuple(int(node) for node in text.split(",")) if text else ()
 
 
 def counts_metrics(env: Mapping[str, str]) -> bool:
-    """Returns whether metrics are kept and served; raises ContractError for another word than on or off."""
+    """Whether metrics are kept and served; raises ContractError if the variable is neither on nor off."""
     word = env.get(names.ENV_METRICS, "on")
     if word not in {"on", "off"}:
         raise ContractError(f"got {names.ENV_METRICS}={word!r}, expected on or off; set it in engine.env")
@@ -171,11 +171,11 @@ def counts_metrics(env: Mapping[str, str]) -> bool:
 def agree(
     plan: Plan, rank: RankAssignment, config: "VllmConfig", store: "GroupStore", startup: Deadline
 ) -> None:
-    """Publishes this rank's settings and compares everybody's.
+    """Publishes this rank's settings and compares the settings of all ranks.
 
     Raises:
-        ConfigMismatchError: they differ; every rank raises the same text.
-        TimeoutError: a rank did not publish its own in time.
+        ConfigMismatchError: settings differ. Every rank raises the same text.
+        TimeoutError: a rank did not publish its settings in time.
     """
     from vllm_heteroinfer.group import fingerprint
 
@@ -192,7 +192,7 @@ def agree(
         fingerprint.compare(plan, fingerprints)
     except fingerprint.ConfigMismatchError:
         if rank.rank == 0:
-            # This process serves the store: everybody shall have read what to say.
+            # This process serves the store. It must not exit before all ranks have read the settings.
             _wait_for_readers(plan, store)
         raise
 
@@ -207,7 +207,7 @@ def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
 
 
 def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
-    """Returns what to report of an error in a rank; one that is not `starting` has been ready before."""
+    """Builds the failure report for an error in a rank; `starting`: the rank was not ready yet."""
     from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError
     from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
 

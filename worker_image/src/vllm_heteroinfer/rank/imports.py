@@ -1,6 +1,7 @@
-"""What the processes of a pod import before they part: no threads of OpenMP, no CUDA, no worker of a device.
+"""Imports for all processes of a pod, before they fork.
 
-Imports the standard library only; the rest inside functions, once the environment is right.
+These imports must not start OpenMP threads, initialize CUDA or load a device's worker: a fork would not
+survive that. At import this module needs only the standard library; functions import the rest.
 """
 
 import gc
@@ -18,14 +19,14 @@ SHARED = (
     "vllm.entrypoints.launchers.cli_args",
     "vllm.engine.arg_utils",
 )
-"""What every process of a pod needs: ranks parse the API server's arguments too."""
+"""Modules that every process of a pod needs. Ranks need the CLI to parse the API server's arguments."""
 
 
 def load(plan: Plan, rank: RankAssignment) -> BaseException | None:
-    """Imports torch, vLLM and, on a CPU, the model's class; returns what went wrong, for the rank to report.
+    """Imports torch, vLLM and, on a CPU, the model's class. Returns the error to report, or None.
 
-    The garbage collector is off meanwhile: it would look through a million objects again and again,
-    none of which ever goes (2 to 3 s of 13 s, 2 cores, 2026-11-22).
+    The garbage collector is off during the imports: it would scan a million objects repeatedly, and free none
+    (2 to 3 s of 13 s, 2 cores, 2026-11-22).
     """
     gc.disable()
     try:
@@ -33,7 +34,7 @@ def load(plan: Plan, rank: RankAssignment) -> BaseException | None:
             importlib.import_module(name)
         if rank.device is Device.CPU:
             register_class(plan.engine.model)
-    except Exception as error:  # the boundary of a rank's start: main() reports it
+    except Exception as error:  # boundary of a rank's start: main() reports the error
         return error
     finally:
         gc.freeze()
@@ -42,14 +43,15 @@ def load(plan: Plan, rank: RankAssignment) -> BaseException | None:
 
 
 def register_class(model: str) -> None:
-    """Registers the class of the model in this folder as itself, in place of by its name.
+    """Registers the loaded class of the model in this folder, instead of the class's name.
 
-    What vLLM wants to know of a model's class it finds out in a process of its own, which imports torch
-    and vLLM anew: 13 s of a CPU for each rank and the API server, wherever its cache folder is empty, as
-    in each new pod. That process is there lest the class touches CUDA; a CPU rank has none to touch.
+    If only the name is registered, vLLM inspects the class in a separate process, which imports torch and
+    vLLM again. That takes 13 s of a CPU for each rank and the API server if vLLM's cache folder is empty, as
+    in each new pod. vLLM uses a separate process because the class could initialize CUDA; a CPU rank has no
+    CUDA.
     Source: vllm/model_executor/models/registry.py::_LazyRegisteredModel.inspect_model_cls@v0.32.0.
 
-    Architectures that vLLM does not have are left to it: it says so in words.
+    Skips architectures that vLLM does not support; vLLM itself reports them.
     """
     from vllm import ModelRegistry
 
@@ -60,7 +62,7 @@ def register_class(model: str) -> None:
 
 
 def architectures(model: Path) -> list[str]:
-    """Returns what the model's config.json names; nothing where it cannot be read, which vLLM will say."""
+    """Architectures in the model's config.json; empty if the file is unreadable, which vLLM reports."""
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
@@ -70,7 +72,7 @@ def architectures(model: Path) -> list[str]:
 
 
 def settle(module: str) -> None:
-    """Gives a fork its own name, and the threads of its own environment: OpenMP has read its parent's."""
+    """Sets a forked process's title and its number of threads; OpenMP has read the parent's environment."""
     import torch
     from setproctitle import setproctitle
 

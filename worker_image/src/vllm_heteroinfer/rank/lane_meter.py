@@ -1,4 +1,4 @@
-"""What a feed-forward rank says of itself: metrics, step times, and what it is busy with. Imports torch."""
+"""Reports of a feed-forward rank: metrics, step times and current work. Imports torch."""
 
 import threading
 from typing import Final
@@ -12,11 +12,11 @@ from vllm_heteroinfer.pod.threads import start_thread
 from vllm_heteroinfer.rank.context import RankContext
 
 INTERVAL_S: Final = 0.25
-"""Between two looks at the lane's counters; answering itself costs nothing for them."""
+"""Time between two reads of the lane's counters. Answering an ask takes no extra time for them."""
 
 
 class LaneMeter:
-    """Reads a lane's counters in a thread, for the supervisor and for Prometheus."""
+    """Reads a lane's counters in a thread and reports them to the supervisor and Prometheus."""
 
     def __init__(self, context: RankContext, slab: Slab, skeleton: Skeleton) -> None:
         self._context, self._slab = context, slab
@@ -55,7 +55,7 @@ class LaneMeter:
             self.look()
 
     def look(self) -> None:
-        """Tells what has happened since the last look."""
+        """Reports the changes since the last call."""
         now, before = self._slab.lane(self._lane), self._before
         self._before = now
         self._count(now, before)

@@ -1,7 +1,7 @@
-"""The libraries that a CPU rank needs before torch is loaded. Stdlib only.
+"""Preloads the libraries that a CPU rank needs before it loads torch. Stdlib only.
 
-Threads, devices and vLLM's variables are set by the supervisor; what depends on the installed
-packages is found here.
+The supervisor sets threads, devices and vLLM's variables. This module adds the settings that depend on the
+installed packages.
 """
 
 import importlib.util
@@ -13,18 +13,17 @@ from heteroinfer_contract.plan import Device, RankAssignment
 
 _LD_PRELOAD = "LD_PRELOAD"
 _ENV_PRELOADED = "HETEROINFER_PRELOADED"
-"""Set once the process has become itself again with its libraries preloaded."""
+"""Set when the process has restarted itself with preloaded libraries."""
 
 
 def preload(module: str, rank: RankAssignment) -> None:
-    """Becomes this process again with the libraries preloaded that a CPU rank needs.
+    """Restarts this process by exec, with the libraries preloaded that a CPU rank needs.
 
-    Must be called before torch or vLLM is imported. The process number, its descriptors
-    and its parent stay the same.
+    Call this before torch or vLLM is imported. The process id, open descriptors and parent stay the same.
+    Returns without a restart on a GPU rank, or if the libraries are already preloaded.
 
     Args:
-        module: what to run, for `python -m`.
-        rank: this process's rank.
+        module: module that the restarted process runs by `python -m`.
     """
     if rank.device is not Device.CPU or os.environ.pop(_ENV_PRELOADED, ""):
         return
@@ -37,9 +36,9 @@ def preload(module: str, rank: RankAssignment) -> None:
 
 
 def preload_libraries() -> list[Path]:
-    """Returns the libraries that a CPU rank must preload: torch's own OpenMP and vLLM's allocator.
+    """The libraries that a CPU rank must preload: torch's own OpenMP and vLLM's allocator.
 
-    vLLM sets LD_PRELOAD for the processes that it starts; our ranks are not started by it.
+    vLLM sets LD_PRELOAD for processes that it starts, but the supervisor starts our ranks.
     Source: vllm/platforms/cpu.py::CpuPlatform.check_and_update_config@v0.32.0.
     """
     found: list[Path] = []

@@ -1,4 +1,4 @@
-"""One rank: its worker and the loop that runs the executor's calls. Imports vLLM."""
+"""A rank's worker, and the loop that runs the executor's calls. Imports vLLM."""
 
 import os
 import queue
@@ -37,17 +37,16 @@ ENDING_METHODS = frozenset(
         "discard",
     }
 )
-"""Calls after whose failure a rank is of no use; others (say, an unknown profiler) only reply it."""
+"""Calls whose failure ends the rank. The failure of other calls (an unknown profiler) is only a reply."""
 
 STEP_METHODS = frozenset({"execute_model", "sample_tokens"})
-"""Calls that say themselves what this rank is busy with (StepMetrics); of all others the loop says it."""
+"""Calls that report this rank's current work themselves (RankMetrics). The loop reports all other calls."""
 
 
 class RankProcess(WorkerProc):
     """vLLM's worker process, built in the process that the supervisor started.
 
-    Source: vllm/v1/executor/ray_executor_v2.py::RayWorkerProc@v0.32.0, which does the same
-    inside an actor of Ray.
+    Source: vllm/v1/executor/ray_executor_v2.py::RayWorkerProc@v0.32.0 does the same inside a Ray actor.
     """
 
     def __init__(self, config: "VllmConfig", context: RankContext) -> None:
@@ -61,7 +60,7 @@ class RankProcess(WorkerProc):
             [
                 {
                     "vllm_config": config,
-                    # A GPU rank sees its own GPU only (launch/environment.py).
+                    # A GPU rank sees only its own GPU (launch/environment.py).
                     "local_rank": assignment.local_rank if assignment.device is Device.CPU else 0,
                     "rank": assignment.rank,
                     "distributed_init_method": world_init_method(context.launch),
@@ -83,10 +82,10 @@ class RankProcess(WorkerProc):
         enable_envs_cache()
 
     def _connect(self) -> None:
-        """Connects this rank's queues with the executor's.
+        """Connects this rank's queues with the queues of the executor.
 
         Raises:
-            TimeoutError: the executor was not there by the start-up deadline.
+            TimeoutError: the executor did not connect before the start-up deadline.
         """
         context, deadline = self.context, self.context.startup
         context.store.put(f"loaded/{self.rank}", "")
@@ -106,10 +105,10 @@ class RankProcess(WorkerProc):
     def _execute_worker_rpc(
         self, rpc_request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
     ) -> None:
-        """Runs one call; an error in one that matters ends this process, and so the group.
+        """Runs a call. An error in one of ENDING_METHODS ends this process, and with it the group.
 
-        vLLM's own loop lets a rank that has no reply to give only log its error, and the
-        last stage then waits for ever (vllm/v1/executor/multiproc_executor.py@v0.32.0).
+        In vLLM's own loop, a rank that sends no reply only logs its error, and the last stage then waits
+        without limit (vllm/v1/executor/multiproc_executor.py@v0.32.0).
         """
         method, args, kwargs, output_rank = rpc_request
         call = (

@@ -1,8 +1,8 @@
-"""Metrics of one rank: where a step's time went, on its own HTTP port.
+"""Metrics of a rank: how a step spends its time. Each rank serves its metrics on its own HTTP port.
 
-Steps add up: step = compute + wait for peers + transfer, from the arrival of a step's call
-to its completion, on a GPU the device's included; between steps a rank is idle. Warm-up runs no
-steps of the engine, so it is not counted; nor is the group's own first request.
+A step's time = compute + wait for peers + transfer, from the arrival of the step's call to its completion,
+including the work of a GPU. Between steps a rank is idle. Warm-up and the group's own first request do not
+count.
 Imports prometheus_client; not torch or vLLM.
 """
 
@@ -34,25 +34,25 @@ _logger = logging.getLogger(__name__)
 
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SMOOTHING = 0.1
-"""Weight of the newest decode step in the moving averages that the supervisor gets."""
+"""Weight of the newest decode step in the moving averages that the rank reports to its supervisor."""
 MOST_CONNECTIONS = 32
-"""Of the metrics port, each with a thread; who comes later ends who came first."""
+"""Connections of the metrics port, each with a thread. A further connection closes the oldest."""
 _REQUEST_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step cost so far.
+    """The time that a step has taken so far.
 
     Attributes:
-        step_s: from its first call to its end, less the time between its calls, in seconds.
-        wait_s: of which waiting for peers.
-        transfer_s: of which copying and sending, by direction.
-        tokens: prompt tokens and others, once known.
-        left: whether the worker is in none of the step's calls.
-        began: when its first call began, by time.perf_counter().
-        runs_on: whether the device still works on it after the worker's calls.
-        device_s: tells the time of the forward pass on the device; None on CPU ranks.
+        step_s: seconds from the first call to the end, without the time between calls.
+        wait_s: the part of `step_s` spent waiting for peers.
+        transfer_s: the part of `step_s` spent copying and sending, by direction.
+        tokens: number of prompt tokens and of decode tokens, if known.
+        left: whether no call of the step is running.
+        began: start of the first call, by time.perf_counter().
+        runs_on: whether the device still works on the step after the worker's calls.
+        device_s: returns the seconds of the forward pass on the device; None on CPU ranks.
     """
 
     step_s: float = 0.0
@@ -67,15 +67,16 @@ class Step:
 
 
 class RankMetrics(Meter):
-    """One rank's metrics and the meter of its steps.
+    """The metrics of a rank, and the meter of its steps.
 
-    Used by the worker's thread; what `runs_on` returns may be called by another one.
+    Only the worker's thread may call the methods. Any thread may call the functions that `runs_on` and
+    `runs_ahead` return.
     """
 
     def __init__(
         self, rank: RankAssignment, launch: PodLaunch, reporter: RankReporter, *, counts: bool = True
     ) -> None:
-        """Makes the metrics; without `counts` none of a step is kept but what the supervisor gets."""
+        """Creates the metrics. Without `counts`, steps are only reported to the supervisor."""
         self.registry = CollectorRegistry()
         self.counts = counts
         self._reporter = reporter
@@ -127,7 +128,7 @@ class RankMetrics(Meter):
         )
         self._steps = 0
         self._called = 0
-        """Steps whose calls are over, also the group's own: no two have one name for the supervisor."""
+        """Finished steps, including the group's own, so that each step has a unique name in reports."""
         self._averages: tuple[float, ...] = ()
         self._busy: str | None = None
         self._step = Step()
@@ -138,31 +139,31 @@ class RankMetrics(Meter):
         self._lock = threading.Lock()
 
     def waited(self, seconds: float) -> None:
-        """Adds time of this step spent waiting for a peer; that of a warm-up belongs to no step."""
+        """Adds time that this step waited for a peer. Outside a step (warm-up) it does nothing."""
         if self._inside:
             self._step.wait_s += seconds
 
     def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
-        """Adds time and bytes of this step spent copying and sending; direction is `send` or `recv`."""
+        """Adds time and bytes of a copy or message in this step; direction is `send` or `recv`."""
         if self._inside:
             self._step.transfer_s[direction] += seconds
             self._step.transfer_bytes[direction] += num_bytes
 
     def waiting_for(self, rank: int | None) -> None:
-        """Tells the supervisor for whose message this rank waits now."""
+        """Reports to the supervisor which rank's message this rank waits for."""
         if self._inside:
             self._reporter.busy(self._busy, waiting_for_rank=rank)
 
     def travels(self, between: str, path: str) -> None:
-        """Says how tensors travel: between `stages` or `ranks` of a stage, by a path of TRANSPORT_INFO."""
+        """Records the path of tensors between `stages`, or between `ranks` of a stage (TRANSPORT_INFO)."""
         self._transport.labels(*self.labels, between, path).set(1)
 
     def on_device(self, seconds: Callable[[], float]) -> None:
-        """Says how to read the time of this step's forward pass on the device, once the step is over."""
+        """Sets the function that returns the device time of this step's forward pass after the step."""
         self._step.device_s = seconds
 
     def enter(self) -> None:
-        """Begins, or goes on with, the step that the worker was called for."""
+        """Begins a call of the current step."""
         with self._lock:
             self._entered, self._inside, self._step.left = time.perf_counter(), True, False
             self._step.began = self._step.began or self._entered
@@ -172,7 +173,7 @@ class RankMetrics(Meter):
         self._reporter.busy(self._busy)
 
     def leave(self) -> None:
-        """Ends one call of a step; between two calls this rank is idle, unless its device works on."""
+        """Ends a call of the step. Between two calls this rank is idle, unless its device still works."""
         with self._lock:
             self._left, self._inside = time.perf_counter(), False
             self._step.left = True
@@ -182,11 +183,11 @@ class RankMetrics(Meter):
                 self._reporter.busy(None)
 
     def runs_on(self) -> Callable[[float], None]:
-        """Says that the device works on this step after the worker's calls; called between enter and leave.
+        """Marks this step as running on the device after the worker's calls. Call it between enter and leave.
 
         Returns:
-            What to call once, from any thread, when it is done: with the seconds that its
-            last copy to the host took.
+            A function to call once, from any thread, when the device is done, with the seconds that the last
+            copy to the host took.
         """
         step, entered = self._step, self._entered
         self._device_begins(step)
@@ -202,12 +203,13 @@ class RankMetrics(Meter):
         return done
 
     def runs_ahead(self) -> Callable[[], None]:
-        """Says that the device still works on this step when the next one is called; as `runs_on`.
+        """Like `runs_on`, for a step that the device still runs when the next step is called.
 
-        Steps overlap then: one counts from the end of that before, if that is later than its first call.
+        Such steps overlap. A step's time begins at its first call or at the end of the step before it,
+        whichever is later.
 
         Returns:
-            What to call once, from any thread, when its answer is there.
+            A function to call once, from any thread, when the step's answer is available.
         """
         step = self._step
         self._device_begins(step)
@@ -227,28 +229,28 @@ class RankMetrics(Meter):
             self._on_device += 1
 
     def _device_ends(self, step: Step, now: float) -> None:
-        """Called with the lock held; this rank is idle once its device is."""
+        """Ends a step's work on the device, after which this rank is idle. Call it with the lock held."""
         step.runs_on = False
         self._on_device -= 1
         if not self._inside:
-            self._left = now  # until now it was not idle
+            self._left = now  # the rank was busy until now
             if not self._on_device:
                 self._reporter.busy(None)
         if step.tokens is not None:
             self._record(step, step.tokens)
 
     def finish_step(self, *, prefill_tokens: int, decode_tokens: int, counts: bool = True) -> None:
-        """Records the step whose calls have all been left.
+        """Records the current step after all its calls.
 
         Args:
-            prefill_tokens: prompt tokens of the step; a step with any is a prefill.
-            counts: whether the step is a client's; a step of the group's own is not recorded.
+            prefill_tokens: prompt tokens of the step; a step with prompt tokens counts as prefill.
+            counts: whether the step serves a client. Steps of the group's own request are not recorded.
         """
         step, self._step, self._busy = self._step, Step(), None
         self._called += 1
         if not counts:
             with self._lock:
-                self._left = None  # idle time counts from the first step of a client on
+                self._left = None  # idle time starts with the first step of a client
             return
         with self._lock:
             step.tokens = (prefill_tokens, decode_tokens)
@@ -293,9 +295,9 @@ class RankMetrics(Meter):
 
 
 def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
-    """Returns the memory of a process that is locked (mlock) or pinned for a device (RDMA), in bytes.
+    """Memory of a process that is locked (mlock) or pinned for a device (RDMA), in bytes.
 
-    0 on a kernel that does not count it (gVisor).
+    0 if the kernel does not count it (gVisor).
     """
     status = (process / "status").read_text()
     try:
@@ -305,15 +307,15 @@ def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
 
 
 def locked_memory_limit_bytes() -> float:
-    """Returns the most memory that this process may lock, in bytes; infinite without a limit."""
+    """Most memory that this process may lock, in bytes; infinite without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
 
 def fit_transfer(step: Step) -> None:
-    """Scales a step's transfer down to what its wall time leaves.
+    """Scales a step's transfer times down so that they fit into its wall time.
 
-    Small copies of a GPU are timed by sampling, so that one step may be charged more than it had.
+    Times of small GPU copies are sampled, so a step can get more transfer time than its copies took.
     """
     left_s, transfer_s = max(0.0, step.step_s - step.wait_s), sum(step.transfer_s.values())
     if transfer_s > left_s:
@@ -322,7 +324,7 @@ def fit_transfer(step: Step) -> None:
 
 
 class MetricsServer(http.server.ThreadingHTTPServer):
-    """A server whose idle connections take neither threads nor files that the rank needs."""
+    """An HTTP server with a limit on connections, so that idle clients cannot use up threads and files."""
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
@@ -332,13 +334,13 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         self._lock = threading.Lock()
         super().__init__((host, port), handler, bind_and_activate=False)
         self.socket.close()
-        # HTTPServer's own bind looks its host up, for seconds where a resolver does not answer.
+        # HTTPServer's own bind resolves its host name, which takes seconds if no resolver answers.
         self.socket = addresses.open_listener(host, port)
         self.server_address = self.socket.getsockname()[:2]
         self.server_activate()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers in a thread; ends the oldest connection if there are too many."""
+        """Answers a request in a thread. Closes the oldest connection if there are too many."""
         with self._lock:
             self._open[request] = None
             too_many = len(self._open) > MOST_CONNECTIONS
@@ -346,12 +348,12 @@ class MetricsServer(http.server.ThreadingHTTPServer):
             if too_many:
                 del self._open[oldest]
         if too_many:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the client has just closed it
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a connection."""
+        """Closes a connection."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
@@ -365,13 +367,13 @@ def serve(
     healthy: Callable[[], bool],
     failed: Callable[[BaseException], object],
 ) -> bool:
-    """Serves /metrics and /healthz of a rank in a thread; returns whether the port was free.
+    """Serves /metrics and /healthz of a rank in a thread. Returns whether the port was free.
 
-    A taken port is logged and never stops the rank.
+    If the port is in use, the rank logs an error and runs without metrics.
 
     Args:
         rank: its local rank is added to the port.
-        healthy: whether /healthz answers 200 (else 503).
+        healthy: whether /healthz answers 200 (otherwise 503).
         failed: called with the exception that ended the server's thread.
     """
 
@@ -395,15 +397,15 @@ def serve(
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing: a scrape every few seconds is no news."""
+            """Logs nothing: there is a scrape every few seconds."""
 
     port = launch.address.metrics_port + rank.local_rank
     try:
         server = MetricsServer(launch.address.host, port, Handler)
     except OSError as error:
         _logger.error(
-            "rank %d: metrics port %d: %s; this rank runs on without metrics, free the port and restart the "
-            "group to have them",
+            "rank %d: metrics port %d: %s. This rank runs without metrics. To get metrics, free the port and "
+            "restart the group",
             rank.rank,
             port,
             error,
