@@ -74,7 +74,7 @@ def test_way_of_the_bridge(served: Served) -> None:
     plan = served.group.plan
     for stage in range(plan.pipeline_parallel_size):
         ranks = plan.stage(stage)
-        line = f"ranks {[rank.rank for rank in ranks]}: {way}, because"
+        line = f"(ranks {[rank.rank for rank in ranks]}): the bridge uses {way}, since"
         for rank in ranks:
             assert line in served.group.children[rank.pod].log.read_text(), served.group.logs()
             seen = scrape(served.group, rank.rank)

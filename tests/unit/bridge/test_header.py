@@ -1,4 +1,4 @@
-"""What ranks say of the collective that they are at."""
+"""Headers that identify a rank's current collective."""
 
 from typing import Any
 
@@ -44,13 +44,15 @@ def test_equal_calls_have_equal_headers(call: dict[str, Any]) -> None:
 @given(
     call=CALLS, other=CALLS, field=st.sampled_from(["operation", "dtype", "root", "step", "count", "history"])
 )
-def test_any_difference_is_in_the_header(call: dict[str, Any], other: dict[str, Any], field: str) -> None:
+def test_different_calls_have_different_headers(
+    call: dict[str, Any], other: dict[str, Any], field: str
+) -> None:
     assume(call[field] != other[field])
     assert pack(call) != pack(call | {field: other[field]})
 
 
 @given(call=CALLS, shape=st.lists(st.integers(-1, 2**40), max_size=8).map(tuple))
-def test_shapes_differ_also_by_trailing_zeros(call: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_trailing_zeros_change_the_header(call: dict[str, Any], shape: tuple[int, ...]) -> None:
     assume(shape != call["shape"])
     assert pack(call) != pack(call | {"shape": shape})
     if len(shape) < 8:
@@ -58,21 +60,21 @@ def test_shapes_differ_also_by_trailing_zeros(call: dict[str, Any], shape: tuple
 
 
 @given(call=CALLS)
-def test_a_template_fills_in_step_count_and_history(call: dict[str, Any]) -> None:
+def test_template_fills_in_step_count_and_history(call: dict[str, Any]) -> None:
     template = HeaderTemplate(call["operation"], shape=call["shape"], dtype=call["dtype"])
     filled = template.fill(call["step"], call["count"], call["history"])
     assert filled == pack(call | {"root": -1, "sizes": None})
 
 
 @given(call=CALLS, part=st.integers(1, 2**40))
-def test_parts_of_a_call_differ(call: dict[str, Any], part: int) -> None:
+def test_each_part_of_a_call_has_its_own_header(call: dict[str, Any], part: int) -> None:
     header = pack(call)
     assert header_of_part(header, 0) == header
     assert header_of_part(header, part) != header
     assert f"part {part}" in describe(header_of_part(header, part))
 
 
-def test_words() -> None:
+def test_describes_a_call_in_words() -> None:
     header = pack_header(
         Operation.ALL_REDUCE, shape=(16, 4096), dtype="torch.bfloat16", step=12, count=7, history=0xAB
     )
@@ -83,16 +85,18 @@ def test_words() -> None:
     assert describe(header).startswith("gather #1 of step 0 [] int64 root 1 sizes ")
 
 
-def test_bytes_that_are_no_header_are_said_to_be_none() -> None:
-    assert "no header" in describe(b"\xff" * HEADER_BYTES)
+def test_describes_invalid_bytes_as_an_unknown_call() -> None:
+    assert "not a header of this version" in describe(b"\xff" * HEADER_BYTES)
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((1,) * 9, "torch.float32"), ((1,), "torch.complex64"), ((1,), "torch.float8_e4m3fn")],
 )
-def test_what_cannot_be_carried_is_refused(shape: tuple[int, ...], dtype: str) -> None:
-    with pytest.raises(ValueError, match=r"all_reduce: got .*, expected one of torch\.bool"):
+def test_refuses_unsupported_tensors(shape: tuple[int, ...], dtype: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"all_reduce: tensor must have at most 8 dims and dtype torch\.bool.*, got "
+    ):
         pack_header(Operation.ALL_REDUCE, shape=shape, dtype=dtype, step=0, count=1, history=0)
 
 

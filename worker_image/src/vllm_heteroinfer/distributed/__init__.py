@@ -1,1 +1,1 @@
-"""What passes between ranks: the pipeline's hops and the communicators of tensor-parallel process groups."""
+"""Traffic between ranks: the pipeline's hops and the communicators of tensor-parallel process groups."""

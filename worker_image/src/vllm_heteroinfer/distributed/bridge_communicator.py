@@ -10,11 +10,11 @@ from vllm_heteroinfer.distributed.bridge import Bridge
 
 
 class BridgeCommunicator(DeviceCommunicatorBase):
-    """A process group's collectives over the bridge, once it is connected.
+    """A process group's collectives over the bridge; call `connect` first.
 
-    The constructor does no collective, so that nothing depends on which class the other side
-    builds. Process groups other than the tensor-parallel one (a mixture of experts has one more)
-    are never connected: what vLLM asks of them is refused.
+    The constructor calls no collective, so that it works whichever class the other ranks construct. Only the
+    tensor-parallel process group is connected (a mixture-of-experts model has a second process group). The
+    communicator refuses vLLM's calls on the other process groups.
     Source: vllm/distributed/parallel_state.py::GroupCoordinator@v0.32.0, the only caller.
     """
 
@@ -22,12 +22,12 @@ class BridgeCommunicator(DeviceCommunicatorBase):
     _in_place = False
 
     def connect(self, bridge: Bridge, *, in_place: bool) -> None:
-        """Makes every collective from now on go over `bridge`.
+        """Sends every later collective over `bridge`.
 
         Args:
-            bridge: of exactly this process group's ranks.
-            in_place: whether a sum may overwrite its operand, as vLLM's CpuCommunicator does; not
-                where vLLM calls it through an operator of torch's, which must not.
+            bridge: must connect exactly this process group's ranks.
+            in_place: whether a sum may overwrite its operand, as in vLLM's CpuCommunicator. Must be false if
+                vLLM calls it through a torch operator, which must not change its operand.
         """
         self.bridge = bridge
         self._in_place = in_place
@@ -37,46 +37,46 @@ class BridgeCommunicator(DeviceCommunicatorBase):
         return self._connected("all_reduce").all_reduce(input_, in_place=self._in_place)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns the ranks' tensors, concatenated along `dim`; every rank calls it in the same order."""
+        """Concatenates the ranks' tensors along `dim`; every rank calls it in the same order."""
         return self._connected("all_gather").all_gather(input_, dim)
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Returns as `all_gather`; rank i's tensor has `sizes[i]` rows."""
+        """Like `all_gather`, but rank i's tensor has `sizes[i]` rows."""
         return self._connected("all_gatherv").all_gatherv(input_, dim, sizes)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns this rank's even part, along `dim`, of the sum over the process group."""
+        """Returns this rank's share of the sum over the process group; the shares along `dim` are equal."""
         return self._connected("reduce_scatter").reduce_scatter(input_, dim)
 
     def reduce_scatterv(
         self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """Returns this rank's part of the sum over the process group; rank i's has `sizes[i]` rows."""
+        """Returns this rank's share of the sum over the process group; rank i's share has `sizes[i]` rows."""
         return self._connected("reduce_scatterv").reduce_scatterv(input_, dim, sizes)
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """Returns the ranks' tensors, concatenated along `dim`, on the process group's `dst`; else None."""
+        """Concatenates the ranks' tensors along `dim` on rank `dst`; returns None on other ranks."""
         return self._connected("gather").gather(input_, dst, dim)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Fills `tensor` with that of rank `src` of the process group."""
+        """Overwrites `tensor` with the tensor of rank `src` of the process group."""
         return self._connected("broadcast").broadcast(tensor, src)
 
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
-        """Sends to rank `dst` of the process group, by default the next one."""
+        """Sends to rank `dst` of the process group, by default the next rank."""
         self._connected("send").send(
             tensor, (self.rank_in_group + 1) % self.world_size if dst is None else dst
         )
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
-        """Returns what rank `src` of the process group sends, by default the one before."""
+        """Receives a tensor from rank `src` of the process group, by default the previous rank."""
         src = (self.rank_in_group - 1) % self.world_size if src is None else src
         return self._connected("recv").recv(size, dtype, src)
 
     def batch_isend_irecv(self, p2p_ops: list[Any]) -> NoReturn:
-        """Refuses: only expert parallelism and connectors use it, which are refused too."""
+        """Refuses the call: only expert parallelism and connectors use it, which HeteroInfer also refuses."""
         self._refuse("batch_isend_irecv")
 
     def destroy(self) -> None:
@@ -92,6 +92,6 @@ class BridgeCommunicator(DeviceCommunicatorBase):
 
     def _refuse(self, operation: str) -> NoReturn:
         raise ContractError(
-            f"process group {self.unique_name}: got {operation}, expected none: over GPU and CPU ranks only "
-            "the collectives of tensor parallelism are built; set spec.parallelism.mode: Pipeline for it"
+            f"process group {self.unique_name}: {operation} is not supported: between GPU and CPU ranks, "
+            "only the tensor-parallel process group has collectives. Set spec.parallelism.mode: Pipeline"
         )

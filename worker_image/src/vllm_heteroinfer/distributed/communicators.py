@@ -1,4 +1,4 @@
-"""Communicators of vLLM's process groups, by what their ranks are.
+"""Communicators of vLLM's process groups, by the devices of their ranks.
 
 | process group | mode | communicator |
 |---|---|---|
@@ -7,8 +7,8 @@
 | on CPUs only | Pipeline | GroupCpuCommunicator (vLLM's shared memory, or gloo) |
 | with CPUs | Tensor | BridgeCommunicator |
 
-A pipeline's process group gets none: its hops are `distributed.transport`, and without a communicator
-neither side does hidden collectives, nor does CUDA graph capture look for one
+A pipeline's process group has no communicator, since `distributed.transport` carries its hops. Without a
+communicator, neither side runs hidden collectives, and CUDA graph capture does not look for a communicator
 (vllm/distributed/parallel_state.py::GroupCoordinator.graph_capture@v0.32.0).
 """
 
@@ -29,19 +29,19 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on
 _BRIDGES = ("auto", "shared_memory", "gloo")
 
 _wait_s = [0.0]
-"""Seconds spent in collectives since `take_wait_s`, by this process's one worker thread."""
+"""Seconds spent in collectives since the last `take_wait_s`; only the worker thread adds to it."""
 
 
 def take_wait_s() -> float:
-    """Returns the seconds that this process spent in collectives since the last call."""
+    """Returns the seconds spent in collectives by this process since the last call."""
     seconds, _wait_s[0] = _wait_s[0], 0.0
     return seconds
 
 
 def build_cpu_communicator(**kwargs: Any) -> Any:
-    """Returns the communicator of a CPU rank's process group, or None for a pipeline's.
+    """Builds the communicator of a CPU rank's process group; None for a pipeline's process group.
 
-    Called by vLLM instead of a communicator class, on every rank of the process group.
+    vLLM calls it in place of a communicator class, on every rank of the process group.
     """
     if _is_pipeline(kwargs):
         return None
@@ -51,20 +51,20 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
     class GroupCpuCommunicator(CpuCommunicator):
-        """CpuCommunicator that spins on shared memory only where that is sound, and is timed."""
+        """vLLM's CpuCommunicator, timed, which spins on shared memory only if each thread has a CPU."""
 
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             if isinstance(self.dist_module, _CPUSHMDistributed):
-                # Every rank has mapped it by now, and without a name it vanishes with them.
+                # Every rank has mapped it by now. Without a name, it disappears with the last process.
                 name = f"{self.dist_module.group_name}_{self.rank_in_group}"
                 (SHARED_MEMORY / name).unlink(missing_ok=True)
 
         def _all_group_ranks_share_shm_group_name(self) -> bool:
-            """Returns whether the process group's collectives may go by shared memory; equal on each rank.
+            """Returns whether the process group's collectives may use shared memory; the same on each rank.
 
-            vLLM compares names made of the rendezvous port, which are equal in every pod.
-            Its collectives spin, so each rank needs CPUs of its own.
+            vLLM compares names made from the rendezvous port, which are the same in every pod.
+            vLLM's collectives spin, so each rank needs its own CPUs.
             """
             plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
             wish = len({plan.ranks[rank].pod for rank in self.ranks}) == 1 and may_spin(plan, launch)
@@ -91,10 +91,10 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
 
 
 def build_cuda_communicator(**kwargs: Any) -> Any:
-    """Returns the communicator of a GPU rank's process group, or None for a pipeline's.
+    """Builds the communicator of a GPU rank's process group; None for a pipeline's process group.
 
     Raises:
-        ContractError: the process group has CPU ranks too in pipeline mode, or there is no NCCL.
+        ContractError: the process group also has CPU ranks in pipeline mode, or NCCL is not available.
     """
     if _is_pipeline(kwargs):
         return None
@@ -106,33 +106,34 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
         if plan.mode is Mode.TENSOR:
             return _bridge_communicator(kwargs)
         raise ContractError(
-            f"process group {kwargs.get('unique_name')}: got GPU and CPU ranks {ranks}, expected one device; "
-            "set spec.parallelism.mode: Tensor, or give each stage one device"
+            f"process group {kwargs.get('unique_name')}: ranks {ranks} must be all on GPUs or all on CPUs in "
+            f"mode {plan.mode}. Set spec.parallelism.mode: Tensor, or give each stage one kind of device"
         )
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
     communicator = CudaCommunicator(**kwargs)
     if communicator.pynccl_comm is None or communicator.pynccl_comm.disabled:
-        # vLLM would go on over gloo, through host memory.
+        # vLLM would use gloo, through host memory.
         raise ContractError(
-            f"process group {kwargs.get('unique_name')}: got no NCCL on GPU ranks {ranks}, expected "
-            "libnccl.so.2; install it in the worker image, and unset VLLM_DISABLE_PYNCCL"
+            f"process group {kwargs.get('unique_name')}: NCCL is not available on GPU ranks {ranks}. Install "
+            "libnccl.so.2 in the worker image, and unset VLLM_DISABLE_PYNCCL"
         )
     return communicator
 
 
 def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str]) -> bool:
-    """Returns whether a stage's ranks are to use one host's shared memory; the bridge proves that they can.
+    """Returns whether a stage's ranks should use one host's shared memory. The bridge tests that they can.
 
-    Pods with one address share a machine, as under `heteroinfer up`; those of a cluster have one each.
+    Pods with the same address share a machine, as under `heteroinfer up`. In a cluster, each pod has its
+    own address.
 
     Raises:
-        ContractError: the user's setting is none.
+        ContractError: the value of HETEROINFER_BRIDGE is not valid.
     """
     asked = env.get(names.ENV_BRIDGE, "auto")
     if asked not in _BRIDGES:
         raise ContractError(
-            f"got {names.ENV_BRIDGE}={asked!r}, expected one of {', '.join(_BRIDGES)}; set it in engine.env"
+            f"{names.ENV_BRIDGE} must be one of {', '.join(_BRIDGES)}, got {asked!r}. Set it in engine.env"
         )
     if asked != "auto":
         return asked == "shared_memory"
@@ -140,22 +141,22 @@ def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str
 
 
 def may_spin(plan: Plan, launch: PodLaunch) -> bool:
-    """Returns whether every compute thread on this host can have a CPU of its own.
+    """Returns whether every compute thread on this host can have its own CPU.
 
-    With fewer CPUs than threads vLLM's spinning collectives made a step take 0.23 s instead of 0.04 (2 busy
+    With fewer CPUs than threads, vLLM's spinning collectives slowed a step from 0.04 s to 0.23 s (2 busy
     CPUs of a Xeon at 2.5 GHz, 4 ranks, 8 tiny layers, 2026-11-21).
     """
-    if names.ENV_OMP_PLACES in os.environ:  # the supervisor pins threads where the pod has whole cores
+    if names.ENV_OMP_PLACES in os.environ:  # the supervisor pins threads if the pod has whole cores
         return True
     ranks = ranks_on_machine(plan, launch)
     return len(os.sched_getaffinity(0)) >= len(ranks) * (first_level(os.environ) or 1)
 
 
 def forget_shared_memory(*groups: Any) -> None:
-    """Takes the names off the message queues of vLLM's process groups, once their constructors have returned.
+    """Unlinks the message queues of vLLM's process groups. Call it after the constructors have returned.
 
-    Every rank has mapped them by then; without a name they vanish with the processes,
-    however these end.
+    Every rank has mapped the queues by then. Without a name, their memory disappears with the processes, even
+    after a crash.
     """
     for group in groups:
         queue = group.mq_broadcaster
@@ -175,7 +176,7 @@ def _is_pipeline(kwargs: dict[str, Any]) -> bool:
 
 
 class _Timed:
-    """Adds the time of a collective to the wait for peers, outside of compiled graphs."""
+    """Adds the time of a collective to the wait for peers. Does nothing inside compiled graphs."""
 
     def __enter__(self) -> None:
         import torch

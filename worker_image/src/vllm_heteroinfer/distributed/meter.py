@@ -1,20 +1,23 @@
-"""What counts the cost of messages between ranks. Stdlib only."""
+"""The interface that counts the cost of messages between ranks. Stdlib only."""
 
 from collections.abc import Callable
 
 
 class Meter:
-    """Counts what a hop or a collective cost; this one counts nothing."""
+    """Counts the cost of hops and collectives; this base class counts nothing."""
 
     def waited(self, seconds: float) -> None:
-        """Adds time until what peers send was there."""
+        """Adds the time of a wait for data from peers."""
 
     def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
-        """Adds time spent copying, sending and combining, and bytes; direction is `send` or `recv`."""
+        """Adds bytes, and the time to copy, send and combine them; direction is `send` or `recv`."""
 
     def waiting_for(self, rank: int | None) -> None:
-        """Says which global rank this one waits for now; None when it has come."""
+        """Reports the global rank that this rank waits for now; None when the wait ends."""
 
     def runs_on(self) -> Callable[[float], None]:
-        """Says that the device works on after the step's calls; returns what to call at the end of it."""
+        """Reports that the device still works after the step's calls.
+
+        Returns a function to call with the device's seconds when the work ends.
+        """
         return lambda seconds: None

@@ -1,9 +1,9 @@
-"""Hops of a pipeline: hidden states from one stage to the next, one message a hop.
+"""Hops of a pipeline: hidden states from one stage to the next, one message for each hop.
 
-What a hop carries is known at start (the schema), how many rows when the step arrives, so
-that a message needs no header. Rows are sent as bytes over gloo from host memory; a GPU
-rank stages them through pinned buffers. Sends and receives are asynchronous: a receive is
-waited for where its tensors are used, a send when its buffer is needed again.
+Both sides know the schema of a hop from the start, and the number of rows when the step arrives, so a
+message needs no header. Rows travel as bytes over gloo from host memory; a GPU rank stages them through
+pinned buffers. Sends and receives are asynchronous: a rank waits for a receive when it uses the tensors,
+and for a send when it needs the buffer again.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from vllm_heteroinfer.distributed.meter import Meter
 from vllm_heteroinfer.pod.lost_peer import Conversation
 
 _ALIGNMENT_BYTES = 16
-"""Columns of a row begin at multiples of this, so that each can be viewed as its dtype."""
+"""Alignment of the columns in a row, so that each column can be viewed with its dtype."""
 _SLOTS = 2
-"""Buffers of each direction: one under way while the next is filled."""
+"""Buffers for each direction: the rank fills one while the other is in transit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class Column:
 
     Attributes:
         name: key in vLLM's IntermediateTensors.
-        dtype: name of the torch dtype, as `float32`.
-        shape: of one row.
-        offset_bytes: where it begins in a row.
+        dtype: name of the torch dtype, such as `float32`.
+        shape: shape of one row.
+        offset_bytes: offset of the column in a row.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopSchema:
-    """What one row (token) of a hop looks like; equal on both of its sides."""
+    """The layout of one row (token) of a hop; the same on both sides of the hop."""
 
     columns: tuple[Column, ...]
     row_bytes: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> "HopSchema":
-        """Returns the schema of tensors that each have one row per token."""
+        """Builds the schema of tensors that have one row for each token."""
         columns, offset = [], 0
         for name in sorted(tensors):
             row = tensors[name][0]
@@ -75,7 +75,7 @@ class HopSchema:
         return cls(columns=tuple(columns), row_bytes=offset)
 
     def views(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns each column of `rows` as a tensor that shares its memory.
+        """Views each column of `rows` as a tensor.
 
         Args:
             rows: [num_rows, row_bytes], uint8, contiguous, any device.
@@ -88,12 +88,12 @@ class HopSchema:
         }
 
     def to_json(self) -> str:
-        """Returns the one JSON text of this schema, to compare with the neighbour's."""
+        """Returns the schema as JSON; equal schemas have equal texts, so that neighbours can compare them."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
 class _Slot:
-    """One buffer: rows on the host, on a GPU rank pinned and doubled on the device."""
+    """A buffer of rows on the host; on a GPU rank it is pinned, with a second buffer on the device."""
 
     def __init__(self, schema: HopSchema, max_rows: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -104,7 +104,7 @@ class _Slot:
         self.copied = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.filled = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.wait_for_send: Callable[[float], object] | None = None
-        """Waits for at most so many seconds."""
+        """Waits until the send is done, for at most the given seconds."""
 
 
 def _wait_for_gloo(work: Any, peer: int, timeout_s: float) -> None:
@@ -113,12 +113,12 @@ def _wait_for_gloo(work: Any, peer: int, timeout_s: float) -> None:
 
 
 class PipelineTransport:
-    """The hops of one rank, put on vLLM's process group of the pipeline as instance attributes.
+    """The hops of one rank. Replaces the hops of vLLM's pipeline process group (see `attach`).
 
-    Every rank of a stage calls `isend_tensor_dict` once for each step with tokens, and the
-    rank of equal tensor rank in the next stage `irecv_tensor_dict`, in the same order.
-    Each sends all of its rows: vLLM's slicing over the tensor-parallel process group would need an
-    all_gather on the other side, which a hop between devices does not have.
+    For each step with tokens, every rank of a stage calls `isend_tensor_dict` once. The rank with the same
+    tensor rank in the next stage calls `irecv_tensor_dict`, in the same order. Each rank sends all rows:
+    vLLM's slicing over the tensor-parallel process group would need an all_gather on the other side, which
+    a hop between devices does not have.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class PipelineTransport:
         meter: Meter,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """Makes the buffers.
+        """Creates the buffers.
 
         Args:
-            max_rows: most rows of a step, padding for CUDA graphs included.
-            timeout_s: after which a peer that sends or takes nothing is given up, in seconds.
-            on_error: called by the sending thread of a GPU rank when a send fails.
+            max_rows: largest number of rows in a step, including padding for CUDA graphs.
+            timeout_s: longest wait for a peer, in seconds.
+            on_error: called if a send fails in the sending thread of a GPU rank.
         """
         self._group = group
         self._schema = schema
@@ -154,7 +154,7 @@ class PipelineTransport:
         self._sender = ThreadPoolExecutor(1, "heteroinfer-send") if on_gpu and sends else None
 
     def attach(self) -> None:
-        """Replaces the process group's own hops, on this instance only.
+        """Replaces the process group's own methods for hops, on this instance only.
 
         Source: vllm/v1/worker/gpu_worker.py::Worker.execute_model@v0.32.0, the only caller.
         """
@@ -162,23 +162,23 @@ class PipelineTransport:
         self._group.irecv_tensor_dict = self.irecv_tensor_dict
 
     def expect(self, rows: int) -> None:
-        """Says how many rows the step has that comes now, as the scheduler decided."""
+        """Sets the number of rows of the next step, as the scheduler decided."""
         self._rows = rows
 
     def irecv_tensor_dict(
         self, *_: object, **__: object
     ) -> tuple[dict[str, torch.Tensor], list[Any], list[Callable[[], None]]]:
-        """Starts to receive this step's rows from the stage before.
+        """Starts to receive this step's rows from the previous stage.
 
         Returns:
-            The tensors, the handles to wait for, and what to run after the wait, as
-            vLLM's AsyncIntermediateTensors takes them. Tensors are large enough for `max_rows`,
-            so that a GPU stage may read its padded size; rows past the step's are old.
+            The arguments of vLLM's AsyncIntermediateTensors: the tensors, the handles to wait for, and
+            the functions to run after the wait. Tensors have `max_rows` rows, so that a GPU stage can read
+            its padded size. Rows after this step's rows contain old data.
         """
         slot = next(self._recv_slots)
         rows = self._rows
         if slot.copied is not None:
-            slot.copied.synchronize()  # the copy to the device of the hop before the last
+            slot.copied.synchronize()  # the hop before the last used this slot: its copy to the device
         peer = self._group.prev_rank
         message = slot.host[:rows]
         with Conversation(peer, "a receive"):
@@ -192,12 +192,12 @@ class PipelineTransport:
     def isend_tensor_dict(
         self, tensor_dict: Mapping[str, torch.Tensor], *_: object, **__: object
     ) -> list[Any]:
-        """Starts to send this step's rows to the stage after.
+        """Starts to send a copy of this step's rows to the next stage.
 
-        The tensors may be overwritten by later work of this rank's stream: they are copied.
+        Later work on this rank's stream may overwrite the tensors.
 
         Returns:
-            No handles: a buffer is waited for before it is used again.
+            No handles: the transport waits for a buffer before it uses the buffer again.
         """
         slot = next(self._send_slots)
         self._wait_for(slot)
@@ -205,12 +205,12 @@ class PipelineTransport:
         rows = self._rows
         if unknown := set(tensor_dict) - set(slot.columns):
             raise RuntimeError(
-                f"it sends {', '.join(sorted(unknown))}, for which the next one has no buffer (not in "
-                "make_empty_intermediate_tensors): this model cannot be split into stages"
+                f"this stage sends {', '.join(sorted(unknown))}, but the next stage has no buffer for it "
+                "(not in make_empty_intermediate_tensors). This model cannot be split into stages"
             )
         for name, column in slot.columns.items():
-            # A column that a step leaves out (Granite4Vision's features, where there is no image, or where
-            # this stage has used them up) reads as zeros, as the next stage's own buffer does at first.
+            # A step may omit a column (Granite4Vision's features, if there is no image or this stage was the
+            # last to use them). The next stage must read zeros then, like the first content of its buffer.
             if name in tensor_dict:
                 column[:rows].copy_(tensor_dict[name][:rows])
             else:
@@ -238,7 +238,7 @@ class PipelineTransport:
         self._meter.waited(time.perf_counter() - start)
 
     def _stage(self, slot: _Slot, rows: int) -> None:
-        """Copies rows to the host on a stream of its own, after what made them."""
+        """Copies rows to the host on a separate stream, after their computation."""
         assert self._copies is not None
         assert slot.copied is not None
         assert slot.filled is not None
@@ -249,7 +249,7 @@ class PipelineTransport:
             slot.copied.record(self._copies)
 
     def _unstage(self, slot: _Slot, rows: int) -> None:
-        """Copies received rows to the device, in the order of the stream that computes."""
+        """Copies received rows to the device, in the order of the stream that computes with them."""
         if slot.copied is None:
             return
         start = time.perf_counter()
@@ -266,7 +266,7 @@ class PipelineTransport:
             with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
                 work.wait(timedelta(seconds=self._timeout_s))
-        except BaseException as error:  # nobody else would see it before the next hop
+        except BaseException as error:  # otherwise the error would appear only with the next hop
             self._on_error(error)
             raise
 
@@ -274,7 +274,7 @@ class PipelineTransport:
         """Waits for a receive.
 
         Raises:
-            PeerLostError: the stage before is gone or sent nothing in time.
+            PeerLostError: the previous stage is gone or sent nothing in time.
         """
         start = time.perf_counter()
         self._meter.waiting_for(peer)
@@ -288,7 +288,7 @@ class PipelineTransport:
 
 
 class _Receive:
-    """The handle that vLLM waits for where the tensors are used."""
+    """The handle that vLLM waits for when it uses the tensors."""
 
     def __init__(self, transport: PipelineTransport, work: Any, peer: int, num_bytes: int) -> None:
         self._transport, self._work, self._peer, self._num_bytes = transport, work, peer, num_bytes

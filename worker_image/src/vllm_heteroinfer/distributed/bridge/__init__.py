@@ -1,6 +1,6 @@
-"""Collectives between the GPU and CPU ranks of one process group, over host memory; imports nothing of vLLM.
+"""Collectives between the GPU and CPU ranks of one process group, over host memory. Does not import vLLM.
 
-torch is imported with `Bridge`, not with the package: headers are read without it.
+The package imports torch only when you access `Bridge`, so that code without torch can read headers.
 """
 
 from typing import TYPE_CHECKING, Any

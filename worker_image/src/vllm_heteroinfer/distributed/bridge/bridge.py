@@ -1,7 +1,7 @@
 """The collectives of one process group of GPU and CPU ranks, over host memory.
 
-Each rank publishes its own part and reads all others', and combines them itself in the
-process group's order: with the same numbers in the same order every rank gets the same bits.
+Each rank publishes its own part, reads the parts of all other ranks, and combines the parts in the
+process group's order. All ranks combine the same numbers in the same order, so all get the same bits.
 """
 
 import functools
@@ -40,24 +40,24 @@ from vllm_heteroinfer.distributed.meter import Meter
 
 _logger = logging.getLogger(__name__)
 _NARROW = (torch.bfloat16, torch.float16)
-"""Dtypes whose sums are made in float32."""
+"""Dtypes that are summed in float32."""
 
 
 class Bridge:
-    """Collectives of one process group; every rank calls each of them, in the same order.
+    """Collectives of one process group. Every rank must call the same collectives in the same order.
 
-    Ranks in arguments (`src`, `dst`) are ranks in the process group, as in vLLM's
-    DeviceCommunicatorBase; errors name global ranks. Calls are made by one thread. Returned
-    GPU tensors are ordered on the current stream, and arguments may be overwritten at once.
+    The arguments `src` and `dst` are ranks in the process group, as in vLLM's
+    DeviceCommunicatorBase. Errors name global ranks. Only one thread may call a bridge. Returned
+    GPU tensors are ordered on the current stream. The caller may overwrite arguments after a call.
 
     Every collective raises:
-        CollectiveMismatchError: a rank is at another collective, or at the same with
-            another shape, dtype, step, count or history.
-        PeerLostError: a rank did not come within the time-out.
+        CollectiveMismatchError: another rank called a different collective, or the same collective
+            with a different shape, dtype, step, count or history.
+        PeerLostError: another rank did not call the collective within the time-out.
 
     Attributes:
-        path: how parts travel, as proven at the start.
-        listeners: global ranks that `announce` reaches: the ranks on CPUs, without the first.
+        path: the path of the parts, tested when the bridge connects.
+        listeners: global ranks that receive announcements: all CPU ranks except the first rank.
     """
 
     def __init__(  # noqa: PLR0913 - what each rank of a process group must know
@@ -72,26 +72,26 @@ class Bridge:
         timeout_s: float,
         meter: Meter,
     ) -> None:
-        """Connects the ranks; each of them calls it at once.
+        """Connects the ranks. All ranks must call the constructor at the same time.
 
         Args:
-            group: its name, for log and errors, as `tp:0`.
+            group: name of the process group for logs and errors, such as `tp:0`.
             ranks: global ranks, in the process group's order.
-            rank: global rank of this one.
-            device: of this rank, with its index if it is a GPU.
+            rank: this process's global rank.
+            device: this rank's device; a GPU needs its index.
             cpu_group: gloo ProcessGroup of exactly these ranks.
-            share_host: the plan says that the ranks can share memory; proven here.
-            timeout_s: for which a rank is waited for, in seconds.
+            share_host: whether the plan puts the ranks on one host; the constructor tests it.
+            timeout_s: longest wait for another rank, in seconds.
 
         Raises:
-            ContractError: the ranks were not given the same, or do not share memory though
-                the plan says so.
+            ContractError: the ranks got different arguments, or cannot share memory although
+                the plan puts them on one host.
         """
         hellos = gather_values((share_host, device.type, platform.machine()), cpu_group)
         if len({share for share, _, _ in hellos}) > 1:
             raise ContractError(
-                f"process group {group}: got share_host {[share for share, _, _ in hellos]} of ranks "
-                f"{list(ranks)}, expected one answer; start every rank with the same plan"
+                f"process group {group}: share_host must be the same on all ranks, but ranks {list(ranks)} "
+                f"got {[share for share, _, _ in hellos]}. Start every rank with the same plan"
             )
         self._process_group = ProcessGroupRanks(
             group=group,
@@ -106,7 +106,7 @@ class Bridge:
         self._device = device
         self._mail = GlooLink(cpu_group, self._process_group, device, timeout_s=timeout_s, meter=meter)
         self._link: BridgeLink = self._mail
-        signal, publisher = None, "the host publishes"
+        signal, publisher = None, "by the host"
         if self.path == "shared_memory":
             slab = share_slab(self._process_group, cpu_group, device)
             self._link = SharedMemoryLink(slab, self._process_group, timeout_s=timeout_s, meter=meter)
@@ -120,29 +120,29 @@ class Bridge:
         self._wide = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
         self._mailed: dict[tuple[int, int], int] = {}
-        words = "bridge of process group %s, ranks %s: %s, because %s; host memory is %s; %s"
+        words = "process group %s (ranks %s): the bridge uses %s, since %s. Host memory: %s. Publishing: %s"
         _logger.info(words, group, list(ranks), self.path, why, staging.way, publisher)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Says for how long a rank is waited for from now on, in seconds."""
+        """Sets the longest wait for another rank, in seconds."""
         self._mail.timeout_s = self._link.timeout_s = timeout_s
 
     def begin_step(self, step: int) -> None:
-        """Says which step of the engine comes now; compared, and counting starts anew."""
+        """Starts a step of the engine: ranks compare its number, and the count of collectives restarts."""
         self._step, self._count = step, 0
 
     def set_history(self, digest: int) -> None:
-        """Says what was sampled so far, as a checksum that ranks compare; 64 bits are kept."""
+        """Sets the checksum of the tokens sampled so far, which ranks compare; keeps 64 bits."""
         self._history = digest & 0xFFFFFFFFFFFFFFFF
 
     def all_reduce(self, x: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-        """Returns the sum over the ranks, the same bits on each.
+        """Returns the sum over the ranks, with the same bits on each rank.
 
         bf16 and fp16 are summed in float32 and rounded once.
 
         Args:
-            x: any shape, of the same shape and dtype on each rank.
-            in_place: the sum may overwrite `x`, which is then returned.
+            x: any shape; shape and dtype must be the same on each rank.
+            in_place: whether the sum may overwrite and return `x`.
         """
         if x.nbytes <= PART_BYTES:
             return self._all_reduce_whole(x, x if in_place else None)
@@ -159,11 +159,15 @@ class Bridge:
         return target
 
     def _all_reduce_whole(self, x: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-        """Sums a tensor that is one part, in its own shape: a view less is 1 us less, 65 times a step."""
+        """Sums a tensor that fits in one part, in its own shape.
+
+        Each avoided view saves 1 us, and a decode step makes 65 of these calls.
+        """
         form = form_of(x.dtype, x.shape)
         self._exchange.put(x, form)
         self._count += 1
-        header = _all_reduce_template(form).fill(self._step, self._count, self._history)  # while it is copied
+        # The header is filled while the copy runs.
+        header = _all_reduce_template(form).fill(self._step, self._count, self._history)
         parts = self._exchange.swap(header, x, form)
         if len(parts) == 2:
             result = torch.add(*parts, out=target)
@@ -174,18 +178,18 @@ class Bridge:
         return result
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns the ranks' tensors, concatenated along `dim` in the process group's order."""
+        """Concatenates the ranks' tensors along `dim`, in the process group's order."""
         header = self._header(Operation.ALL_GATHER, x, x.shape)
         return self._gather(header, x, dim, [x.shape[dim]] * len(self._process_group.ranks))
 
     def all_gatherv(
         self, x: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Returns the ranks' tensors, which may differ in size along `dim`, concatenated along it.
+        """Concatenates the ranks' tensors along `dim`, where their sizes may differ.
 
         Args:
-            x: this rank's tensor, or several.
-            sizes: of each rank along `dim`; equal ones if None.
+            x: this rank's tensor, or several tensors.
+            sizes: each rank's size along `dim`; None if all sizes are equal.
         """
         if isinstance(x, list):
             return [self._gather_one(each, dim, sizes) for each in x]
@@ -200,7 +204,7 @@ class Bridge:
         return self._gather(self._header(Operation.ALL_GATHERV, x, shape, sizes=sizes), x, dim, sizes)
 
     def gather(self, x: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """Returns the ranks' tensors concatenated along `dim` on `dst`, None on the others."""
+        """Concatenates the ranks' tensors along `dim` on rank `dst`. Returns None on other ranks."""
         header = self._header(Operation.GATHER, x, x.shape, root=dst)
         sizes = [x.shape[dim]] * len(self._process_group.ranks)
         if self._process_group.index == dst:
@@ -212,12 +216,12 @@ class Bridge:
         """Returns this rank's share along `dim` of the sum over the ranks.
 
         Raises:
-            ValueError: `x` cannot be cut into equal shares.
+            ValueError: `x` cannot be divided into equal shares.
         """
         world, size = len(self._process_group.ranks), x.shape[dim]
         if size % world:
             raise ValueError(
-                f"reduce_scatter: got {size} rows along dim {dim}, expected a multiple of {world}"
+                f"reduce_scatter: size along dim {dim} must be a multiple of {world}, got {size}"
             )
         return self._scatter(
             self._header(Operation.REDUCE_SCATTER, x, x.shape), x, dim, [size // world] * world
@@ -226,16 +230,16 @@ class Bridge:
     def reduce_scatterv(
         self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Returns this rank's share along `dim` of the sum; shares as `sizes` says."""
+        """Returns this rank's share of the sum along `dim`; rank i's share has `sizes[i]` rows."""
         if sizes is None:
             return self.reduce_scatter(x, dim)
         self._check_sizes(sizes, sizes[self._process_group.index], dim)
         if sum(sizes) != x.shape[dim]:
-            raise ValueError(f"reduce_scatterv: got sizes {list(sizes)}, expected a sum of {x.shape[dim]}")
+            raise ValueError(f"reduce_scatterv: sizes must add up to {x.shape[dim]}, got {list(sizes)}")
         return self._scatter(self._header(Operation.REDUCE_SCATTERV, x, x.shape, sizes=sizes), x, dim, sizes)
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Returns `x`, overwritten with what it is on `src`."""
+        """Overwrites `x` with the tensor of rank `src`. Returns `x`."""
         header = self._header(Operation.BROADCAST, x, x.shape, root=src)
         counts = [x.numel() if index == src else 0 for index in range(len(self._process_group.ranks))]
         flat = x.contiguous().view(-1)
@@ -248,7 +252,7 @@ class Bridge:
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Sends to one rank, which calls `recv`; by gloo on either path."""
+        """Sends a tensor to rank `dst`, which must call `recv`. Uses gloo on both paths."""
         flat = x.contiguous().view(-1)
         header = self._mail_header(self._process_group.index, dst, x.shape, x.dtype)
         per_part = PART_BYTES // x.element_size()
@@ -256,10 +260,10 @@ class Bridge:
             self._mail.send(dst, header_of_part(header, part), flat[part * per_part : (part + 1) * per_part])
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int) -> torch.Tensor:
-        """Returns what one rank sends, on this rank's device.
+        """Receives a tensor from rank `src`, on this rank's device.
 
         Raises:
-            CollectiveMismatchError: it sends another shape or dtype.
+            CollectiveMismatchError: rank `src` sends a different shape or dtype.
         """
         target = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         flat = target.view(-1)
@@ -273,29 +277,31 @@ class Bridge:
         return target
 
     def announce(self, message: bytes) -> None:
-        """Tells every listener, who calls `listen`; does not wait for them. First rank only.
+        """Sends a message to every listener without waiting; listeners must call `listen`.
+
+        Only the first rank may call it.
 
         Raises:
-            ValueError: more than 4096 bytes, or not the first rank.
-            PeerLostError: a listener left 16 of them unread for the time-out.
+            ValueError: the message is longer than 4096 bytes, or this is not the first rank.
+            PeerLostError: a listener left 16 messages unread for the whole time-out.
         """
         if len(message) > MESSAGE_BYTES or self._process_group.index:
             raise ValueError(
-                f"announce: got {len(message)} bytes on rank {self._process_group.own_rank}, "
-                f"expected at most {MESSAGE_BYTES} on rank {self._process_group.ranks[0]}"
+                f"announce: only rank {self._process_group.ranks[0]} may send, up to {MESSAGE_BYTES} bytes; "
+                f"got {len(message)} bytes on rank {self._process_group.own_rank}"
             )
         self._link.announce(message)
 
     def listen(self, deadline_s: float) -> bytes:
-        """Returns the next announcement of the first rank; listeners only.
+        """Waits for the next announcement of the first rank; only listeners may call it.
 
         Raises:
-            PeerLostError: none came within `deadline_s` seconds.
+            PeerLostError: no announcement arrived within `deadline_s` seconds.
         """
         return self._link.listen(deadline_s)
 
     def close(self) -> None:
-        """Gives everything back; other ranks that wait for this one see at once that it is gone."""
+        """Frees the buffers and connections; ranks that wait for this rank see at once that it left."""
         self._exchange.settle()
         self._link.close()
         self._mail.close()
@@ -332,7 +338,7 @@ class Bridge:
         return share.movedim(0, dim).contiguous()
 
     def _sum(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Writes the sum of the parts, in their order; `target` may be one of them."""
+        """Writes the sum of the parts in the given order; `target` may be one of the parts."""
         if len(parts) == 2:  # both devices add narrow floats in float32 and round once
             torch.add(parts[0], parts[1], out=target)
             return
@@ -379,8 +385,8 @@ class Bridge:
     def _check_sizes(self, sizes: Sequence[int], own: int, dim: int) -> None:
         if len(sizes) != len(self._process_group.ranks) or sizes[self._process_group.index] != own:
             raise ValueError(
-                f"got sizes {list(sizes)} along dim {dim}, expected {len(self._process_group.ranks)} of them "
-                f"with {own} for rank {self._process_group.index}"
+                f"sizes along dim {dim} must have {len(self._process_group.ranks)} entries, with {own} for "
+                f"rank {self._process_group.index}; got {list(sizes)}"
             )
 
 

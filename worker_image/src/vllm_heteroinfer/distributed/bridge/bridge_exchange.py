@@ -1,4 +1,4 @@
-"""Every rank's part to every other one, compared and in the process group's order, for every collective."""
+"""The exchange under all collectives: sends each rank's part to all ranks and compares the headers."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,13 +17,13 @@ from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
 from vllm_heteroinfer.distributed.meter import Meter
 
 Take = Callable[[int, int, Sequence[torch.Tensor]], None]
-"""Uses elements [begin, end) of each rank's tensor, in the process group's order; less of shorter ones."""
+"""Uses elements [begin, end) of each rank's tensor, in process-group order; shorter tensors end early."""
 
 
 class Exchange:
-    """See `BridgeLink` for the order of publishing and reading that it keeps.
+    """Publishes and reads parts in the order that `BridgeLink` requires.
 
-    All methods but `compare` raise what collectives raise: see `Bridge`.
+    All methods raise the errors of collectives: see `Bridge`.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Exchange:
         self._process_group, self._link, self._staging, self._meter = process_group, link, staging, meter
 
     def put(self, x: torch.Tensor, form: Form) -> None:
-        """Starts to copy a tensor of at most PART_BYTES to where the others will see it."""
+        """Starts to copy a tensor of at most PART_BYTES to the outgoing buffer."""
         self._staging.put(self._link.outgoing(), x, form, first=True)
 
     def swap(self, header: bytes, x: torch.Tensor, form: Form) -> list[torch.Tensor]:
-        """Returns each rank's tensor, in the process group's order, once `x` was put; valid until `taken`.
+        """Publishes the tensor that `put` copied. Returns each rank's tensor, valid until `taken`.
 
-        A tensor of one part goes in its own shape: `run` would make views of it, which takes
-        longer than all else here.
+        The tensors are in the process group's order. A tensor of one part keeps its shape: `run` would
+        create views, which takes longer than the rest of this method.
         """
         signal = self._staging.in_order()
         self._meter.transferred("send", self._staging.settle() if signal is None else 0.0, form.num_bytes)
@@ -52,7 +52,7 @@ class Exchange:
         return parts
 
     def taken(self, form: Form) -> None:
-        """Says that the use of what `swap` returned is in the current stream."""
+        """Marks the tensors from `swap` as used: their last use is queued on the current stream."""
         self._staging.fetched()
         self._meter.transferred("recv", 0.0, form.num_bytes * (len(self._process_group.ranks) - 1))
 
@@ -64,13 +64,13 @@ class Exchange:
         take: Take | None,
         window: tuple[int, int] | None = None,
     ) -> None:
-        """Publishes this rank's elements part by part, and takes the others'.
+        """Publishes this rank's elements part by part, and reads the parts of the other ranks.
 
         Args:
             mine: [n], contiguous.
-            counts: elements that each rank gives; this one gives the first of `mine`.
-            take: is given every part, unless None; on a GPU in the order of the current stream.
-            window: elements that `take` wants; all if None.
+            counts: number of elements that each rank sends; this rank sends the first ones of `mine`.
+            take: called with every part, if given; on a GPU in the order of the current stream.
+            window: [begin, end) of the elements that `take` needs; all elements if None.
         """
         per_part = PART_BYTES // mine.element_size()
         low, high = window or (0, max(counts))
@@ -95,7 +95,7 @@ class Exchange:
     def _collect(
         self, header: bytes, mine: torch.Tensor, spans: Sequence[tuple[int, int, int]]
     ) -> list[torch.Tensor]:
-        """Returns each rank's elements [begin, end) of the part at offset, as `spans` says for each."""
+        """Returns each rank's elements [begin, end); `spans` has (offset of the part, begin, end) by rank."""
         parts = [mine[:0]] * len(spans)
         for peer, theirs, buffer in self._link.collect():
             self.compare(header, peer, theirs)
@@ -108,10 +108,11 @@ class Exchange:
         return parts
 
     def compare(self, ours: bytes, peer: int, theirs: bytes) -> None:
-        """Checks that a rank is at the same call.
+        """Checks that another rank made the same call.
 
         Raises:
-            CollectiveMismatchError: it is not; it has what it needs to see that too.
+            CollectiveMismatchError: the calls differ. The other rank gets this rank's header first, so
+                that it can raise the error too.
         """
         if theirs == ours:
             return
@@ -121,9 +122,9 @@ class Exchange:
             self._process_group.group,
             ranks[peer],
             f"rank {ranks[self._process_group.index]} is at {describe(ours)}",
-            f"rank {ranks[peer]} at {describe(theirs)}",
+            f"rank {ranks[peer]} is at {describe(theirs)}",
         )
 
     def settle(self) -> None:
-        """Returns when no copy is under way."""
+        """Waits until all copies are done."""
         self._staging.settle()

@@ -1,4 +1,4 @@
-"""What carries parts of tensors between the hosts' memories of a process group's ranks."""
+"""The interface of a link, which carries parts of tensors between the host memories of ranks."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -10,11 +10,11 @@ import torch
 from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 
 PART_BYTES = 4 << 20
-"""Most bytes of a tensor that go at once; a larger one goes in parts, so that copies overlap."""
+"""Largest part of a tensor; a larger tensor travels in several parts, so that copies overlap."""
 MESSAGE_BYTES = 4096
-"""Most bytes of an announcement."""
-AN_ANNOUNCEMENT, READING = "an announcement", "the reading of announcements"
-"""What a rank waits for, in the words of an error."""
+"""Longest announcement."""
+AN_ANNOUNCEMENT, READING = "an announcement", "a free place for an announcement"
+"""Names of two waits in error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class ProcessGroupRanks:
 
     Attributes:
         ranks: global ranks, in the process group's order.
-        index: this rank's index among them (its rank in the process group).
-        listeners: rank in the process group of each one that `announce` reaches.
+        index: this rank's index in `ranks` (its rank in the process group).
+        listeners: ranks in the process group that receive announcements.
     """
 
     group: str
@@ -34,18 +34,21 @@ class ProcessGroupRanks:
 
     @property
     def own_rank(self) -> int:
-        """Returns this process's global rank."""
+        """This process's global rank."""
         return self.ranks[self.index]
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Returns the other ranks, by their rank in the process group."""
+        """The other ranks, as ranks in the process group."""
         return tuple(peer for peer in range(len(self.ranks)) if peer != self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Form:
-    """What tensors of a collective look like; one object for each, so that looking up by it is cheap."""
+    """Dtype and shape of a tensor.
+
+    `form_of` returns the same object for the same form. Objects compare by identity, so lookups are cheap.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -53,26 +56,26 @@ class Form:
 
 
 _MOST_FORMS = 4096
-"""Forms, and views of a buffer, that are remembered; a decode step asks for the same few 65 times."""
+"""Number of cached forms, and of cached views of a buffer. A decode step needs the same few 65 times."""
 
 
 @functools.lru_cache(_MOST_FORMS)
 def form_of(dtype: torch.dtype, shape: torch.Size) -> Form:
-    """Returns the form of tensors of this dtype and shape."""
+    """Returns the form with this dtype and shape."""
     return Form(dtype=dtype, shape=shape, num_bytes=shape.numel() * dtype.itemsize)
 
 
 class Buffer:
-    """Persistent bytes seen as elements of any dtype and shape, mostly without making a view."""
+    """Persistent memory, viewed with any dtype and shape; views are cached."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """Takes `memory`: [num_bytes], uint8, any device, num_bytes a multiple of 8."""
+        """Args: memory: [num_bytes], uint8, any device; num_bytes must be a multiple of 8."""
         self.memory = memory
         self._views = {torch.uint8: memory}
         self._shaped: dict[Form, torch.Tensor] = {}
 
     def shaped(self, form: Form) -> torch.Tensor:
-        """Returns the first elements as a tensor of this form, sharing this memory."""
+        """Views the first elements as a tensor of this form."""
         view = self._shaped.get(form)
         if view is None:
             if len(self._shaped) == _MOST_FORMS:
@@ -81,7 +84,7 @@ class Buffer:
         return view
 
     def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Returns the first `count` elements, sharing this memory."""
+        """Views the first `count` elements."""
         view = self._views.get(dtype)
         if view is None:
             view = self._views[dtype] = self._views[torch.uint8].view(dtype)
@@ -89,49 +92,49 @@ class Buffer:
 
 
 class BridgeLink(Protocol):
-    """One way between the ranks; the n-th publish of each belongs together.
+    """A connection between the ranks. The n-th parts that the ranks publish belong together.
 
-    A rank publishes n + 1 only after it has read all that it wants of part n: two
-    buffers of each rank then suffice, without a word of who has read what.
+    A rank publishes part n + 1 only after it has read all it needs from part n. So two buffers for
+    each rank are enough, and ranks need not report what they have read.
 
     Attributes:
-        timeout_s: for which a rank is waited for, in seconds; may be set between collectives.
+        timeout_s: longest wait for another rank, in seconds; may change between collectives.
     """
 
     timeout_s: float
 
     def buffers(self) -> Iterable[Buffer]:
-        """Returns every buffer that the link will ever give."""
+        """Returns all buffers that `outgoing` and `collect` can return."""
 
     def outgoing(self) -> Buffer:
-        """Returns where this rank puts the part that it publishes next."""
+        """Returns the buffer for the part that this rank publishes next."""
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
-        """Lets the others see the outgoing part, of `num_bytes` bytes: now, or when `signal` says so."""
+        """Shows the outgoing part (`num_bytes` bytes) to the other ranks: now, or in order of `signal`."""
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
-        """Yields (rank in the process group, header, part) of each other rank as they come.
+        """Yields (rank in the process group, header, part) of each other rank, in order of arrival.
 
         Raises:
-            PeerLostError: one is gone or did not publish in time.
+            PeerLostError: a rank left or did not publish in time.
         """
 
     def announce(self, message: bytes) -> None:
-        """Sends bytes to each listener; waits only when 16 messages are not yet read.
+        """Sends a message to each listener; waits only while 16 messages are unread.
 
         Raises:
             PeerLostError: a listener read nothing in time.
         """
 
     def listen(self, deadline_s: float) -> bytes:
-        """Returns the next announcement, waiting for at most `deadline_s` seconds.
+        """Waits up to `deadline_s` seconds for the next announcement.
 
         Raises:
-            PeerLostError: none came.
+            PeerLostError: no announcement arrived.
         """
 
     def finish_sending(self, peer: int) -> None:
-        """Lets one rank have what was published, before this one ends."""
+        """Waits until rank `peer` has received the published part, so that this rank can end."""
 
     def close(self) -> None:
-        """Gives back what it holds; the others see that this rank is gone."""
+        """Frees all resources; the other ranks see that this rank left."""

@@ -1,9 +1,9 @@
-"""Host memory that all ranks of a process group have mapped, and the proof that they have.
+"""Host memory that all ranks of a process group map, with a test that all ranks map the same memory.
 
-The memory is a memfd of the first rank, which the others open through /proc: it has no
-name in any file system, so however processes end, nothing stays behind, and it takes no
-share of /dev/shm (64 MiB in a container unless asked for). The ranks must share a PID
-namespace: one pod, or one machine under `heteroinfer up`.
+The memory is a memfd of the first rank, which the other ranks open through /proc. It has no name in any
+file system, so nothing remains after the processes end, even after a crash. It does not count against
+/dev/shm (64 MiB in a container by default). The ranks must share a PID namespace: one pod, or one machine
+under `heteroinfer up`.
 """
 
 import mmap
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.distributed.bridge.bridge_link import (
     MESSAGE_BYTES,
@@ -28,15 +29,19 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import (
 from vllm_heteroinfer.distributed.bridge.header import HEADER_BYTES
 
 PARTS = 2
-"""Buffers of each rank: see `BridgeLink`."""
+"""Buffers for each rank: see `BridgeLink`."""
 RING = 16
-"""Announcements that may be unread."""
+"""Number of announcements that may be unread."""
 WORDS = 16
-"""Words of 8 bytes of each rank's line."""
+"""Length of each rank's line, in words of 8 bytes."""
 WRITTEN, CLOSED, READ, ANNOUNCED, PROOF = range(5)
-"""Words of a rank's line: parts published, 1 when it is gone, announcements read, made; for a trial."""
+"""Words of a rank's line.
+
+Number of published parts; 1 after the rank has left; number of announcements read, and of announcements
+sent; a word for `StreamSignal`'s test.
+"""
 _NONCE = 8
-"""Words of a line from here on hold the rank's nonce."""
+"""First word of the rank's nonce in its line."""
 _NONCE_BYTES = 16
 _RING_ENTRY_BYTES = 8 + MESSAGE_BYTES
 _PAGE_BYTES = 4096
@@ -44,14 +49,14 @@ _T = TypeVar("_T")
 
 
 class BridgeSlab:
-    """The shared memory of a process group, as one rank sees it.
+    """One rank's mapping of the process group's shared memory.
 
     Attributes:
-        words: int64 view of the ranks' lines, WORDS each.
-        parts: by rank in the process group, the PARTS buffers of that rank.
-        headers: by rank in the process group, the headers of these.
-        ring: the announcements of the first rank: length in 8 bytes, then the bytes.
-        unlock: takes `lock_pages` back; the second call and later ones do nothing.
+        words: int64 view of the ranks' lines, WORDS words for each rank.
+        parts: PARTS buffers for each rank, by rank in the process group.
+        headers: the headers of these buffers, by rank in the process group.
+        ring: the announcements of the first rank: 8 bytes of length, then the message.
+        unlock: undoes `lock_pages`; further calls do nothing.
     """
 
     unlock: Callable[[], object] = staticmethod(lambda: None)
@@ -81,12 +86,12 @@ class BridgeSlab:
         ]
 
     def write_nonce(self, index: int, nonce: bytes) -> None:
-        """Puts a rank's nonce where the others look for it."""
+        """Writes a rank's nonce into its line."""
         start = (index * WORDS + _NONCE) * 8
         self._memory[start : start + _NONCE_BYTES] = nonce
 
     def read_nonce(self, index: int) -> bytes:
-        """Returns what is where a rank's nonce should be."""
+        """Reads a rank's nonce from its line."""
         start = (index * WORDS + _NONCE) * 8
         return self._memory[start : start + _NONCE_BYTES]
 
@@ -101,13 +106,13 @@ def _parts_offset(num_ranks: int) -> int:
 
 
 def slab_bytes(num_ranks: int) -> int:
-    """Returns the size of the shared memory of a process group."""
+    """Returns the size of a process group's shared memory."""
     return _parts_offset(num_ranks) + num_ranks * PARTS * PART_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SlabOffer:
-    """Where the first rank's memory is, or why there is none."""
+    """Address of the first rank's memory, or the error that prevented its creation."""
 
     name: str = ""
     pid: int = 0
@@ -117,7 +122,7 @@ class _SlabOffer:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What a rank got of the hand-shake so far."""
+    """A rank's progress in the handshake."""
 
     slab: BridgeSlab | None = None
     error: str = ""
@@ -125,13 +130,13 @@ class _Attempt:
 
 
 def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.device) -> BridgeSlab:
-    """Returns the process group's shared memory, proven to be one and the same for all ranks.
+    """Creates the process group's shared memory, and tests that all ranks map the same memory.
 
-    Every rank calls it at once. On a GPU rank it is page-locked, so that the device
-    copies from and to it.
+    All ranks must call it at the same time. A GPU rank locks the pages, so that the device can
+    copy from and to the memory.
 
     Raises:
-        ContractError: on every rank, when one of them does not see it.
+        ContractError: on every rank, if any rank does not map the memory.
     """
     fd, offer = -1, _SlabOffer()
     try:
@@ -147,10 +152,9 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
     failures = [verdict for verdict in verdicts if verdict]
     if failures or attempt.slab is None:
         raise ContractError(
-            f"process group {process_group.group}: the plan says that ranks {list(process_group.ranks)} "
-            f"share a host's memory; got: {'; '.join(failures)}; expected one memory that each maps; put "
-            "them into one pod (or one PID namespace of one machine), or let the plan say that they don't "
-            "share a host"
+            f"process group {process_group.group}: ranks {list(process_group.ranks)} cannot share memory, "
+            f"although the plan puts them on one host ({'; '.join(failures)}). Run them in one pod (or one "
+            f"PID namespace of one machine), or set {names.ENV_BRIDGE}=gloo in engine.env"
         )
     return attempt.slab
 
@@ -160,12 +164,14 @@ def _create(num_ranks: int) -> tuple[int, _SlabOffer]:
     try:
         fd = os.memfd_create(name)
     except OSError as error:
-        return -1, _SlabOffer(error=f"no shared memory: {error}")
+        return -1, _SlabOffer(error=f"cannot create shared memory: {error}")
     try:
         os.posix_fallocate(fd, 0, slab_bytes(num_ranks))
     except OSError as error:
         os.close(fd)
-        return -1, _SlabOffer(error=f"no {slab_bytes(num_ranks)} bytes of shared memory: {error}")
+        return -1, _SlabOffer(
+            error=f"cannot allocate {slab_bytes(num_ranks)} bytes of shared memory: {error}"
+        )
     return fd, _SlabOffer(name=name, pid=os.getpid(), fd=fd)
 
 
@@ -186,10 +192,10 @@ def _attempt(offer: _SlabOffer, process_group: ProcessGroupRanks, device: torch.
 
 def _open(offer: _SlabOffer, num_ranks: int) -> BridgeSlab:
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
-    # In another PID namespace this is another process: its file must not be written to.
+    # In another PID namespace, this pid is a different process, whose file must not be written.
     target = os.readlink(path)
     if target != f"/memfd:{offer.name} (deleted)":
-        raise OSError(f"{path} is {target}, not the memory of the process group's first rank")
+        raise OSError(f"{path} must be the memory of the process group's first rank, but is {target}")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return BridgeSlab(fd, num_ranks)
@@ -198,7 +204,7 @@ def _open(offer: _SlabOffer, num_ranks: int) -> BridgeSlab:
 
 
 def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], process_group: ProcessGroupRanks) -> str:
-    """Returns what is wrong as this rank sees it, empty when it reads every rank's nonce."""
+    """Returns this rank's problem, or "" if it can read every rank's nonce."""
     here = f"rank {process_group.own_rank}"
     if attempt.error or attempt.slab is None:
         return f"{here}: {attempt.error}"
@@ -207,16 +213,17 @@ def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], process_group: Pr
         for index, (nonce, error) in enumerate(seen)
         if not error and attempt.slab.read_nonce(index) != nonce
     ]
-    return f"{here} does not see what ranks {unseen} wrote" if unseen else ""
+    return f"{here} cannot read the data of ranks {unseen}" if unseen else ""
 
 
 def lock_pages(slab: BridgeSlab, device: torch.device) -> None:
-    """Lets the GPU copy from and to a slab by itself, until `BridgeSlab.unlock` or the slab's end.
+    """Locks the slab's pages, so that the GPU can copy from and to them.
 
-    Memory that went while it was locked would keep its address from being locked again.
+    `BridgeSlab.unlock` or the slab's finalizer unlocks the pages. If memory is freed while it is locked,
+    its address can never be locked again.
 
     Raises:
-        OSError: CUDA does not take it.
+        OSError: CUDA refuses the memory.
     """
     address, num_bytes = slab.bytes.data_ptr(), slab.bytes.numel()
     with torch.cuda.device(device):
@@ -224,12 +231,12 @@ def lock_pages(slab: BridgeSlab, device: torch.device) -> None:
     if int(status) != 0:
         raise OSError(f"cudaHostRegister of {num_bytes} bytes failed with {status}")
     unlock = weakref.finalize(slab, torch.cuda.cudart().cudaHostUnregister, address)
-    unlock.atexit = False  # it ends with the process
+    unlock.atexit = False  # the lock ends with the process
     slab.unlock = unlock
 
 
 def gather_values(value: _T, cpu_group: Any) -> list[_T]:
-    """Returns every rank's value, in the process group's order."""
+    """Gathers every rank's value, in the process group's order."""
     values: list[Any] = [None] * dist.get_world_size(cpu_group)
     dist.all_gather_object(values, value, group=cpu_group)
     return values

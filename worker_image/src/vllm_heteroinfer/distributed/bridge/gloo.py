@@ -1,7 +1,7 @@
-"""The link of ranks that share no memory: one gloo message a part and pair of ranks.
+"""The link for ranks without shared memory: one gloo message for each part and pair of ranks.
 
-A message is a header and the part's bytes, received into a buffer for the largest part, so that
-gloo never sees two sizes that differ and a mismatch is found by comparing headers.
+A message is a header and the bytes of the part. The receive buffer has room for the largest part, so
+gloo accepts every message, and the comparison of headers finds a mismatch.
 """
 
 import time
@@ -28,17 +28,17 @@ from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
 
 _TAG = 0x4862
-"""Of the bridge's messages on a process group that others use too: parts, announcements, sends."""
+"""First tag of the bridge's messages (parts, announcements, sends); others use the process group too."""
 _PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
 _PARTS = 2
 _RING = 16
 _FAREWELL_S = 1.0
-"""For which a rank that found a mismatch stays, so that the other one finds it too."""
+"""Time that a rank waits after it found a mismatch, so that the other rank finds it too."""
 _LENGTH_BYTES = 8
 
 
 class _GlooMessage:
-    """Buffer for a header and a part, persistent, page-locked on a GPU rank."""
+    """A persistent buffer for a header and a part, page-locked on a GPU rank."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.bytes = torch.zeros(HEADER_BYTES + PART_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -56,7 +56,7 @@ class _GlooMessage:
 
 
 class GlooLink:
-    """See `BridgeLink`."""
+    """A link over gloo: see `BridgeLink`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class GlooLink:
         self._ring = torch.zeros((_RING, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
         self._ring_works: list[list[tuple[int, Any]]] = [[] for _ in range(_RING)]
         self._letter: _GlooMessage | None = None
-        # gloo's receives can be waited for, but not asked whether they are done.
+        # gloo can wait for a receive, but cannot report whether it is done.
         self._waiters = (
             ThreadPoolExecutor(len(process_group.peers), "heteroinfer-bridge")
             if len(process_group.peers) > 1
@@ -91,17 +91,17 @@ class GlooLink:
         return (message.part for both in messages for message in both)
 
     def outgoing(self) -> Buffer:
-        """Returns the part of the message that was sent the time before the last."""
+        """Returns the buffer of the message before the last message."""
         return self._out[(self._published + 1) % _PARTS].part
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
-        """Posts all receives, then all sends, of this rank; without a signal only."""
+        """Posts all receives of this rank, then all sends. Does not support a signal."""
         if signal is not None:
-            raise ValueError("gloo sends what is there: got a signal for later, expected none")
+            raise ValueError("publish: signal must be None, since gloo sends at once")
         self._published += 1
         slot = self._published % _PARTS
         message = self._out[slot]
-        message.works.clear()  # their readers have since published, so they are done
+        message.works.clear()  # done: the receivers have published since then
         message.header = header
         for peer in self._process_group.peers:
             incoming = self._in[peer][slot]
@@ -110,13 +110,14 @@ class GlooLink:
         message.works = [self._post(dist.isend, sent, peer, _PART_TAG) for peer in self._process_group.peers]
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
-        """Yields each peer's part once its message is there."""
+        """Yields each peer's part when its message arrives."""
         slot = self._published % _PARTS
         pending = list(self._process_group.peers)
         arrivals = self._arrivals(slot)
         while pending:
             start = time.perf_counter()
-            # Also after others have come: who says that it waits for nobody is taken for the one that hangs.
+            # Report the wait also after other messages arrived: a rank that reports no wait is taken for the
+            # rank that hangs.
             self._meter.waiting_for(self._process_group.ranks[pending[0]])
             peer = next(arrivals)
             self._meter.waited(time.perf_counter() - start)
@@ -126,7 +127,7 @@ class GlooLink:
             yield peer, message.header, message.part
 
     def _arrivals(self, slot: int) -> Iterator[int]:
-        """Yields the peers in the order in which their messages come."""
+        """Yields the peers in the order in which their messages arrive."""
 
         def arrived(peer: int) -> int:
             self._finish(self._in[peer][slot].works[0], peer, "a collective's part", self.timeout_s)
@@ -140,7 +141,7 @@ class GlooLink:
             yield future.result()
 
     def announce(self, message: bytes) -> None:
-        """Sends bytes to each listener; the first rank only."""
+        """Sends a message to each listener; only the first rank may call it."""
         self._announced += 1
         slot = self._announced % _RING
         for peer, work in self._ring_works[slot]:
@@ -153,14 +154,14 @@ class GlooLink:
         ]
 
     def listen(self, deadline_s: float) -> bytes:
-        """Returns the next message of the first rank."""
+        """Waits for the next announcement of the first rank."""
         row = self._ring[0]
         self._wait(self._post(dist.irecv, row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
         framed = bytes(row.numpy())
         return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]
 
     def send(self, peer: int, header: bytes, part: torch.Tensor) -> None:
-        """Sends one part to one rank and waits until it is taken.
+        """Sends one part to one rank and waits until the rank has received it.
 
         Args:
             peer: rank in the process group.
@@ -171,25 +172,25 @@ class GlooLink:
         letter.part.elements(part.dtype, part.numel()).copy_(part)
         sent = letter.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
         work = self._post(dist.isend, sent, peer, _SEND_TAG)
-        self._wait(work, peer, "the taking of a tensor", self.timeout_s)
+        self._wait(work, peer, "the receipt of a tensor", self.timeout_s)
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
-        """Returns the header and the part that a rank sends; valid until the next call."""
+        """Receives a header and a part from a rank; valid until the next call."""
         letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
         work = self._post(dist.irecv, letter.bytes, peer, _SEND_TAG)
         self._wait(work, peer, "a tensor", self.timeout_s)
         return letter.header, letter.part
 
     def finish_sending(self, peer: int) -> None:
-        """Waits until a rank has taken this rank's last part, for a second at most."""
+        """Waits until a rank has received this rank's last part, for at most one second."""
         works = self._out[self._published % _PARTS].works
         for receiver, work in zip(self._process_group.peers, works, strict=False):
             if receiver == peer:
                 with suppress(PeerLostError):
-                    self._finish(work, peer, "the taking of a part", _FAREWELL_S)
+                    self._finish(work, peer, "the receipt of a part", _FAREWELL_S)
 
     def close(self) -> None:
-        """Ends the waiting threads; connections end with the process group."""
+        """Ends the waiting threads. The process group closes the connections."""
         if self._waiters is not None:
             self._waiters.shutdown(wait=False, cancel_futures=True)
 

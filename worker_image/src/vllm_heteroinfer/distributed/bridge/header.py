@@ -1,7 +1,7 @@
-"""What a rank says of the collective it is at; pure.
+"""Headers that identify a rank's current collective. Pure.
 
-A header goes ahead of every part of a tensor. Ranks of a process group compare them byte for
-byte, so each field is one in which they must agree.
+A header precedes every part of a tensor. The ranks of a process group compare headers byte by byte, so
+a header contains only fields that must be the same on all ranks.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 HEADER_BYTES = 128
-"""Bytes kept for a header; a multiple of a cache line, so that no two share one."""
+"""Size of a header; a multiple of a cache line, so that two headers never share a cache line."""
 _MAX_DIMS = 8
 _LAYOUT = struct.Struct(f"=BBhiqqQqQ{_MAX_DIMS}q")
 assert _LAYOUT.size <= HEADER_BYTES
@@ -32,7 +32,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Operation(IntEnum):
-    """Which collective."""
+    """A collective's number in the header."""
 
     ALL_REDUCE = 1
     ALL_GATHER = 2
@@ -55,26 +55,26 @@ def pack_header(  # noqa: PLR0913 - the fields of a header
     history: int,
     sizes: Sequence[int] | None = None,
 ) -> bytes:
-    """Returns the header of a call, HEADER_BYTES long; part 0 of its tensor.
+    """Packs the header of part 0 of a call's tensor, HEADER_BYTES long.
 
     Args:
-        shape: of the tensor that each rank gives, -1 where they may differ; at most 8 dims.
-        dtype: of the tensor, as torch writes it: `torch.bfloat16`.
-        root: rank in the process group that sends or gathers, where there is one.
-        step: as `Bridge.begin_step` was given it.
-        count: collectives since then, this one included.
-        history: as `Bridge.set_history` was given it, 64 bits.
-        sizes: of the ranks along the dim that differs.
+        shape: shape of each rank's tensor, at most 8 dims; -1 for a dim that differs between ranks.
+        dtype: dtype of the tensor in torch's notation, such as `torch.bfloat16`.
+        root: rank in the process group that sends or gathers; -1 if none.
+        step: the step from `Bridge.begin_step`.
+        count: number of collectives since the step began, including this collective.
+        history: the checksum from `Bridge.set_history`, 64 bits.
+        sizes: size of each rank's tensor along the dim that differs.
 
     Raises:
-        ValueError: a dtype or number of dims that the bridge does not carry.
+        ValueError: the bridge does not support the dtype or the number of dims.
     """
     dims = len(shape)
     code = _CODES.get(dtype)
     if code is None or dims > _MAX_DIMS:
         raise ValueError(
-            f"{operation.name.lower()}: got {dtype} with {dims} dims, expected one of "
-            f"{', '.join(_DTYPES)} with at most {_MAX_DIMS}; view it as one of them"
+            f"{operation.name.lower()}: tensor must have at most {_MAX_DIMS} dims and dtype "
+            f"{', '.join(_DTYPES)}, got {dtype} with {dims} dims. View it as a supported tensor"
         )
     digest = 0 if sizes is None else zlib.crc32(struct.pack(f"={len(sizes)}q", *sizes))
     fields = (operation, code, root, dims, step, count, history, 0, digest)
@@ -86,15 +86,15 @@ _COUNTS = struct.Struct("=qqQ")
 
 
 class HeaderTemplate:
-    """Headers of calls that differ in step, count and history only."""
+    """Builds headers of calls that differ only in step, count and history."""
 
     def __init__(self, operation: Operation, *, shape: Sequence[int], dtype: str) -> None:
-        """Takes what `pack_header` takes, and raises as it does."""
+        """Packs the fixed fields. See `pack_header` for arguments and errors."""
         whole = pack_header(operation, shape=shape, dtype=dtype, step=0, count=0, history=0)
         self._head, self._tail = whole[:_COUNTS_OFFSET], whole[_COUNTS_OFFSET + _COUNTS.size :]
 
     def fill(self, step: int, count: int, history: int) -> bytes:
-        """Returns the header of one call."""
+        """Builds the header of one call."""
         return self._head + _COUNTS.pack(step, count, history) + self._tail
 
 
@@ -103,19 +103,19 @@ _PART = struct.Struct("=q")
 
 
 def header_of_part(header: bytes, part: int) -> bytes:
-    """Returns the header of another part of the same call."""
+    """Builds the header of another part of the same call."""
     if part == 0:
         return header
     return header[:_PART_OFFSET] + _PART.pack(part) + header[_PART_OFFSET + _PART.size :]
 
 
 def describe(header: bytes) -> str:
-    """Returns a header in words, as `all_reduce #7 of step 12 [16, 4096] bfloat16`."""
+    """Formats a header for people, such as `all_reduce #7 of step 12 [16, 4096] bfloat16`."""
     operation, code, root, dims, step, count, history, part, sizes, *shape = _LAYOUT.unpack_from(header)
     try:
         name, dtype = Operation(operation).name.lower(), _DTYPES[code].removeprefix("torch.")
     except (ValueError, IndexError):
-        return f"something that is no header of this version ({header[:16].hex()})"
+        return f"an unknown call (not a header of this version: {header[:16].hex()})"
     words = f"{name} #{count} of step {step} {shape[:dims]} {dtype}"
     if root >= 0:
         words += f" root {root}"
@@ -127,5 +127,5 @@ def describe(header: bytes) -> str:
 
 
 def num_parts(num_elements: int, part_elements: int) -> int:
-    """Returns how many parts a tensor takes; an empty one takes one, so that it is compared too."""
+    """Returns the number of parts of a tensor; an empty tensor has one part, so that headers are compared."""
     return max(1, math.ceil(num_elements / part_elements))

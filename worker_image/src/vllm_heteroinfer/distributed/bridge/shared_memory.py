@@ -1,7 +1,7 @@
-"""The link of ranks on one host: each publishes in the slab, the others read there.
+"""The link for ranks on one host: each rank publishes its parts in the slab, and the others read them there.
 
-A word of a rank's line says how many parts it has published. It is written after the
-part and its header; on x86-64 other CPUs see stores in that order, elsewhere they need not.
+A word in a rank's line counts the parts that the rank has published. The rank writes the word after the
+part and its header. On x86-64, other CPUs see stores in that order; other architectures do not ensure it.
 """
 
 import time
@@ -31,13 +31,13 @@ from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.distributed.meter import Meter
 
 MACHINES = ("x86_64",)
-"""Machines whose stores are seen in order."""
+"""Architectures on which other CPUs see stores in order."""
 _CHECK_S = 0.1
-"""Between looks at what the device has met, while its own part is not there."""
+"""Interval of checks for errors of this rank's device, while its own part is not published."""
 
 
 class SharedMemoryLink:
-    """See `BridgeLink`."""
+    """A link over shared memory: see `BridgeLink`."""
 
     def __init__(
         self, slab: BridgeSlab, process_group: ProcessGroupRanks, *, timeout_s: float, meter: Meter
@@ -54,11 +54,11 @@ class SharedMemoryLink:
         return (part for parts in self._slab.parts for part in parts)
 
     def outgoing(self) -> Buffer:
-        """Returns the buffer that was published the time before the last."""
+        """Returns the buffer of the part before the last part."""
         return self._own[(self._published + 1) % PARTS]
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
-        """Writes the header, then the word that says so, or lets the signal write it."""
+        """Writes the header, then the count of published parts; a signal makes the device write the count."""
         published = self._published = self._published + 1
         self._own_headers[published % PARTS][:] = header
         self._signal = signal
@@ -68,7 +68,7 @@ class SharedMemoryLink:
             signal.write(self._line + WRITTEN, published)
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
-        """Yields each peer's part once its word says that it is there."""
+        """Yields each peer's part when the peer's count shows that it is published."""
         words, published = self._slab.words, self._published
         slot = published % PARTS
         pending = self._process_group.peers
@@ -84,10 +84,10 @@ class SharedMemoryLink:
             pending = tuple(peer for peer in pending if peer not in there)
 
     def _wait_for_own(self, signal: StreamSignal, published: int) -> None:
-        """Returns when this rank's own device has come as far: until then it waits for no peer.
+        """Waits until this rank's own device has published its part, before the wait for peers begins.
 
         Raises:
-            TimeoutError: it has not, in a time in which the peers give up.
+            TimeoutError: the device did not publish within the time-out, when the peers give up too.
         """
         words, word = self._slab.words, self._line + WRITTEN
         waited_s = 0.0
@@ -98,7 +98,7 @@ class SharedMemoryLink:
                 rank = self._process_group.own_rank
                 raise TimeoutError(
                     f"process group {self._process_group.group}: the device of rank {rank} has not finished "
-                    f"what its part is made of within {self.timeout_s:.0f} s"
+                    f"the computation of its part within {self.timeout_s:.0f} s"
                 )
 
     def _wait_for_any(self, pending: tuple[int, ...], published: int) -> None:
@@ -128,20 +128,23 @@ class SharedMemoryLink:
         start = time.perf_counter()
         came = wait_until(ready, SPIN_S)
         reported = not came
-        if reported:  # reporting a wait costs as much as a short one takes
+        if reported:  # the report costs as much time as a short wait
             self._meter.waiting_for(rank)
             came = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
         waited = time.perf_counter() - start
         if not came:
             raise PeerLostError(
-                rank, waited, f"process group {self._process_group.group}: no sign of it", awaited=awaited
+                rank,
+                waited,
+                f"process group {self._process_group.group}: rank {rank} published nothing",
+                awaited=awaited,
             )
         if reported:
             self._meter.waiting_for(None)
         self._meter.waited(waited)
 
     def announce(self, message: bytes) -> None:
-        """Puts bytes into the ring; rank 0 only."""
+        """Puts a message into the ring; only the first rank may call it."""
         announced = self._announced + 1
         words = self._slab.words
         for peer in self._process_group.listeners:
@@ -154,7 +157,7 @@ class SharedMemoryLink:
         self._announced = words[ANNOUNCED] = announced
 
     def listen(self, deadline_s: float) -> bytes:
-        """Returns the next message of the ring."""
+        """Waits for the next message in the ring."""
         words, wanted = self._slab.words, self._read + 1
         if words[ANNOUNCED] < wanted:
             self._wait(
@@ -170,10 +173,10 @@ class SharedMemoryLink:
         return message
 
     def finish_sending(self, peer: int) -> None:
-        """Does nothing: what was published stays for as long as a rank has the slab mapped."""
+        """Does nothing: a published part exists as long as any rank maps the slab."""
 
     def close(self) -> None:
-        """Says so to the others; the memory goes with the last process that maps it."""
+        """Marks this rank as closed. The kernel frees the memory after the last process unmaps it."""
         self._slab.words[self._line + CLOSED] = 1
         self._slab.unlock()
 
@@ -183,17 +186,17 @@ def _exceeds(words: "memoryview[int]", word: int, value: int) -> bool:
 
 
 def choose_path(share_host: bool, machines: set[str]) -> tuple[Literal["shared_memory", "gloo"], str]:
-    """Returns how ranks reach each other, and why.
+    """Chooses the link between the ranks. Returns it with the reason.
 
     Args:
-        share_host: whether the plan says so.
-        machines: what `platform.machine` says on each.
+        share_host: whether the plan puts the ranks on one host.
+        machines: `platform.machine()` of each rank.
     """
     if not share_host:
-        return "gloo", "the plan says that the ranks share no host"
+        return "gloo", "the plan puts the ranks on different hosts"
     if not machines <= set(MACHINES):
         return (
             "gloo",
-            f"shared memory needs stores seen in order ({', '.join(MACHINES)}), got {sorted(machines)}",
+            f"shared memory works only on {', '.join(MACHINES)}, and the hosts are {sorted(machines)}",
         )
-    return "shared_memory", "the plan says that the ranks share a host, and each read what the others wrote"
+    return "shared_memory", "the plan puts the ranks on one host, and each rank can read the others' data"

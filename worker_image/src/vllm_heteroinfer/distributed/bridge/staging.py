@@ -1,4 +1,4 @@
-"""Copies between a rank's tensors and the host memory that the link shows to others."""
+"""Copies between a rank's tensors and the host memory of the link."""
 
 import time
 from collections.abc import Iterable
@@ -9,36 +9,40 @@ from vllm_heteroinfer.distributed.bridge.bridge_link import PART_BYTES, Buffer, 
 from vllm_heteroinfer.distributed.bridge.stream_signal import StreamSignal
 
 MAPPED_BYTES = 256 << 10
-"""Up to here a GPU reads and writes host memory from its kernels.
+"""Largest part that a GPU's kernels read and write directly in host memory.
 
-That saves the copy engine's start and a launch: with copies 8 KiB took 68 us and 256 KiB 80
-(H200, 2026-11-21). Above, the copy engine moves parts both ways at once.
+Direct access saves the start of the copy engine and a launch: with copies, 8 KiB took 68 us and 256 KiB
+took 80 us (H200, 2026-11-21). For larger parts, the copy engine moves data in both directions at once.
 """
 _SAMPLE = 16
-"""One in so many mapped copies is timed, and counts for all: two events cost as much as the copy."""
+"""One of 16 mapped copies is timed and counts for all 16: two events cost as much time as a copy."""
 
 
 class Staging:
-    """The copies of one rank; for each part the calls are put, in_order or settle, fetch, fetched.
+    """The copies of a CPU rank: plain copies out; peers' parts are read in host memory.
 
-    This one is a CPU rank's: plain copies, and peers' parts are read where they are.
+    For each part, call `put`, then `in_order` or `settle`, then `fetch`, then `fetched`.
     """
 
-    way = "used in place"
-    """How it copies, for the log."""
+    way = "used directly"
+    """Description of the copies, for the log."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._fetch_start: float | None = None
 
     def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
-        """Starts to copy `source`, of this form, to a buffer; `first` part of a tensor or a later one."""
+        """Starts to copy `source`, which has this form, to a buffer.
+
+        Args:
+            first: whether this is the first part of a tensor.
+        """
         start = time.perf_counter()
         buffer.shaped(form).copy_(source)
         self._seconds += time.perf_counter() - start
 
     def in_order(self) -> StreamSignal | None:
-        """Returns what publishes what was put once it is there; None: `settle`, then publish."""
+        """Returns a signal that publishes the part after its copy. If None, call `settle`, then publish."""
         return None
 
     def settle(self) -> float:
@@ -47,23 +51,23 @@ class Staging:
         return seconds
 
     def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
-        """Returns what a peer put, on this rank's device, in the order of its stream."""
+        """Returns a peer's part on this rank's device, in the order of the device's stream."""
         if self._fetch_start is None:
             self._fetch_start = time.perf_counter()
         return buffer.shaped(form)
 
     def fetched(self) -> None:
-        """Says that the last use of what was fetched is in the stream."""
+        """Marks the end of fetches: the last use of the fetched parts is queued on the stream."""
         if self._fetch_start is not None:
             self._seconds += time.perf_counter() - self._fetch_start
             self._fetch_start = None
 
 
 class CudaStaging(Staging):
-    """A GPU rank's: kernels over mapped host memory for small parts, asynchronous copies for others.
+    """The copies of a GPU rank: kernels on mapped host memory for small parts, else asynchronous copies.
 
-    The first part of a tensor leaves on the stream that computed it; the others on a stream
-    of their own, while what came in before is copied in and combined on the first.
+    The first part of a tensor is copied out on the stream that computed the tensor. The other parts are
+    copied out on a second stream, while the first stream copies in and combines the parts received before.
     """
 
     def __init__(
@@ -73,7 +77,12 @@ class CudaStaging(Staging):
         buffers: Iterable[Buffer],
         signal: StreamSignal | None = None,
     ) -> None:
-        """Takes every buffer of the link, page-locked, and what writes its words, if the link has such."""
+        """Maps the buffers to the device, if the device supports it.
+
+        Args:
+            buffers: all buffers of the link, page-locked.
+            signal: writes the link's words from the stream; None if the host writes them.
+        """
         self._device, self._signal = device, signal
         self._mapped: dict[Buffer, Buffer] = {}
         self._mapped_bytes, self.way = MAPPED_BYTES, f"mapped up to {MAPPED_BYTES} bytes, copied above"
@@ -81,7 +90,7 @@ class CudaStaging(Staging):
             for buffer in buffers:
                 self._mapped[buffer] = Buffer(map_to_device(buffer.memory, device))
         except (OSError, RuntimeError) as error:  # slower, and the log says so
-            self._mapped_bytes, self.way = 0, f"copied, since the device does not map it: {error}"
+            self._mapped_bytes, self.way = 0, f"copied, since the device cannot map it: {error}"
         self._copies = torch.cuda.Stream(device)
         self._staged = {
             peer: Buffer(torch.empty(PART_BYTES, dtype=torch.uint8, device=device)) for peer in peers
@@ -94,7 +103,7 @@ class CudaStaging(Staging):
     def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
         """Starts to copy."""
         self._first = first
-        if not first:  # the first part has been settled, so what made the tensor is done
+        if not first:  # the first part has been settled, so the computation of the tensor is done
             with torch.cuda.stream(self._copies):
                 buffer.shaped(form).copy_(source, non_blocking=True)
             return
@@ -112,10 +121,10 @@ class CudaStaging(Staging):
             self._put_time.end()
 
     def in_order(self) -> StreamSignal | None:
-        """Returns the signal for a small part that is not timed, on the stream of the one before.
+        """Returns the signal for a small, untimed part on the same stream as the part before; else None.
 
-        Nothing need be waited for then: the next part is written, and what was fetched for
-        this one is used, in the order of that stream.
+        Then the host has nothing to wait for: the stream itself orders the write of the next part after
+        the use of the parts fetched for this part.
         """
         signal = self._signal
         if signal is None or self._weight or not self._small or signal.stream() != self._stream.cuda_stream:
@@ -126,13 +135,13 @@ class CudaStaging(Staging):
         """Waits for the device.
 
         Returns:
-            For the first part of a tensor the device's own time for the copies, since the
-            wait is for its computation too; for the others the time of the wait.
+            Seconds. For the first part of a tensor: the device's time for the copies, since the wait
+            includes the computation. For other parts: the time of the wait.
         """
         start = time.perf_counter()
         stream, last = torch.cuda.current_stream(self._device), self._stream
         stream.synchronize()
-        if last != stream:  # what was fetched before may be in use there
+        if last != stream:  # the last stream may still use parts fetched before
             last.synchronize()
             self._stream = stream
         if self._first:
@@ -142,7 +151,7 @@ class CudaStaging(Staging):
         return time.perf_counter() - start
 
     def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
-        """Returns host memory itself if it is small, else what is being copied from it."""
+        """Returns a small part in host memory itself, and a larger part as a copy in progress."""
         if self._weight:
             self._fetch_time.begin(self._weight)
         if form.num_bytes <= self._mapped_bytes:
@@ -150,12 +159,12 @@ class CudaStaging(Staging):
         return self._staged[peer].shaped(form).copy_(buffer.shaped(form), non_blocking=True)
 
     def fetched(self) -> None:
-        """Ends the time of the fetches, on the current stream."""
+        """Ends the measured time of the fetches, on the current stream."""
         self._fetch_time.end()
 
 
 class _DeviceTime:
-    """Time that the current stream takes from one point to another."""
+    """Measures the time of the current stream between two marks."""
 
     def __init__(self) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -163,19 +172,19 @@ class _DeviceTime:
         self._begun = self._ended = False
 
     def begin(self, weight: int) -> None:
-        """Marks the begin, unless it is marked; `weight` such times are taken together."""
+        """Marks the start, if it is not marked yet. `take` multiplies the time by `weight`."""
         if not self._begun:
             self._begun, self._ended, self._weight = True, False, weight
             self._begin.record()
 
     def end(self) -> None:
-        """Marks the end, if there was a begin."""
+        """Marks the end, if the start is marked."""
         if self._begun:
             self._begun, self._ended = False, True
             self._end.record()
 
     def take(self) -> float:
-        """Returns the seconds between the marks, once: the device must have passed both."""
+        """Returns the weighted seconds between the marks, then 0. The device must have passed both marks."""
         if not self._ended:
             return 0.0
         self._ended = False
@@ -183,7 +192,7 @@ class _DeviceTime:
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies by a kernel: `copy_` would take the copy engine. A product with 1 is the number itself."""
+    """Copies with a kernel (a product with 1), since `copy_` would use the copy engine."""
     dtype = source.dtype
     if dtype is torch.bool:
         dtype, target, source = torch.uint8, target.view(torch.uint8), source.view(torch.uint8)
@@ -194,11 +203,11 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 _ONES: dict[torch.dtype, torch.Tensor] = {}
-"""By dtype, on the host: torch takes them as numbers, but need not make a tensor of one each time."""
+"""The number 1 by dtype, on the host: torch treats it as a scalar and need not create a tensor each time."""
 
 
 class _HostMemory:
-    """Page-locked host memory, shown to torch as memory of the device that maps it."""
+    """Presents page-locked host memory to torch as memory of the device that maps it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -211,7 +220,7 @@ class _HostMemory:
 
 
 def map_to_device(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns page-locked host memory as a tensor of the device, at the same address.
+    """Views page-locked host memory as a tensor of the device, at the same address.
 
     Source: at::cuda::getDeviceFromPtr@torch-2.13, which takes registered host memory.
 
@@ -220,10 +229,10 @@ def map_to_device(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
         device: a GPU whose host pointers are device pointers (unified addressing).
 
     Raises:
-        OSError: torch made a copy, or the address is another one.
+        OSError: torch made a copy, or the address differs.
     """
     with torch.cuda.device(device):
         mapped = torch.as_tensor(_HostMemory(memory), device=device)
     if mapped.data_ptr() != memory.data_ptr():
-        raise OSError(f"{device} sees host memory at another address; expected unified addressing")
+        raise OSError(f"{device} maps host memory at a different address (no unified addressing)")
     return mapped

@@ -1,7 +1,7 @@
-"""Words of host memory that a GPU's stream writes by itself, in its order.
+"""Words of host memory that a GPU's stream writes itself, in stream order.
 
-A host that waits for the stream to write the word instead knows late: on the H200 a
-synchronize takes 5 us longer than the word (2026-11-21).
+The alternative is that the host waits for the stream and then writes the word. That is slower: on the
+H200, a synchronize takes 5 us longer than a write by the stream (2026-11-21).
 """
 
 import ctypes
@@ -12,23 +12,23 @@ import torch
 
 
 class StreamSignal:
-    """Writes words of one memory, when all that is in the stream now is done and seen by the host.
+    """Writes words in host memory after all work now in the stream is done and visible to the host.
 
-    Source: cuStreamWriteValue64 of the CUDA driver API, whose default is to wait for all
-    writes before it, and to let the system see them.
+    Source: cuStreamWriteValue64 of the CUDA driver API. By default it waits for all earlier writes and
+    makes them visible to the system.
     """
 
     def __init__(
         self, words: "memoryview[int]", address: int, device: torch.device, *, proof_word: int
     ) -> None:
-        """Proves that the driver does it.
+        """Tests that the driver writes words.
 
         Args:
-            words: int64, page-locked host memory that the device maps at its own address.
-            proof_word: number of a word that nothing else uses.
+            words: int64, page-locked host memory that the device maps at the same address.
+            proof_word: index of a word that nothing else uses.
 
         Raises:
-            OSError: the driver lacks it, or the word did not come.
+            OSError: the driver has no such function, or did not write the word.
         """
         self._address, self._device = address, device
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -40,10 +40,10 @@ class StreamSignal:
         except RuntimeError as error:
             raise OSError(str(error)) from error
         if words[proof_word] != wanted:
-            raise OSError(f"{device} wrote no word: got {words[proof_word]}, expected {wanted}")
+            raise OSError(f"{device} did not write a test word: got {words[proof_word]}, expected {wanted}")
 
     def write(self, word: int, value: int) -> None:
-        """Puts the write of word number `word` into the current stream.
+        """Queues the write of the word with index `word` on the current stream.
 
         Raises:
             RuntimeError: the driver refused.
@@ -53,27 +53,27 @@ class StreamSignal:
             raise RuntimeError(f"{self._device}: cuStreamWriteValue64 failed with {status}")
 
     def stream(self) -> int:
-        """Returns the handle of the current stream, in which it writes."""
-        # The public torch.cuda.current_stream makes an object each time, which takes 2 us.
+        """Returns the handle of the current stream, which `write` uses."""
+        # The public torch.cuda.current_stream creates an object on each call, which takes 2 us.
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def check(self) -> None:
-        """Raises what the device has met; the words of a failed stream never come."""
+        """Raises the device's error, if any: a failed stream never writes its words."""
         torch.cuda.current_stream(self._device).query()
 
 
 def find_signal(
     words: "memoryview[int]", address: int, device: torch.device, proof_word: int
 ) -> tuple[StreamSignal | None, str]:
-    """Returns what lets a device publish small parts by itself, if it can; and who publishes, for the log.
+    """Creates a signal, if the driver supports it. Also returns a description for the log.
 
-    Arguments as `StreamSignal`.
+    The arguments are the same as for `StreamSignal`.
     """
     try:
         signal = StreamSignal(words, address, device, proof_word=proof_word)
     except OSError as error:  # a few us slower, and the log says so
-        return None, f"the host publishes, since the device cannot: {error}"
-    return signal, "the device publishes small parts"
+        return None, f"by the host, since the device cannot: {error}"
+    return signal, "by the device for small parts, by the host for others"
 
 
 def _driver_call() -> Callable[[int, int, int, int], int]:

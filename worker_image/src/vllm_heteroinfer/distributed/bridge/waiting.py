@@ -6,17 +6,20 @@ from collections.abc import Callable
 from vllm_heteroinfer.group.deadline import MOST_TURN_S
 
 SPIN_S = 200e-6
-"""Looks without a pause: a decode step has 65 of these waits, and a sleep is 60 us at the least."""
+"""Time of checks without a pause: a decode step has 65 of these waits, and the shortest sleep is 60 us."""
 YIELD_S = 5e-3
-"""Looks and gives the CPU and the interpreter to others between looks, before it sleeps."""
+"""Time of checks that yield the CPU and the interpreter after each check; sleeps follow."""
 _SLEEP_S = 50e-6
 _LONG_S = 1.0
 _LONG_SLEEP_S = 500e-6
-"""Between looks when nothing came for `_LONG_S`: an idle engine should cost no CPU."""
+"""Sleep between checks after a wait of `_LONG_S`, so that an idle engine uses little CPU."""
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
-    """Returns whether `ready` became true within `timeout_s` seconds in which this process had its turns."""
+    """Waits until `ready` is true. Returns False after `timeout_s` seconds.
+
+    Counts at most MOST_TURN_S for each check, so that a time without CPU does not use up the time-out.
+    """
     waited, before = 0.0, time.perf_counter()
     while True:
         if ready():
