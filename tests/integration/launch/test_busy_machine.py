@@ -67,7 +67,7 @@ def test_a_command_that_takes_seconds_to_load_ends_no_group(tmp_path: Path, slow
             assert group.pods[slow].is_alive(), group.logs()
             group.wait_ready()
         assert "PodLost" not in group.logs()
-        assert "had no turn" not in group.logs()
+        assert "was not scheduled" not in group.logs()
 
 
 def test_a_command_that_never_loads_is_named_by_its_rank(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_supervisor_without_a_turn_says_so_afterwards(tmp_path: Path) -> None:
         supervisor.send_signal(signal.SIGSTOP)
         time.sleep(2.0)
         supervisor.send_signal(signal.SIGCONT)
-        wait_until(lambda: "had no turn for" in group.logs(), 10, group.logs)
+        wait_until(lambda: "was not scheduled for" in group.logs(), 10, group.logs)
         assert supervisor.poll() is None
 
 
@@ -132,7 +132,7 @@ def test_a_supervisor_that_stood_still_for_long_hears_all_again(tmp_path: Path) 
         group.start()
         group.wait_ready()
         stop_for(group.pods[0], 12.0)
-        wait_until(lambda: "had no turn for" in group.logs(), 10, group.logs)
+        wait_until(lambda: "was not scheduled for" in group.logs(), 10, group.logs)
         assert lives_on(group, 6.0), group.logs()
         check_all_is_heard(group)
 

@@ -208,7 +208,7 @@ def test_silent_supervisor_is_named_and_ends_once_it_goes_on(tmp_path: Path, vic
         took_s = time.monotonic() - began
         failure = other.failure()
         assert (failure.reason, failure.pod) == (FailureReason.POD_LOST, victim)
-        found = re.search(r"was silent for ([\d.]+) s .* expected at most ([\d.]+) s", failure.message)
+        found = re.search(r"was silent for ([\d.]+) s.*the limit is ([\d.]+) s", failure.message)
         assert found is not None, failure.message
         # The setting of 1.5 s, and more where the machine was busy; then the usual 2 s.
         assert float(found[1]) < float(found[2]) + LIMIT_S, failure.message
@@ -315,7 +315,7 @@ def test_a_rank_that_tells_nothing_any_more_is_named(tmp_path: Path) -> None:
         end_of(group, began, limit_s=10.0)
     failure = group.pods[0].failure()
     assert (failure.reason, failure.rank) == (FailureReason.RANK_STOPPED, 1), failure
-    assert "rank 1 has told its supervisor nothing for" in failure.message
+    assert "rank 1 has sent its supervisor nothing for" in failure.message
 
 
 def engine_of(group: TinyGroup) -> int:

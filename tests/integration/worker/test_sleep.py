@@ -48,7 +48,7 @@ def test_sleep_gives_memory_back_and_wake_answers_as_before(group: Group, refere
     wait_until(lambda: not ready(group, 1))
     status = group.status()
     assert not status.ready
-    assert status.message == "asleep: rank 0, 1; POST /wake_up to the leader's API wakes the group"
+    assert status.message == "asleep: rank 0, 1. To wake the group, POST /wake_up to the leader's API"
 
     group.post("/wake_up", {})
     wait_until(lambda: ready(group, 0) and ready(group, 1))

@@ -27,7 +27,7 @@ HELLO = Hello(group_uid="u", epoch=1, plan_hash=PLAN.hash, pod=1)
         (replace(HELLO, plan_hash="0"), {}, f"got plan 0, expected {PLAN.hash}", True),
         (replace(HELLO, pod=0), {}, "got pod index 0, expected 1..1", True),
         (replace(HELLO, pod=2), {}, "got pod index 2, expected 1..1", True),
-        (HELLO, {1: "another"}, "pod 1 is connected already", False),
+        (HELLO, {1: "another"}, "pod 1 is already connected", False),
     ],
 )
 def test_hello(hello: Hello, connected: dict[int, str], difference: str, ends_group: bool) -> None:
@@ -124,7 +124,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
                 plan=PLAN,
                 beats=(beat(0, 0, RankPhase.SLEEPING), ALL[1], beat(2, 1, RankPhase.SLEEPING), ALL[3]),
             ),
-            "asleep: rank 0, 2; POST /wake_up to the leader's API wakes the group",
+            "asleep: rank 0, 2. To wake the group, POST /wake_up to the leader's API",
             0,
             0,
         ),
@@ -177,7 +177,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
             ),
             (
                 "waiting: rank 0 (pod 0) is Connecting, "
-                "rank 2 (pod 1) is Loading and has told its supervisor nothing for 11 s"
+                "rank 2 (pod 1) is Loading and has sent its supervisor nothing for 11 s"
             ),
             1,
             2,

@@ -1,8 +1,8 @@
-"""Who is to blame when a group ends. PURE: evidence in, one failure out.
+"""Finds the cause of a group's end. PURE: evidence in, one failure out.
 
-When a rank dies, its peers raise within milliseconds, since their connections close.
-Those errors are true and beside the point; this module tells them from the cause. The code that raised them
-marked them (pod/lost_peer.py): no words of an error decide.
+When a rank dies, its connections close, and its peers raise errors within milliseconds. Those errors are only
+consequences. This module separates consequences from the cause. It uses the marks that pod/lost_peer.py sets
+on such errors, and never the text of an error.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ from vllm_heteroinfer.pod.lost_peer import Lost
 
 
 class Weight(IntEnum):
-    """How likely a failure is the first cause; the lower, the likelier."""
+    """Kind of a failure; a lower value is more likely the first cause."""
 
     OWN_END = 0
-    """It ended without an error of its own, which no peer can bring about."""
+    """The process ended without an error, which no peer can cause."""
     OWN_ERROR = 1
-    """It reported an error that is not about talking with peers."""
+    """The process reported an error that does not concern the connection to a peer."""
     ACCUSED = 2
-    """Another process says that it is at fault; its own end or error is nearer to the cause."""
+    """Another process reported it as the culprit; its own end or error would be closer to the cause."""
     LOST_PEER = 3
-    """It could not talk with a peer: a consequence whenever anything else is known."""
+    """The process lost a peer: a consequence of any other known failure."""
     ENGINE = 4
-    """The API server left, as it does when its engine loses a rank, or is silent, as it may be then."""
+    """The API server left or is silent, which also happens after its engine loses a rank."""
     LOST_ENGINE = 5
-    """It lost the engine: a consequence of the engine's end, whatever ended that."""
+    """The process lost the engine: a consequence of the engine's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """A failure as one supervisor saw it.
+    """A failure that one supervisor observed.
 
     Attributes:
-        lost: which other process the culprit says it has lost, if that ended it.
-        accused: whether another process names the culprit, not it itself or its supervisor.
+        lost: the other process that the culprit lost, if this loss ended the culprit.
+        accused: whether another process named the culprit, instead of the culprit or its supervisor.
     """
 
     failure: Failure
@@ -58,12 +58,16 @@ _NEVER_A_CONSEQUENCE = frozenset(
         Signals.SIGFPE,
     }
 )
-"""SIGABRT is not here: C++ raises it for an uncaught error, of a connection too. It weighs as an error."""
+"""Signals that only the process itself or an outsider causes.
+
+SIGABRT is not in this set: C++ raises it for an uncaught error, which can be an error of a connection. It
+counts as an error.
+"""
 _LOSSES = {Lost.RANK: Weight.LOST_PEER, Lost.ENGINE: Weight.LOST_ENGINE}
 
 
 def weigh(evidence: Evidence) -> Weight:
-    """Returns how likely a failure is the cause and not a consequence."""
+    """Rates how likely a failure is the cause and not a consequence."""
     failure = evidence.failure
     if evidence.accused or evidence.lost is not None:
         return Weight.ACCUSED if evidence.lost is None else _LOSSES[evidence.lost]
@@ -83,12 +87,12 @@ def weigh(evidence: Evidence) -> Weight:
 
 
 def blame(evidence: Sequence[Evidence]) -> Failure:
-    """Returns the first cause among the evidence gathered; the oldest among equals.
+    """Returns the most likely cause; the oldest failure among equals.
 
-    A process's own word comes before what others say of it, in whatever order they arrive.
+    A process's own report has priority over reports by others about it, in any order of arrival.
 
     Args:
-        evidence: at least one, with ages as of now.
+        evidence: at least one item, with current ages.
     """
     return min(evidence, key=_order).failure
 
@@ -101,7 +105,7 @@ def _order(evidence: Evidence) -> tuple[Weight, float, int, int]:
 
 
 def exit_code(failure: Failure, own_pod: int) -> int:
-    """Returns the exit code of the supervisor of `own_pod` when `failure` ended its group."""
+    """Returns the exit code of the supervisor of `own_pod` after `failure` ended the group."""
     match failure.reason:
         case FailureReason.PLAN_MISMATCH | FailureReason.CONFIG_MISMATCH:
             return names.EXIT_REFUSED

@@ -1,4 +1,4 @@
-"""Whether a group would answer a request now, what it waits for if not, and whether that is overdue. PURE."""
+"""Readiness of a group: can it answer requests, what does it wait for, and is it overdue? PURE."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +10,18 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 
 SILENT_S = 10.0
-"""A rank that has told its supervisor nothing for longer is the first that a start waits for."""
+"""A rank that sent its supervisor nothing for longer is the first suspect of a slow start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """What a supervisor knows of the ranks now.
+    """A supervisor's current knowledge of the ranks.
 
     Attributes:
-        beats: the last word on each rank that has spoken.
-        api_healthy: whether the API server answers, or there is none to ask.
-        engine_answers: whether its engine does, likewise.
-        only_pod: look at this pod's ranks only (a follower knows no others).
+        beats: the last report of each rank that has sent a report.
+        api_healthy: whether the API server answers; true if there is no API server.
+        engine_answers: whether the engine answers; true if there is no engine.
+        only_pod: consider only this pod's ranks (a follower knows no others).
     """
 
     plan: Plan
@@ -32,7 +32,7 @@ class GroupView:
     only_pod: int | None = None
 
     def statuses(self) -> tuple[RankStatus, ...]:
-        """Returns the status of each rank by rank; Starting for those that have not spoken."""
+        """Returns the statuses of all ranks, in order; Starting for a rank without a report."""
         spoken = {beat.status.rank: beat.status for beat in self.beats}
         return tuple(
             spoken.get(rank.rank, RankStatus(rank=rank.rank, pod=rank.pod))
@@ -42,23 +42,23 @@ class GroupView:
 
     @property
     def ready(self) -> bool:
-        """Returns whether a request would be answered."""
+        """Whether the group can answer a request."""
         return not self.message
 
     @property
     def computes(self) -> bool:
-        """Returns whether every rank can compute steps: then only API server and engine are waited for."""
+        """Whether every rank can compute steps, so that only the API server or the engine can be missing."""
         return not self.missing_pods and not self._not_ready()
 
     @property
     def message(self) -> str:
-        """Returns what is waited for, "" when nothing is.
+        """Description of what the group waits for; "" if it is ready.
 
-        Readers take the phase of the ranks for it, not these words.
+        Programs use the phases of the ranks, not this text.
         """
         asleep = [str(s.rank) for s in self.statuses() if s.phase is RankPhase.SLEEPING]
         if asleep and not self.missing_pods:
-            return f"asleep: rank {', '.join(asleep)}; POST /wake_up to the leader's API wakes the group"
+            return f"asleep: rank {', '.join(asleep)}. To wake the group, POST /wake_up to the leader's API"
         waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
         waits += [self._words(status) for status in self._not_ready() if status.pod not in self.missing_pods]
         if not waits and not self.api_healthy:
@@ -71,9 +71,9 @@ class GroupView:
 
     @property
     def pod(self) -> int | None:
-        """Returns the pod that the others wait for, None if all are ready.
+        """The pod that the others wait for; None if all are ready.
 
-        A pod that has not come holds up the ranks of the others, so it comes first. The engine is in pod 0.
+        A pod that has not connected delays all ranks, so it has priority. The engine is in pod 0.
         """
         if self.missing_pods:
             return self.missing_pods[0]
@@ -85,7 +85,7 @@ class GroupView:
 
     @property
     def rank(self) -> int | None:
-        """Returns the rank that the others wait for; None if it is a whole pod or the engine."""
+        """The rank that the others wait for; None if they wait for a whole pod or the engine."""
         first = next(iter(self._by_suspicion()), None)
         if first is None:
             busy = None if self.api_healthy or self.missing_pods else self._busiest()
@@ -93,17 +93,20 @@ class GroupView:
         return None if self.missing_pods or self._waits_for_engine(first.rank) else first.rank
 
     def busy_ranks(self) -> list[RankBeat]:
-        """Returns the ranks that are doing something, or have told their supervisor nothing for a while."""
+        """Returns the ranks that are busy, or have sent their supervisor nothing for a while."""
         return [beat for beat in self.beats if beat.busy is not None or beat.silent_s > SILENT_S / 10]
 
     def _busiest(self) -> RankStatus | None:
-        """Returns the rank that an API server which does not answer may wait for: none that waits itself."""
+        """Returns the busy rank that an API server without an answer may wait for.
+
+        Prefers a rank that does not wait for another rank.
+        """
         busy = [beat for beat in self.beats if beat.busy is not None]
         first = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)
         return None if first is None else first.status
 
     def status(self, launch: PodLaunch, message: str) -> GroupReport:
-        """Returns the status that /group shows; `message` is "" when the group is ready."""
+        """Builds the report for /group; `message` is "" if the group is ready."""
         return GroupReport(
             group_uid=launch.group_uid,
             epoch=launch.epoch,
@@ -117,16 +120,17 @@ class GroupView:
     def _words(self, status: RankStatus) -> str:
         text, beat = f"rank {status.rank} (pod {status.pod}) is {status.phase}", self._beat(status.rank)
         if beat.silent_s > SILENT_S:
-            return f"{text} and has told its supervisor nothing for {beat.silent_s:.0f} s"
+            return f"{text} and has sent its supervisor nothing for {beat.silent_s:.0f} s"
         if beat.waiting_for_engine:
             return f"{text} and waits for the engine"
         for_rank = beat.waiting_for_rank
         return text if for_rank is None else f"{text} and waits for rank {for_rank}"
 
     def _by_suspicion(self) -> list[RankStatus]:
-        """Returns who is not ready: first who waits for no other such rank, then who is furthest behind.
+        """Returns the ranks that are not ready, the most likely cause first.
 
-        A silent rank comes before all, one that waits for the engine after all.
+        First silent ranks, then ranks that do not wait for another unready rank, the one furthest behind
+        first. Ranks that wait for the engine come last.
         """
         not_ready = {status.rank: status for status in self._not_ready()}
         phases = list(RankPhase)
@@ -148,7 +152,7 @@ class GroupView:
         return next((beat for beat in self.beats if beat.status.rank == rank), RankBeat(status=status))
 
     def _waits_for_engine(self, rank: int) -> bool:
-        """Returns whether a rank, when it last spoke and not too long ago, waited for the engine."""
+        """Returns whether a rank waited for the engine in its last report, if that is recent enough."""
         beat = self._beat(rank)
         return beat.waiting_for_engine and beat.silent_s <= SILENT_S
 
@@ -157,10 +161,10 @@ class GroupView:
 
 
 class StartClock:
-    """Measures for how long nothing has moved since all pods are connected.
+    """Measures the time without progress since all pods are connected.
 
-    A rank moves when its phase changes or it has read more weights. Pods that are not connected
-    stop the clock: their nodes may be pulling the image, which the operator sees.
+    A rank makes progress when its phase changes or it has read more weights. While a pod is not connected,
+    the clock stops: its node may be pulling the image, which only the operator can see.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -169,11 +173,10 @@ class StartClock:
         self._moved_at_s = 0.0
 
     def is_overdue(self, view: GroupView, now_s: float) -> bool:
-        """Returns whether a start that is not complete has stood still for too long.
+        """Returns whether an incomplete start has made no progress for too long.
 
         Args:
-            now_s: on a clock that never goes back and stands still while the supervisor has no turn, in
-                seconds.
+            now_s: seconds on a monotonic clock that pauses while the supervisor is not scheduled.
         """
         ranks = tuple((status.phase, status.loaded_bytes) for status in view.statuses())
         seen = (ranks, view.api_healthy)
@@ -182,20 +185,20 @@ class StartClock:
         return self.still_s(now_s) > self._timeout_s
 
     def still_s(self, now_s: float) -> float:
-        """Returns since when nothing has moved, as far as `is_overdue` was told, in seconds."""
+        """Returns the time without progress according to the last call of `is_overdue`, in seconds."""
         return now_s - self._moved_at_s
 
 
 def blame_stuck(stuck: Sequence[RankBeat], step_timeout_s: float) -> Failure | None:
-    """Returns the failure that names the rank which holds up the others, or None.
+    """Returns a failure that names the rank that blocks the others; None if no rank is overdue.
 
-    A rank that waits for one which has been busy for more than half the deadline passes
-    the blame on (it may have begun to wait first); one that waits for a rank which is
-    not busy, or only just, keeps it, since its message is lost. What a silent rank waited for
-    when it last spoke says nothing.
+    If a late rank waits for another rank that has been busy for more than half of the deadline, the blame
+    passes to that other rank (which may have become busy later). If the other rank is not busy, or only since
+    recently, the late rank keeps the blame, since its message was lost. For a silent rank, the wait in its
+    last report is ignored as outdated.
 
     Args:
-        stuck: every rank that is busy or silent, however short.
+        stuck: all ranks that are busy or silent, for any time.
     """
     known = [replace(s, waiting_for_rank=None) if s.silent_s > step_timeout_s / 2 else s for s in stuck]
     late = {s.status.rank: s for s in known if s.late_s > step_timeout_s}
@@ -210,15 +213,15 @@ def blame_stuck(stuck: Sequence[RankBeat], step_timeout_s: float) -> Failure | N
     rank, is_silent = culprit.status.rank, culprit.silent_s > step_timeout_s / 2
     others = sorted(set(late) - {rank})
     if is_silent:
-        late_words = f"rank {rank} has told its supervisor nothing for {culprit.silent_s:.0f} s"
+        late_words = f"rank {rank} has sent its supervisor nothing for {culprit.silent_s:.0f} s"
     else:
         for_rank = culprit.waiting_for_rank
         waiting = "" if for_rank is None else f", waiting for rank {for_rank}"
         late_words = f"rank {rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"
-    beside = f"; ranks {others} wait as well" if others else ""
+    beside = f"; ranks {others} also wait" if others else ""
     return Failure(
         reason=FailureReason.RANK_STOPPED if is_silent else FailureReason.STEP_TIMEOUT,
-        message=f"{late_words}{beside}; expected at most {step_timeout_s:.0f} s (stepTimeout)",
+        message=f"{late_words}{beside}. The limit is {step_timeout_s:.0f} s (stepTimeout)",
         pod=culprit.status.pod,
         rank=rank,
     )

@@ -1,10 +1,9 @@
-"""PID 1 of a worker pod: starts its ranks, beats with the other supervisors, and names the culprit.
+"""PID 1 of a worker pod: starts the ranks, exchanges heartbeats with other supervisors, names the culprit.
 
-One loop, one outcome: either this pod was asked to stop, or a failure ended the group.
-Whatever comes first decides; then everything is killed, the failure is written where
-the operator finds it, and the exit code says whose fault it was. A pod that is asked to
-stop drains first: the whole group turns unready, and its ranks go on until the leader's
-running requests have ended.
+A supervisor has one outcome: this pod was asked to stop, or a failure ended the group. The first event
+decides. Then the supervisor kills all processes, writes the failure to the termination message for the
+operator, and exits with a code that shows the culprit. A pod that is asked to stop drains first: the whole
+group becomes unready, and its ranks continue until the leader's running requests have ended.
 """
 
 import asyncio
@@ -44,23 +43,29 @@ from vllm_heteroinfer.pod.threads import call_aside
 
 WATCH_INTERVAL_S = 0.05
 GATHER_S = 0.25
-"""From the first evidence to the leader's verdict: two watch intervals, a beat of delay on
-the network, and the time in which a death's consequences show."""
+"""Time from the first evidence to the leader's verdict.
+
+It covers two watch intervals, a network delay of one heartbeat, and the time until the consequences of a
+failure appear.
+"""
 STOP_GATHER_S = 0.7
-"""After a peer was asked to stop: if the whole group is being deleted, we are asked as well."""
+"""Wait after a peer was asked to stop. If the whole group is being deleted, this pod is asked too."""
 FOLLOWERS_DRAIN_LONGER_S = 10.0
-"""The leader may have been asked later, and ends its API server in order before it lets go."""
+"""Extra time of followers: the leader may be asked later, and ends its API server in order at the end."""
 VERDICT_TIMEOUT_S = 1.5
-"""A follower waits so long for the leader's verdict, and then decides alone."""
+"""Longest wait of a follower for the leader's verdict; then the follower decides alone."""
 TURNS_TO_READ = 3
-"""Of the loop, before a beat: what peers have said meanwhile is read before they are judged, and before a
-write to one that has left breaks the connection with its last word."""
+"""Turns of the event loop before a heartbeat, in which messages from peers are read.
+
+They must be read before this supervisor judges peers, and before it writes: a write to a peer that has left
+breaks the connection, and the peer's last message is lost.
+"""
 LATE_TURN_S = 1.0
-"""A turn of the loop that is late by more is in the log: peers may take this pod for lost."""
+"""A turn of the event loop that is later than this is logged: peers may consider this pod lost."""
 LATE_POD_S = 1.0
-"""For pods that have not connected yet to come and get the verdict."""
+"""Time for pods that have not connected yet to connect and receive the verdict."""
 LEAVE_TIMEOUT_S = 0.5
-"""For the failure to be on the node's disk, before the end goes on without it."""
+"""Longest wait for the write of the termination message."""
 _ENDING = "the group is ending"
 
 log = logging.getLogger(__name__)
@@ -68,13 +73,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorSettings:
-    """What a supervisor needs besides plan and launch.
+    """Settings of a supervisor besides plan and launch.
 
     Attributes:
-        base_env: environment of the pod; the ranks' is made from it.
-        step_timeout_s: longest time a rank may be busy with one step, and the API server or the engine
-            may answer nothing while no rank is, in seconds.
-        key: of the epoch; None where the operator gave the group none.
+        base_env: environment of the pod, the base of the ranks' environments.
+        step_timeout_s: longest time for one step of a rank, in seconds. Also the longest time without an
+            answer from the API server or the engine while no rank is busy.
+        key: key of the epoch; None if the operator gave the group no key.
     """
 
     base_env: Mapping[str, str]
@@ -85,7 +90,7 @@ class SupervisorSettings:
 
 
 class Supervisor:
-    """One pod's supervisor; run() it once."""
+    """The supervisor of one pod. Call `run` once."""
 
     def __init__(self, plan: Plan, launch: PodLaunch, settings: SupervisorSettings) -> None:
         self._plan = plan
@@ -118,7 +123,7 @@ class Supervisor:
         self._outcome: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
-        """Returns the exit code, once nothing of the pod is left."""
+        """Supervises the pod until all its processes are gone. Returns the exit code."""
         self._take_signals()
         tasks: list[asyncio.Task[None]] = []
         verdict: Failure | None = None
@@ -129,7 +134,7 @@ class Supervisor:
         except ContractError as error:
             verdict = self._own_failure(FailureReason.BAD_SETTINGS, str(error))
         except Exception as error:
-            # The one boundary: a defect here must still end the group and be named.
+            # The only broad except: after a bug in the supervisor, the group must still end with a message.
             log.exception("the supervisor failed")
             verdict = self._own_failure(FailureReason.POD_LOST, f"the supervisor failed: {error!r}")
         finally:
@@ -157,32 +162,32 @@ class Supervisor:
         return work
 
     def _failed(self, error: BaseException) -> None:
-        """Takes in that a task has raised: the group cannot go on without it."""
+        """Ends the group because a task of the supervisor raised an error."""
         if self._outcome.done():
-            log.error("a task of the supervisor failed at the end: %r", error)
+            log.error("a task of the supervisor failed during the shutdown: %r", error)
         else:
             self._outcome.set_exception(error)
 
     async def _start_pod(self) -> None:
-        """Joins the group, starts the ranks, and listens to the leader from then on."""
+        """Joins the group, starts the ranks, and handles the leader's messages."""
         try:
             address = await self._join()
         except TimeoutError:
             name = self._launch.leader.host
-            self._conclude(self._startup_timeout(f"the name {name} has no address", pod=0))
+            self._conclude(self._startup_timeout(f"DNS has no address for {name}", pod=0))
             return
         except Refused as refusal:
             self._conclude(refusal.failure)
             return
         self._own_address.set_result(address)
         host = observe_host(self._launch, address)
-        # Commands may take long to load.
+        # Listen now, since commands may take long to load.
         listening = start_task(self._listen_to_leader(), name="leader", failed=self._failed)
         try:
             await self._pod.start(self._settings.commands, self._settings.base_env, host)
             await asyncio.wait((listening,))
         except OSError as error:
-            raise ContractError(f"a process cannot be started: {error}") from error
+            raise ContractError(f"cannot start a process: {error}") from error
         finally:
             listening.cancel()
 
@@ -191,9 +196,14 @@ class Supervisor:
             await self._client.listen()
 
     async def _join(self) -> str:
-        """Returns this pod's own IP address once it is part of the group; raises Refused and TimeoutError.
+        """Joins the group. Returns this pod's own IP address.
 
-        A follower asks for no name once it is connected: an answer may take longer than a heartbeat.
+        A connected follower takes its address from the connection: a DNS answer may take longer than the
+        heartbeat limit.
+
+        Raises:
+            Refused: the leader refuses this pod.
+            TimeoutError: DNS has no address for the leader within the startup time-out.
         """
         if self._client is not None:
             await self._client.connect()
@@ -221,8 +231,8 @@ class Supervisor:
             before_s, waited_s = waited_s, waited_for_cpu_s()
             if late_s > LATE_TURN_S:
                 log.warning(
-                    "this supervisor had no turn for %.1f s, %.1f s of them for want of a CPU and the rest "
-                    "stopped or held up in the kernel: look at what else runs on this node",
+                    "the supervisor was not scheduled for %.1f s (%.1f s waiting for a CPU, the rest stopped "
+                    "or blocked in the kernel). Check the load of this node",
                     late_s,
                     min(late_s, waited_s - before_s),
                 )
@@ -244,7 +254,7 @@ class Supervisor:
 
     def _check_deadlines(self, server: ControlServer) -> None:
         ranks_busy = any(beat.busy is not None for beat in (*self._pod.beats(), *server.ranks()))
-        # Before the group is ready its API server does not listen, but asks its engine already.
+        # Before the group is ready, the API server does not listen yet, but already asks its engine.
         computes = self._was_ready or self._view().computes
         self._engine.look(
             ranks_busy=ranks_busy or self._draining or not computes,
@@ -261,7 +271,7 @@ class Supervisor:
             now_s = self._awake_s()
             if self._start.is_overdue(view, now_s):
                 self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
-            # A rank may be stuck in the group's own first request, once its warm-up, maybe long, is over.
+            # After the warm-up, which may be long, a rank may be stuck in the group's own first request.
             if not view.computes or self._start.still_s(now_s) <= limit_s:
                 return
         stuck = blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
@@ -277,8 +287,8 @@ class Supervisor:
         return Failure(
             reason=FailureReason.STARTUP_TIMEOUT,
             message=(
-                f"no progress for {self._launch.startup_timeout_s:g} s: {message}; "
-                "see the logs of that pod, or set a longer startup.timeout"
+                f"no progress for {self._launch.startup_timeout_s:g} s: {message}. "
+                "See the logs of that pod, or increase startup.timeout"
             ),
             pod=pod,
             rank=rank,
@@ -296,14 +306,17 @@ class Supervisor:
         self._evidence.append((time.monotonic() - evidence.age_s, evidence))
         leader_lost = failure.reason is FailureReason.POD_LOST and failure.pod == 0
         if self._client is not None:
-            # Also that the leader is lost: if it lives, it shall know why this pod leaves.
+            # Send this also if the leader seems lost: if it still runs, it learns why this pod leaves.
             self._client.send(Message(evidence=evidence))
         decides_alone = self._server is not None or leader_lost
         wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S
         self._later(wait_s, self._decide)
 
     def _later(self, wait_s: float, act: Callable[[], None]) -> None:
-        """Acts after so many seconds in which this process has its turns: news may lie in the kernel."""
+        """Calls `act` after `wait_s` seconds.
+
+        Only time in which this process runs counts: messages may wait in the kernel for it to read them.
+        """
         self._at(self._awake_s() + wait_s, act)
 
     def _at(self, awake_s: float, act: Callable[[], None]) -> None:
@@ -314,10 +327,10 @@ class Supervisor:
             act()
 
     def _decide(self) -> None:
-        # Once a group that was asked to stop has drained, its ends are orders.
+        # After a drain, processes end because the group was asked to stop, so their ends are not failures.
         if self._outcome.done() or self._drained:
             return
-        if self._misses_a_stopping_pod():  # ranks of a pod that left take others with them
+        if self._misses_a_stopping_pod():  # the ranks of a pod that has left make other ranks fail
             self._later(RETURN_POLL_S, self._decide)
             return
         now_s = time.monotonic()
@@ -334,7 +347,9 @@ class Supervisor:
             self._stop()
             return
         log.info(
-            "got %s: running requests may end, for at most %g s", number.name, self._launch.drain_timeout_s
+            "received %s: draining running requests for at most %g s",
+            number.name,
+            self._launch.drain_timeout_s,
         )
         self._asked = True
         if self._client is not None:
@@ -348,7 +363,7 @@ class Supervisor:
         self._drain()
 
     def _drain(self) -> None:
-        """Takes the group out of service; its ranks go on until the leader's requests have ended."""
+        """Makes the group unready; its ranks continue until the leader's requests have ended."""
         if self._draining or self._outcome.done():
             return
         self._draining = True
@@ -382,7 +397,7 @@ class Supervisor:
         self._conclude(
             Failure(
                 reason=FailureReason.POD_LOST,
-                message=f"pod {pod} was asked to stop (SIGTERM); a group is whole or not at all",
+                message=f"pod {pod} was asked to stop (SIGTERM), and a group needs all its pods",
                 pod=pod,
                 time=time.time(),
             )
@@ -390,7 +405,7 @@ class Supervisor:
 
     def _on_verdict(self, failure: Failure) -> None:
         if self._asked and failure.reason is FailureReason.POD_LOST:
-            self._stop()  # the leader names a pod that was asked to stop, as this one was
+            self._stop()  # the leader names a pod that was asked to stop, and so was this pod
         self._conclude(failure)
 
     def _awake_s(self) -> float:
@@ -406,11 +421,11 @@ class Supervisor:
     # The end
 
     async def _end(self, verdict: Failure | None) -> None:
-        """Tells the group, leaves the failure's trace, and ends what still runs; in this order."""
+        """Sends the verdict to the group, writes the termination message, and ends all processes."""
         telling = start_task(
             self._tell(verdict),
             name="telling",
-            failed=lambda error: log.error("the other pods may not know why the group ends: %r", error),
+            failed=lambda error: log.error("the verdict may not have reached the other pods: %r", error),
         )
         if verdict is None:
             gone = await self._pod.stop(self._hurry)
@@ -419,20 +434,20 @@ class Supervisor:
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
             gone = await self._pod.kill()
         if not gone:
-            log.error("a killed process hangs in the kernel and is left behind; see the node's log")
+            log.error("a killed process hangs in the kernel and was left behind. See the node's kernel log")
         await asyncio.wait((telling,))
         self._health.close()
         log.info("ended")
 
     async def _leave(self, verdict: Failure) -> None:
-        """Writes the failure where the operator finds it; a disk that takes no bytes holds up no end."""
+        """Writes the failure to the termination message; does not wait long for a slow disk."""
         path, text = self._settings.termination_message_path, verdict.to_json()
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await call_aside("last word", lambda: termination_message.leave(path, text))
         except TimeoutError:
             log.error(
-                "the termination message is not written after %g s: see the node's disk", LEAVE_TIMEOUT_S
+                "the termination message was not written within %g s. Check the node's disk", LEAVE_TIMEOUT_S
             )
 
     async def _tell(self, verdict: Failure | None) -> None:
@@ -458,7 +473,7 @@ class Supervisor:
         )
 
     def _not_ready_because(self) -> str:
-        """Returns what this pod waits for, "" if it is ready."""
+        """Describes why this pod is not ready; "" if it is ready."""
         if self._outcome.done() or self._pod.failing() or self._evidence or self._draining:
             verdict = self._outcome.result() if self._outcome.done() else None
             words = verdict.message if verdict else ", ".join(e.failure.message for _, e in self._evidence)
@@ -486,12 +501,12 @@ class Supervisor:
             return self._report(request.credentials)
         return HealthAnswer(
             status=HTTPStatus.NOT_FOUND,
-            body=f"no {path} here; {names.PATH_HEALTHZ}, {names.PATH_READYZ}"
-            f", and {names.PATH_GROUP} on the leader's pod only",
+            body=f"unknown path {path}. Use {names.PATH_HEALTHZ}, {names.PATH_READYZ}"
+            f", or {names.PATH_GROUP} (on the leader's pod only)",
         )
 
     def _report(self, credentials: str) -> HealthAnswer:
-        """Returns the group's report: whole for who has its key, else without what tells which group."""
+        """Returns the group's report; a client without the group's key gets no identity of the group."""
         report = self._view().status(self._launch, self._not_ready_because())
         kind = "application/json"
         if self._guard is None:
@@ -508,10 +523,10 @@ class Supervisor:
 
 
 def _gist(evidence: Evidence) -> tuple[object, ...]:
-    """Returns what makes evidence the same as other evidence: an own word is not an accusation."""
+    """Returns the key by which evidence is a duplicate; an accusation never duplicates an own report."""
     return evidence.failure.reason, evidence.failure.pod, evidence.failure.rank, evidence.accused
 
 
 def _for_strangers(words: str) -> str:
-    """Returns what anybody may hear of why a pod is not ready: not how its group ends."""
+    """Removes from a reason the cause of the group's end, which clients without the key must not see."""
     return _ENDING if words.startswith(_ENDING) else words

@@ -1,4 +1,4 @@
-"""One connection between two supervisors: messages as JSON lines. Stdlib and the contract only."""
+"""A connection between two supervisors, with messages as JSON lines. Stdlib and the contract only."""
 
 import asyncio
 import contextlib
@@ -15,20 +15,20 @@ from vllm_heteroinfer.launch.supervisor_messages import Message
 from vllm_heteroinfer.pod.channel import LineBuffer
 
 UNANSWERED = 2
-"""So many times in a row the kernel sent a beat again and got no acknowledgement, for 0.6 s at least."""
+"""Unacknowledged retransmissions in a row (at least 0.6 s) that mean an unreachable peer."""
 _RETRANSMITS = 2
-"""Of linux/tcp.h::tcp_info, tcpi_retransmits: the offset in bytes."""
+"""Offset of linux/tcp.h::tcp_info.tcpi_retransmits, in bytes."""
 NO_ANSWER = "the leader closed the connection without an answer"
 FLUSH_TIMEOUT_S = 0.5
-"""For the last word to leave; a peer that takes nothing for so long is lost itself."""
+"""Longest wait for the last message to leave; a peer that reads nothing for longer is itself lost."""
 
 
 class SupervisorLink:
-    """One connection, after set-up: lines out without waiting, lines in one by one.
+    """An established connection: `send` does not wait, `receive` returns one message after the other.
 
     Attributes:
-        how_it_ended: in words, once receive() has returned None or raised.
-        broke_off: whether it ended as a network ends one, not by the peer's or its kernel's order.
+        how_it_ended: description of the end, after receive() has returned None or raised.
+        broke_off: whether the network ended the connection, and not the peer or its kernel.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class SupervisorLink:
         _set_options(writer, timeout_s)
 
     async def prove_as_leader(self, key: EpochKey) -> None:
-        """Proves to a follower that this is its leader, if it has the key; seals every line after.
+        """Proves to a follower with the key that this is its leader. Later lines are sealed.
 
         Raises:
-            ContractError: it has not; it got no answer.
+            ContractError: the follower does not have the key. It gets no answer.
         """
         reply, seal = reply_to(key, await self._receive_line() or "")
         self._send_line(codec.to_json(reply))
         self._seal = seal
 
     async def prove_as_follower(self, key: EpochKey, pod: int) -> None:
-        """Proves to the leader that this is its pod, and has it prove itself; seals every line after.
+        """Proves this pod's identity to the leader and checks the leader's proof. Later lines are sealed.
 
         Raises:
-            ContractError: it is not the leader.
-            OSError: it closed the connection.
+            ContractError: the other end is not the leader.
+            OSError: the other end closed the connection.
         """
         opening = build_opening(key, pod)
         self._send_line(codec.to_json(opening))
@@ -74,7 +74,7 @@ class SupervisorLink:
         self._seal = check_reply(key, opening, line)
 
     def send(self, message: Message) -> None:
-        """Queues one line; a connection that is gone is noticed by receive()."""
+        """Queues one message. Only receive() reports a lost connection."""
         line = codec.to_json(message)
         self._send_line(line if self._seal is None else self._seal.seal(line))
 
@@ -86,7 +86,7 @@ class SupervisorLink:
         """Returns the next message, or None at the end of the connection.
 
         Raises:
-            ContractError: what came is not of this protocol.
+            ContractError: the line does not follow this protocol.
         """
         try:
             line = await self._receive_line()
@@ -94,7 +94,7 @@ class SupervisorLink:
                 return None
             message = codec.from_json(Message, line if self._seal is None else self._seal.open(line))
         except ContractError as error:
-            self.how_it_ended = f"spoke another protocol: {error}"
+            self.how_it_ended = f"sent an invalid message: {error}"
             raise
         if message.late_s is not None:
             self._peer_late_s = message.late_s
@@ -118,10 +118,10 @@ class SupervisorLink:
         self._last_heartbeat_awake_s = self._clock.awake_s(self._last_heartbeat_at_s)
 
     def _note_error(self, error: OSError) -> None:
-        # TCP_USER_TIMEOUT: not even the kernel of the peer's machine answers, which needs no process' turn.
+        # TCP_USER_TIMEOUT: the kernel of the peer's machine does not answer either, and it needs no process.
         self.broke_off = True
         self._unacknowledged = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-        how = "cannot be reached any more" if self._unacknowledged else "broke off its connection"
+        how = "is no longer reachable" if self._unacknowledged else "lost its connection"
         self.how_it_ended = f"{how} ({error.strerror or error})"
 
     def silent_for_s(self) -> float:
@@ -129,7 +129,7 @@ class SupervisorLink:
         return time.monotonic() - self._last_heartbeat_at_s
 
     def limit_s(self) -> float:
-        """Returns for how long the peer may be silent, in seconds."""
+        """Returns the longest allowed silence of the peer, in seconds."""
         return silence_limit_s(
             self._timeout_s,
             acknowledged=self._is_acknowledged(),
@@ -138,47 +138,47 @@ class SupervisorLink:
         )
 
     def _is_acknowledged(self) -> bool:
-        """Returns whether the kernel of the peer's machine answers ours, as far as is known."""
+        """Returns whether the kernel of the peer's machine acknowledges data; true if unknown."""
         if self._unacknowledged:
             return False
         connection: socket.socket = self._writer.get_extra_info("socket")
         try:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITS + 1)
         except OSError:
-            return True  # it is closed
+            return True  # the socket is closed
         return info[_RETRANSMITS] < UNANSWERED
 
     def left_s(self) -> float:
-        """Returns for how much longer the peer may be silent, in seconds in which this process runs."""
+        """Returns the remaining allowed silence, in seconds in which this process runs."""
         silent_s = self._clock.awake_s(time.monotonic()) - self._last_heartbeat_awake_s
         return self.limit_s() - silent_s
 
     def describe_silence(self) -> str:
-        """Returns a silence that is too long in words."""
+        """Describes a silence that is too long."""
         silent, limit = (
             f"was silent for {self.silent_for_s():.1f} s",
-            f"expected at most {self.limit_s():.1f} s",
+            f"the limit is {self.limit_s():.1f} s",
         )
         if not self._is_acknowledged():
-            return f"{silent}, and its machine acknowledges nothing, {limit} (network.heartbeatTimeout)"
+            return f"{silent}, and its machine acknowledges nothing ({limit}, network.heartbeatTimeout)"
         return (
-            f"{silent} though its machine acknowledges, {limit}, more the busier machines are "
-            f"(network.heartbeatTimeout: {self._timeout_s:g} s)"
+            f"{silent}, although its machine acknowledges data ({limit}: network.heartbeatTimeout, "
+            f"{self._timeout_s:g} s, plus time for busy machines)"
         )
 
     async def flush(self) -> None:
-        """Waits until what was sent has left this process, for at most FLUSH_TIMEOUT_S."""
+        """Waits until all sent messages have left this process, for at most FLUSH_TIMEOUT_S."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._writer.drain()
 
     def close(self) -> None:
-        """Closes the connection after what was sent."""
+        """Closes the connection after the sent messages have left."""
         self._writer.close()
 
     def send_end(self) -> None:
-        """Says that nothing more comes; what the other end says is still received."""
-        with contextlib.suppress(OSError, RuntimeError):  # it is closed already
+        """Closes the sending side; messages from the other end are still received."""
+        with contextlib.suppress(OSError, RuntimeError):  # the connection is closed already
             self._writer.write_eof()
 
     def abort(self) -> None:

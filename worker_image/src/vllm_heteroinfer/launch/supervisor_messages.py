@@ -1,4 +1,4 @@
-"""What supervisors say to each other. PURE: values, and how a leader compares a follower with itself."""
+"""Messages between supervisors, and the leader's check of a follower's identity. PURE."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from vllm_heteroinfer.launch.culprit import Evidence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Who a follower is; everything must agree with the leader.
+    """Identity of a follower; the group, the epoch and the plan must be the leader's.
 
     Attributes:
-        instance: tells this process from any other that says it is the pod.
+        instance: distinguishes this process from other processes with the same pod index.
     """
 
     group_uid: str
@@ -27,14 +27,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBeat:
-    """A rank in a beat: its status, and for how long it has been doing the same thing.
+    """A rank's state in a heartbeat.
 
     Attributes:
-        busy: what it does; None if it does nothing, as far as is known.
-        busy_s: by its supervisor's clock, so that a rank that cannot speak grows late too.
-        waiting_for_rank: whom it waits for, None if it computes.
+        busy: the rank's current activity; None if it is idle, according to its last report.
+        busy_s: time since the activity began, in seconds. The supervisor's clock measures it, so that it also
+            grows for a rank that cannot report.
+        waiting_for_rank: the rank that this rank waits for; None if it computes.
         waiting_for_engine: whether it waits for the engine's next call.
-        silent_s: since its supervisor heard of it, in seconds in which that had its turns.
+        silent_s: time since the last report, in seconds; counts only time in which the supervisor runs.
     """
 
     status: RankStatus
@@ -46,20 +47,20 @@ class RankBeat:
 
     @property
     def late_s(self) -> float:
-        """Returns for how long nothing of it has moved, as far as is known, in seconds."""
+        """Known time without progress of the rank, in seconds."""
         return max(self.busy_s, self.silent_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One line between supervisors. What is None or False is not said.
+    """One line between supervisors. A field with None or False has no meaning.
 
     Attributes:
-        ranks: of a follower, in each of its beats.
-        group_age_s: of the leader, in each of its beats: age of its oldest news of a pod.
-        late_s: in each beat: how late the sender's turns came lately, as its machine is busy.
-        stopping: this pod was asked to stop; its end is no failure of its own.
-        verdict: the leader's word on who ended the group.
+        ranks: in each heartbeat of a follower: its ranks.
+        group_age_s: in each heartbeat of the leader: age of its oldest news from a pod, in seconds.
+        late_s: in each heartbeat: recent scheduling delay of the sender on a busy machine, in seconds.
+        stopping: whether the sender was asked to stop; then its end is not a failure.
+        verdict: the leader's decision about the cause of the group's end.
     """
 
     hello: Hello | None = None
@@ -76,9 +77,9 @@ class Message:
 def check_hello(
     hello: Hello, *, plan: Plan, launch: PodLaunch, connected: Mapping[int, str]
 ) -> tuple[str, bool]:
-    """Returns what differs in words ("" if nothing), and whether that ends the leader's group.
+    """Returns how a follower differs ("" if it does not), and whether that ends the leader's group.
 
-    A pod of another group, or of an earlier epoch of this one, is only sent away. A process that
+    The leader only turns away a pod of a different group or of an earlier epoch. A process that
     is connected may connect again.
     """
     if hello.group_uid != launch.group_uid:
@@ -90,5 +91,5 @@ def check_hello(
     if not 0 < hello.pod < len(plan.pods):
         return f"got pod index {hello.pod}, expected 1..{len(plan.pods) - 1}", True
     if connected.get(hello.pod, hello.instance) != hello.instance:
-        return f"pod {hello.pod} is connected already", False
+        return f"pod {hello.pod} is already connected", False
     return "", False
