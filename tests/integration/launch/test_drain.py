@@ -161,7 +161,7 @@ def test_a_connection_that_is_reset_meanwhile_is_made_again(tmp_path: Path) -> N
         ask_to_stop(group, 0, 1)
         wire.reset()
         log = group.pods[1].log
-        wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+        wait_until(lambda: "reconnected to the leader" in log.read_text(), 5, group.logs)
         wait_until(lambda: is_refused(group), 5, group.logs)
         check_its_end(group, request, tmp_path / "trigger")
 
@@ -178,7 +178,7 @@ def test_a_pod_that_is_asked_while_a_busy_machine_keeps_it_from_its_leader_ends_
         ask_to_stop(group, 0, 1)
         wire.refuses = False
         log = group.pods[1].log
-        wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+        wait_until(lambda: "reconnected to the leader" in log.read_text(), 5, group.logs)
         wait_until(lambda: is_refused(group), 5, group.logs)
         check_its_end(group, request, tmp_path / "trigger")
 

@@ -165,7 +165,7 @@ def test_an_api_server_or_engine_that_answers_nothing(tmp_path: Path, api: str, 
         assert time.monotonic() - began > limit_s
     failure = group.pods[1].failure()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
-    assert f"the {who} (pod 0) has answered nothing for" in failure.message
+    assert f"the {who} (pod 0) has not answered for" in failure.message
 
 
 def test_a_silent_engine_is_waited_for_while_a_rank_is_busy(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_engine_that_hangs_in_the_first_tokens_is_named(tmp_path: Path) -> No
         end_of(group, time.monotonic(), limit_s=20.0)
     failure = group.pods[0].failure()
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
-    assert "the engine (pod 0) has answered nothing" in failure.message
+    assert "the engine (pod 0) has not answered" in failure.message
 
 
 def test_an_api_server_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:

@@ -164,9 +164,9 @@ def test_a_reset_connection_ends_no_epoch(tmp_path: Path) -> None:
         group.wait_ready()
         log = group.pods[1].log
         for _ in range(3):
-            before = log.read_text().count("connected to the leader again")
+            before = log.read_text().count("reconnected to the leader")
             wire.reset()
-            wait_until(lambda: log.read_text().count("connected to the leader again") > before, 5, group.logs)  # noqa: B023 - called at once
+            wait_until(lambda: log.read_text().count("reconnected to the leader") > before, 5, group.logs)  # noqa: B023 - called at once
             wait_until(lambda: all(pod.is_ready() for pod in group.pods), 2, group.logs)
         started = time.monotonic()
         wait_until(lambda: time.monotonic() - started > LONGER_THAN_A_HEARTBEAT_S, 10)
@@ -179,7 +179,7 @@ def test_a_hello_that_the_network_swallows_ends_no_epoch(tmp_path: Path) -> None
         wire.swallows = 1
         wire.reset()
         log = group.pods[1].log
-        wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+        wait_until(lambda: "reconnected to the leader" in log.read_text(), 5, group.logs)
         assert wire.swallows == 0
         started = time.monotonic()
         wait_until(lambda: time.monotonic() - started > LONGER_THAN_A_HEARTBEAT_S, 10)
@@ -200,7 +200,7 @@ def test_a_pod_is_asked_where_it_listens(tmp_path: Path) -> None:
             wait_until(lambda: time.monotonic() - cut > 0.5, 10)
             wire.refuses = False
             log = group.pods[1].log
-            wait_until(lambda: "connected to the leader again" in log.read_text(), 5, group.logs)
+            wait_until(lambda: "reconnected to the leader" in log.read_text(), 5, group.logs)
             wait_until(group.pods[0].is_ready, 2, group.logs)
             assert [pod.process.poll() for pod in group.pods] == [None, None], group.logs()
 
@@ -220,7 +220,7 @@ def test_a_dns_answer_of_5_seconds_ends_no_epoch(tmp_path: Path) -> None:
                 asked = log.read_text().count("asks for localhost")
                 wire.reset()
                 wait_until(
-                    lambda: log.read_text().count("connected to the leader again") == again,  # noqa: B023 - called at once
+                    lambda: log.read_text().count("reconnected to the leader") == again,  # noqa: B023 - called at once
                     LONGER_THAN_A_HEARTBEAT_S,
                     group.logs,
                 )

@@ -37,7 +37,7 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
     failure = clock.overdue()
     assert failure is not None
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
-    assert "the engine (pod 0) has answered nothing for 10 s" in failure.message
+    assert "the engine (pod 0) has not answered for 10 s" in failure.message
     assert "(stepTimeout)" in failure.message
 
 
@@ -46,7 +46,7 @@ def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None
     look(clock, 111.0, api=False, waits_s=11.0)
     failure = clock.overdue()
     assert failure is not None
-    assert failure.message.startswith("the API server (pod 0) has answered nothing")
+    assert failure.message.startswith("the API server (pod 0) has not answered")
 
 
 def test_an_api_server_that_answers_but_tells_its_supervisor_nothing_is_named() -> None:
@@ -57,7 +57,7 @@ def test_an_api_server_that_answers_but_tells_its_supervisor_nothing_is_named() 
     look(clock, 111.0, api_silent_s=11.0)
     failure = clock.overdue()
     assert failure is not None
-    assert failure.message.startswith("the API server (pod 0) has answered nothing")
+    assert failure.message.startswith("the API server (pod 0) has not answered")
 
 
 def test_a_long_step_is_no_silence() -> None:

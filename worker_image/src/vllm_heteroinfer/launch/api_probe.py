@@ -1,4 +1,4 @@
-"""The leader's supervisor asks its API server for its health. Stdlib and the contract only."""
+"""The leader's health checks of its API server. Stdlib and the contract only."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,21 +9,22 @@ from vllm_heteroinfer.pod.addresses import host_in_url
 PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 1.0
 MOST_TRIES = 3
-"""In a row, of which none is counted but the last: so often this process may have no turn while it waits."""
+"""Most attempts in a row; after an attempt in which this process was not scheduled, the next one counts."""
 
 
 async def probe_api(
     address: Awaitable[str], port: int, on_result: Callable[[bool], None], awake_s: Callable[[], float]
 ) -> None:
-    """Asks the API server for its health for ever, and says after each try whether it answered 200.
+    """Checks the API server's health without end, and reports each result: whether it answered 200.
 
-    No answer says nothing if this process had no turn for half of the time: the answer may lie in the kernel,
-    unread, and who shares the machine had no turn either. Then it asks again at once.
+    A missing answer does not count if this process was not scheduled for half of the time-out: the answer may
+    wait unread in the kernel, and the API server on the same machine was not scheduled either. Then the check
+    is repeated at once.
 
     Args:
-        address: the pod's own, at which the clients' Service sends requests. An answer on loopback alone
-            would make a pod Ready that refuses every client, such as one without IPv4.
-        awake_s: a time that goes on only while this process has its turns (LoopClock), in seconds.
+        address: the pod's own address, the target of the clients' Service. If it were loopback, a pod that
+            refuses every client could be Ready, for example one without IPv4.
+        awake_s: time that advances only while this process is scheduled (LoopClock), in seconds.
     """
     host = await address
     while True:
@@ -38,7 +39,7 @@ async def probe_api(
 
 
 async def _api_is_healthy(host: str, port: int) -> bool | None:
-    """Returns whether it answered 200, None if it has not answered in time."""
+    """Returns whether the API server answered 200; None if it did not answer in time."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -53,5 +54,5 @@ async def _api_is_healthy(host: str, port: int) -> bool | None:
                 writer.close()
     except TimeoutError:
         return None
-    except (OSError, ValueError):  # ValueError: its first line has no end
+    except (OSError, ValueError):  # ValueError: the first line is too long
         return False

@@ -1,9 +1,10 @@
-"""How the supervisors of a group speak: JSON lines over TCP, followers to the leader.
+"""The protocol between the supervisors of a group: JSON lines over TCP, from followers to the leader.
 
-Both ends prove that they have the epoch's key; a follower says who it is and is welcomed or
-refused in words; then both beat five times a second. A connection that ends is made again
-within the heart-beat limit; whoever is silent for longer is lost. Evidence of failures goes to the
-leader, which alone decides who is to blame and tells all. Stdlib and the contract only.
+Both ends prove that they have the epoch's key. The follower sends its identity, and the leader accepts or
+refuses it. Then both send five heartbeats a second. A follower reconnects after a lost connection; a peer
+that is silent for longer than the heartbeat limit is lost. Followers send evidence of failures to the
+leader. Only the leader decides which failure is the cause, and sends the verdict to all. Stdlib and the
+contract only.
 """
 
 import asyncio
@@ -16,21 +17,21 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.culprit import Evidence
 
 HELLO_TIMEOUT_S = 5.0
-"""For a stranger on the port to say who it is, and for the leader to answer."""
+"""Time-out for the identity of a new client, and for the leader's answer."""
 RETURN_POLL_S = 0.1
 REFUSALS = 2
-"""Of one port in a row: no process listens there any more."""
+"""Refused connections in a row that mean that no process listens on a port any longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handlers:
-    """What the supervisor does on news; all run on its loop.
+    """The supervisor's callbacks for events. All run on its event loop.
 
     Attributes:
-        on_evidence: a pod saw a failure (leader), or a peer's supervisor was lost (both).
-        on_stopping: that pod was asked to stop.
-        on_left: that pod, which was asked to stop, is gone.
-        on_verdict: the leader has decided (followers).
+        on_evidence: a pod reported a failure (leader only), or a peer's supervisor is lost.
+        on_stopping: this pod was asked to stop.
+        on_left: this pod, which was asked to stop, has left.
+        on_verdict: the leader has decided (followers only).
     """
 
     on_evidence: Callable[[Evidence], None]
@@ -40,11 +41,11 @@ class Handlers:
 
 
 def pod_lost(launch: PodLaunch, pod: int, how: str) -> Failure:
-    """Returns the failure that names a pod whose supervisor is gone."""
+    """Builds the failure of a pod whose supervisor is lost."""
     return Failure(
         reason=FailureReason.POD_LOST,
         message=(
-            f"the supervisor of pod {pod} ({launch.addresses[pod].host}) {how}; look at that pod and its node"
+            f"the supervisor of pod {pod} ({launch.addresses[pod].host}) {how}. Check that pod and its node"
         ),
         pod=pod,
         time=time.time(),
@@ -52,7 +53,7 @@ def pod_lost(launch: PodLaunch, pod: int, how: str) -> Failure:
 
 
 async def is_refused(host: str, port: int) -> bool:
-    """Returns whether a port that a living supervisor listens on refuses connections."""
+    """Returns whether a supervisor's port refuses connections, which means that the supervisor has ended."""
     try:
         async with asyncio.timeout(RETURN_POLL_S * 3):
             _, writer = await asyncio.open_connection(host, port)

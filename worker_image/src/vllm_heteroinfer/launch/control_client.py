@@ -1,4 +1,4 @@
-"""A follower's side of the control port: one link to the leader. Stdlib and the contract only."""
+"""A follower's side of the control port, with one link to the leader. Stdlib and the contract only."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,15 @@ from vllm_heteroinfer.pod.addresses import look_up
 CONNECT_TIMEOUT_S = 2.0
 RETRY_INTERVAL_S = 0.2
 RECONNECT_TIMEOUT_S = 0.4
-"""For one try of a connection that was there: a lost packet is sent again only after a second."""
+"""Time-out of one attempt to reconnect. It is short because TCP repeats a lost first packet after 1 s."""
 RECONNECT_HELLO_TIMEOUT_S = 0.4
-"""For the leader's welcome then, twice as long at each try that it does not answer: it may be busy."""
+"""Time-out for the leader's welcome after a reconnect; doubled after each time-out: it may be busy."""
 
 log = logging.getLogger(__name__)
 
 
 class Refused(Exception):  # noqa: N818 - a decision of the leader, not an error of ours
-    """The leader doesn't take this pod in; `failure` says what differs."""
+    """The leader refuses this pod; `failure` names the difference."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -36,10 +36,10 @@ class Refused(Exception):  # noqa: N818 - a decision of the leader, not an error
 
 
 class ControlClient:
-    """Connects to the leader, and again when the connection ends.
+    """Connects to the leader, and reconnects after a lost connection.
 
     Args:
-        key: of the epoch; None proves nothing and asks for no proof.
+        key: key of the epoch; with None, neither side proves its identity.
     """
 
     def __init__(
@@ -59,19 +59,18 @@ class ControlClient:
         self._kept: list[Message] = []
 
     async def connect(self) -> None:
-        """Returns once the leader has welcomed this pod.
+        """Waits until the leader accepts this pod.
 
-        Tries again for ever: the leader may be waiting for its node to pull the image, and only
-        the operator sees that.
+        Has no time-out: the leader's node may be pulling the image, which only the operator can see.
 
         Raises:
-            Refused: the leader says what differs.
+            Refused: the leader refuses this pod.
         """
         leader = self._launch.leader
         complaint = ""
         while self._link is None:
             try:
-                # Its pod has one address as long as it lives. Without a limit: a resolver that asks twice
+                # The address of a pod never changes. No time-out: a resolver that has to repeat its query
                 # takes 5 s (resolv.conf(5)).
                 self._address = await look_up(leader.host, leader.control_port)
                 self._link = await self._try_connect(CONNECT_TIMEOUT_S, HELLO_TIMEOUT_S)
@@ -109,7 +108,7 @@ class ControlClient:
         raise OSError(NO_ANSWER)
 
     async def listen(self) -> None:
-        """Handles what the leader says until the group ends or the leader is lost."""
+        """Handles the leader's messages until the group ends or the leader is lost."""
         assert self._link is not None
         while True:
             link = self._link
@@ -134,9 +133,9 @@ class ControlClient:
             self._handlers.on_stopping(0)
 
     async def _connect_again(self, cut: SupervisorLink) -> bool:
-        """Returns whether the leader has welcomed this pod again while its last news is young enough.
+        """Reconnects to the leader, within its heartbeat limit. Returns whether it succeeded.
 
-        A leader whose process has ended is not waited for: nobody listens on its port then.
+        If the leader's port refuses connections, its process has ended, so the attempts end too.
         """
         cut.close()
         refusals, hello_timeout_s = 0, RECONNECT_HELLO_TIMEOUT_S
@@ -157,39 +156,39 @@ class ControlClient:
             except Refused:
                 return False
             else:
-                log.info("connected to the leader again after %.1f s", cut.silent_for_s())
+                log.info("reconnected to the leader after %.1f s", cut.silent_for_s())
                 self._link = link
-                for message in self._kept:  # it may have been on its way when the connection ended
+                for message in self._kept:  # may have been lost with the old connection
                     link.send(message)
                 return True
         return False
 
     def send(self, message: Message) -> None:
-        """Tells the leader; what must not be lost is said again on a new connection."""
+        """Sends a message to the leader. Evidence and a stop are sent again after a reconnect."""
         if message.evidence is not None or message.stopping:
             self._kept.append(message)
         if self._link is not None:
             self._link.send(message)
 
     def own_address(self) -> str:
-        """Returns this pod's IP address on the way to the leader, once it is connected."""
+        """Returns this pod's IP address in the connection to the leader. Call it after `connect`."""
         assert self._link is not None
         return self._link.own_host
 
     def welcomed(self) -> bool:
-        """Returns whether the leader has taken this pod in; if it is lost since, that is reported."""
+        """Returns whether the leader has accepted this pod, even if the leader is lost since then."""
         return self._link is not None
 
     def misses_a_stopping_leader(self) -> bool:
-        """Returns whether the leader was asked to stop and is cut off: it may have ended, or come again."""
+        """Returns whether a leader that was asked to stop lost its connection: it ended, or will return."""
         return self._leader_stopping and self._connecting_again
 
     def connected(self) -> bool:
-        """Returns whether the leader had its last heartbeat within the heart-beat deadline."""
+        """Returns whether the leader's last heartbeat is within the heartbeat limit."""
         return self._link is not None and self._link.silent_for_s() <= self._launch.heartbeat_timeout_s
 
     def news_age_s(self) -> float:
-        """Returns the age of the oldest news of the group, in seconds."""
+        """Returns the age of the oldest news from a pod of the group, in seconds."""
         return 0.0 if self._link is None else self._group_age_s + self._link.silent_for_s()
 
     def check_silence(self) -> None:
@@ -198,7 +197,7 @@ class ControlClient:
             self._lost(self._link.describe_silence())
 
     async def end(self) -> None:
-        """Closes the link once everything said has left."""
+        """Closes the link after all messages have left."""
         if self._link is not None:
             await self._link.flush()
             self._link.close()
@@ -207,5 +206,5 @@ class ControlClient:
         if self._leader_stopping:
             self._handlers.on_left(0)
         else:
-            seen = f"{how}, as pod {self._launch.pod_index} saw it"
+            seen = f"{how} (seen by pod {self._launch.pod_index})"
             self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, 0, seen)))

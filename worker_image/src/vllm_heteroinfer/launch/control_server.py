@@ -1,4 +1,4 @@
-"""The leader's side of the control port: one link for each other pod. Stdlib and the contract only."""
+"""The leader's side of the control port, with one link for each follower. Stdlib and the contract only."""
 
 import asyncio
 import contextlib
@@ -29,20 +29,20 @@ from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.listening import ConnectionLimit, listen
 
 MOST_STRANGERS = 64
-"""Connections that have not proved who they are."""
+"""Most connections without a proof of identity."""
 LAST_READ_S = 0.2
-"""For followers to read the last word, and to close."""
+"""Time for followers to read the last message and close the connection."""
 SAY_AGAIN_S = 10.0
-"""The log names strangers so often."""
+"""Shortest interval between log lines about strangers."""
 
 log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Welcomes the followers, and tells of each that is lost.
+    """Accepts the followers and reports each lost follower.
 
     Args:
-        key: of the epoch; None takes a follower at its word, as pods without a key do.
+        key: key of the epoch; with None, followers need no proof, as in pods without a key.
     """
 
     def __init__(
@@ -70,39 +70,39 @@ class ControlServer:
         """Listens for the followers.
 
         Raises:
-            ContractError: the port cannot be taken.
+            ContractError: the port is not available.
         """
         host, port = self._launch.address.host, self._launch.address.control_port
         try:
             self._server = await listen(self._serve, bind_host(host), port)
         except OSError as error:
             raise ContractError(
-                f"control port {port} cannot be used: {error}; end the process that has it, or set another "
-                f"control_port in {names.ENV_ADDRESSES}"
+                f"control port {port} is not available: {error}. End the process that uses it, or set a "
+                f"different control_port in {names.ENV_ADDRESSES}"
             ) from error
 
     def missing_pods(self) -> list[int]:
-        """Returns the pods that have not connected."""
+        """Returns the pods that have not connected yet."""
         return [pod.index for pod in self._plan.pods[1:] if pod.index not in self._links]
 
     def ranks(self) -> list[RankBeat]:
-        """Returns the last word on each rank of the other pods that have spoken."""
+        """Returns the last report of each rank of the other pods."""
         return [rank for ranks in self._ranks.values() for rank in ranks]
 
     def news_age_s(self) -> float:
-        """Returns the age of the oldest news of a connected pod, in seconds."""
+        """Returns the time since the last message of the most silent connected pod, in seconds."""
         return max((link.silent_for_s() for link in self._links.values()), default=0.0)
 
     def misses_a_stopping_pod(self) -> bool:
-        """Returns whether a pod that was asked to stop is cut off: it may have ended, or come again."""
+        """Returns whether a pod that was asked to stop lost its connection: it ended, or will reconnect."""
         return bool(self._stopping & self._away)
 
     def beat(self) -> None:
-        """Tells every follower that this pod lives, and how old its news of the others is."""
+        """Sends a heartbeat to every follower, with the age of this pod's news from the others."""
         self._tell_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
 
     def tell_stopping(self) -> None:
-        """Tells every follower that this pod was asked to stop."""
+        """Reports to every follower that this pod was asked to stop."""
         self._said_stopping = True
         self._tell_all(Message(stopping=True))
 
@@ -113,12 +113,12 @@ class ControlServer:
                 self._lost(pod, link.describe_silence())
 
     async def end(self, verdict: Failure | None, late_s: float) -> None:
-        """Tells everybody the verdict, if there is one, and closes.
+        """Sends the verdict, if any, to all followers and closes the connections.
 
         Args:
-            verdict: who ended the group; None when this pod just stops.
-            late_s: how long to wait for pods that have not connected yet, in seconds:
-                they would otherwise try until their start-up deadline.
+            verdict: the failure that ended the group; None if this pod only stops.
+            late_s: longest wait for pods that have not connected yet, in seconds. Without the verdict, they
+                would try to connect until their startup time-out.
         """
         if verdict is not None:
             self._verdict = verdict
@@ -129,7 +129,8 @@ class ControlServer:
         await asyncio.gather(*(link.flush() for link in self._links.values()))
         if self._server is not None:
             self._server.close()
-        # Closed with beats unread, a connection is reset, and the verdict may be lost (RFC 1122, 4.2.2.13).
+        # If this end closes a connection with unread heartbeats, the kernel resets it, and the verdict may be
+        # lost (RFC 1122, 4.2.2.13). So close only the sending side first.
         for link in self._links.values():
             link.send_end()
         if self._tasks:
@@ -151,7 +152,7 @@ class ControlServer:
         try:
             link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s, self._clock)
         except OSError:
-            writer.close()  # it is gone already
+            writer.close()  # the client has left already
             return
         try:
             with self._strangers.holding(link.abort):
@@ -159,7 +160,7 @@ class ControlServer:
             if pod is not None:
                 await self._follow(pod, link)
         except asyncio.CancelledError:
-            pass  # end() closes the links itself, and asyncio would log the cancellation as an error
+            pass  # end() closes the links; asyncio would log the cancellation as an error
         finally:
             link.close()
 
@@ -185,11 +186,11 @@ class ControlServer:
         return hello.pod
 
     def _note_stranger(self, error: Exception) -> None:
-        """Tells of strangers in the log, but does not let them fill it."""
+        """Logs strangers, but only once in SAY_AGAIN_S, so that they cannot fill the log."""
         self._sent_away += 1
         if time.monotonic() - self._said_at_s > SAY_AGAIN_S:
             self._said_at_s = time.monotonic()
-            log.warning("sent away %d strangers on the control port; the last: %s", self._sent_away, error)
+            log.warning("control port: refused %d connections so far; the last: %s", self._sent_away, error)
 
     def _take_in(self, hello: Hello, link: SupervisorLink) -> None:
         old = self._links.get(hello.pod)
@@ -208,8 +209,8 @@ class ControlServer:
         failure = Failure(
             reason=FailureReason.PLAN_MISMATCH,
             message=(
-                f"pod {hello.pod} was refused by the leader of {self._launch.group}: {difference}; "
-                "start all pods of a group from one plan and one epoch"
+                f"pod {hello.pod} was refused by the leader of {self._launch.group}: {difference}. "
+                "Start all pods of a group from the same plan and epoch"
             ),
             pod=hello.pod,
             time=time.time(),
@@ -221,7 +222,7 @@ class ControlServer:
             self._handlers.on_evidence(Evidence(failure=failure))
 
     async def _follow(self, pod: int, link: SupervisorLink) -> None:
-        """Handles what a follower says; once it is cut off, waits for it to come again."""
+        """Handles a follower's messages. After a lost connection, waits for the follower to reconnect."""
         with contextlib.suppress(ContractError):
             while (message := await link.receive()) is not None:
                 if message.ranks is not None:
@@ -238,16 +239,16 @@ class ControlServer:
                 self._lost(pod, link.how_it_ended)
 
     async def _comes_again(self, pod: int, link: SupervisorLink) -> bool:
-        """Returns whether a follower connects again while its last news is young enough.
+        """Waits for a follower to reconnect, within its heartbeat limit. Returns whether it did.
 
-        One whose process has ended is not waited for: nobody listens on its health port then.
+        If its health port refuses connections, its process has ended, so the wait ends too.
         """
         refusals, own = 0, self._launch.addresses[pod]
-        # Where it listens, not where its connection came from: that may be a gateway's.
+        # Use the address it listens on: its connection may come from the address of a gateway.
         asked = start_task(
             look_up(bind_host(own.host) or own.host, own.health_port),
             name="address of a pod",
-            failed=lambda error: log.info("the name of pod %d has no address: %r", pod, error),
+            failed=lambda error: log.info("DNS has no address for pod %d: %r", pod, error),
         )
         try:
             while link.left_s() > 0:

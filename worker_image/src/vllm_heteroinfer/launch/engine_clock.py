@@ -1,19 +1,19 @@
-"""Whether API server and engine answer while nothing keeps them from it. PURE: answers and times in."""
+"""Detects an API server or engine that does not answer while no rank is busy. PURE: answers and times in."""
 
 from heteroinfer_contract.failure import Failure, FailureReason
 
 ANSWERS_WITHIN_S = 1.5
-"""Without an answer for longer, a group is not ready."""
+"""Longest time without an answer of the engine in which a group is still ready."""
 
 
 class EngineClock:
-    """Measures for how long the API server and its engine have answered nothing while no rank was busy.
+    """Measures how long the API server and the engine have not answered while no rank was busy.
 
-    An engine waits for the ranks in a step, and in every other call of them: until they are done its
-    silence says nothing. So a long prefill, a sleep or a compilation stops both clocks.
+    During a step or another call, the engine waits for the ranks and cannot answer. So a long prefill, a
+    sleep or a compilation stops both clocks.
 
     Args:
-        now_s: on a clock that never goes back and stands still while the supervisor has no turn, in seconds.
+        now_s: seconds on a monotonic clock that pauses while the supervisor is not scheduled.
     """
 
     def __init__(self, limit_s: float, now_s: float) -> None:
@@ -30,12 +30,12 @@ class EngineClock:
         engine_waits_s: float,
         now_s: float,
     ) -> None:
-        """Takes in what is known now.
+        """Updates the clocks with the current observations.
 
         Args:
-            api_silent_s: for how long it has told its supervisor nothing over its channel, in seconds.
-            engine_waits_s: how old the API server's oldest question is that the engine has not
-                answered, in seconds; 0 if there is none.
+            api_silent_s: time since the API server's last message to its supervisor, in seconds.
+            engine_waits_s: age of the API server's oldest request that the engine has not answered, in
+                seconds; 0 if there is none.
         """
         self._now_s = now_s
         if ranks_busy:
@@ -47,19 +47,19 @@ class EngineClock:
 
     @property
     def engine_answers(self) -> bool:
-        """Returns whether the engine would take a request now."""
+        """Whether the engine answers now."""
         return self._now_s - self._engine_answered_s <= ANSWERS_WITHIN_S
 
     def overdue(self) -> Failure | None:
-        """Returns the failure that names who has answered nothing for too long, or None."""
+        """Returns the failure of the API server or the engine, if either has not answered for too long."""
         for who, answered_s in (("API server", self._api_answered_s), ("engine", self._engine_answered_s)):
             silent_s = self._now_s - answered_s
             if silent_s > self._limit_s:
                 return Failure(
                     reason=FailureReason.ENGINE_STOPPED,
                     message=(
-                        f"the {who} (pod 0) has answered nothing for {silent_s:.0f} s, and no rank was busy; "
-                        f"expected an answer within {self._limit_s:.0f} s (stepTimeout)"
+                        f"the {who} (pod 0) has not answered for {silent_s:.0f} s although no rank was busy. "
+                        f"The limit is {self._limit_s:.0f} s (stepTimeout)"
                     ),
                     pod=0,
                 )

@@ -1,7 +1,7 @@
-"""`heteroinfer-worker` from its first instant: PID 1 can be asked to end before it has loaded anything.
+"""Entry of `heteroinfer-worker`, which handles SIGTERM before it loads anything else.
 
-The kernel gives PID 1 no default for SIGTERM: what comes before there is a handler is lost, and the
-kubelet would wait for the whole grace period. Stdlib only, and as little of it as can be.
+PID 1 has no default handler for SIGTERM: the kernel drops a signal that arrives before the process has a
+handler, and the kubelet would wait for the whole grace period. Imports as little as possible, Stdlib only.
 """
 
 import os
@@ -14,7 +14,7 @@ _STOPPED = 0
 
 
 def main() -> int:
-    """Returns the exit code of the command line; see `heteroinfer-worker --help`."""
+    """Runs the command line (see `heteroinfer-worker --help`). Returns the exit code."""
     signal.signal(signal.SIGTERM, _leave)
     from vllm_heteroinfer.launch.cli import main as run
 
@@ -22,7 +22,7 @@ def main() -> int:
 
 
 def _leave(*_: object) -> None:
-    """Ends a process that has started nothing; a supervisor has its own handler by the time it has."""
+    """Ends a process that has started nothing yet; a supervisor later installs its own handler."""
     os._exit(_STOPPED if sys.argv[1:2] in ([], ["run"]) else exit_code_of(signal.SIGTERM))
 
 

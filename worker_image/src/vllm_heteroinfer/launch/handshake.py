@@ -1,12 +1,12 @@
-"""How two supervisors prove to each other that they are of one epoch of one group.
+"""The handshake with which two supervisors prove that they belong to the same epoch of the same group.
 
-Stdlib and the contract only. The follower speaks first, with a code, so that a stranger hears nothing at all:
+Stdlib and the contract only. The follower sends the first line, with a code, so a stranger gets no answer:
 
     follower -> leader   pod, nonce, code of both
     leader -> follower   nonce, code of all three
-    from then on         each line with a code of its own, by a key that is made of both nonces
+    all later lines      each line with its own code, by a key derived from both nonces
 
-Lines count up from 0 in each direction, so that none can be left out, repeated or put elsewhere.
+Each direction numbers its lines from 0, so that no line can be omitted, repeated or moved.
 """
 
 import os
@@ -38,7 +38,7 @@ class OpeningReply:
 
 
 class Seal:
-    """Codes of the lines of one connection, at one of its ends."""
+    """Computes and checks the codes of lines, for one end of one connection."""
 
     def __init__(self, key: EpochKey, *, leads: bool) -> None:
         self._key = key
@@ -47,52 +47,52 @@ class Seal:
         self._received = 0
 
     def seal(self, line: str) -> str:
-        """Returns the next line to send, with its code."""
+        """Adds the code to the next line to send."""
         code = self._key.code(self._own, str(self._sent), line)
         self._sent += 1
         return f"{code} {line}"
 
     def open(self, sealed: str) -> str:
-        """Returns the next line that was received, without its code.
+        """Checks and removes the code of the next received line.
 
         Raises:
-            ContractError: the other end did not send it, or not as the next one.
+            ContractError: the other end did not send this line, or did not send it next.
         """
         code, _, line = sealed.partition(" ")
         if not self._key.vouches(code, self._other, str(self._received), line):
-            raise ContractError("got a line that the other supervisor has not sent so")
+            raise ContractError("received a line whose code is not valid")
         self._received += 1
         return line
 
 
 def build_opening(key: EpochKey, pod: int) -> Opening:
-    """Returns the first line of a follower."""
+    """Builds the first line of a follower."""
     nonce = os.urandom(_NONCE_BYTES).hex()
     return Opening(pod=pod, nonce=nonce, code=key.code("open", str(pod), nonce))
 
 
 def reply_to(key: EpochKey, line: str) -> tuple[OpeningReply, Seal]:
-    """Returns the leader's first line and its end of the connection.
+    """Checks the follower's first line. Returns the leader's first line and its end of the connection.
 
     Raises:
-        ContractError: the first line is of somebody without the key.
+        ContractError: the follower does not have the key.
     """
     opening = codec.from_json(Opening, line)
     if not key.vouches(opening.code, "open", str(opening.pod), opening.nonce):
-        raise ContractError("it does not have this epoch's key")
+        raise ContractError("the client does not have this epoch's key")
     nonce = os.urandom(_NONCE_BYTES).hex()
     parts = (str(opening.pod), opening.nonce, nonce)
     return OpeningReply(nonce=nonce, code=key.code("reply", *parts)), Seal(key.session(*parts), leads=True)
 
 
 def check_reply(key: EpochKey, opening: Opening, line: str) -> Seal:
-    """Returns the follower's end of the connection.
+    """Checks the leader's first line. Returns the follower's end of the connection.
 
     Raises:
-        ContractError: whoever answered does not have the key.
+        ContractError: the process that answered does not have the key.
     """
     reply = codec.from_json(OpeningReply, line)
     parts = (str(opening.pod), opening.nonce, reply.nonce)
     if not key.vouches(reply.code, "reply", *parts):
-        raise ContractError("who answers at the leader's address does not have this epoch's key")
+        raise ContractError("the process at the leader's address does not have this epoch's key")
     return Seal(key.session(*parts), leads=False)

@@ -1,4 +1,4 @@
-"""What this pod's machine is: CPUs, quota, address and interface. Reads the kernel; Linux only."""
+"""Observes this pod's machine: CPUs, quota, address and interface. Reads the kernel; Linux only."""
 
 import asyncio
 import fcntl
@@ -27,14 +27,13 @@ SIOCGIFADDR = 0x8915
 
 
 def observe_host(launch: PodLaunch, address: str) -> Host:
-    """Returns this machine.
+    """Observes this machine.
 
-    `address` is its own IP address as the group sees it; it is used unless the launch
-    names an interface.
+    Args:
+        address: this pod's IP address in the group; used if the launch names no interface.
 
     Raises:
-        ContractError: the named interface is not there or has no address, or no
-            interface has `address`.
+        ContractError: the named interface does not exist or has no address, or no interface has `address`.
     """
     if launch.network_interface == "auto":
         interface = interface_of(address)
@@ -51,9 +50,9 @@ def observe_host(launch: PodLaunch, address: str) -> Host:
 
 
 def waited_for_cpu_s() -> float:
-    """Returns for how long the main thread could have run and got no CPU, since its start, in seconds.
+    """Returns how long the main thread has waited for a CPU since its start, in seconds.
 
-    0 where the kernel does not count it (CONFIG_SCHED_INFO).
+    Returns 0 if the kernel does not count it (CONFIG_SCHED_INFO).
     """
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
@@ -62,10 +61,10 @@ def waited_for_cpu_s() -> float:
 
 
 def observe_cpus(ids: Sequence[int], system: Path) -> tuple[Cpu, ...]:
-    """Returns the cores and NUMA nodes of these CPUs; each a core of node 0 where the kernel tells nothing.
+    """Observes the cores and NUMA nodes of CPUs. Without data from the kernel, each CPU is a core of node 0.
 
     Args:
-        system: where the kernel shows its devices, /sys/devices/system.
+        system: the kernel's directory /sys/devices/system.
     """
     nodes = {
         cpu: int(node.name.removeprefix("node"))
@@ -76,7 +75,7 @@ def observe_cpus(ids: Sequence[int], system: Path) -> tuple[Cpu, ...]:
 
 
 def _core(cpu: int, system: Path) -> int:
-    """Returns the number of a CPU's core: that of its first hyper-thread."""
+    """Returns the number of a CPU's core, which is the lowest number of its hyper-threads."""
     try:
         siblings = (system / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
@@ -85,7 +84,7 @@ def _core(cpu: int, system: Path) -> int:
 
 
 def parse_id_list(text: str) -> list[int]:
-    """Returns the numbers of a kernel list such as `0-2,8`."""
+    """Parses a list of the kernel, such as `0-2,8`."""
     ids: list[int] = []
     for part in text.strip().split(","):
         if part:
@@ -98,7 +97,7 @@ def interface_of(address: str) -> str:
     """Returns the name of the interface that has `address`.
 
     Raises:
-        ContractError: none has.
+        ContractError: no interface has it.
     """
     ip = ipaddress.ip_address(address)
     if ip.is_loopback:
@@ -107,30 +106,32 @@ def interface_of(address: str) -> str:
         if ip in _addresses(name):
             return name
     raise ContractError(
-        f"got {address} as own address, expected one of this pod's interfaces {_interfaces()}; "
-        f"set network.interface ({names.ENV_NETWORK_INTERFACE})"
+        f"no interface of this pod has its address {address} (interfaces: {', '.join(_interfaces())}). "
+        f"Set network.interface ({names.ENV_NETWORK_INTERFACE})"
     )
 
 
 def address_of(interface: str) -> str:
-    """Returns the first address of an interface: IPv4, or IPv6 that is not of its link only.
+    """Returns the first address of an interface that is not link-local (IPv4 first).
 
     Raises:
-        ContractError: there is no such interface, or it has no address.
+        ContractError: the interface does not exist, or has no such address.
     """
     if interface not in _interfaces():
         raise ContractError(
-            f"got network interface {interface!r} ({names.ENV_NETWORK_INTERFACE}), expected one of "
-            f"{', '.join(_interfaces())}, or auto"
+            f"network.interface ({names.ENV_NETWORK_INTERFACE}) must be auto or one of "
+            f"{', '.join(_interfaces())}, got {interface!r}"
         )
     address = first_routed(_addresses(interface))
     if address is None:
-        raise ContractError(f"network interface {interface!r} has no address; choose another one, or auto")
+        raise ContractError(
+            f"network interface {interface!r} has no address. Set network.interface to another name or auto"
+        )
     return str(address)
 
 
 def first_routed(addresses: Iterable[IpAddress]) -> IpAddress | None:
-    """Returns the first address that is not of its link only, None if there is none."""
+    """Returns the first address that is not link-local, or None."""
     return next((address for address in addresses if not address.is_link_local), None)
 
 
@@ -144,7 +145,7 @@ def _addresses(interface: str) -> Iterator[IpAddress]:
         try:
             reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
         except OSError:
-            pass  # it has no IPv4 address
+            pass  # the interface has no IPv4 address
         else:
             yield ipaddress.IPv4Address(reply[20:24])
     table = Path("/proc/net/if_inet6")
@@ -155,9 +156,9 @@ def _addresses(interface: str) -> Iterator[IpAddress]:
 
 
 async def find_leader_address(launch: PodLaunch) -> str:
-    """Returns the leader's IP address, for the leader itself; the caller sets the deadline.
+    """Waits until DNS has the leader's own IP address. The caller must set a time-out.
 
-    A name in a cluster can take half a minute to appear.
+    A new name in a cluster can take half a minute to appear.
     """
     while True:
         try:
