@@ -1,1 +1,1 @@
-"""vLLM platforms of a group's processes: cpu.py and cuda.py, chosen by role, never both imported."""
+"""vLLM platforms of a group's processes: cpu.py or cuda.py, by role. A process never imports both."""

@@ -1,4 +1,4 @@
-"""The platform of a CPU rank; subclasses vLLM's, so that dispatch by `is_cpu()` stays as it is."""
+"""The platform of a CPU rank. A subclass of vLLM's platform, so `is_cpu()` remains true."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class HeteroCpuPlatform(CpuPlatform):
     """CpuPlatform with our worker and communicators."""
 
-    # For small functions that vLLM compiles even where the model runs eagerly, such as the embedding's
-    # mask (vllm/model_executor/layers/vocab_parallel_embedding.py::get_masked_input_and_mask@v0.32.0): with
-    # inductor they need a C++ compiler in the image, and 24 s cold, while peers wait in the next collective.
+    # vLLM compiles small functions even if the model runs eagerly, such as the embedding's mask
+    # (vllm/model_executor/layers/vocab_parallel_embedding.py::get_masked_input_and_mask@v0.32.0). Inductor
+    # would need a C++ compiler in the image and 24 s without a cache, while peers wait in a collective.
     simple_compile_backend = "eager"
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Does what vLLM's platform does before a configuration is made, and names our variable to vLLM."""
+        """Prepares like vLLM's platform, and registers our environment variable with vLLM."""
         super().pre_register_and_update(parser)
         register_environ()
 
@@ -33,20 +33,20 @@ class HeteroCpuPlatform(CpuPlatform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.rank.worker.cpu_worker.HeteroCpuWorker"
         super().check_and_update_config(vllm_config)
-        # vLLM spawns on the CPU since its workers need an environment of their own before exec; ours are
-        # started by the supervisor. The one process that is started here is the engine, from the API
-        # server, which computes nothing: by fork it saves importing everything again (10 s of a CPU).
+        # vLLM uses spawn on CPUs because its workers need their own environment before exec. Our workers are
+        # started by the supervisor. The API server starts only the engine, which computes nothing: a fork
+        # avoids importing everything again (10 s of a CPU).
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Registers vLLM's implementations of small operations, and those that we add for CPUs."""
+        """Registers vLLM's implementations of small operations, and our implementations for CPUs."""
         super().import_ir_kernels()
         import vllm_heteroinfer.platform.cpu_norms  # noqa: F401 - registers them
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
-        """Returns vLLM's choice where the model is compiled, or the user chose its kernels; else ours."""
+        """Our order of implementations; vLLM's order if the model is compiled or the user chose vLLM."""
         from vllm.config import CompilationMode
         from vllm.config.kernel import IrOpPriorityConfig
 
@@ -59,10 +59,10 @@ class HeteroCpuPlatform(CpuPlatform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Returns False in eager models: torch's dispatcher takes as long as attention of few rows.
+        """False for eager models, because torch's dispatcher takes as long as attention for few rows.
 
-        Latent attention has another way without it, that vLLM tests on GPUs alone: there, and where the model
-        is compiled, vLLM's choice stays.
+        Returns vLLM's choice if the model is compiled, and for latent attention: without the op, latent
+        attention runs a code path that vLLM tests only on GPUs.
         """
         from vllm.config import CompilationMode, get_current_vllm_config_or_none
 
@@ -72,15 +72,15 @@ class HeteroCpuPlatform(CpuPlatform):
         return config.compilation_config.mode != CompilationMode.NONE
 
     def is_sleep_mode_available(self) -> bool:
-        """Returns True: our worker gives back the KV cache, where vLLM's CPU worker only logs."""
+        """True: our worker releases the KV cache, while vLLM's CPU worker only logs."""
         return True
 
     @classmethod
     def get_compile_backend(cls) -> str:
-        """Returns what compiles the model itself where the plan asks for it; vLLM's own choice."""
+        """The backend that compiles the model if the plan requests it; the same as vLLM's."""
         return "inductor"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Returns what builds the communicator of a group with more than one rank."""
+        """Path of the function that builds the communicator of a group with several ranks."""
         return "vllm_heteroinfer.distributed.communicators.build_cpu_communicator"

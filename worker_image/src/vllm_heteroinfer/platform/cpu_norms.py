@@ -1,7 +1,7 @@
-"""RMS norms of eager CPU ranks, by vLLM's own operations of CPUs as a provider of its registry. Imports vLLM.
+"""RMS norms of eager CPU ranks: registers vLLM's CPU operations in vLLM's own registry. Imports vLLM.
 
-The registry has none for CPUs but `native`, which is nine operations of torch for a norm where it is not
-compiled. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py@v0.32.0.
+For CPUs the registry contains only `native`, which runs nine operations of torch for a norm if the model is
+not compiled. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py@v0.32.0.
 """
 
 from typing import Final
@@ -12,7 +12,7 @@ from vllm import ir
 from vllm_heteroinfer.kernels.norms import PROVIDER
 
 _VECTOR: Final = 32
-"""Elements: rows of the operations are whole vectors, of 8 or 16."""
+"""Rows must be a multiple of 32 elements: the operations read whole vectors of 8 or 16 elements."""
 
 
 def _takes(

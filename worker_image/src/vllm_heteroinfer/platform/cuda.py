@@ -1,4 +1,4 @@
-"""The platform of a GPU rank; subclasses vLLM's, so that dispatch by `is_cuda()` stays as it is."""
+"""The platform of a GPU rank. A subclass of vLLM's platform, so `is_cuda()` remains true."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 class HeteroCudaPlatform(CudaPlatform):
     """CudaPlatform with our worker and communicators, and process groups that CPU ranks can join."""
 
-    # Every rank must name the same backend. GPU-only groups talk by NCCL all the same: PyNccl
-    # is built from a group's gloo side (vllm/distributed/device_communicators/cuda_communicator.py).
+    # All ranks must use the same backend. GPU-only groups still communicate by NCCL: vLLM builds PyNccl from
+    # a group's gloo part (vllm/distributed/device_communicators/cuda_communicator.py).
     dist_backend = "gloo"
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Does what vLLM's platform does before a configuration is made, and names our variable to vLLM."""
+        """Prepares like vLLM's platform, and registers our environment variable with vLLM."""
         super().pre_register_and_update(parser)
         register_environ()
 
@@ -30,13 +30,13 @@ class HeteroCudaPlatform(CudaPlatform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "vllm_heteroinfer.rank.worker.gpu_worker.HeteroGpuWorker"
         super().check_and_update_config(vllm_config)
-        # GPUs of a stage talk by NCCL. Both of these want ranks that see each other's GPUs by different
-        # numbers, and each of ours sees its own as number 0: torch's refuses that, with a warning at best
-        # (vllm/distributed/device_communicators/symm_mem.py::SymmMemCommunicator@v0.32.0).
+        # GPUs of a stage communicate by NCCL. Both options need ranks whose GPUs have different numbers, but
+        # each of our ranks sees its GPU as number 0. Torch's symmetric memory refuses that, at best with a
+        # warning (vllm/distributed/device_communicators/symm_mem.py::SymmMemCommunicator@v0.32.0).
         for option in ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"):
             os.environ.setdefault(option, "0")
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Returns what builds the communicator of a group with more than one rank."""
+        """Path of the function that builds the communicator of a group with several ranks."""
         return "vllm_heteroinfer.distributed.communicators.build_cuda_communicator"

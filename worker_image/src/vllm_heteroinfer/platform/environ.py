@@ -1,4 +1,4 @@
-"""Names our own variable to vLLM; it warns at each start of VLLM_ names that it does not know.
+"""Registers our environment variable with vLLM, which warns about unknown VLLM_ names at each start.
 
 Imports vLLM.
 """
@@ -11,9 +11,9 @@ from heteroinfer_contract import names
 
 
 def register_environ() -> None:
-    """Adds the variable that chooses the platform to those that vLLM knows; twice is a no-op.
+    """Registers the variable that chooses the platform with vLLM. A second call does nothing.
 
-    It then counts among the factors of compiled graphs, too, as vLLM's own ones do.
+    Like vLLM's own variables, the variable then becomes a factor of compiled graphs.
     Source: vllm/platforms/interface.py::Platform.validate_environ@v0.32.0, vllm/envs.py::compile_factors.
     """
     envs.environment_variables.setdefault(

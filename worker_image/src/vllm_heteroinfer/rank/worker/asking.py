@@ -1,4 +1,4 @@
-"""The rank with attention: its model lacks the parts that are elsewhere, and asks for them. Imports vLLM."""
+"""The mode of the rank with attention: it asks feed-forward ranks for parts of its model. Imports vLLM."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Asking(RankMode):
-    """This rank's side of the slab, from before its model is built."""
+    """The asking side of the slab. Created before the model is built."""
 
     _slab: Slab
     _watch: Watch
@@ -33,9 +33,10 @@ class Asking(RankMode):
 
     @contextmanager
     def loading(self) -> Iterator[Callable[[str], bool]]:
-        """Has the model that is built inside leave the plan's parts out.
+        """Makes the model that is built inside leave out the parts of feed-forward ranks.
 
-        vLLM keeps compiled graphs by its configuration: what is left out becomes a part of that.
+        vLLM caches compiled graphs by its configuration, so the configuration must contain the omitted
+        layers.
         """
         self._config.additional_config = {
             **self._config.additional_config,
@@ -46,12 +47,12 @@ class Asking(RankMode):
         remote_parts.check_found(found, self._layers, self._context.plan.engine.model)
 
     def model_loaded(self, runner: Any) -> None:
-        """Opens the slab, waits until every lane can answer, and asks each once.
+        """Opens the slab, waits until every lane can answer, and probes each lane once.
 
         Raises:
-            ContractError: layers differ in size, or a lane does not see the slab.
-            TimeoutError: a lane was not ready by the start-up deadline.
-            RuntimeError: the probe came back wrong.
+            ContractError: layers differ in size, or a lane cannot open the slab.
+            TimeoutError: a lane was not ready before the start-up deadline.
+            RuntimeError: a lane answered the probe with wrong values.
         """
         context = self._context
         shape = self._shape(runner.get_model())
@@ -76,12 +77,12 @@ class Asking(RankMode):
         )
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
-        """Wakes the lanes: a step's asks follow."""
+        """Wakes the lanes before a step's asks."""
         if counts:
             self._slab.ring()
 
     def check_steps(self) -> None:
-        """Raises RuntimeError if an ask was given up; see `Watch.check_steps`."""
+        """Raises RuntimeError if an ask timed out; see `Watch.check_steps`."""
         self._watch.check_steps()
 
     def _shape(self, model: torch.nn.Module) -> Shape:

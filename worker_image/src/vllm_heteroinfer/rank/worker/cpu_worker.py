@@ -29,16 +29,16 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
     """vLLM's CPU worker as one rank of a group."""
 
     def init_device(self) -> None:
-        """Joins the process groups, with its memory on the NUMA nodes of its cores.
+        """Joins the process groups, after allocating memory on the NUMA nodes of the rank's cores.
 
-        vLLM's worker has just bound it strictly to the node of its first CPU, which may not hold
-        the model (vllm/v1/worker/cpu_worker.py::CPUWorker.__init__@v0.32.0).
+        vLLM's worker binds memory strictly to the node of its first CPU, and the model may not fit there
+        (vllm/v1/worker/cpu_worker.py::CPUWorker.__init__@v0.32.0).
         """
         prefer_nodes_or_warn(self.context.memory_nodes)
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        """Loads this stage's weights; layers and experts go to our kernels where the CPU can run them."""
+        """Loads this stage's weights, for our kernels if the CPU can run them."""
         cpu_linear.install()
         cpu_coded.install()
         cpu_experts.install()
@@ -51,21 +51,21 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         super().load_model(**kwargs)
 
     def begin_profile(self) -> None:
-        """Starts to watch the resident set."""
+        """Starts to measure the peak of the resident set."""
         self._peak = headroom.PeakOfRun()
 
     def run_profile(self) -> int:
-        """Runs the largest batch where the model is compiled; returns the planned size of the KV cache.
+        """Runs the largest batch if the model is compiled. Returns the planned size of the KV cache.
 
-        vLLM's own would refuse a plan beyond one NUMA node's free memory, or beyond a limit with
-        page cache counted as used.
+        vLLM's method would refuse a plan that exceeds one NUMA node's free memory. It also counts page cache
+        as used memory of the limit.
         """
         if self._should_warm_up_model():
             self.model_runner.warming_up_model()
         return self.context.rank.kv_cache_bytes
 
     def measure_headroom(self) -> headroom.KvHeadroom:
-        """Returns this rank's share of what its pod and machine have left."""
+        """This rank's share of the memory that its pod and machine have left."""
         context = self.context
         available = available_memory(
             Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(), Path("/proc/meminfo").read_text()
@@ -78,19 +78,19 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs the largest batch once where vLLM's CPU worker would not.
+        """Runs the largest batch once if vLLM's CPU worker would not.
 
-        With eager mode and a given KV size it runs nothing, and a later stage then lacks the
-        buffer for its input (vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.
-        sync_and_gather_intermediate_tensors@v0.32.0 asserts it). It also shows before the
-        first request that the activations fit.
+        In eager mode with a given KV cache size, vLLM's worker runs nothing. A later stage then lacks its
+        input buffer
+        (vllm/v1/worker/gpu_model_runner.py::GPUModelRunner.sync_and_gather_intermediate_tensors@v0.32.0
+        asserts that it exists). The run also checks before the first request that the activations fit.
         """
         if self.compilation_config.mode == CompilationMode.NONE and not self.mode.follows:
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.profile_run()
 
     def _should_warm_up_model(self) -> bool:
-        """Returns whether this rank warms up by itself; a follower has already done what its leader did.
+        """Whether this rank warms up by itself. A follower has already followed its leader's warm-up.
 
         Source: vllm/v1/worker/cpu_worker.py::CPUWorker._should_warm_up_model@v0.32.0.
         """

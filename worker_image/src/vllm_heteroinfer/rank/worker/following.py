@@ -1,9 +1,10 @@
-"""Warm-up of a tensor-parallel group with CPU ranks: its first rank leads, its CPU ranks follow.
+"""Warm-up of a tensor-parallel group with CPU ranks: the first rank leads, the CPU ranks follow.
 
-A GPU's warm-up runs forwards that depend on its kernels, caches and settings; nobody guesses
-which. The leader announces each one just before it really runs, and each follower runs exactly
-that one, so that the collectives inside meet. After warm-up the scheduler's steps are the
-announcement, and nothing of this is active. Imports neither torch nor vLLM.
+A GPU's warm-up runs forward passes that depend on its kernels, caches and settings, so followers cannot
+predict them. The leader announces each pass just before it runs, and each follower runs the same pass, so
+that the collectives inside match. After warm-up the scheduler determines the steps, and this module is
+inactive.
+Imports neither torch nor vLLM.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ class Event(IntEnum):
 
 
 class FollowError(RuntimeError):
-    """A follower did not run what was announced; the text says what it ran."""
+    """A follower did not run the announced pass. The message contains the passes that it ran."""
 
 
 _MESSAGE = struct.Struct("<ii")
@@ -49,7 +50,7 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
 
     Args:
         announce: tells every follower of the group, in order with its collectives.
-        model: unwrapped; gets two instance attributes, gone afterwards.
+        model: unwrapped. It has two additional instance attributes while the context is active.
     """
     count = 0
 
@@ -86,15 +87,14 @@ def follow(
     logits: Callable[[int], Any],
     phase: str,
 ) -> None:
-    """Runs what the leader announces, until its end of the phase.
+    """Runs the passes that the leader announces, until the leader ends the phase.
 
     Args:
-        listen: returns the next announcement; raises when none comes in time.
-        model: of this rank; gets an instance attribute, gone afterwards.
+        listen: returns the next announcement; raises if none arrives in time.
+        model: this rank's model. It has an additional instance attribute during the call.
 
     Raises:
-        FollowError: `forward` ran the model another number of times or tokens, or the
-            leader announced more than came here.
+        FollowError: the runs of the model differ from the announced pass, or announcements were lost.
     """
     ran: list[int] = []
     count = 0
@@ -120,10 +120,10 @@ def follow(
 
 @contextlib.contextmanager
 def _watching(model: "torch.nn.Module", tell: Callable[[int], None]) -> Iterator[None]:
-    """Tells the tokens of each forward pass just before it.
+    """Reports the number of tokens of each forward pass just before the pass.
 
-    Around `forward` and not by a hook of torch's: vLLM's decorated models, those of the Transformers backend,
-    call it past the hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
+    Wraps `forward` instead of using a hook of torch: vLLM's decorated models, those of the Transformers
+    backend, bypass hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
     """
     forward: Callable[..., Any] = model.forward
 
@@ -140,6 +140,6 @@ def _watching(model: "torch.nn.Module", tell: Callable[[int], None]) -> Iterator
 
 
 def num_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns the tokens of a call of a vLLM model, by its positions ([tokens] or [3, tokens])."""
+    """Number of tokens of a vLLM model's call, from its positions ([tokens] or [3, tokens])."""
     positions = kwargs["positions"] if "positions" in kwargs else args[1]
     return int(positions.shape[-1])

@@ -1,6 +1,6 @@
-"""The worker of a GPU rank; keeps CUDA graphs unless it splits its layers with CPU ranks.
+"""The worker of a GPU rank. It uses CUDA graphs unless it splits its layers with CPU ranks.
 
-No hop sits inside the forward pass, but a collective with a CPU rank does.
+Hops happen outside the forward pass, but collectives with a CPU rank happen inside.
 """
 
 import gc
@@ -20,9 +20,9 @@ from vllm_heteroinfer.rank.worker.group_worker import GroupWorkerMixin
 from vllm_heteroinfer.rank.worker.sleep import SleepMixin
 
 _ACTIVATIONS_BYTES = 1 << 30
-"""Beside weights and KV cache, for the check at start only: the profile run measures what is needed."""
+"""Memory for activations, only for the check at start. The profile run measures the real need."""
 _PAIRS = 8
-"""More than steps can be under way at once: a pair of events is used again after so many steps."""
+"""Pairs of events, reused in turn. There are more pairs than steps that can run at the same time."""
 
 
 class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
@@ -31,9 +31,9 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
     _nccl_log: NcclLog | None = None
 
     def init_device(self) -> None:
-        """Joins the process groups, once the GPU has the free memory that the plan counts on.
+        """Joins the process groups, and requires the free GPU memory that the plan needs.
 
-        vLLM would ask for 92 % of the whole GPU although the plan may count on a share of it.
+        vLLM would require 92 % of the whole GPU, but the plan may use only a share.
         Source: vllm/v1/worker/utils.py::request_memory@v0.32.0.
         """
         self._nccl_log = NcclLog.begin(os.environ)
@@ -42,24 +42,24 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        """Loads as the mixin does, and has the device time each step's forward pass."""
+        """Loads like the mixin, and installs the timer of forward passes."""
         super().load_model(**kwargs)
         if self.context.metrics.counts:
             DeviceTimer(self.model_runner, self.context.metrics.on_device)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up as the mixin does, and reports how tensors travelled between GPUs."""
+        """Warms up like the mixin, and reports the transport of tensors between GPUs."""
         times = super().compile_or_warm_up_model()
         for way in sorted(self._nccl_log.ways()) if self._nccl_log else ():
             self.context.metrics.travels("ranks", way)
         return times
 
     def begin_profile(self) -> None:
-        """Forgets torch's peak so far."""
+        """Resets torch's memory peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def measure_headroom(self) -> headroom.KvHeadroom:
-        """Returns what the GPU has left."""
+        """The memory that the GPU has left."""
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         gc.collect()
@@ -76,22 +76,22 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
 
 
 def memory_share(rank: RankAssignment, total_bytes: int) -> float:
-    """Returns the share of a GPU's memory, at most 1, that must be free before `rank` starts."""
+    """Share of a GPU's memory, at most 1, that must be free before `rank` starts."""
     return min(1.0, (rank.weight_bytes + rank.kv_cache_bytes + _ACTIVATIONS_BYTES) / total_bytes)
 
 
 class DeviceTimer:
-    """Times forward passes by CUDA events; put around the model runner's own call, on that instance.
+    """Times forward passes by CUDA events. Wraps `_model_forward` of one model runner.
 
-    Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._model_forward@v0.32.0, made to be overridden.
+    Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._model_forward@v0.32.0 is made for overriding.
     """
 
     def __init__(self, runner: Any, tell: Callable[[Callable[[], float]], None]) -> None:
-        """Puts itself around `runner._model_forward`.
+        """Wraps `runner._model_forward`.
 
         Args:
-            tell: gets, for each forward pass, a function that returns its seconds on the device.
-                It waits for the forward pass, so it is called when the step is over anyway.
+            tell: receives, for each forward pass, a function that returns the pass's seconds on the device.
+                That function waits for the forward pass. Call it after the step.
         """
         self._forward = runner._model_forward
         self._tell = tell

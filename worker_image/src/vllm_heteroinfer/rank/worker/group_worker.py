@@ -1,7 +1,7 @@
-"""What a rank's worker adds to vLLM's, on either device.
+"""Extensions of vLLM's worker for a rank, on both devices.
 
-Mixed into vLLM's CPU or GPU worker; must not import either, since importing the CPU worker
-in a GPU process replaces functions of torch (facts: Platform).
+A mixin for vLLM's CPU or GPU worker. It must not import either worker: importing the CPU worker in a GPU
+process replaces functions of torch.
 """
 
 import logging
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TimedOutput(AsyncModelRunnerOutput):
-    """A step's answer that is still on its way from the device; its step ends when it is there."""
+    """A step's answer that is still being copied from the device. The step ends when the answer arrives."""
 
     def __init__(
         self, output: AsyncModelRunnerOutput, check: Callable[[], None], done: Callable[[], None]
@@ -38,7 +38,7 @@ class TimedOutput(AsyncModelRunnerOutput):
         self._output, self._check, self._done = output, check, done
 
     def get_output(self) -> Any:
-        """Returns the answer, waiting for it; raises what the check of the step raises."""
+        """Waits for the answer and returns it; raises the error of the step's check."""
         answer = self._output.get_output()
         self._check()
         self._done()
@@ -46,7 +46,7 @@ class TimedOutput(AsyncModelRunnerOutput):
 
 
 class GroupWorkerMixin:
-    """Phases, hops and metrics around vLLM's worker; comes before it in the bases."""
+    """Phases, hops and metrics around vLLM's worker. Must precede that worker in the bases."""
 
     context: RankContext
     mode: RankMode
@@ -59,7 +59,7 @@ class GroupWorkerMixin:
     _counts_step = True
 
     def attach(self, context: RankContext) -> None:
-        """Gives the worker its context; called once, before `init_device`."""
+        """Sets the worker's context. Called once, before `init_device`."""
         self.context = context
 
     def init_device(self) -> None:
@@ -84,24 +84,24 @@ class GroupWorkerMixin:
         self.mode.model_loaded(self.model_runner)
 
     def _report_load(self, done_bytes: int, total_bytes: int) -> None:
-        """Tells how far the load is, in bytes of the rank's own share where the plan says how many."""
+        """Reports the load's progress, in bytes of the rank's own share if the plan contains its size."""
         own = self.context.rank.weight_bytes
         if own:
             done_bytes, total_bytes = own * done_bytes // total_bytes, own
         self.context.reporter.phase(RankPhase.LOADING, done_bytes, total_bytes)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Returns the one layout that CPU attention reads; the lists of all ranks must be equal.
+        """The only layout that CPU attention supports. The lists of all ranks must be equal.
 
         Source: vllm/v1/attention/backends/utils.py::resolve_kv_cache_layout@v0.32.0.
         """
         return ["LBHNC"]
 
     def determine_available_memory(self) -> int:
-        """Returns the size of this rank's KV cache: as planned, or the headroom after the largest batch.
+        """Returns the bytes of this rank's KV cache: as planned, or less if the largest batch leaves less.
 
         Raises:
-            MemoryError: there is no headroom at all.
+            MemoryError: the largest batch leaves no memory for a KV cache.
         """
         self.context.reporter.phase(RankPhase.WARMING_UP, self._loaded_bytes, self._loaded_bytes)
         self.begin_profile()
@@ -115,26 +115,26 @@ class GroupWorkerMixin:
         return granted
 
     def begin_profile(self) -> None:
-        """Forgets the most memory that this process has taken so far."""
+        """Resets the memory peak of this process."""
         raise NotImplementedError
 
     def run_profile(self) -> int:
-        """Runs the largest batch as vLLM's worker does; returns the KV cache's planned size, in bytes."""
+        """Runs the largest batch like vLLM's worker. Returns the KV cache's planned size in bytes."""
         return int(super().determine_available_memory())  # type: ignore[misc]
 
     def measure_headroom(self) -> headroom.KvHeadroom:
-        """Returns what this rank could give to its KV cache, whatever is planned."""
+        """Measures the memory that this rank has for its KV cache, independent of the plan."""
         raise NotImplementedError
 
     def kv_headroom_bytes(self) -> int:
-        """Returns what was measured, in bytes; the executor asks each rank."""
+        """The measured headroom in bytes. The executor calls this on each rank."""
         return self._headroom.size_bytes
 
     def warm_up(self) -> None:
-        """Runs what this device's worker does not run by itself before the first step."""
+        """Runs passes that vLLM's worker of this device skips before the first step."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Allocates the KV cache: as many blocks as the rank with the least headroom has."""
+        """Allocates the KV cache, with the block count of the rank with the least headroom."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self.mode.kv_cache_ready(self.model_runner)
         blocks = kv_cache_config.num_blocks
@@ -151,7 +151,7 @@ class GroupWorkerMixin:
         )
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compiles and warms up; after it this rank is ready."""
+        """Compiles and warms up, and reports this rank as ready."""
         with self.mode.warming_up(self.model_runner, "warm-up"):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.mode.ready()
@@ -159,7 +159,7 @@ class GroupWorkerMixin:
         return times
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
-        """Runs a step's forward pass; the last stage's step ends with `sample_tokens`."""
+        """Runs a step's forward pass. On the last stage, `sample_tokens` ends the step."""
         rows = scheduler_output.total_num_scheduled_tokens
         if not rows:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -176,7 +176,7 @@ class GroupWorkerMixin:
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Samples on the last stage; elsewhere there is nothing to do."""
+        """Samples on the last stage. Other stages do nothing."""
         if self._step_tokens is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         with self._call_of_step(), self._seeds(self.model_runner):

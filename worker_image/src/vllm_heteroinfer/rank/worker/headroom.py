@@ -1,7 +1,4 @@
-"""What memory a rank has for its KV cache: measured after the largest batch has run once.
-
-Arithmetic, and the reading of what the kernel says. Stdlib only.
-"""
+"""Memory that a rank has for its KV cache, measured after one run of the largest batch. Stdlib only."""
 
 import contextlib
 import resource
@@ -15,19 +12,19 @@ from heteroinfer_contract.pod_launch import PodLaunch, ranks_on_machine
 from heteroinfer_contract.printable import format_bytes
 
 CUDA_GRAPHS_BYTES = 1 << 30
-"""Kept free for CUDA graphs, which are captured after the KV cache is there: vLLM 0.32.0's took well
-below 1 GiB for models of 8 billion parameters; a reserve of the plan's own 10 % comes on top."""
+"""Memory kept free for CUDA graphs, which vLLM captures after it allocates the KV cache. In vLLM 0.32.0 they
+took well below 1 GiB for models of 8 billion parameters. The plan's own reserve of 10 % comes on top."""
 _RESET_PEAK = "5"
 """proc_pid_clear_refs(5): resets the peak of the resident set (VmHWM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvHeadroom:
-    """What a rank could give to its KV cache.
+    """Memory that a rank has for its KV cache.
 
     Attributes:
-        size_bytes: of it; may be negative.
-        words: how it comes about, for people.
+        size_bytes: may be negative.
+        words: explanation of the size, for messages.
     """
 
     size_bytes: int
@@ -35,10 +32,10 @@ class KvHeadroom:
 
 
 def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tuple[int, str]:
-    """Returns the bytes of a rank's KV cache and a warning, "" if it has all that was planned.
+    """Returns the bytes of a rank's KV cache, and a warning if they are fewer than planned (otherwise "").
 
     Raises:
-        MemoryError: there is no headroom at all.
+        MemoryError: there is no memory for a KV cache.
     """
     if headroom.size_bytes >= planned_bytes or not planned_bytes:
         return planned_bytes, ""
@@ -64,10 +61,10 @@ def gpu_headroom(
     """Returns a GPU's headroom.
 
     Args:
-        free_bytes: of the device now.
-        cached_bytes: that torch holds and could not give back: activations go there first. After a model was
-            compiled that was 959 MiB (H100, 2026-11-26).
-        peak_bytes: most that was allocated by torch during the run.
+        free_bytes: free memory of the device now.
+        cached_bytes: memory that torch holds and cannot release. Activations use it first. It was 959 MiB
+            after compiling a model (H100, 2026-11-26).
+        peak_bytes: most memory that torch allocated during the run.
     """
     activations = max(0, peak_bytes - allocated_bytes - cached_bytes)
     return KvHeadroom(
@@ -81,9 +78,9 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
     """Returns a CPU rank's headroom.
 
     Args:
-        available_bytes: to all ranks that share this memory (`available_memory`).
-        share: of this rank in it (`share_of_memory`).
-        activations_bytes: that the largest batch took above what stays.
+        available_bytes: memory available to all ranks that share it (`available_memory`).
+        share: this rank's share of that memory (`share_of_memory`).
+        activations_bytes: temporary memory of the largest batch.
     """
     others = "" if share == 1 else f" shared with other ranks ({float(share):.0%} of it)"
     return KvHeadroom(
@@ -94,11 +91,11 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
 
 
 def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Fraction:
-    """Returns the part of this machine's memory that is a CPU rank's: as its KV cache in the plan.
+    """Share of this machine's memory for a CPU rank, in proportion to its planned KV cache.
 
-    CPU ranks of one pod share its memory limit, and those of pods with one address
-    (`heteroinfer up`) the machine. They share alike where none has a KV cache, as a stage may whose layers
-    read the cache of others.
+    CPU ranks of a pod share the pod's memory limit. Pods with the same address (`heteroinfer up`) share the
+    machine. The shares are equal if no rank has a KV cache, for example if its layers read the cache of
+    others.
     """
     sharing = ranks_on_machine(plan, launch, Device.CPU)
     caches = sum(each.kv_cache_bytes for each in sharing)
@@ -106,17 +103,17 @@ def share_of_memory(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> Frac
 
 
 class PeakOfRun:
-    """The most memory that this process takes above what stays, from here to `above_rest_bytes`."""
+    """Peak of this process's temporary memory, from construction to `above_rest_bytes`."""
 
     def __init__(self, process: Path = Path("/proc/self")) -> None:
         self._process = process
-        # Where the kernel cannot reset it the peak of loading counts: more than the batch takes, so
-        # that the headroom comes out smaller than it is, never larger.
+        # If the kernel cannot reset the peak, the peak of loading counts. It exceeds the batch's peak, so the
+        # measured headroom is too small, never too large.
         with contextlib.suppress(OSError), (process / "clear_refs").open("w") as file:
             file.write(_RESET_PEAK)
 
     def above_rest_bytes(self) -> int:
-        """Returns the peak of the resident set since, less what is resident now."""
+        """Peak of the resident set since construction, minus the current resident set, in bytes."""
         status = (self._process / "status").read_text()
         try:
             peak_bytes = kernel_bytes(status, "VmHWM")

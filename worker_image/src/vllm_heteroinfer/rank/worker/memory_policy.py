@@ -1,4 +1,4 @@
-"""Where the kernel takes this process's memory from: the NUMA nodes of its cores. Linux only; stdlib only."""
+"""NUMA memory policy of this process: memory on the nodes of its cores. Linux only; stdlib only."""
 
 import ctypes
 import errno
@@ -13,11 +13,11 @@ MPOL_INTERLEAVE = 3
 """linux/mempolicy.h."""
 _LIBNUMA = "libnuma.so.1"
 _MASK_BITS = 1024
-"""As many nodes as any kernel has (CONFIG_NODES_SHIFT)."""
+"""Most nodes that a kernel supports (CONFIG_NODES_SHIFT)."""
 
 
 def prefer_nodes_or_warn(nodes: Sequence[int]) -> None:
-    """Has new memory of this process come from `nodes`, and says in its log if it cannot; none is no wish."""
+    """Allocates new memory of this process on `nodes`, or logs why not. Does nothing without nodes."""
     if nodes and (problem := prefer_nodes(nodes)):
         _logger.warning(
             "memory is not allocated on NUMA nodes %s, but where it is touched: %s", nodes, problem
@@ -25,10 +25,10 @@ def prefer_nodes_or_warn(nodes: Sequence[int]) -> None:
 
 
 def prefer_nodes(nodes: Sequence[int]) -> str:
-    """Makes new memory of this process and its threads to come from `nodes`; returns why not, "" if so.
+    """Allocates new memory of this process on `nodes`. Returns the reason for a failure, or "".
 
-    One node is preferred, never required: what it cannot hold comes from another one. Several
-    are used in turn, so that all of them are read at once.
+    A single node is preferred, not required: if it is full, memory comes from other nodes. Several nodes are
+    interleaved, so that the process reads from all of them at once.
 
     Args:
         nodes: at least one.

@@ -1,4 +1,4 @@
-"""The mode of a rank: what it adds to vLLM's worker, by the plan. Imports vLLM."""
+"""Chooses the mode of a rank, that is, its additions to vLLM's worker, by the plan. Imports vLLM."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def connect(context: RankContext, device: torch.device, config: "VllmConfig") -> RankMode:
-    """Returns the mode of this rank; every rank calls it once its process groups are there."""
+    """Builds the mode of this rank. Every rank must call this once, after its process groups exist."""
     if context.plan.mode is Mode.FEED_FORWARD:
         from vllm_heteroinfer.rank.worker.asking import Asking
 
@@ -42,10 +42,10 @@ class PipelineHops(RankMode):
         self._context, self._device = context, device
 
     def model_loaded(self, runner: Any) -> None:
-        """Agrees with the neighbours on what a hop carries, and makes its buffers.
+        """Compares the hop's tensors with the neighbours and allocates its buffers.
 
         Raises:
-            RuntimeError: the stage before sends something else.
+            RuntimeError: the previous stage sends other tensors.
         """
         context, group = self._context, get_pp_group()
         empty = runner.get_model().make_empty_intermediate_tensors(
@@ -66,7 +66,7 @@ class PipelineHops(RankMode):
         context.metrics.travels("stages", "gloo")
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
-        """Says how many rows the step's hop has."""
+        """Sets the number of rows of the step's hop."""
         self._transport.expect(rows)
 
     def _agree_on(self, schema: HopSchema) -> None:

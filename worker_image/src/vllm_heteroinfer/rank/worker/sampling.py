@@ -1,8 +1,8 @@
-"""One rank samples for its tensor-parallel group, and seeds that survive a CPU.
+"""Sampling by one rank for its tensor-parallel group, and seeded requests on CPU ranks.
 
-In vLLM every tensor-parallel rank samples and goes on with its own token
+In vLLM every tensor-parallel rank samples and continues with its own token
 (vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._bookkeeping_sync@v0.32.0). Random streams and
-roundings differ between devices, so that ranks would silently go on with different texts.
+roundings differ between devices, so ranks would silently continue with different texts.
 """
 
 import contextlib
@@ -17,15 +17,14 @@ from vllm_heteroinfer.distributed.bridge import Bridge
 
 
 class SharedSamples:
-    """Replaces one runner's `_sample`: the group's first rank samples, all get its tokens.
+    """Replaces a runner's `_sample`: the group's first rank samples and broadcasts its tokens.
 
-    Every step of the last stage ends with this broadcast, also where all of its tokens will be
-    thrown away (a prompt's first chunks), so that ranks which disagree on what a step
-    holds meet here.
+    Every step of the last stage ends with this broadcast, even if all its tokens are discarded (the first
+    chunks of a prompt). So this broadcast detects ranks that disagree on the content of a step.
     """
 
     def __init__(self, runner: Any, bridge: Bridge, *, leads: bool) -> None:
-        """Puts itself on the runner, as an instance attribute; the first rank of the bridge leads."""
+        """Sets itself as the runner's `_sample`. The first rank of the bridge leads."""
         self._runner = runner
         self._bridge = bridge
         self._leads = leads
@@ -34,11 +33,11 @@ class SharedSamples:
         runner._sample = self
 
     def __call__(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        """Returns the first rank's tokens; logprobs on the first rank only, which alone replies.
+        """Returns the first rank's tokens. Only the first rank returns logprobs, because only it replies.
 
         Args:
             logits: [num_requests, vocabulary], on every rank.
-            spec_decode_metadata: None; speculative decoding is refused.
+            spec_decode_metadata: always None, because groups refuse speculative decoding.
         """
         if self._leads:
             output: SamplerOutput = self._sample(logits, spec_decode_metadata)
@@ -51,7 +50,7 @@ class SharedSamples:
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=None)
 
     def _remember(self, token_ids: torch.Tensor) -> None:
-        """Folds the step's tokens, and whose they are, into what all later collectives compare."""
+        """Adds the step's tokens and request ids to the digest that later collectives compare."""
         order = "\0".join(self._runner.input_batch.req_ids).encode()
         self._digest = zlib.crc32(token_ids.cpu().numpy().tobytes(), zlib.crc32(order, self._digest))
         self._bridge.set_history(self._digest)
@@ -59,15 +58,15 @@ class SharedSamples:
 
 @contextlib.contextmanager
 def without_discarded_seeds(input_batch: Any, discarded: Any) -> Iterator[None]:
-    """Hides the generators of requests whose sample of this step is thrown away.
+    """Hides the generators of requests whose sample of this step is discarded.
 
-    vLLM takes their last draw back by moving the generator's offset, which a CPU generator
-    does not have: it raises, and a seeded request with a prompt of several chunks would end the group.
-    Hidden, it draws nothing, which comes to the same.
+    vLLM undoes the last draw of such a request by moving the generator's offset. A CPU generator has no
+    offset and raises, so a seeded request with a prompt of several chunks would end the group. A hidden
+    generator draws nothing, which has the same effect.
     Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._bookkeeping_sync@v0.32.0.
 
     Args:
-        discarded: whether a row's sample is thrown away, by row.
+        discarded: whether a row's sample is discarded, by row.
     """
     generators = input_batch.generators
     hidden = {row: generators.pop(row) for row in list(generators) if discarded[row]}

@@ -1,7 +1,7 @@
-"""Sleep and wake of a rank: what it gives back to its machine, and its phase meanwhile.
+"""Sleep and wake of a rank: releases memory to the machine and reports the phase.
 
-`SleepMixin` comes before vLLM's worker on either device; `CpuSleepMixin` between them on a
-CPU, where vLLM 0.32.0 only logs. Must not import the CPU worker (see group_worker.py).
+`SleepMixin` precedes vLLM's worker in the bases on both devices. On a CPU, `CpuSleepMixin` stands between
+them, because vLLM 0.32.0's CPU worker only logs. Must not import the CPU worker (see group_worker.py).
 """
 
 import ctypes
@@ -21,35 +21,35 @@ from vllm_heteroinfer.rank.context import RankContext
 KV_CACHE = "kv_cache"
 """vLLM's tag of the KV cache (vllm/v1/executor/abstract.py::SLEEP_TAGS@v0.32.0)."""
 MADV_DONTNEED = 4
-"""asm-generic/mman-common.h: the pages are free at once, and zero when they are touched again."""
+"""asm-generic/mman-common.h: frees the pages at once; they read as zeros afterwards."""
 
 _logger = logging.getLogger(__name__)
 
 
 class SleepMixin:
-    """Reports the rank as Sleeping while any of its memory is given back."""
+    """Reports the rank as Sleeping while any of its memory is released."""
 
     context: RankContext
     _loaded_bytes: int
     _asleep: frozenset[str] = frozenset()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives back the KV cache, and on a GPU that of the weights, which move to host memory.
+        """Releases the KV cache. On a GPU, also moves the weights to host memory.
 
         Raises:
-            ValueError: the level is one that a group does not have.
+            ValueError: groups do not support this level.
         """
         check_level(level)
         super().sleep(level)  # type: ignore[misc]
         self._set_asleep(SLEEP_TAGS)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes back what `tags` name, all of it by default; the KV cache comes back empty."""
+        """Restores the memory that `tags` name, by default all. The KV cache is empty afterwards."""
         super().wake_up(tags)  # type: ignore[misc]
         self._set_asleep(frozenset() if tags is None else self._asleep - set(tags))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Gives back what `tags` name."""
+        """Releases the memory that `tags` name."""
         super().discard(tags)  # type: ignore[misc]
         self._set_asleep(self._asleep | set(tags))
 
@@ -60,28 +60,28 @@ class SleepMixin:
 
 
 class CpuSleepMixin:
-    """Gives the pages of the KV cache back to the kernel; the weights stay, being in host memory already."""
+    """Releases the pages of the KV cache to the kernel. The weights stay: they already are in host memory."""
 
     model_runner: Any
 
     def sleep(self, level: int = 1) -> None:
-        """Gives back the KV cache, at once."""
+        """Releases the KV cache."""
         freed = release_pages(self.model_runner.kv_caches)
         _logger.info("asleep at level %d: %s of KV cache given back", level, format_bytes(freed))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing: pages come back, as zeros, when they are used."""
+        """Does nothing: the kernel maps pages of zeros when the KV cache is used."""
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Gives back the KV cache if `tags` name it; weights are never dropped on a CPU."""
+        """Releases the KV cache if `tags` name it. A CPU rank never drops its weights."""
         if KV_CACHE in tags:
             release_pages(self.model_runner.kv_caches)
 
 
 def release_pages(tensors: Iterable[Any]) -> int:
-    """Gives the memory of CPU tensors back to the kernel and returns its size, in bytes.
+    """Releases the memory of CPU tensors to the kernel. Returns the released bytes.
 
-    The tensors stay what they are, all zeros. Memory is given back by whole pages.
+    The tensors stay valid and contain zeros. Only whole pages are released.
 
     Args:
         tensors: views of one or several storages, each in private memory.

@@ -1,7 +1,7 @@
-"""What a rank of a tensor-parallel group with CPU ranks does besides its layers.
+"""The mode of ranks in a tensor-parallel group with CPU ranks.
 
-The first rank of the group leads: it samples, and its warm-up is what the CPU ranks follow.
-Other GPU ranks run their own warm-up, which is the leader's. Imports vLLM; see `GroupWorkerMixin`.
+The first rank of the group leads: it samples, and the CPU ranks follow its warm-up. Other GPU ranks run their
+own warm-up, which equals the leader's. Imports vLLM; see `GroupWorkerMixin`.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ class TensorGroup(RankMode):
     def connect(
         cls, context: RankContext, group: Any, device: torch.device, *, stages: RankMode, compiles: bool
     ) -> "TensorGroup":
-        """Connects the bridge of the stage; every rank of the group calls it once.
+        """Connects the bridge of the stage. Every rank of the group must call this once.
 
         Args:
             group: vLLM's GroupCoordinator of the tensor-parallel group, with a BridgeCommunicator.
-            stages: what connects this stage with others.
+            stages: mode that connects this stage with other stages.
             compiles: whether this rank compiles its forward pass.
         """
         bridge = Bridge(
@@ -60,7 +60,7 @@ class TensorGroup(RankMode):
             meter=context.metrics,
         )
         context.metrics.travels("ranks", bridge.path)
-        # A traced forward must not look into the bridge: vLLM's own op is opaque, and on GPUs its default.
+        # Tracing must not enter the bridge. vLLM's custom op is opaque, and the default on GPUs.
         # Source: vllm/distributed/parallel_state.py::GroupCoordinator.all_reduce@v0.32.0.
         group.use_custom_op_call = group.use_custom_op_call or compiles
         group.device_communicator.connect(bridge, in_place=not group.use_custom_op_call)
@@ -70,14 +70,14 @@ class TensorGroup(RankMode):
         return cls(context, device, bridge, stages=stages)
 
     def model_loaded(self, runner: Any) -> None:
-        """Makes this rank go on with the leader's tokens, on the last stage."""
+        """On the last stage, makes this rank continue with the leader's tokens."""
         self._stages.model_loaded(runner)
         if get_pp_group().is_last_rank:
             SharedSamples(runner, self._bridge, leads=self._leads)
 
     @contextlib.contextmanager
     def warming_up(self, runner: Any, phase: str) -> Iterator[None]:
-        """Announces what this rank runs inside if it leads; follows first if it follows."""
+        """A leader announces each run inside the context; a follower first runs all announced passes."""
         model = runner.get_model()
         if self._leads:
             with leading(self._bridge.announce, model, phase):
@@ -88,10 +88,10 @@ class TensorGroup(RankMode):
         yield
 
     def kv_cache_ready(self, runner: Any) -> None:
-        """Has every rank keep the requests of a batch in the leader's order; called with a KV cache.
+        """Makes every rank keep the requests of a batch in the leader's order.
 
-        Some attention backends of GPUs put decodes before prefills; those of CPUs take any order.
-        Rows of different requests would be summed up otherwise.
+        Some attention backends of GPUs put decodes before prefills; backends of CPUs accept any order. With
+        different orders, ranks would sum up rows of different requests.
         Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._may_reorder_batch@v0.32.0.
 
         Raises:
@@ -112,28 +112,28 @@ class TensorGroup(RankMode):
             )
 
     def ready(self) -> None:
-        """From now on a silent peer is given up after the time-out of a step."""
+        """Changes the time-out for a silent peer from start-up to a step's time-out."""
         self._bridge.set_timeout(self._context.step_timeout_s)
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
-        """Begins a step with tokens; the ranks compare its number."""
+        """Begins a step with tokens. The ranks compare the step's number."""
         self._stages.begin_step(rows, counts=counts)
         self._steps += 1
         self._bridge.begin_step(self._steps)
 
     @torch.inference_mode()
     def end_step(self) -> None:
-        """Ends a step after whose last collective no tokens were shared, so that all ranks meet once more.
+        """Ends a step that shared no tokens, by one more broadcast.
 
-        A rank with a collective more or less would otherwise wait for the next step to be found.
+        Without it, a rank that ran too many or too few collectives is detected only in the next step.
         """
         self._bridge.broadcast(torch.full((1,), self._steps, dtype=torch.int32, device=self._device), src=0)
 
     @contextlib.contextmanager
     def sampling(self, runner: Any, grammar_output: Any) -> Iterator[Any]:
-        """Yields the mask to the leader, whose samples alone are taken.
+        """Yields the grammar mask on the leader and None elsewhere, because only the leader samples.
 
-        A step with prompt logprobs is ended once more: their logits come after the samples were shared.
+        A step with prompt logprobs ends with one more broadcast: their logits are computed after sampling.
         """
         meets_again = bool(runner.num_prompt_logprobs)
         yield grammar_output if self._leads else None

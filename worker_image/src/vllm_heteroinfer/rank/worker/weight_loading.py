@@ -1,4 +1,4 @@
-"""How far the load of a rank's weights is. Imports vLLM."""
+"""Progress of the load of a rank's weights. Imports vLLM."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -10,22 +10,22 @@ from vllm.model_executor.model_loader import get_model_loader, register_model_lo
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 COUNTED: Final = "heteroinfer_counted"
-"""Name under which vLLM knows the loader that counts."""
+"""Name of the counting loader in vLLM's registry."""
 
 
 @contextmanager
 def counted(
     runner: Any, report: Callable[[int, int], None], leaves_out: Callable[[str], bool] = lambda _: False
 ) -> Iterator[None]:
-    """Has a model runner's load tell how far it is, while the context lasts.
+    """Reports the progress of a model runner's load while the context is active.
 
-    A stage passes by the tensors of other stages, and does not read them. Formats with a loader of
-    their own (tensorizer, runai_streamer, sharded_state, ...) tell nothing on the way.
+    Tensors of other stages count as loaded, but are not read. Formats with their own loader (tensorizer,
+    runai_streamer, sharded_state, ...) report no progress.
 
     Args:
-        runner: vLLM's; its configuration names another loader meanwhile.
-        report: called with the bytes of the checkpoint that are dealt with, and all of them.
-        leaves_out: whether a tensor of the checkpoint, by its name, is not this rank's.
+        runner: vLLM's model runner. Its configuration names another loader during the context.
+        report: called with the processed bytes and all bytes of the checkpoint.
+        leaves_out: whether this rank leaves out a tensor of the checkpoint, by its name.
 
     Source: vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader@v0.32.0.
     """
@@ -35,7 +35,7 @@ def counted(
         yield
         return
     register_model_loader(COUNTED)(_counting(loader, config, report, leaves_out))
-    # A GPU's runner reads its own, a CPU's that of the whole configuration.
+    # The GPU runner reads its own load_config, the CPU runner reads vllm_config.load_config.
     runner.load_config = runner.vllm_config.load_config = dataclasses.replace(config, load_format=COUNTED)
     try:
         yield
