@@ -1,9 +1,9 @@
-"""Which part of each expert's or MLP's tensors is a feed-forward rank's: its columns, or experts. PURE.
+"""Finds a feed-forward rank's part of each tensor of experts or MLPs: columns or whole experts. PURE.
 
-Gate and up projections give the intermediate columns, down projections take them: a rank that has
-columns [first, end) of both computes its part of the sum by itself. Formats differ in which dimension of a
-tensor that is, and in how many columns one of its elements stands for. Whole experts are tensors of their
-own, or a first dimension.
+Gate and up projections output the intermediate columns, and down projections read them. A rank with
+columns [first, end) of both therefore computes its part of the sum alone. Formats differ in the dimension
+that holds the columns, and in the number of columns per element. Whole experts are separate tensors, or
+indexes of the first dimension.
 """
 
 import re
@@ -26,7 +26,7 @@ _WHOLE: Final = frozenset({"weight_shape", "input_scale", "activation_scale"})
 _HALVES: Final = frozenset({"gate_up_proj", "input_linear"})
 """Projections whose output is all gate columns, then all up columns."""
 _STACKED: Final = {
-    # Of gpt_oss, all experts in one tensor: dimension of the intermediate columns; gate and up alternate.
+    # gpt_oss has all experts in one tensor. Values: dimension of the columns, where gate and up alternate.
     "gate_up_proj_blocks": 1,
     "gate_up_proj_scales": 1,
     "gate_up_proj_bias": 1,
@@ -39,12 +39,12 @@ _NUMBER: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What of a tensor a rank needs.
+    """A rank's part of a tensor.
 
     Attributes:
         dim: dimension to narrow; None for the whole tensor.
-        zero: whether its values count as zero on this rank.
-        blocks: equal parts of the dimension, each of which is narrowed so; they stay in their order.
+        zero: whether this rank uses zeros in place of the values.
+        blocks: number of equal blocks of the dimension; each is narrowed in the same way, in order.
     """
 
     dim: int | None = None
@@ -55,10 +55,10 @@ class Part:
 
 
 def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
-    """Returns what of a checkpoint's tensor is this rank's.
+    """Finds this rank's part of a checkpoint's tensor.
 
     Raises:
-        ContractError: the tensor is of a format that is not known here, or cannot be cut there.
+        ContractError: the tensor's format is unknown, or the tensor cannot be cut at the rank's columns.
     """
     *path, leaf = name.split(".")
     role = next((segment for segment in reversed(path) if segment in _UP | _DOWN), "")
@@ -67,7 +67,7 @@ def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
     if leaf in _ONCE or (role in _DOWN and leaf == "bias"):
         return Part(zero=not columns.once)
     if role == "gate_up_proj" and "experts" in path:
-        role = ""  # halves in some formats, by turns in others (gpt_oss); the name does not say
+        role = ""  # gate and up are halves in some formats and alternate in others (gpt_oss)
     dim = _STACKED[leaf] if leaf in _STACKED else _dim(role in _DOWN, leaf, len(shape)) if role else None
     if dim is None:
         raise ContractError(
@@ -75,20 +75,17 @@ def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
             "block, AWQ, GPTQ, compressed-tensors int4 or MXFP4 checkpoint; use one feed-forward rank"
         )
     if dim < 0 or (role in _DOWN and leaf in {"scales", "weight_scale"} and shape[dim] == 1):
-        return Part()  # a scale of each output holds for each rank's part of its sum
+        return Part()  # a scale per output applies to each rank's part of the sum
     return _narrow(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
 
 
 def experts_of(name: str, shape: Sequence[int], own: Span) -> tuple[str, Part] | None:
-    """Returns the name that a tensor of routed experts has on this rank, and what of it is this rank's.
+    """Finds this rank's name and part of a tensor of routed experts; None for another rank's expert.
 
-    Experts count from 0 on each rank, as if the model had no others.
-
-    Returns:
-        None for an expert of another rank.
+    Each rank numbers its experts from 0, as if the model had no others.
 
     Raises:
-        ContractError: the tensor is of all experts, and its first dimension is not theirs.
+        ContractError: the tensor holds all experts, but its first dimension does not number them.
     """
     number = _NUMBER.search(name)
     if number is not None:
@@ -106,7 +103,7 @@ def experts_of(name: str, shape: Sequence[int], own: Span) -> tuple[str, Part] |
 def kind_of(name: str) -> tuple[str, int] | None:
     """Returns the name of a numbered expert's tensor without the number, and the number; None for others.
 
-    None of scales of activations too, which checkpoints lack of experts that their calibration did not reach.
+    Also None for scales of activations: checkpoints omit them for experts that calibration did not reach.
     """
     number = _NUMBER.search(name)
     if number is None or name.rpartition(".")[2] in _WHOLE:
@@ -118,7 +115,7 @@ _NEITHER: Final = -1
 
 
 def _dim(down: bool, leaf: str, dims: int) -> int | None:
-    """Returns the dimension of the intermediate columns, _NEITHER if there is none, None if it is unknown."""
+    """Finds the dimension of the intermediate columns: _NEITHER if it has none, None if unknown."""
     if leaf == "bias":
         return 0
     if leaf == "g_idx":  # GPTQ's group of each input

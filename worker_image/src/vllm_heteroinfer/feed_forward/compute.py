@@ -1,4 +1,4 @@
-"""A layer's part on a CPU, from the slab into the slab. Imports vLLM; for CPU ranks only."""
+"""Computes a layer's part on a CPU; input and output are in the slab. Imports vLLM; for CPU ranks only."""
 
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -14,23 +14,23 @@ from vllm_heteroinfer.kernels.library import KernelLibrary
 from vllm_heteroinfer.patches.cpu_experts import check_limit, library_of, packed_experts
 
 MOST_VIEWS: Final = 256
-"""Row counts for which views of the slab are kept; others are made when they come."""
+"""Largest row count whose views of the slab are cached."""
 
 Compute = Callable[[int], None]
 
 
 class AskTensors(Protocol):
-    """Where what is asked lies, and where its answer goes: in a slab, or of a measurement."""
+    """Inputs and outputs of asks, in a slab or for a measurement."""
 
     def of(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows."""
 
 
 class Views:
-    """A lane's tensors with as many rows as an ask has; those of small asks are kept."""
+    """Views of a lane's tensors with the rows of an ask; caches those of small asks."""
 
     def __init__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> None:
-        """Takes the tensors of the longest ask, `y` that of this lane."""
+        """Takes tensors with the rows of the longest ask; `y` is this lane's answer."""
         self._whole, self.ids = (x, ids, weights, y), ids
         self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -45,15 +45,15 @@ class Views:
 
 
 class OwnExperts:
-    """Asks of which a rank has whole experts: choices of other ranks' experts count nothing.
+    """Asks to a rank with whole experts; ignores choices of other ranks' experts.
 
-    Our kernels leave them out. Others' know no such choice: it stands with a weight of 0 for an expert of the
-    same row that is this rank's, which is read anyway; in a row without any for some expert, and the row's
-    answer is 0.
+    HeteroInfer's kernels skip such choices. Other kernels cannot, so each one is replaced by a choice with
+    weight 0 of one of this rank's experts in the same row, whose weights are read anyway. In a row without
+    an expert of this rank it is replaced by an arbitrary expert, and the row's answer is set to 0.
     """
 
     def __init__(self, asks: AskTensors, own: Span, rows: int) -> None:
-        """Takes asks with ids of all ranks' experts, the longest of so many rows."""
+        """Takes asks with ids of all ranks' experts; `rows` is the length of the longest ask."""
         self._asks, self._own = asks, own
         _, ids, weights, _ = asks.of(rows)
         self.ids, self._weights = torch.empty_like(ids), torch.empty_like(weights)
@@ -69,13 +69,13 @@ class OwnExperts:
         return x, self.ids[:rows], self._weights[:rows], y
 
     def chosen(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """Returns as `of`, but ids below 0 for choices of other ranks' experts, and all weights."""
+        """Returns the same as `of`, but with ids below 0 for other ranks' experts, and unchanged weights."""
         x, ids, weights, y = self._asks.of(rows)
         local = torch.sub(ids, self._own.first, out=self.ids[:rows])
         return x, local.masked_fill_(local >= self._own.count, -1), weights, y
 
     def computing(self, compute: Compute) -> Compute:
-        """Returns what computes an ask from `of`, and answers 0 for rows of which this rank has no expert."""
+        """Wraps `compute` so that rows without an expert of this rank get the answer 0."""
 
         def computed(rows: int) -> None:
             compute(rows)
@@ -86,12 +86,12 @@ class OwnExperts:
 
 
 def computes(skeleton: Skeleton, asks: AskTensors) -> dict[int, Compute]:
-    """Returns for each layer what computes an ask of so many rows, from the slab into the lane's answer."""
+    """Returns for each layer a function that computes an ask, given its number of rows."""
     return {layer: compute_of(part, asks) for layer, part in skeleton.parts.items()}
 
 
 def compute_of(part: Any, asks: AskTensors) -> Compute:
-    """Returns what computes an ask of so many rows by a layer's part, with the weights that it has now."""
+    """Returns a function that computes an ask by a layer's part with its current weights."""
     compute = _any_part(part, asks)
     return asks.computing(compute) if isinstance(asks, OwnExperts) and library_of(part) is None else compute
 
@@ -112,7 +112,7 @@ def _any_part(part: Any, asks: AskTensors) -> Compute:
 
 
 def _unquantized(part: Any, vllms: Any, asks: AskTensors) -> Compute:
-    """As `CPUUnquantizedExperts.apply`, whose kernel writes into a given buffer: no copy, no allocation."""
+    """Does the same as `CPUUnquantizedExperts.apply`, but without a copy or an allocation."""
     call = torch.ops._C.cpu_fused_moe
     w13, w2 = part.w13_weight.data, part.w2_weight.data
     bias13, bias2 = vllms.w1_bias, vllms.w2_bias
@@ -141,7 +141,7 @@ def _any_experts(part: Any, asks: AskTensors) -> Compute:
 
     def compute(rows: int) -> None:
         x, ids, weights, y = asks.of(rows)
-        # Some kernels overwrite their input, which other lanes read.
+        # Clones the input, because some kernels overwrite it and other lanes read it.
         y.copy_(
             method.apply(
                 layer=part,

@@ -1,6 +1,7 @@
-"""Asking from a GPU's stream: the kernels of kernels.cu, compiled when a rank starts. Imports torch.
+"""Sends asks from a GPU's stream with the kernels of kernels.cu. Imports torch.
 
-NVRTC comes with torch's CUDA build, so no compiler is needed in the image, and the code is for the GPU there.
+NVRTC compiles the kernels for the present GPU when a rank starts. It is part of torch's CUDA build, so the
+image needs no compiler.
 """
 
 import ctypes
@@ -18,14 +19,14 @@ from vllm_heteroinfer.feed_forward.slab import Slab
 SOURCE: Final = Path(__file__).parent / "kernels.cu"
 THREADS: Final = 256
 MOST_BLOCKS: Final = 32
-"""Of a kernel: posted writes and enough reads in flight for the link; the rest of the GPU stays free."""
+"""Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
 STATE_WORDS: Final = 4
 HOST_REGISTER_MAPPED: Final = 2
 """driver_types.h: cudaHostRegisterMapped."""
 
 
 class Params(ctypes.Structure):
-    """As `Params` in kernels.cu."""
+    """The same fields as `Params` in kernels.cu."""
 
     _fields_ = (
         ("slab", ctypes.c_void_p),
@@ -52,7 +53,7 @@ class Params(ctypes.Structure):
 
 
 class CudaError(RuntimeError):
-    """A call of CUDA failed; the message says which and with what."""
+    """A CUDA call failed; the message names the call and its status."""
 
 
 class Kernels:
@@ -63,7 +64,7 @@ class Kernels:
         image = compile_source(SOURCE.read_bytes(), f"sm_{major}{minor}")
         self._driver = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
-        torch.cuda.current_stream(device).synchronize()  # there is a context
+        torch.cuda.current_stream(device).synchronize()  # creates the context
         self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
         self._module = module
         self._launch = self._driver.cuLaunchKernel
@@ -82,7 +83,7 @@ class Kernels:
         self._check(status, "cuLaunchKernel")
 
     def device_address(self, address: int) -> int:
-        """Returns where the device sees registered host memory."""
+        """Returns the device address of registered host memory."""
         found = ctypes.c_uint64()
         status = self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
         self._check(status, "cuMemHostGetDevicePointer")
@@ -95,17 +96,17 @@ class Kernels:
 
 
 class CudaExchange:
-    """Asks from the current stream, so that it can be captured into a graph."""
+    """Sends asks from the current stream, so that CUDA graphs can capture them."""
 
     def __init__(self, slab: Slab, device: torch.device, *, limit_s: float) -> None:
         """Lets the device map the slab.
 
         Args:
-            limit_s: after which a kernel gives up waiting, in seconds; the watch is quicker. The device's
-                clock goes on while the pod is frozen, so the watch must have had that many turns as well.
+            limit_s: seconds after which a kernel gives up waiting; the watch reacts earlier. The device's
+                clock keeps running while the pod is frozen, so the watch must also have had that many turns.
 
         Raises:
-            CudaError: the device cannot map it, or the kernels cannot be compiled.
+            CudaError: the device cannot map the slab, or NVRTC cannot compile the kernels.
         """
         self.slab = slab
         self._device = device
@@ -116,7 +117,7 @@ class CudaExchange:
             if int(status) != 0:
                 raise CudaError(f"cudaHostRegister of {slab.bytes.numel()} bytes failed with {status}")
             self._kernels = Kernels(device)
-            # Not of the pool that sleep empties: the number must never go back.
+            # Not in the pool that sleep empties, because the number of asks must never decrease.
             self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._ask, self._get = self._kernels.function("ff_ask"), self._kernels.function("ff_get")
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -145,7 +146,7 @@ class CudaExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `remote.Asks`; the answer is there once the stream is."""
+        """Sends an ask like `remote.Asks`; the answer is valid once the stream has reached it."""
         check_ask(self.slab.shape, x, ids)
         out = torch.empty_like(x)
         rows = x.shape[0]
@@ -170,13 +171,13 @@ class CudaExchange:
 
 @functools.cache
 def compile_source(source: bytes, architecture: str) -> bytes:
-    """Returns the machine code of CUDA source.
+    """Compiles CUDA source to machine code.
 
     Args:
-        architecture: as `sm_90`.
+        architecture: such as `sm_90`.
 
     Raises:
-        CudaError: there is no NVRTC, or it refused the source.
+        CudaError: NVRTC is missing, or rejected the source.
     """
     nvrtc = _load_nvrtc()
     program = ctypes.c_void_p()
@@ -202,7 +203,7 @@ def _text(nvrtc: Any, program: ctypes.c_void_p) -> str:
 
 
 def _load_nvrtc() -> Any:
-    """Returns NVRTC: that which torch has loaded, else the one that its packages or the system have."""
+    """Loads NVRTC from torch's packages or from the system."""
     problems = []
     for candidate in _nvrtc_files():
         try:
@@ -213,7 +214,7 @@ def _load_nvrtc() -> Any:
 
 
 def _nvrtc_files() -> Iterator[str]:
-    # With its folder, so that it finds libnvrtc-builtins beside it.
+    # Loads libnvrtc-builtins from the same folder first, so that NVRTC finds it.
     for folder in sys.path:
         for file in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")):
             builtins = sorted(file.parent.glob("libnvrtc-builtins.so.*"))

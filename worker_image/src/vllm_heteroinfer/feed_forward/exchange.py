@@ -1,6 +1,6 @@
-"""The asking side on a CPU: the slab's exchange by calls of the host. Imports torch.
+"""The asking side on a CPU: exchanges through the slab by host calls. Imports torch.
 
-A GPU's is in `cuda_exchange`; both start in the same way, and watch alike over lanes that don't answer.
+`cuda_exchange` has the GPU's side. Both start in the same way and use the same watch over lanes.
 """
 
 import ctypes
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from vllm_heteroinfer.group.rendezvous import GroupStore
 
 PROBE_LAYER: Final = 0xFFFF_FFFE
-"""Asked once at start: each lane gives back what it was asked."""
+"""Layer number of the ask at start, which each lane answers with its input."""
 SPIN_NS: Final = 100_000
-"""How long a CPU rank that asks spins before it sleeps until the answer."""
+"""Time that an asking CPU rank spins before it sleeps until the answer."""
 STALL_BASE_S: Final = 1.5
 STALL_TIMES: Final = 20.0
-"""A lane that takes so many times what it took in its warm-up is stuck, and not before the base."""
+"""A lane is stuck after this multiple of its warm-up time, but not before STALL_BASE_S."""
 WATCH_INTERVAL_S: Final = 0.1
 OWN_WORD_S: Final = 1.0
-"""Within which a lane whose computation failed reports its own exception; then this rank accuses it."""
+"""Time in which a failed lane can report its own exception; after that the asking rank accuses it."""
 NAMING_LIMIT_S: Final = 2.0
-"""Within which the watch names a lane, and ends this process, once the device has given up an ask."""
+"""Time in which the watch must name a lane and end this process after the device gave up an ask."""
 
 
 def offer_key(rank: int) -> str:
-    """Returns where the rank that asks puts its offer in the group's store."""
+    """Returns the key of the asking rank's offer in the group's store."""
     return f"feed-forward/slab/{rank}"
 
 
 def lane_key(rank: int) -> str:
-    """Returns where a feed-forward rank says that it is ready, in the group's store."""
+    """Returns the key under which a feed-forward rank reports that it is ready, in the group's store."""
     return f"feed-forward/lane/{rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneReady:
-    """What a feed-forward rank says once it can answer.
+    """Report of a feed-forward rank that is ready to answer.
 
     Attributes:
-        nonce: that it has written into the slab, in hex.
-        ask_s: time of one row in its slowest layer, in seconds.
-        row_s: time of a row in its largest warm-up batch, in its first layer, in seconds.
+        nonce: the nonce that it wrote into the slab, in hex.
+        ask_s: seconds for one row in its slowest layer.
+        row_s: seconds per row in its largest warm-up batch, in its first layer.
     """
 
     nonce: str
@@ -70,10 +70,10 @@ def open_slab(
     store: "GroupStore",
     deadline: "Deadline",
 ) -> tuple[Slab, tuple[LaneReady, ...]]:
-    """Returns the slab of the rank that asks, once every lane has mapped it and can answer.
+    """Creates the asking rank's slab, and waits until every lane has mapped it and can answer.
 
     Raises:
-        ContractError: a lane does not see this memory.
+        ContractError: a lane mapped other memory.
         TimeoutError: a lane was not ready by the deadline.
     """
     slab, offer = create(shape)
@@ -92,14 +92,14 @@ def open_slab(
 
 
 def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
-    """Returns after how many seconds without an answer to so many rows a lane is stuck."""
+    """Returns the seconds after which a lane without an answer to `rows` rows is stuck."""
     ask_s = max((lane.ask_s for lane in ready), default=0.0)
     row_s = max((lane.row_s for lane in ready), default=0.0)
     return max(STALL_BASE_S, STALL_TIMES * ask_s) + STALL_TIMES * rows * row_s
 
 
 class HostExchange:
-    """Asks from the host; one thread at a time."""
+    """Sends asks from the host; only one thread at a time may use it."""
 
     def __init__(self, slab: Slab, lanes: Sequence[RankAssignment], ready: Sequence[LaneReady]) -> None:
         self.slab = slab
@@ -115,7 +115,7 @@ class HostExchange:
         weights: torch.Tensor | None,
         padding: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `remote.Asks`.
+        """Sends an ask like `remote.Asks`, and waits for the answer.
 
         Raises:
             LaneError: a lane is stuck, or answered that it failed.
@@ -154,7 +154,7 @@ class HostExchange:
 
 
 def late_lane(rank: int, layer: int, rows: int, late_s: float) -> LaneError:
-    """Returns the accusation of a lane that has not answered in `late_s` seconds."""
+    """Returns the error that accuses a lane of no answer within `late_s` seconds."""
     return LaneError(
         rank,
         f"feed-forward rank {rank}: got no answer in {late_s:.1f} s to layer {layer} with {rows} rows, "
@@ -163,7 +163,7 @@ def late_lane(rank: int, layer: int, rows: int, late_s: float) -> LaneError:
 
 
 def failed_lane(rank: int, layer: int, rows: int) -> LaneFailedError:
-    """Returns the accusation of a lane that answered that its computation failed."""
+    """Returns the error that accuses a lane of a failed computation."""
     return LaneFailedError(
         rank,
         f"feed-forward rank {rank}: its computation of layer {layer} with {rows} rows failed, and it has not "
@@ -183,7 +183,7 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
 
 
 def probe(asks: Any, shape: Shape, device: torch.device) -> None:
-    """Asks every lane for what it is asked, and raises RuntimeError if the sum of their answers is wrong."""
+    """Sends a test pattern that each lane returns; raises RuntimeError if the sum is wrong."""
     rows = min(shape.max_rows, 64)
     pattern = torch.arange(rows * shape.hidden) % 7 + 1  # sums of up to MAX_LANES are exact in bfloat16
     x = pattern.view(rows, shape.hidden).to(getattr(torch, shape.dtype)).to(device)
@@ -200,7 +200,7 @@ def probe(asks: Any, shape: Shape, device: torch.device) -> None:
 
 
 class Watch:
-    """A thread that names a lane which doesn't answer while nobody of the host waits for it."""
+    """A thread that finds a lane without an answer if no host thread waits for that lane."""
 
     def __init__(
         self,
@@ -209,16 +209,16 @@ class Watch:
         ready: Sequence[LaneReady],
         fail: Callable[[BaseException], Any],
     ) -> None:
-        """Starts it; `fail` gets the error that ends this rank, and does not return."""
+        """Starts the thread; `fail` gets the error that ends this rank, and does not return."""
         self._slab, self._lanes, self._ready, self._fail = slab, lanes, ready, fail
         self._ended = threading.Event()
         self._thread = start_thread(self._run, name="heteroinfer-feed-forward", failed=fail)
 
     def check_steps(self) -> None:
-        """Returns if the device gave up no ask so far: what a step gave may be used then.
+        """Checks that the device has given up no ask; only then are the results of a step valid.
 
         Raises:
-            RuntimeError: it gave up one, and `fail` has returned, or was not called in time.
+            RuntimeError: the device gave up an ask, and `fail` returned or was not called in time.
         """
         if self._slab.failed:
             self._thread.join(NAMING_LIMIT_S)

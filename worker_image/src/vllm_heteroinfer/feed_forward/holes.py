@@ -1,4 +1,4 @@
-"""Which weights of a feed-forward rank's parts a checkpoint lacks: their memory would hold anything. PURE."""
+"""Finds weights of a feed-forward rank that a checkpoint lacks, and that would stay uninitialized. PURE."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -10,7 +10,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import layer_of
 
 
 class ExpertNumbers:
-    """Of which experts a checkpoint has tensors, by their names."""
+    """The numbers of the experts in a checkpoint, by the names of their tensors."""
 
     def __init__(self) -> None:
         self._of_kind: defaultdict[str, set[int]] = defaultdict(set)
@@ -22,7 +22,7 @@ class ExpertNumbers:
             self._of_kind[found[0]].add(found[1])
 
     def lacking(self, totals: Mapping[int | None, int]) -> list[str]:
-        """Returns the tensors that some experts of a layer lack and others have."""
+        """Returns tensors missing for some experts of a layer and present for others."""
         return [
             kind.replace("*", str(number))
             for kind, numbers in self._of_kind.items()
@@ -32,10 +32,10 @@ class ExpertNumbers:
 
 
 def unfilled(model: Any, parts: Iterable[Any], filled: Collection[str]) -> list[str]:
-    """Returns the parameters of a model's parts with memory that nothing of the checkpoint went into.
+    """Returns the parameters of a model's parts that have memory but got no weights from the checkpoint.
 
     Args:
-        filled: parameters, as the model's `load_weights` tells them.
+        filled: names of loaded parameters, as the model's `load_weights` returns them.
     """
     own = {parameter for part in parts for parameter in part.parameters() if not parameter.is_meta}
     return [name for name, parameter in model.named_parameters() if parameter in own and name not in filled]

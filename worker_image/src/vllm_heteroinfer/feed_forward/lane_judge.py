@@ -1,4 +1,4 @@
-"""Which feed-forward rank holds up the rank that asks, and its accusation. PURE: words and times in."""
+"""Finds the feed-forward rank that blocks the asking rank. PURE: takes the slab's words and times."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,13 +6,13 @@ from typing import Final
 from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 LATE_TURN_GRACE_S: Final = 0.2
-"""In a turn that comes late, a lane gets so much more: its own next turn may come after the judge's."""
+"""Extra time for a lane if the judge's turn came late, because the lane's next turn may be later still."""
 
 
 class LaneError(RuntimeError):
-    """A feed-forward rank did not answer in time; the text says what to do.
+    """A feed-forward rank did not answer in time.
 
-    It is an accusation by the rank that asks: the lane's own report and its supervisor's weigh more.
+    This is an accusation by the asking rank. Reports of the lane itself and of its supervisor outweigh it.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -21,19 +21,20 @@ class LaneError(RuntimeError):
 
 
 class LaneFailedError(LaneError):
-    """A feed-forward rank answered that its computation failed; its own report says why."""
+    """A feed-forward rank answered that its computation failed; its own report has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the slab shows at one moment.
+    """State of the slab at one moment.
 
     Attributes:
         asked: number of the last ask.
-        answered: of each lane, the number of the last ask that it answered.
-        failed: of each lane, whether that answer was that its computation failed.
-        limit_s: how long a lane may take for the last ask, in seconds.
-        given_up_lane: the lane that the device waited for then, None if it is not known.
+        answered: for each lane, the number of the last ask that it answered.
+        failed: for each lane, whether that answer reports a failed computation.
+        limit_s: seconds that a lane may take for the last ask.
+        gave_up: whether the device gave up an ask.
+        given_up_lane: the lane for which the device waited when it gave up; None if unknown.
     """
 
     asked: int
@@ -53,12 +54,12 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Why the rank that asks cannot go on.
+    """The reason why the asking rank cannot continue.
 
     Attributes:
-        lane: the lane to blame; None if the device gave up and no lane was seen late.
+        lane: the lane to blame; None if the device gave up and no lane was late.
         failed: whether the lane answered that its computation failed.
-        waited_s: how long the lane was waited for, in seconds.
+        waited_s: seconds waited for the lane.
     """
 
     lane: int | None
@@ -67,11 +68,11 @@ class Verdict:
 
 
 class LaneJudge:
-    """Judges lanes by regular looks at the slab, and counts no time in which it had no turn itself.
+    """Judges lanes by regular looks at the slab; ignores time in which its own thread did not run.
 
     Args:
-        interval_s: between two looks, in seconds.
-        now_s: on a clock that never goes back, in seconds.
+        interval_s: seconds between two looks.
+        now_s: seconds on a monotonic clock.
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:
@@ -82,13 +83,13 @@ class LaneJudge:
         self._last_late: int | None = None
 
     def look(self, seen: Look, now_s: float) -> Verdict | None:
-        """Takes in a look; returns a verdict once a lane is late for longer than its limit, else None."""
+        """Adds a look; returns a verdict once a lane is late for longer than its limit."""
         late_turn = self._clock.turn(now_s) > self._interval_s
         awake_s = self._clock.awake_s(now_s)
         if seen.asked != self._asked:
             self._asked, self._since_s, self._last_late = seen.asked, awake_s, None
         late = seen.late_lane()
-        # If the device gave up, the step is lost, also if the lane has answered since.
+        # If the device gave up, the step is lost even if the lane has answered since.
         if late is None and not seen.gave_up:
             self._since_s = awake_s
             return None
@@ -97,7 +98,7 @@ class LaneJudge:
         if not seen.gave_up and waited_s <= seen.limit_s + grace_s:
             self._last_late = late
             return None
-        # The device knows best: after it gave up it goes on asking, and any lane may be computing now.
+        # Trusts the device first: it keeps asking after it gave up, so any lane may be computing now.
         found = (seen.given_up_lane, late, self._last_late)
         lane = next((each for each in found if each is not None), None)
         return Verdict(lane=lane, failed=lane is not None and seen.failed[lane], waited_s=waited_s)

@@ -1,8 +1,9 @@
-"""How fast each feed-forward rank of a stage reads memory while all of them do, published to the others.
+"""Measures how fast each feed-forward rank of a stage reads memory while all of them read. Imports torch.
 
-Their shares follow from it: ranks have equally many cores, but no plan knows which NUMA node each gets, or
-what else reads from it. Measured before ranks agree on their settings, so that the rank with attention,
-which waits for that, does not load meanwhile. Imports torch.
+The ranks publish their rates, which determine their shares. Ranks have equal numbers of cores, but a plan
+cannot know the NUMA node of each rank, or other load on it. The ranks measure before all ranks agree on
+their settings. The rank with attention waits for that agreement, so it loads no weights during the
+measurement.
 """
 
 import logging
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 READING_S: Final = 1.0
-"""Of all ranks at once: longer than most of what else a host does for a moment."""
+"""Time for which all ranks read at once: longer than most short disturbances on a host."""
 
 
 def publish(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline") -> None:
-    """Reads with all feed-forward ranks of the stage, and tells them how fast.
+    """Measures this rank's read rate together with all feed-forward ranks of the stage, and publishes it.
 
-    Called by all of them; nothing where the plan says their shares.
+    All of them must call it. It does nothing if the plan sets their shares.
 
     Raises:
         ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
-        TimeoutError: another one was not there by the deadline.
+        TimeoutError: another rank did not start by the deadline.
     """
     lanes = plan.feed_forward_ranks(rank.stage)
     if not _is_by_rate(lanes):
         return
-    # What its weights will take it has, and nothing is loaded yet.
+    # The memory for its weights is still free, because nothing is loaded yet.
     most_bytes = max(rank.weight_bytes, LEAST_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), most_bytes=most_bytes)
     store.put(_key("reads", rank), "")
@@ -58,7 +59,7 @@ def agreed_shares(
     """Returns the shares of all feed-forward ranks of a rank's stage, the same in each of them.
 
     Raises:
-        TimeoutError: another one did not `publish` by the deadline.
+        TimeoutError: another rank did not `publish` by the deadline.
     """
     lanes = plan.feed_forward_ranks(rank.stage)
     if not _is_by_rate(lanes):

@@ -1,8 +1,8 @@
-"""What stands in for experts and MLPs that feed-forward ranks compute. Imports vLLM.
+"""Replaces experts and MLPs that feed-forward ranks compute. Imports vLLM.
 
-Routed experts: vLLM's own class with a method that has no weights and asks. It stands behind vLLM's
-opaque op (`torch.ops.vllm.moe_forward`), so that routing, shared experts and compilation stay as they are.
-An MLP: a module whose forward pass is an opaque op of ours.
+Routed experts keep vLLM's class, but with a method that has no weights and asks feed-forward ranks. The
+method is called inside vLLM's opaque op (`torch.ops.vllm.moe_forward`), so routing, shared experts and
+compilation stay unchanged. An MLP is replaced by a module whose forward pass is HeteroInfer's opaque op.
 
 Source: vllm/model_executor/layers/fused_moe/routed_experts.py::RoutedExperts._get_quant_method,
 vllm/model_executor/models/utils.py::make_layers@v0.32.0.
@@ -28,11 +28,11 @@ from heteroinfer_contract.model.weights import is_of_encoder
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
 
 EXPERTS_CLASSES = (RoutedExperts, GptOssRoutedExperts)
-"""Classes of vLLM's that are replaced by name; a model with another one is refused."""
+"""vLLM's classes that are replaced by name; models with other classes are rejected."""
 
 
 class Asks(Protocol):
-    """What computes a layer elsewhere."""
+    """Sends a layer's computation to other ranks."""
 
     def ask(
         self,
@@ -47,17 +47,17 @@ class Asks(Protocol):
         Args:
             x: [rows, hidden], contiguous.
             ids: [rows, topk] int32, experts of each row; None for an MLP.
-            weights: [rows, topk] float32, of these.
-            padding: [rows] bool, rows whose answer nobody needs: the last ones; None for none.
+            weights: [rows, topk] float32, weights of these experts.
+            padding: [rows] bool, marks padding rows, which come last and need no answer; None for none.
         """
 
 
 _connected: Asks | None = None
-"""What computes elsewhere for this process: an opaque op has no other way to it."""
+"""Exchange of this process. Global, because an opaque op cannot hold a reference to it."""
 
 
 def connect(asks: Asks) -> None:
-    """Has every replaced part of this process's model ask `asks` from now on."""
+    """Connects all replaced parts of this process's model to `asks`."""
     global _connected  # noqa: PLW0603 - torch's table of ops is as global
     _connected = asks
 
@@ -76,14 +76,14 @@ class RemoteMethod(FusedMoEMethodBase):
         self._layer = layer
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Makes none."""
+        """Creates no weights."""
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Returns None: nothing is quantized here."""
+        """Returns None, because this rank has no weights of the experts."""
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
-        """Returns int32, which CPU kernels take."""
+        """The type that CPU kernels need: int32."""
         return torch.int32
 
     def apply(
@@ -95,8 +95,8 @@ class RemoteMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the sum of the chosen experts' answers, [rows, hidden]; shared experts run beside it."""
-        del shared_experts, shared_experts_input  # the runner computes them, on a stream of their own
+        """Returns the sum of the chosen experts' answers, [rows, hidden], without shared experts."""
+        del shared_experts, shared_experts_input  # the runner computes them on a separate stream
         weights = topk_weights.to(torch.float32)
         if layer.apply_router_weight_on_input:
             x = (x * weights).to(x.dtype)  # one expert a row
@@ -127,13 +127,13 @@ def _feed_forward_fake(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
 
 @contextmanager
 def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
-    """Has a model that is built inside leave the feed-forward parts of `layers` to others.
+    """Replaces the feed-forward parts of `layers` in a model that is built inside the context.
 
     Yields:
-        What was replaced; complete once the model is built.
+        The replaced parts; complete once the model is built.
 
     Raises:
-        ContractError: the user offloads weights in another way.
+        ContractError: the user also enabled an offloader of vLLM.
     """
     _register_op()
     found = RemoteParts()
@@ -153,7 +153,7 @@ def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
             return RemoteMethod(moe_config, layer)
 
     def swap(index: int, layer: torch.nn.Module) -> None:
-        # A layer may have both, experts beside a dense MLP (Gemma-4); then that one stays.
+        # If a layer has experts and a dense MLP (Gemma-4), the MLP stays.
         if index in layers and index not in found.experts and (name := mlp_name(layer)):
             setattr(layer, name, RemoteMlp(index))
             found.mlps.add(index)
@@ -168,9 +168,9 @@ def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
 
 @contextmanager
 def registered(mixin: type) -> Iterator[None]:
-    """Has vLLM make its classes of routed experts with `mixin` before them, while the context lasts.
+    """Adds `mixin` in front of vLLM's classes of routed experts while the context lasts.
 
-    The class keeps its name: compressed-tensors goes by it, and another one silently became bf16.
+    The class keeps its name, because compressed-tensors looks it up: with another name it silently used bf16.
     Source: vllm/model_executor/layers/quantization/compressed_tensors/utils.py@v0.32.0.
     """
     names = [cls.__name__ for cls in EXPERTS_CLASSES]
@@ -187,7 +187,7 @@ def registered(mixin: type) -> Iterator[None]:
 
 
 class VisitingOffloader(NoopOffloader):
-    """Visits each layer just built: of what is taken out, at most one is there too much."""
+    """Visits each layer right after its construction, so at most one removed part uses memory at a time."""
 
     def __init__(self, visit: Callable[[int, torch.nn.Module], None]) -> None:
         self._visit = visit
@@ -195,7 +195,7 @@ class VisitingOffloader(NoopOffloader):
     def wrap_modules(
         self, modules_generator: Generator[torch.nn.Module, None, None], prefix: str = ""
     ) -> list[torch.nn.Module]:
-        """Returns the layers, as the visits leave them."""
+        """Returns the layers after the visits."""
         built: list[torch.nn.Module] = []
         for index, layer in enumerate(modules_generator):
             self._visit(index, layer)

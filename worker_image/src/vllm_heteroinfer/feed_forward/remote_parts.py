@@ -1,4 +1,4 @@
-"""Which layers' feed-forward parts are computed elsewhere, and which checkpoint tensors those are. PURE."""
+"""Feed-forward parts that other ranks compute, and their checkpoint tensors. PURE."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -11,29 +11,29 @@ from heteroinfer_contract.plan import Mode, Plan, RankAssignment
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)$")
 MLP_NAMES: Final = ("mlp", "feed_forward")
-"""Names of a dense layer's MLP that takes and gives hidden states, in vLLM 0.32.0's models."""
+"""Names of a dense layer's MLP from hidden states to hidden states, in vLLM 0.32.0's models."""
 
 
 def layer_of(name: str) -> int | None:
-    """Returns the decoder layer of a module or tensor, None if it belongs to none: an encoder has its own."""
+    """Returns the decoder layer of a module or tensor; None if it belongs to no decoder layer."""
     found = None if is_of_encoder(name) else _LAYER.search(f"{name}.")
     return int(found[1]) if found else None
 
 
 @dataclass(slots=True, kw_only=True)
 class RemoteParts:
-    """What a rank's model has elsewhere; found while it is built.
+    """Parts of a rank's model that other ranks compute; collected during the build of the model.
 
     Attributes:
-        experts: layers whose routed experts are elsewhere.
-        mlps: dense layers whose MLP is elsewhere.
+        experts: layers whose routed experts other ranks compute.
+        mlps: dense layers whose MLP other ranks compute.
     """
 
     experts: set[int] = field(default_factory=set)
     mlps: set[int] = field(default_factory=set)
 
     def add_experts(self, layer: int) -> None:
-        """Notes a layer's routed experts; raises ContractError if others are noted, since either may ask."""
+        """Adds a layer's routed experts; raises ContractError for a second set, since both might ask."""
         if layer in self.experts:
             raise ContractError(
                 f"layer {layer}: got two sets of routed experts, expected one; leave it to the GPU, or use "
@@ -42,19 +42,19 @@ class RemoteParts:
         self.experts.add(layer)
 
     def has(self, tensor: str) -> bool:
-        """Returns whether a tensor of the checkpoint belongs to a part that is elsewhere."""
+        """Returns whether a tensor of the checkpoint belongs to a part that other ranks compute."""
         found = _LAYER.search(tensor)
         if found is None or is_of_encoder(tensor):
             return False
         layer, rest = int(found[1]), found[2]
         if layer in self.experts:
             return EXPERT.search(tensor) is not None
-        # Mistral's own files call an MLP feed_forward, whatever the module's name.
+        # Mistral's own files name an MLP feed_forward even if the module has another name.
         return layer in self.mlps and rest.startswith(tuple(f"{name}." for name in MLP_NAMES))
 
 
 def check_found(remote: RemoteParts, wanted: Iterable[int], model: str) -> None:
-    """Raises ContractError unless every layer of the plan has a part that can be elsewhere."""
+    """Raises ContractError unless every planned layer has a part that other ranks can compute."""
     missing = sorted(set(wanted) - remote.experts - remote.mlps)
     if missing:
         raise ContractError(
@@ -77,7 +77,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_one_size(hidden: Collection[int], topk: Collection[int]) -> None:
-    """Raises ContractError if layers differ in a row's elements or experts: a slab has rows of one kind."""
+    """Raises ContractError if layers differ in elements or experts per row; a slab needs equal rows."""
     if len(hidden) > 1 or len(topk) > 1:
         raise ContractError(
             f"got layers with rows of {sorted(hidden)} elements and {sorted(topk)} experts a row, "
@@ -86,5 +86,5 @@ def check_one_size(hidden: Collection[int], topk: Collection[int]) -> None:
 
 
 def served_rank(plan: Plan, rank: RankAssignment) -> RankAssignment:
-    """Returns the rank that asks a feed-forward rank."""
+    """Returns the rank that a feed-forward rank serves."""
     return plan.stage(rank.stage)[0]

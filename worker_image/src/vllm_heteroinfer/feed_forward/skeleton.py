@@ -1,8 +1,8 @@
-"""A model of which only the feed-forward parts of some layers exist. Imports vLLM; for CPU ranks only.
+"""A model with only the feed-forward parts of some layers. Imports vLLM; for CPU ranks only.
 
-The model is built as vLLM builds it, on the meta device, in a private world of one rank; its experts
-and MLPs of the plan's layers get memory, with this rank's columns or whole experts. The model's own
-`load_weights` then reads their tensors of the checkpoint, cut to these, and vLLM packs them for its kernels.
+vLLM builds the model on the meta device, in a private world of one rank. Experts and MLPs of the planned
+layers get memory for this rank's columns or whole experts. The model's own `load_weights` then reads their
+tensors from the checkpoint, cut to this rank's parts, and vLLM packs them for its kernels.
 """
 
 import logging
@@ -46,14 +46,15 @@ from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, WeightMemory
 _logger = logging.getLogger(__name__)
 
 DUMMY_BLOCK, DUMMY_SPREAD = 1 << 20, 1e-3
-"""Of weights that nobody loads (`--load-format dummy`): elements that repeat, and their range."""
+"""Dummy weights (`--load-format dummy`): number of elements that repeat, and their range."""
 _NEEDS_AMX = (
     "those in FP8, int4 and MXFP4 need AMX (Intel Xeon of the 4th generation or later); put the role on "
     "nodes that have it (roles[].template.nodeSelector), or take the model in bf16"
 )
 _MOST_BYTES_OF_LOADED = 1.8
-"""Quantized weights that take more of what the checkpoint has were not kept as they are: 4 bits in groups of
-16 are packed to 1.7 times that, FP8 in bf16 is twice."""
+"""Limit of packed bytes per checkpoint byte of quantized weights; more means that vLLM widened them.
+
+Weights of 4 bits in groups of 16 are packed to 1.7 times their size; FP8 in bf16 doubles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +64,12 @@ class Skeleton:
     Attributes:
         parts: layer -> its RoutedExperts, or its MLP.
         experts: layers whose part is RoutedExperts.
-        hidden: elements of a row.
-        topk: experts of a row; 0 if there are none.
-        stored_bytes: of all weights as the kernels read them.
-        loaded_bytes: of their tensors in the checkpoint, this rank's part only; 0 for dummy weights.
-        own_experts: of each layer; None where this rank has a part of each expert.
-        method: name of vLLM's method that holds them, and of its kernels.
+        hidden: elements per row.
+        topk: experts per row; 0 without experts.
+        stored_bytes: bytes of all weights in the kernels' format.
+        loaded_bytes: bytes of this rank's part of their tensors in the checkpoint; 0 for dummy weights.
+        own_experts: this rank's experts in each layer; None if it has a part of each expert.
+        method: name of vLLM's method that holds the weights, and of its kernels.
     """
 
     parts: Mapping[int, Any]
@@ -86,7 +87,7 @@ class SkeletonBuilder:
     """Builds and loads a skeleton; use once."""
 
     def __init__(self, config: Any, own: FeedForwardShare, shares: tuple[int, ...], lane: int) -> None:
-        """Takes the shares of all feed-forward ranks of the stage, as they agreed, and this one's number."""
+        """Takes the agreed shares of the stage's feed-forward ranks, and the number of this rank."""
         self._config, self._layers = config, frozenset(own.layers)
         self._by_experts = own.by_experts
         self._shares, self._lane = shares, lane
@@ -102,10 +103,10 @@ class SkeletonBuilder:
         self._memory = WeightMemory()
 
     def build(self) -> Skeleton:
-        """Returns the skeleton with its weights packed.
+        """Builds the skeleton, loads its weights and packs them.
 
         Raises:
-            ContractError: the model or its format is one that feed-forward ranks cannot compute.
+            ContractError: feed-forward ranks cannot compute the model or its format.
         """
         _private_world(self._config)
         self._plan_mlps()
@@ -126,7 +127,7 @@ class SkeletonBuilder:
     # Building
 
     def _plan_mlps(self) -> None:
-        """Narrows the MLPs of dense models: the model makes them as wide as its configuration says."""
+        """Narrows the MLPs of dense models by their width in the configuration."""
         text = self._config.model_config.hf_text_config
         width = getattr(text, "intermediate_size", None)
         self._dense: Span | None = None
@@ -136,7 +137,7 @@ class SkeletonBuilder:
         text.intermediate_size = self._dense.count
 
     def _plan_experts(self) -> None:
-        """Leaves the model this rank's experts: it builds and loads as many as its configuration says."""
+        """Reduces the model to this rank's experts by their number in the configuration."""
         text = self._config.model_config.hf_text_config
         counts = {name: getattr(text, name, None) for name in EXPERT_COUNTS}
         known = {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
@@ -180,7 +181,7 @@ class SkeletonBuilder:
             set_offloader(None)
 
     def narrow(self, moe_config: Any, layer: int | None) -> None:
-        """Gives a layer's experts this rank's columns, or leaves them whole; called before they are built."""
+        """Narrows a layer's experts to this rank's columns, unless ranks share whole experts."""
         assert layer is not None
         if self._experts is None:
             own = share_out(moe_config.intermediate_size, self._shares, self._unit)[self._lane]
@@ -188,16 +189,16 @@ class SkeletonBuilder:
             moe_config.intermediate_size = own.count
             moe_config.intermediate_size_per_partition = own.count
             moe_config.intermediate_size_per_partition_unpadded = own.count
-        # Another one only chooses kernels that route by themselves; what comes here is routed.
+        # Other routing methods only choose kernels that route themselves, but asks are already routed.
         moe_config.routing_method = RoutingMethodType.Default
 
     def take(self, layer: int, part: Any) -> None:
-        """Notes a layer's experts."""
+        """Records a layer's experts."""
         self._found.add_experts(layer)
         self._parts[layer] = part
 
     def _materialize(self, layer: int, module: torch.nn.Module) -> None:
-        """Gives memory to a dense layer's MLP, if it is one that this rank has."""
+        """Gives memory to a dense layer's MLP, if this rank computes it."""
         name = remote.mlp_name(module) if layer in self._layers else ""
         if not name or layer in self._found.experts:
             return
@@ -215,7 +216,7 @@ class SkeletonBuilder:
         self._parts[layer] = mlp
 
     def _leave_linears_alone(self) -> None:
-        """Has linear layers that stay on the meta device take no format: some refuse to exist on a CPU."""
+        """Removes the format of linear layers that stay on the meta device; some formats fail on a CPU."""
         quantization = self._config.quant_config
         if quantization is None:
             return
@@ -235,11 +236,11 @@ class SkeletonBuilder:
         for layer, part in self._parts.items():
             if not isinstance(part, RoutedExperts):
                 continue
-            part.apply_router_weight_on_input = False  # rows come with it (remote.py)
+            part.apply_router_weight_on_input = False  # the asking rank applies it (remote.py)
             method = part.quant_method
             if (
                 getattr(method, "experts_cls", part) is None
-            ):  # vLLM's chooser has found none, and says so later
+            ):  # vLLM found no kernel, but reports that only later
                 raise ContractError(
                     f"layer {layer}: vLLM has no kernel on this CPU for experts of {type(method).__name__}; "
                     f"{_NEEDS_AMX}"
@@ -267,13 +268,13 @@ class SkeletonBuilder:
                 f"{config.model}: got no weights of the experts or MLPs of layers {missing} under the "
                 "names that are known; use spec.parallelism.mode: Pipeline"
             )
-        # As vLLM, of plain weights alone
+        # vLLM also checks only unquantized weights
         # (vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader.load_weights@v0.32.0).
         if self._config.quant_config is None and filled is not None:
             holes.check(config.model, holes.unfilled(model, self._parts.values(), filled))
 
     def _expert_totals(self) -> dict[int | None, int]:
-        """Returns how many experts the checkpoint has of each layer."""
+        """Returns the number of experts of each layer in the checkpoint."""
         whole = self._experts
         return {
             layer: whole.total if whole else int(self._parts[layer].global_num_experts)
@@ -281,7 +282,7 @@ class SkeletonBuilder:
         }
 
     def _own(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields this rank's part of each tensor that it has a part of."""
+        """Yields this rank's parts of tensors; skips tensors without a part of this rank."""
         for name, tensor in weights:
             if not self._found.has(name):
                 continue
@@ -302,7 +303,7 @@ class SkeletonBuilder:
             yield renamed, own
 
     def _part_of(self, name: str, shape: tuple[int, ...], layer: int) -> tuple[str, Part] | None:
-        """Returns a tensor's name on this rank, and what of it is this rank's; None for nothing."""
+        """Returns a tensor's name on this rank, and this rank's part of it; None if it has no part."""
         if self._experts is not None:
             return columns.experts_of(name, shape, self._experts)
         return name, columns.part_of(name, shape, self._totals[layer])
@@ -346,7 +347,7 @@ class SkeletonBuilder:
 
 
 def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """Returns what of a tensor a part is: a view of it, a copy if it is of several blocks."""
+    """Cuts a part from a tensor: a view, or a copy if the part has several blocks."""
     if part.dim is None:
         return tensor
     own = [block.narrow(part.dim, part.start, part.length) for block in tensor.chunk(part.blocks, part.dim)]
@@ -354,7 +355,7 @@ def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _private_world(config: Any) -> None:
-    """Makes this process's world of one: layers ask for groups, and talk to nobody."""
+    """Creates process groups with this process only, because vLLM's layers need groups."""
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -364,7 +365,7 @@ def _private_world(config: Any) -> None:
 
 
 def _fill(part: Any) -> None:
-    """Gives a part dummy weights: small numbers that repeat, since drawing 30 GB of them takes minutes."""
+    """Fills a part with small random numbers that repeat, because drawing 30 GB takes minutes."""
     block = (torch.rand(DUMMY_BLOCK) * 2 - 1) * DUMMY_SPREAD
     for tensor in part.parameters():
         flat = tensor.data.view(-1)
@@ -386,9 +387,9 @@ def _process(part: Any) -> None:
 
 
 def _share(part: Any, memory: WeightMemory) -> None:
-    """Moves into a memory what vLLM packed of a part; what oneDNN has by itself stays there."""
+    """Moves vLLM's packed weights of a part into a memory; weights inside oneDNN stay there."""
     for parameter in part.parameters():
-        if parameter.is_meta:  # of the router, whose layer stays with the rank that asks
+        if parameter.is_meta:  # the router's, which stays with the asking rank
             continue
         if parameter.nbytes and not memory.holds(parameter):
             parameter.data = memory.copy(parameter.data)

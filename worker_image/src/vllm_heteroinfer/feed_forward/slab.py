@@ -1,8 +1,8 @@
-"""The memory in which feed-forward ranks are asked and answer, and the proof that both sides map the same.
+"""The memory for asks and answers of feed-forward ranks, and the proof that both sides map the same memory.
 
-It is a memfd of the rank that asks, which its feed-forward ranks open through /proc, as the bridge's
-(distributed/bridge/bridge_slab.py): nothing is left however processes end, and no /dev/shm is taken. They
-share a PID namespace, since they are of one pod.
+The slab is a memfd of the asking rank. Its feed-forward ranks open it through /proc, like the bridge's slab
+(distributed/bridge/bridge_slab.py). So nothing remains after the processes end, and /dev/shm is not used.
+The ranks share a PID namespace, because they run in one pod.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ VERSION: Final = 1
 MAX_LANES: Final = 24
 CONTROL_BYTES: Final = 4096
 ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
-"""As in kernels/source/feed_forward.cpp and kernels.cu."""
+"""The same as in kernels/source/feed_forward.cpp and kernels.cu."""
 FAILED_OFFSET, TURNS_OFFSET, GIVEN_UP_OFFSET = END_OFFSET + 4, END_OFFSET + 8, END_OFFSET + 12
-"""Words of `End` there."""
+"""Words of `End` in these files."""
 NONCE_OFFSET: Final = 16
 NONCE_BYTES: Final = 16
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -38,12 +38,12 @@ _HEADER: Final = struct.Struct("=QIIIIIII")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What one slab carries; both sides must agree on all of it.
+    """Sizes and types of a slab; both sides must use the same.
 
     Attributes:
-        hidden: elements of a row.
-        topk: experts of a row; 0 for dense models.
-        dtype: of rows and answers, `float32`, `bfloat16` or `float16`.
+        hidden: elements per row.
+        topk: experts per row; 0 for dense models.
+        dtype: type of rows and answers: `float32`, `bfloat16` or `float16`.
     """
 
     epoch: int
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def layout(self) -> slab_library.Layout:
-        """Returns where everything is."""
+        """Offsets of all parts of the slab."""
         rows = _pages(self.max_rows * self.row_bytes)
         choices = _pages(self.max_rows * max(1, self.topk) * 4)
         x = CONTROL_BYTES
@@ -115,10 +115,10 @@ def _pages(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(codec.JsonValue):
-    """Where the asking rank's slab is.
+    """Location of the asking rank's slab.
 
     Attributes:
-        name: of the memfd, so that another file under that number is not taken for it.
+        name: name of the memfd, to detect another file with the same descriptor number.
     """
 
     pid: int
@@ -131,15 +131,15 @@ class Slab:
     """A mapped slab.
 
     Attributes:
-        address: of its first byte in this process.
-        x: rows asked, [max_rows, hidden].
+        address: address of its first byte in this process.
+        x: input rows, [max_rows, hidden].
         ids: experts of each row, [max_rows, topk] int32.
-        weights: of these, [max_rows, topk] float32.
+        weights: weights of these experts, [max_rows, topk] float32.
         y: answers by lane, each [max_rows, hidden].
     """
 
     def __init__(self, fd: int, shape: Shape) -> None:
-        """Maps the memory; raises ContractError if its header is another shape's."""
+        """Maps the memory; raises ContractError if its header does not match the shape."""
         self._memory = mmap.mmap(fd, shape.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         found = self._memory[: _HEADER.size]
         if found != shape.header():
@@ -201,7 +201,7 @@ class Slab:
         return word - 1 if word else None
 
     def lane(self, lane: int) -> "LaneView":
-        """Returns what a lane's words say now."""
+        """Reads a lane's current words."""
         return LaneView(*_LANE.unpack_from(self._words, LANES_OFFSET + lane * LANE_BYTES))
 
     @property
@@ -210,11 +210,11 @@ class Slab:
         return self._word(TURNS_OFFSET, "=I")
 
     def count_turn(self) -> None:
-        """Counts a turn of the asking rank's watch; a device waits on while these stand still."""
+        """Counts a turn of the asking rank's watch; a device keeps waiting while the count does not grow."""
         ctypes.c_uint32.from_address(self.address + TURNS_OFFSET).value = self.turns + 1
 
     def write_nonce(self, lane: int, nonce: bytes) -> None:
-        """Puts a lane's nonce where the asking rank looks for it."""
+        """Writes a lane's nonce for the asking rank."""
         start = LANES_OFFSET + lane * LANE_BYTES + NONCE_OFFSET
         self._memory[start : start + NONCE_BYTES] = nonce
 
@@ -223,7 +223,7 @@ class Slab:
         slab_library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
 
     def ring(self) -> None:
-        """Says that asks of a step follow, so that lanes wake."""
+        """Wakes the lanes, because asks of a step follow."""
         slab_library.load().heteroinfer_ff_ring(ctypes.c_void_p(self.address))
 
 
@@ -236,15 +236,15 @@ class LaneView:
 
     Attributes:
         answered: number of the last ask that it answered.
-        status: of that answer; 0 is good.
-        sleeps: whether the asking process sleeps until it answers.
-        nonce: proof that it maps this memory.
-        busy_ns: spent computing so far.
-        idle_ns: spent waiting for asks so far.
-        asks: answered so far.
-        rows: computed so far.
-        experts: whose weights it read so far; of an MLP, one an ask.
-        seen: number of the ask that it works on.
+        status: status of that answer; 0 means success.
+        sleeps: whether the asking process sleeps until the lane answers.
+        nonce: proof that the lane maps this memory.
+        busy_ns: total nanoseconds of computing.
+        idle_ns: total nanoseconds of waiting for asks.
+        asks: number of answered asks.
+        rows: number of computed rows.
+        experts: number of experts whose weights it read; an MLP counts one per ask.
+        seen: number of the ask in progress.
     """
 
     answered: int
@@ -260,12 +260,12 @@ class LaneView:
 
 
 def create(shape: Shape) -> tuple[Slab, Offer]:
-    """Returns a new slab of this process and where others find it.
+    """Creates a slab of this process, and an offer with its location for other processes.
 
     Its descriptor stays open as long as the process runs.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: the memory is not available.
     """
     name = f"heteroinfer-feed-forward-{secrets.token_hex(16)}"
     fd = os.memfd_create(name)
@@ -280,13 +280,13 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
 
 
 def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
-    """Returns the slab that another process offers, and the nonce written into it as this lane's proof.
+    """Maps the slab of another process, and writes a nonce into it as proof of this lane.
 
     Args:
-        expected: what the slab must carry as this rank sees it; its `topk` may be larger than ours.
+        expected: shape that this rank expects; the slab's `topk` may be larger.
 
     Raises:
-        ContractError: the offer is of another shape, or its memory cannot be mapped here.
+        ContractError: the offer has another shape, or this process cannot map its memory.
     """
     ours = dataclasses.replace(expected, topk=offer.shape.topk)
     if offer.shape != ours or offer.shape.topk < expected.topk:
@@ -295,7 +295,7 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
         )
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:
-        # In another PID namespace this is another process: its file must not be written to.
+        # In another PID namespace this number means another process, whose file must not be changed.
         target = os.readlink(path)
         if target != f"/memfd:{offer.name} (deleted)":
             raise OSError(f"{path} is {target}, not the slab of the rank that asks")

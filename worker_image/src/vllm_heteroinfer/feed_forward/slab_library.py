@@ -1,4 +1,4 @@
-"""The host's side of the slab in C++, by ctypes; compiled with the kernels of CPU ranks; torch first."""
+"""Calls the host's C++ side of the slab, which is in the library of CPU kernels. Import torch first."""
 
 import ctypes
 import functools
@@ -9,13 +9,13 @@ from vllm_heteroinfer.kernels.library import load_functions
 
 ASKED: Final = 1
 STOPPED: Final = -1
-"""What `heteroinfer_ff_next` returns; 0 if nothing came in time."""
+"""Results of `heteroinfer_ff_next`; 0 means that no ask came in time."""
 WAS_STOPPED: Final = -(2**31)
-"""What `heteroinfer_ff_exchange` returns when the slab was stopped."""
+"""Result of `heteroinfer_ff_exchange` if the slab was stopped."""
 
 
 class Layout(ctypes.Structure):
-    """As `Layout` in kernels/source/feed_forward.cpp: offsets in bytes, sizes in elements."""
+    """The same fields as `Layout` in kernels/source/feed_forward.cpp: offsets in bytes, sizes in elements."""
 
     _fields_ = (
         ("x", ctypes.c_uint64),
@@ -45,9 +45,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 @functools.cache
 def load() -> Any:
-    """Returns the library's functions, loaded once; each lets go of Python's lock while it waits.
+    """Loads the library's functions once; each releases Python's lock while it waits.
 
     Raises:
-        KernelsUnavailableError: it was not compiled.
+        KernelsUnavailableError: the library was not compiled.
     """
     return load_functions(library_path(), _SIGNATURES)
