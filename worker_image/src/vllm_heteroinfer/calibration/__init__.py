@@ -1,6 +1,5 @@
-"""`heteroinfer-worker calibrate`: what this machine really does, for plans made before any pod exists.
+"""`heteroinfer-worker calibrate`: measures this machine, for plans made before any pod exists.
 
-`command` needs no more than the supervisor; each measurement is a process of its own,
-so that one that hangs or ends with SIGILL costs itself only, and threads start on the CPUs that they
-shall have.
+`command` needs only what the supervisor needs. Each measurement runs in its own process: if it hangs or ends
+with SIGILL, only its own result is missing, and its threads start on the intended CPUs.
 """

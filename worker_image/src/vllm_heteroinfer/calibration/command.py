@@ -30,30 +30,30 @@ from vllm_heteroinfer.launch.host import LOOPBACK_INTERFACE
 from vllm_heteroinfer.pod import termination_message
 
 LIMIT_S: Final = 55.0
-"""Of all measurements together; what is not done then is left out, and said."""
+"""Time for all measurements. The calibration lists unfinished measurements as skipped."""
 _MODULE: Final = __name__.rpartition(".")[0]
 _MOST_NODES: Final = 8
-"""NUMA nodes that are measured each by itself, the first ones."""
+"""At most this many NUMA nodes, the first ones, are also measured separately."""
 _NODE_POINTS: Final = 3
-"""Numbers of threads that one of them is read by."""
+"""Number of thread counts measured for a single NUMA node."""
 _OF_SEVERAL: Final = 0.9
-"""Of the time that is left, what a command of several measurements begins them in; the last one ends then."""
+"""Share of the remaining time in which a command of several measurements may begin a measurement."""
 _POLL_S: Final = 0.05
 _LAST_READ_S: Final = 0.5
-"""For what a process that has ended wrote: somebody whom it started may have its output, and keep it."""
+"""Time to read the rest of an ended process's output. Its children can keep the pipe open."""
 _KILL_S: Final = 2.0
-"""For what a measuring process has started and left behind."""
+"""Time to end the remaining children of a measuring process."""
 _VALUES: Final = ("name", "operations_per_s")
-"""What there is one of."""
+"""Fields with a single value."""
 _LISTS: Final = ("readings", "kernels", "transfers", "hops", "skipped")
 
 
 @dataclass(slots=True)
 class MeasuredResults:
-    """What measuring processes have reported.
+    """The reports of all measuring processes.
 
     Attributes:
-        begun: what a command of several measurements has begun, in order.
+        begun: measurements that a command of several has begun, in order.
     """
 
     lists: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in _LISTS})
@@ -61,9 +61,10 @@ class MeasuredResults:
     begun: list[str] = field(default_factory=list)
 
     def take(self, line: str) -> None:
-        """Notes a line of a measuring process; what is none of ours is somebody's log.
+        """Stores the result in a line of a measuring process. Ignores other lines, which are logs.
 
-        So is one that another's line cut in two; of each list no more is kept than a calibration has.
+        Also ignores a result that another process's line has cut in two. Keeps at most MAX_ENTRIES of each
+        list.
         """
         if not line.startswith('{"kind": "'):
             return
@@ -85,7 +86,7 @@ class MeasuredResults:
             self.values |= {name: found[name] for name in _VALUES if name in found}
 
     def skip(self, what: str, why: str) -> None:
-        """Notes what could not be measured."""
+        """Stores a failed measurement and its reason."""
         self.lists["skipped"].append({"what": what, "why": why})
 
 
@@ -96,9 +97,9 @@ class Measurement:
     Attributes:
         commands: modules below this package, each with its arguments.
         cpus: that it may run on; empty for all.
-        of_several: whether its command measures one after the other, says of each that it begins, and takes
-            as further arguments the seconds that it has, and those that were begun before: so what ends it
-            costs itself only.
+        of_several: whether the command runs several measurements and reports the begin of each. It then takes
+            two more kinds of arguments: its time in seconds, and the measurements begun before. So a
+            measurement that ends the process does not prevent the others.
     """
 
     what: str
@@ -109,7 +110,7 @@ class Measurement:
 
 
 def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
-    """Returns what is measured on these CPUs, in order: what most plans need first.
+    """Lists the measurements for these CPUs. Measurements that most plans need come first.
 
     Args:
         cpus: one of each core.
@@ -166,7 +167,7 @@ def _cpu() -> dict[str, str]:
 
 
 def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResults:
-    """Runs measurements one after the other; none may run on when the time is over."""
+    """Runs measurements one after another, and ends the running measurement at the limit."""
     results, start = MeasuredResults(), time.monotonic()
     for measurement in measurements:
         left_s = limit_s - (time.monotonic() - start)
@@ -185,7 +186,7 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
 
 
 def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> tuple[str, str]:
-    """Returns what could not be measured, and why, or ""."""
+    """Runs a measurement. Returns the name of a failed measurement and the reason, or two empty strings."""
     begun = tuple(results.begun)
     more = (f"{limit_s * _OF_SEVERAL:.1f}", *begun) if measurement.of_several else ()
     processes: list[subprocess.Popen[bytes]] = []
@@ -229,10 +230,10 @@ def _ended(processes: Sequence["subprocess.Popen[bytes]"], output: ProcessOutput
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> None:
-    """Ends measuring processes with all that they have started, also in sessions of its own.
+    """Ends measuring processes and all their children, even in other sessions.
 
     Args:
-        others: children of this process that have nothing to do with them.
+        others: unrelated children of this process.
     """
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -274,10 +275,10 @@ def _keep_last(tail: list[str], line: str) -> None:
 def build_calibration(
     results: MeasuredResults, versions: Versions, *, started: float, duration_s: float
 ) -> Calibration:
-    """Returns what came of the measurements.
+    """Builds the calibration from the results.
 
     Raises:
-        ContractError: not even memory could be read; the message says why.
+        ContractError: no memory measurement succeeded. The message contains the reasons.
     """
     skipped = [
         {"what": each["what"][:MAX_TEXT], "why": each["why"][: 2 * MAX_TEXT]}
@@ -310,9 +311,10 @@ def build_calibration(
 
 
 def fit_text(calibration: Calibration) -> str:
-    """Returns its JSON text, less what matters least where it would not fit a termination message.
+    """Returns the JSON text, shortened if it would not fit into a termination message.
 
-    First words of what was skipped, then how kernels do with many rows: of the last ones measured first.
+    Shortens the reasons of skipped measurements first. Then drops rates for many rows, starting with the
+    kernel measured last.
     """
     shorter = [
         replace(

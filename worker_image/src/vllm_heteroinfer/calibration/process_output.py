@@ -1,6 +1,6 @@
-"""What measuring processes write: a line of JSON for each result.
+"""Output of measuring processes: a line of JSON for each result.
 
-Read while they run, in bounded memory, and no longer than is waited for. Stdlib only.
+The parent reads the output while the processes run, with limits on memory and time. Stdlib only.
 """
 
 import json
@@ -18,7 +18,7 @@ _CHUNK_BYTES: Final = 2**16
 
 
 def rounded(value: float) -> float:
-    """Returns a rate or time with four digits: what is measured is worth no more."""
+    """Rounds a rate or time to four digits, the precision of the measurements."""
     return float(f"{value:.4g}")
 
 
@@ -29,18 +29,18 @@ def report(kind: str, **values: Any) -> None:
 
 
 def report_begun(what: str) -> None:
-    """Writes that a measurement begins which may end this process."""
+    """Reports the begin of a measurement that might end this process."""
     report(BEGUN, what=what)
 
 
 def report_skipped(what: str, error: BaseException) -> None:
-    """Writes that something could not be measured, with the first line of why."""
+    """Reports a failed measurement, with the first line of the error."""
     lines = str(error).strip().splitlines() or [""]
     report("skipped", what=what, why=f"{type(error).__name__}: {lines[0]}")
 
 
 class LineReader:
-    """Takes lines out of what comes in pieces.
+    """Splits chunks of output into lines.
 
     Args:
         take: is given each line, without its end, cut at MOST_LINE_BYTES.
@@ -91,7 +91,7 @@ class ProcessOutput:
         self._selector.close()
 
     def read(self, timeout_s: float) -> None:
-        """Reads what is there, once there is something; returns after a time at the latest."""
+        """Waits for output up to `timeout_s`, and reads the available output."""
         if not self._open:
             time.sleep(timeout_s)
             return
@@ -102,7 +102,7 @@ class ProcessOutput:
                 self._close(key.fd)
 
     def read_rest(self, limit_s: float) -> None:
-        """Reads until nobody can write any more, or the time is over: whoever has a pipe may keep it."""
+        """Reads until all writers have closed the pipes, or until the limit."""
         deadline = time.monotonic() + limit_s
         while self._open and (left_s := deadline - time.monotonic()) > 0:
             self.read(left_s)
