@@ -1,4 +1,4 @@
-"""Which CPUs each rank of a machine gets: whole cores, one NUMA node a rank where that is possible. PURE."""
+"""Assigns CPUs to the ranks of a machine: whole cores, and one NUMA node for each rank if possible. PURE."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 WORTH_ONE_NODE = 0.75
-"""A rank on one NUMA node may have so few of the threads that it would have over several: remote
-memory is read at about two thirds of the speed of a node's own, and only a part of it is remote."""
+"""Smallest share of its threads that a rank on one NUMA node keeps; otherwise it gets several nodes.
+
+Remote memory is read at about two thirds of the speed of local memory, and only part of the memory is remote.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +27,11 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSet:
-    """What one rank computes on.
+    """The CPUs of one rank.
 
     Attributes:
-        cpus: ids, ascending; a thread on each.
-        nodes: NUMA nodes of these, ascending.
+        cpus: ids in ascending order; each runs one thread.
+        nodes: NUMA nodes of the CPUs, in ascending order.
     """
 
     cpus: tuple[int, ...]
@@ -37,14 +39,14 @@ class CpuSet:
 
 
 def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet, ...] | None:
-    """Returns the CPUs of each rank: equally many threads, no CPU twice.
+    """Assigns the same number of CPUs to each rank, and no CPU twice.
 
-    A core's hyper-threads share its units, so a rank takes one of each core, and the second
-    ones only where there are fewer cores than ranks. A rank has one NUMA node, unless that
-    would cost it more than a quarter of its threads; then it has its share of several.
+    The hyper-threads of a core share its units, so a rank uses one hyper-thread of each core, and the others
+    only if there are fewer cores than ranks. A rank gets one NUMA node, unless it would lose more than a
+    quarter of its threads; then it gets a share of several nodes.
 
     Args:
-        reserved: CPUs to leave to others; the first ones of the nodes that have the most.
+        reserved: number of CPUs to leave free: the first CPUs of the nodes with the most CPUs.
 
     Returns:
         None if there are fewer CPUs than ranks and reserved ones.
@@ -58,7 +60,7 @@ def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet,
 
 
 def _cores(cpus: Sequence[Cpu]) -> list[list[Cpu]]:
-    """Returns the CPUs of each core, cores in the order of their first CPU."""
+    """Groups CPUs by core, in the order of each core's first CPU."""
     cores: dict[int, list[Cpu]] = defaultdict(list)
     for cpu in sorted(cpus, key=lambda cpu: cpu.id):
         cores[cpu.core].append(cpu)
@@ -66,7 +68,7 @@ def _cores(cpus: Sequence[Cpu]) -> list[list[Cpu]]:
 
 
 def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int, list[Cpu]]:
-    """Returns the first CPU of each unit by node, less whole units that hold the reserved CPUs."""
+    """Returns the first CPU of each unit by node, without the units that hold the reserved CPUs."""
     nodes: dict[int, list[Sequence[Cpu]]] = defaultdict(list)
     for unit in units:
         nodes[unit[0].node].append(unit)
@@ -93,7 +95,7 @@ def _share_out(left: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[Cp
 
 
 def _most_on_one_node(sizes: Sequence[int], ranks: int) -> int:
-    """Returns the most threads a rank with which every rank fits on some node; 0 if none does."""
+    """Returns the most threads per rank with which each rank fits on one node; 0 if impossible."""
     return next((n for n in range(max(sizes), 0, -1) if sum(size // n for size in sizes) >= ranks), 0)
 
 
@@ -104,7 +106,7 @@ def _take_from_one(left: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
 
 
 def _take_evenly(left: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
-    """Takes CPUs from the nodes in turn, so that memory of all of them is read at once."""
+    """Takes CPUs from all nodes in turn, so that a rank reads the memory of all nodes at once."""
     turns = [cpu for row in zip_longest(*left.values()) for cpu in row if cpu is not None]
     taken = turns[:threads]
     for node, cpus in left.items():

@@ -24,7 +24,7 @@ from vllm_heteroinfer.pod.open_mp import first_level
 HIDE_GPUS = "-1"
 """The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
 READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "LD_")
-"""Variables that begin so are read when a library is loaded: a fork has its parent's, whatever they say."""
+"""Prefixes of variables that libraries read when they load: a forked process keeps its parent's values."""
 GOMP_SPINCOUNT = "GOMP_SPINCOUNT"
 OPENMP_SPINS = "20000000"
 """Tens of milliseconds: a feed-forward rank's threads are awake for the next layer's ask."""
@@ -69,13 +69,13 @@ of 500 lengths a float32 rank of 32 layers had grown by 965 MB, and with 128 by 
 def rank_environment(
     plan: Plan, launch: PodLaunch, rank: RankAssignment, base_env: Mapping[str, str], host: Host
 ) -> dict[str, str]:
-    """Returns the environment of one rank, less its channel.
+    """Builds the environment of one rank, without its channel.
 
-    `base_env` is the pod's own, with what the user set in `engine.env`; it wins over
-    tuning (threads), never over what the plan fixes.
+    `base_env` is the pod's environment, including `engine.env`. It overrides tuning (threads), but never
+    the variables that the plan sets.
 
     Raises:
-        ContractError: the pod sees fewer GPUs than it has GPU ranks, or its number of threads is none.
+        ContractError: the pod has fewer GPUs than GPU ranks, or its number of threads is not valid.
     """
     base_env = _without_blank_threads(base_env)
     env = {**base_env, **_fixed(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
@@ -127,7 +127,7 @@ def can_be_forked(rank: Mapping[str, str], first: Mapping[str, str]) -> bool:
 
 
 def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
-    """Returns how many compute threads each CPU rank of this pod gets where none is bound, at least 1."""
+    """Returns the number of compute threads for each unbound CPU rank of this pod, at least 1."""
     ranks = len(ranks_on_machine(plan, launch, Device.CPU))
     return max(1, (host.usable_cpus - _reserved_cpus(plan, launch, host)) // ranks)
 
@@ -145,10 +145,10 @@ def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) ->
 
 
 def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> CpuSet | None:
-    """Returns the CPUs that a CPU rank's threads are bound to, or None if they shall not be bound.
+    """Returns the CPUs to which a CPU rank's threads are bound, or None if they are not bound.
 
-    Every supervisor of a machine comes to the same CPUs, since each counts the CPU ranks of
-    all pods that have its own address, in rank order.
+    All supervisors of a machine compute the same result, since each counts the CPU ranks of all pods with
+    its own address, in rank order.
     """
     if launch.cpu_binding is CpuBinding.NEVER or host.usable_cpus < len(host.cpus):
         return None
@@ -207,7 +207,7 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
 
 
 def _more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
-    """Returns whether the user wants more threads than the rank has CPUs: they'd wait for each other."""
+    """Returns whether the user set more threads than the rank has CPUs, so that threads would wait."""
     return (first_level(base_env) or 0) > len(cpu_set.cpus)
 
 
@@ -228,6 +228,6 @@ def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host
 
 
 def _memory_nodes(cpu_set: CpuSet | None, host: Host) -> str:
-    """Returns the NUMA nodes that a rank shall have its memory on, "" where there is one only."""
+    """Returns the NUMA nodes for a rank's memory, or "" if the machine has only one node."""
     nodes = sorted({cpu.node for cpu in host.cpus})
     return ",".join(map(str, nodes if cpu_set is None else cpu_set.nodes)) if len(nodes) > 1 else ""

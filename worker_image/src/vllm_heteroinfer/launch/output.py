@@ -1,8 +1,8 @@
 """The output of a pod's processes: every line passes through the supervisor, with a prefix.
 
-A thread for each process: when the reader of our own output is slow, the thread blocks,
-its pipe fills, and the process waits in its write. So no line is lost, no memory grows,
-and the supervisor's loop, which beats for the group, never waits. Stdlib only.
+Each process has a thread. If the reader of the supervisor's output is slow, the thread blocks, the pipe
+fills, and the process waits in its write. So no line is lost, memory does not grow, and the supervisor's
+event loop, which sends heartbeats, never waits. Stdlib only.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ import threading
 from typing import IO
 
 MAX_LINE_BYTES = 32 * 1024
-"""A longer line is cut in pieces; also the most that is held for a process."""
+"""A longer line is split. Also the most memory for the output of a process."""
 LAST_LINE_CHARS = 300
 
 _stdout_lock = threading.Lock()
 
 
 class OutputPump:
-    """Copies a pipe to our own standard output, line by line, until its end."""
+    """Copies a pipe to the supervisor's standard output, line by line, until its end."""
 
     def __init__(self, pipe: IO[bytes], *, prefix: str) -> None:
         self._pipe = pipe
@@ -38,16 +38,16 @@ class OutputPump:
         self._thread.start()
 
     def last_line(self) -> str:
-        """Returns the last line that is not blank of what was looked at up to now, cut at its front."""
+        """Returns the last non-blank line read so far, shortened at its start."""
         return self._last_line
 
     @property
     def ended(self) -> bool:
-        """Returns whether everything was copied, which it can be once all writers are dead."""
+        """Whether all output is copied, which is possible only after all writers have ended."""
         return self._ended.is_set()
 
     def pending(self) -> bool:
-        """Returns whether the pipe holds what has not been looked at yet; waits for nothing."""
+        """Returns whether the pipe has unread output; does not wait."""
         if self._ended.is_set():
             return False
         with self._reading:
@@ -57,7 +57,7 @@ class OutputPump:
         return struct.unpack("i", waiting)[0] > 0
 
     def _run(self) -> None:
-        """Copies until the pipe's end; whatever ends this, no process may block for ever in its writes."""
+        """Copies until the pipe's end. Always closes the pipe, so that no process blocks in a write."""
         try:
             self._copy()
         finally:
@@ -71,8 +71,8 @@ class OutputPump:
         while not at_end:
             _wait(fd, select.POLLIN)
             with self._reading:
-                # Reading and remembering are one act for pending(); the write, which may
-                # block, is outside.
+                # pending() must see the read and the update of the last line together. The write may block,
+                # so it is outside of the lock.
                 chunk = os.read(fd, MAX_LINE_BYTES)
                 at_end = not chunk
                 lines = self._cut(chunk, at_end=at_end)
@@ -93,7 +93,7 @@ class OutputPump:
 
 
 class BackgroundHandler(logging.Handler):
-    """Log records of the supervisor, written by a thread of its own for the reason above."""
+    """Writes the supervisor's log records in a separate thread, so that the event loop never waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class BackgroundHandler(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queues the record; it is dropped only when 1000 wait, that is when nobody reads our output."""
+        """Queues the record; drops it only if 1000 records wait because the output is not read."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait((self.format(record) + "\n").encode())
 
@@ -124,7 +124,7 @@ def _wait(fd: int, event: int) -> None:
 
 
 def _write(data: bytes) -> None:
-    """Writes whole lines; blocks as long as the reader does. What cannot be written is lost."""
+    """Writes whole lines; blocks while the reader is slow. Drops the lines after an error."""
     view = memoryview(data)
     with _stdout_lock:
         while view:
@@ -133,6 +133,6 @@ def _write(data: bytes) -> None:
             except BlockingIOError:
                 _wait(sys.stdout.fileno(), select.POLLOUT)
             except OSError:
-                # Nobody reads any more, or the disk of a log file is full; the processes must not block
-                # because of it, and the next lines may find space again.
+                # The reader has left, or the disk of a log file is full. Processes must not block for that,
+                # and later lines may find space again.
                 return

@@ -1,4 +1,4 @@
-"""One process of a pod as its supervisor knows it, and its end in words."""
+"""A supervisor's knowledge of one process of its pod, and the description of the process's end."""
 
 import signal
 import time
@@ -16,12 +16,12 @@ STOPPED_LIMIT_S = 1.0
 """A debugger or profiler stops a process for less."""
 STOPPED = f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
 _OF_REPORT = tuple({each.name for each in fields(RankReport)} & {each.name for each in fields(RankStatus)})
-"""What the status of a rank takes over from its report, by name."""
+"""Names of the fields that a rank's status copies from its report."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedProcess:
-    """One process, and what is known of it. `assignment` is None for the API server."""
+    """The state of one process. `assignment` is None for the API server."""
 
     child: ChildProcess
     channel: RankChannel
@@ -42,13 +42,13 @@ class SupervisedProcess:
         return None if self.assignment is None else self.assignment.rank
 
     def read_channel(self, awake_s: float) -> None:
-        """Takes in what it has said.
+        """Reads the process's new messages.
 
         Args:
             awake_s: now, by the clock of PodProcesses.
 
         Raises:
-            ContractError: it speaks another version of the channel.
+            ContractError: the process uses a different version of the channel.
         """
         for message in self.channel.read():
             self.last_heartbeat_at_s, self.heard_awake_s = time.monotonic(), awake_s
@@ -61,16 +61,16 @@ class SupervisedProcess:
             self.engine_end = self.engine_end or message.engine_end
 
     def silent_s(self, awake_s: float) -> float:
-        """Returns since when nothing was heard of it, in seconds; 0 until it has spoken once."""
+        """Returns the time since its last message, in seconds; 0 before its first message."""
         return 0.0 if self.heard_awake_s is None else awake_s - self.heard_awake_s
 
     def busy_s(self, awake_s: float) -> float:
-        """Returns for how long it has been busy with the same thing, as far as is known at a time."""
+        """Returns the time since its current activity began, in seconds; 0 if it is idle."""
         return 0.0 if self.report.busy is None else awake_s - self.busy_since_awake_s
 
 
 def beat_of(process: SupervisedProcess, assignment: RankAssignment, awake_s: float) -> RankBeat:
-    """Returns what is known of a rank now, `awake_s` being now by the clock of PodProcesses."""
+    """Builds a rank's entry in a heartbeat; `awake_s` is the current time of PodProcesses' clock."""
     report = process.report
     status = RankStatus(
         rank=assignment.rank,
@@ -89,7 +89,7 @@ def beat_of(process: SupervisedProcess, assignment: RankAssignment, awake_s: flo
 
 
 def failure_of(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
-    """Returns why this process failed: its own word if it gave one, else what the kernel says."""
+    """Builds the failure of this process, from its own report or else from its exit status."""
     rank = process.rank
     known = Failure(
         reason=exit_reason(process),
@@ -114,15 +114,15 @@ def failure_of(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessOb
 
 
 def exit_reason(process: SupervisedProcess) -> FailureReason:
-    """Returns the reason of a process that has ended without a word of its own."""
+    """Returns the reason for a process that ended without its own report."""
     return FailureReason.API_SERVER_EXITED if process.assignment is None else FailureReason.RANK_EXITED
 
 
 def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:
-    """Returns what a process said of its end, with what its supervisor knows.
+    """Completes a process's own report with the supervisor's knowledge.
 
-    A rank may accuse another one, as when their settings differ: then its own exit code
-    and log are not the culprit's.
+    A rank may name another rank as the culprit, for example if their settings differ. Then the failure
+    must not have the exit code and log of the reporting rank.
     """
     if reported.rank in (None, known.rank) or not 0 <= reported.rank < plan.world_size:
         return replace(known, reason=reported.reason, message=f"{who} failed: {reported.message}")
@@ -139,7 +139,7 @@ def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Fai
 
 
 def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
-    """Returns an exit in words; `exit_code` is negative for a signal, None if the kernel didn't tell."""
+    """Describes an exit; `exit_code` is negative for a signal, None if it is unknown."""
     during = f"while {phase}"
     if exit_code is None:
         return f"ended {during}; its exit code is not known"
