@@ -62,7 +62,7 @@ def ask(profile: ModelProfile, group: str, **fields: Any) -> Planned:
 
 
 def _plan_row(profile: ModelProfile) -> tuple[str, str, str]:
-    """Returns the group, the step, and who can run it."""
+    """Returns the group, the step, and the devices that can run the model."""
     error = ""
     for group in GROUPS:
         try:
@@ -171,10 +171,10 @@ def _accounts() -> str:
 _SERVED: Final = """
 ## Served as tiny models
 
-By `make models`, planned from their files for two CPU pods on nodes like the machine that it runs on, with
-greedy tokens equal to those of stock vLLM in one process; those with a star by `make test` too. What needs
-more than the machine has must be refused there in these words. What was
-run: [testing.md](../contributor/testing.md#models-on-two-cpu-pods).
+`make models` plans these models from their files for two CPU pods, on nodes like the machine that it runs on,
+and compares their greedy tokens with those of stock vLLM in one process. `make test` also runs models with a
+star. If the machine lacks a feature that it needs, its plan must be rejected with the words in the table.
+Test runs: [testing.md](../contributor/testing.md#models-on-two-cpu-pods).
 
 | model | attention | weights | dtype | two CPU pods |
 |---|---|---|---|---|

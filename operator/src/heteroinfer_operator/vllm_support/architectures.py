@@ -1,6 +1,6 @@
-"""What vLLM's model classes do that no config.json says. Pure; data.
+"""Properties of vLLM's model classes that config.json does not contain. Pure; data.
 
-`tests.shapes` compares what follows from it with vLLM's own classes.
+`tests.shapes` compares the resulting sizes with vLLM's classes.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ TABLES_ON_EVERY_STAGE: Final = _names(
     Qwen3MoeForCausalLM Qwen3NextForCausalLM Rnj1ForCausalLM StablelmForCausalLM Zamba2ForCausalLM
     """
 )
-"""Whose classes make embedding and head without asking for the stage (vllm/model_executor/models@v0.32.0)."""
+"""Classes that create embedding and head on every stage (vllm/model_executor/models@v0.32.0)."""
 UNGATED_EXPERTS: Final = _names(
     """
     NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
     NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
     """
 )
-"""Whose experts have one matrix before the activation, which vLLM's CPU kernels do not take
+"""Models whose experts have one matrix before the activation, which vLLM's CPU kernels do not support
 (vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
 ZERO_EXPERTS: Final = frozenset({"LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"})
-"""Whose router chooses experts that compute nothing, too; it needs kernels for GPUs
+"""Models whose router may choose experts that compute nothing, which needs GPU kernels
 (vllm/.../fused_moe/router/zero_expert_router.py@v0.32.0)."""
 IMAGES_ATTEND_BOTH_WAYS: Final = _names(
     """
@@ -42,17 +42,17 @@ IMAGES_ATTEND_BOTH_WAYS: Final = _names(
     PaliGemmaForConditionalGeneration
     """
 )
-"""Whose image tokens attend to each other in both directions, which CPU attention does not do
+"""Models whose image tokens attend to each other in both directions, which CPU attention does not support
 (vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0); Gemma-4 in some sizes."""
 BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
-"""Whose classes are SupportsPP, and end at the first tensor of another stage, whose layers they call too
+"""Classes that claim SupportsPP, but fail at tensors of other stages, and also call layers of other stages
 (vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue 50961)."""
 _TWO_SETS: Final = "its layers have two sets of experts"
-_ALL_COLUMNS: Final = "its MLPs choose what is active over all of their columns"
+_ALL_COLUMNS: Final = "its MLPs choose the active columns among all columns"
 NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "ApertusForCausalLM": "its activation has parameters, which its MLPs read while they are built",
-        "DbrxForCausalLM": "vLLM has its experts in a class of their own",
+        "ApertusForCausalLM": "its activation has parameters, which its MLPs read during their construction",
+        "DbrxForCausalLM": "vLLM uses a separate class for its experts",
         "Ernie4_5_VLMoeForConditionalGeneration": _TWO_SETS,
         "Gemma3nForCausalLM": _ALL_COLUMNS,
         "Gemma3nForConditionalGeneration": _ALL_COLUMNS,
@@ -60,7 +60,7 @@ NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
         "Zamba2ForCausalLM": "several of its layers share an MLP",
     }
 )
-"""Architecture -> why no feed-forward rank has its experts or MLPs (vllm/model_executor/models@v0.32.0)."""
+"""Architecture -> reason why feed-forward ranks cannot compute it (vllm/model_executor/models@v0.32.0)."""
 OWN_CPU_BLOCKS: Final = frozenset({"DeepseekV4ForCausalLM"})
-"""Whose KV blocks have 256 tokens on CPUs, whatever is set, and compressed keys that no plan counts yet
+"""Models with fixed KV blocks of 256 tokens on CPUs, and with compressed keys that plans do not count yet
 (vllm/platforms/cpu.py::check_and_update_config@v0.32.0)."""

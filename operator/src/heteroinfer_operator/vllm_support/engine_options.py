@@ -1,4 +1,4 @@
-"""What `engine.args` choose of vLLM, as far as a plan counts with it. Pure."""
+"""Options in `engine.args` that affect a plan. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Final
 from heteroinfer_contract.given_options import GivenOption, given_options
 
 ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of an element, by `--dtype` or `--kv-cache-dtype`."""
+"""Bytes of an element, by the value of `--dtype` or `--kv-cache-dtype`."""
 KV_CACHE_DTYPE: Final = "--kv-cache-dtype"
 QUANTIZATION: Final = "--quantization"
 MOE_BACKEND: Final = "--moe-backend"
@@ -25,21 +25,21 @@ _DEPRECATED: Final = "--allow-deprecated-quantization"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What `engine.args` choose; each field has vLLM's own default.
+    """Values of options in `engine.args`; the default of each field is vLLM's default.
 
     Attributes:
-        kv_cache_dtype: type of the KV cache, `auto` for the model's own.
-        quantization: how weights are quantized at load, or how the checkpoint is, "" without one.
-        moe_backend: kernels of experts, `auto` for vLLM's choice.
-        state_dtype: type of recurrent states, or None if vLLM chooses it by device.
-        convolution_dtype: type of the convolutions' states, `auto` for the model's own.
-        keep_alive: seconds after which a silent stream sends a comment, as given, or None.
-        load_format: how weights are read, or None.
-        model_impl: whose classes of models are used, or None.
-        offloaded_gib: what vLLM offloads to the CPU, as given, or None.
-        offloaded_layers: how vLLM groups layers that it offloads, as given, or None.
-        is_text_only: whether the encoder of a multimodal model is left out.
-        allows_deprecated: whether methods of quantization are taken that vLLM is about to drop.
+        kv_cache_dtype: type of the KV cache; `auto` for the model's type.
+        quantization: method of quantization at load, or of the checkpoint; "" if not set.
+        moe_backend: kernels of experts; `auto` for vLLM's choice.
+        state_dtype: type of recurrent states; None if vLLM chooses it by device.
+        convolution_dtype: type of the convolutions' states; `auto` for the model's type.
+        keep_alive: seconds after which a silent stream sends a comment, unparsed; None if not set.
+        load_format: format in which vLLM reads weights; None if not set.
+        model_impl: library whose model classes vLLM uses; None if not set.
+        offloaded_gib: GiB that vLLM offloads to the CPU, unparsed; None if not set.
+        offloaded_layers: size of the groups of layers that vLLM offloads, unparsed; None if not set.
+        is_text_only: whether vLLM omits the encoder of a multimodal model.
+        allows_deprecated: whether vLLM accepts methods of quantization that it is about to drop.
     """
 
     kv_cache_dtype: str = "auto"
@@ -57,11 +57,11 @@ class EngineOptions:
 
     @staticmethod
     def of(args: Sequence[str]) -> "EngineOptions":
-        """Reads arguments as vLLM's parser does; of an option that is given twice, the last one counts."""
+        """Parses arguments like vLLM's parser; the last occurrence of an option wins."""
         return _parse(tuple(args))
 
     def given(self, option: str) -> str | None:
-        """The value of an option that feed-forward ranks check, or None if it is not given."""
+        """Returns the value of an option that feed-forward ranks check; None if it is not set."""
         values = {
             LOAD_FORMAT: self.load_format,
             MODEL_IMPL: self.model_impl,
@@ -95,7 +95,7 @@ def _value(given: Sequence[GivenOption], option: str) -> str | None:
 
 
 def _is_set(given: Sequence[GivenOption], flag: str) -> bool:
-    """Whether a flag is given and no later argument takes it back."""
+    """Returns whether a flag is set and no later argument negates it."""
     negated = f"--no-{flag.removeprefix('--')}"
     last = next((each for each in reversed(given) if each.may_be(flag) or each.may_be(negated)), None)
     return last is not None and not last.is_taken_back

@@ -1,6 +1,6 @@
-"""What vLLM asks of a quantized checkpoint before it loads it, on any device, as data. Pure.
+"""vLLM's requirements on quantized checkpoints, on any device. Pure; data.
 
-tests/integration/models compares the table with vLLM's own, so that it stays true.
+tests/integration/models compares the table with vLLM.
 """
 
 from collections.abc import Mapping
@@ -29,22 +29,22 @@ _METHODS: Final = {
 METHOD_DTYPES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     dict(sorted((method, dtypes) for dtypes, methods in _METHODS.items() for method in methods.split()))
 )
-"""The types of activations that each method takes, of all that vLLM knows
+"""Types of activations that each of vLLM's methods supports
 (vllm/.../quantization/base_config.py::QuantizationConfig.get_supported_act_dtypes@v0.32.0)."""
 DEPRECATED_METHODS: Final = frozenset({"fbgemm_fp8", "fp_quant"})
-"""Which vLLM takes with --allow-deprecated-quantization alone
+"""Methods that vLLM accepts only with --allow-deprecated-quantization
 (vllm/.../quantization/__init__.py::DEPRECATED_QUANTIZATION_METHODS@v0.32.0)."""
 _CHECKPOINT_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
 )
-"""What vLLM calls a checkpoint's method (vllm/.../quantization/inc/inc.py::INCConfig@v0.32.0,
+"""vLLM's names of methods in checkpoints (vllm/.../quantization/inc/inc.py::INCConfig@v0.32.0,
 vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
 _SCALE_BITS: Final[Mapping[SchemeName, int]] = MappingProxyType({SchemeName.MXFP4: 8, SchemeName.NVFP4: 8})
-"""Of the scale of a group of weights; 16 in other formats."""
+"""Bits of the scale of a group of weights; 16 in other formats."""
 
 
 def in_bf16(profile: ModelProfile) -> str:
-    """Returns the words for the same model in bf16, with about what its weights take if that is known."""
+    """Describes the same model in bf16, with the approximate size of its weights if it is known."""
     scheme = profile.scheme
     if not scheme.bits:
         return "in bf16"
@@ -57,10 +57,10 @@ def in_bf16(profile: ModelProfile) -> str:
 
 
 def check_quantization(profile: ModelProfile, engine: EngineSettings) -> None:
-    """Checks that vLLM knows how the weights are quantized, and computes so in the type of the engine.
+    """Checks that vLLM supports the method of quantization with the engine's dtype.
 
     Raises:
-        PlanError: it would end at its load; the message names the method, and says what can be done.
+        PlanError: vLLM would fail to load the model; the message names the method and a fix.
     """
     own = profile.quantization.lower()
     found = {"model: quantization_config.quant_method": _CHECKPOINT_ALIASES.get(own, own)}

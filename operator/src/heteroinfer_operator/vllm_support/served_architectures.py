@@ -1,6 +1,6 @@
-"""Which models vLLM serves, by the class that their config.json names. Pure.
+"""Checks whether vLLM serves a model, by the class in its config.json. Pure.
 
-`listed_architectures` has what vLLM's own registry says; tests/integration/models holds it to that.
+`listed_architectures` copies vLLM's registry; tests/integration/models compares both.
 """
 
 from heteroinfer_contract.model_profile import ModelProfile
@@ -15,12 +15,12 @@ from heteroinfer_operator.vllm_support.listed_architectures import (
 
 
 def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
-    """Returns what users should know of the model's class, one line each.
+    """Checks that vLLM serves the model's class. Returns notes for the user, one line each.
 
-    A class that neither vLLM nor transformers has may come with a plugin in the image, or with the model.
+    A class missing in vLLM and transformers may come with a plugin in the image, or with the model.
 
     Raises:
-        PlanError: vLLM would end at its start; the message says what can be done.
+        PlanError: vLLM would fail at its start; the message contains a fix.
     """
     name = profile.architecture
     if not name:
@@ -47,7 +47,7 @@ def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def is_by_transformers(architecture: str) -> bool:
-    """Returns whether vLLM serves a model by transformers' class, having none of its own."""
+    """Returns whether vLLM serves a model by transformers' class, because it has no own class."""
     return architecture in BY_TRANSFORMERS
 
 
