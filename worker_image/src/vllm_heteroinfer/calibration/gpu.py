@@ -1,6 +1,6 @@
 """The GPU, its link and the exchange with feed-forward ranks: `python -m vllm_heteroinfer.calibration.gpu`.
 
-Imports torch; reports nothing where there is no GPU.
+Imports torch. Reports nothing if there is no GPU.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LIMIT_S: Final = 5.0
 
 
 def main() -> None:
-    """Reports all there is to measure of the first GPU."""
+    """Measures and reports the first GPU."""
     if not torch.cuda.is_available():
         return
     device = torch.device("cuda:0")
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
-    """Returns the best of a few times of work on the current stream, in seconds for each repeat."""
+    """Best time of several rounds on the current stream, in seconds per repeat."""
     best = float("inf")
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize()
@@ -139,10 +139,10 @@ def _exchange(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _answering(offer: str) -> Iterator[None]:
-    """Has a process answer asks over an offered slab, which it maps by then, and ends it.
+    """Starts a process that answers asks over the slab, waits until it is ready, and ends it afterwards.
 
     Raises:
-        RuntimeError: it cannot.
+        RuntimeError: the process did not become ready.
     """
     command = [sys.executable, "-m", "vllm_heteroinfer.calibration.echo", offer]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

