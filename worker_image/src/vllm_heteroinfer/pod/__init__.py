@@ -1,4 +1,4 @@
-"""What every process of a worker pod has, whoever it is: addresses, cgroups, the channel to its supervisor.
+"""Code that every process of a worker pod uses: addresses, health server, channel to the supervisor.
 
-Stdlib and the contract only: the supervisor lives on when torch or vLLM break.
+Stdlib and the contract only: the supervisor must keep running when torch or vLLM break.
 """

@@ -1,4 +1,4 @@
-"""Where a pod is reached, and where its processes listen. Stdlib only."""
+"""Addresses of pods, and the addresses at which their processes listen. Stdlib only."""
 
 import ipaddress
 import socket
@@ -14,7 +14,11 @@ IPV6: Final = 6
 
 
 def resolve(host: str) -> str:
-    """Returns the first IP address of a host; raises OSError naming it when it has none."""
+    """Returns the first IP address of a host.
+
+    Raises:
+        OSError: the host has no address; the message names the host.
+    """
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -22,25 +26,25 @@ def resolve(host: str) -> str:
 
 
 async def look_up(host: str, port: int) -> str:
-    """Returns the first IP address of a host; raises OSError when it has none.
+    """Returns the first IP address of a host; raises OSError if the host has none.
 
-    A resolver may take half a minute, for which no end of the process waits.
+    A resolver may take half a minute. The process does not wait for it at its end.
     """
 
     def ask() -> str:
         try:
             return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         except UnicodeError as error:
-            raise OSError(f"{host!r} is no name: {error}") from error
+            raise OSError(f"{host!r} is not a valid host name: {error}") from error
 
     return await call_aside("name", ask)
 
 
 def own_address(env: Mapping[str, str]) -> str:
-    """Returns the IP address at which peers reach this pod, as its supervisor has found it.
+    """Returns the IP address at which peers reach this pod, which its supervisor looked up.
 
     Raises:
-        ContractError: this process was not started by a supervisor.
+        ContractError: no supervisor started this process.
     """
     if not env.get(names.ENV_OWN_ADDRESS):
         raise ContractError(f"{names.ENV_OWN_ADDRESS} is not set; ranks are started by `heteroinfer-worker`")
@@ -48,7 +52,7 @@ def own_address(env: Mapping[str, str]) -> str:
 
 
 def bind_host(host: str) -> str | None:
-    """Returns where to listen so that `host` is reached: itself if it is loopback, else everywhere.
+    """Returns the address to listen at for `host`: a loopback address itself, otherwise None (all addresses).
 
     A pod's own name may not resolve yet when its supervisor starts.
     """
@@ -61,10 +65,10 @@ def bind_host(host: str) -> str | None:
 
 
 def bind_address(host: str) -> str:
-    """Returns `bind_host` for sockets that want an address: `::` takes IPv4 too.
+    """Like `bind_host`, for sockets that need an address: `::`, which takes IPv4 too, means all addresses.
 
-    `kubectl port-forward` and probes of sidecars come in by loopback, so a pod listens on both. It is
-    0.0.0.0 on a kernel without IPv6.
+    On a kernel without IPv6 it is 0.0.0.0. A pod listens on all addresses because `kubectl port-forward` and
+    probes of sidecars use loopback.
     """
     everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - guarded by NetworkPolicy
     return bind_host(host) or everywhere
@@ -76,10 +80,10 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound where `host` is reached, by IPv4 and IPv6; it does not listen yet.
+    """Binds a socket for IPv4 and IPv6 at the addresses of `bind_address`; the socket does not listen yet.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     address = bind_address(host)
     listener = socket.socket(family_of(address), socket.SOCK_STREAM)
@@ -95,5 +99,5 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def host_in_url(host: str) -> str:
-    """Returns a host as URLs have it: an IPv6 address in brackets."""
+    """Formats a host for a URL: an IPv6 address gets brackets."""
     return f"[{host}]" if ":" in host else host

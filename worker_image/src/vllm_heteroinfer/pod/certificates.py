@@ -15,7 +15,7 @@ VARIABLES: Final = (
     "CURL_CA_BUNDLE",
     "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
 )
-"""By which OpenSSL and the clients of the hub, requests, curl and gRPC find authorities."""
+"""Variables with which OpenSSL, requests, curl, gRPC and the hub's client find certificate authorities."""
 SYSTEM_BUNDLES: Final = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Alpine
     "/etc/pki/tls/certs/ca-bundle.crt",  # Red Hat
@@ -28,16 +28,16 @@ _CERTIFICATE: Final = re.compile(
 
 
 def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
-    """Points clients to the system's authorities and those of the pod's bundle, if it has one.
+    """Makes clients trust the authorities of the pod's bundle in addition to the system's.
 
-    If the user names another file with the system's authorities (SSL_CERT_FILE), it counts as theirs.
+    Does nothing if the pod has no bundle. If the user sets SSL_CERT_FILE, that file replaces the system's.
 
     Args:
-        env: of this process, which its children get.
-        folder: where the combined file is written.
+        env: environment of this process, which its children inherit.
+        folder: gets the combined file.
 
     Raises:
-        ContractError: the bundle has no certificates, or one that OpenSSL cannot read.
+        ContractError: the bundle has no certificate, or has a certificate that OpenSSL cannot read.
     """
     bundle = env.get(names.ENV_CA_BUNDLE, "")
     if not bundle:
@@ -58,10 +58,10 @@ def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
 
 
 def _read_certificates(bundle: bytes) -> list[bytes]:
-    """Returns each certificate without the text around it, which may be of any encoding.
+    """Returns the certificates without the text around them, which may have any encoding.
 
     Raises:
-        ValueError: there is none, or one that OpenSSL cannot read.
+        ValueError: there is no certificate, or OpenSSL cannot read a certificate.
     """
     found = [match.group() for match in _CERTIFICATE.finditer(bundle)]
     if not found:

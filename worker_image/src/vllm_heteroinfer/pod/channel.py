@@ -1,9 +1,9 @@
 """The socket pair between a supervisor and each process it starts: JSON lines both ways.
 
-The rank tells its phase, its step times and its failure; the supervisor tells how old
-its news of the group is. Either end may stand still for any time: the other end drops whole lines
-meanwhile, and its next line holds the newest state. Only the end of the channel ends anything: a process
-whose supervisor is gone ends. Stdlib and the contract only; the rank's end is used beside torch.
+The rank sends its phase, its step times and its failure. The supervisor sends the age of its last news
+from the group. Either end may stop reading for any time: the other end then drops whole lines, and its next
+line holds the newest state. Only a closed channel ends a process: a rank ends when its supervisor is gone.
+Stdlib and the contract only; processes with and without torch use this module.
 """
 
 import contextlib
@@ -24,18 +24,22 @@ from heteroinfer_contract.group_report import RankPhase
 from vllm_heteroinfer.pod.lost_peer import Lost
 
 BEAT_INTERVAL_S = 0.2
-"""Time between two words of either end."""
+"""Time between two messages from the same end."""
 FAILURE_TIMEOUT_S = 20.0
-"""For a supervisor to take a rank's last words: one that gets no CPU may stand still for 16.5 s
-(launch/loop_clock.py)."""
+"""Longest wait until the supervisor takes a rank's last message. A supervisor that gets no CPU may pause for
+16.5 s (launch/loop_clock.py)."""
 _SEND_POLL_S = 0.02
 _JOIN_TIMEOUT_S = 1.0
 MAX_LINE_BYTES = 64 * 1024
-"""Longest line of the channel; a Failure fits 4096 bytes, a report is shorter."""
+"""Longest line of the channel. A Failure has at most 4096 bytes; a report is shorter."""
 
 
 def no_channel(got: str, error: Exception) -> ContractError:
-    """Returns the error of a process that no supervisor has started, of the variables that it got."""
+    """Builds the error for a process that no supervisor started.
+
+    Args:
+        got: the environment variables that the process found, for the message.
+    """
     return ContractError(
         f"got {got}, expected the open channel of a supervisor ({error}); ranks are started by "
         "`heteroinfer-worker`"
@@ -44,14 +48,13 @@ def no_channel(got: str, error: Exception) -> ContractError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank says of itself; the fields are those of RankStatus, in its units.
+    """The state of a rank; fields and units are those of RankStatus.
 
     Attributes:
-        busy: what it is doing now (`step 12`), None while it waits for work.
-        waiting_for_rank: the rank it needs something from to go on, None while it
-            computes itself.
-        waiting_for_engine: whether it waits for the engine's next call.
-        drained: of the API server: asked to drain, and the last request has ended.
+        busy: name of the current work (`step 12`); None while the rank waits for work.
+        waiting_for_rank: global rank whose message this rank waits for; None while this rank computes.
+        waiting_for_engine: whether the rank waits for the engine's next call.
+        drained: set by the API server only: the last request has ended after a request to drain.
     """
 
     phase: RankPhase = RankPhase.STARTING
@@ -73,10 +76,10 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEnd:
-    """The engine's process has ended, as the API server, its parent, saw it.
+    """The end of the engine's process, as its parent, the API server, observed it.
 
     Attributes:
-        exit_code: as subprocess has it; None if it is not known.
+        exit_code: as in `subprocess`; None if it is not known.
     """
 
     exit_code: int | None = None
@@ -84,11 +87,11 @@ class EngineEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMessage:
-    """One line from a rank: its report, or the failure that ends it.
+    """One line from a rank: its report, or the failure that ends the rank.
 
     Attributes:
-        lost: if the failure is a consequence: which other process the rank has lost.
-        engine_end: of the API server, which ends with its engine.
+        lost: the other process that the rank has lost, if the failure is only a consequence.
+        engine_end: sent by the API server only, which ends with its engine.
     """
 
     report: RankReport | None = None
@@ -102,8 +105,8 @@ class SupervisorMessage:
     """One line to a rank.
 
     Attributes:
-        group_age_s: age of the oldest news of a peer's supervisor, in seconds.
-        drain: the group is asked to stop: take no more requests, and let the running ones end.
+        group_age_s: time since the last heartbeat of the most silent peer's supervisor, in seconds.
+        drain: whether to refuse new requests and let the running requests end.
     """
 
     group_age_s: float
@@ -111,8 +114,8 @@ class SupervisorMessage:
 
 
 def _end_process() -> None:
-    """Ends this process, whose supervisor is gone; the kernel does so too (PR_SET_PDEATHSIG)."""
-    sys.stderr.write("the supervisor is gone, and this process ends with it\n")
+    """Ends this process because its supervisor is gone; the kernel does so too (PR_SET_PDEATHSIG)."""
+    sys.stderr.write("the supervisor is gone: this process ends now\n")
     sys.stderr.flush()
     os._exit(names.EXIT_RANK_FAILED)
 
@@ -125,7 +128,9 @@ class LineSender:
         self._rest = b""
 
     def send(self, line: str) -> bool:
-        """Returns whether the kernel took the line; a line of which it took a part is finished first later.
+        """Sends a line; returns whether the kernel took at least a part.
+
+        A later call first sends the rest of a line that the kernel took in part.
 
         Raises:
             OSError: the other end is gone.
@@ -140,7 +145,7 @@ class LineSender:
         return True
 
     def flush(self) -> bool:
-        """Returns whether no part of a line is left to send.
+        """Sends the rest of an unfinished line; returns whether nothing is left to send.
 
         Raises:
             OSError: the other end is gone.
@@ -155,14 +160,13 @@ class LineSender:
 
 
 class RankReporter:
-    """The rank's end. A thread speaks and listens 5 times a second; every method is thread-safe.
+    """The rank's end. A thread sends the report 5 times a second; every method is thread-safe.
 
     Args:
-        rank: as below.
-        gone: called once the supervisor is gone, or speaks another version, on any thread.
+        gone: called on any thread once the supervisor is gone or sends a message of another version.
 
     Attributes:
-        rank: the global rank this process is, or None in the API server.
+        rank: global rank of this process; None in the API server.
     """
 
     def __init__(self, channel: socket.socket, rank: int | None, gone: Callable[[], None]) -> None:
@@ -183,13 +187,13 @@ class RankReporter:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], gone: Callable[[], None] = _end_process) -> "RankReporter":
-        """Returns the reporter of this process; it takes over the descriptor in the environment.
+        """Creates the reporter of this process, which owns the descriptor in the environment.
 
         Args:
-            gone: as in the class; by default this process ends.
+            gone: as in the class; ends this process by default.
 
         Raises:
-            ContractError: this process was not started by a supervisor.
+            ContractError: no supervisor started this process.
         """
         text = env.get(names.ENV_RANK_CHANNEL_FD, "")
         rank = env.get(names.ENV_RANK, "")
@@ -204,14 +208,14 @@ class RankReporter:
         return cls(channel, number, gone)
 
     def phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
-        """Sets how far this rank has come, with weights read and to read, in bytes."""
+        """Sets the phase of this rank, with the bytes of weights that are loaded and the total."""
         with self._state_lock:
             self._report = replace(
                 self._report, phase=phase, loaded_bytes=loaded_bytes, total_bytes=total_bytes
             )
 
     def starting(self) -> bool:
-        """Returns whether this rank has not been ready yet."""
+        """Reports whether this rank is still starting."""
         with self._state_lock:
             return self._report.phase not in {RankPhase.READY, RankPhase.SLEEPING}
 
@@ -228,21 +232,21 @@ class RankReporter:
             )
 
     def kv_cache(self, *, blocks: int, headroom_blocks: int, headroom_bytes: int) -> None:
-        """Sets the KV blocks that this rank has, and the headroom that it measured for them."""
+        """Sets the number of KV blocks on this rank, and the headroom that the rank measured for them."""
         with self._state_lock:
             self._report = replace(
                 self._report, kv_blocks=blocks, kv_room_blocks=headroom_blocks, kv_room_bytes=headroom_bytes
             )
 
     def busy(self, what: str | None, *, waiting_for_rank: int | None = None) -> None:
-        """Says what this rank is doing now; None when it has finished.
+        """Sets the current work of this rank; None once the work is done.
 
-        A rank whose `what` stays the same past the step deadline ends the group; one
-        that says whom it waits for is not blamed as long as the other is stuck too.
+        If `what` stays the same past the step deadline, the group ends. A rank that waits for another rank is
+        not the culprit as long as the other rank is stuck too.
 
         Args:
-            what: unlike the last one, as `step 12`.
-            waiting_for_rank: the global rank whose message it waits for, if it does.
+            what: a name that differs from the previous one, for example `step 12`.
+            waiting_for_rank: global rank whose message this rank waits for; None if it waits for no rank.
         """
         with self._state_lock:
             self._report = replace(
@@ -250,58 +254,58 @@ class RankReporter:
             )
 
     def waits_for(self, rank: int | None) -> None:
-        """Says for which global rank's word this rank waits before it is ready; None when it has come."""
+        """Sets the global rank whose message a starting rank waits for; None once the message has come."""
         with self._state_lock:
             self._report = replace(self._report, waiting_for_rank=rank)
 
     def waits_for_engine(self) -> None:
-        """Reports that this rank waits for the engine's next call, until it is busy."""
+        """Reports that this rank waits for the engine's next call; the next `busy` ends the wait."""
         with self._state_lock:
             self._report = replace(self._report, busy=None, waiting_for_rank=None, waiting_for_engine=True)
 
     def asked_to_drain(self) -> bool:
-        """Returns whether this process shall take no more requests."""
+        """Reports whether this process must refuse new requests."""
         with self._state_lock:
             return self._drain
 
     def drained(self) -> None:
-        """Says that the last request has ended."""
+        """Reports that the last request has ended."""
         with self._state_lock:
             self._report = replace(self._report, drained=True)
 
     def failure(self, failure: Failure, lost: Lost | None = None) -> None:
-        """Sends why this rank ends, before it returns; call it once, just before exiting.
+        """Sends the failure that ends this rank. Call it once, just before exiting.
 
-        The supervisor fills in pod, exit code, last log line and time. A supervisor that stands still
-        is waited for, for FAILURE_TIMEOUT_S at most.
+        Returns once the supervisor has the failure, or after FAILURE_TIMEOUT_S. The supervisor adds pod, exit
+        code, last log line and time.
 
         Args:
-            lost: which other process this rank has lost, if the failure is only a consequence.
+            lost: the other process that this rank has lost, if the failure is only a consequence.
         """
-        # Cut here: a longer line than MAX_LINE_BYTES would be taken for another program's.
+        # The supervisor would refuse a line longer than MAX_LINE_BYTES as one from another program.
         self._send_last(RankMessage(failure=failure.cut(), lost=lost))
 
     def engine_ended(self, exit_code: int | None) -> None:
-        """Sends that the engine has ended, with which this API server ends; as `failure`."""
+        """Reports that the engine has ended, so this API server ends too. Waits like `failure`."""
         self._send_last(RankMessage(engine_end=EngineEnd(exit_code=exit_code)))
 
     def heartbeat_age_s(self) -> float:
-        """Returns how long ago the group was last known to be whole, in seconds.
+        """Seconds since all supervisors of the group were last heard.
 
-        It grows when a peer's supervisor turns silent, and when this rank's own does.
+        The age grows if a peer's supervisor or this rank's own supervisor becomes silent.
         """
         with self._state_lock:
             return self._group_age_s + (time.monotonic() - self._group_age_at_s)
 
     def close(self) -> None:
-        """Ends the thread and closes the channel; the supervisor goes by the process, not by this."""
+        """Ends the thread and closes the channel; the supervisor watches the process, not the channel."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(BEAT_INTERVAL_S + _JOIN_TIMEOUT_S)
         self._socket.close()
 
     def _run(self) -> None:
-        """Speaks and listens until `close`; what ends this thread otherwise ends the process."""
+        """Sends reports and reads messages until `close`; an error here ends the process."""
         lines = LineBuffer()
         try:
             while not self._closed.is_set():
@@ -314,7 +318,7 @@ class RankReporter:
                     if select.select([self._socket], [], [], left_s)[0]:
                         self._listen(lines)
         except Exception as error:
-            # The one boundary of this thread: without it the process would be deaf and mute.
+            # The boundary of this thread: without this handler the process would go on without a channel.
             if not self._closed.is_set():
                 if not isinstance(error, ConnectionError):
                     traceback.print_exception(error)
@@ -322,7 +326,7 @@ class RankReporter:
                 self._gone()
 
     def _listen(self, lines: "LineBuffer") -> None:
-        """Takes in what the supervisor has said; raises ConnectionError once it is gone."""
+        """Reads messages of the supervisor; raises ConnectionError once the supervisor is gone."""
         chunk = self._socket.recv(4096)
         if not chunk:
             raise ConnectionResetError("the supervisor has closed the channel")
@@ -335,7 +339,7 @@ class RankReporter:
     def _send_last(self, message: RankMessage) -> None:
         line, taken = codec.to_json(message), False
         deadline_s = time.monotonic() + FAILURE_TIMEOUT_S
-        with contextlib.suppress(OSError):  # the supervisor is gone: nobody is left to tell
+        with contextlib.suppress(OSError):  # the supervisor is gone: no process is left to report to
             while not self._closed.is_set() and time.monotonic() < deadline_s:
                 with self._send_lock:
                     taken = taken or self._sender.send(line)
@@ -345,7 +349,7 @@ class RankReporter:
 
 
 class SupervisorEnd:
-    """The supervisor's end of a channel: never blocks; read when fileno() is readable."""
+    """The supervisor's end of a channel. Never blocks; read it when fileno() is readable."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._socket = channel
@@ -362,7 +366,7 @@ class SupervisorEnd:
         self._socket.close()
 
     def _receive(self, most_bytes: int) -> Iterator[bytes]:
-        """Yields what has come since the last call; sets `closed` at the other's end."""
+        """Yields the bytes since the last call; sets `closed` once the other end is closed."""
         while not self.closed:
             try:
                 received = self._socket.recv(most_bytes)
@@ -385,15 +389,15 @@ class RankChannel(SupervisorEnd):
 
     @classmethod
     def open_pair(cls) -> tuple["RankChannel", socket.socket]:
-        """Returns the supervisor's end, and the end to pass to the child and close here."""
+        """Creates the supervisor's end, and the end to pass to the child and close here."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
     def read(self) -> list[RankMessage]:
-        """Returns what the rank has said since the last call; sets `closed` at its end.
+        """Returns the rank's messages since the last call; sets `closed` once the rank's end is closed.
 
         Raises:
-            ContractError: the rank speaks another version of the channel.
+            ContractError: a message is of another version.
         """
         return [
             codec.from_json(RankMessage, line)
@@ -402,10 +406,10 @@ class RankChannel(SupervisorEnd):
         ]
 
     def send(self, message: SupervisorMessage) -> None:
-        """Tells the rank how the group is.
+        """Sends the state of the group to the rank.
 
-        A rank that doesn't read (stopped, or its interpreter is held) misses it: its
-        age grows, as it should.
+        A rank that does not read (it is stopped, or its interpreter is blocked) misses the message. Its
+        heartbeat age then grows, as intended.
         """
         with contextlib.suppress(OSError):
             self._sender.send(codec.to_json(message))
@@ -421,7 +425,7 @@ class LineBuffer:
         """Returns the lines that `chunk` completes.
 
         Raises:
-            ContractError: a line is longer than any of ours.
+            ContractError: a line is longer than MAX_LINE_BYTES.
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:

@@ -1,14 +1,14 @@
-"""Processes of a pod that are forked from its first one, once that has imported torch and vLLM.
+"""Forks a pod's processes from its first process, which has imported torch and vLLM.
 
-Importing vLLM costs 11 s of a CPU in each process that does it (docs/contributor/startup.md). So the
-supervisor starts one process, and asks it for the others: a fork has the imports already, and
-shares their memory.
-Each fork is orphaned on purpose, by a parent that ends at once: it becomes the child of the supervisor,
-which is PID 1 or asks for orphans, so that exit codes, signals and the kill at the supervisor's death
-are as if the supervisor had started it. The first process then goes on as the rank that it is.
+Importing vLLM takes 11 s of CPU time in each process (docs/contributor/startup.md). So the supervisor starts
+one process and asks it to fork the others: a fork has the imports already and shares their memory.
 
-The standard library and the contract only. A channel carries one request a message, with two
-descriptors, and one answer for each.
+Each fork is orphaned on purpose, by a parent that ends at once. The fork becomes a child of the supervisor,
+which is PID 1 or a subreaper. So exit codes, signals and the kill at the supervisor's death work as if the
+supervisor had started the fork. After the last fork the first process continues as a rank.
+
+The standard library and the contract only. Each message of the channel is one request with two descriptors;
+each request gets one answer.
 """
 
 import json
@@ -25,9 +25,9 @@ from heteroinfer_contract.parent_death import die_with_parent
 from vllm_heteroinfer.pod.channel import SupervisorEnd, no_channel
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""A request has only the variables that differ from the first process's; they fit the socket's buffer."""
+"""A request has only the variables that differ from the first process's and fit the socket's buffer."""
 _ORPHANED_POLL_S = 0.001
-"""Between two looks of a fork at who its parent is."""
+"""Time between two checks of a fork whether its parent has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class ForkRequest:
     """One process to fork.
 
     Attributes:
-        module: what it runs, as `python -m` would.
-        environment: variables that it has otherwise than the first process; None where it lacks one.
-        cpus: that it may run on.
+        module: name of the module to run, as for `python -m`.
+        environment: variables that differ from the first process's; None removes a variable.
+        cpus: numbers of the CPUs that the process may run on.
     """
 
     label: str
@@ -48,7 +48,7 @@ class ForkRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkAnswer:
-    """What became of a request: the process, a child of the supervisor; or why there is none."""
+    """The result of a request: the process, which is a child of the supervisor, or an error."""
 
     label: str
     pid: int = 0
@@ -56,27 +56,27 @@ class ForkAnswer:
 
 
 def run_or_fork(main: Callable[[], None], settle: Callable[[str], None] = lambda module: None) -> None:
-    """Forks the pod's other processes where the supervisor asks for it; runs `main` here, and theirs there.
+    """Forks the processes that the supervisor asks for, then runs `main`. A fork runs its own module instead.
 
     Args:
-        settle: called in each fork with its module, before that runs.
+        settle: called in each fork with the name of its module, before the module runs.
 
     Raises:
-        ContractError: as ForkServer.from_env.
+        ContractError: see ForkServer.from_env.
     """
     server = ForkServer.from_env(os.environ)
     module = None if server is None else server.serve()
     if module is None:
         main()
     else:
-        import runpy  # the supervisor, which imports this module, starts at once without it
+        import runpy  # imported here so that the supervisor, which imports this module, starts faster
 
         settle(module)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def difference(first: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns what turns the environment `first` into `other`."""
+    """Returns the changes that turn the environment `first` into `other`; None removes a variable."""
     changed: dict[str, str | None] = {name: text for name, text in other.items() if first.get(name) != text}
     return changed | {name: None for name in first if name not in other}
 
@@ -86,12 +86,12 @@ class ForkClient(SupervisorEnd):
 
     @classmethod
     def open_pair(cls) -> tuple["ForkClient", socket.socket]:
-        """Returns the supervisor's end, and the end to pass to the first process and close here."""
+        """Creates the supervisor's end, and the end to pass to the first process and close here."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
     def ask(self, request: ForkRequest, *, output_fd: int, channel_fd: int) -> None:
-        """Asks for a process with this standard output, and this end of a RankChannel.
+        """Requests a process with the given standard output and end of a RankChannel.
 
         Raises:
             OSError: the first process is gone.
@@ -99,11 +99,11 @@ class ForkClient(SupervisorEnd):
         socket.send_fds(self._socket, [json.dumps(asdict(request)).encode()], [output_fd, channel_fd])
 
     def end_requests(self) -> None:
-        """Says that there are no more requests."""
+        """Ends the requests, so that the first process goes on as a rank."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def read(self) -> list[ForkAnswer]:
-        """Returns what was answered since the last call; sets `closed` at the other's end.
+        """Returns the answers since the last call; sets `closed` once the other end is closed.
 
         Raises:
             ContractError: an answer is of another version.
@@ -121,12 +121,12 @@ class ForkServer:
 
     @classmethod
     def from_env(cls, env: MutableMapping[str, str]) -> "ForkServer | None":
-        """Returns the server of this process, or None if nothing is to be forked from it.
+        """Creates the server of this process; None if the supervisor wants no forks from this process.
 
-        Takes the descriptor out of `env`: forks have none.
+        Removes the descriptor from `env`, because forks do not have it.
 
         Raises:
-            ContractError: the descriptor is none.
+            ContractError: the environment has no valid descriptor.
         """
         text = env.pop(names.ENV_FORK_FD, "")
         if not text:
@@ -138,12 +138,12 @@ class ForkServer:
         return cls(channel, os.getppid())
 
     def serve(self) -> str | None:
-        """Forks a process for each request, until the supervisor has no more.
+        """Forks a process for each request, until the supervisor ends the requests.
 
-        No thread of this process may hold a lock that a fork needs: call it before any is started.
+        No thread of this process may hold a lock that a fork needs: call it before you start threads.
 
         Returns:
-            In the forks the module to run; None in this process.
+            The name of the module to run in a fork; None in this process.
         """
         while True:
             message, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 2)
@@ -151,7 +151,7 @@ class ForkServer:
                 self._socket.close()
                 return None
             request = ForkRequest(**json.loads(message))
-            # What is buffered would be written twice.
+            # Otherwise both processes would write the buffered output.
             sys.stdout.flush()
             sys.stderr.flush()
             pid = _fork_orphan(self._supervisor)
@@ -172,7 +172,7 @@ class ForkServer:
 
 
 def _fork_orphan(supervisor: int) -> int | OSError:
-    """Returns 0 in a new process, whose parent is the supervisor; its number here, or why there is none."""
+    """Forks a child of the supervisor. Returns 0 in the child; its PID, or the error, in this process."""
     read_fd, write_fd = os.pipe()
     try:
         between = os.fork()
@@ -192,13 +192,13 @@ def _fork_orphan(supervisor: int) -> int | OSError:
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
         text = pipe.read()
-    # Once it has ended its child is the supervisor's.
+    # The supervisor becomes the fork's parent once the intermediate process has ended.
     os.waitpid(between, 0)
     return int(text) if text.isdecimal() else OSError(text or "the process between ended before its fork")
 
 
 def _fork_and_leave(write_fd: int) -> None:
-    """Forks once more: returns in the new process, and ends this one."""
+    """Forks again: returns in the new process and ends the calling process."""
     try:
         pid = os.fork()
     except OSError as error:
@@ -210,12 +210,12 @@ def _fork_and_leave(write_fd: int) -> None:
 def _leave(write_fd: int, text: str) -> NoReturn:
     try:
         os.write(write_fd, text.encode())
-    finally:  # also where the first process has ended meanwhile: this one has nothing else to do
+    finally:  # also if the first process has ended: the intermediate process has nothing else to do
         os._exit(0)
 
 
 def _become(request: ForkRequest, output_fd: int, channel_fd: int) -> None:
-    """Makes this fork of the first process what `request` asks for, in a session of its own."""
+    """Sets up this fork as `request` describes, in a new session."""
     os.setsid()
     os.close(int(os.environ[names.ENV_RANK_CHANNEL_FD]))  # the first process's own
     for standard in (1, 2):

@@ -1,7 +1,7 @@
 """HTTP on a pod's health port: /healthz, /readyz and /group of a supervisor, /fetch of a fetch pod.
 
-A few lines of HTTP/1.1 of our own, since the supervisor has the standard library only
-and its answers must come from the loop that knows. GET and HEAD only, one request a connection.
+This module implements a small part of HTTP/1.1, because the supervisor uses only the standard library and
+must answer from its own event loop. GET and HEAD only, one request per connection.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ MOST_REQUEST_BYTES = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthRequest:
-    """What is asked for.
+    """A request to the health port.
 
     Attributes:
-        path: without its query.
-        credentials: the header `Authorization`, "" without one.
+        path: without the query.
+        credentials: the header `Authorization`; "" if the request has none.
     """
 
     path: str
@@ -36,7 +36,7 @@ class HealthRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthAnswer:
-    """What is sent for a request; `body` is text, or JSON if `content_type` says so."""
+    """The answer to a request; `content_type` is the type of `body`, plain text by default."""
 
     status: HTTPStatus
     body: str
@@ -53,17 +53,17 @@ class HealthServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listens where `host` is reached.
+        """Listens on the port, at addresses by which `host` is reached (`addresses.bind_host`).
 
         Raises:
-            ContractError: the port cannot be taken.
+            ContractError: the port is in use or cannot be opened.
         """
         try:
             self._server = await listen(self._serve, bind_host(host), port, limit=MOST_REQUEST_BYTES)
         except OSError as error:
             raise ContractError(
-                f"health port {port} cannot be used: {error}; end the process that has it, or set another "
-                f"health_port in {names.ENV_ADDRESSES}"
+                f"health port {port} cannot be used: {error}. End the process that uses the port, or set "
+                f"another health_port in {names.ENV_ADDRESSES}"
             ) from error
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class HealthServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one connection, which counts until nothing of it is left, whatever its client reads."""
+        """Serves one connection, which counts against the limit until it is closed."""
         end = writer.transport.abort
         with self._connections.holding(end):
             try:
@@ -100,7 +100,10 @@ class HealthServer:
 
 
 def _limit_unread(writer: asyncio.StreamWriter) -> None:
-    """Has the kernel give up what a client does not take, also once this process has given it away."""
+    """Lets the kernel drop the connection if the client does not read the answer in time.
+
+    The limit also applies to data that this process has already passed to the kernel.
+    """
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(REQUEST_TIMEOUT_S * 1000))
 

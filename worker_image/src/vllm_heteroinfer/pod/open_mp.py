@@ -1,6 +1,6 @@
-"""How many threads OpenMP is asked for. Pure.
+"""Reads the number of threads from OMP_NUM_THREADS. Pure.
 
-A user may say a number for each level of nested parallel regions: `4,2` (OpenMP 5.2, section 21.1.2).
+A user may set a number for each level of nested parallel regions: `4,2` (OpenMP 5.2, section 21.1.2).
 """
 
 import re
@@ -14,10 +14,10 @@ _NUMBERS: Final = re.compile(r"\s*0*([1-9][0-9]{0,5})\s*(,\s*0*[1-9][0-9]{0,5}\s
 
 
 def first_level(env: Mapping[str, str]) -> int | None:
-    """Returns the threads of regions that are in no other one; None where nothing is said.
+    """Returns the number of threads of outermost parallel regions; None if the variable is not set.
 
     Raises:
-        ContractError: what is said is no number of threads; the message names the variable.
+        ContractError: the value is not a number of threads; the message names the variable.
     """
     text = env.get(names.ENV_OMP_THREADS, "")
     if not text.strip():
@@ -25,7 +25,7 @@ def first_level(env: Mapping[str, str]) -> int | None:
     numbers = _NUMBERS.fullmatch(text)
     if numbers is None:
         raise ContractError(
-            f"{names.ENV_OMP_THREADS}: got {text[:80]!r}, expected a number above 0, or several with commas "
-            "between them; correct it in spec.engine.env"
+            f"{names.ENV_OMP_THREADS}: got {text[:80]!r}, expected a number above 0, or several numbers "
+            "separated by commas. Correct it in spec.engine.env"
         )
     return int(numbers[1])

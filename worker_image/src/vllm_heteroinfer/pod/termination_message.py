@@ -1,4 +1,4 @@
-"""The last word of a pod's process, for the operator. Stdlib only."""
+"""Writes a pod's termination message, which the operator reads. Stdlib only."""
 
 import logging
 from pathlib import Path
@@ -7,7 +7,7 @@ _logger = logging.getLogger(__name__)
 
 
 def leave(path: Path, text: str) -> None:
-    """Writes a termination message; where that is refused, the log says so, and nothing else changes."""
+    """Writes a termination message; only logs an error if that fails."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Background threads whose end is never overlooked, and threads for calls that may block. Stdlib only."""
+"""Background threads that report their exceptions, and threads for calls that may block. Stdlib only."""
 
 import asyncio
 import queue
@@ -36,10 +36,10 @@ def start_thread(
 
 
 class LastingThread:
-    """One thread that lives until it is ended, or as long as the process, which does not wait for it.
+    """A thread that runs calls one after another. The process does not wait for the thread at its end.
 
-    asyncio.to_thread() has neither: its threads are joined before the loop ends, so that one call that
-    hangs in the kernel would keep the process.
+    asyncio.to_thread() is not suitable: asyncio joins its threads before the loop ends, so one call that
+    hangs in the kernel would keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,20 +48,20 @@ class LastingThread:
         self._thread.start()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Returns what `function` does, or raises what it raises; calls come one after another.
+        """Runs `function` on the thread, after earlier calls. Returns its result or raises its exception.
 
-        One that has begun when this is cancelled goes on, and what it returns is dropped.
+        If this coroutine is cancelled while `function` runs, `function` continues and its result is dropped.
         """
         answer: Future[T] = Future()
         self._calls.put((answer, function))
         return await asyncio.wrap_future(answer)
 
     def close(self) -> None:
-        """Ends it once its calls have returned."""
+        """Ends the thread once its calls have returned."""
         self._calls.put(None)
 
     async def end(self, timeout_s: float) -> bool:
-        """Ends it once its calls have returned; returns whether that was within so long."""
+        """Ends the thread once its calls have returned. Returns whether it ended within the timeout."""
         self.close()
         deadline_s = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline_s:
@@ -75,14 +75,15 @@ class LastingThread:
                 continue
             try:
                 answer.set_result(function())
-            except BaseException as error:  # for whoever awaits it
+            except BaseException as error:  # the coroutine that awaits the answer raises it
                 answer.set_exception(error)
 
 
 async def call_aside(name: str, function: Callable[[], T]) -> T:
-    """Returns what `function` does on a thread that the process does not wait for, or raises what it raises.
+    """Runs `function` on a thread of its own. Returns its result or raises its exception.
 
-    One that has begun when this is cancelled goes on, and what it returns is dropped.
+    The process does not wait for the thread at its end. If this coroutine is cancelled while `function` runs,
+    `function` continues and its result is dropped.
     """
     thread = LastingThread(name)
     try:
