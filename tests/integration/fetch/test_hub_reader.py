@@ -230,7 +230,7 @@ def test_a_redirect_to_another_scheme_is_not_followed(hub: HubServer, tmp_path: 
 
 
 def test_an_environment_that_forbids_hubs(hub: HubServer, tmp_path: Path) -> None:
-    assert "HF_HUB_OFFLINE forbids to ask" in str(refused(hub, tmp_path, HF_HUB_OFFLINE="1"))
+    assert "HF_HUB_OFFLINE forbids requests to" in str(refused(hub, tmp_path, HF_HUB_OFFLINE="1"))
     assert hub.seen.requests == []
 
 

@@ -1,5 +1,5 @@
-"""Fetches a model from a hub into a cache, once: resumable, verified, reported while it goes on.
+"""Fetches a model from a hub into a cache: resumes, verifies and reports its progress.
 
-Runs in a pod of its own before any rank starts; needs huggingface_hub, neither torch nor vLLM.
-`hub_reader` and `headers`, which `heteroinfer plan` runs, need neither of these.
+Runs in a pod of its own before any rank starts. Needs huggingface_hub, but not torch or vLLM.
+`heteroinfer plan` uses `hub_reader` and `headers`, which need none of the three.
 """

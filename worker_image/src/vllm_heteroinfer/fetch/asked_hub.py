@@ -1,4 +1,4 @@
-"""What is said of a hub that refuses, in words without a token. Stdlib and the contract only; pure."""
+"""Error messages about a hub, without tokens. Stdlib and the contract only; pure."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ from vllm_heteroinfer.fetch.errors import FetchError
 
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUERY: Final = re.compile(r"\?[^\s'\"]*")
-"""Of a URL: a content network's holds a signature that is as good as a token for a while."""
+"""The query of a URL. In a URL of a content network it holds a signature, which grants access for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedHub:
-    """A hub, and the revision of a model that it is asked for.
+    """A hub and the revision of a model to request from the hub.
 
     Attributes:
-        token: that it is asked with, or "".
-        give_a_token: how a token is given, to a user who has given none.
-        environment: " in" and the field where its variables are set, or "".
-        trust: how another authority is trusted.
+        token: sent with each request; "" for none.
+        give_a_token: message that explains how to set a token.
+        environment: " in" and the field where users set the hub's variables, or "".
+        trust: message that explains how to trust another certificate authority.
     """
 
     endpoint: str
@@ -35,16 +35,16 @@ class AskedHub:
 
     @property
     def model(self) -> str:
-        """Returns the model as users write it."""
+        """The model as users write it: hf://ORG/MODEL."""
         return f"{HUB_SCHEME}{self.repository}"
 
     def refusal(self, status: int, code: str, said: str = "") -> FetchError:
-        """Returns the error of an answer.
+        """Builds the error for an answer with an HTTP error status.
 
         Args:
-            status: of HTTP.
-            code: of the hub's header X-Error-Code, or "".
-            said: what the answer says for people, or "".
+            status: the HTTP status.
+            code: the hub's header X-Error-Code, or "".
+            said: the answer's message for people, or "".
         """
         answers = f"answers {status} for {self.model}{said and ': '}{said}"
         if status in _BUSY:
@@ -68,19 +68,19 @@ class AskedHub:
         return FetchError(reason, what)
 
     def silence(self, error: Exception) -> FetchError:
-        """Returns the error of a connection that there is not, or no more."""
+        """Builds the error for a connection that failed or ended early."""
         return self.away(f"does not answer ({type(error).__name__}: {self.clean(error)})")
 
     def distrusted(self, error: Exception) -> FetchError:
-        """Returns the error of a hub, or a proxy before it, whose certificate nobody here trusts."""
+        """Builds the error for an untrusted certificate of the hub or of a proxy."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
             f"{self.endpoint} has a certificate of an authority that is not trusted here: "
-            f"{self.clean(error)}; {self.trust}",
+            f"{self.clean(error)}. To trust the authority, {self.trust}",
         )
 
     def away(self, what: str) -> FetchError:
-        """Returns the error of a hub that may answer later."""
+        """Builds the error for a hub that may answer later."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
             f"{self.endpoint} {what}; check the network, and HTTPS_PROXY or HF_ENDPOINT{self.environment}",
@@ -88,18 +88,18 @@ class AskedHub:
         )
 
     def no_hub(self, why: str) -> FetchError:
-        """Returns the error of a server that is no hub."""
-        said = f"does not answer as a model hub does: {why}; check HF_ENDPOINT{self.environment}"
+        """Builds the error for a server that does not behave like a hub."""
+        said = f"does not answer like a model hub: {why}. Check HF_ENDPOINT{self.environment}"
         return FetchError(FailureReason.MODEL_HUB_UNREACHABLE, f"{self.endpoint} {said}")
 
     def offline(self) -> FetchError:
-        """Returns the error of an environment that forbids to ask."""
+        """Builds the error for offline mode."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{names.ENV_HUB_OFFLINE} forbids to ask {self.endpoint} for {self.model}: unset it",
+            f"{names.ENV_HUB_OFFLINE} forbids requests to {self.endpoint} for {self.model}. Unset it",
         )
 
     def clean(self, words: object) -> str:
-        """Returns a client's words on one line, without the token and without queries of URLs."""
-        text = _QUERY.sub("", " ".join(str(words).split())) or "no further word"
+        """Returns a client's message on one line, without the token and without queries of URLs."""
+        text = _QUERY.sub("", " ".join(str(words).split())) or "no details"
         return (text.replace(self.token, "***") if self.token else text)[:300]

@@ -1,8 +1,8 @@
-"""Removes commits of a model from a cache that no resource uses, as far as the operator allows it.
+"""Removes a model's unused commits from a cache, if the operator allows it.
 
-The operator's list may be old by the time it is read: another resource may have begun to use a commit. So
-a commit stays that a fetch has confirmed later than an hour before the list. What goes is taken away as a
-whole, under its lock.
+The operator's list may be outdated when it is read: another resource may have begun to use a commit. So a
+commit stays if a fetch confirmed it less than an hour before the list was made, or later. The folder of a
+commit is renamed in one step, under its lock, before its files are removed.
 """
 
 import logging
@@ -19,33 +19,33 @@ from vllm_heteroinfer.fetch.locking import try_lock_file
 logger = logging.getLogger(__name__)
 
 RECENT_S: Final = 3600.0
-"""Clocks of nodes, and what an operator has heard of, differ by less."""
+"""Longer than clocks of nodes differ, and longer than the operator takes to learn of a new use."""
 _REMOVING: Final = ".removing-"
-"""Before the commit in the name of a folder that goes: no commit begins so."""
+"""Prefix for the name of a folder to remove; no commit begins like this."""
 
 
 def remove_unused(model: Path, commit: str, cleanup: CacheCleanup) -> tuple[str, ...]:
-    """Returns the commits that were removed from a model's folder in a cache.
+    """Removes unused commits from a model's folder in a cache. Returns the removed commits.
 
-    What cannot be removed is logged and stays.
+    Logs a commit that cannot be removed.
 
     Args:
         model: folder of all commits.
-        commit: that is fetched now.
-        cleanup: what may go.
+        commit: the commit to keep, because the calling fetch needs it.
+        cleanup: lists the commits in use, and how many others to keep.
     """
     removed: list[str] = []
     if time.time() - cleanup.listed_s > RECENT_S:
-        logger.info("the list of commits in use is over an hour old: none is removed now")
+        logger.info("the list of commits in use is over an hour old: no commit is removed")
         return ()
     try:
         _remove_taken(model)
         for folder in _rest(model, commit, cleanup.keep):
             if folder.name not in cleanup.in_use and _take_away(folder, cleanup.listed_s - RECENT_S):
-                removed.append(folder.name)  # noqa: PERF401 - what was removed before an error is reported
+                removed.append(folder.name)  # noqa: PERF401 - keeps the commits that were removed before an error
         _remove_taken(model)
     except OSError as error:
-        logger.warning("cannot remove unused commits from %s: %s; they stay", model, error)
+        logger.warning("cannot remove unused commits from %s: %s. The commits stay", model, error)
     if removed:
         logger.info("removed commits that no resource uses: %s", ", ".join(removed))
     return tuple(removed)
@@ -57,7 +57,7 @@ def _remove_taken(model: Path) -> None:
 
 
 def _rest(model: Path, commit: str, keep: int) -> list[Path]:
-    """Returns the complete commits beside those that stay as the last ones."""
+    """Returns the complete commits other than the newest `keep` commits."""
     others = [
         (confirmed_s, folder)
         for folder in model.iterdir()
@@ -69,7 +69,10 @@ def _rest(model: Path, commit: str, keep: int) -> list[Path]:
 
 
 def _take_away(folder: Path, before_s: float) -> bool:
-    """Returns whether a commit is gone: nobody holds its lock, or has confirmed it lately."""
+    """Renames the folder of a commit for removal, unless the commit is locked or was confirmed recently.
+
+    Returns whether the folder was renamed.
+    """
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
@@ -78,7 +81,7 @@ def _take_away(folder: Path, before_s: float) -> bool:
         confirmed_s = _confirmed_s(folder)
         if try_lock_file(descriptor) is False or confirmed_s is None or confirmed_s >= before_s:
             return False
-        # One step, so that no fetch or rank ever finds half of it.
+        # One step, so that no fetch or rank ever finds an incomplete folder.
         folder.rename(folder.with_name(f"{_REMOVING}{folder.name}"))
     finally:
         os.close(descriptor)
@@ -86,7 +89,7 @@ def _take_away(folder: Path, before_s: float) -> bool:
 
 
 def _confirmed_s(folder: Path) -> float | None:
-    """Returns when a fetch last found a commit complete, in seconds of Unix time; None if it is gone."""
+    """Unix time in seconds at which a fetch last found a commit complete; None if the commit is gone."""
     try:
         return (folder / MARKER_FILE).stat().st_mtime
     except OSError:

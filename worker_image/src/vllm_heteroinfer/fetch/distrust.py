@@ -1,11 +1,11 @@
-"""Whether a connection failed since a certificate is not trusted. Stdlib only."""
+"""Recognises connections that failed because of an untrusted certificate. Stdlib only."""
 
 import ssl
 from collections.abc import Iterator
 
 
 def is_distrusted(error: BaseException) -> bool:
-    """Checks whether an error, or what it comes from, is of a certificate that nobody here trusts."""
+    """Checks whether an untrusted certificate caused an error, directly or through other errors."""
     return any(isinstance(each, ssl.SSLCertVerificationError) for each in _chain(error))
 
 
@@ -17,5 +17,5 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         if isinstance(each, BaseException) and id(each) not in seen:
             seen.add(id(each))
             yield each
-            # urllib keeps what it caught as `reason`.
+            # urllib stores the original error as `reason`.
             waiting += [each.__cause__, each.__context__, getattr(each, "reason", None)]

@@ -1,15 +1,15 @@
-"""Why a fetch cannot go on. Pure."""
+"""The error of a fetch that cannot continue. Pure."""
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import FailureReason
 
 
 class FetchError(ContractError):
-    """A fetch cannot go on; the text says what was got, expected, and what to do.
+    """A fetch cannot continue; the message contains the problem and its fix.
 
     Attributes:
         reason: becomes the reason of the condition ModelReady.
-        may_heal: whether trying again soon may help: the network, a busy hub.
+        may_heal: whether another attempt soon may succeed, for example after a network error.
     """
 
     def __init__(self, reason: FailureReason, message: str, *, may_heal: bool = False) -> None:

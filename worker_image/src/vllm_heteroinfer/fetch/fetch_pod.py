@@ -1,4 +1,4 @@
-"""`heteroinfer-worker fetch`: a fetch as the one process of its pod, with its progress over HTTP."""
+"""`heteroinfer-worker fetch`: the only process of a fetch pod; serves its progress over HTTP."""
 
 import asyncio
 import logging
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0
 WATCH_EVERY_S = 1.0
 _UMASK: Final = 0o002
-"""Readers are other pods, which may run as another user. So may later fetches, in the volume's group: they
-write to the folders, take the lock, and touch the marker."""
+"""Other pods, which may run as another user, read the files. Later fetches may also run as another user of
+the volume's group: they write to the folders, take the lock and touch the marker."""
 
 
 class FetchLogFormatter(logging.Formatter):
-    """Escapes control characters: hubs and indexes can put any text into a message."""
+    """Escapes control characters, because hubs and index files can put any text into a message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
         """Formats the line of one record."""
@@ -45,9 +45,9 @@ class FetchLogFormatter(logging.Formatter):
 
 
 def fetch_model(options: FetchOptions) -> int:
-    """Brings the model into the cache; returns the exit code, or ends this process after a failure.
+    """Fetches the model into the cache. Returns the exit code, or ends this process after a failure.
 
-    A FetchedModel, or a Failure in words, is left as the termination message.
+    Writes a FetchedModel or a Failure as the termination message.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(FetchLogFormatter("[fetch] %(asctime)s %(levelname)s %(message)s"))
@@ -60,32 +60,32 @@ def fetch_model(options: FetchOptions) -> int:
         hub = HubModel(options.repository, options.revision)
         job = FetchJob(hub, options, now_s=lambda: clock.awake_s(time.monotonic()))
         text, code = asyncio.run(_run(job, options, clock)), names.EXIT_STOPPED
-    except Exception as error:  # the boundary of this process: without its word nobody knows why
+    except Exception as error:  # the boundary of this process: the message must report every failure
         text, code = _failure(options, error).to_json(), names.EXIT_FETCH_FAILED
     _leave(options, text)
     if code != names.EXIT_STOPPED:
-        os._exit(code)  # downloads that run on are kept as they are; one that hangs would hold up the end
+        os._exit(code)  # a download that hangs would delay the exit; the cache keeps unfinished downloads
     return code
 
 
 def read_cleanup(env: Mapping[str, str]) -> CacheCleanup | None:
-    """Returns which commits may be removed from the cache; None if no commit may."""
+    """Reads which commits may be removed from the cache; None if no commit may be removed."""
     text = env.get(names.ENV_CACHE_CLEANUP, "")
     try:
         return CacheCleanup.from_json(text) if text else None
     except ContractError as error:  # of another version of the operator
-        logger.warning("%s: %s; no commit is removed", names.ENV_CACHE_CLEANUP, error)
+        logger.warning("%s: %s. No commit is removed", names.ENV_CACHE_CLEANUP, error)
         return None
 
 
 def leave_failure(options: FetchOptions, error: ContractError) -> int:
-    """Leaves why nothing could be fetched as the termination message; returns the exit code."""
+    """Writes the error as the termination message; returns the exit code."""
     _leave(options, _failure(options, error).to_json())
     return names.EXIT_FETCH_FAILED
 
 
 def _failure(options: FetchOptions, error: Exception) -> Failure:
-    """Returns why the fetch failed, and logs it."""
+    """Logs the error and converts it to a Failure."""
     reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE
     known = isinstance(error, ContractError)
     words = str(error) if known else f"{HUB_SCHEME}{options.repository} cannot be fetched: {error!r}"
@@ -101,7 +101,7 @@ def _leave(options: FetchOptions, text: str) -> None:
 
 
 async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
-    # A process that is PID 1 has no default for SIGTERM; what was fetched is kept as it is.
+    # PID 1 has no default action for SIGTERM. The cache keeps unfinished downloads.
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: os._exit(names.exit_code_of(signal.SIGTERM))
     )
@@ -121,7 +121,7 @@ async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
 
 
 async def _watch(job: FetchJob, clock: TurnClock) -> NoReturn:
-    """Raises FetchError when the hub stalls; time in which this process had no turn does not count."""
+    """Raises FetchError if the hub stalls. Time in which this process did not run does not count."""
     while True:
         clock.turn(time.monotonic())
         stall = job.find_stall()
@@ -141,7 +141,7 @@ def _answer(job: FetchJob, path: str) -> HealthAnswer:
 
 
 async def _tell(job: FetchJob) -> NoReturn:
-    """Logs the progress from time to time, when it moved."""
+    """Logs the progress every LOG_EVERY_S seconds if it changed."""
     reported = ""
     while True:
         progress = job.progress()

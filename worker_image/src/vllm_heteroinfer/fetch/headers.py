@@ -1,4 +1,4 @@
-"""A hub's model without its weights: config.json, and the headers of its safetensors, by ranges."""
+"""Reads a hub's model without its weights: config.json and the headers of its safetensors files."""
 
 import contextlib
 import signal
@@ -19,23 +19,23 @@ from vllm_heteroinfer.fetch.hub_reader import HubReader
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 
 LIMIT_S: Final = 300.0
-"""For all that is read here, some MB: a hub that sends a byte now and then is waited for no longer."""
+"""Limit for all reads of one model, a few MB; it also ends the wait for a hub that sends single bytes."""
 _LENGTH_BYTES = 8
+"""Size of the header's length at the start of a safetensors file."""
 _AGAIN_S: Final = 1.0
-"""After the limit, how long what is tried again may take."""
-"""Of the header's length, at the front of a safetensors file."""
+"""Time between further alarms after the limit, for code that catches the first error and tries again."""
 
 
 def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
-    """Returns the sizes of a hub's model.
+    """Reads the sizes of a hub's model.
 
     Args:
-        folder: empty; gets its small files, and a file for each of the weights that has the
-            right header and size, and holes instead of the weights.
+        folder: an empty folder. Gets the small files, and sparse files that have the header and the size of
+            each weight file but holes instead of the weights.
 
     Raises:
-        FetchError: the hub does not show it.
-        ModelFilesError: it is no model that can be planned.
+        FetchError: the hub does not show the model.
+        ModelFilesError: the model cannot be planned.
     """
     commit, files = hub.files()
     wanted = (CONFIG_FILE, INDEX_FILE, QUANTIZATION_FILE)
@@ -52,7 +52,7 @@ def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
 
 @contextlib.contextmanager
 def ended_after(limit_s: float) -> Iterator[None]:
-    """Ends what the process's main thread does within the context, whatever it waits for.
+    """Interrupts the main thread if the context takes longer than the limit, whatever the thread waits for.
 
     Raises:
         FetchError: the time is over.
@@ -61,8 +61,8 @@ def ended_after(limit_s: float) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"the hub has not sent the model's description within {limit_s:g} s: check the pods' way out, "
-            "and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
+            f"the hub has not sent the model's description within {limit_s:g} s. Check that pods can reach "
+            "the hub, and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
             may_heal=True,
         )
 
@@ -78,7 +78,7 @@ def ended_after(limit_s: float) -> Iterator[None]:
 def _write_hollow(hub: HubReader, commit: str, file: FetchedFile, path: Path) -> None:
     prefix = hub.front(commit, file, _LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
-    # A length beyond all measure is left for the reader of the file to refuse.
+    # The reader of the file refuses a header that is too long.
     header = hub.front(commit, file, _LENGTH_BYTES + length) if length <= MAX_HEADER_BYTES else prefix
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as hollow:

@@ -1,8 +1,8 @@
-"""A model on a hub, through huggingface_hub; its errors in words, never with a token.
+"""Fetches a model from a hub through huggingface_hub; error messages never contain a token.
 
-The files are fetched by the client's `http_get` into files of ours. Its own
-`snapshot_download` begins each file anew after a restart: it writes to a name that no later
-process knows (`huggingface_hub/file_download.py::_download_to_tmp_and_move@2.4.0`).
+The client's `http_get` writes into files that this package names. The client's `snapshot_download` would
+start each file again after a restart, because it writes to a name that no later process knows
+(`huggingface_hub/file_download.py::_download_to_tmp_and_move@2.4.0`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from vllm_heteroinfer.fetch.selection import can_be_a_file
 
 REQUEST_TIMEOUT_S: Final = 30.0
 PIECE_BYTES: Final = 2**20
-"""What the client gathers before it writes; with its own 10 MiB a slow hub would seem to send nothing."""
+"""Size of the client's writes. With the client's default of 10 MiB a slow hub would seem to send nothing."""
 _HASH: Final = re.compile(r"git:[0-9a-f]{40}|(git|sha256):[0-9a-f]{64}")
 _HOW_TO_GIVE_A_TOKEN: Final = (
     "set spec.model.tokenSecretRef to a Secret with a token of an account that may read it "
@@ -42,11 +42,11 @@ class HubModel:
     def __init__(self, repository: str, revision: str) -> None:
         from huggingface_hub import constants, get_token, logging, utils
 
-        logging.set_verbosity_error()  # it would log URLs with signatures in them
+        logging.set_verbosity_error()  # otherwise the client logs URLs that contain signatures
         utils.disable_progress_bars()
         # Read at each fetch (huggingface_hub/file_download.py::http_get@2.4.0); there is no option for it.
         constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
-        # No content network sends a larger file at once; parts of one it does.
+        # Content networks do not send a larger file in one answer, but they send parts.
         self._most_http_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
         self._hub = AskedHub(
             endpoint=constants.ENDPOINT,
@@ -59,10 +59,10 @@ class HubModel:
         )
 
     def files(self) -> tuple[str, list[FetchedFile]]:
-        """Returns the commit that the revision means now, and all files of it.
+        """Looks up the revision's current commit and its files.
 
         Raises:
-            FetchError: the hub does not show them.
+            FetchError: the hub does not list them.
         """
         from huggingface_hub import HfApi
 
@@ -81,27 +81,27 @@ class HubModel:
             raise self._hub.no_hub("its answer names no commit or no files")
         if not COMMIT.fullmatch(str(found.sha)):
             raise self._hub.no_hub(f"got {reprlib.repr(found.sha)} for a commit")
-        # Names that no file can have here are of no model.
+        # A model needs no file whose name the cache cannot use.
         return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
 
     def _file(self, sibling: Any) -> FetchedFile:
         path, size_bytes = sibling.rfilename, sibling.lfs.size if sibling.lfs else sibling.size
         digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git:{sibling.blob_id}"
         if not isinstance(size_bytes, int) or size_bytes < 0 or not _HASH.fullmatch(digest):
-            raise self._hub.no_hub(f"it does not tell size and hash of {path}")
+            raise self._hub.no_hub(f"its listing lacks the size or hash of {path}")
         return FetchedFile(path=path, size_bytes=size_bytes, digest=digest)
 
     def is_large(self, file: FetchedFile) -> bool:
-        """Returns whether a file is larger than what content networks send at once."""
+        """Checks whether a file is too large for content networks to send in one answer."""
         return file.size_bytes > self._most_http_bytes
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
-        """Fetches what `into` lacks of a file; bytes that it holds are not asked for again.
+        """Downloads the rest of a file; bytes that `into` already holds are not requested again.
 
-        A file that is larger than what content networks send at once is asked for in parts.
+        Requests a large file (`is_large`) in parts.
 
         Raises:
-            FetchError: it is not complete; what came is kept.
+            FetchError: the file is not complete; `into` keeps the bytes that arrived.
         """
         is_large = self.is_large(file)
         with into.open("r+b") as target:
@@ -117,25 +117,25 @@ class HubModel:
                 os.fsync(target.fileno())
 
     def _by_hand(self, file: FetchedFile) -> str:
-        """Returns how a model comes into a volume of which the hub does not send a large file in parts."""
+        """Explains how to fill a volume if the hub does not send parts of a large file."""
         repository = self._hub.repository
         return (
-            f"{file.path} has {format_bytes(file.size_bytes)}, and was asked for in parts. If this hub sends "
-            f"none, fill a volume (hf download {repository} --local-dir DIR) and use pvc://CLAIM/PATH"
+            f"{file.path} has {format_bytes(file.size_bytes)} and was requested in parts. If this hub "
+            f"does not send parts, fill a volume (hf download {repository} --local-dir DIR) and use pvc://CLAIM/PATH"
         )
 
     def _fetch_until(self, commit: str, file: FetchedFile, target: BinaryIO, end_bytes: int) -> None:
-        """Fetches what a file that is open at its end lacks of its first `end_bytes`."""
+        """Downloads the rest of a file's first `end_bytes`; `target` is positioned at its end."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers
 
         hub = self._hub
         url = hf_hub_url(hub.repository, file.path, revision=commit, endpoint=hub.endpoint)
-        # Compressed, a part of a file cannot be asked for.
+        # A range of a compressed answer would not be a range of the file.
         headers = {**build_hf_headers(token=hub.token or None), "accept-encoding": "identity"}
         if end_bytes < file.size_bytes:
-            headers["Range"] = f"bytes=0-{end_bytes - 1}"  # from where it resumes, the client adds
+            headers["Range"] = f"bytes=0-{end_bytes - 1}"  # the client replaces 0 with the start
         with self._in_words():
             http_get(
                 url,
@@ -153,7 +153,7 @@ class HubModel:
         try:
             yield
         except errors.HfHubHTTPError as error:
-            # The client takes some answers without a code for those of a model that is not shown.
+            # The client raises this class also for some answers without a code.
             hidden = type(error) is errors.RepositoryNotFoundError
             code = "RepoNotFound" if hidden else error.response.headers.get("X-Error-Code", "")
             raise self._hub.refusal(error.response.status_code, code, self._hub.clean(error)) from error
@@ -165,17 +165,17 @@ class HubModel:
             raise self._hub.silence(error) from error
         except OSError as error:
             if error.errno is not None:
-                raise  # of the cache, not of the hub
+                raise  # the cache caused the error, not the hub
             raise self._hub.away(f"did not send {self._hub.model}: {self._hub.clean(error)}") from error
         except errors.HFValidationError as error:
-            said = f"{self._hub.model}: {self._hub.clean(error)}; correct spec.model.uri"
+            said = f"{self._hub.model}: {self._hub.clean(error)}. Correct spec.model.uri"
             raise FetchError(FailureReason.MODEL_NOT_FOUND, said) from error
         except ValueError as error:
             raise self._hub.no_hub(self._hub.clean(error)) from error
 
 
 class BoundedFile:
-    """A file that takes no more than the hub has said: who answers with more does not fill the cache."""
+    """A file that refuses bytes beyond the listed size, so that a wrong answer cannot fill the cache."""
 
     def __init__(self, target: BinaryIO, file: FetchedFile) -> None:
         self._target = target
@@ -183,7 +183,7 @@ class BoundedFile:
         self.seek, self.tell, self.truncate = target.seek, target.tell, target.truncate
 
     def write(self, chunk: bytes) -> int:
-        """Writes; raises OSError, with nothing kept, if it gets too long."""
+        """Writes a chunk; if the file would get too long, empties it and raises OSError."""
         if self._target.tell() + len(chunk) > self._file.size_bytes:
             self._target.seek(0)
             self._target.truncate()

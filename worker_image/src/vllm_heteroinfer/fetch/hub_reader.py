@@ -1,7 +1,7 @@
-"""Reads descriptions and fronts of a hub's files by range requests. Stdlib and the contract only.
+"""Reads small files and the first bytes of large files from a hub. Stdlib and the contract only.
 
-`heteroinfer plan` runs it where neither huggingface_hub nor vLLM is installed. Of the environment it reads
-HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HTTPS_PROXY and NO_PROXY.
+`heteroinfer plan` uses this module, because it must run without huggingface_hub and vLLM. The module reads
+the variables HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HTTPS_PROXY and NO_PROXY.
 """
 
 import http.client
@@ -28,10 +28,10 @@ from vllm_heteroinfer.fetch.selection import can_be_a_file
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 REQUEST_TIMEOUT_S: Final = 30.0
 FIRST_BYTES: Final = 64 * 2**10
-"""Read of a file at first: most headers end before it, and a second request costs as much as the first."""
+"""Size of the first read of a file. Most headers fit, and a second request takes as long as the first."""
 _MOST_LISTING_BYTES: Final = 64 * 2**20
 _PAUSES_S: Final = (0.5, 2.0)
-"""Before a request is sent again to a hub that is busy or cut the connection."""
+"""Pauses before the same request is repeated, if the hub is busy or closed the connection."""
 _TRUE: Final = frozenset({"1", "ON", "TRUE", "YES"})
 _GIVE_A_TOKEN: Final = f"export {names.ENV_HUB_TOKEN} with a token of an account that may read it"
 
@@ -58,7 +58,7 @@ class HubReader:
         self._fronts: dict[str, bytes] = {}
 
     def files(self) -> tuple[str, list[FetchedFile]]:
-        """Returns the commit that the revision means now, and its files, without their hashes.
+        """Looks up the revision's current commit and its files, without their hashes.
 
         Raises:
             FetchError: the hub does not list them.
@@ -84,18 +84,18 @@ class HubReader:
         """Writes a small file.
 
         Raises:
-            FetchError: the hub does not send it, or it is too long for a description.
+            FetchError: the hub does not send the file, or the file is longer than MAX_HEADER_BYTES.
         """
         if file.size_bytes > MAX_HEADER_BYTES:
             raise FetchError(
                 FailureReason.MODEL_NOT_READABLE,
                 f"{self._hub.model}: {file.path} has {file.size_bytes} bytes, expected at most "
-                f"{MAX_HEADER_BYTES}; take another model",
+                f"{MAX_HEADER_BYTES}. Use another model",
             )
         into.write_bytes(self.front(commit, file, file.size_bytes))
 
     def front(self, commit: str, file: FetchedFile, size_bytes: int) -> bytes:
-        """Returns the first bytes of a file, no more than it has.
+        """Reads the first `size_bytes` of a file, or the whole file if it is smaller.
 
         Raises:
             FetchError: the hub does not send them.
@@ -107,11 +107,16 @@ class HubReader:
             url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
             known = self._read(url, wanted, is_front=True)
         if size_bytes < len(known):
-            self._fronts[file.path] = known  # for the next call, which asks for more
+            self._fronts[file.path] = known  # for the next call, which needs more bytes
         return known[:size_bytes]
 
     def _read(self, url: str, most_bytes: int, *, is_front: bool = False) -> bytes:
-        """Returns an answer, or exactly so many bytes of a file's front; asks a busy hub again."""
+        """Reads an answer; repeats the request if the hub is busy.
+
+        Args:
+            most_bytes: limit for the answer; the exact size if `is_front`.
+            is_front: whether to request a range, the first bytes of a file.
+        """
         if self._offline:
             raise self._hub.offline()
         for pause_s in _PAUSES_S:
@@ -135,7 +140,7 @@ class HubReader:
         except urllib.error.HTTPError as error:
             with error:
                 raise self._hub.refusal(error.code, error.headers.get("X-Error-Code", "")) from error
-        except FetchError:  # the limit of time (`ended_after`), which is a ValueError too
+        except FetchError:  # the time limit (`ended_after`); FetchError is a ValueError too
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             if is_distrusted(error):
@@ -147,7 +152,7 @@ class HubReader:
 
 
 class TokenForOneHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects over HTTP alone; the token goes to no other host."""
+    """Follows HTTP and HTTPS redirects only, and never sends the token to another host."""
 
     def redirect_request(
         self,
@@ -176,7 +181,7 @@ def _size(sibling: Any) -> int:
 
 
 def _token(env: Mapping[str, str]) -> str:
-    """Returns the token of the environment, or of `hf auth login`; "" without one."""
+    """Finds the token in the environment or in the file of `hf auth login`; "" if there is none."""
     for name in (names.ENV_HUB_TOKEN, "HUGGING_FACE_HUB_TOKEN"):
         if token := "".join(env.get(name, "").split()):
             return token

@@ -1,4 +1,4 @@
-"""One fetch: lists the model, fetches what is missing, verifies, marks; waits out what may heal."""
+"""Runs a fetch: lists the model, downloads missing files, verifies them, retries temporary errors."""
 
 import contextlib
 import os
@@ -31,20 +31,21 @@ FILES_AT_ONCE: Final = 4
 _PAUSES_S: Final = (2.0, 5.0, 15.0, 30.0)
 _LOCK_POLL_S: Final = 1.0
 _LOCK_POLLS: Final = 5
-"""A clean-up holds the lock of a commit for a moment only."""
+"""Tries to get the lock of a complete commit. A clean-up holds the lock only for a moment."""
 _WRONG_HASHES: Final = 3
 _WHOLE_HASH: Final = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOptions:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
-        revision: branch, tag or commit; a commit that is complete already needs no hub.
-        cleanup: which commits may be removed from the cache; None removes none.
-        patience_s: without a new byte for so long the fetch ends; the operator starts another.
-        termination_message_path: where the answer is left, or None for nowhere.
+        revision: branch, tag or commit. A commit that is already complete needs no request to the hub.
+        cleanup: lists the commits that must stay in the cache; None removes no commit.
+        patience_s: longest time without a new byte, in seconds; then the fetch fails and the operator starts
+            another fetch.
+        termination_message_path: file for the result; None for no file.
     """
 
     repository: str
@@ -58,10 +59,10 @@ class FetchOptions:
 
 
 class FetchJob:
-    """Brings one model into a cache.
+    """Fetches one model into a cache.
 
     Args:
-        now_s: a time in seconds that goes on only while this process has its turns, or any.
+        now_s: a clock in seconds; use one that stops while this process does not run, if there is one.
     """
 
     def __init__(
@@ -78,21 +79,21 @@ class FetchJob:
         self._moves = _Moves(now_s)
 
     def find_stall(self) -> FetchError | None:
-        """Returns the end of a fetch whose source brings nothing for the whole patience, or None.
+        """Returns an error if the hub has sent nothing for longer than `patience_s`, otherwise None.
 
-        A call of the hub's client tries again by itself, and may never return: `run` cannot end it.
+        A call of the hub's client retries by itself and may never return, so `run` cannot end the call.
         """
         silent_s = self._moves.silent_s(self._used_bytes())
         if silent_s <= self._patience_s:
             return None
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"the hub brought nothing new for {silent_s:.0f} s, though it keeps the connection: "
-            "look at the network or the proxy between (HTTPS_PROXY, HF_ENDPOINT in spec.engine.env)",
+            f"the hub sent nothing new for {silent_s:.0f} s, although it keeps the connection open. Check "
+            "the network and the proxy (HTTPS_PROXY, HF_ENDPOINT in spec.engine.env)",
         )
 
     def progress(self) -> FetchProgress:
-        """Returns how far it is now, as the cache's files tell; from any thread."""
+        """The progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
         store, wanted = self._store, self._wanted
         return FetchProgress(
             commit=self._commit,
@@ -102,12 +103,12 @@ class FetchJob:
         )
 
     def run(self) -> FetchedModel:
-        """Returns the model once it is complete in the cache.
+        """Fetches the model; returns once the model is complete in the cache.
 
         Raises:
-            FetchError: it cannot be had, or nothing moved for the whole patience. Downloads may still run
-                then: end the process.
-            ModelFilesError: it is complete, and no model that can be planned.
+            FetchError: the model cannot be fetched, or no byte arrived for longer than `patience_s`.
+                Downloads may still run then: end the process.
+            ModelFilesError: the model is complete but cannot be planned.
         """
         failures, most_bytes, moved_at = 0, -1, self._now_s()
         while True:
@@ -140,7 +141,7 @@ class FetchJob:
         return FetchedModel(commit=complete.commit, size_bytes=complete.size_bytes, profile=profile)
 
     def _known_complete(self) -> CompleteModel | None:
-        """Returns the model if the revision is a commit, and the cache has all of it."""
+        """Returns the model if the revision is a commit that is complete in the cache, otherwise None."""
         revision = self._options.revision
         if not _WHOLE_HASH.fullmatch(revision):
             return None
@@ -152,7 +153,7 @@ class FetchJob:
                 with store.try_lock() as alone:
                     if alone:
                         return store.confirm()
-            except FetchError:  # nobody can write this cache, or remove anything from it
+            except FetchError:  # the cache is read-only, so no clean-up can remove the commit
                 break
             time.sleep(_LOCK_POLL_S)
         return store.complete()
@@ -171,7 +172,7 @@ class FetchJob:
         while True:
             with store.try_lock() as alone:
                 complete = store.confirm() if alone else store.complete()
-                # While another has the lock, a clean-up may be taking it away.
+                # If another process holds the lock, it may be a clean-up that removes the commit.
                 if complete is not None and (alone or polls >= _LOCK_POLLS):
                     return complete
                 if alone:
@@ -185,7 +186,7 @@ class FetchJob:
                 raise FetchError(
                     FailureReason.MODEL_CACHE_NOT_WRITABLE,
                     f"another fetch holds the lock of {store.folder.relative_to(store.cache)} and has "
-                    f"written nothing for {self._patience_s:.0f} s: end the pod that has it",
+                    f"written nothing for {self._patience_s:.0f} s. Delete the pod of that fetch",
                 )
             polls += 1
             time.sleep(_LOCK_POLL_S)
@@ -197,7 +198,7 @@ class FetchJob:
         weights = weight_files(files, _read_index(store.folder, describing))
         wanted = tuple({file.path: file for file in [*describing, *weights]}.values())
         self._wanted = wanted
-        # Linked before free space is counted: what another commit has already takes none.
+        # Files linked from another commit take no space, so link them before checking the free space.
         for file in store.missing(weights):
             store.adopt(file)
         self._clean_up(store)
@@ -206,12 +207,12 @@ class FetchJob:
         return wanted
 
     def _clean_up(self, store: ModelStore) -> None:
-        """Removes commits that no resource uses: after this commit has got its links to their files."""
+        """Removes commits that no resource uses. Call it after linking files from them (`adopt`)."""
         if self._options.cleanup is not None:
             remove_unused(store.folder.parent, self._commit, self._options.cleanup)
 
     def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
-        # Large ones first: if the hub sends no parts of them, all that came before was in vain.
+        # Large files first: if the hub cannot send them in parts, the fetch fails before other downloads.
         missing = sorted(store.missing(files), key=self._source.is_large, reverse=True)
         fetch_side_by_side(
             missing,
@@ -232,13 +233,13 @@ class FetchJob:
                 return
         raise FetchError(
             FailureReason.MODEL_NOT_READABLE,
-            f"{file.path} came {_WRONG_HASHES} times with another hash than {file.digest}: "
-            "a proxy or mirror (HF_ENDPOINT) changes it, or the volume does not keep what is written",
+            f"{file.path} arrived {_WRONG_HASHES} times with another hash than {file.digest}: a proxy or "
+            "mirror (HF_ENDPOINT) changes the file, or the volume corrupts data. Check both",
         )
 
 
 class _Moves:
-    """For how long the source is asked and brings nothing; for any thread."""
+    """Measures how long a running call of the source has delivered nothing. Thread-safe."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -249,7 +250,7 @@ class _Moves:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Counts a call of the source; its begin and its end are moves."""
+        """Counts a running call of the source. The start and the end of a call count as progress."""
         self._count(1)
         try:
             yield
@@ -262,7 +263,7 @@ class _Moves:
             self._moved_at_s = self._now_s()
 
     def silent_s(self, used_bytes: int) -> float:
-        """Returns the seconds since anything moved; 0 while nothing is asked."""
+        """Seconds since the last progress; 0 while no call runs."""
         with self._lock:
             if not self._calls or used_bytes != self._used_bytes:
                 self._used_bytes, self._moved_at_s = used_bytes, self._now_s()
@@ -276,20 +277,19 @@ def fetch_side_by_side(
     at_once: int,
     share_lock: Callable[[], int],
 ) -> None:
-    """Fetches files, a few at once; after an error no other file is begun.
+    """Fetches files, `at_once` at a time. Starts no other file after an error.
 
-    Downloads that run when a file is refused for good cannot be ended here: they go on until the process
-    ends, and keep the lock of their folder until then, so that another fetch never writes to their parts
-    beside them. The process does not wait for their threads.
+    A permanent error is raised at once, while other downloads still run, because a download cannot be
+    interrupted. These downloads hold the lock of their folder until they or the process end, so another fetch
+    never writes to the same parts. The process does not wait for their threads at its end.
 
     Args:
         share_lock: returns a descriptor that keeps the lock of the folder until it is closed.
 
     Raises:
-        FetchError: a file was refused for good, as soon as it was; or another error of `fetch`, once the
-            other downloads have ended.
+        FetchError: a file failed permanently; or a file failed temporarily, and all downloads have ended.
     """
-    waiting = iter(list(files))  # each step of a list's iterator is whole, whichever thread takes it
+    waiting = iter(list(files))  # a list's iterator is thread-safe
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     failed = threading.Event()
 
@@ -298,7 +298,7 @@ def fetch_side_by_side(
         try:
             while not failed.is_set() and (file := next(waiting, None)) is not None:
                 fetch(file)
-        except BaseException as raised:  # for the thread that waits below
+        except BaseException as raised:  # the thread that waits below raises it
             failed.set()
             error = raised
         finally:

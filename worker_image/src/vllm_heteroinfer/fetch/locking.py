@@ -1,4 +1,4 @@
-"""Locks of a model's folder: they save work, and protect what is being confirmed. Stdlib only."""
+"""Locks a model's folder, against duplicate work and against removal during a check. Stdlib only."""
 
 import errno
 import fcntl
@@ -8,10 +8,10 @@ _NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.E
 
 
 def try_lock_file(descriptor: int) -> bool | None:
-    """Returns whether the lock was free and is held now; None on a file system without locks.
+    """Tries to lock a file. Returns whether the caller holds the lock; None on file systems without locks.
 
     Raises:
-        OSError: of the file system.
+        OSError: the file system reported another error.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Which files of a hub's model serving needs. Pure.
+"""Selects the files of a hub's model that serving needs. Pure.
 
-Hubs keep a model several times over: as safetensors, as .bin or .pth, as GGUF, in a folder
-`original/`. vLLM reads the safetensors at the top; with an index, the files that it names
+Hubs store a model in several formats: as safetensors, as .bin or .pth, as GGUF, in a folder
+`original/`. vLLM reads the safetensors files at the top level; if there is an index, the files in the index
 (`vllm/model_executor/model_loader/weight_utils.py::filter_duplicate_safetensors_files@v0.32.0`).
 """
 
@@ -19,7 +19,7 @@ from vllm_heteroinfer.fetch.errors import FetchError
 
 SINGLE_FILE: Final = "model.safetensors"
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 2048
-"""Of a file's name on Linux, and of a path with the cache's before it."""
+"""Limits of Linux for a file's name, and for a path that leaves room for the path of the cache."""
 _DESCRIBING: Final = re.compile(
     r"[^/]+\.(json|txt|model|tiktoken|jinja|py|bpe|vocab)"  # config, tokenizer, code of its own
     r"|tokenizer\.model\.[^/]+"  # Mistral's
@@ -30,8 +30,8 @@ _WEIGHTS: Final = re.compile(r"[^/]+\.safetensors")
 
 
 def can_be_a_file(path: Any) -> bool:
-    """Returns whether a hub's path can be a file of a model's folder: written plainly, and not ours."""
-    if not isinstance(path, str) or not path.isprintable():  # a log would show it raw
+    """Checks whether a hub's path is safe, normalised, and not a name that the cache itself uses."""
+    if not isinstance(path, str) or not path.isprintable():  # logs contain the path
         return False
     pure = PurePosixPath(path)
     if path != str(pure) or pure.is_absolute() or ".." in pure.parts:
@@ -42,16 +42,16 @@ def can_be_a_file(path: Any) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Returns whether the cache itself has a file or folder of this name, in whatever case."""
+    """Checks whether the cache itself uses this name; ignores upper and lower case."""
     name = name.casefold()
     return name in (LOCK_FILE, PARTS_FOLDER) or name.startswith(MARKER_FILE)
 
 
 def describing_files(files: Sequence[FetchedFile]) -> list[FetchedFile]:
-    """Returns the small files: config, tokenizer, chat template, index, code of the model's own.
+    """Returns the small files: config, tokenizer, chat template, index, code of the model.
 
     Raises:
-        FetchError: there is no config.json: it is no model that vLLM serves.
+        FetchError: there is no config.json, so vLLM cannot serve the model.
     """
     if not any(file.path == CONFIG_FILE for file in files):
         raise _not_servable(f"has no {CONFIG_FILE}", files)
@@ -60,12 +60,12 @@ def describing_files(files: Sequence[FetchedFile]) -> list[FetchedFile]:
         for file in files
         if _DESCRIBING.fullmatch(file.path)
         and not _OF_OTHER_WEIGHTS.fullmatch(file.path)
-        and can_be_a_file(file.path)  # no marker of a cache that the repository was filled from
+        and can_be_a_file(file.path)  # leaves out the marker of a cache that was uploaded
     ]
 
 
 def parse_index(content: bytes) -> Any:
-    """Returns a parsed index; one without files for what is not JSON, which weight_files refuses."""
+    """Parses an index. If the content is not JSON, returns an empty index, which `weight_files` refuses."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -73,13 +73,13 @@ def parse_index(content: bytes) -> Any:
 
 
 def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
-    """Returns the safetensors that make up the model, each weight once.
+    """Returns the safetensors files of the model, without files that repeat the same weights.
 
     Args:
-        index: the parsed model.safetensors.index.json, or None if there is none.
+        index: the parsed model.safetensors.index.json; None if the model has no index.
 
     Raises:
-        FetchError: there are none, or the index names files that are not there.
+        FetchError: there are no safetensors files, or the index names files that do not exist.
     """
     by_path = {file.path: file for file in files if can_be_a_file(file.path)}
     folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents}
@@ -111,6 +111,6 @@ def _not_servable(what: str, files: Sequence[FetchedFile]) -> FetchError:
     found = ", ".join(file.path for file in files[:5]) or "nothing"
     return FetchError(
         FailureReason.MODEL_NOT_READABLE,
-        f"the hub's model {what}; it holds {found}{', ...' if len(files) > 5 else ''}. Take a model in "
-        "Hugging Face's format with safetensors, or convert it (save_pretrained) and use pvc://CLAIM/PATH",
+        f"the hub's model {what}; it holds {found}{', ...' if len(files) > 5 else ''}. Use a model in "
+        "Hugging Face's format with safetensors, or convert the model (save_pretrained) and use pvc://CLAIM/PATH",
     )

@@ -1,8 +1,8 @@
-"""A model's folder in a cache: parts that grow, files that were verified, and the marker last.
+"""A model's folder in a cache: unfinished parts, verified files, and a marker once all files are there.
 
-A file has its own name only once its hash is the hub's, so that whatever happens to two
-fetches at once, or to a node, no wrong file is ever taken for a model's. The lock saves work;
-on file systems where it does nothing, the hashes still hold.
+A file gets its final name only after its hash matches the hub's. So neither concurrent fetches nor the crash
+of a node can leave a wrong file in a model. The lock only avoids duplicate work: on file systems without
+locks the hashes still protect the files.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ from vllm_heteroinfer.fetch.locking import try_lock_file
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MOST_NAME_BYTES: Final = 200
-"""Of a part's name before its hash; a file system has 255."""
+"""Limit for a part's name without its hash; file systems allow 255 bytes for the whole name."""
 _MOST_TRIES: Final = 100
-"""To lock a folder; a clean-up takes a commit away once."""
+"""Tries to create or lock a folder. A clean-up removes the folder of a commit at most once."""
 _FREE_SPACE: Final = (
-    "set a larger spec.model.cache.size (a new claim is made), or remove models from the claim"
+    "Set a larger spec.model.cache.size (this creates a new claim), or remove models from the claim"
 )
 
 
 class ModelStore:
-    """The folder of one commit of a model in a cache; made with it.
+    """The folder of one commit of a model in a cache. The constructor creates the folder.
 
     Raises:
-        FetchError: the cache cannot be written.
+        FetchError: the cache is not writable.
     """
 
     def __init__(self, cache: Path, repository: str, commit: str) -> None:
@@ -62,7 +62,7 @@ class ModelStore:
         for tries_left in reversed(range(_MOST_TRIES)):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            except FileExistsError:  # a clean-up took the folder away meanwhile, or it is a file
+            except FileExistsError:  # a clean-up renamed the folder at this moment, or the path is a file
                 if not tries_left:
                     raise
             else:
@@ -70,9 +70,10 @@ class ModelStore:
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
-        """Yields whether this fetch alone works in the folder now; the kernel frees it with the process.
+        """Tries to lock the folder; yields whether this fetch may write there.
 
-        A clean-up may take the folder away until it is locked: then the folder is made anew.
+        Creates the folder again if a clean-up removes it before it is locked. The kernel releases the lock if
+        the process ends.
         """
         with self.in_words():
             descriptor, alone = self._open_lock()
@@ -84,7 +85,7 @@ class ModelStore:
             os.close(descriptor)
 
     def _open_lock(self) -> tuple[int, bool]:
-        """Returns a descriptor of the folder's lock, and whether this fetch alone has it."""
+        """Opens and tries to lock the lock file. Returns its descriptor, and whether this fetch may write."""
         path = self.folder / LOCK_FILE
         for _ in range(_MOST_TRIES):
             self._make_folder()
@@ -97,9 +98,9 @@ class ModelStore:
                 except BaseException:
                     os.close(descriptor)
                     raise
-                os.close(descriptor)  # the lock of a folder that was taken away
+                os.close(descriptor)  # this lock file is in a folder that a clean-up removed
         raise FileNotFoundError(
-            errno.ENOENT, f"the folder was removed {_MOST_TRIES} times as a fetch began", str(self.folder)
+            errno.ENOENT, f"the folder was removed {_MOST_TRIES} times when a fetch began", str(self.folder)
         )
 
     def share_lock(self) -> int:
@@ -110,36 +111,36 @@ class ModelStore:
     def _lock(self, descriptor: int) -> bool:
         locked = try_lock_file(descriptor)
         if locked is None:
-            # Two fetches may do the same work here, each in a folder of its own; each file is verified
-            # before it gets its name.
+            # Without locks two fetches may download the same files, each into its own folder of parts. Each
+            # file is verified before it gets its final name.
             self._parts = self.folder / PARTS_FOLDER / self._alone
         return locked is not False
 
     def complete(self) -> CompleteModel | None:
-        """Returns what the folder holds if it is a complete model, with every file of its size."""
+        """Returns the marker if the model is complete and every file has its size, otherwise None."""
         marker = read_marker(self.folder)
         return None if marker is None or damaged_files(self.folder, marker) else marker
 
     def confirm(self) -> CompleteModel | None:
-        """Returns what `complete` does, and notes that it is wanted: no clean-up removes it within an hour.
+        """Like `complete`, and touches the marker so that no clean-up removes the model within an hour.
 
-        Call it with the lock, which a clean-up takes too.
+        Hold the lock during the call, because a clean-up locks the folder too.
         """
-        with contextlib.suppress(OSError):  # of a cache that cannot be written: nobody removes anything there
+        with contextlib.suppress(OSError):  # the cache is read-only, so no clean-up can remove anything
             os.utime(self.folder / MARKER_FILE)
         return self.complete()
 
     def done_bytes(self, files: Sequence[FetchedFile]) -> int:
-        """Returns how much of these files is here."""
+        """Number of bytes of these files that the folder already holds."""
         return sum(min(self._present_bytes(file), file.size_bytes) for file in files)
 
     def used_bytes(self) -> int:
-        """Returns the size of all files in the folder now; grows as long as another fetch works there.
+        """Size of all files in the folder, which grows while another fetch writes there.
 
-        Files and folders that vanish meanwhile, or that cannot be read now, do not count.
+        Files and folders that vanish during the call, or that cannot be read, do not count.
         """
         used = 0
-        for folder, _, files in os.walk(self.folder):  # which leaves out folders that it cannot list
+        for folder, _, files in os.walk(self.folder):  # os.walk skips folders that it cannot list
             for name in files:
                 with contextlib.suppress(OSError):
                     used += (Path(folder) / name).lstat().st_size
@@ -152,7 +153,7 @@ class ModelStore:
         return 0
 
     def missing(self, files: Sequence[FetchedFile]) -> list[FetchedFile]:
-        """Returns the files that do not have their name and size; one of another size is removed."""
+        """Returns the files that the folder lacks. Removes files of a wrong size."""
         missing = []
         with self.in_words():
             for file in files:
@@ -163,10 +164,10 @@ class ModelStore:
         return missing
 
     def check_capacity(self, files: Sequence[FetchedFile]) -> None:
-        """Checks that what is missing of these files fits.
+        """Checks that the missing bytes of these files fit into the cache.
 
         Raises:
-            FetchError: it has not; by how much.
+            FetchError: the free space is too small; the message contains both sizes.
         """
         needed_bytes = sum(file.size_bytes for file in files) - self.done_bytes(files)
         with self.in_words():
@@ -174,12 +175,12 @@ class ModelStore:
         if needed_bytes > free_bytes:
             raise FetchError(
                 FailureReason.MODEL_CACHE_FULL,
-                f"the cache has {format_bytes(free_bytes)} free, and {format_bytes(needed_bytes)} are "
-                f"still to come: {_FREE_SPACE}",
+                f"the cache has {format_bytes(free_bytes)} free, but {format_bytes(needed_bytes)} are "
+                f"still missing. {_FREE_SPACE}",
             )
 
     def open_part(self, file: FetchedFile) -> Path:
-        """Returns the path of what is there of a file, made empty if there is nothing yet."""
+        """Returns the path of a file's unfinished part; creates an empty part if there is none."""
         part = self._part(file)
         with self.in_words():
             part.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,10 @@ class ModelStore:
         return part
 
     def keep(self, file: FetchedFile) -> bool:
-        """Gives a fetched file its name if it is what the hub says; else it is removed. Returns which."""
+        """Moves a finished part to its final name if size and hash match the hub's, otherwise deletes it.
+
+        Returns whether they match.
+        """
         part = self._part(file)
         with self.in_words():
             if part.stat().st_size != file.size_bytes or digest_of(part, file.digest) != file.digest:
@@ -197,13 +201,13 @@ class ModelStore:
                 return False
             path = self.folder / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(PermissionError):  # another user of the group began it
+            with contextlib.suppress(PermissionError):  # another user of the volume's group owns the part
                 part.chmod(0o644)
             part.rename(path)
         return True
 
     def adopt(self, file: FetchedFile) -> bool:
-        """Links a file from another commit of the model that has the same; returns whether there was one."""
+        """Links a file from another commit of the model with the same content; returns whether it did."""
         with self.in_words():
             others = sorted(self.folder.parent.iterdir())
         for other in others:
@@ -220,12 +224,12 @@ class ModelStore:
                 return False
             path.parent.mkdir(parents=True, exist_ok=True)
             path.hardlink_to(source)
-        except OSError:  # a file system without hard links: it is fetched
+        except OSError:  # the file system has no hard links: the fetch downloads the file
             return False
         return True
 
     def mark_complete(self, files: Sequence[FetchedFile]) -> CompleteModel:
-        """Returns the marker, written so that it is there as a whole or not at all."""
+        """Writes the marker in one step, so that a reader never finds an incomplete marker."""
         marker = CompleteModel(repository=self._repository, commit=self._commit, files=tuple(files))
         unfinished = self.folder / f"{MARKER_FILE}.{os.getpid()}"
         with self.in_words():
@@ -235,12 +239,12 @@ class ModelStore:
                 os.fsync(file.fileno())
             unfinished.rename(self.folder / MARKER_FILE)
             shutil.rmtree(self._parts, ignore_errors=True)
-            with contextlib.suppress(OSError):  # of another fetch, or gone
+            with contextlib.suppress(OSError):  # another fetch uses the folder, or it is gone
                 (self.folder / PARTS_FOLDER).rmdir()
         return marker
 
     def _part(self, file: FetchedFile) -> Path:
-        # With its hash: what came of one version of a file is never continued with another.
+        # The name contains the hash, so a download never continues with another version of the file.
         name = file.path.replace("/", "--")
         if len(name.encode()) > _MOST_NAME_BYTES:
             name = hashlib.sha256(name.encode()).hexdigest()
@@ -248,10 +252,10 @@ class ModelStore:
 
     @contextlib.contextmanager
     def in_words(self) -> Iterator[None]:
-        """Tells in words what the cache's file system refuses.
+        """Turns errors of the cache's file system into FetchErrors with a fix.
 
         Raises:
-            FetchError: instead of an OSError.
+            FetchError: in place of an OSError.
         """
         try:
             yield
@@ -259,22 +263,22 @@ class ModelStore:
             raise self.refusal(error) from error
 
     def refusal(self, error: OSError) -> FetchError:
-        """Returns the words for an error of the cache's file system."""
+        """Builds the FetchError for an error of the cache's file system."""
         if error.errno in _FULL:
             return FetchError(
                 FailureReason.MODEL_CACHE_FULL,
-                f"the cache is full ({error.strerror}); what was fetched is kept: {_FREE_SPACE}",
+                f"the cache is full ({error.strerror}). It keeps the data fetched so far. {_FREE_SPACE}",
             )
         return FetchError(
             FailureReason.MODEL_CACHE_NOT_WRITABLE,
             f"the cache cannot be written as user {os.getuid()}: {error.strerror} "
-            f"({error.filename or self.folder}); take a volume that honours fsGroup, "
+            f"({error.filename or self.folder}). Use a volume that supports fsGroup, "
             "or make its folder writable for that user",
         )
 
 
 def digest_of(path: Path, like: str) -> str:
-    """Returns the hash of a file, of the kind that `like` begins with: `sha256:`, or `git:` of a blob."""
+    """Computes the hash of a file, with the method that `like` begins with: `sha256:` or `git:` (blob)."""
     kind = like.partition(":")[0]
     digest = hashlib.sha256()
     if kind == "git":  # as git hashes a blob
