@@ -1,4 +1,4 @@
-"""What the operator and the worker agree on: the plan as data, and every shared name.
+"""The contract between the operator and the worker: the plan as data, and every shared name.
 
 Stdlib only. Both sides import this package; it imports neither.
 """

@@ -1,6 +1,6 @@
-"""What `heteroinfer-worker calibrate` measured of one machine. Stdlib only; pure.
+"""The results of `heteroinfer-worker calibrate` on one machine. Stdlib only; pure.
 
-It travels as a pod's termination message, of which Kubernetes keeps 4096 bytes, in ConfigMaps and files.
+They are stored in a pod's termination message (Kubernetes keeps 4096 bytes), in ConfigMaps and in files.
 """
 
 import dataclasses
@@ -18,40 +18,41 @@ from heteroinfer_contract.model import SchemeName
 ALL_NODES: Final = -1
 """`MemoryReading.node` of threads that the kernel spreads over all NUMA nodes."""
 AMX_SETS: Final = ("amx_tile", "amx_bf16")
-"""Instruction sets, as Linux names them, that kernels for AMX need."""
+"""Instruction sets that kernels for AMX need, by their Linux names."""
 AVX512_SET: Final = "avx512f"
-"""The one that kernels for AVX-512 need."""
+"""The instruction set that kernels for AVX-512 need."""
 MORE_ROWS: Final = (4, 16, 64, 512, 2048)
-"""Rows of a product, besides one, that `KernelRate.more_rows` is of."""
+"""Row counts of the products in `KernelRate.more_rows`; one row is measured separately."""
 MAX_ENTRIES: Final = 64
-"""Of each list."""
+"""Maximum length of each list."""
 MAX_TEXT: Final = 128
-"""Characters of a name; of why something was not measured, twice as many."""
+"""Maximum characters of a name; `Skipped.why` may have twice as many."""
 _LEAST_RATE, _MOST_RATE = 1.0, 1e18
-"""Bytes or operations a second: with others a prediction is no number that Kubernetes holds, or no time."""
+"""Allowed bytes or operations per second. Beyond this range, a predicted time is invalid or too large for
+Kubernetes."""
 _SHORTEST_S, _LONGEST_S = 1e-9, 3600.0
 _LATEST: Final = 253402300799.0
-"""The end of the year 9999, in seconds since 1970: dates of Python end there."""
+"""The end of the year 9999, in seconds since 1970: the latest date that Python supports."""
 
 
 class KernelPart(StrEnum):
-    """What of a layer a kernel computes."""
+    """The part of a layer that a kernel computes."""
 
     LINEAR = "linear"
     EXPERTS = "experts"
 
 
 class HopPath(StrEnum):
-    """How two ranks of a machine speak."""
+    """How two ranks on one machine communicate."""
 
     GLOO = "gloo"
-    """A message between two processes over loopback, as hidden states go from stage to stage."""
+    """A message between two processes over loopback, like hidden states between stages."""
     EXCHANGE = "exchange"
-    """An ask and its answer between a GPU and a feed-forward rank, inside a CUDA graph."""
+    """A request of a GPU and the answer of a feed-forward rank, inside a CUDA graph."""
 
 
 class Direction(StrEnum):
-    """Of a copy between pinned memory and a GPU."""
+    """Direction of a copy between pinned memory and a GPU."""
 
     TO_GPU = "to GPU"
     FROM_GPU = "from GPU"
@@ -62,9 +63,9 @@ class Hardware:
     """The machine.
 
     Attributes:
-        cpu: model of its CPUs, as the kernel names it.
-        instruction_sets: those that kernels ask for, as the kernel names them.
-        cores: physical cores of these.
+        cpu: CPU model, as Linux names it.
+        instruction_sets: instruction sets that compute kernels check for, by their Linux names.
+        cores: physical cores of these CPUs.
         gpu: name of the first GPU, or "".
     """
 
@@ -78,7 +79,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What measured, and was measured."""
+    """Versions of the software that measured and was measured."""
 
     heteroinfer: str
     vllm: str
@@ -87,10 +88,10 @@ class Versions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """How fast threads read memory that no cache holds.
+    """How fast threads read uncached memory.
 
     Attributes:
-        bytes_per_s: by all of them together.
+        bytes_per_s: sum over all threads.
         node: NUMA node of threads and memory, or ALL_NODES.
     """
 
@@ -104,11 +105,11 @@ class KernelRate:
     """How fast a kernel reads weights.
 
     Attributes:
-        scheme: format of the weights; SchemeName.NONE for those of type `dtype`.
-        dtype: of activations.
-        bytes_per_s: of the weights as the checkpoint stores them, by all threads together, for one row.
-        more_rows: the same for so many rows each as MORE_ROWS says, of experts for each of them; the first
-            ones, as far as they were measured.
+        scheme: format of the weights; SchemeName.NONE if the weights have type `dtype`.
+        dtype: type of the activations.
+        bytes_per_s: bytes of weights as stored in the checkpoint, read by all threads together, for one row.
+        more_rows: the same rate for each row count in MORE_ROWS (for experts: rows per expert). Shorter than
+            MORE_ROWS if only the first counts were measured.
     """
 
     part: KernelPart
@@ -120,7 +121,10 @@ class KernelRate:
     more_rows: tuple[float, ...] = ()
 
     def rate(self, rows: float) -> float:
-        """Returns bytes a second for so many rows; beyond those measured it computes, in proportion."""
+        """Returns the bytes per second for `rows` rows.
+
+        Beyond the measured counts, the rate falls in proportion to the rows: computation is the limit.
+        """
         known = [(1.0, self.bytes_per_s), *zip(map(float, MORE_ROWS), self.more_rows, strict=False)]
         if len(known) == 1:
             return self.bytes_per_s
@@ -135,7 +139,8 @@ class Transfer:
     """A copy between pinned memory and the GPU.
 
     Attributes:
-        contended: whether CPU threads read memory, and another copy went the other way, meanwhile.
+        contended: whether, at the same time, CPU threads read memory and another copy ran in the other
+            direction.
     """
 
     direction: Direction
@@ -145,10 +150,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """A message, one way, or an exchange of feed-forward ranks.
+    """A one-way message, or an exchange with a feed-forward rank.
 
     Attributes:
-        seconds: until it was there; of an exchange, until its answer was.
+        seconds: until the message arrived; for an exchange, until the answer arrived.
     """
 
     path: HopPath
@@ -158,11 +163,11 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRate:
-    """The GPU by itself.
+    """Speed of the GPU without transfers.
 
     Attributes:
-        bytes_per_s: of its memory, read by a product with one row, bf16.
-        operations_per_s: of a product with many rows, bf16.
+        bytes_per_s: memory read by a product with one row, bf16.
+        operations_per_s: operations of a product with many rows, bf16.
     """
 
     bytes_per_s: float
@@ -171,7 +176,7 @@ class GpuRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """What could not be measured."""
+    """A measurement that was not possible."""
 
     what: str
     why: str
@@ -182,9 +187,9 @@ class Calibration(codec.JsonValue):
     """One run on one machine.
 
     Attributes:
-        time: when it ended, in seconds since 1970 (UTC).
-        readings: of memory, ascending by node and threads.
-        operations_per_s: multiplications and additions of a bf16 linear layer with many rows, by all cores.
+        time: end of the run, in seconds since 1970 (UTC).
+        readings: memory readings, ascending by node and threads.
+        operations_per_s: multiplications and additions of a bf16 linear layer with many rows, on all cores.
     """
 
     hardware: Hardware
@@ -201,26 +206,26 @@ class Calibration(codec.JsonValue):
 
     @property
     def hash(self) -> str:
-        """Returns what tells it from others, for people and names."""
+        """Short hash that identifies this calibration, for people and names."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     @property
     def has_amx(self) -> bool:
-        """Returns whether kernels for AMX run."""
+        """Whether kernels for AMX can run."""
         return set(AMX_SETS) <= set(self.hardware.instruction_sets)
 
     @property
     def has_avx512(self) -> bool:
-        """Returns whether kernels for AVX-512 run."""
+        """Whether kernels for AVX-512 can run."""
         return AVX512_SET in self.hardware.instruction_sets
 
     def reading(self, threads: float, *, of_nodes: Callable[[Sequence[float]], float] = min) -> float:
-        """Returns how fast so many threads read, in bytes a second, between what was measured.
+        """Returns the bytes per second that `threads` threads read, interpolated between measurements.
 
-        Threads that fit on one NUMA node are bound to one.
+        Threads that fit on one NUMA node are bound to one node.
 
         Args:
-            of_nodes: what counts of several nodes: the slowest, for whoever waits for it.
+            of_nodes: combines the rates of several nodes; by default the slowest node counts.
         """
         nodes = sorted({each.node for each in self.readings if each.node != ALL_NODES})
         fits = threads <= self.hardware.cores / max(self.hardware.numa_nodes, 1)
@@ -232,17 +237,20 @@ class Calibration(codec.JsonValue):
         return sorted((float(e.threads), e.bytes_per_s) for e in self.readings if e.node == node)
 
     def kernel(self, part: KernelPart, scheme: SchemeName, dtype: str) -> KernelRate | None:
-        """Returns the fastest kernel measured of a part in a format, or None."""
+        """Returns the fastest measured kernel for a part and format; None without a measurement."""
         found = [k for k in self.kernels if (k.part, k.scheme, k.dtype) == (part, scheme, dtype)]
         return max(found, key=lambda kernel: kernel.bytes_per_s, default=None)
 
     def hop_s(self, path: HopPath, message_bytes: int = 0) -> float | None:
-        """Returns how long a message takes: that of the smallest measured of that size; None without."""
+        """Returns the seconds of a message, measured at this size or the next larger size.
+
+        A message larger than all measured sizes takes the time of the largest. None without measurements.
+        """
         found = sorted((hop.message_bytes, hop.seconds) for hop in self.hops if hop.path is path)
         return next((s for size, s in found if size >= message_bytes), found[-1][1] if found else None)
 
     def to_json(self) -> str:
-        """Returns the one JSON text of this calibration; what is at its default is left out of lists."""
+        """Returns the canonical JSON text; items of lists omit fields that are at their default."""
         value = dataclasses.asdict(self)
         for name, kind in (("readings", MemoryReading), ("kernels", KernelRate), ("transfers", Transfer)):
             bare = {
@@ -254,11 +262,11 @@ class Calibration(codec.JsonValue):
         return codec.text_of(value)
 
     def check(self) -> None:
-        """Checks what every reader relies on.
+        """Checks the properties that every reader relies on.
 
         Raises:
-            ContractError: nothing was read, a list or a text is too long, or a number is one that there
-                cannot be; the message names the field.
+            ContractError: no memory reading covers all nodes, a list or a text is too long, or a number is
+                outside its range. The message names the field.
         """
         codec.at_least(0, "Calibration", time=self.time, duration_s=self.duration_s)
         codec.at_most(_LATEST, "Calibration", time=self.time)
@@ -303,7 +311,7 @@ class Calibration(codec.JsonValue):
 
 
 def cpu_fields(cpuinfo: str) -> dict[str, str]:
-    """Returns what /proc/cpuinfo says of its last CPU, by name."""
+    """Returns the fields of the last CPU in /proc/cpuinfo, by name."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     return {key.strip(): value.strip() for key, has, value in lines if has}
 

@@ -2,13 +2,13 @@
 
 
 class ContractError(ValueError):
-    """A plan, an environment or a message is not what its schema says; the text says which field."""
+    """A plan, an environment or a message does not match its schema; the text names the field."""
 
 
 class ModelIncompleteError(ContractError):
-    """A model that was fetched is not complete any more; the text says what is missing."""
+    """A fetched model is no longer complete; the text names the missing file."""
 
 
 def not_set(variable: str) -> ContractError:
-    """Returns the error of a process that lacks a variable which every worker has."""
+    """Returns the error for a required environment variable that is not set."""
     return ContractError(f"{variable} is not set; workers are started by the operator or `heteroinfer up`")

@@ -1,8 +1,8 @@
-"""The key of a group: who has it is of the group. Codes by HMAC-SHA256 (RFC 2104). Stdlib only; pure.
+"""The key that proves membership of a group. Codes by HMAC-SHA256 (RFC 2104). Stdlib only; pure.
 
-The operator makes a group's key of its own and the group's uid, and keeps it in a Secret that the
-group's pods get; each epoch uses a key of its own, made of that. Nothing is encrypted: a code
-proves who wrote a text, when (by the reader's nonce), and that nobody changed it.
+The operator derives a group's key from its own key and the group's uid, and keeps the group's key in a
+Secret that the group's pods read. Each epoch uses a key derived from the group's key. Nothing is encrypted:
+a code proves the author of a text, its time (by the reader's nonce), and that the text was not changed.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _FINGERPRINT_CHARS: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class EpochKey:
-    """What codes of one epoch of one group are made with."""
+    """The key that makes the codes of one epoch of one group."""
 
     secret: bytes = field(repr=False)
 
@@ -28,28 +28,28 @@ class EpochKey:
         """Returns the code of `parts` as hex.
 
         Args:
-            purpose: what the code is for: no code of one purpose is of use for another.
-            parts: what it vouches for, each as it is: no two lists of parts have one code but by chance.
+            purpose: use of the code; a code for one purpose is invalid for every other.
+            parts: texts that the code vouches for; different lists of parts give different codes.
         """
         return _mac(self.secret, purpose, *parts).hex()
 
     def vouches(self, code: str, purpose: str, *parts: str) -> bool:
-        """Returns whether `code` is that of `parts`; takes as long for every wrong one."""
+        """Returns whether `code` is the code of `parts`; takes equally long for every wrong code."""
         return hmac.compare_digest(code.encode(), self.code(purpose, *parts).encode())
 
     def session(self, *parts: str) -> "EpochKey":
-        """Returns the key of one connection, whose ends have chosen `parts`."""
+        """Returns the key of one connection; both ends of the connection chose `parts`."""
         return EpochKey(_mac(self.secret, "session", *parts))
 
     def sign(self, purpose: str, name: str, text: str) -> str:
-        """Returns `text` with the code that it was written by one of the epoch, under this name."""
+        """Returns `text` after a code that proves that a process of the epoch wrote it under this name."""
         return f"{self.code(purpose, name, text)} {text}"
 
     def read_signed(self, purpose: str, name: str, signed: str) -> str:
-        """Returns the text that `sign` made `signed` of.
+        """Returns the text in `signed`, a result of `sign`.
 
         Raises:
-            ContractError: nobody of the epoch wrote it under this name.
+            ContractError: no process of the epoch signed the text under this name.
         """
         code, _, text = signed.partition(" ")
         if not self.vouches(code, purpose, name, text):
@@ -62,21 +62,21 @@ class EpochKey:
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The key of a group, of all its epochs."""
+    """The key of a group, for all epochs."""
 
     secret: bytes = field(repr=False)
 
     @classmethod
     def of_group(cls, operator_key: bytes, group_uid: str) -> "GroupKey":
-        """Returns the key that an operator with this key of its own gives to a group."""
+        """Derives a group's key from the operator's key and the group's uid."""
         return cls(_mac(operator_key, "group", group_uid))
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "GroupKey | None":
-        """Returns the key of a pod; None where it has none, as when an earlier version's operator started it.
+        """Returns a pod's key; None without a key, for example if an older operator started the pod.
 
         Raises:
-            ContractError: it is no key; the message does not show it.
+            ContractError: the value is not a key. The message does not show the value.
         """
         text = env.get(names.ENV_GROUP_KEY, "")
         if not text:
@@ -94,33 +94,33 @@ class GroupKey:
 
     @property
     def text(self) -> str:
-        """Returns the key as it stands in a Secret and in the environment."""
+        """The key as hex, the form in the Secret and in the environment."""
         return self.secret.hex()
 
     @property
     def fingerprint(self) -> str:
-        """Returns what tells this key from others, and nothing of the key."""
+        """Text that distinguishes this key from others without revealing it."""
         return _mac(self.secret, "fingerprint").hex()[:_FINGERPRINT_CHARS]
 
     def of_epoch(self, epoch: int) -> EpochKey:
-        """Returns the key of an epoch; those of others cannot be made of it."""
+        """Returns the key of an epoch; keys of other epochs cannot be derived from it."""
         return EpochKey(_mac(self.secret, "epoch", str(epoch)))
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """The key by which the operator knows the objects again that it keeps its decisions in."""
+    """The key by which the operator recognizes the objects that store its decisions."""
 
     secret: bytes = field(repr=False)
 
     @classmethod
     def of_operator(cls, operator_key: bytes) -> "RecordKey":
-        """Makes the key of an operator with this key of its own; no group has it."""
+        """Derives this key from the operator's own key; no group has this key."""
         return cls(_mac(operator_key, "record"))
 
     @property
     def fingerprint(self) -> str:
-        """Text that tells this key from others, and shows nothing of the key."""
+        """Text that distinguishes this key from others and does not reveal the key."""
         return _mac(self.secret, "fingerprint").hex()[:_FINGERPRINT_CHARS]
 
     def code(self, *parts: str) -> str:
@@ -128,7 +128,7 @@ class RecordKey:
         return _mac(self.secret, "object", *parts).hex()
 
     def vouches(self, code: str, *parts: str) -> bool:
-        """Compares `code` with the code of `parts`; takes as long for every wrong code."""
+        """Compares `code` with the code of `parts`; takes equally long for every wrong code."""
         return hmac.compare_digest(code.encode(errors="replace"), self.code(*parts).encode())
 
 

@@ -1,7 +1,7 @@
-"""A model fetched from a hub: where it lies in a cache, how it is marked complete, what the fetch says.
+"""A model fetched from a hub: its folder in a cache, its marker, and the results of a fetch.
 
-Stdlib only; pure. A cache holds `ORG--MODEL/COMMIT/` for each model and commit, with the files as the
-hub names them and, written last, the marker: without one a folder is not complete.
+Stdlib only; pure. A cache has a folder `ORG--MODEL/COMMIT/` for each model and commit. The files keep the
+names that they have in the hub. The marker is written last: a folder without a marker is incomplete.
 """
 
 import json
@@ -15,15 +15,15 @@ from heteroinfer_contract.model_profile import ModelProfile
 
 MARKER_FILE: Final = ".heteroinfer-complete.json"
 PARTS_FOLDER: Final = ".parts"
-"""Of files that are still fetched; goes with the marker."""
+"""Folder for partly fetched files; removed when the marker is written."""
 LOCK_FILE: Final = ".lock"
 HUB_SCHEME: Final = "hf://"
 COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
-"""A hub's name of a commit, whole: it becomes part of a path."""
+"""Matches a whole commit name of a hub; the name becomes part of a path."""
 
 
 def is_commit(text: object) -> TypeGuard[str]:
-    """Checks whether a value can be a hub's name of a commit, and so a part of a path."""
+    """Checks whether a value is a valid commit name, and therefore safe as part of a path."""
     return isinstance(text, str) and COMMIT.fullmatch(text) is not None
 
 
@@ -31,7 +31,7 @@ def model_folder(repository: str, commit: str) -> str:
     """Returns the folder of a model in a cache.
 
     Args:
-        repository: ORG/MODEL, or MODEL; a hub allows no `--` in it.
+        repository: ORG/MODEL, or MODEL; hubs do not allow `--` in names.
     """
     return f"{repository.replace('/', '--')}/{commit}"
 
@@ -42,8 +42,7 @@ class FetchedFile:
 
     Attributes:
         path: relative to the model's folder.
-        digest: `sha256:HEX`, or `git:HEX` of a git blob: what the hub says of it, and what was
-            found when it was fetched.
+        digest: `sha256:HEX`, or `git:HEX` for a git blob: the hub's digest, verified during the fetch.
     """
 
     path: str
@@ -61,17 +60,17 @@ class CompleteModel(codec.JsonValue):
 
     @property
     def size_bytes(self) -> int:
-        """Returns the size of all files, in bytes."""
+        """Size of all files."""
         return sum(file.size_bytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCleanup(codec.JsonValue):
-    """Which commits of its model a fetch may remove from a cache.
+    """The commits of a model that a fetch may remove from a cache.
 
     Attributes:
-        keep: commits that stay, the fetched one and those fetched last, beside those in use; at least 1.
-        in_use: commits that some resource uses.
+        keep: number of most recently fetched commits that stay, besides those in use; at least 1.
+        in_use: commits that a resource uses.
         listed_s: Unix time at which `in_use` was listed, in seconds.
     """
 
@@ -81,19 +80,19 @@ class CacheCleanup(codec.JsonValue):
     listed_s: float
 
     def check(self) -> None:
-        """Checks that one commit stays; raises ContractError."""
+        """Checks that at least one commit stays; raises ContractError."""
         codec.at_least(1, "CacheCleanup", keep=self.keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress(codec.JsonValue):
-    """How far a fetch is; served as JSON by its pod on /fetch.
+    """Progress of a fetch; the fetch pod serves it as JSON on /fetch.
 
     Attributes:
-        commit: what the revision means; "" while the hub has not said.
-        done_bytes: in the cache already, from earlier attempts too.
-        total_bytes: of all files; 0 while unknown.
-        message: what it waits for, or "".
+        commit: commit of the requested revision; "" until the hub answers.
+        done_bytes: bytes already in the cache, including those of earlier attempts.
+        total_bytes: size of all files; 0 while unknown.
+        message: reason that the fetch waits, or "".
     """
 
     commit: str = ""
@@ -102,13 +101,13 @@ class FetchProgress(codec.JsonValue):
     message: str = ""
 
     def check(self) -> None:
-        """Checks that no size is below 0; raises ContractError naming it."""
+        """Checks that no size is negative; raises ContractError that names the field."""
         codec.at_least(0, "FetchProgress", done_bytes=self.done_bytes, total_bytes=self.total_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedModel(codec.JsonValue):
-    """What a fetch leaves as its pod's termination message."""
+    """The result of a fetch, written as its pod's termination message."""
 
     reads_tolerantly = True
     commit: str
@@ -116,7 +115,7 @@ class FetchedModel(codec.JsonValue):
     profile: ModelProfile
 
     def to_json(self) -> str:
-        """Returns the one JSON text of this answer."""
+        """Returns the canonical JSON text of this result."""
         value = {
             "commit": self.commit,
             "size_bytes": self.size_bytes,
@@ -125,7 +124,7 @@ class FetchedModel(codec.JsonValue):
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     def check(self) -> None:
-        """Checks what every reader relies on; raises ContractError naming the field."""
+        """Checks the properties that every reader relies on; raises ContractError that names the field."""
         codec.at_least(0, "FetchedModel", size_bytes=self.size_bytes)
         if not is_commit(self.commit):
             raise ContractError(f"FetchedModel.commit: got {self.commit[:80]!r}, expected a commit's hash")

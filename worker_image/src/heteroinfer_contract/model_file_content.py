@@ -1,6 +1,6 @@
-"""What one file of a model holds: JSON, or the header of safetensors; bounded, and of a regular file.
+"""Reads one file of a model: JSON, or a header of safetensors. Only regular files, up to a maximum size.
 
-Stdlib only. `model_files` makes a profile of it.
+Stdlib only. `model_files` builds a profile from the contents.
 """
 
 import errno
@@ -13,22 +13,22 @@ from typing import Any, BinaryIO, Final
 from heteroinfer_contract.errors import ContractError
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""As in safetensors itself: a longer header is a broken or hostile file; an index is no longer."""
+"""The limit of safetensors itself: a file with a longer header is broken or hostile. Indexes are shorter."""
 _LFS_POINTER: Final = b"version https://git-lfs"
-"""How the small text begins that Git LFS keeps in place of a large file."""
+"""Start of the small text that Git LFS stores in place of a large file."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _LENGTH_BYTES: Final = 8
 
 
 class ModelFilesError(ContractError):
-    """A directory does not hold a model that can be read; the text says what is wrong and what to do."""
+    """A directory does not hold a readable model; the text names the problem and its fix."""
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """Returns the header of a safetensors file, the header's end, and the file's size, in bytes.
 
     Raises:
-        ModelFilesError: the file is unreadable, cut short, or no safetensors.
+        ModelFilesError: the file is unreadable, cut short, or not safetensors.
     """
     try:
         with _open(path) as file:
@@ -51,7 +51,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def read_json(path: Path, most_bytes: int) -> Any:
-    """Returns the value in a JSON file of at most so many bytes; raises ModelFilesError."""
+    """Returns the value in a JSON file of at most `most_bytes`; raises ModelFilesError."""
     try:
         with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -66,7 +66,7 @@ def read_json(path: Path, most_bytes: int) -> Any:
 
 
 def not_readable(path: Path, error: OSError) -> ModelFilesError:
-    """Returns why a file or directory of a model cannot be opened."""
+    """Returns the error for a model's file or directory that cannot be opened."""
     if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
         return dangling(path)
     return ModelFilesError(
@@ -76,7 +76,7 @@ def not_readable(path: Path, error: OSError) -> ModelFilesError:
 
 
 def dangling(link: Path) -> ModelFilesError:
-    """Returns what is wrong with a link that leads nowhere."""
+    """Returns the error for a link whose target does not exist."""
     return ModelFilesError(
         f"{link}: got a link to {os.readlink(link)}, which does not exist here; a snapshot folder of a hub's "
         "cache holds only such links, to files outside of it. Copy the folder with its links followed "
@@ -85,10 +85,10 @@ def dangling(link: Path) -> ModelFilesError:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Returns a file to read; raises ModelFilesError for what has no end (a FIFO, a device), and OSError."""
+    """Opens a regular file; raises OSError, and ModelFilesError for a FIFO or device, which has no end."""
 
     def open_regular(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)  # a FIFO is opened at once, and then refused
+        descriptor = os.open(name, flags | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO must not block
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise ModelFilesError(f"{path}: expected a regular file; download the model again")
@@ -100,7 +100,7 @@ def _open(path: Path) -> BinaryIO:
 def _parse_json(path: Path, content: bytes) -> Any:
     if content.startswith(_LFS_POINTER):
         raise _lfs_pointer(path)
-    if content.startswith(_BYTE_ORDER_MARK):  # json.loads takes it, and transformers does not
+    if content.startswith(_BYTE_ORDER_MARK):  # json.loads accepts it, but transformers does not
         raise ModelFilesError(
             f"{path}: begins with a byte order mark, which ranks cannot read; save it as UTF-8 without one "
             rf"(sed -i '1s/^\xEF\xBB\xBF//' {path.name})"

@@ -44,13 +44,13 @@ from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
 
 PARAMS_FILE = "params.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""Of checkpoints by ModelOpt whose config.json does not say how they are quantized."""
+"""Describes the quantization of ModelOpt checkpoints whose config.json does not."""
 _CONSOLIDATED = "consolidated*.safetensors"
 _NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
 _MOST_SHARDS = 10_000
-"""That are looked for by number, whatever a name says; published models have some hundred."""
+"""Maximum number of shards to look for by number; published models have a few hundred."""
 MOST_CONFIG_BYTES = 16 * 2**20
-"""Of config.json or params.json: those of published models have up to some hundred KB."""
+"""Maximum size of config.json or params.json; published models need a few hundred KB."""
 
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -64,7 +64,7 @@ _TOKENIZER_FILES: Final = (
     "*.spm",
     "tokenization_*.py",
 )
-"""Each is, or comes with, a vocabulary: of tokenizers, sentencepiece, tiktoken, Mistral, or own code."""
+"""Files that hold or accompany a vocabulary: tokenizers, sentencepiece, tiktoken, Mistral, or custom code."""
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_DTYPES = frozenset(_DTYPES.values())
@@ -72,15 +72,15 @@ _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def read_profile(directory: Path) -> ModelProfile:
-    """Returns the sizes of the model in `directory`, in the dtype that its config names.
+    """Reads the sizes of the model in `directory`, in the dtype that its config names.
 
     Raises:
-        ModelFilesError: the path is missing or no directory, it holds no model, or a
-            file of it is missing, unreadable or cut short, or says what no model does.
+        ModelFilesError: the path is missing or not a directory, it does not hold a model, or one of the
+            model's files is missing, unreadable, cut short or has impossible values.
     """
     try:
         profile = _read_profile(directory)
-        return ModelProfile.from_json(profile.to_json())  # as everybody reads it
+        return ModelProfile.from_json(profile.to_json())  # checks the profile as every reader does
     except ModelFilesError:
         raise
     except OSError as error:
@@ -93,13 +93,13 @@ def read_profile(directory: Path) -> ModelProfile:
 
 
 _NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What comes of a word where a number should be, and the like; config.json has a hundred fields."""
+"""Errors caused by values of the wrong type or range; config.json has too many fields to check each."""
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Returns whether a directory holds a tokenizer, without which the API server cannot start."""
+    """Returns whether a directory holds a tokenizer; the API server cannot start without a tokenizer."""
     return any(
-        fnmatch(name, pattern) and (directory / name).exists()  # no link to a file that was left out
+        fnmatch(name, pattern) and (directory / name).exists()  # False for a link without its target
         for name in os.listdir(directory)
         for pattern in _TOKENIZER_FILES
     )
@@ -108,7 +108,7 @@ def has_tokenizer(directory: Path) -> bool:
 def _read_profile(directory: Path) -> ModelProfile:
     config, consolidated = _read_config(directory)
     text = text_config(config)
-    # What several files have is one tensor (`model.safetensors` beside its own shards): vLLM loads it twice.
+    # A tensor in several files counts once (`model.safetensors` beside its own shards): vLLM loads it twice.
     named = {
         tensor.name: tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)
     }
@@ -126,7 +126,7 @@ def _read_profile(directory: Path) -> ModelProfile:
     for index in range(number):
         if is_empty_block(text, index):
             weights.layers.setdefault(index, LayerBytes())
-    # More layers than that are for speculation (multi-token prediction) and are not served.
+    # Additional layers are for speculation (multi-token prediction) and are not served.
     if missing := sorted(set(range(number)) - set(weights.layers)):
         raise ModelFilesError(
             f"{directory}: no weights of layers {_brief(missing)}, expected layers 0..{number - 1} "
@@ -173,7 +173,7 @@ def _read_profile(directory: Path) -> ModelProfile:
 def _kinds(
     text: Mapping[str, Any], attention: Sequence[LayerKind], weights: Weights, directory: Path
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """Returns the kinds of layers, and which of them each layer is."""
+    """Returns the distinct kinds of layers, and for each layer the index of its kind."""
     kinds: list[LayerKind] = []
     of_layer: list[int] = []
     for index, kept in enumerate(attention):
@@ -185,7 +185,7 @@ def _kinds(
             experts=experts,
             experts_per_token=_number(text, directory, "num_experts_per_tok") if experts else 0,
             expert_bytes=layer.routed // experts if experts else 0,
-            # Scales and biases of a bf16 expert may be named like a quantized one's.
+            # Scales and biases of a bf16 expert may be named like those of a quantized expert.
             experts_quantized=layer.routed_quantized * 2 > layer.routed > 0,
             gates_together=layer.gates_together,
             quantized_bytes=layer.quantized,
@@ -201,9 +201,9 @@ def _kinds(
 def _check_experts(
     text: Mapping[str, Any], index: int, experts: int, layer: LayerBytes, directory: Path
 ) -> None:
-    """Checks that a layer has the experts that config.json says.
+    """Checks that a layer has as many experts as config.json specifies.
 
-    Not where layers may differ: they do by `block_configs`, or with experts of images (ERNIE-4.5-VL).
+    Skips models whose layers may differ: those with `block_configs` or with image experts (ERNIE-4.5-VL).
     """
     may_differ = text.get("block_configs") or isinstance(text.get("moe_num_experts"), list)
     if not layer.numbered or may_differ:
@@ -216,16 +216,19 @@ def _check_experts(
 
 
 def _takes(config: Mapping[str, Any], weights: Weights) -> str:
-    """Returns what an encoder takes: its tensors may be named for nothing (granite-speech's `encoder.`)."""
+    """Returns the encoder's input type, `audio` or `images`.
+
+    Names of tensors may not reveal the type (granite-speech's `encoder.`), so keys of the config count too.
+    """
     hears = weights.hears or any(name.startswith("audio_") for name in config)
     return "audio" if hears else "images"
 
 
 def _first_stage_layers(whole: Mapping[str, Any]) -> int:
-    """Returns the least number of layers of the first stage.
+    """Returns the minimum number of layers of the first stage.
 
-    Qwen3-VL adds what its encoder says at several depths to the first layers, which must be in one stage
-    (vllm/model_executor/models/qwen3_vl.py@v0.32.0: "start_layer should be greater than or equal to").
+    Qwen3-VL adds its encoder's outputs of several depths to the first layers. These layers must be in one
+    stage (vllm/model_executor/models/qwen3_vl.py@v0.32.0: "start_layer should be greater than or equal to").
     """
     vision = whole.get("vision_config")
     depths = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
@@ -233,7 +236,7 @@ def _first_stage_layers(whole: Mapping[str, Any]) -> int:
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
-    """Returns the config, and whether the model is in Mistral's own files, which vLLM prefers.
+    """Returns the config, and whether the model has files in Mistral's format, which vLLM prefers.
 
     Source: vllm/transformers_utils/repo_utils.py::is_mistral_model_repo@v0.32.0.
     """
@@ -300,7 +303,7 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
                 f"{'is' if len(missing) == 1 else 'are'} missing; finish the download"
             )
         return [directory / name for name in names]
-    # vLLM takes Mistral's own files before others (default_loader.py::_prepare_weights@v0.32.0).
+    # vLLM prefers files in Mistral's format (default_loader.py::_prepare_weights@v0.32.0).
     found = sorted(directory.glob(_CONSOLIDATED)) or sorted(directory.glob("*.safetensors"))
     if not found:
         raise ModelFilesError(
@@ -316,7 +319,7 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
 
 
 def _missing_numbers(names: Set[str]) -> list[str]:
-    """Returns the files that the numbers in the names of others speak of (`model-00001-of-00003`)."""
+    """Returns missing shards: the numbers in names of other shards imply them (`model-00001-of-00003`)."""
     expected = {
         f"{match[1]}{number:0{len(match[2])}}-of-{match[3]}.safetensors"
         for match in filter(None, map(_NUMBERED.fullmatch, names))
@@ -326,7 +329,10 @@ def _missing_numbers(names: Set[str]) -> list[str]:
 
 
 def _leaves(name: str) -> bool:
-    """Returns whether a path would leave the model's folder; a link may (those of a hub's own cache do)."""
+    """Returns whether a path is outside the model's folder; links are not followed.
+
+    A link may lead outside the folder: links of a hub's own cache do.
+    """
     path = PurePosixPath(name)
     return path.is_absolute() or ".." in path.parts
 
@@ -375,7 +381,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) -> str:
-    """Returns the dtype that the config names; without one, that of most bytes of the weights."""
+    """Returns the dtype in the config; if the config names none, the dtype of most bytes of the weights."""
     if config.get("dtype") in _CONFIG_DTYPES:
         return str(config["dtype"])
     weights: Counter[str] = Counter()
@@ -391,7 +397,7 @@ def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) ->
 
 
 def _loaded(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
-    """Returns a tensor with its size in `dtype`, into which vLLM turns all that is not quantized."""
+    """Returns the tensor with its size in `dtype`; vLLM converts all unquantized tensors to this type."""
     is_part_of_scheme = scheme != Scheme() and not tensor.name.endswith((".weight", ".bias"))
     if tensor.dtype not in _ELEMENT_BYTES or tensor.is_quantized or is_part_of_scheme:
         return tensor

@@ -1,7 +1,7 @@
-"""The plan of a group: who is which rank, on which device, with which layers and settings.
+"""The plan of a group: its ranks with their pods, devices and layers, and the engine's settings.
 
-Stdlib only; pure. A plan is a value: computed before any pod exists, kept in an immutable
-ConfigMap, and compared by its hash in the supervisors' first hand-shake.
+Stdlib only; pure. The operator computes the plan before any pod exists and stores it in an immutable
+ConfigMap. The supervisors compare its hash in their first hand-shake.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from heteroinfer_contract.errors import ContractError, not_set
 
 
 class Device(StrEnum):
-    """What a rank computes on."""
+    """The device on which a rank computes."""
 
     CPU = "CPU"
     GPU = "GPU"
 
 
 MAX_WORLD_SIZE = 256
-"""Ranks of a group."""
+"""Maximum number of ranks in a group."""
 
 
 class Mode(StrEnum):
@@ -39,23 +39,23 @@ class Mode(StrEnum):
 
 
 _SIZES = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "batches_in_flight")
-"""Settings of the engine that are at least 1."""
+"""Engine settings that must be at least 1."""
 BY_RATE: Final = 0
-"""Share of a feed-forward rank that is not planned."""
+"""Share of a feed-forward rank that is measured at its start instead of planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardShare:
-    """What a feed-forward rank computes for the stage that it serves.
+    """The part of a stage that a feed-forward rank computes.
 
     Attributes:
-        layers: whose experts (MoE layers) or MLP (dense layers) it has a part of, ascending; the
-            same for every feed-forward rank of a stage.
-        share: how many of the intermediate columns it has, in relation to the shares of the
-            stage's other feed-forward ranks; BY_RATE of all of them: in relation to the rates at
-            which they read memory when they start.
-        by_experts: whether it has whole experts in place of columns; the same for every feed-forward
-            rank of a stage.
+        layers: layers whose experts (MoE layers) or MLP (dense layers) the rank computes a part, ascending;
+            the same for every feed-forward rank of a stage.
+        share: the rank's share of the intermediate columns, relative to the shares of the stage's other
+            feed-forward ranks. BY_RATE (then for all ranks of the stage): shares follow the rates at which
+            the ranks read memory, measured at their start.
+        by_experts: whether the rank computes whole experts instead of columns; the same for every
+            feed-forward rank of a stage.
     """
 
     layers: tuple[int, ...]
@@ -68,18 +68,17 @@ class RankAssignment:
     """One rank's assignment: its pod, device and share of the model.
 
     Attributes:
-        rank: global rank, from 0; ranks number through stages, then within a stage, then through
+        rank: global rank, from 0. Ranks of stage 0 come first, then those of later stages, then all
             feed-forward ranks.
-        pod: index of its pod in the group, from 0; pod 0 is the leader's.
-        stage: pipeline stage, from 0; of a feed-forward rank, the stage that it serves.
-        tensor_rank: rank within its stage's tensor-parallel group, from 0; of a feed-forward rank,
-            its number among those of its stage.
-        end_layer: one past the last layer it holds a part of.
-        weight_bytes: predicted size of its weights, in bytes.
-        predicted_step_s: predicted compute time of a decode step of one request, in
-            seconds; 0 when unknown.
-        feed_forward: what it computes if it is a feed-forward rank: one without attention, KV
-            cache and scheduler, in the pod of the stage that it serves; else None.
+        pod: index of its pod in the group, from 0; pod 0 is the leader.
+        stage: pipeline stage, from 0; for a feed-forward rank, the stage that it serves.
+        tensor_rank: rank within its stage's tensor-parallel group, from 0; for a feed-forward rank, its
+            number among the feed-forward ranks of its stage.
+        end_layer: one past the last layer of which the rank holds a part.
+        weight_bytes: predicted size of its weights.
+        predicted_step_s: predicted compute time of a decode step of one request; 0 if unknown.
+        feed_forward: its computation if it is a feed-forward rank, else None. A feed-forward rank has no
+            attention, KV cache or scheduler, and runs in the pod of the stage that it serves.
     """
 
     rank: int
@@ -98,7 +97,7 @@ class RankAssignment:
 
     @property
     def num_layers(self) -> int:
-        """Returns how many transformer layers the rank holds, whole or a part of."""
+        """Number of transformer layers that the rank holds, completely or in part."""
         if self.feed_forward is not None:
             return len(self.feed_forward.layers)
         return self.end_layer - self.first_layer
@@ -106,19 +105,19 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Every engine setting that must agree between the ranks of a group.
+    """The engine settings that must be equal on all ranks of a group.
 
-    vLLM's own defaults differ by device, and nothing in vLLM compares them between
-    nodes; so each of them is written here and given to every rank.
+    vLLM's defaults differ by device, and vLLM does not compare them between nodes. So the plan sets each
+    value explicitly for every rank.
 
     Attributes:
         dtype: `float32`, `float16` or `bfloat16`; never `auto`.
-        max_model_len: longest prompt plus output, in tokens.
-        block_size: tokens of a KV block; a multiple of 32.
+        max_model_len: maximum length of prompt plus output, in tokens.
+        block_size: tokens per KV block; a multiple of 32.
         eager_gpu: whether GPU ranks run without CUDA graphs and torch.compile.
         eager_cpu: whether CPU ranks run without torch.compile.
         batches_in_flight: decode batches that may be in the pipeline at once, >= 1.
-        extra_args: the user's `engine.args`, for vLLM, without what the plan owns.
+        extra_args: the user's `engine.args` for vLLM, without options that the plan sets.
     """
 
     model: str
@@ -147,11 +146,11 @@ class PodAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(codec.JsonValue):
-    """A whole group.
+    """The plan of a whole group.
 
     Attributes:
-        tensor_parallel_size: ranks of one stage, feed-forward ranks not counted.
-        ranks: by rank; `ranks[i].rank == i`; vLLM's own first, then feed-forward ranks.
+        tensor_parallel_size: ranks of one stage, without feed-forward ranks.
+        ranks: ordered by rank (`ranks[i].rank == i`): vLLM's ranks first, then feed-forward ranks.
     """
 
     mode: Mode
@@ -160,16 +159,16 @@ class Plan(codec.JsonValue):
     ranks: tuple[RankAssignment, ...]
     engine: EngineSettings
     _texts: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
-    """JSON text and hash, once they were asked for: a plan never changes."""
+    """JSON text and hash after their first use; a plan never changes."""
 
     def __post_init__(self) -> None:
-        """Checks what every reader relies on.
+        """Checks the properties that every reader relies on.
 
         Raises:
-            ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are
-                not together, sizes are below 1 or do not multiply to the number of vLLM's ranks, a rank
-                is not in the stage that its number says, the stages' layers leave a gap, or
-                feed-forward ranks don't fit the mode or their stage.
+            ContractError: ranks are not 0..world_size-1 in order, a pod's ranks are not adjacent, sizes are
+                below 1 or their product is not the number of vLLM's ranks, a rank's stage does not match
+                its number, the stages' layers leave a gap, or feed-forward ranks do not fit the mode or
+                their stage.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
             raise ContractError("Plan.ranks: expected ranks 0..world_size-1 in order")
@@ -186,7 +185,7 @@ class Plan(codec.JsonValue):
         self._check_feed_forward()
 
     def check(self) -> None:
-        """Checks that no number is one that there cannot be; raises ContractError naming it."""
+        """Checks that all numbers are in range; raises ContractError that names the field."""
         for name in _SIZES:
             codec.at_least(1, "Plan.engine", **{name: getattr(self.engine, name)})
         for rank in self.ranks:
@@ -195,21 +194,21 @@ class Plan(codec.JsonValue):
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks, feed-forward ranks among them."""
+        """Number of ranks, including feed-forward ranks."""
         return len(self.ranks)
 
     @property
     def stage_ranks(self) -> tuple[RankAssignment, ...]:
-        """Returns the ranks that vLLM's world has, by rank: those that hold a stage."""
+        """The ranks of vLLM's world, by rank: all ranks that hold a stage."""
         return tuple(rank for rank in self.ranks if rank.feed_forward is None)
 
     def feed_forward_ranks(self, stage: int) -> tuple[RankAssignment, ...]:
-        """Returns the feed-forward ranks that serve a stage, by their number in it."""
+        """Returns the feed-forward ranks that serve a stage, by their number in the stage."""
         return tuple(r for r in self.ranks if r.feed_forward is not None and r.stage == stage)
 
     @property
     def pods(self) -> tuple[PodAssignment, ...]:
-        """Returns the pods of the group by index; pod 0 is the leader."""
+        """The pods of the group, by index; pod 0 is the leader."""
         return tuple(
             PodAssignment(index=index, role=ranks[0].role, device=ranks[0].device, ranks=ranks)
             for index in sorted({rank.pod for rank in self.ranks})
@@ -218,21 +217,21 @@ class Plan(codec.JsonValue):
 
     @property
     def schedules_ahead(self) -> bool:
-        """Returns whether the next step is scheduled while one runs: where one GPU has all stages' layers."""
+        """Whether the next step is scheduled during a step; requires that one GPU holds all layers."""
         return _schedules_ahead(self.mode, [rank.device for rank in self.stage_ranks])
 
     @property
     def batches_at_once(self) -> int:
-        """Returns the batches that are scheduled at once, at most: what they freed is not given out yet."""
+        """Maximum number of batches scheduled at once; KV blocks that they free are not available yet."""
         return batches_at_once(self.mode, self.pipeline_parallel_size, self.ranks[0].device)
 
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
-        """Returns the number of layers of each pipeline stage."""
+        """Number of layers of each pipeline stage."""
         return tuple(r.num_layers for r in self.stage_ranks if r.tensor_rank == 0)
 
     def stage(self, index: int) -> tuple[RankAssignment, ...]:
-        """Returns the ranks that split the layers of a stage, by tensor rank; no feed-forward ranks."""
+        """Returns the ranks that split a stage's layers, by tensor rank, without feed-forward ranks."""
         first = index * self.tensor_parallel_size
         return self.ranks[first : first + self.tensor_parallel_size]
 
@@ -242,11 +241,11 @@ class Plan(codec.JsonValue):
 
     @property
     def hash(self) -> str:
-        """Returns 16 hex digits that tell this plan from any other."""
+        """16 hex digits that identify this plan."""
         return self._text_and_hash()[1]
 
     def to_json(self) -> str:
-        """Returns the one JSON text of this plan: without feed-forward ranks, that of older versions."""
+        """Returns the canonical JSON text; without feed-forward ranks, the same text as older versions."""
         return self._text_and_hash()[0]
 
     def _text_and_hash(self) -> list[str]:
@@ -260,16 +259,16 @@ class Plan(codec.JsonValue):
         return self._texts
 
     def to_env(self) -> dict[str, str]:
-        """Returns the plan as environment."""
+        """Returns the plan as environment variables."""
         return {names.ENV_PLAN: self.to_json()}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Plan":
-        """Returns the plan of an environment, parsed once a process.
+        """Returns the plan in an environment; a process parses the plan only once.
 
         Raises:
-            ContractError: there is none, it is malformed (the message names the field), or it is not the
-                plan that the pod was made for.
+            ContractError: the plan is missing, malformed (the message names the field), or not the plan for
+                which the operator created the pod.
         """
         if names.ENV_PLAN not in env:
             raise not_set(names.ENV_PLAN)
@@ -367,12 +366,12 @@ def _schedules_ahead(mode: Mode, devices: Sequence[Device]) -> bool:
 
 
 def batches_at_once(mode: Mode, stages: int, first: Device) -> int:
-    """Returns what `Plan.batches_at_once` will be (vllm/config/vllm.py::max_concurrent_batches@v0.32.0)."""
+    """Predicts `Plan.batches_at_once` (vllm/config/vllm.py::max_concurrent_batches@v0.32.0)."""
     return 2 if _schedules_ahead(mode, [first] * stages) else stages
 
 
 def plan_text_hash(text: str) -> str:
-    """Makes 16 hex digits that tell the text of a plan from any other."""
+    """Returns 16 hex digits that identify the text of a plan."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
@@ -382,7 +381,7 @@ def _parsed(text: str) -> Plan:
 
 
 def eager_reason(plan: Plan) -> str | None:
-    """Returns why GPU ranks of a plan must run without CUDA graphs, or None if nothing forbids them."""
+    """Returns the reason that GPU ranks cannot use CUDA graphs; None if they can."""
     mixed = [str(stage) for stage in range(plan.pipeline_parallel_size) if plan.is_mixed(stage)]
     if not mixed:
         return None

@@ -1,6 +1,6 @@
-"""What a model is made of, as far as plans need it: attention, experts, formats, encoder. Stdlib only; pure.
+"""The parts of a model that plans need: attention, experts, formats, encoder. Stdlib only; pure.
 
-Read from a parsed config.json and the names, types and sizes of tensors; `model_files` reads those.
+The inputs are a parsed config.json and the names, types and sizes of tensors, which `model_files` reads.
 """
 
 from heteroinfer_contract.model.layer_kind import AttentionKind, LayerKind

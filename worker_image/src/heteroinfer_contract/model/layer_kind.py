@@ -1,4 +1,4 @@
-"""What the layers of a model that are alike have in common. Stdlib only; pure."""
+"""The common properties of a model's layers of one kind. Stdlib only; pure."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from heteroinfer_contract import codec
 
 
 class AttentionKind(StrEnum):
-    """What a layer keeps of the tokens before."""
+    """The data that a layer keeps for earlier tokens."""
 
     FULL = "Full"
-    """Keys and values of all of them."""
+    """Keys and values of all earlier tokens."""
     WINDOW = "Window"
-    """Of the last ones, as many as the window is wide."""
+    """Keys and values of the last tokens, up to the window's width."""
     CHUNKED = "Chunked"
-    """Of those in the same chunk."""
+    """Keys and values of the tokens in the same chunk."""
     LATENT = "Latent"
-    """One latent vector for each, of which keys and values are made (multi-head latent attention)."""
+    """A latent vector per token, from which keys and values are computed (multi-head latent attention)."""
     SPARSE = "Sparse"
-    """A latent vector for each, and an index that chooses among them (DeepSeek sparse attention)."""
+    """A latent vector per token, and an index that selects tokens (DeepSeek sparse attention)."""
     LINEAR = "Linear"
     """A state of fixed size (Mamba, gated delta net, short convolution)."""
     NONE = "None"
@@ -28,30 +28,31 @@ class AttentionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What layers of one kind have in common; their sizes may differ.
+    """The common properties of layers of one kind; the layers' sizes may differ.
 
     Attributes:
-        attention: what is kept of earlier tokens.
-        kv_heads: heads whose keys and values are cached; 1 of a latent, 0 without a cache by token.
+        attention: the data that is kept for earlier tokens.
+        kv_heads: heads whose keys and values are cached; 1 for latents, 0 without a cache by token.
         kv_width: elements cached for one token in one head: key and value together, or the latents of all
-            its attentions.
-        value_width: elements of a value in one head; 0 if it is as wide as the key, or without both.
-        shares_kv: whether it reads an earlier layer's keys and values, and has none of its own.
-        index_bytes: of a token in the index of sparse attention.
+            the layer's attentions.
+        value_width: elements of a value in one head; 0 if it is as wide as the key, or if the layer has
+            neither.
+        shares_kv: whether the layer reads an earlier layer's keys and values instead of its own.
+        index_bytes: bytes per token in the index of sparse attention.
         window: tokens of the window or chunk; 0 without one.
         conv_elements: state of a sequence's convolution, in elements of the engine's type.
         state_elements: recurrent state of a sequence, in elements of the state's own type.
-        state_copies: of it that vLLM keeps for one sequence, with prefix caching.
-        experts: routed experts; 0 of a dense layer.
-        experts_per_token: how many of them a token goes through.
-        expert_bytes: weights of one routed expert, in bytes.
-        experts_quantized: whether these are in the model's scheme.
-        gates_together: whether one tensor has the gate and up columns of all experts, in an order that its
-            name does not say.
-        quantized_bytes: weights other than routed experts that are in the model's scheme, in bytes.
-        mlp_bytes: the dense feed-forward part, in bytes; 0 of a layer with experts, shared or routed.
-        columns: intermediate columns of one routed expert, or of the dense feed-forward part; 0 where that is
-            not known, as in profiles by earlier versions.
+        state_copies: copies of the state that vLLM keeps for one sequence, with prefix caching.
+        experts: routed experts; 0 for a dense layer.
+        experts_per_token: routed experts that a token passes through.
+        expert_bytes: weights of one routed expert.
+        experts_quantized: whether the routed experts are in the model's scheme.
+        gates_together: whether one tensor has the gate and up columns of all experts; its name does not show
+            their order.
+        quantized_bytes: weights other than routed experts that are in the model's scheme.
+        mlp_bytes: the dense feed-forward part; 0 for a layer with shared or routed experts.
+        columns: intermediate columns of one routed expert, or of the dense feed-forward part; 0 if unknown,
+            as in profiles of earlier versions.
     """
 
     attention: AttentionKind = AttentionKind.FULL
@@ -74,7 +75,7 @@ class LayerKind:
     columns: int = 0
 
     def check(self) -> None:
-        """Checks that no number is one that there cannot be; raises ContractError naming it."""
+        """Checks that all numbers are in range; raises ContractError that names the field."""
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "attention"}
         codec.at_least(0, "LayerKind", **numbers)
         codec.at_most(self.experts, "LayerKind", experts_per_token=self.experts_per_token)
@@ -88,19 +89,19 @@ class LayerKind:
 
     @property
     def feed_forward_bytes(self) -> int:
-        """Returns what feed-forward ranks can take of a layer: its routed experts, or its MLP, in bytes."""
+        """Weights of a layer that feed-forward ranks can compute: its routed experts or its MLP."""
         return self.routed_bytes or self.mlp_bytes
 
     @property
     def routed_bytes(self) -> int:
-        """Returns the weights of all routed experts of a layer, in bytes."""
+        """Weights of all routed experts of a layer."""
         return self.experts * self.expert_bytes
 
     def expected_experts(self, tokens: int) -> float:
-        """Returns how many experts so many tokens go through, on average, if each is as likely.
+        """Returns the mean number of experts that `tokens` tokens use, if all experts are equally likely.
 
         Args:
-            tokens: of one step, >= 0.
+            tokens: tokens of one step, >= 0.
         """
         if not self.experts:
             return 0.0
