@@ -335,7 +335,7 @@ def engine_of(group: TinyGroup) -> int:
     [
         (
             signal.SIGKILL,
-            "was killed by SIGKILL while Ready; if nobody killed it, the pod's memory limit was",
+            "was killed by SIGKILL while Ready. If you did not kill it, the pod reached its memory limit",
         ),
         (signal.SIGABRT, "was killed by SIGABRT while Ready"),
         (signal.SIGTERM, "was killed by SIGTERM while Ready"),

@@ -74,7 +74,7 @@ def test_what_cannot_be_forked_is_named(tmp_path: Path) -> None:
         group.wait_exits(time.monotonic() + 20)
         assert group.marked() == []
     failure = group.pods[0].failure()
-    assert "cannot be forked: Cannot allocate memory" in failure.message
+    assert "cannot be forked: Cannot allocate memory. Raise the pod's memory limit" in failure.message
     assert failure.reason in {FailureReason.RANK_EXITED, FailureReason.API_SERVER_EXITED}
 
 

@@ -263,11 +263,14 @@ def test_stat_of_a_process_with_an_ugly_name(
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (-9, "was killed by SIGKILL while Ready; if nobody killed it, the pod's memory limit was reached"),
+        (
+            -9,
+            "was killed by SIGKILL while Ready. If you did not kill it, the pod reached its memory limit",
+        ),
         (-11, "was killed by SIGSEGV while Ready"),
         (-99, "was killed by signal 99 while Ready"),
-        (0, "exited with code 0 while Ready; expected it to run; see its log"),
-        (None, "ended while Ready; its exit code is not known"),
+        (0, "exited with code 0 while Ready, but must keep running. Read its log"),
+        (None, "ended while Ready (exit code unknown)"),
     ],
 )
 def test_exit_in_words(code: int | None, words: str) -> None:

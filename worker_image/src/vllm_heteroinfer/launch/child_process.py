@@ -1,7 +1,7 @@
-"""The processes of a pod: started so that none outlives the supervisor, watched, killed. Linux only.
+"""Starts, observes and kills child processes. No child outlives the supervisor. Linux only.
 
-A process is dead for us as soon as the kernel marks it exiting: a rank with 100 GB
-takes seconds to give them back, and its exit status comes only after that.
+A process counts as ended as soon as the kernel marks it as exiting. The kernel needs seconds to free the
+memory of a rank with 100 GB, and reports the exit status only afterwards.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from heteroinfer_contract import parent_death
 from vllm_heteroinfer.launch.output import OutputPump
 
 PF_EXITING = 0x4
-"""linux/sched.h; in the flags of /proc/PID/stat."""
+"""Flag of an exiting process in /proc/PID/stat (linux/sched.h)."""
 REAP_TIMEOUT_S = 30.0
-"""A killed process needs as long as the kernel takes to free its memory; beyond this it
-hangs in the kernel, and nothing in user space can help."""
+"""Longest wait for a killed process. It ends when the kernel has freed its memory. A process that takes
+longer hangs in the kernel, and user space cannot end it."""
 REAP_INTERVAL_S = 0.01
 _NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Who opens connections to us takes files; those that are too many are closed in a moment."""
+"""Errors for too many open files. They pass: clients open connections, and excess connections are closed."""
 
 
 class ProcessState(Enum):
-    """What the kernel says of a process."""
+    """The state of a process in the kernel."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -41,11 +41,10 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessObservation:
-    """A process now.
+    """A process at one moment.
 
     Attributes:
-        exit_code: as subprocess has it; None while it runs, or as long as the kernel
-            doesn't tell.
+        exit_code: as in subprocess. None while the process runs, or if the kernel does not report it yet.
     """
 
     state: ProcessState
@@ -53,11 +52,11 @@ class ProcessObservation:
 
 
 def parse_stat(stat: str) -> ProcessObservation:
-    """Returns what the text of /proc/PID/stat says (proc_pid_stat(5))."""
+    """Parses the text of /proc/PID/stat (proc_pid_stat(5))."""
     fields = stat[stat.rindex(")") + 2 :].split()
     state, flags, status = fields[0], int(fields[6]), int(fields[49])
     if state in "ZXx" or flags & PF_EXITING:
-        # The status is 0 also when the kernel may not tell: then wait until it is reaped.
+        # The status is also 0 if the kernel must not show it. Then the exit code is known after reaping.
         return ProcessObservation(
             state=ProcessState.ENDED, exit_code=os.waitstatus_to_exitcode(status) if status else None
         )
@@ -65,15 +64,15 @@ def parse_stat(stat: str) -> ProcessObservation:
 
 
 def _read_stat(pid: int) -> str:
-    """Returns the text of /proc/PID/stat; raises OSError when the process is gone.
+    """Reads /proc/PID/stat. Raises OSError if the process is gone.
 
-    The kernel cuts a process's name at 15 bytes, maybe inside of a letter.
+    The kernel cuts a process's name after 15 bytes, possibly within a character.
     """
     return Path(f"/proc/{pid}/stat").read_text(errors="replace")
 
 
 def read_switches(pid: int) -> int:
-    """Returns how often a process's first thread has left its CPU by itself, which each stop does once.
+    """Counts the voluntary context switches of a process's first thread. Each stop adds one.
 
     Raises:
         OSError: the process is gone.
@@ -84,9 +83,9 @@ def read_switches(pid: int) -> int:
 
 
 class StopClock:
-    """Measures how long a process has been in one stop.
+    """Measures how long a process has been stopped without running in between.
 
-    A process that is stopped again and again (cpulimit does this) may be stopped at every look, and yet runs.
+    cpulimit stops a process again and again. Such a process may be stopped at every check, but it runs.
     """
 
     def __init__(self) -> None:
@@ -94,11 +93,11 @@ class StopClock:
         self._since_s = 0.0
 
     def stopped_for_s(self, pid: int, now_s: float) -> float:
-        """Returns the seconds since the first look that saw this stop; 0 if the process runs or has ended.
+        """Seconds since the first call during this stop; 0 if the process runs or has ended.
 
         Args:
-            now_s: on a clock that stands still while this process has no turn: a stop of the whole pod
-                stops it too.
+            now_s: time of a clock that does not advance while this process is not scheduled, for example
+                during a stop of the whole pod.
         """
         try:
             stopped = parse_stat(_read_stat(pid)).state is ProcessState.STOPPED
@@ -111,32 +110,32 @@ class StopClock:
 
 
 class ForkedProcess:
-    """A process that another one forked, and that became our child; the part of Popen that is needed."""
+    """A child of this process that another process forked. Implements the needed part of Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Returns its exit code as Popen does, None while it runs."""
+        """Returns the exit code, or None while the process runs."""
         if self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if found else None
         return self._code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal unless it has ended."""
+        """Sends a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 class ChildProcess:
-    """One process of the pod, in a session of its own, its output piped through us.
+    """One process of the pod, in its own session. Its output passes through this process.
 
-    Started by `start`, or forked by another process, which tells its number later (`adopt`).
+    Either `start` starts it, or another process forks it and later reports its process id (`adopt`).
 
     Attributes:
-        label: for the output and for messages: `rank 1`, `api`.
+        label: name in output and messages: `rank 1`, `api`.
     """
 
     def __init__(self, label: str, pipe: IO[bytes], process: "subprocess.Popen[bytes] | None" = None) -> None:
@@ -149,15 +148,16 @@ class ChildProcess:
     def start(
         cls, *, label: str, command: Sequence[str], env: Mapping[str, str], inherited_fds: Sequence[int] = ()
     ) -> "ChildProcess":
-        """Starts it; returns once the kernel has loaded the command, which may take seconds.
+        """Starts a process. Returns after the kernel has loaded the command, possibly after seconds.
 
-        Call it on a thread that lives as long as the supervisor (PR_SET_PDEATHSIG).
+        Call this on a thread that lives as long as the supervisor: the process ends with the thread that
+        started it (PR_SET_PDEATHSIG).
 
         Raises:
             OSError: the command cannot be started.
         """
-        # The standard library names this switch for such cases: a vfork holds the interpreter's lock until
-        # the kernel has loaded the command, seconds on a busy disk, and no thread of ours would run.
+        # The standard library documents this switch for such cases. A vfork holds the interpreter's lock
+        # until the kernel has loaded the command (seconds on a busy disk), so no other thread could run.
         subprocess._USE_VFORK = False  # type: ignore[misc]
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command],
@@ -172,24 +172,25 @@ class ChildProcess:
         return cls(label, process.stdout, process)
 
     def adopt(self, pid: int) -> None:
-        """Takes the process `pid`, forked by another one and our child by now, for this one."""
+        """Sets the process id after another process forked it. It must be a child of this process by now."""
         self._process = ForkedProcess(pid)
 
     @property
     def started(self) -> bool:
-        """Returns whether there is a process, or was one."""
+        """Whether the process has been started. Also true after its end."""
         return self._process is not None
 
     @property
     def pid(self) -> int:
-        """Returns its process id, which is also its session's and its group's; it must have been started."""
+        """Process id, also the id of its session and group. Only valid after the start."""
         assert self._process is not None
         return self._process.pid
 
     def observe(self) -> ProcessObservation:
-        """Returns what it does now, and reaps it when it can be reaped."""
+        """Returns the current state of the process. Reaps the process if it has ended."""
         if self._process is None:
-            return ProcessObservation(state=ProcessState.RUNNING)  # or will; who forks it is watched
+            # It will run soon. If its fork fails, the forking process reports that.
+            return ProcessObservation(state=ProcessState.RUNNING)
         code = self._process.poll()
         if code is not None:
             return ProcessObservation(state=ProcessState.ENDED, exit_code=code)
@@ -198,38 +199,37 @@ class ChildProcess:
         except OSError as error:
             if error.errno not in _NO_FILES:
                 raise
-            return ProcessObservation(
-                state=ProcessState.RUNNING
-            )  # as far as is known; the next look comes soon
+            # The state is unknown. The next check follows soon.
+            return ProcessObservation(state=ProcessState.RUNNING)
 
     def reaped(self) -> bool:
-        """Returns whether nothing of it is left, and reaps it if it can be."""
+        """Whether the process was reaped or never started. Reaps the process if it has ended."""
         return self._process is None or self._process.poll() is not None
 
     def stopped_for_s(self, now_s: float) -> float:
-        """Returns how many seconds it has been in one stop, as StopClock does."""
+        """Seconds for which the process has been stopped; see StopClock."""
         return 0.0 if self._process is None else self._stop_clock.stopped_for_s(self.pid, now_s)
 
     def terminate(self) -> None:
-        """Asks it to end (SIGTERM to it alone: it ends its own children in its own order)."""
+        """Sends SIGTERM to the process only, not to its group: it ends its own children in its own order."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kills its whole process group at once."""
+        """Kills the whole process group at once."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
 async def kill_everything(children: Sequence[ChildProcess]) -> bool:
-    """Kills the children and every process below this one, and reaps them.
+    """Kills and reaps the children and all other descendants of this process.
 
-    Needs adopt_orphans() or PID 1: then what left its group becomes our child when its
-    parent dies, and is found here.
+    This process must be PID 1 or have called adopt_orphans(). Then a descendant that left its process group
+    becomes a child of this process when its parent dies, and is killed, too.
 
     Returns:
-        whether all are gone before REAP_TIMEOUT_S.
+        Whether all are gone within REAP_TIMEOUT_S.
     """
     for child in children:
         child.kill()
@@ -245,7 +245,7 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
             if not left:
                 return True
         for pid in left:
-            # A zombie that another process traces can be in the list: the kill does nothing.
+            # The list can contain a zombie that another process traces. For it, the kill has no effect.
             os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline_s:
             return False
@@ -253,7 +253,7 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
 
 
 def _reap(children: Sequence[ChildProcess]) -> list[int]:
-    """Reaps what can be reaped; returns our direct children that still live."""
+    """Reaps all ended children. Returns the process ids of the other direct children."""
     own = {child.pid: child for child in children if child.started}
     left = []
     for pid in child_pids():
@@ -268,16 +268,17 @@ def _reap(children: Sequence[ChildProcess]) -> list[int]:
 
 
 def reap_orphans(children: Sequence[ChildProcess]) -> None:
-    """Reaps zombies that were left to us by processes below ours, as PID 1 must.
+    """Reaps orphaned zombies, as PID 1 must.
 
-    Call it once all children have been started: one that was forked and is not known yet is no orphan.
+    Call this after the start of all children. Otherwise it could reap a forked child whose process id is not
+    known yet.
 
-    Asks the kernel for any zombie instead of reading /proc, which on a busy host took 8 %
-    of a core at the watch's pace (2 cores, 2026-11-21). One of `children` is left for its
-    owner, and hides those behind it until then: the next look comes soon.
+    Asks the kernel for any zombie, and does not read /proc: on a busy host that took 8 % of a core at the
+    interval of the watch (2 cores, 2026-11-21). If the kernel returns one of `children`, this function stops,
+    since ChildProcess reaps these. The next call reaps the zombies behind it.
     """
     own = {child.pid for child in children if child.started}
-    with contextlib.suppress(ChildProcessError):  # there is no child at all
+    with contextlib.suppress(ChildProcessError):  # this process has no children
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if found.si_pid in own:
                 return
@@ -285,10 +286,10 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
 
 
 def child_pids(parent: int | None = None) -> list[int]:
-    """Returns the process ids of a process's children, zombies included, whichever thread made them.
+    """Lists the process ids of a process's children, including zombies and the children of all threads.
 
     Args:
-        parent: ours by default.
+        parent: process id; default: this process.
     """
     parent = os.getpid() if parent is None else parent
     found = []
@@ -298,7 +299,7 @@ def child_pids(parent: int | None = None) -> list[int]:
         try:
             stat = _read_stat(int(entry.name))
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has ended
         if int(stat[stat.rindex(")") + 2 :].split()[1]) == parent:
             found.append(int(entry.name))
     return found

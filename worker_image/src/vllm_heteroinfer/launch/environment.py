@@ -1,7 +1,7 @@
-"""The environment of each process of a pod. PURE: plan, identity and machine in, variables out.
+"""Builds the environment of each process of a pod from the plan, the pod's identity and the machine. Pure.
 
-Everything here must be set before the process starts: thread pools, device visibility
-and vLLM's platform choice are fixed when its libraries load.
+These variables must be set before the process starts: its libraries read thread pools, device visibility and
+vLLM's platform only when they load.
 """
 
 from collections.abc import Mapping
@@ -22,23 +22,23 @@ from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.open_mp import first_level
 
 HIDE_GPUS = "-1"
-"""The empty string would keep Triton on, and the sampler dies without a driver (vLLM 0.32.0)."""
+"""With the empty string Triton would stay on, and the sampler would fail without a driver (vLLM 0.32.0)."""
 READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "LD_")
 """Prefixes of variables that libraries read when they load: a forked process keeps its parent's values."""
 GOMP_SPINCOUNT = "GOMP_SPINCOUNT"
 OPENMP_SPINS = "20000000"
-"""Tens of milliseconds: a feed-forward rank's threads are awake for the next layer's ask."""
+"""Tens of milliseconds. So the threads of a feed-forward rank still spin when the next layer's ask comes."""
 FEED_FORWARD_SPIN_S = 0.002
-"""Longer than a GPU takes between two layers' asks, shorter than a step."""
+"""Longer than the time between a GPU's asks for two layers, shorter than a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """This pod's machine, as far as its processes' environment needs it.
+    """The facts about this pod's machine that its processes' environments depend on.
 
     Attributes:
-        cpu_quota: CPUs' worth of time the cgroups allow; None without a limit.
-        address: own IP address by which the leader is reached and reaches us.
+        cpu_quota: CPU limit of the cgroups, in CPUs; None without a limit.
+        address: own IP address, on the network that connects this pod and the leader.
     """
 
     cpus: tuple[Cpu, ...]
@@ -49,21 +49,21 @@ class Host:
 
     @property
     def usable_cpus(self) -> int:
-        """Returns how many threads can really run at once, at least 1."""
+        """Number of threads that can run at the same time, at least 1."""
         quota = len(self.cpus) if self.cpu_quota is None else int(self.cpu_quota)
         return max(1, min(len(self.cpus), quota))
 
     @property
     def has_whole_cores(self) -> bool:
-        """Returns whether its CPUs are its own, so that pinning can't hurt a neighbour or itself."""
+        """Whether the pod has exclusive CPUs, so pinning slows down neither other pods nor itself."""
         return len(self.cpus) < self.machine_cpus and self.usable_cpus == len(self.cpus)
 
 
 ONEDNN_CACHE: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_PRIMITIVES: Final = "128"
-"""oneDNN compiles a matrix product for each number of rows and keeps 1,024 of them by default. After prompts
-of 500 lengths a float32 rank of 32 layers had grown by 965 MB, and with 128 by 215 MB at the same speed
-(2 cores of an AMD EPYC, 2026-11-26), which the planner's RANK_OVERHEAD_BYTES covers."""
+"""oneDNN compiles a matrix product for each number of rows, and by default caches 1,024 products. Prompts of
+500 lengths grew a float32 rank of 32 layers by 965 MB. With a limit of 128 the rank grew by 215 MB at the
+same speed (2 cores of an AMD EPYC, 2026-11-26). The planner's RANK_OVERHEAD_BYTES covers this growth."""
 
 
 def rank_environment(
@@ -99,12 +99,12 @@ def rank_environment(
 
 
 def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict[str, str]:
-    """Returns the environment of the API server and its engine core, which compute nothing.
+    """Builds the environment of the API server and its engine core, which compute nothing.
 
-    It takes rank 0's platform, since the engine builds its configuration there.
+    They use rank 0's platform: the engine builds its configuration there.
 
     Raises:
-        ContractError: the number of threads in `base_env` is none.
+        ContractError: the number of threads in `base_env` is not valid.
     """
     base_env = _without_blank_threads(base_env)
     device = plan.ranks[0].device
@@ -117,9 +117,9 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
 
 
 def can_be_forked(rank: Mapping[str, str], first: Mapping[str, str]) -> bool:
-    """Returns whether a rank with one environment can be forked from one with another, once that has loaded.
+    """Whether a rank can be forked from the first rank after the first rank has loaded its libraries.
 
-    Ranks that are bound to cores cannot: each has an OMP_PLACES of its own, which OpenMP reads only once.
+    Ranks that are bound to cores cannot be forked: each has its own OMP_PLACES, which OpenMP reads only once.
     """
     return all(
         rank.get(name) == first.get(name) for name in {*rank, *first} if name.startswith(READ_WHEN_LOADED)
@@ -133,10 +133,10 @@ def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
 
 
 def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) -> float:
-    """Returns how long a feed-forward rank spins for its next ask before it sleeps, in seconds.
+    """Seconds for which a feed-forward rank spins for its next ask. Then it sleeps.
 
-    Under a CPU limit spinning uses up the time that computing needs (CFS throttling), and with fewer
-    CPUs than threads it keeps others from running.
+    Returns 0 in two cases. Under a CPU limit spinning would use up the computing time (CFS throttling). With
+    fewer CPUs than threads, spinning would keep other threads from running.
     """
     threads = (first_level(env) or 1) * len(ranks_on_machine(plan, launch, Device.CPU))
     limited = host.usable_cpus < len(host.cpus)
@@ -147,8 +147,8 @@ def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) ->
 def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) -> CpuSet | None:
     """Returns the CPUs to which a CPU rank's threads are bound, or None if they are not bound.
 
-    All supervisors of a machine compute the same result, since each counts the CPU ranks of all pods with
-    its own address, in rank order.
+    All supervisors of a machine compute the same result: each counts the CPU ranks of all pods with its own
+    address, in rank order.
     """
     if launch.cpu_binding is CpuBinding.NEVER or host.usable_cpus < len(host.cpus):
         return None
@@ -171,10 +171,10 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
 def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
     return {
         names.ENV_HETEROGENEOUS_DEVICE: "cuda" if device is Device.GPU else "cpu",
-        # The model is on disk; a name that looks like one of the hub's must not be fetched.
+        # The model is on disk. vLLM must not download it if the path looks like a repository of a hub.
         names.ENV_HUB_OFFLINE: "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # Its default differs by device, and the two runners exchange different tensors.
+        # The default depends on the device, and the two runners exchange different tensors.
         names.ENV_V2_MODEL_RUNNER: "0",
         names.ENV_OWN_ADDRESS: host.address,
         names.ENV_GLOO_INTERFACE: host.interface,
@@ -183,10 +183,10 @@ def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
 
 
 def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the variables, less a number of threads that says nothing: it is as one that is not set.
+    """Returns the variables without a blank number of threads, which would count as set.
 
     Raises:
-        ContractError: it is none.
+        ContractError: the number of threads is not valid.
     """
     if first_level(base_env) is not None:
         return base_env
@@ -201,13 +201,13 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     if rank.local_rank >= len(devices):
         raise ContractError(
             f"rank {rank.rank}: got {names.ENV_VISIBLE_GPUS}={listed!r}, expected at least "
-            f"{rank.local_rank + 1} GPUs in pod {rank.pod}; give the role as many as it has ranks a pod"
+            f"{rank.local_rank + 1} GPUs in pod {rank.pod}. Give each pod of the role one GPU per rank"
         )
     return devices[rank.local_rank]
 
 
 def _more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
-    """Returns whether the user set more threads than the rank has CPUs, so that threads would wait."""
+    """Whether the user set more threads than the rank has CPUs. Then threads would wait for each other."""
     return (first_level(base_env) or 0) > len(cpu_set.cpus)
 
 
@@ -215,13 +215,13 @@ def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host
     threads = threads_per_rank(plan, launch, host) if cpu_set is None else len(cpu_set.cpus)
     settings = {
         names.ENV_OMP_THREADS: str(threads),
-        # vLLM's own binding follows affinity only, never the quota, and refuses more
-        # ranks than NUMA nodes (vllm/utils/ompmultiprocessing.py::OMPProcessManager@v0.32.0).
+        # vLLM's own binding follows only the affinity, not the quota. It refuses more ranks than NUMA nodes
+        # (vllm/utils/ompmultiprocessing.py::OMPProcessManager@v0.32.0).
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if cpu_set is not None:
-        # One set of CPUs for all threads of a rank, so that what its main thread starts
-        # later is not pinned to a single CPU.
+        # All threads of a rank share one set of CPUs. Otherwise the threads that its main thread starts later
+        # would be pinned to a single CPU.
         settings[names.ENV_OMP_PLACES] = "{" + ",".join(str(cpu) for cpu in cpu_set.cpus) + "}"
         settings["OMP_PROC_BIND"] = "true"
     return settings

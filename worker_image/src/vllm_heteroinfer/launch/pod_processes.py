@@ -1,4 +1,4 @@
-"""The processes of one pod: started by the plan, watched, reported, ended. Knows nothing of other pods."""
+"""Starts, watches and ends the processes of one pod, and reports failures. Independent of other pods."""
 
 import asyncio
 import contextlib
@@ -42,23 +42,23 @@ from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
 from vllm_heteroinfer.pod.threads import LastingThread
 
 EXIT_CODE_WAIT_S = 0.15
-"""For the exit code of a rank that has reported, or whose code the kernel doesn't tell yet."""
+"""Time to wait for the exit code of a rank that reported a failure or is exiting."""
 API_STOP_TIMEOUT_S = 3.0
-"""For the API server to close its connections before it is killed."""
+"""Time for the API server to close its connections. Then it is killed."""
 STOP_INTERVAL_S = 0.02
 ENGINE_LOOK_UP_S = 1.0
-"""Between two looks at which processes an API server that starts has."""
+"""Interval for listing the processes of a starting API server."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """What a pod runs; a parameter so that tests run small real processes.
+    """The commands of a pod's processes. Tests replace them with small real processes.
 
     Attributes:
-        api_server: on the leader's pod; empty for none.
-        forks: whether the other processes of a pod are forked from its first rank, which has imported what
-            they need (pod/forking.py). Then each command is a Python, `-m` and a module.
+        api_server: runs in the leader's pod only. If empty, the group has no API server.
+        forks: whether the pod's other processes are forked from its first rank, which has already imported
+            their libraries (pod/forking.py). Then each command must be a Python, `-m` and a module.
     """
 
     rank: tuple[str, ...] = (sys.executable, "-m", "vllm_heteroinfer.rank.entry")
@@ -68,7 +68,7 @@ class Commands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """A process to start; as in SupervisedProcess."""
+    """A process to start. `assignment` is None for the API server."""
 
     label: str
     command: tuple[str, ...]
@@ -80,8 +80,8 @@ class PodProcesses:
     """All processes of this pod.
 
     Args:
-        awake_s: a time that goes on only while this process has its turns (LoopClock), in seconds: all
-            limits after which a process is accused are counted by it.
+        awake_s: reads a clock that counts only the seconds in which this process was scheduled (LoopClock).
+            All time limits for the pod's processes use this clock.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class PodProcesses:
         self._engine_stops: dict[int, StopClock] = {}
 
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
-        """Starts every rank of the pod, and the API server on the leader's.
+        """Starts every rank of the pod. In the leader's pod, also starts the API server.
 
         Raises:
-            ContractError: an environment cannot be made; nothing was started.
+            ContractError: an environment is invalid. No process was started.
             OSError: a command cannot be started.
         """
         ranks = self._plan.pods[self._launch.pod_index].ranks
@@ -121,9 +121,9 @@ class PodProcesses:
             env = api_environment(self._plan, base_env, host)
             wanted.append(_Wanted(label="api", command=commands.api_server, env=env, assignment=None))
         first, *others = wanted
-        # CUDA does not survive a fork, and what a CUDA build imports may touch it.
+        # CUDA does not work after a fork, and the imports of a CUDA build may initialize CUDA.
         forks = commands.forks and ranks[0].device is Device.CPU
-        # The API server computes nothing: how many threads it would have loaded with does not matter.
+        # The API server computes nothing. So it can be forked from a rank with other thread settings.
         forked = [w for w in others if forks and (w.assignment is None or can_be_forked(w.env, first.env))]
         self._starting = True
         await self._start_first(first, forked, sorted(cpu.id for cpu in host.cpus))
@@ -133,7 +133,7 @@ class PodProcesses:
         self._starting = False
 
     async def _start_first(self, first: "_Wanted", forked: "Sequence[_Wanted]", cpus: Sequence[int]) -> None:
-        """Starts the pod's first rank, and asks it for those that are forked from it."""
+        """Starts the pod's first rank, and asks this rank to fork the processes in `forked`."""
         if not forked:
             await self._start_one(first)
             return
@@ -147,19 +147,22 @@ class PodProcesses:
         asyncio.get_running_loop().add_reader(self._forks.fileno(), self._take_forks, self._forks)
 
     async def _start_one(self, wanted: "_Wanted", *theirs: socket.socket) -> None:
-        """Starts a process that inherits `theirs`, closed here then; the loop goes on meanwhile."""
+        """Starts a process that inherits the sockets `theirs`, without blocking the event loop.
+
+        Closes this process's copies of the sockets.
+        """
         process = await self._starts.call(lambda: self._keep(_start(wanted, theirs)))
         self._hear(process)
         log.info("started %s as process %d", wanted.label, process.child.pid)
 
     async def _ask_for(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
-        """Asks the pod's first rank for a process; its answer comes when it has imported all it needs."""
+        """Asks the pod's first rank to fork a process. The rank answers after its imports."""
         forks = self._forks
         assert forks is not None
         self._hear(await self._starts.call(lambda: self._keep(_ask(forks, wanted, first, cpus))))
 
     def _keep(self, process: SupervisedProcess) -> SupervisedProcess:
-        """Keeps a process, on the thread that started it: kill() finds it also when nobody waits for it."""
+        """Stores a process. Runs on the starting thread, so kill() finds it even if start() was cancelled."""
         self._processes.append(process)
         return process
 
@@ -167,7 +170,7 @@ class PodProcesses:
         asyncio.get_running_loop().add_reader(process.channel.fileno(), self._readable, process)
 
     def _take_forks(self, forks: ForkClient) -> None:
-        """Takes in the processes that were forked; one that could not be is a failure."""
+        """Reads the first rank's answers: adopts forked processes, and reports each failed fork."""
         for answer in forks.read():
             process = next(p for p in self._processes if p.child.label == answer.label)
             if answer.pid:
@@ -175,7 +178,8 @@ class PodProcesses:
                 log.info("started %s as process %d", answer.label, answer.pid)
             elif process.reported is None:
                 message = (
-                    f"it cannot be forked: {answer.error}; raise the pod's memory or its limit of processes"
+                    f"its process cannot be forked: {answer.error}. Raise the pod's memory limit or its "
+                    "limit on processes"
                 )
                 process.reported = Failure(reason=exit_reason(process), message=message)
         if forks.closed:
@@ -188,45 +192,48 @@ class PodProcesses:
         return next((process for process in self._processes if process.assignment is None), None)
 
     def beats(self) -> tuple[RankBeat, ...]:
-        """Returns what is known of each rank of this pod now."""
+        """Builds the heartbeat entries of this pod's ranks."""
         awake_s = self._awake_s()
         return tuple(beat_of(m, m.assignment, awake_s) for m in self._processes if m.assignment is not None)
 
     def tell_age(self, group_age_s: float) -> None:
-        """Tells every rank how old the news of the group is, in seconds."""
+        """Sends every rank the age of the last heartbeat from the group, in seconds."""
         message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
         for process in self._processes:
             process.channel.send(message)
 
     def last_log(self, rank: int) -> str:
-        """Returns a rank's last line of log, "" if it is of another pod."""
+        """Returns the last log line of a rank, or "" for a rank of another pod."""
         own = (process for process in self._processes if process.rank == rank)
         return next((process.child.output.last_line() for process in own), "")
 
     def drain(self) -> None:
-        """Has the API server take no more requests from the next beat on; its end is no failure then."""
+        """Makes the API server refuse new requests from the next heartbeat on.
+
+        Then the end of the API server is not a failure.
+        """
         self._draining = True
 
     def drained(self) -> bool:
-        """Returns whether no request is left that could end: no API server runs, or it says so."""
+        """Whether all requests have ended: the API server reported this, or it does not run."""
         api = self._api
         return api is None or api.report.drained or api.child.observe().state is ProcessState.ENDED
 
     def engine_waits_s(self) -> float:
-        """Returns the age of the API server's question that its engine has not answered, 0 without one."""
+        """Age of the API server's call that its engine has not answered, in seconds; 0 without a call."""
         api = self._api
-        # What a silent API server said last says nothing of the engine's silence since.
+        # Measured at the API server's last message. A silent API server does not report the engine's answer.
         return 0.0 if api is None or api.heard_awake_s is None else api.busy_s(api.heard_awake_s)
 
     def api_silent_s(self) -> float:
-        """Returns since when the API server has told nothing, in seconds; 0 without one."""
+        """Seconds since the last message of the API server; 0 if the pod has no API server."""
         return 0.0 if self._api is None else self._api.silent_s(self._awake_s())
 
     def watch_engine(self, *, started: bool) -> None:
         """Reports an engine that is stopped.
 
         Args:
-            started: whether the API server has answered: then it has no more processes to start.
+            started: whether the API server is up. Then it starts no more processes.
         """
         server = self._api
         if server is None or not server.child.started or server.blamed or self._draining:
@@ -235,7 +242,7 @@ class PodProcesses:
         if self._engine_looked_up_s < now_s - ENGINE_LOOK_UP_S:
             try:
                 self._engine_pids = child_pids(server.child.pid)
-            except OSError:  # no file is free: the next look comes soon
+            except OSError:  # too many open files: the next call tries again
                 return
             self._engine_looked_up_s = math.inf if started else now_s
         clocks = {pid: self._engine_stops.get(pid, StopClock()) for pid in self._engine_pids}
@@ -250,7 +257,7 @@ class PodProcesses:
             self._on_evidence(Evidence(failure=failure, age_s=stops[stopped]))
 
     def watch(self) -> None:
-        """Looks at every process, and reports each failure once."""
+        """Checks every process, and reports each failure once."""
         now_s = self._awake_s()
         for process in self._processes:
             if not process.blamed and not (self._draining and process.assignment is None):
@@ -259,14 +266,17 @@ class PodProcesses:
             reap_orphans([process.child for process in self._processes])
 
     def failing(self) -> bool:
-        """Returns whether a process has failed, though its exit code may not be known yet."""
+        """Whether a process has failed, even if its exit code is not known yet."""
         return any(m.blamed or m.failing_since_s is not None for m in self._processes)
 
     async def stop(self, hurry: asyncio.Event) -> bool:
-        """Ends the API server in its own order, then kills the ranks; `hurry` cuts the first short.
+        """Asks the API server to end, waits for this end, then kills all processes.
+
+        Args:
+            hurry: stops the wait if set.
 
         Returns:
-            whether all processes are gone.
+            Whether all processes are gone.
         """
         deadline_s = time.monotonic() + API_STOP_TIMEOUT_S
         if self._api is not None and not self._api.child.reaped():
@@ -276,7 +286,7 @@ class PodProcesses:
         return await self.kill()
 
     async def kill(self) -> bool:
-        """Kills every process of the pod; returns whether all are gone."""
+        """Kills every process of the pod. Returns whether all are gone."""
         loop = asyncio.get_running_loop()
         for process in self._processes:
             loop.remove_reader(process.channel.fileno())
@@ -285,7 +295,7 @@ class PodProcesses:
             self._forks.close()
         deadline_s = time.monotonic() + REAP_TIMEOUT_S
         while not await self._starts.end(STOP_INTERVAL_S) and time.monotonic() < deadline_s:
-            await self._kill_all()  # a start that is under way ends with its process, once that is forked
+            await self._kill_all()  # also ends the process of a start that is still running
         gone = await self._kill_all()
         deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
         outputs = [process.child.output for process in self._processes]
@@ -310,7 +320,7 @@ class PodProcesses:
     def _watch_one(self, process: SupervisedProcess, now_s: float) -> None:
         seen = process.child.observe()
         if seen.state is ProcessState.ENDED:
-            self._readable(process)  # its last words are in the socket already
+            self._readable(process)  # the socket may hold its last messages
         stopped = seen.state is ProcessState.STOPPED
         if stopped and process.child.stopped_for_s(now_s) > STOPPED_LIMIT_S:
             self._blame(process, seen, now_s)
@@ -331,7 +341,7 @@ class PodProcesses:
 
 
 def _start(wanted: _Wanted, theirs: Sequence[socket.socket]) -> SupervisedProcess:
-    """Starts a process, and closes our copies of what it inherits."""
+    """Starts a process. Closes this process's copies of the inherited sockets."""
     channel, their_end = RankChannel.open_pair()
     with contextlib.ExitStack() as inherited:
         descriptors = [inherited.enter_context(each).fileno() for each in (their_end, *theirs)]
@@ -345,7 +355,7 @@ def _start(wanted: _Wanted, theirs: Sequence[socket.socket]) -> SupervisedProces
 
 
 def _ask(forks: ForkClient, wanted: _Wanted, first: _Wanted, cpus: Sequence[int]) -> SupervisedProcess:
-    """Asks the pod's first rank for a process, which has no number yet."""
+    """Asks the pod's first rank to fork a process. The result has no process id yet."""
     channel, theirs = RankChannel.open_pair()
     read_fd, write_fd = os.pipe()
     request = ForkRequest(
@@ -354,7 +364,7 @@ def _ask(forks: ForkClient, wanted: _Wanted, first: _Wanted, cpus: Sequence[int]
         environment=difference(first.env, wanted.env),
         cpus=cpus,
     )
-    with contextlib.suppress(ConnectionError):  # it has ended already, and the watch will see it
+    with contextlib.suppress(ConnectionError):  # the first rank has ended: watch() reports this
         forks.ask(request, output_fd=write_fd, channel_fd=theirs.fileno())
     os.close(write_fd)
     theirs.close()

@@ -13,7 +13,7 @@ from vllm_heteroinfer.pod.channel import EngineEnd, RankChannel, RankReport
 from vllm_heteroinfer.pod.lost_peer import Lost
 
 STOPPED_LIMIT_S = 1.0
-"""A debugger or profiler stops a process for less."""
+"""Debuggers and profilers stop a process for a shorter time."""
 STOPPED = f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
 _OF_REPORT = tuple({each.name for each in fields(RankReport)} & {each.name for each in fields(RankStatus)})
 """Names of the fields that a rank's status copies from its report."""
@@ -38,14 +38,14 @@ class SupervisedProcess:
 
     @property
     def rank(self) -> int | None:
-        """Returns its global rank, None for the API server."""
+        """Global rank of the process; None for the API server."""
         return None if self.assignment is None else self.assignment.rank
 
     def read_channel(self, awake_s: float) -> None:
         """Reads the process's new messages.
 
         Args:
-            awake_s: now, by the clock of PodProcesses.
+            awake_s: current time of PodProcesses' clock.
 
         Raises:
             ContractError: the process uses a different version of the channel.
@@ -61,11 +61,11 @@ class SupervisedProcess:
             self.engine_end = self.engine_end or message.engine_end
 
     def silent_s(self, awake_s: float) -> float:
-        """Returns the time since its last message, in seconds; 0 before its first message."""
+        """Seconds since the process's last message; 0 before its first message."""
         return 0.0 if self.heard_awake_s is None else awake_s - self.heard_awake_s
 
     def busy_s(self, awake_s: float) -> float:
-        """Returns the time since its current activity began, in seconds; 0 if it is idle."""
+        """Seconds since the process's current activity began; 0 if it is idle."""
         return 0.0 if self.report.busy is None else awake_s - self.busy_since_awake_s
 
 
@@ -142,12 +142,14 @@ def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
     """Describes an exit; `exit_code` is negative for a signal, None if it is unknown."""
     during = f"while {phase}"
     if exit_code is None:
-        return f"ended {during}; its exit code is not known"
+        return f"ended {during} (exit code unknown)"
     if exit_code >= 0:
-        return f"exited with code {exit_code} {during}; expected it to run; see its log"
+        return f"exited with code {exit_code} {during}, but must keep running. Read its log"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    hint = "; if nobody killed it, the pod's memory limit was reached" if -exit_code == signal.SIGKILL else ""
+    hint = (
+        ". If you did not kill it, the pod reached its memory limit" if -exit_code == signal.SIGKILL else ""
+    )
     return f"was killed by {name} {during}{hint}"
