@@ -67,7 +67,7 @@ class PlanError(HeteroInferError):
     """No plan exists for this spec and model. Permanent until the spec or the model changes."""
 
 
-class Shortage(PlanError):  # noqa: N818 - the word of the resource: planning.onGPUShortage
+class Shortage(PlanError):  # noqa: N818 - named like the field planning.onGPUShortage
     """No plan exists now, because GPUs or other capacity is missing. Retry when nodes change."""
 
     reason = PlanReason.INSUFFICIENT_GPU.value

@@ -298,7 +298,10 @@ class Operator:
         seen = resources.versions()
         listed = await list_resources(server, self._settings.watch_namespaces)
         if any(version < seen[scope] for scope, version in listed.versions.items()):
-            logger.warning("the API server's store went back to an older state. Listing everything again")
+            logger.warning(
+                "the API server returned an older state than before, for example after a restore of etcd. "
+                "Listing everything again"
+            )
             cluster_state.relist()
         for scope, error in listed.unread.items():
             # An open watch continues after the operator loses the right to watch. Only a list shows the loss.

@@ -46,7 +46,7 @@ _DIGITS_READ: Final = 80
 """Significant digits that are read. The bounds above need 28 digits."""
 _MOST_EXPONENT: Final = 10**9
 _REMEMBERED: Final = 64
-"""Most characters of a cached text. Other clients may store texts of a megabyte."""
+"""Texts of at most this many characters are cached. Other clients may store texts of a megabyte."""
 _DURATION: Final = re.compile(DURATION_PATTERN)
 _DURATION_PART: Final = re.compile("([0-9]+)(ms|h|m|s)")
 _MILLISECONDS: Final[Mapping[str, int]] = MappingProxyType({"h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 MOST_GAP_S: Final = 30.0
-"""Most seconds that a gap between two observations counts. Regular observations are more frequent."""
+"""A gap between two observations counts at most this many seconds. Regular observations are more frequent."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 

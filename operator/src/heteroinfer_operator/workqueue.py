@@ -62,7 +62,7 @@ SLOW_S: Final = 0.25
 
 
 _MOST_DEFECTS: Final = 100
-"""Most defects of status writes that a process logs."""
+"""At most this many defects of status writes are logged by one process."""
 
 
 def build_process(

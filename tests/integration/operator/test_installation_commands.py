@@ -30,7 +30,7 @@ async def test_version_compares_client_operator_and_crd(
     code, out, errors = heteroinfer(config, "version")
     assert code == 0
     assert f"operator  0.1.0  {release}/{release}-heteroinfer, 0 of 0 ready" in out
-    assert f"warning: operator {release}/{release}-heteroinfer is 0.1.0, this client is " in errors
+    assert f"warning: operator {release}/{release}-heteroinfer has version 0.1.0, this client " in errors
 
 
 async def test_version_without_rights_names_them(

@@ -64,7 +64,7 @@ def status_of_a_serving_group(viewer: Path) -> None:
     """Checks `heteroinfer status` while the group serves, with pods that no scheduler has placed."""
     shown = reported(viewer, "status", "tiny")
     assert "State     Available, Ready (Serving)" in shown
-    assert "Values of ranks are from the status, a minute old at most: " in shown
+    assert "Values of ranks come from the stored status and may be up to a minute old, because " in shown
     value = yaml.safe_load(reported(viewer, "status", "tiny", "-o", "yaml"))
     assert set(value["unexpectedConditions"]) <= {"CapacityAvailable"}, (
         "the scheduler has no node for its pods"

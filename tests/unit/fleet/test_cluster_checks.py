@@ -104,10 +104,12 @@ def test_each_pair_of_versions_that_differs_is_a_warning() -> None:
     crd = InstalledCrd(version="0.2.0", same_schema=True)
     assert skew_warnings("0.2.0", (installed_operator(),), crd) == ()
     (warning,) = skew_warnings("0.3.0", (installed_operator(),), crd)
-    assert warning.startswith("operator system/heteroinfer is 0.2.0, this client is 0.3.0")
+    assert warning == (
+        "operator system/heteroinfer has version 0.2.0, this client 0.3.0. Use a client of version 0.2.0"
+    )
     old = InstalledCrd(version="0.1.0", same_schema=False)
     (warning,) = skew_warnings("0.2.0", (installed_operator(),), old)
-    assert "operator system/heteroinfer is 0.2.0, the CRD is 0.1.0" in warning
+    assert "operator system/heteroinfer has version 0.2.0, the CRD 0.1.0" in warning
     applied = InstalledCrd(version=UNKNOWN_VERSION, same_schema=False)
     assert "its schema differs" in skew_warnings("0.2.0", (), applied)[0]
     assert "not installed" in skew_warnings("0.2.0", (), None)[0]

@@ -100,8 +100,8 @@ class HeteroInference(Model):
 
 
 MAX_SPEC_LENGTH: Final = 256 * 1024
-"""Most bytes of a spec as JSON: a ConfigMap stores it, pods hold parts of it, and the status is stored with
-it."""
+"""A spec may have at most this many bytes as JSON: a ConfigMap stores it, pods hold parts of it, and it is
+stored together with the status."""
 
 
 def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:

@@ -29,7 +29,8 @@ from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 MAX_ROLES: Final = 16
 MAX_GROUPS: Final = 64
 MAX_RANKS: Final = 4096
-"""Most ranks in all groups: the status lists each rank, and etcd stores at most 1.5 MiB per object."""
+"""All groups together may have at most this many ranks: the status lists each rank, and etcd stores at most
+1.5 MiB per object."""
 MAX_RESTARTS: Final = 20
 
 

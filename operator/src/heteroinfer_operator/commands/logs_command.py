@@ -100,61 +100,61 @@ async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]
         try:
             found.append(pod_view(item))
         except UnreadableError as error:
-            _say(f"skipping a pod that cannot be read: {error.message}")
+            _print_line(f"skipping a pod that cannot be read: {error.message}")
     return with_complete_labels(found, Owner(key=key, uid=""))
 
 
 async def _tell_current(
     server: ApiServer, namespace: str, group: GroupStatus, pods: Sequence[PodView], tail: int
 ) -> None:
-    _say(f"==> {tell_group(group)}")
+    _print_line(f"==> {tell_group(group)}")
     if group.failures:
-        _say(f"last failure: {tell_failure(group.failures[-1])}")
+        _print_line(f"last failure: {tell_failure(group.failures[-1])}")
     known = epochs(pods)
     if not known:
-        _say(
+        _print_line(
             "the group has no pods now"
             + (". The line above is about its last pods" if group.failures else "")
         )
         return
     for story in build_stories(group, pods, known[-1]):
-        await _tell_pod(server, namespace, story, tail)
+        await _print_pod_log(server, namespace, story, tail)
 
 
 async def _tell_previous(
     server: ApiServer, namespace: str, group: GroupStatus, pods: Sequence[PodView], tail: int
 ) -> None:
-    _say(f"==> {tell_group(group)}")
+    _print_line(f"==> {tell_group(group)}")
     if not group.failures:
-        _say("no epoch of this group has failed")
+        _print_line("no epoch of this group has failed")
     for failure in reversed(group.failures):
-        _say(tell_failure(failure))
+        _print_line(tell_failure(failure))
     left = [epoch for epoch in epochs(pods) if epoch < group.epoch]
     if group.failures and not left:
-        _say(
+        _print_line(
             "their pods and logs are gone: the operator deletes pods before the next epoch starts. "
             "The lines above come from status.groups[].failures"
         )
     for epoch in reversed(left):
         for story in build_stories(group, pods, epoch):
-            await _tell_pod(server, namespace, story, tail)
+            await _print_pod_log(server, namespace, story, tail)
 
 
-async def _tell_pod(server: ApiServer, namespace: str, story: PodStory, tail: int) -> None:
+async def _print_pod_log(server: ApiServer, namespace: str, story: PodStory, tail: int) -> None:
     mark = " (ended the epoch)" if story.culprit else ""
-    _say(f"--> {story.title}{mark}")
+    _print_line(f"--> {story.title}{mark}")
     if story.ended:
-        _say(story.ended)
+        _print_line(story.ended)
     try:
         query: Query = {"container": names.CONTAINER_WORKER, "tailLines": tail}
         text = await server.get_text(POD.path(namespace, story.name, "log"), query)
     except ApiError as error:
-        _say(f"no log: {error.message}")
+        _print_line(f"no log: {error.message}")
         return
     for line in text.splitlines():
-        _say(f"[{story.prefix}] {line}")
+        _print_line(f"[{story.prefix}] {line}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     """Prints one line. Pods, leaders and the status can contain any text, even terminal sequences."""
     sys.stdout.write(f"{printable(line, keep=_TAB)}\n")

@@ -238,7 +238,7 @@ class Nearest:
 
 
 def find_nearest(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> tuple[Nearest, ...]:
-    """Returns the smallest change of each option with which the model fits."""
+    """For each option, returns the smallest change that makes the model fit."""
 
     def fits(hardware: GivenHardware, max_model_len: int | None = draft.max_model_len) -> bool:
         try:

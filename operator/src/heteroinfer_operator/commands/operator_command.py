@@ -64,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "HETEROINFER_CALIBRATION_CONFIG_MAP, then exit; the chart's calibration Job uses it",
     )
     parser.add_argument(
-        "--node-kind", default="", metavar="NAME", help="with --keep-calibration: kind of the node"
+        "--node-kind",
+        default="",
+        metavar="NAME",
+        help="name of the node kind that FILE was measured on; only with --keep-calibration",
     )
     parser.add_argument(
         "--node-selector",

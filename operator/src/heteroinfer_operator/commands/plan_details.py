@@ -25,7 +25,8 @@ from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
 _REQUESTS = (1, 8, 64)
 _LONG_CONTEXT = 16384
-"""Tokens of a second row of predicted steps, if engine.maxModelLen is larger."""
+"""If engine.maxModelLen is larger, the table of predicted steps has a second row for requests of this many
+tokens."""
 
 
 def describe_details(planned: Planned, figures: Figures, not_measured: str) -> list[str]:

@@ -53,6 +53,12 @@ async def _print_status(arguments: argparse.Namespace) -> None:
         return
     lines = summary.render(datetime.now(UTC), verbose=arguments.verbose)
     if leaders.problem:
-        lines += ["", f"Values of ranks are from the status, a minute old at most: {leaders.problem}"]
+        lines += [
+            "",
+            (
+                "Values of ranks come from the stored status and may be up to a minute old, "
+                f"because {leaders.problem}"
+            ),
+        ]
     for each in lines:
         sys.stdout.write(f"{printable(each)}\n")

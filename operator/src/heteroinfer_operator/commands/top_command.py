@@ -95,4 +95,4 @@ async def _show(arguments: argparse.Namespace) -> None:
 def _note(leaders: LeaderReader) -> str:
     if not leaders.problem:
         return ""
-    return f"some values are from the status, a minute old at most: {leaders.problem}"
+    return f"some values come from the stored status and may be up to a minute old, because {leaders.problem}"

@@ -24,7 +24,7 @@ from heteroinfer_operator.version import own_version
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer version`."""
     parser.add_argument(
-        "--client", action="store_true", help="only the version of this client, without a cluster"
+        "--client", action="store_true", help="print only the client's version; needs no cluster"
     )
     add_output_option(parser, "text")
     add_cluster_options(parser)

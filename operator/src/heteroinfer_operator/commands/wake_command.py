@@ -21,13 +21,18 @@ from heteroinfer_operator.kube.server import FORBIDDEN, ApiError
 PATH_WAKE: Final = "/wake_up"
 """vLLM serves it in its development mode (`vllm/entrypoints/serve/dev/sleep/api_router.py@v0.32.0`)."""
 WAKE_TIMEOUT_S: Final = 300.0
-"""For a group that copies its weights back to GPUs."""
+"""Timeout of a wake request. The group may have to copy its weights back to GPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer wake`."""
     parser.add_argument("name", metavar="NAME", help="name of a HeteroInference")
-    parser.add_argument("--group", type=int, metavar="N", help="index of one group. Default: all that sleep")
+    parser.add_argument(
+        "--group",
+        type=int,
+        metavar="N",
+        help="wake only the group with this index. Default: all sleeping groups",
+    )
     add_namespace_option(parser)
     add_cluster_options(parser)
 

@@ -104,8 +104,8 @@ def skew_warnings(
 ) -> tuple[str, ...]:
     """Compares the versions of an installation; returns a warning for each pair that differs."""
     warnings = [
-        f"operator {each.name} is {each.version}, this client is {client}. Use the client of the operator's "
-        "version"
+        f"operator {each.name} has version {each.version}, this client {client}. "
+        f"Use a client of version {each.version}"
         for each in operators
         if each.version != client
     ]
@@ -113,7 +113,7 @@ def skew_warnings(
         warnings.append("the CRD is not installed. Install the chart with crds.install=true")
     elif crd.version != UNKNOWN_VERSION:
         warnings += [
-            f"operator {each.name} is {each.version}, the CRD is {crd.version}. Upgrade the chart that "
+            f"operator {each.name} has version {each.version}, the CRD {crd.version}. Upgrade the chart that "
             "installs the CRD"
             for each in operators
             if each.version != crd.version

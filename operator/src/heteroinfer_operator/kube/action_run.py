@@ -104,7 +104,8 @@ class ActionRun:
 
     def __init__(self, context: ActionContext, observation: ResourceObservation, kept: Kept) -> None:
         self._context = context
-        self._resource = observation.resource.without_fields()  # requests may run for long
+        # A request may outlive its decision. It must not keep the spec and the status in memory until then.
+        self._resource = observation.resource.without_fields()
         self._kept = kept
         self._acting = kept.acting
         self._generation = kept.generation
@@ -114,8 +115,8 @@ class ActionRun:
         self._launched: dict[Subject, UnderWay] = {}
         self._status_s: float | None = None
         self._conflict: ConflictError | None = None
-        self._until_s = 0.0
-        self._over = False
+        self._deadline_s = 0.0
+        self._is_finished = False
 
     async def run_all(self, actions: Sequence[Action]) -> float | None:
         """Runs the actions that can run now.
@@ -131,14 +132,14 @@ class ActionRun:
             if await self._write_resource(actions):
                 for event in (action for action in actions if isinstance(action, RecordEvent)):
                     self._context.recorder.record(self._resource, event)
-            self._until_s = asyncio.get_running_loop().time() + self._context.patience_s
+            self._deadline_s = asyncio.get_running_loop().time() + self._context.patience_s
             for stage in _stages(actions):
                 await self._run_stage(stage)
             for action in actions:
                 if isinstance(action, TryObjects) and self._acting.may(action):
                     await self._attempt(action, self._try_objects(action))
         finally:
-            self._over = True
+            self._is_finished = True
             self._acting.end()
         if self._conflict is not None:
             raise self._conflict
@@ -156,7 +157,7 @@ class ActionRun:
         await self._context.dry_runs.find(self._resource, action, patience_s=self._left_s())
 
     def _left_s(self) -> float:
-        return max(0.0, self._until_s - asyncio.get_running_loop().time())
+        return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
 
     # Writes to the resource itself. The status comes first, because it depends on no other write.
 
@@ -224,7 +225,7 @@ class ActionRun:
                 self._current().done(action)
                 self._kept.status_tries.cancel(but=asyncio.current_task())
                 self._context.callbacks.status_written(self._resource.key, True)
-        if self._over:
+        if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
 
     async def _patch_status(self, action: PatchStatus) -> None:
@@ -331,7 +332,7 @@ class ActionRun:
             found = subject(action, self._resource.key.name)
             if self._kept.under_way.get(found) is self._launched.get(found):  # not a later attempt
                 self._kept.under_way.pop(found, None)
-        if self._over:
+        if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
 
     async def _create_pods(self, creates: Sequence[CreateObject]) -> None:
@@ -391,7 +392,7 @@ class ActionRun:
         return False
 
     def _current(self) -> Acting:
-        if self._over:
+        if self._is_finished:
             self._kept.acting.now = datetime.now(UTC)
         return self._kept.acting
 
@@ -419,7 +420,7 @@ class ActionRun:
     def _report(self, error: BaseException) -> None:
         if isinstance(error, HeteroInferError):  # this process may not write any more
             logger.warning("%s: %s", self._resource.key, error.message)
-        elif self._over:  # before that, the reconcile raises the error
+        elif self._is_finished:  # before that, the reconcile raises the error
             logger.error("%s: a defect of the operator. Report it", self._resource.key, exc_info=error)
 
 

@@ -94,6 +94,8 @@ class KubeCluster:
         status = parse_status(resource.status)
         self._callbacks.observed(key, status)
         unwatched = self._cluster_state.pods_unwatched(key)
+        # A pod may lose its label while this method waits for leaders. Then it looks for such pods again, at
+        # most twice, because another client could change labels without end.
         for may_look_again in (True, True, False):
             known = self._cluster_state.pods(key, resource.uid)
             unlabelled = await self._unlabelled.find(resource, status, known)

@@ -86,7 +86,7 @@ class ClusterState:
         self._some_ready = asyncio.Event()
         self._awake = AwakeClock(clock)
         self._silences, self._deletions, self._creations = (
-            OwnClock(passed_s=self._awake.awake_s) for _ in range(3)
+            OwnClock(monotonic_s=self._awake.awake_s) for _ in range(3)
         )
         scopes: list[str | None] = [*namespaces] or [None]
 
@@ -113,7 +113,7 @@ class ClusterState:
                 trim=trim.pod_record,
                 changed=pod_changed,
                 index=lambda pod: pod.key,
-                unreadable=trim.unreadable_pod,
+                trim_unreadable=trim.unreadable_pod,
                 failing=functools.partial(self._touch_pods, scope),
             )
 

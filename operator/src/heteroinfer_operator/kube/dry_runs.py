@@ -21,7 +21,7 @@ from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
 logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 16
-"""Most dry-run requests at the same time, over all resources."""
+"""At most this many dry-run requests run at the same time, over all resources."""
 HOLDS_S: Final = 600.0
 """How long a result is valid. Policies change, and a rollout may take hours."""
 

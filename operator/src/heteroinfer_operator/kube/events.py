@@ -32,7 +32,7 @@ MESSAGE_CHARACTERS: Final = 1024
 AT_ONCE: Final = 4
 MOST_WAITING: Final = 1000
 MOST_A_MINUTE: Final = 10
-"""Most new events of one resource in a minute."""
+"""At most this many new events of one resource are recorded in a minute."""
 MINUTE_S: Final = 60.0
 FLUSH_S: Final = 0.5
 """How long a stopping process waits for unwritten events."""

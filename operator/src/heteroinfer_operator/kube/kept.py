@@ -14,7 +14,8 @@ from heteroinfer_operator.reconcile.budget import Budget, Spending
 from heteroinfer_operator.reconcile.refusals import Acting, Subject, asked_anew
 
 WRITES_AT_ONCE: Final = 16
-"""Most creates and applies of one resource at the same time, so that one slow webhook cannot block others."""
+"""At most this many creates and applies of one resource run at the same time, so that one slow webhook cannot
+block others."""
 STATUS_AGAIN_S: Final = 1.0
 """Pause between two attempts to write a status while the API server has not answered the first."""
 WITHIN: Final = timedelta(seconds=60)

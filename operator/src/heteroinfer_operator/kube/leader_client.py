@@ -36,7 +36,7 @@ SURE_TRIES: Final = 3
 WATCH_S: Final = 1.0
 """Interval of test connections to a leader that answered before. They send no request."""
 MOST_TRIED: Final = 200
-"""Most leaders that get a test connection within one WATCH_S. If there are more, they take turns."""
+"""At most this many leaders get a test connection within one WATCH_S. If there are more, they take turns."""
 TRY_S: Final = 0.3
 """Timeout of a test connection. SURE_TRIES connections and WATCH_S together take less than 2 s."""
 

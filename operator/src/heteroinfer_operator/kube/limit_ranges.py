@@ -16,15 +16,15 @@ _PREFIX: Final = "LimitRanger plugin set:"
 _MOST_TEXT: Final = 200
 
 
-def find_defaulted(stored: Mapping[str, Any]) -> str:
+def find_limit_range_values(stored: Mapping[str, Any]) -> str:
     """Returns the requests and limits that a LimitRange set for the worker container, or "".
 
     Raises:
         UnreadableError: a field has another type than in a Pod.
     """
     metadata = as_object(stored.get("metadata"), "metadata")
-    said = as_text_map(metadata.get("annotations"), "annotations").get(_ANNOTATION, "")
-    if not said:
+    annotation = as_text_map(metadata.get("annotations"), "annotations").get(_ANNOTATION, "")
+    if not annotation:
         return ""
     spec = as_object(stored.get("spec"), "spec")
     containers = as_objects(spec.get("containers"), "containers")
@@ -33,14 +33,14 @@ def find_defaulted(stored: Mapping[str, Any]) -> str:
     found = []
     for kind in ("requests", "limits"):
         amounts = as_object(resources.get(kind), kind)
-        given = [f"{name}={amounts[name]}" for name in sorted(_set(said, kind) & amounts.keys())]
+        given = [f"{name}={amounts[name]}" for name in sorted(_set(annotation, kind) & amounts.keys())]
         found += [f"{kind} {', '.join(given)}"] if given else []
     return printable(" and ".join(found))[:_MOST_TEXT]
 
 
-def _set(said: str, kind: str) -> set[str]:
+def _set(annotation: str, kind: str) -> set[str]:
     """Returns the names of resources whose requests or limits (`kind`) a LimitRange set for the worker."""
     suffix = f" {kind.removesuffix('s')} for container {names.CONTAINER_WORKER}"
-    parts = [part.strip() for part in said.removeprefix(_PREFIX).split(";")]
+    parts = [part.strip() for part in annotation.removeprefix(_PREFIX).split(";")]
     named = (part.removesuffix(suffix) for part in parts if part.endswith(suffix))
     return {name.strip() for part in named for name in part.split(",")}

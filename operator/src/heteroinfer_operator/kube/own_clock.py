@@ -31,20 +31,20 @@ class AwakeClock:
     be back, so the pause must not count as silence of the node.
 
     Args:
-        passed_s: monotonic clock, in seconds.
+        monotonic_s: monotonic clock, in seconds.
     """
 
     TICK_S: Final = 1.0
     _MOST_GAP_S: Final = 5.0
 
-    def __init__(self, passed_s: Callable[[], float] = time.monotonic) -> None:
-        self._passed_s = passed_s
-        self._looked_s = passed_s()
+    def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic_s = monotonic_s
+        self._looked_s = monotonic_s()
         self._awake_s = 0.0
 
     def awake_s(self) -> float:
         """Returns the seconds since the start. A gap between two calls counts as 5 s at most."""
-        now_s = self._passed_s()
+        now_s = self._monotonic_s()
         self._awake_s += min(max(now_s - self._looked_s, 0.0), self._MOST_GAP_S)
         self._looked_s = now_s
         return self._awake_s
@@ -65,14 +65,14 @@ class OwnClock:
 
     Args:
         clock: this process's wall clock.
-        passed_s: monotonic clock, in seconds.
+        monotonic_s: monotonic clock, in seconds.
     """
 
     def __init__(
-        self, clock: Callable[[], datetime] = utc_now, passed_s: Callable[[], float] = time.monotonic
+        self, clock: Callable[[], datetime] = utc_now, monotonic_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._passed_s = passed_s
+        self._monotonic_s = monotonic_s
         self._seen: dict[str, _Seen] = {}
 
     def note(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
@@ -88,14 +88,16 @@ class OwnClock:
             self._seen.pop(key, None)
         elif key not in self._seen or self._seen[key].stamp != stamp:
             moment = _later(self._clock(), later_s)
-            self._seen[key] = _Seen(stamp, moment, self._passed_s() + later_s)
+            self._seen[key] = _Seen(stamp, moment, self._monotonic_s() + later_s)
 
     def moment(self, key: str) -> datetime | None:
         """Returns the time of the event by this process's clock, or None without a timestamp for `key`."""
         seen = self._seen.get(key)
         if seen is None:
             return None
-        moment = _later(self._clock(), seen.at_s - self._passed_s())
+        # The wall clock may have been set since `note`. The monotonic clock gives the event's time by the new
+        # setting. Without such a change, each call returns the same time: both clocks differ by microseconds.
+        moment = _later(self._clock(), seen.at_s - self._monotonic_s())
         if abs(moment - seen.moment) > _CLOCK_WAS_SET_BY:
             self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)
         return seen.moment

@@ -40,14 +40,15 @@ contains the reason.
 """
 
 REQUESTS_AT_ONCE: Final = 64
-"""Most concurrent requests of one lane. Watches have no lane, since each keeps its own connection: 200
-namespaces have 1,600."""
+"""A lane sends at most this many requests at the same time. Watches have no lane, since each keeps its own
+connection: 200 namespaces have 1,600 watches."""
 QUESTION_TIMEOUT_S: Final = 15.0
 """Timeout of the read of one object."""
 PAGE_OBJECTS: Final = 500
 PAGE_FIRST_OBJECTS: Final = 2
 PAGE_GROWTH: Final = 4
-"""Most growth of a page over the page before, in objects: the next objects may be larger."""
+"""A page contains at most this many times the objects of the page before, because the next objects may be
+larger."""
 PAGE_BYTES: Final = 2**20
 """Target size of a page. Parsed it takes ten times the memory, and caches list at the same time."""
 

@@ -4,7 +4,7 @@ from asyncio import sslproto
 from typing import Final
 
 RECORD_BYTES: Final = 16 * 1024
-"""Most plain text in one TLS record (RFC 8446, 5.1)."""
+"""A TLS record contains at most this many bytes of plain text (RFC 8446, 5.1)."""
 
 
 def shrink_tls_buffers() -> None:

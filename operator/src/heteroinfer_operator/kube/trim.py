@@ -19,7 +19,7 @@ from heteroinfer_operator.cluster import (
     ResourceView,
     Waiting,
 )
-from heteroinfer_operator.kube.limit_ranges import find_defaulted
+from heteroinfer_operator.kube.limit_ranges import find_limit_range_values
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
 from heteroinfer_operator.manifests.identity import Owner, named_labels
@@ -372,7 +372,7 @@ def pod_view(stored: Manifest) -> PodView:
         key_secret=find_key_secret(stored),
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
         still_running=_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
-        defaulted=find_defaulted(stored),
+        defaulted=find_limit_range_values(stored),
     )
 
 

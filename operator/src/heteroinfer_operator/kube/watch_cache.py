@@ -32,7 +32,7 @@ BACKOFF_MOST_S: Final = 5.0
 UNCONFIRMED_S: Final = 60.0
 """How long an object that we wrote survives relists that do not show it yet."""
 MOST_REPORTED: Final = 1000
-"""Most unreadable objects of one collection that the cache remembers, to log each once."""
+"""At most this many unreadable objects of one collection are remembered, to log each only once."""
 _NAMELESS: Final = NamespacedName(namespace="", name="an object without a name, uid or resourceVersion")
 _ADDED: Final = "ADDED"
 _MODIFIED: Final = "MODIFIED"
@@ -107,7 +107,7 @@ class WatchCache(Generic[T]):
     numbers). So a watch that lags behind cannot undo `note_written`.
 
     If `trim` cannot read an object, the cache logs that once, and leaves the object out or keeps the value of
-    `unreadable`. No answer of an API server ends a cache: it lists again after any error.
+    `trim_unreadable`. No answer of an API server ends a cache: it lists again after any error.
 
     Attributes:
         synced: set after the first full list.
@@ -116,7 +116,7 @@ class WatchCache(Generic[T]):
         trim: converts an object to its value; None for objects that do not belong here.
         changed: called with the value before and after each change of a value.
         index: key by which `under` finds values; None without an index.
-        unreadable: value for an object whose `trim` raised UnreadableError; None leaves the object out.
+        trim_unreadable: value for an object whose `trim` raised UnreadableError; None leaves the object out.
         failing: called when a list or watch fails after a success.
     """
 
@@ -128,7 +128,7 @@ class WatchCache(Generic[T]):
         trim: Callable[[Manifest], T | None],
         changed: Callable[[T | None, T | None], None],
         index: Callable[[T], Hashable] | None = None,
-        unreadable: Callable[[Manifest], T | None] = lambda stored: None,
+        trim_unreadable: Callable[[Manifest], T | None] = lambda stored: None,
         failing: Callable[[], None] = lambda: None,
     ) -> None:
         self.collection = collection
@@ -137,7 +137,7 @@ class WatchCache(Generic[T]):
         self._trim = trim
         self._changed = changed
         self._index = index
-        self._unreadable = unreadable
+        self._trim_unreadable = trim_unreadable
         self._failing = failing
         self._reported: dict[NamespacedName, str] = {}
         self._broke_off = False
@@ -239,7 +239,7 @@ class WatchCache(Generic[T]):
             except UnreadableError as error:
                 self._version = ""
                 logger.warning("%s: %s. Listing again", self.collection.label, printable(error.message))
-            except Exception:  # boundary of a cache: if a cache ended, the process would end
+            except Exception:  # a defect must not end the cache, because the process ends with it
                 self._version, self._broke_off = "", True
                 logger.exception(
                     "%s: a defect of the operator. Report it. Listing again", self.collection.label
@@ -266,7 +266,11 @@ class WatchCache(Generic[T]):
         metadata = as_object(listed["metadata"], "metadata")
         now = version_number(as_name(metadata.get("resourceVersion"), "resourceVersion"))
         if 0 < now < self.version:
-            logger.warning("%s: the store went back to an older state. Listing again", self.collection.label)
+            logger.warning(
+                "%s: the API server returned an older state than before, for example after a restore of "
+                "etcd. Listing again",
+                self.collection.label,
+            )
             self.relist()
 
     def _read(self, stored: _StoredObject) -> T | None:
@@ -279,7 +283,7 @@ class WatchCache(Generic[T]):
 
     def _read_metadata(self, stored: _StoredObject) -> T | None:
         try:
-            return self._unreadable(stored.body)
+            return self._trim_unreadable(stored.body)
         except UnreadableError:  # already reported
             return None
 

@@ -268,7 +268,8 @@ class _FieldReader:
             if name != DEFAULT_GPU_RESOURCE:
                 self.refuse(
                     f"spec.containers[0].resources.limits[{name}]",
-                    f"Remove {name}: this machine has cpu, memory and {DEFAULT_GPU_RESOURCE}",
+                    f"Remove {name}: on this machine, only cpu, memory and {DEFAULT_GPU_RESOURCE} can be "
+                    "requested",
                 )
         return int(parse_quantity(limits.get(DEFAULT_GPU_RESOURCE, 0)))
 

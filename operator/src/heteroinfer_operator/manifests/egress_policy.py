@@ -29,7 +29,8 @@ _DNS_PORTS: Final = (53, 5353)
 They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
 _MOST: Final = 32
-"""Most policies of one group or one download. Selectors that certainly match its pods come first."""
+"""At most this many policies of one group or one download are considered. Policies whose selectors certainly
+match its pods come first."""
 
 
 class Egress(StrEnum):

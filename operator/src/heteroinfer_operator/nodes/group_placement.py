@@ -35,7 +35,7 @@ def assign_nodes(
     """
     if topology_key:
         domains = domains_of(free_nodes, topology_key)
-        for value in sorted(domains, key=lambda value: _nearness(domains[value], others)):
+        for value in sorted(domains, key=lambda value: _count_shared_nodes(domains[value], others)):
             nodes = search_nodes(demands, domains[value], others)
             if nodes is not None:
                 return Placement(nodes=nodes, domain=value)
@@ -48,7 +48,8 @@ def assign_nodes(
     return Placement(nodes=nodes)
 
 
-def _nearness(inside: Sequence[FreeNode], others: OtherGroups | None) -> int:
+def _count_shared_nodes(inside: Sequence[FreeNode], others: OtherGroups | None) -> int:
+    """Returns the number of nodes that also have a pod of another group."""
     return sum(others.nearness(each.node) > 1 for each in inside) if others is not None else 0
 
 

@@ -20,9 +20,9 @@ from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Value
 MOST_TRIES: Final = 5000
 """Placements of a pod until the search gives up: about 20 ms of one core (2026-11-21)."""
 _MOST_CHOICES: Final = 1000
-"""Most combinations of topology values to try for pods that must be together."""
+"""At most this many combinations of topology values are tried for pods that must be together."""
 _FEWEST_TRIES: Final = 100
-"""Fewest placements per combination of topology values."""
+"""At least this many placements are tried for each combination of topology values."""
 _LEAST: Final = 1e-6
 """Smaller amounts are rounding errors."""
 

@@ -32,13 +32,13 @@ SAMPLING_BYTES: Final = 18
 random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0).
 256 requests and 262,144 entries took 16.9 bytes each (H200, 2026-11-26)."""
 _RESIDUALS: Final = 4
-"""Hidden states of a token that exist at once in addition to a layer's own."""
+"""Number of hidden states of a token that exist at once besides the layer's intermediate values."""
 _ATTENTION: Final = 3
-"""Size of queries, keys, values and output, in hidden states."""
+"""Size of the queries, keys, values and output of attention for one token, in hidden states."""
 _FRAGMENTS: Final = Fraction(7, 4)
-"""Memory that torch reserves for activations, relative to their size: 386 MiB for 232."""
+"""Memory that torch reserves for activations, relative to their size: 386 MiB for 232 MiB."""
 _USUAL_COLUMNS: Final = 4
-"""Columns of an MLP per element of a hidden state, if the profile of an earlier version has none."""
+"""Number of columns of an MLP per element of a hidden state, for profiles of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,8 @@ def _caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) ->
         caches.append(_Cache(layer=index, kind=AttentionKind.LATENT, window=0, page_bytes=page))
     if kind.conv_elements or kind.state_elements:
         page = state_bytes(kind, engine, tensor)
-        # vLLM pads states to a block of attention; engine_settings chooses that block's length for it.
+        # vLLM pads a state to the size of an attention block. engine_settings chooses blocks that are large
+        # enough for a state.
         copies = max(kind.state_copies, 1)
         linear = AttentionKind.LINEAR
         caches.append(_Cache(layer=index, kind=linear, window=0, page_bytes=page, copies=copies))

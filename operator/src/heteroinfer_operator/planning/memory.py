@@ -41,7 +41,8 @@ they packed (2026-11-25)."""
 LEADER_OVERHEAD_BYTES: Final = 2**30
 """Host memory of the API server and the scheduler, in the pod of rank 0."""
 CPU_TABLE_COPIES: Final = 2
-"""CPUs keep embedding and head packed and unpacked (vllm/.../vocab_parallel_embedding.py:66-71@v0.32.0)."""
+"""Number of copies of embedding and head on a CPU: one packed, one unpacked
+(vllm/.../vocab_parallel_embedding.py:66-71@v0.32.0)."""
 
 
 def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:

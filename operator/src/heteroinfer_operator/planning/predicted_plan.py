@@ -115,17 +115,17 @@ def find_sizes(
         return None
     if max(rank.end_layer for rank in plan.ranks) > profile.num_layers:
         return None
-    remote = _remote(plan, roles, profile)
+    remote = _feed_forward_share(plan, roles, profile)
     kept = profile if remote is None else remote.kept
     sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once)
     return sizes, remote
 
 
-def _remote(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) -> Remote | None:
-    """Returns the part of the plan's feed-forward ranks, or None without such ranks."""
+def _feed_forward_share(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) -> Remote | None:
+    """Returns the layers that feed-forward ranks compute, or None without such ranks."""
     for rank in plan.ranks:
-        own = roles[rank.role].feed_forward
-        if rank.feed_forward is not None and own is not None:
+        role_setting = roles[rank.role].feed_forward
+        if rank.feed_forward is not None and role_setting is not None:
             share = rank.feed_forward
-            return remote_of(own, profile, share.layers, by_experts=share.by_experts)
+            return remote_of(role_setting, profile, share.layers, by_experts=share.by_experts)
     return None

@@ -24,9 +24,10 @@ REQUEST_OVERHEAD_S: Final = 9e-3
 """Time from a request to its first step plus from that step's answer to the client: 7 and 9 ms with a prompt
 of 1,024 tokens (two H200 hosts, 2026-11-24), up to 20 ms if stages pass rows on."""
 MIXTURE_LAUNCH_S: Final = 1.5e-3
-"""Least time of a mixture's layer on a GPU in a step with more tokens than the captured CUDA graphs, because
-kernels are then launched one by one. 24 layers took 45 ms for 512 tokens and 39 ms for 2,048 (stock vLLM,
-H200, 2026-11-22; docs/user/benchmarks.md). 16 layers, four without experts, took 24 ms for 1,024 tokens."""
+"""A mixture's layer takes at least this time on a GPU in a step with more tokens than the captured CUDA
+graphs, because kernels are then launched one by one. 24 layers took 45 ms for 512 tokens and 39 ms for 2,048
+(stock vLLM, H200, 2026-11-22; docs/user/benchmarks.md). 16 layers, four without experts, took 24 ms for 1,024
+tokens."""
 _MOST_CAPTURED: Final = 512
 """Tokens of the largest graph (vllm/config/compilation.py@v0.32.0: twice max_num_seqs, at most that)."""
 

@@ -28,11 +28,11 @@ CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
 CPU_OPERATIONS_PER_S: Final = 2e12
 """Operations of 16 cores in bf16 with AMX (2026-11-20)."""
 GPU_BYTES_PER_S: Final = 3500e9
-"""H200 with CUDA graphs: 13.3 GB in 3.99 ms (vLLM 0.32.0, bf16, 2026-11-20)."""
+"""Rate of reading weights on an H200 with CUDA graphs: 13.3 GB in 3.99 ms (vLLM 0.32.0, bf16, 2026-11-20)."""
 GPU_USED: Final = GPU_BYTES_PER_S / 4800e9
-"""Used share of the memory's nominal rate, from that H200 (4.8 TB/s)."""
+"""Share of a GPU memory's nominal rate that steps reach, from that H200 (4.8 TB/s)."""
 GPU_OPERATIONS_USED: Final = 0.5
-"""Used share of the nominal rate of dense bf16 in prefill; not measured by us."""
+"""Share of a GPU's nominal rate of dense bf16 that prefill reaches; not measured by us."""
 GPU_QUANTIZED: Final = 0.7
 """Rate of weights that kernels unpack, relative to bf16: with FP8 in blocks on an H200, 12 layers of an 8B
 model and its head took 1.38 ms, with bf16 1.74 ms (2026-11-22). Other formats were not measured."""
@@ -149,11 +149,13 @@ were derived from steps and first tokens of whole groups, so they include the re
 use the values of AWQ. FP8 per channel and per tensor use the values of FP8 in blocks. int8 was not
 measured."""
 CPU_PLAIN_OTHER: Final = 60 / 115
-"""Relative rate of element types other than bf16, through vLLM's oneDNN: 57 to 60 GB/s (2026-11-20)."""
+"""Rate of element types other than bf16, relative to bf16, through vLLM's oneDNN: 57 to 60 GB/s
+(2026-11-20)."""
 CPU_INT4_FLOAT16: Final = 0.14
-"""Relative rate of 4 bits with float16: 4.5 GB/s with 2 threads, in another kernel that vLLM chooses."""
+"""Rate of 4 bits with float16, relative to bf16: 4.5 GB/s with 2 threads, in another kernel that vLLM
+chooses."""
 CPU_EXPERTS_OTHER: Final = 0.6
-"""Relative rate of experts in formats that were not measured."""
+"""Rate of experts in formats that were not measured, relative to bf16 experts."""
 _COMPUTING_ROWS: Final = 512
 """Number of rows from which a kernel takes longer to compute than to read."""
 EXCHANGE_S: Final = 20e-6

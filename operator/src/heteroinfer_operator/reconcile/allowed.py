@@ -80,7 +80,7 @@ class Allowed:
 
     def _forbidden_places(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
         for field, image in _images(spec):
-            if self.images and not _is_listed(image, self.images, ends=_IMAGE_ENDS):
+            if self.images and not _is_listed(image, self.images, prefix_ends=_IMAGE_ENDS):
                 yield PlanError(
                     f"{field}: image {image} must match one of {', '.join(self.images)}. Use such an image, "
                     "or add it to the chart's allowedWorkerImages",
@@ -132,8 +132,9 @@ def _images(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
                 yield field, volume.image.reference
 
 
-def _is_listed(key: str, allowed: Sequence[str], *, ends: tuple[str, ...] = ("/",)) -> bool:
-    return any(key == entry or (entry.endswith(ends) and key.startswith(entry)) for entry in allowed)
+def _is_listed(key: str, allowed: Sequence[str], *, prefix_ends: tuple[str, ...] = ("/",)) -> bool:
+    """Checks whether a key is in a list. An entry that ends with one of `prefix_ends` is a prefix."""
+    return any(key == entry or (entry.endswith(prefix_ends) and key.startswith(entry)) for entry in allowed)
 
 
 def _is_below(path: str, folder: str) -> bool:

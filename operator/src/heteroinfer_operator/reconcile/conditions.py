@@ -1,4 +1,7 @@
-"""The conditions of a resource: the first check with an answer decides each condition. Pure."""
+"""The conditions of a resource: the first check with an answer decides each condition. Pure.
+
+The docstring of each check describes the state of the resource in which the check has an answer.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

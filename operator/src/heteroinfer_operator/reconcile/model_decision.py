@@ -43,7 +43,7 @@ _RETRY_FIRST_S: Final = 30.0
 _RETRY_MOST_S: Final = 300.0
 _PROGRESS_EVERY_S: Final = 5.0
 _STEPS: Final = 100
-"""Number of steps in which the status shows progress: it limits the writes of a long fetch."""
+"""The status shows the progress of a fetch in this many steps, which limits the number of its writes."""
 _STOP_GRACE_S: Final = 2
 _PROFILES_AT_HAND: Final = 1024
 """Number of parsed profiles to cache between reconciles."""

@@ -247,7 +247,7 @@ def _act(
         if index >= context.replicas
     ]
     wanted = [
-        with_lost_labels(context.owner, _measured(observation, context, decision, by_group), pods)
+        with_lost_labels(context.owner, _with_rank_entries(observation, context, decision, by_group), pods)
         for decision in wanted
         for pods in [by_group.get(decision.status.index, ())]
     ]
@@ -292,7 +292,7 @@ def _act(
     )
 
 
-def _measured(
+def _with_rank_entries(
     observation: ResourceObservation,
     context: Context,
     decision: GroupDecision,

@@ -96,16 +96,20 @@ def subject(action: Write, resource: str) -> Subject:
 
 
 def _delay_s(kind: str, reason: str, tries: int) -> float:
-    first_s, most_s = (_POD_FIRST_S, _POD_MOST_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MOST_S)
+    """Returns the delay before the next try.
+
+    The delay doubles with each try, up to a limit that depends on the kind and the reason.
+    """
+    first_s, max_s = (_POD_FIRST_S, _POD_MOST_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MOST_S)
     if reason == NOT_ANSWERED:
-        first_s, most_s = _FIRST_S, _MOST_S
+        first_s, max_s = _FIRST_S, _MOST_S
     if reason == NAME_HELD:
-        first_s, most_s = _HELD_FIRST_S, _MOST_S
+        first_s, max_s = _HELD_FIRST_S, _MOST_S
     if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):
         return _BUDGET_MOST_S
     if kind == STATUS:
-        most_s = _STATUS_MOST_S
-    return float(min(first_s * 2.0 ** min(tries - 1, 16), most_s))
+        max_s = _STATUS_MOST_S
+    return float(min(first_s * 2.0 ** min(tries - 1, 16), max_s))
 
 
 def _jitter(action: Write, reason: str, kept_as: Subject, tries: int) -> float:
