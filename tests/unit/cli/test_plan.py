@@ -78,7 +78,7 @@ def test_prints_verdict_figures_and_ranks(
     assert together.endswith(" tokens/s for 4 requests of 512 tokens at once")
     assert first_token.startswith("  first token  ")
     limit = "an assumed KV cache, because the memory of role cpu is unknown"
-    assert requests == f"  requests     4 of 512 tokens at once. Limit: {limit}"
+    assert requests == f"  requests     4 requests of 512 tokens each at once. Limit: {limit}"
     assert rates == (
         "  rates        defaults: this machine was not measured. Run `heteroinfer calibrate` (under a minute)"
     )

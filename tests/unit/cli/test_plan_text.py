@@ -104,14 +104,19 @@ def test_bounds_of_requests_and_of_their_length() -> None:
 
 def test_bounds_with_plenty_of_memory_and_with_unknown_memory() -> None:
     found = kv_cache(plan(spec(gpu(deviceMemory="141Gi"), engine={"maxModelLen": 1024})))
-    assert found["requests"].startswith("256 of 1,024 tokens at once. Limit: 256 requests in a step. One of ")
+    assert found["requests"].startswith(
+        "256 requests of 1,024 tokens each at once. Limit: 256 requests in a step. One request of "
+    )
     assert found["length"] == (
         "1,024 tokens (engine.maxModelLen). The model supports 131,072; "
         "the memory of rank 0 (role gpu) allows 131,072"
     )
     found = kv_cache(plan(spec(gpu()), replace(profile(), max_position_embeddings=4096)))
     limit = "an assumed KV cache, because the memory of role gpu is unknown"
-    assert found["requests"].startswith(f"16 of 1,024 tokens at once, or 4 of 4,096. Limit: {limit}. ")
+    assert found["requests"].startswith(
+        "16 requests of 1,024 tokens each at once, or 4 requests of 4,096 tokens each at once. "
+        f"Limit: {limit}. "
+    )
     assert found["length"] == (
         "4,096 tokens (the default of engine.maxModelLen), the most that the model supports"
     )

@@ -142,7 +142,7 @@ def describe_kv_cache(planned: Planned, figures: Figures) -> list[tuple[str, str
     one = sum(
         kv.block_bytes(rank.first_layer, rank.end_layer) * kv.sequence_blocks for rank in plan.stage_ranks
     )
-    full = f"One of {count(kv.sequence_tokens, 'token')} takes {format_bytes(one)} over all ranks"
+    full = f"One request of {count(kv.sequence_tokens, 'token')} takes {format_bytes(one)} over all ranks"
     size = f"{count(blocks, 'block')} of {count(kv.block_tokens, 'token')} on every rank"
     return [
         ("size", f"{size}, about {count(kv.tokens(blocks), 'token')}"),

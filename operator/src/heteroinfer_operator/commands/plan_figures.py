@@ -133,13 +133,19 @@ def describe_requests(planned: Planned, figures: Figures) -> str:
     most, full = planned.plan.engine.max_num_seqs, figures.full_requests
     longest = planned.plan.engine.max_model_len
     scheduler = f"{count(most, 'request')} in a step"
-    short = f"{figures.short_requests:,} of {count(figures.short, 'token')} at once"
+    short = _requests_at_once(figures.short_requests, figures.short)
+    full_ones = _requests_at_once(full, longest)
     if figures.short == longest or full >= most:
         limit = scheduler if full >= most else memory_limit(planned)
-        return f"{full:,} of {count(longest, 'token')} at once. Limit: {limit}"
+        return f"{full_ones}. Limit: {limit}"
     if figures.short_requests >= most:
-        return f"{short}, or {full:,} of {longest:,}. Limits: {scheduler}; {memory_limit(planned)}"
-    return f"{short}, or {full:,} of {longest:,}. Limit: {memory_limit(planned)}"
+        return f"{short}, or {full_ones}. Limits: {scheduler}; {memory_limit(planned)}"
+    return f"{short}, or {full_ones}. Limit: {memory_limit(planned)}"
+
+
+def _requests_at_once(requests: int, tokens: int) -> str:
+    each = " each" if requests != 1 else ""
+    return f"{count(requests, 'request')} of {count(tokens, 'token')}{each} at once"
 
 
 def name_rank(planned: Planned, rank: int) -> str:

@@ -82,7 +82,7 @@ def _check_explicit(layers: Sequence[int], budgets: Sequence[StageBudget], sizes
             raise PlanError(
                 f"stage {index} (role {rank.role}): at least one layer must have a KV cache or a state, "
                 f"because vLLM cannot run a stage without one (got layers {end - count} to {end - 1}). "
-                "Change `layers` of these roles",
+                "Change `layers` of the roles",
                 reason=PlanReason.LAYERS_MISMATCH,
             )
         missing = rank.missing_bytes(sizes, end - count, end)
