@@ -119,7 +119,7 @@ def test_a_disk_that_takes_no_last_word_holds_up_no_end(tmp_path: Path) -> None:
         os.kill(group.rank_pid(1), signal.SIGKILL)
         assert group.wait_exits(time.monotonic() + 10) == [names.EXIT_PEER_FAILED, names.EXIT_RANK_FAILED]
         assert group.marked() == []
-    assert "the termination message is not written" in group.logs()
+    assert "the termination message was not written" in group.logs()
 
 
 def test_strangers_who_take_all_files_of_a_supervisor_end_nothing(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class HealthServer:
             self._server = await listen(self._serve, bind_host(host), port, limit=MOST_REQUEST_BYTES)
         except OSError as error:
             raise ContractError(
-                f"health port {port} cannot be used: {error}. End the process that uses the port, or set "
+                f"health port {port} is not available: {error}. End the process that uses the port, or set "
                 f"another health_port in {names.ENV_ADDRESSES}"
             ) from error
 
