@@ -1,4 +1,4 @@
-"""The OpenAI server of the leader and its engine, with the settings that every rank resolves as they do.
+"""The leader's OpenAI server and its engine. All ranks derive their settings in the same way.
 
 Runs in two processes of the leader's pod: the API server, and its child, the engine core.
 """

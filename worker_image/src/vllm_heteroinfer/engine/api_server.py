@@ -1,8 +1,8 @@
 """Entry point of the leader's OpenAI server: `python -m vllm_heteroinfer.engine.api_server`.
 
-vLLM's own command asks for the version of a distribution named `vllm`, which the CPU build
-is not (vllm/entrypoints/cli/main.py@v0.32.0), so the server is built from its parts here.
-The engine is its child process; when it dies, this process exits at once.
+vLLM's own command needs a distribution named `vllm`, but the CPU build has another name
+(vllm/entrypoints/cli/main.py@v0.32.0). So this module builds the server from vLLM's parts.
+The engine is a child process of this process; if the engine dies, this process exits at once.
 """
 
 import argparse
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.1
-"""Time between two looks at the engine and at the supervisor's word."""
+"""Time between two checks of the engine and of the supervisor's request to drain."""
 _ASK_S = 0.2
-"""Between the engine's answer to a question and the next question: a group is not ready within 2 s of its
-engine's last answer, 1.5 s after the question that was not answered."""
+"""Time between the engine's answer and the next question. A group becomes unready within 2 s of its engine's
+last answer, 1.5 s after the question without an answer."""
 _EXIT_CODE_WAIT_S = 0.5
-"""For the kernel to end an engine that has said that it ends."""
+"""Longest wait for the exit of an engine that has reported its end."""
 _EXIT_CODE_POLL_S = 0.01
 _SHUTDOWN_S = 1.0
-"""For requests that still run once the server ends; those that were to be drained have ended by then."""
+"""Longest wait for requests that still run when the server ends. Drained requests have ended before."""
 _NAMING_S = 5.0
-"""How much longer than the supervisors the engine waits for a step: they can name the stuck rank."""
+"""How much longer the engine waits for a step than the supervisors, because they can name the stuck rank."""
 
 
 def main() -> NoReturn:
@@ -69,7 +69,7 @@ def main() -> NoReturn:
 
 
 def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
-    """Reports what ends this process, and ends it."""
+    """Reports the error to the supervisor and ends this process."""
     traceback.print_exception(error)
     is_setting = isinstance(error, ContractError)
     reason = FailureReason.BAD_SETTINGS if is_setting else FailureReason.API_SERVER_EXITED
@@ -80,19 +80,19 @@ def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
 
 
 def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
-    """Returns the server's arguments: those of rank 0, whose settings the engine shares."""
+    """Returns the server's arguments, which are those of rank 0: the engine has the same settings."""
     from vllm_heteroinfer.engine import arguments
 
     args = arguments.parse(plan, launch, plan.ranks[0])
-    # Last, so that it is around the user's own.
+    # Last, so that it wraps the user's middleware.
     args.middleware = [*args.middleware, "vllm_heteroinfer.engine.draining.DrainMiddleware"]
     return args
 
 
 async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
-    """Serves the OpenAI API until SIGTERM or SIGINT; drains before that when its supervisor says so.
+    """Serves the OpenAI API until SIGTERM or SIGINT; drains first if the supervisor asks for it.
 
-    Clients are answered only after every rank computed a request of the group's own.
+    The server accepts clients only after every rank has computed the group's own first request.
 
     Source: vllm/entrypoints/launchers/api_server/entry.py::run_server@v0.32.0.
 
@@ -119,20 +119,20 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
             reporter.phase(RankPhase.READY)
             shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         finally:
-            if client.errored and not ordered.is_set():  # seen before the watcher did
+            if client.errored and not ordered.is_set():  # the watcher has not noticed the error yet
                 await _end_with(engine, reporter)
         for watcher in watchers:
             watcher.cancel()
-    # A request whose engine is gone may never end, and the server waits for all of them.
+    # A request may never end once the engine is gone, and the server waits for all requests.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(shutdown, _SHUTDOWN_S)
     sock.close()
 
 
 def refuse_levels(client: "EngineClient") -> None:
-    """Makes the client refuse a level of sleep that a group does not have, before requests are aborted.
+    """Makes the client refuse unsupported sleep levels before it aborts requests.
 
-    Its `sleep` becomes an instance attribute; the answer to the request is 400 with the words.
+    Replaces the client's `sleep` on the instance. The request gets a 400 with the error's message.
     Source: vllm/entrypoints/serve/dev/sleep/api_router.py::sleep@v0.32.0.
     """
     put_to_sleep = client.sleep
@@ -145,30 +145,30 @@ def refuse_levels(client: "EngineClient") -> None:
 
 
 def find_engine() -> BaseProcess | None:
-    """Returns the engine's process, this one's child.
+    """Finds the engine's process, a child of this process.
 
-    Source: vllm/v1/engine/utils.py::CoreEngineProcManager@v0.32.0, which names it so.
+    Source: vllm/v1/engine/utils.py::CoreEngineProcManager@v0.32.0, which sets the name of the process.
     """
     children = multiprocessing.active_children()
     return next((child for child in children if child.name.startswith("EngineCore")), None)
 
 
 async def _end_with(engine: BaseProcess | None, reporter: RankReporter) -> NoReturn:
-    """Reports how the engine has ended, and ends this process: nothing else is of use then."""
+    """Reports the engine's exit code and ends this process, which is useless without the engine."""
     deadline_s = time.monotonic() + _EXIT_CODE_WAIT_S
     while engine is not None and engine.exitcode is None and time.monotonic() < deadline_s:
         await asyncio.sleep(_EXIT_CODE_POLL_S)
     code = None if engine is None else engine.exitcode
-    _logger.error("the engine has died (exit code %s): see its error above; the API server ends too", code)
+    _logger.error("the engine has died (exit code %s), so the API server ends. See the error above", code)
     reporter.engine_ended(code)
     os._exit(names.EXIT_RANK_FAILED)
 
 
 def note_shutdown(client: "EngineClient") -> threading.Event:
-    """Returns an event that is set once this process itself ends the engine, as after SIGTERM.
+    """Returns an event that is set when this process itself ends the engine, for example after SIGTERM.
 
-    The client's `shutdown` becomes an instance attribute; the server calls it, maybe on another thread, and
-    also once it has seen that the engine has died.
+    Replaces the client's `shutdown` on the instance. The server calls it, maybe on another thread, and also
+    after it has noticed that the engine died.
     Source: vllm/entrypoints/launchers/launcher.py::serve_http@v0.32.0.
     """
     shut_down, ordered = client.shutdown, threading.Event()
@@ -185,7 +185,7 @@ def note_shutdown(client: "EngineClient") -> threading.Event:
 async def _watch(
     client: "EngineClient", reporter: RankReporter, engine: BaseProcess | None, ordered: threading.Event
 ) -> None:
-    """Drains when asked to; ends this process when the engine has died: nothing else is of use then."""
+    """Starts the drain that the supervisor asks for; ends this process if the engine dies."""
     while not client.errored:
         if reporter.asked_to_drain():
             DRAIN.begin()
@@ -198,9 +198,9 @@ async def _watch(
 
 
 async def _ask(client: "EngineClient", reporter: RankReporter) -> None:
-    """Asks the engine something that it knows by itself, so that its supervisor sees whether it answers.
+    """Calls the engine regularly, so that the supervisor notices if the engine does not answer.
 
-    The engine answers between two steps, and whether it sleeps or not
+    The engine answers between two steps without calling a rank, even while it sleeps
     (vllm/v1/engine/core.py::EngineCoreProc._process_input_queue@v0.32.0).
     """
     question = 0
@@ -210,7 +210,7 @@ async def _ask(client: "EngineClient", reporter: RankReporter) -> None:
         try:
             await client.is_sleeping()
         except Exception as error:
-            # vLLM raises nothing narrower for a call that failed, and that is an answer, too.
+            # vLLM has no narrower exception for a failed call. An error is an answer too.
             _logger.debug("the engine answered with an error: %r", error)
         reporter.busy(None)
         await asyncio.sleep(_ASK_S)

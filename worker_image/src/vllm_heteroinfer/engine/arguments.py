@@ -1,7 +1,7 @@
-"""A plan as vLLM's argument list, and that list as vLLM's configuration of one rank.
+"""Converts a plan to vLLM's arguments, and these arguments to vLLM's configuration of a rank.
 
-Every option that must agree between ranks is written out, since vLLM's defaults differ by
-device. Imports vLLM inside functions only: `arguments` is used without it.
+The arguments contain every option that must agree between ranks, because vLLM's defaults differ by
+device. Imports vLLM inside functions only: `arguments` must work without vLLM.
 """
 
 import argparse
@@ -31,23 +31,23 @@ SCHEDULER = "vllm_heteroinfer.engine.scheduler.PipelineScheduler"
 
 
 def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
-    """Returns vLLM's arguments for `rank`: the user's first, then the plan's, which win.
+    """Builds vLLM's arguments for `rank`: the user's first, then the plan's, which win.
 
     Raises:
-        ContractError: an argument of the user's belongs to the plan or is not supported, or
-            the plan asks for what is not built; the message says what to do.
+        ContractError: a user's argument belongs to the plan or is not supported, or the plan needs a
+            feature that does not exist; the message contains the fix.
     """
     engine = plan.engine
     for refused in find_refused(engine.extra_args):
         raise ContractError(str(refused))
     _check_stages(plan)
     remote_parts.check_plan(plan)
-    # The planner says so too; a plan written by hand must not hang in its first captured graph.
+    # The planner checks this too. But a plan written by hand must not hang in its first captured graph.
     eager_gpu = engine.eager_gpu or eager_reason(plan) is not None
     eager = engine.eager_cpu if rank.device is Device.CPU else eager_gpu
     timeout_s = str(int(launch.startup_timeout_s))
     return [
-        # Its supervisor asks twice a second; the user's own choice comes after and wins.
+        # The supervisor probes twice a second. A user's own value comes later and wins.
         *("--disable-access-log-for-endpoints", names.PATH_API_HEALTH),
         *engine.extra_args,
         *("--model", engine.model),
@@ -64,7 +64,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         "--enforce-eager" if eager else "--no-enforce-eager",
         *_scheduling(plan, rank),
         *_only_with_cpu_ranks(plan, rank),
-        # Collectives on shared memory of one node would not reach the other pods.
+        # It uses shared memory of one node, which other pods cannot reach.
         "--disable-custom-all-reduce",
         *("--distributed-timeout-seconds", timeout_s),
         *("--cpu-distributed-timeout-seconds", timeout_s),
@@ -74,9 +74,10 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
 
 
 def _scheduling(plan: Plan, rank: RankAssignment) -> list[str]:
-    """Returns what schedules: vLLM's own, a step ahead, where one GPU holds all layers; else ours."""
+    """Selects the scheduler: vLLM's asynchronous scheduler if one GPU holds all layers, otherwise ours."""
     if plan.schedules_ahead:
-        # A feed-forward rank's configuration is for its model only; vLLM has no such scheduling on CPUs.
+        # A feed-forward rank uses its configuration only for the model. vLLM has no asynchronous scheduling
+        # on CPUs.
         return ["--async-scheduling" if rank.device is Device.GPU else "--no-async-scheduling"]
     return ["--no-async-scheduling", "--scheduler-cls", SCHEDULER]
 
@@ -90,21 +91,21 @@ def _check_stages(plan: Plan) -> None:
 
 
 def _only_with_cpu_ranks(plan: Plan, rank: RankAssignment) -> list[str]:
-    """Returns what keeps a GPU rank from collectives over all ranks, which CPU ranks never call.
+    """Disables FlashInfer's autotuning on GPU ranks of groups with CPU ranks, which would make it hang.
 
-    Source: vllm/model_executor/warmup/kernel_warmup.py::flashinfer_autotune@v0.32.0: it gathers over the
-    group and ends with a barrier of the world.
+    The autotuning gathers over the group and ends with a barrier of all ranks. CPU ranks never call these
+    collectives. Source: vllm/model_executor/warmup/kernel_warmup.py::flashinfer_autotune@v0.32.0.
     """
     has_cpu = any(other.device is Device.CPU for other in plan.ranks)
     return ["--no-enable-flashinfer-autotune"] if has_cpu and rank.device is Device.GPU else []
 
 
 def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Namespace:
-    """Returns vLLM's parsed arguments for `rank`, with our executor class in them.
+    """Parses vLLM's arguments for `rank` and sets the executor class.
 
     Raises:
-        ContractError: as `arguments`; or vLLM's parser refused an argument; or no feed-forward rank
-            can load what `--load-format` names.
+        ContractError: see `arguments`; or vLLM's parser refused an argument; or feed-forward ranks cannot
+            load the format of `--load-format`.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -115,11 +116,11 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
     args = parser.parse_args(arguments(plan, launch, rank))
     if args.model_tag is not None:
         raise ContractError(
-            f"engine.args: got the bare word {args.model_tag!r}, expected options and their values; "
-            "the model is set by spec.model.uri"
+            f"engine.args: got {args.model_tag!r} without an option, expected options and their values. "
+            "Set the model in spec.model.uri"
         )
     choose_reader(plan, rank, args)
-    # `parse_args` takes a name only; a class passes the check of pipeline parallelism.
+    # `parse_args` accepts only a name, but vLLM's check of pipeline parallelism needs a class.
     # Source: vllm/engine/arg_utils.py::EngineArgs._check_feature_supported@v0.32.0.
     args.distributed_executor_backend = GroupExecutor
     validate_parsed_serve_args(args)
@@ -127,10 +128,10 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
 
 
 def choose_reader(plan: Plan, rank: RankAssignment, args: argparse.Namespace) -> None:
-    """Has CPU ranks of mode FeedForward read by themselves what a GPU reads in a way of its own.
+    """Sets the load format to safetensors on CPU ranks of mode FeedForward if the user's is for GPUs only.
 
     Raises:
-        ContractError: feed-forward ranks cannot load what the user's format names.
+        ContractError: feed-forward ranks cannot load the user's format.
     """
     if plan.mode is not Mode.FEED_FORWARD:
         return
@@ -141,12 +142,12 @@ def choose_reader(plan: Plan, rank: RankAssignment, args: argparse.Namespace) ->
             f"{' or '.join(load_formats.FEED_FORWARD)}: {load_formats.FEED_FORWARD_WHY}"
         )
     if rank.device is Device.CPU and asked in load_formats.OF_GPUS:
-        _logger.info("rank %d reads %s by itself: %s is for GPUs", rank.rank, load_formats.SAFETENSORS, asked)
+        _logger.info("rank %d loads %s: %s is for GPUs only", rank.rank, load_formats.SAFETENSORS, asked)
         args.load_format = load_formats.SAFETENSORS
 
 
 def build_config(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> "VllmConfig":
-    """Returns the resolved configuration of `rank`; raises as `parse`, and what vLLM raises."""
+    """Builds the resolved configuration of `rank`; raises the errors of `parse` and of vLLM."""
     import vllm
     from vllm.usage.usage_lib import UsageContext
 
@@ -157,7 +158,7 @@ def build_config(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> "VllmCo
 
 
 def check_supported(plan: Plan, config: "VllmConfig") -> None:
-    """Raises ContractError if the resolved model is one that this group cannot serve."""
+    """Raises ContractError if this group cannot serve the resolved model."""
     model = config.model_config
     text_only = model.multimodal_config is None or getattr(
         model.multimodal_config, "language_model_only", False
@@ -171,10 +172,10 @@ def _refusal(where: str, entry: Unsupported) -> str:
 
 
 def _Parser(base: Any) -> Any:  # noqa: N802 - returns a class's instance
-    """Returns vLLM's parser with one change: a bad argument raises instead of printing the usage."""
+    """Creates vLLM's parser with one change: a bad argument raises an error instead of printing the usage."""
 
     class Parser(base):
         def error(self, message: str) -> None:
-            raise ContractError(f"engine.args: {message}; see vLLM's own documentation of `vllm serve`")
+            raise ContractError(f"engine.args: {message}. See vLLM's documentation of `vllm serve`")
 
     return Parser()

@@ -1,7 +1,7 @@
-"""Ends an API server without losing a request: new ones are refused, running ones end.
+"""Ends an API server without losing a request: refuses new requests and lets running requests end.
 
-An ASGI middleware around the whole server, so that it sees every request and the last byte of
-its answer. Stdlib only: it is imported by vLLM, by its name.
+An ASGI middleware around the whole server, so that it handles every request until the last byte of the
+answer. Stdlib only: vLLM imports this module by its name.
 """
 
 import asyncio
@@ -18,29 +18,29 @@ AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 
 STILL_TAKEN_S: Final = 1.0
-"""From the word to drain on: the cluster's proxies need a moment to learn that this pod is out of
-the Service, and what they send until then is answered."""
+"""Time after the start of a drain in which the server still accepts requests: the cluster's proxies need a
+moment to learn that this pod is no longer in the Service."""
 BODY_TIMEOUT_S: Final = 2.0
-"""From the first refusal on: a request whose body is not complete by then is refused too, or a client
-that sends no body would hold up the end for as long as it likes."""
+"""Time after STILL_TAKEN_S in which the body of a request must be complete. Otherwise a client that sends no
+body could delay the end without limit."""
 _REFUSAL: Final = {
     "error": {
-        "message": "this group is ending and takes no more requests; send it again, another group answers",
+        "message": "this group is ending and takes no more requests. Retry: another group will answer",
         "type": "ServiceUnavailableError",
         "param": None,
         "code": 503,
     }
 }
-"""As the OpenAI API words its errors."""
+"""Has the form of an error of the OpenAI API."""
 _NOT_WORK: Final = frozenset({names.PATH_API_HEALTH, "/metrics", "/ping", "/version", "/load"})
-"""Answered to the end, and waited for by nobody."""
+"""Paths that the server answers until its end, and that do not delay the end."""
 
 
 class Drain:
-    """The requests of one API server; use from its event loop.
+    """Counts the running requests of an API server. Use it from the server's event loop.
 
     Args:
-        clock: seconds that never go back.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,20 +50,20 @@ class Drain:
         self._refuse_from_s: float | None = None
 
     def begin(self) -> None:
-        """Has requests refused from soon on; twice is a no-op."""
+        """Starts the drain: requests are refused after STILL_TAKEN_S. Further calls have no effect."""
         if self._refuse_from_s is None:
             self._refuse_from_s = self._clock() + STILL_TAKEN_S
 
     def refuses(self) -> bool:
-        """Returns whether a request that comes now is refused."""
+        """Reports whether the server refuses new requests now."""
         return self._refuse_from_s is not None and self._clock() >= self._refuse_from_s
 
     def is_done(self) -> bool:
-        """Returns whether no request runs, and none will."""
+        """Reports whether the drain is complete: no request runs, and new requests are refused."""
         return self.refuses() and not self._running
 
     async def run(self, app: AsgiApp, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-        """Has the server answer a request, and counts it until its last byte is sent."""
+        """Lets the server answer a request, and counts the request until its last byte is sent."""
         request = _RequestUnderWay(self, receive, send)
         self._running += 1
         try:
@@ -72,7 +72,7 @@ class Drain:
             self._running -= 1
 
     def give_up_bodies(self) -> None:
-        """Refuses the requests whose body has not come in time; call it again and again in a drain."""
+        """Refuses requests whose body did not arrive in time. Call it repeatedly during a drain."""
         if self._refuse_from_s is None or self._clock() < self._refuse_from_s + BODY_TIMEOUT_S:
             return
         while self._bodies:
@@ -82,7 +82,7 @@ class Drain:
         """Returns the next part of a request.
 
         Raises:
-            TimeoutError: it is not waited for any more (`give_up_bodies`).
+            TimeoutError: the body did not arrive in time (`give_up_bodies`).
         """
         async with asyncio.timeout(None) as limit:
             self._bodies.add(limit)
@@ -93,7 +93,7 @@ class Drain:
 
 
 class _RequestUnderWay:
-    """One request under way: its body can be given up until its answer has begun."""
+    """A running request. It can be refused for its missing body until its answer has begun."""
 
     def __init__(self, drain: Drain, receive: AsgiReceive, send: AsgiSend) -> None:
         self._drain, self._receive, self._send = drain, receive, send
@@ -107,7 +107,7 @@ class _RequestUnderWay:
             message = await self._drain.receive_body(self._receive)
         except TimeoutError:
             self._is_whole = True
-            if self._has_begun:  # it is answered to the end
+            if self._has_begun:  # the answer has begun, so it must be completed
                 return await self._receive()
             self._is_refused = True
             await _refuse(self._send)
@@ -123,11 +123,11 @@ class _RequestUnderWay:
 
 
 DRAIN: Final = Drain()
-"""Of this process, which is one API server: vLLM makes the middleware, and gives it no argument."""
+"""The drain of this process. It is global because vLLM creates the middleware without arguments."""
 
 
 class DrainMiddleware:
-    """Refuses requests, or counts them, as DRAIN says; `--middleware` of vLLM names it."""
+    """Counts requests, or refuses them while DRAIN refuses. Enabled by vLLM's `--middleware`."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""The executor: calls every rank of the group from the engine's process; starts none of them.
+"""The executor: calls every rank of the group from the engine's process, but starts no ranks.
 
-After the shape of vLLM's RayExecutorV2: one node, the plan assigns every rank. The
-supervisors start and watch the ranks; a rank that fails ends the group, this process with it.
+Modelled on vLLM's RayExecutorV2: vLLM sees one node, and the plan assigns every rank. The
+supervisors start and watch the ranks. If a rank fails, the whole group ends, including this process.
 """
 
 import logging
@@ -32,9 +32,9 @@ _logger = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 600.0
 """Longest wait for the replies to a call outside of steps and start-up, in seconds."""
 _POLL_S = 0.02
-"""How long one rank's reply is waited for before the next rank's is looked at."""
+"""How long the executor waits for a rank's reply before it checks the next rank."""
 _LONG_POLL_S = 1.0
-"""Likewise of the last rank."""
+"""Like _POLL_S, if only one reply is missing."""
 
 _NEWS = (
     "total_num_scheduled_tokens",
@@ -59,21 +59,21 @@ class GroupExecutor(MultiprocExecutor):
     """
 
     _unread: "Counter[int]"
-    """By rank: replies to calls that failed before they were read."""
+    """Rank -> number of replies to failed calls that are still unread."""
     uses_ray = False
     supports_pp = True
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Returns whether one GPU holds all stages: vLLM's first model runner cannot do it across several."""
+        """Only if one GPU holds all stages: vLLM's first model runner cannot do this across stages."""
         return Plan.from_env(os.environ).schedules_ahead
 
     def _init_executor(self) -> None:
-        """Meets every rank; returns when all have loaded their weights.
+        """Connects to every rank. Returns once all ranks have loaded their weights.
 
         Raises:
-            TimeoutError: a rank was not there by the start-up deadline.
-            ConfigMismatchError: this engine's configuration is not the ranks'.
+            TimeoutError: a rank did not connect before the start-up deadline.
+            ConfigMismatchError: this engine's configuration differs from the ranks' configuration.
         """
         die_with_parent(os.getppid())
         engine_pause.install()
@@ -83,16 +83,16 @@ class GroupExecutor(MultiprocExecutor):
         self.shutting_down = False
         plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
         self._plan = plan
-        self.world_size = len(plan.stage_ranks)  # feed-forward ranks are called by nobody
+        self.world_size = len(plan.stage_ranks)  # the executor does not call feed-forward ranks
         self.output_rank = self._get_output_rank()
         self._starting: Deadline | None = Deadline.after(NO_LIMIT_S)
         deadline = self._starting
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)
         for rank in range(self.world_size):
-            self._store.get(f"loaded/{rank}", deadline, what=f"word from rank {rank} that it has loaded")
-        # Queues are made last: until all are connected their shared memory has names, which
-        # would be left behind if the group ended just then.
+            self._store.get(f"loaded/{rank}", deadline, what=f"message from rank {rank} that it has loaded")
+        # Create the queues last. Their shared memory has names until all ranks are connected; the names
+        # would remain if the group ended before that.
         self.rpc_broadcast_mq = MessageQueue(
             self.world_size,
             sum(rank.pod == 0 for rank in plan.stage_ranks),
@@ -109,7 +109,7 @@ class GroupExecutor(MultiprocExecutor):
         self.futures_queue: deque[FutureWrapper] = deque()
 
     def _check_settings(self, plan: Plan, deadline: Deadline) -> None:
-        """Compares this engine's settings with rank 0's, which the ranks compare with theirs."""
+        """Compares this engine's settings with rank 0's; the other ranks compare theirs with rank 0's too."""
         ranks = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
         ours = fingerprint.of_config(
             self.vllm_config, layer_partition=os.environ.get(names.ENV_LAYER_PARTITION, "")
@@ -118,10 +118,10 @@ class GroupExecutor(MultiprocExecutor):
         fingerprint.compare_engine(plan, ours, theirs)
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Runs a step on every rank; returns the last stage's reply, or a future of it.
+        """Runs a step on every rank. Returns the last stage's reply, or a future if `non_block`.
 
-        A step without tokens and without news is not sent at all: the engine makes one
-        whenever everything is in flight already.
+        Does not send an empty step (`has_news`), which the engine schedules whenever all batches are already
+        in flight.
         """
         if not has_news(scheduler_output):
             return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
@@ -142,21 +142,21 @@ class GroupExecutor(MultiprocExecutor):
 
         Args:
             method: name of a worker's method, or a function of the worker.
-            timeout: for all replies, in seconds; else the start-up deadline while
-                starting, and CONTROL_TIMEOUT_S after.
-            unique_reply_rank: the one rank that replies; None for all.
-            kv_output_aggregator: unused; connectors are refused.
-            ec_output_aggregator: unused; connectors are refused.
+            timeout: longest wait for all replies, in seconds. None means the start-up deadline during
+                start-up, and CONTROL_TIMEOUT_S later.
+            unique_reply_rank: the only rank that replies; None for all ranks.
+            kv_output_aggregator: unused, because connectors are refused.
+            ec_output_aggregator: unused, because connectors are refused.
 
         Returns:
-            One reply, or a list of all by rank; a future of it if `non_block`.
+            One reply, or a list of replies by rank; a future if `non_block`.
 
         Raises:
             TimeoutError: a rank did not reply in time; the message names it.
             RuntimeError: a rank replied with an error.
         """
         if self.is_failed or self.rpc_broadcast_mq is None:
-            raise RuntimeError("this group has ended; its pods start again as the next epoch")
+            raise RuntimeError("this group has ended. Its pods start again in the next epoch")
         if timeout is None:
             timeout = self._starting.left_s if self._starting is not None else CONTROL_TIMEOUT_S
         deadline = Deadline.after(timeout)
@@ -172,10 +172,10 @@ class GroupExecutor(MultiprocExecutor):
         return future if non_block else future.result()
 
     def _read_replies(self, method: Any, ranks: Any, deadline: Deadline) -> list[Any]:
-        """Returns the replies of `ranks`, read as they come, so that an error is seen at once.
+        """Reads the replies of `ranks` as they arrive, so that an error is raised at once.
 
-        What a call that failed has not read comes before the replies of the next one, and is passed over.
-        The wait counts from here: what was called before this is over, and may have been stopped meanwhile.
+        Skips unread replies to an earlier call that failed. The timeout starts here, because earlier calls
+        are finished by now, and the process may have been stopped during them.
         """
         pending, got = list(ranks), {}
         patience = Patience(deadline.total_s)
@@ -200,12 +200,12 @@ class GroupExecutor(MultiprocExecutor):
                 self._unread.update(pending)
                 raise TimeoutError(
                     f"got no reply to {method} from rank {', '.join(map(str, pending))} within "
-                    f"{deadline.total_s:.0f} s; look at its log, and at its busy time on /group"
+                    f"{deadline.total_s:.0f} s. Check the log of the rank, and its busy time on /group"
                 )
         return [got[rank] for rank in ranks]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
-        """Gives every rank its KV cache, as many blocks as the tightest has, and names that one."""
+        """Gives every rank the number of KV blocks that the tightest rank can hold, and logs that rank."""
         super().initialize_from_config(kv_cache_configs)
         headrooms_bytes = self.collective_rpc("kv_headroom_bytes")
         _logger.info(
@@ -222,22 +222,22 @@ class GroupExecutor(MultiprocExecutor):
         """Puts every rank to sleep.
 
         Raises:
-            ValueError: the level is one that a group does not have.
+            ValueError: groups do not support the level.
         """
         check_level(level)
         super().sleep(level)
 
     def compile_or_warm_up_model(self) -> None:
-        """Warms up every rank; from then on calls have their own deadlines."""
+        """Warms up every rank. Later calls have their own deadlines."""
         super().compile_or_warm_up_model()
         self._starting = None
 
     def check_health(self) -> None:
-        """Raises if a rank does not answer; the supervisors watch the ranks' processes."""
+        """Raises an error if a rank does not answer. The supervisors watch the ranks' processes."""
         self.collective_rpc("check_health", timeout=10.0)
 
     def shutdown(self) -> None:
-        """Lets go of the queues; the ranks are ended by their supervisors."""
+        """Closes the queues. The supervisors end the ranks."""
         self.shutting_down = True
         for queue in (getattr(self, "rpc_broadcast_mq", None), *getattr(self, "response_mqs", ())):
             if queue is not None:
@@ -247,7 +247,7 @@ class GroupExecutor(MultiprocExecutor):
 
 
 def has_news(scheduler_output: Any) -> bool:
-    """Returns whether a rank must know of a step: it has tokens, requests to forget, or blocks to clear."""
+    """Checks whether ranks need a step: it has tokens, requests to forget, or blocks to clear."""
     return any(bool(getattr(scheduler_output, field)) for field in _NEWS)
 
 

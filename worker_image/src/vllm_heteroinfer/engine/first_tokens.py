@@ -1,7 +1,7 @@
-"""The first request of a group is its own: no client is answered before a token went through every rank.
+"""Runs a first request through every rank before a group accepts clients.
 
-Warm-up runs without a KV cache, so a model whose attention fails only with one would turn Ready and end at
-the first request of a client. Imports vLLM inside functions.
+Warm-up runs without a KV cache. A model whose attention fails only with a KV cache would become Ready and
+then fail at the first request of a client. Imports vLLM inside functions.
 """
 
 import logging
@@ -18,15 +18,15 @@ _logger = logging.getLogger(__name__)
 
 _PROMPT_TOKENS: Final = 3
 _NEW_TOKENS: Final = 2
-"""The first comes of the prompt's step, the second of a decode step."""
+"""The prompt's step generates the first token, a decode step the second."""
 
 
 async def generate_first_tokens(client: "EngineClient") -> None:
-    """Generates two tokens by all ranks; counted neither by vLLM's metrics nor by those of the ranks.
+    """Generates two tokens with all ranks. Neither vLLM's metrics nor the ranks' metrics count the request.
 
     Raises:
-        RuntimeError: the engine answered with fewer tokens.
-        Exception: what vLLM raises if a rank failed; the rank reports its own failure.
+        RuntimeError: the engine answered with another number of tokens.
+        Exception: a rank failed. vLLM raises the error, and the rank reports its own failure.
     """
     from vllm import SamplingParams
 

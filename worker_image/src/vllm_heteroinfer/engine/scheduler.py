@@ -1,8 +1,8 @@
-"""What is in the pipeline at once: one decode batch by default, prefill chunks beside it.
+"""Limits the decode batches in the pipeline, by default to one. Does not limit prefill chunks.
 
-vLLM keeps as many batches in flight as there are stages, and requests that arrive apart
-stay apart: weights are then read once for each half. A stage bound by reading weights
-(a CPU's) is faster with everything in one batch. Imports vLLM.
+vLLM keeps as many batches in flight as there are stages, and does not merge requests that arrive at different
+times, so a stage reads its weights once for each batch. A CPU stage spends most of its time reading weights
+and is faster with all requests in one batch. Imports vLLM.
 """
 
 import os
@@ -18,8 +18,8 @@ from vllm_heteroinfer.group.engine_calls import count_tokens
 class PipelineScheduler(Scheduler):
     """vLLM's scheduler, with at most `plan.engine.batches_in_flight` decode batches in flight.
 
-    A request that could decode waits while that many batches are under way; prefill
-    is scheduled as ever. Requests that became ready meanwhile then go as one batch.
+    While that number of batches is in flight, requests that could decode wait. They then form one batch.
+    Prefill is scheduled as in vLLM.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,16 +28,16 @@ class PipelineScheduler(Scheduler):
         self._decodes_in_flight: set[int] = set()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Returns the next batch; decoding requests are left out while the limit is reached.
+        """Schedules the next batch, without decoding requests while the limit is reached.
 
-        `next_decode_eligible_step` is vLLM's own way to hold a request back for some steps;
-        without asynchronous scheduling nothing else sets it.
+        `next_decode_eligible_step` is vLLM's field to delay a request by some steps. Without asynchronous
+        scheduling, vLLM itself does not set the field.
         Source: vllm/v1/core/sched/scheduler.py::Scheduler.schedule@v0.32.0.
         """
         if len(self._decodes_in_flight) >= self._limit:
             for request in self.running:
                 if request.num_output_tokens > 0:
-                    # schedule() counts itself first, and skips while current < eligible.
+                    # schedule() increments current_step first, and skips requests while current < eligible.
                     request.next_decode_eligible_step = self.current_step + 2
         output = super().schedule(throttle_prefills)
         if count_tokens(output)[1]:
@@ -45,6 +45,6 @@ class PipelineScheduler(Scheduler):
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """Takes a finished batch out of the pipeline, and does what vLLM does."""
+        """Removes a finished batch from the batches in flight, then calls vLLM's method."""
         self._decodes_in_flight.discard(id(scheduler_output))
         return super().update_from_output(scheduler_output, *args, **kwargs)

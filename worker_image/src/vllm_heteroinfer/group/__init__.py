@@ -1,1 +1,1 @@
-"""What the ranks of a group and its engine agree on: how they meet, what they compare, how they count."""
+"""Code that the ranks of a group share with its engine: rendezvous, comparison of settings, deadlines."""

@@ -1,20 +1,20 @@
-"""Until when the processes of a group wait for each other. Stdlib only."""
+"""Deadlines for the processes of a group that wait for each other. Stdlib only."""
 
 import time
 from dataclasses import dataclass
 
 NO_LIMIT_S = 7 * 86400.0
-"""What ranks and the engine wait for each other at start: the leader's supervisor ends a start
-that stands still long before, and one that moves shall not end."""
+"""Longest wait between ranks and the engine at start. In practice it has no limit: the leader's supervisor
+ends a start that makes no progress much earlier, and a start that makes progress must not end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """A moment after which waiting is pointless.
+    """The end of a wait.
 
     Attributes:
-        at: on time.monotonic()'s clock, in seconds.
-        total_s: how long the whole wait was to be, for messages.
+        at: time on the clock of time.monotonic(), in seconds.
+        total_s: length of the whole wait, for messages.
     """
 
     at: float
@@ -27,18 +27,18 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Returns the time left, at least 0."""
+        """The remaining time, at least 0."""
         return max(0.0, self.at - time.monotonic())
 
 
 MOST_TURN_S = 0.1
-"""A look that comes later by more finds a process that had no turn: only so much of the wait counts."""
+"""Longest delay of a nap's end that counts as waiting. After a longer delay, this process did not run."""
 
 
 class Patience:
-    """Counts down a wait in small naps, and counts no time in which this process had no turn.
+    """Counts down a wait in short naps; leaves out time in which this process did not run.
 
-    Whoever shares the machine, or was stopped with this process, had no turn either.
+    Other processes on the same machine, or stopped with this process, did not run in that time either.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -46,7 +46,11 @@ class Patience:
         self._looked_at_s = time.monotonic()
 
     def napped(self, nap_s: float) -> None:
-        """Takes in that a nap of so many seconds, which may have ended early or late, is over."""
+        """Records the end of a nap.
+
+        Args:
+            nap_s: intended length of the nap, which may have ended early or late.
+        """
         now_s = time.monotonic()
         passed_s = min(now_s - self._looked_at_s, nap_s + MOST_TURN_S)
         self.left_s, self._looked_at_s = max(0.0, self.left_s - passed_s), now_s

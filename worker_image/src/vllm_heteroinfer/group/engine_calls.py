@@ -1,4 +1,4 @@
-"""Steps and levels of sleep, read alike by the engine and by every rank."""
+"""Rules about steps and sleep levels that the engine and every rank share."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -6,20 +6,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 FIRST_REQUEST: Final = "heteroinfer-first-tokens"
-"""Id of a group's own first request. vLLM appends to it; ids of clients' requests begin with an endpoint."""
+"""Prefix of the id of a group's own first request. Ids of clients' requests begin with an endpoint's name."""
 SLEEP_LEVELS = (0, 1)
-"""0 stops scheduling only; 1 gives back the KV cache, and moves a GPU's weights to host memory. Level 2
-drops the weights, which another call then loads again: packed weights of CPU ranks cannot be."""
+"""Level 0 only stops scheduling. Level 1 frees the KV cache and moves a GPU's weights to host memory. Level 2
+would drop the weights, but CPU ranks cannot load their packed weights again."""
 
 
 def is_first_request(output: "SchedulerOutput") -> bool:
-    """Returns whether a step holds the group's own first request and no other."""
+    """Checks whether a step contains only the group's own first request."""
     scheduled = output.num_scheduled_tokens
     return len(scheduled) == 1 and next(iter(scheduled)).startswith(FIRST_REQUEST)
 
 
 def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:
-    """Returns a step's prompt tokens and its other tokens."""
+    """Returns the number of a step's prompt tokens and of its decode tokens."""
     cached = output.scheduled_cached_reqs
     decode = sum(
         1
@@ -30,9 +30,9 @@ def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:
 
 
 def check_level(level: int) -> None:
-    """Raises ValueError for a level that a group does not have; it says what to do."""
+    """Raises ValueError, with a fix, if groups do not support a sleep level."""
     if level not in SLEEP_LEVELS:
         raise ValueError(
             f"got sleep level {level}, expected {' or '.join(map(str, SLEEP_LEVELS))}: a group keeps its "
-            "weights in host memory while it sleeps; set spec.suspend: true to give back all memory"
+            "weights in host memory while it sleeps. To free all memory, set spec.suspend: true"
         )

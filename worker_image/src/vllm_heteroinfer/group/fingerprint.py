@@ -1,8 +1,8 @@
-"""Do all ranks serve the same model with the same settings? Asked before weights are read.
+"""Checks that all ranks serve the same model with the same settings, before they load weights.
 
-Each rank builds its own configuration, and nothing in vLLM compares them between pods: a
-follower with another dtype or block size would answer nonsense, or hang. Pure but for
-`of_model`, which reads the model's files.
+Each rank builds its own configuration, and vLLM does not compare configurations between pods. A follower
+with another dtype or block size would compute wrong results or hang. Pure except for `of_model`, which
+reads the model's files.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _SMALL_FILES = (
 )
 
 _OF_A_DEVICE = frozenset({"enforce_eager", "async_scheduling"})
-"""Settings that ranks of different devices may differ in: a GPU rank alone may schedule a step ahead."""
+"""Settings that may differ between ranks of different devices. Only GPU ranks may schedule a step ahead."""
 SAME_MODEL = "mount the same files at spec.model in every pod"
 _REMEDIES = {
     "model": SAME_MODEL,
@@ -44,7 +44,7 @@ _FORMATS = {
     "gptq_marlin": "gptq",
     "gpt_oss_mxfp4": "mxfp4",
 }
-"""Method -> format (vllm/model_executor/layers/quantization/__init__.py@v0.32.0)."""
+"""Quantization method -> format (vllm/model_executor/layers/quantization/__init__.py@v0.32.0)."""
 _REMEDY = "every rank takes its settings from the plan: start all pods from one plan and one image"
 
 Fingerprint = Mapping[str, Any]
@@ -52,7 +52,7 @@ Fingerprint = Mapping[str, Any]
 
 
 class ConfigMismatchError(RuntimeError):
-    """Ranks do not agree; the text says which, in what, and what to do.
+    """Settings differ between ranks; the message names the ranks, the settings and the fix.
 
     Attributes:
         rank: the first rank that differs from rank 0.
@@ -64,7 +64,7 @@ class ConfigMismatchError(RuntimeError):
 
 
 def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
-    """Returns what must agree in a resolved configuration, model files included."""
+    """Returns the settings that must agree between ranks, including a hash of the model's files."""
     import vllm
 
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
@@ -94,18 +94,19 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
 
 
 def quantized_format(method: str | None) -> str | None:
-    """Returns the format that a quantization method reads, which is what ranks must agree in.
+    """Returns the format that a quantization method reads.
 
-    vLLM names a method by its kernels, which differ by device: `awq` on CPUs, `auto_awq` on GPUs.
+    Ranks must agree in the format, not in the method: vLLM names a method after its kernels, which differ by
+    device (`awq` on CPUs, `auto_awq` on GPUs).
     """
     return None if method is None else _FORMATS.get(method, method)
 
 
 def of_model(directory: Path) -> str:
-    """Returns 16 hex digits of a model's files: small ones whole, weights by header and samples.
+    """Hashes a model's files to 16 hex digits: small files completely, weights by header and samples.
 
-    Cheap (8 x 64 KiB a weight file), so it tells models and revisions apart but is no
-    check for damage.
+    The hash is cheap (8 x 64 KiB per weight file). It distinguishes models and revisions, but does not detect
+    damaged files.
     """
     digest = hashlib.sha256()
     small = {path for pattern in _SMALL_FILES for path in directory.glob(pattern)}
@@ -124,7 +125,7 @@ def of_model(directory: Path) -> str:
 
 
 def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
-    """Raises ConfigMismatchError, the same on every rank, unless all ranks agree with rank 0."""
+    """Raises ConfigMismatchError if a rank differs from rank 0; every rank raises the same error."""
     expected = fingerprints[0]
     differences, first = [], None
     for rank, got in zip(plan.ranks, fingerprints, strict=True):
@@ -143,18 +144,18 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
 
 
 def to_json(fingerprint: Fingerprint) -> str:
-    """Returns the one JSON text of a fingerprint."""
+    """Serialises a fingerprint; equal fingerprints have equal texts."""
     return json.dumps(dict(fingerprint), sort_keys=True)
 
 
 def from_json(text: str) -> Fingerprint:
-    """Returns the fingerprint that `text` holds."""
+    """Parses the text of `to_json`."""
     value: dict[str, Any] = json.loads(text)
     return value
 
 
 def compare_engine(plan: Plan, engine: Fingerprint, rank_0: Fingerprint) -> None:
-    """Raises ConfigMismatchError unless the engine's own settings are rank 0's."""
+    """Raises ConfigMismatchError if the engine's settings differ from rank 0's."""
     for field in sorted(engine.keys() | rank_0.keys()):
         if engine.get(field) != rank_0.get(field):
             raise ConfigMismatchError(

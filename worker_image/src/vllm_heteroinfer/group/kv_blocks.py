@@ -1,4 +1,4 @@
-"""A rank's KV cache in blocks, and which rank limits the group's, in words. Stdlib only; pure."""
+"""Computes KV blocks per rank and describes which rank limits the group. Stdlib only; pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +16,12 @@ def size_bytes(kv_cache_config: Any) -> int:
 
 
 def headroom_blocks(*, blocks: int, size_bytes: int, headroom_bytes: int) -> int:
-    """Returns how many blocks the headroom holds, where `blocks` take `size_bytes`; 0 without a KV cache."""
+    """Number of blocks that fit into the headroom, if `blocks` take `size_bytes`; 0 without a KV cache."""
     return headroom_bytes * blocks // size_bytes if size_bytes else 0
 
 
 def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_bytes: Sequence[int]) -> str:
-    """Returns one line: the group's blocks, the rank with the least headroom, and what each could hold."""
+    """Describes in one line the group's blocks, the tightest rank, and the headroom of each rank."""
     could = [
         headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)

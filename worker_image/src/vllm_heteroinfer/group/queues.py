@@ -1,4 +1,4 @@
-"""vLLM's message queues between the executor and the ranks: handles as text, waits with a deadline.
+"""Opens vLLM's message queues between the executor and the ranks, with deadlines.
 
 Imports vLLM. Source: vllm/distributed/device_communicators/shm_broadcast.py::MessageQueue@v0.32.0.
 """
@@ -15,12 +15,12 @@ from vllm_heteroinfer.group.deadline import Deadline
 
 
 def handle_to_json(queue: MessageQueue) -> str:
-    """Returns where the queue is reached, for the group's store; JSON, so that nobody unpickles it."""
+    """Serialises the queue's address for the group's store. JSON, because unpickling would be unsafe."""
     return json.dumps(dataclasses.asdict(queue.export_handle()))
 
 
 def open_queue(text: str, reader: int) -> MessageQueue:
-    """Returns the reading end of the queue described by `text`, for the reader of this number."""
+    """Opens the reading end of the queue that `text` describes, as the reader with this number."""
     raw: dict[str, Any] = json.loads(text)
     for name in ("buffer_handle", "tensor_arena_handle"):
         if raw[name] is not None:
@@ -29,14 +29,14 @@ def open_queue(text: str, reader: int) -> MessageQueue:
 
 
 def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> None:
-    """Waits until both ends of a queue are connected; every process that holds it must call this.
+    """Waits until both ends of a queue are connected. Every process that uses the queue must call this.
 
-    MessageQueue.wait_until_ready waits without a limit, so its sockets get one meanwhile.
-    Once all readers are in, the shared memory loses its name: it then vanishes with the
-    processes, however they end.
+    MessageQueue.wait_until_ready waits without a limit, so this function sets a receive timeout on its
+    sockets. Once all readers are connected, the shared memory loses its name: the kernel then frees it with
+    the processes, however they end.
 
     Raises:
-        TimeoutError: the other end did not come.
+        TimeoutError: the other end did not connect in time.
     """
     sockets = [s for s in (queue.local_socket, queue.remote_socket) if s is not None]
     for socket in sockets:
@@ -45,7 +45,7 @@ def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> N
         queue.wait_until_ready()
     except zmq.Again as error:
         raise TimeoutError(
-            f"{what} did not connect within {deadline.total_s:.0f} s; look at its log"
+            f"{what} did not connect within {deadline.total_s:.0f} s. Check its log"
         ) from error
     finally:
         for socket in sockets:

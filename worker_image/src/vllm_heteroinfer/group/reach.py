@@ -1,7 +1,8 @@
-"""Whether the pods of a group reach each other at free ports, tried before any library connects there.
+"""Checks that the pods of a group reach each other at arbitrary ports, before torch and vLLM connect.
 
-torch's process groups and vLLM's queues listen at ports that the kernel chooses. Where a firewall or a
-NetworkPolicy drops what goes there, they wait until the start has taken too long, and name nobody.
+torch's process groups and vLLM's queues listen at ports that the kernel chooses. If a firewall or a
+NetworkPolicy drops packets to these ports, torch and vLLM wait until the start times out, and their errors do
+not name the unreachable pod.
 """
 
 import contextlib
@@ -22,21 +23,23 @@ from vllm_heteroinfer.pod import addresses
 from vllm_heteroinfer.pod.threads import start_thread
 
 PATIENCE_S: Final = 30.0
-"""For one pod to be reached: a CNI may need seconds to let in a pod that has just started."""
+"""Longest wait until a pod can be reached. A CNI may need seconds to allow traffic of a new pod."""
 _TRY_S: Final = 3.0
-"""Of one try: a lost first packet is sent again after one second."""
+"""Timeout of an attempt. The kernel resends a lost first packet after one second."""
 _NAP_S: Final = 0.2
 
 
 class UnreachableError(RuntimeError):
-    """A pod of the group takes no connection from this one."""
+    """This pod cannot connect to another pod of the group."""
 
 
 def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: GroupStore, end: Deadline) -> None:
-    """Returns once this pod has reached each other one; the first rank of each pod calls this.
+    """Waits until this pod has reached every other pod, and every other pod has done so too.
+
+    Every rank calls this; only the first rank of each pod checks.
 
     Raises:
-        UnreachableError: a pod that is there cannot be reached; the message names it.
+        UnreachableError: a pod that has started cannot be reached; the message names the pod.
     """
     if len(plan.pods) == 1 or rank.local_rank != 0:
         return
@@ -51,12 +54,12 @@ def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: Group
         store.put(f"reached/{rank.pod}", "")
         for pod in others:
             first = plan.pods[pod].ranks[0].rank
-            store.get(f"reached/{pod}", end, what=f"word that pod {pod} reaches all others", rank=first)
+            store.get(f"reached/{pod}", end, what=f"message that pod {pod} reaches all others", rank=first)
 
 
 @contextlib.contextmanager
 def _listening(host: str) -> Iterator[int]:
-    """Listens at a free port, yields it, and closes each connection at once."""
+    """Listens at a free port, yields the port, and closes each connection at once."""
     with socket.socket(addresses.family_of(host), socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         listener.listen()
@@ -66,7 +69,7 @@ def _listening(host: str) -> Iterator[int]:
             while not ended.is_set():
                 try:
                     listener.accept()[0].close()
-                except OSError:  # of this connection, or too many open files
+                except OSError:  # the connection failed, or this process has too many open files
                     ended.wait(_NAP_S)
 
         failures: list[BaseException] = []

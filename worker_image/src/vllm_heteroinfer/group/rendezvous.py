@@ -1,6 +1,6 @@
-"""The group's small store: fingerprints, hop schemas and message queue handles, by key.
+"""The group's key-value store, for fingerprints, hop schemas and handles of message queues.
 
-Rank 0 hosts it, so that ranks meet and load without waiting for the API server's process.
+Rank 0 hosts the store, so that ranks can connect and load without waiting for the API server's process.
 Every wait has a deadline. Imports torch.
 """
 
@@ -25,19 +25,19 @@ from vllm_heteroinfer.pod.lost_peer import Conversation
 _SERVED_BY = 0
 """The rank that serves the store."""
 _POLL_S = 1.0
-"""How long one look for a key may block; between looks a signal is seen."""
+"""Timeout of an attempt to connect. Python handles signals between attempts."""
 
 
 WORLD_SCHEME: Final = "heteroinfer"
 
 
 def world_init_method(launch: PodLaunch) -> str:
-    """Returns the init method of the group's torch.distributed world; can be called again.
+    """Returns the init method of the group's torch.distributed world; it can be called repeatedly.
 
-    As `tcp://`, but rank 0 listens where `addresses.bind_host` says: torch's own handler listens on
-    every interface, and `heteroinfer up` has no NetworkPolicy around it.
+    Like `tcp://`, but rank 0 listens only at `addresses.bind_host`. torch's own handler listens on every
+    interface, and no NetworkPolicy protects `heteroinfer up`.
     """
-    global _registered  # noqa: PLW0603 - torch's table of schemes is as global, and takes each once
+    global _registered  # noqa: PLW0603 - torch's table of schemes is global and accepts each scheme once
     if not _registered:
         register_rendezvous_handler(WORLD_SCHEME, _meet)
         _registered = True
@@ -70,28 +70,28 @@ def _meet(
         master_listen_fd=listener,
     )
     yield store, rank, world_size
-    raise RuntimeError("a world is met once: the group starts again as a whole")
+    raise RuntimeError("torch asked for a second rendezvous, but a group can only restart as a whole")
 
 
 def _listen(host: str, port: int, what: str) -> int:
-    """Returns the descriptor of a socket that listens on the leader's port; its taker closes it.
+    """Listens on the leader's port. Returns the descriptor of the socket, which the caller must close.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     try:
         listener = addresses.open_listener(host, port)
     except OSError as error:
-        raise OSError(f"{what} port {port}: {error}; the leader needs this port for its group") from error
+        raise OSError(f"{what} port {port}: {error}. The leader needs this port for its group") from error
     listener.listen(1024)
     return listener.detach()
 
 
 class GroupStore:
-    """Keys of one epoch of one group, on the leader's executor port.
+    """A store for an epoch of a group, on the leader's executor port.
 
     Attributes:
-        waits_for: called with the rank whose word this process waits for, and with None when it has come.
+        waits_for: called with the rank whose value this process waits for, and with None after the wait.
     """
 
     def __init__(self, store: TCPStore, launch: PodLaunch) -> None:
@@ -104,10 +104,10 @@ class GroupStore:
 
     @classmethod
     def host(cls, launch: PodLaunch, deadline: Deadline) -> "GroupStore":
-        """Returns the store, served by this process (rank 0).
+        """Starts the store in this process, rank 0.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         leader = launch.leader
         listener = _listen(leader.host, leader.executor_port, "executor")
@@ -123,10 +123,10 @@ class GroupStore:
 
     @classmethod
     def connect(cls, launch: PodLaunch, deadline: Deadline) -> "GroupStore":
-        """Returns the store that rank 0 serves, waiting for it.
+        """Connects to the store of rank 0; waits until rank 0 serves it.
 
         Raises:
-            TimeoutError: it was not there by the deadline.
+            TimeoutError: rank 0 did not serve the store before the deadline.
         """
         leader = launch.leader
         address = (addresses.resolve(leader.host), leader.executor_port)
@@ -138,7 +138,7 @@ class GroupStore:
                 if deadline.left_s == 0:
                     raise TimeoutError(
                         f"rank 0 did not open {leader.host}:{leader.executor_port} within "
-                        f"{deadline.total_s:.0f} s ({error}); look at the leader's log"
+                        f"{deadline.total_s:.0f} s ({error}). Check the leader's log"
                     ) from error
                 time.sleep(min(0.05, deadline.left_s))
         store = TCPStore(
@@ -151,10 +151,10 @@ class GroupStore:
         return cls(store, launch)
 
     def put(self, key: str, value: str) -> None:
-        """Stores text under a key, signed; every process of the group can read it.
+        """Stores a signed value under a key; every process of the group can read it.
 
-        Queue addresses are among them, and what comes out of a queue is unpickled: the port of
-        the store is open to whoever reaches it.
+        Values are signed because any process that reaches the port can write to the store, and some values
+        are addresses of queues, whose messages vLLM unpickles.
         """
         if self._key is not None:
             value = self._key.sign("store", key, value)
@@ -162,23 +162,23 @@ class GroupStore:
             self._store.set(self._prefix + key, value)
 
     def get(self, key: str, deadline: Deadline, *, what: str, rank: int | None = None) -> str:
-        """Returns the text under a key, waiting for it.
+        """Waits for the value under a key and returns it.
 
         Args:
-            what: what is waited for and from whom, for the error.
-            rank: the global rank that will put it, if it is one.
+            what: name of the value and of its source, for the error.
+            rank: the global rank that will store the value; None if another process stores it.
 
         Raises:
-            TimeoutError: it was not there by the deadline.
+            TimeoutError: the value was not there before the deadline.
             PeerGoneError: rank 0, which serves the store, is gone.
-            ContractError: no process of the epoch has stored what is there.
+            ContractError: no process of this epoch signed the value.
         """
         full = self._prefix + key
         self.waits_for(rank)
         while not self._has(full):
             if deadline.left_s == 0:
                 raise TimeoutError(
-                    f"got no {what} within {deadline.total_s:.0f} s; look at that process's log"
+                    f"got no {what} within {deadline.total_s:.0f} s. Check the log of that process"
                 )
             time.sleep(min(0.02, deadline.left_s))
         self.waits_for(None)
