@@ -1,8 +1,8 @@
-"""Frozen dataclasses to JSON and back, checked field by field.
+"""Converts frozen dataclasses to JSON and back, and checks each field.
 
-Stdlib only; pure. Covers what the contract uses: str, int, float, bool, enums, optional
-values, tuples of one type, and nested dataclasses. What is read was written by others: a number
-that JSON or Kubernetes cannot hold is refused, and a text always can be written again.
+Stdlib only; pure. Supports the types of the contract: str, int, float, bool, enums, optional values, tuples
+of one type, and nested dataclasses. Input is not trusted: numbers that JSON or Kubernetes cannot hold are
+refused, and every decoded text can be encoded again.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from heteroinfer_contract.errors import ContractError
 T = TypeVar("T")
 
 MAX_INT: Final = 2**53
-"""Of either sign; beyond, readers of JSON that count in doubles get another number."""
+"""Largest absolute value; readers of JSON that use doubles would change larger numbers."""
 _SHOWN_CHARS: Final = 200
 
 
 def to_json(value: Any) -> str:
-    """Returns the one JSON text of a contract dataclass: keys sorted, no spaces."""
+    """Returns the canonical JSON text of a contract dataclass: keys sorted, no spaces."""
     return text_of(raw_of(value))
 
 
 def raw_of(value: Any) -> Any:
-    """Returns the JSON values of what the contract uses; those that cannot change are not copied."""
+    """Returns the value as JSON types; immutable values are not copied."""
     if isinstance(value, tuple | list):
         return [raw_of(item) for item in value]
     kind: Any = type(value)
@@ -42,42 +42,43 @@ def raw_of(value: Any) -> Any:
 
 
 class JsonValue:
-    """Base of a dataclass of the contract that travels as one JSON text."""
+    """Base of contract dataclasses that are sent or stored as one JSON text."""
 
     __slots__ = ()
     reads_tolerantly: ClassVar[bool] = False
-    """Whether a reader leaves out unknown fields, and takes the default for bad ones that have a default."""
+    """Whether readers ignore unknown fields, and replace bad fields by their default if they have one."""
 
     def to_json(self) -> str:
-        """Returns the one JSON text of this value."""
+        """Returns the canonical JSON text of this value."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Returns the value that `text` holds; raises ContractError naming the field."""
+        """Parses `text` and checks the value; raises ContractError that names the field."""
         value = from_json(cls, text, tolerant=cls.reads_tolerantly)
         value.check()
         return value
 
     def check(self) -> None:
-        """Checks what every reader relies on; raises ContractError naming the field."""
+        """Checks the properties that every reader relies on; raises ContractError that names the field."""
 
 
 def text_of(raw: Mapping[str, Any]) -> str:
-    """Returns the one JSON text of an object: keys sorted, no spaces."""
+    """Returns the canonical JSON text of an object: keys sorted, no spaces."""
     return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
 
 def from_json(cls: type[T], text: str, *, where: str = "", tolerant: bool = False) -> T:
-    """Returns the dataclass `cls` that `text` holds.
+    """Parses `text` as the dataclass `cls`.
 
     Args:
-        where: what to call the value in errors; the class name if empty.
-        tolerant: whether unknown fields are left out, and bad ones that have a default are at it.
+        where: name of the value in errors; the class name if empty.
+        tolerant: whether to ignore unknown fields, and to replace bad fields by their default if they have
+            one.
 
     Raises:
-        ContractError: the text is not JSON, or a field is missing, unknown or of
-            another type or no number. The message names the field.
+        ContractError: the text is not JSON, or a field is missing, unknown, of another type or not a finite
+            number. The message names the field.
     """
     where = where or cls.__name__
     try:
@@ -94,10 +95,10 @@ def from_json(cls: type[T], text: str, *, where: str = "", tolerant: bool = Fals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Field:
-    """A field of a dataclass, with its type looked up: that costs more than to read a value.
+    """A field of a dataclass with its resolved type; resolving a type costs more than decoding a value.
 
     Attributes:
-        needed: whether it has no default.
+        needed: whether the field has no default.
     """
 
     name: str
@@ -120,7 +121,7 @@ def _fields_of(kind: type) -> tuple[_Field, ...]:
 
 
 def _trim(kind: Any, raw: Any) -> Any:
-    """Returns what a tolerant reader takes of `raw`: of objects, the fields that it knows and can read."""
+    """Removes the fields that a tolerant reader does not know or cannot decode."""
     if typing.get_origin(kind) is tuple and isinstance(raw, list):
         item = typing.get_args(kind)[0]
         return [_trim(item, value) for value in raw]
@@ -141,7 +142,7 @@ def _trim(kind: Any, raw: Any) -> Any:
 
 
 def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
-    """Returns the dataclass `cls` that a parsed JSON object holds; raises as from_json."""
+    """Converts a parsed JSON object to the dataclass `cls`; raises the same errors as from_json."""
     return typing.cast("T", _decode(cls, raw, where or cls.__name__))
 
 
@@ -177,15 +178,15 @@ def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
         raise ContractError(f"{where}: got {raw}, expected a finite number")
     if isinstance(raw, int) and abs(raw) > MAX_INT:
         raise ContractError(f"{where}: got a number of {raw.bit_length()} bits, expected at most {MAX_INT}")
-    # A lone surrogate, which JSON may escape, cannot be written as UTF-8.
+    # JSON can escape a lone surrogate, but UTF-8 cannot encode it.
     return raw.encode(errors="replace").decode() if isinstance(raw, str) else raw
 
 
 def at_least(least: float, where: str, **values: float) -> None:
-    """Checks numbers of a value that was read.
+    """Checks that numbers of a decoded value are at least `least`.
 
     Raises:
-        ContractError: one is smaller than `least`; the message names it.
+        ContractError: a number is smaller; the message names it.
     """
     for name, value in values.items():
         if value < least:
@@ -193,7 +194,7 @@ def at_least(least: float, where: str, **values: float) -> None:
 
 
 def at_most(most: float, where: str, **values: float) -> None:
-    """Checks numbers of a value that was read, as `at_least`."""
+    """Checks that numbers of a decoded value are at most `most`; raises ContractError."""
     for name, value in values.items():
         if value > most:
             raise ContractError(f"{where}.{name}: got {value}, expected at most {most}")

@@ -1,7 +1,7 @@
-"""How feed-forward ranks share the intermediate columns of experts and MLPs, or experts. Stdlib only. Pure.
+"""Divides intermediate columns or whole experts between feed-forward ranks. Stdlib only. Pure.
 
-The worker cuts tensors by it, and the planner counts by it: a rank's share is in whole units, so that the
-largest is more than the mean where units do not go round.
+The worker cuts tensors by these shares, and the planner counts by them. Shares are whole units, so the
+largest share exceeds the mean if the units cannot be divided equally.
 """
 
 import math
@@ -15,11 +15,11 @@ from heteroinfer_contract.errors import ContractError
 KERNEL_BLOCK: Final = 32
 """Columns of a block of vLLM's CPU kernels (vllm/…/fused_moe/experts/cpu_moe.py@v0.32.0)."""
 _ALIKE: Final = 0.8
-"""Rates within that part of the largest are taken as equal, so that equal ranks round alike, and answer the
-same, at each start. Two ranks of 7 cores each of one H200 host's one NUMA node read at 0.88 to 0.98 of each
-other in ten readings of a second (2026-11-25)."""
+"""If every rate is at least this part of the largest rate, all rates count as equal. Equal ranks then get the
+same shares at each start, and so give the same answers. On an H200 host, two ranks with 7 cores each of one
+NUMA node read at 0.88 to 0.98 of each other's rate (ten readings of one second, 2026-11-25)."""
 _RATE_STEPS: Final = 100
-"""That rates are rounded to, of the largest."""
+"""Rates are rounded to this many steps of the largest rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Span:
 
     Attributes:
         total: columns or experts of the layer.
-        end: one past its last one.
+        end: one past the rank's last column or expert.
     """
 
     total: int
@@ -37,12 +37,12 @@ class Span:
 
     @property
     def count(self) -> int:
-        """Returns how many it has."""
+        """Number of columns or experts."""
         return self.end - self.first
 
     @property
     def once(self) -> bool:
-        """Returns whether this rank adds what must be added once, such as the down projection's bias."""
+        """Whether this rank adds terms that must be added only once, such as the down projection's bias."""
         return self.first == 0
 
 
@@ -53,7 +53,7 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Span]:
         unit: columns that must stay together: a quantization group, a kernel's block.
 
     Raises:
-        ContractError: there are fewer units than ranks, or `total` is no multiple of the unit.
+        ContractError: there are fewer units than ranks, or `total` is not a multiple of the unit.
     """
     units = total // unit
     if total % unit and len(shares) > 1:
@@ -96,7 +96,7 @@ def _spans(total: int, shares: Sequence[int], unit: int) -> list[Span]:
 
 
 def shares_by_rate(rates: Sequence[float]) -> tuple[int, ...]:
-    """Returns the ranks' shares by how fast each reads, so that all take equally long; at least 1 each."""
+    """Returns shares in proportion to read rates, so that all ranks take equally long; at least 1 each."""
     most = max(rates)
     if min(rates) >= _ALIKE * most:
         return (1,) * len(rates)
@@ -104,7 +104,7 @@ def shares_by_rate(rates: Sequence[float]) -> tuple[int, ...]:
 
 
 def unit_of(quantization: object) -> int:
-    """Returns how many columns must stay together, by a checkpoint's `quantization_config`; or None."""
+    """Returns the columns that must stay together, given a checkpoint's `quantization_config` (or None)."""
     return math.lcm(KERNEL_BLOCK, _group_of(quantization) or 1)
 
 

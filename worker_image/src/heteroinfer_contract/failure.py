@@ -1,4 +1,4 @@
-"""Why a group ended: the value that a supervisor leaves as its termination message.
+"""The reason that a group ended: the value that a supervisor writes as its termination message.
 
 Stdlib only; pure.
 """
@@ -12,33 +12,33 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import MAX_WORLD_SIZE
 
 MAX_TERMINATION_MESSAGE_BYTES = 4096
-"""Kubernetes keeps no more of a container's termination message (KEP: pod termination message)."""
+"""The part of a container's termination message that Kubernetes keeps (KEP: pod termination message)."""
 
 MESSAGE_BYTES = 2600
 LAST_LOG_BYTES = 1000
-"""Of it, as JSON; what is left holds the numbers."""
+"""Limits of the message and the log as JSON; the rest of the termination message holds the numbers."""
 
 
 _LEFT_OUT = " ... "
 MAX_EXIT_CODE = 255
 MAX_SIGNAL = 64
-"""Linux has no more (signal(7))."""
+"""The largest signal number on Linux (signal(7))."""
 
 
 class FailureReason(StrEnum):
-    """What ended a group; CamelCase, since it becomes an event's and a condition's reason."""
+    """The cause of a group's end; CamelCase because events and conditions use it as their reason."""
 
     RANK_EXITED = "RankExited"
-    """A rank's process ended: exit code or signal in the failure."""
+    """A rank's process ended; the failure contains its exit code or signal."""
     RANK_RAISED = "RankRaised"
     """A rank raised; the message is the error."""
     RANK_STOPPED = "RankStopped"
     """A rank's process is stopped (SIGSTOP) or makes no progress."""
     API_SERVER_EXITED = "ApiServerExited"
     ENGINE_STOPPED = "EngineStopped"
-    """The API server or its engine is stopped (SIGSTOP), or answers nothing while no rank is busy."""
+    """The API server or its engine is stopped (SIGSTOP), or does not answer while all ranks are idle."""
     POD_LOST = "PodLost"
-    """A pod's supervisor turned silent or closed its connection."""
+    """A pod's supervisor stopped sending heartbeats or closed its connection."""
     PLAN_MISMATCH = "PlanMismatch"
     """Hand-shake: group uid, epoch or plan hash differ."""
     CONFIG_MISMATCH = "ConfigMismatch"
@@ -50,11 +50,11 @@ class FailureReason(StrEnum):
     """The environment or the arguments are wrong; nothing was started."""
     MODEL_NOT_READABLE = "ModelNotReadable"
     MODEL_NOT_FOUND = "ModelNotFound"
-    """The hub has no such model or revision, or does not show it to us."""
+    """The hub does not have the model or revision, or hides it from this user."""
     MODEL_ACCESS_DENIED = "ModelAccessDenied"
-    """The hub wants a token, another token, or its licence accepted."""
+    """The hub requires a token, another token, or acceptance of the model's licence."""
     MODEL_HUB_UNREACHABLE = "ModelHubUnreachable"
-    """The hub does not answer, or not as a hub does."""
+    """The hub does not answer, or its answer is not a hub's."""
     MODEL_CACHE_FULL = "ModelCacheFull"
     MODEL_CACHE_NOT_WRITABLE = "ModelCacheNotWritable"
 
@@ -66,8 +66,8 @@ class Failure:
     Attributes:
         pod: index of the culprit's pod, or None if no pod is to blame.
         rank: the culprit's rank, or None if it is not a rank.
-        exit_code: of the culprit's process; negative for a signal, as in subprocess.
-        time: Unix time at which it was seen, in seconds.
+        exit_code: exit code of the culprit's process; negative for a signal, as in subprocess.
+        time: Unix time at which the failure was observed, in seconds.
     """
 
     reason: FailureReason
@@ -79,13 +79,13 @@ class Failure:
     time: float = 0.0
 
     def to_json(self) -> str:
-        """Returns JSON of at most MAX_TERMINATION_MESSAGE_BYTES, of what `cut` keeps."""
+        """Returns JSON of at most MAX_TERMINATION_MESSAGE_BYTES, shortened by `cut`."""
         return codec.to_json(self.cut())
 
     def cut(self) -> "Failure":
-        """Returns the failure as far as it fits: a message without its middle, a log without its front.
+        """Shortens the failure until it fits: removes the message's middle and the log's beginning.
 
-        An error's kind stands at its beginning, what caused it often at its end.
+        A message begins with the kind of error and often ends with its cause.
         """
         if len(codec.to_json(self)) <= MAX_TERMINATION_MESSAGE_BYTES:
             return self
@@ -95,7 +95,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str) -> "Failure | None":
-        """Returns the failure in a termination message, or None if it is none that a worker writes."""
+        """Returns the failure in a termination message, or None if no worker wrote the message."""
         try:
             failure = codec.from_json(cls, text)
             failure.check()
@@ -104,10 +104,10 @@ class Failure:
         return failure
 
     def check(self) -> None:
-        """Checks what every reader relies on.
+        """Checks the properties that every reader relies on.
 
         Raises:
-            ContractError: a pod, a rank, an exit code or a time is one that there cannot be.
+            ContractError: a pod, a rank, an exit code or a time is out of range.
         """
         for name, value in (("pod", self.pod), ("rank", self.rank)):
             if value is not None:
@@ -120,7 +120,7 @@ class Failure:
 
 
 def _fit_ends(text: str, limit_bytes: int) -> str:
-    """Returns as much of the two ends of `text` as fits as JSON, two thirds of it from the beginning."""
+    """Removes the middle of `text` until its JSON fits; two thirds of the rest are from the beginning."""
     if len(json.dumps(text)) <= limit_bytes:
         return text
     front = _fit(text, limit_bytes * 2 // 3, keep_end=False)
@@ -129,7 +129,7 @@ def _fit_ends(text: str, limit_bytes: int) -> str:
 
 
 def _fit(text: str, limit_bytes: int, *, keep_end: bool) -> str:
-    """Returns as much of `text` as fits as JSON; escapes make one character 12 bytes long."""
+    """Cuts `text` until its JSON fits; an escaped character can take 12 bytes."""
     while (size_bytes := len(json.dumps(text))) > limit_bytes:
         keep = len(text) * limit_bytes // (size_bytes + 1)
         text = text[len(text) - keep :] if keep_end else text[:keep]

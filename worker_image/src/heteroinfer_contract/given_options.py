@@ -1,4 +1,4 @@
-"""The options among vLLM's arguments, told from values as its parser does; nothing else reads `engine.args`.
+"""Finds the options in vLLM's arguments, as vLLM's parser does; only this module reads `engine.args`.
 
 Stdlib only; pure. Source: vllm/utils/argparse_utils.py::FlexibleArgumentParser.parse_args@v0.32.0.
 """
@@ -22,19 +22,19 @@ SHORT: Final[Mapping[str, str]] = word_pairs(
     -q --quantization -r --node-rank -sc --speculative-config -tp --tensor-parallel-size
     """
 )
-"""Short form -> option. Those of one letter take a value behind them without a blank, too."""
+"""Short form -> option. A value may follow a form of one letter without a blank."""
 _NUMBER: Final = re.compile(r"-\d+(\.\d*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenOption:
-    """An option as it was given.
+    """An option as the user gave it.
 
     Attributes:
         arg: the argument as the user wrote it.
-        name: the option with hyphens, of a short form in full; an abbreviation stays one.
-        path: keys inside its JSON, of `--option.key.key`.
-        value: the first one, or None.
+        name: the option with hyphens. Short forms are expanded, abbreviations are not.
+        path: keys inside the option's JSON, from `--option.key.key`.
+        value: the first value, or None.
     """
 
     arg: str
@@ -44,18 +44,18 @@ class GivenOption:
 
     @property
     def is_taken_back(self) -> bool:
-        """Whether a flag is given with `no-`."""
+        """Whether the flag has the prefix `no-`."""
         return self.name.startswith("--no-")
 
     @property
     def option(self) -> str:
-        """The name, of a flag without `no-`."""
+        """The name without the prefix `no-` of a flag."""
         return self.name.replace("--no-", "--", 1) if self.is_taken_back else self.name
 
     def may_be(self, option: str) -> bool:
-        """Whether vLLM's parser may take this for an option: by its name, or by its beginning.
+        """Whether vLLM's parser may read this as `option`: by its full name or an abbreviation.
 
-        A beginning counts for every option that has it: of several the parser refuses it.
+        An abbreviation matches every option that begins with it; the parser refuses ambiguous abbreviations.
         """
         if not self.name.strip("-"):
             return False
@@ -67,8 +67,8 @@ class GivenOption:
 def given_options(args: Sequence[str]) -> tuple[GivenOption, ...]:
     """Finds the options among arguments.
 
-    Whatever looks like an option counts, behind `--` and as the value of `--option.key`, too:
-    vLLM looks for `--config` everywhere.
+    Every argument that looks like an option counts, even after `--` or as the value of `--option.key`,
+    because vLLM looks for `--config` everywhere.
     """
     return _read(tuple(args))
 
@@ -86,7 +86,7 @@ def _is_option(arg: str) -> bool:
 def _given(arg: str, following: str | None) -> GivenOption:
     head, equals, text = arg.partition("=")
     name, *path = head.split(".")
-    # An option may be the value: vLLM takes dotted ones out first, and what is behind them moves up.
+    # An option may be the value: vLLM first removes dotted options, and the arguments after them move up.
     value = text if equals else following
     if path:
         path[-1] = path[-1].removesuffix("+")

@@ -1,4 +1,4 @@
-"""What the leader's supervisor knows of its group now; served as JSON on /group.
+"""The state of a group as seen by the leader's supervisor; served as JSON on /group.
 
 Stdlib only; pure.
 """
@@ -12,15 +12,15 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Plan
 
 MAX_SECONDS = 1e9
-"""Of any time that a rank tells: thirty years."""
+"""Maximum of every duration that a rank reports: thirty years."""
 MAX_BLOCKS = 2**31
-"""Of a KV cache: with the tokens of a block they are a number that JSON keeps."""
+"""Maximum blocks of a KV cache; JSON can still hold the product with the tokens per block."""
 MAX_COUNT = 2**53
-"""Of bytes of all ranks together, and of all else: the largest whole number that JSON keeps."""
+"""Maximum of all other numbers, and of the bytes of all ranks together: the largest whole number in JSON."""
 
 
 class RankPhase(StrEnum):
-    """How far a rank has come, in order."""
+    """The phases of a rank's start, in order."""
 
     STARTING = "Starting"
     CONNECTING = "Connecting"
@@ -28,23 +28,22 @@ class RankPhase(StrEnum):
     WARMING_UP = "WarmingUp"
     READY = "Ready"
     SLEEPING = "Sleeping"
-    """Was ready, and has given memory back until it is woken (POST /sleep, POST /wake_up)."""
+    """The rank was ready and released memory until its wake-up (POST /sleep, POST /wake_up)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """One rank now.
+    """The current state of one rank.
 
     Attributes:
-        loaded_bytes: weights read so far, counted by how much of the checkpoint it is through; 0
-            when unknown.
-        total_bytes: weights to read; 0 when unknown.
+        loaded_bytes: weights read so far, estimated from the progress in the checkpoint; 0 if unknown.
+        total_bytes: weights to read; 0 if unknown.
         steps: model steps run since warm-up.
-        step_s: moving average of a decode step, in seconds.
-        kv_blocks: KV blocks it has, as many as every other rank; 0 while unknown.
-        kv_room_blocks: KV blocks that its memory could hold when it was measured, whatever
-            was planned; 0 while unknown.
-        kv_room_bytes: that headroom, in bytes.
+        step_s: moving average of a decode step.
+        kv_blocks: KV blocks of the rank, equal on all ranks; 0 while unknown.
+        kv_room_blocks: KV blocks that the rank's memory could hold when it was measured, regardless of the
+            plan; 0 while unknown.
+        kv_room_bytes: that headroom in bytes.
     """
 
     rank: int
@@ -63,7 +62,7 @@ class RankStatus:
     kv_room_bytes: int = 0
 
     def check(self) -> None:
-        """Checks that no number is one that there cannot be; raises ContractError naming it."""
+        """Checks that all numbers are in range; raises ContractError that names the field."""
         numbers = (field.name for field in dataclasses.fields(self) if field.name != "phase")
         values = {name: getattr(self, name) for name in numbers}
         codec.at_least(0, "RankStatus", **values)
@@ -74,7 +73,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport(codec.JsonValue):
-    """A group now, as its leader sees it.
+    """The current state of a group, as its leader sees it.
 
     Attributes:
         missing_pods: indices of the pods that have not connected to the leader.
@@ -90,10 +89,10 @@ class GroupReport(codec.JsonValue):
     missing_pods: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Checks what every reader relies on.
+        """Checks the properties that every reader relies on.
 
         Raises:
-            ContractError: ranks are not 0..n-1 in order, or a number is one that there cannot be.
+            ContractError: ranks are not 0..n-1 in order, or a number is out of range.
         """
         codec.at_least(0, "GroupReport", epoch=self.epoch)
         codec.at_most(
@@ -107,5 +106,5 @@ class GroupReport(codec.JsonValue):
             codec.at_most(MAX_COUNT, "GroupReport", **{name: sum(getattr(rank, name) for rank in self.ranks)})
 
     def covers(self, plan: Plan) -> bool:
-        """Returns whether it tells of every rank of a plan, each in its pod."""
+        """Returns whether the report contains every rank of a plan, each in the plan's pod."""
         return [rank.pod for rank in self.ranks] == [rank.pod for rank in plan.ranks]

@@ -1,4 +1,4 @@
-"""What a pod of a group knows besides the plan: its identity, where its peers are, who shares its machine.
+"""Start settings of a pod besides the plan: its identity, its peers' addresses, the ranks on its machine.
 
 Stdlib only; pure.
 """
@@ -15,15 +15,15 @@ from heteroinfer_contract.errors import ContractError, not_set
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 
 MAX_SECONDS = 7 * 86400.0
-"""Of any duration of a launch."""
+"""Maximum of every duration of a launch."""
 MAX_PORT = 65535
 LEAST_HEARTBEAT_S = 0.5
-"""Two beats, and a moment for the network."""
+"""Minimum heartbeat timeout: two heartbeats and some time for the network."""
 _ENGINE_CPUS_OF_MANY = 2
 """The engine core and the API server each spin on one CPU; 16 threads on 16 CPUs made a
 step take 258 ms instead of 56 (H200 host, 2026-11)."""
 _MANY_CPUS = 8
-"""From here on the engine gets two CPUs; below, one; a single CPU is shared."""
+"""With at least this many CPUs the engine gets two, otherwise one; a single CPU is shared."""
 _VARIABLES: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "group": (names.ENV_GROUP, str),
     "group_uid": (names.ENV_GROUP_UID, str),
@@ -36,22 +36,22 @@ _VARIABLES: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "network_interface": (names.ENV_NETWORK_INTERFACE, str),
     "cpu_binding": (names.ENV_CPU_BINDING, str),
 }
-"""Of each field of PodLaunch: its variable, and how that is read."""
+"""Field of PodLaunch -> its variable, and the variable's parser."""
 
 
 class CpuBinding(StrEnum):
     """Whether the threads of a pod's CPU ranks are bound to cores."""
 
     AUTO = "Auto"
-    """Where the pod's CPUs are its own: fewer than the machine has, and no quota below them."""
+    """If the pod's CPUs are exclusive: fewer than the machine has, and without a lower quota."""
     ALWAYS = "Always"
-    """Where nothing else computes on the machine; a quota still forbids it."""
+    """For machines without other computation; a quota still prevents binding."""
     NEVER = "Never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodAddress:
-    """Where a pod of the group is reached by the others.
+    """The address of a pod for the other pods of its group.
 
     Attributes:
         host: DNS name or IP address.
@@ -59,7 +59,7 @@ class PodAddress:
         control_port: the supervisor's hand-shake and heart-beat port (leader only).
         rendezvous_port: torch.distributed's TCPStore (leader only).
         executor_port: exchange of message queue handles (leader only).
-        metrics_port: of local rank 0; local rank i uses this plus i.
+        metrics_port: port of local rank 0; local rank i uses this port plus i.
     """
 
     host: str
@@ -77,15 +77,15 @@ class PodLaunch:
 
     Attributes:
         group: `namespace/name/index`, for people and metrics.
-        epoch: incarnation of the group, at least 1; grows with each start.
+        epoch: number of the group's start, at least 1; grows with each start.
         pod_index: this pod's index in the plan; 0 is the leader.
-        addresses: of every pod, by pod index.
-        startup_timeout_s: longest time without progress from when all pods are connected to every
-            rank ready.
-        drain_timeout_s: how long running requests may take to end once the group is asked to stop.
-        heartbeat_timeout_s: silence of a peer's supervisor after which it is lost.
-        network_interface: for the process groups; `auto` takes the one that routes
-            to the leader.
+        addresses: addresses of all pods, by pod index.
+        startup_timeout_s: longest time without progress between the connection of all pods and the readiness
+            of all ranks.
+        drain_timeout_s: time that running requests may take after the group is asked to stop.
+        heartbeat_timeout_s: silence after which a peer's supervisor counts as lost.
+        network_interface: interface of the process groups; `auto` selects the interface that routes to the
+            leader.
     """
 
     group: str
@@ -101,22 +101,22 @@ class PodLaunch:
 
     @property
     def leader(self) -> PodAddress:
-        """Returns the address of the pod of rank 0."""
+        """Address of the pod of rank 0."""
         return self.addresses[0]
 
     @property
     def address(self) -> PodAddress:
-        """Returns this pod's own address."""
+        """Address of this pod."""
         return self.addresses[self.pod_index]
 
     def to_env(self) -> dict[str, str]:
-        """Returns the launch as environment."""
+        """Returns the launch as environment variables."""
         env = {name: str(getattr(self, field)) for field, (name, _) in _VARIABLES.items()}
         return env | {names.ENV_ADDRESSES: json.dumps([dataclasses.asdict(a) for a in self.addresses])}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "PodLaunch":
-        """Returns the launch of an environment.
+        """Returns the launch in an environment.
 
         Raises:
             ContractError: a variable is missing or malformed; the message names it.
@@ -125,7 +125,7 @@ class PodLaunch:
         return codec.from_mapping(cls, raw)
 
     def check(self) -> None:
-        """Checks that durations and ports can be; raises ContractError naming the field."""
+        """Checks that durations and ports are in range; raises ContractError that names the field."""
         codec.at_least(0, "PodLaunch", epoch=self.epoch, drain_timeout_s=self.drain_timeout_s)
         codec.at_least(LEAST_HEARTBEAT_S, "PodLaunch", heartbeat_timeout_s=self.heartbeat_timeout_s)
         for name in ("startup_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
@@ -145,9 +145,9 @@ class PodLaunch:
 
 
 def share_machine(launch: PodLaunch, pods: Iterable[int]) -> bool:
-    """Returns whether these pods of the group are on one machine, as far as their addresses say.
+    """Returns whether these pods of the group have the same address, and so run on one machine.
 
-    In a cluster each pod has an address of its own; under `heteroinfer up` all have one.
+    In a cluster each pod has its own address; under `heteroinfer up` all pods have the same address.
     """
     return len({launch.addresses[pod].host for pod in pods}) == 1
 

@@ -1,7 +1,7 @@
-"""Which of vLLM's options a user may not give in `engine.args`, and what to do instead.
+"""The vLLM options that a user must not give in `engine.args`, with the alternative for each.
 
-Stdlib only; pure. The operator refuses such options while planning, the worker once more before it builds
-its configuration.
+Stdlib only; pure. The operator refuses these options while planning. The worker refuses them again before it
+builds its configuration.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsupported:
-    """Something that vLLM does and a HeteroInfer group does not do yet."""
+    """A feature of vLLM that HeteroInfer groups do not support yet."""
 
     feature: str
     options: tuple[str, ...]
@@ -204,7 +204,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     TENSOR_CPU_FIRST,
     MIXED_STAGE_IN_PIPELINE,
 )
-"""What is refused in words; decided here alone."""
+"""All unsupported features; only this list decides."""
 _REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {option: (f"{option} belongs to the plan", remedy) for option, remedy in PLAN_OWNED.items()}
     | {
@@ -213,15 +213,15 @@ _REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         for option in entry.options
     }
 )
-"""Option -> why it is refused, what to do instead."""
+"""Option -> reason for the refusal, alternative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedArg:
-    """An argument that may not stand in `engine.args`.
+    """An argument that must not be in `engine.args`.
 
     Attributes:
-        option: the option it sets, as vLLM spells it; "" if it sets none.
+        option: the option that the argument sets, in vLLM's spelling; "" if it sets none.
         given: the argument as the user wrote it.
     """
 
@@ -243,7 +243,7 @@ def refusal_of(given: GivenOption) -> RefusedArg | None:
     """Finds the first refused option that vLLM's parser may take an argument for."""
     if not given.name.strip("-") and given.arg != "--":
         return RefusedArg(option="", given=given.arg, reason="it names no option", remedy="take it out")
-    if given.path and given.value is None:  # vLLM would take the plan's next argument for its value
+    if given.path and given.value is None:  # vLLM would use the plan's next argument as its value
         return RefusedArg(option="", given=given.arg, reason="it has no value", remedy="give it one")
     option = next(filter(given.may_be, _REFUSED), None)
     if option is None:
