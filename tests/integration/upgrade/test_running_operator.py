@@ -114,11 +114,11 @@ async def check_next_epoch(server: ApiServer) -> None:
     async def is_ready() -> bool:
         ready = await play_kubelet(server)
         group: dict[str, Any] = (await statuses(server))["pair"]["groups"][0]
-        return ready and group["phase"] == "Ready" and not old.keys() & (await pods(server)).keys()
+        present = {name for name in await pods(server) if name.startswith("pair-0-")}
+        return ready and group["phase"] == "Ready" and not old.keys() & present and len(present) == len(old)
 
     await until("the next epoch", is_ready, timeout_s=60)
     new = [name for name in await pods(server) if name.startswith("pair-0-")]
-    assert len(new) == len(old)
     for name in new:
         pod = await server.get(POD.path(NAMESPACE, name))
         assert names.ENV_GROUP_KEY in {each["name"] for each in pod["spec"]["containers"][0]["env"]}
