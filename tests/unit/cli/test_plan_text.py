@@ -89,7 +89,9 @@ def test_bounds_of_requests_and_of_their_length() -> None:
     limit = f"the memory of rank {limiting.rank} (role {limiting.role})"
     full = int(sequences_at_once(tight))
     assert full == (kv_blocks(tight) - 1) // 256
-    assert f" of 1,024 tokens at once, or {full} of 8,192. Limit: {limit}. " in found["requests"]
+    each = "request of 8,192 tokens" if full == 1 else "requests of 8,192 tokens each"
+    both = f" requests of 1,024 tokens each at once, or {full} {each} at once. Limit: {limit}. "
+    assert both in found["requests"]
     assert found["size"].startswith(f"{kv_blocks(tight)} blocks of 32 tokens on every rank, about ")
     default = "8,192 tokens (the default of engine.maxModelLen)"
     assert found["length"].startswith(f"{default}. The model supports 131,072; {limit} allows ")
