@@ -53,7 +53,7 @@ def test_what_is_measured_is_what_plan_uses(tmp_path: Path) -> None:
 def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
     done = run("calibrate", "--worker-python", sys.executable, cache=tmp_path)
     assert done.returncode == 1
-    assert "memory was not read" in done.stderr
+    assert "the memory speed was not measured" in done.stderr
     assert "No module named 'torch'" in done.stderr
     assert not (tmp_path / "heteroinfer").exists()
 

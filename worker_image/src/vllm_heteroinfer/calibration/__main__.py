@@ -15,17 +15,19 @@ LEAST_LIMIT_S, MOST_LIMIT_S = 5.0, 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command line; see `heteroinfer-worker calibrate --help`."""
-    parser = argparse.ArgumentParser(prog="heteroinfer-worker calibrate", description=main.__doc__)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there, not to stdout")
+    """Measures this machine and prints the calibration. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="heteroinfer-worker calibrate", description="Measures this machine and prints the calibration."
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write instead of stdout")
     parser.add_argument(
         "--limit",
         type=_limit,
         default=LIMIT_S,
         metavar="SECONDS",
-        help=f"leave out what is not measured by then; {LIMIT_S:g} if not given",
+        help=f"time for all measurements; the rest is skipped; default: {LIMIT_S:g}",
     )
-    parser.add_argument("--termination-message-path", type=Path, help="write it there, too")
+    parser.add_argument("--termination-message-path", type=Path, help="second file to write")
     arguments = parser.parse_args(argv)
     _end_when_asked()
     adopt_orphans()
@@ -33,16 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_when_asked() -> None:
-    """Ends this process on SIGTERM with what it has started and written, also as PID 1.
+    """Makes SIGTERM end this process, its children and its temporary files, also if it is PID 1.
 
-    The command line has blocked the signal for as long as nobody here took it.
+    launch/cli.py has blocked the signal, so a SIGTERM from before this handler is not lost.
     """
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough
+    signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
     raise SystemExit(exit_code_of(number))
 
 
@@ -53,7 +55,7 @@ def _limit(text: str) -> float:
         seconds = 0.0
     if not LEAST_LIMIT_S <= seconds <= MOST_LIMIT_S:
         raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected {LEAST_LIMIT_S:g} to {MOST_LIMIT_S:g} seconds"
+            f"must be {LEAST_LIMIT_S:g} to {MOST_LIMIT_S:g} seconds, got {text!r}"
         )
     return seconds
 

@@ -37,7 +37,9 @@ _MOST_NODES: Final = 8
 _NODE_POINTS: Final = 3
 """Number of thread counts measured for a single NUMA node."""
 _OF_SEVERAL: Final = 0.9
-"""Share of the remaining time in which a command of several measurements may begin a measurement."""
+"""Share of the remaining time in which a command of several measurements may begin a measurement.
+
+The rest of the time is for the last measurement to end."""
 _POLL_S: Final = 0.05
 _LAST_READ_S: Final = 0.5
 """Time to read the rest of an ended process's output. Its children can keep the pipe open."""
@@ -53,7 +55,7 @@ class MeasuredResults:
     """The reports of all measuring processes.
 
     Attributes:
-        begun: measurements that a command of several has begun, in order.
+        begun: names of the measurements that a command of several measurements has begun, in order.
     """
 
     lists: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in _LISTS})
@@ -96,10 +98,10 @@ class Measurement:
 
     Attributes:
         commands: modules below this package, each with its arguments.
-        cpus: that it may run on; empty for all.
-        of_several: whether the command runs several measurements and reports the begin of each. It then takes
-            two more kinds of arguments: its time in seconds, and the measurements begun before. So a
-            measurement that ends the process does not prevent the others.
+        cpus: ids of the CPUs that the processes may use; all if empty.
+        of_several: whether the command runs several measurements and reports the start of each. Its further
+            arguments are its time in seconds and the measurements that were begun before, which it leaves
+            out. So a measurement that crashes the process does not prevent the others.
     """
 
     what: str
@@ -113,8 +115,8 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
     """Lists the measurements for these CPUs. Measurements that most plans need come first.
 
     Args:
-        cpus: one of each core.
-        folder: where the two ranks of a hop find each other.
+        cpus: one CPU of each core.
+        folder: empty folder for the file through which the two ranks of a hop connect.
     """
     by_node: dict[int, list[int]] = {}
     for cpu in cpus:
@@ -140,7 +142,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
         Measurement(
             what="hops",
             commands=tuple(("hops", str(rank), meeting) for rank in range(2)),
-            # Where the machine's own name has no address, gloo finds no interface by itself.
+            # If the machine's own name has no address, gloo finds no interface.
             env={**_cpu(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
         )
     )
@@ -160,7 +162,7 @@ def _reading(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ..
 def _cpu() -> dict[str, str]:
     return {
         names.ENV_VISIBLE_GPUS: HIDE_GPUS,
-        # A process without a plan has vLLM's own platform, which is CUDA's in the image for GPUs.
+        # Without a plan vLLM chooses the platform: CUDA in the image for GPUs.
         names.ENV_TARGET_DEVICE: "cpu",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
@@ -179,7 +181,7 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
             what, why = _run(measurement, left_s, results)
             if why:
                 results.skip(what, why)
-            # One of several that ended its process is left out when the others are measured.
+            # If one of several measurements ended the process, run the command again without those begun.
             more = bool(why) and measurement.of_several and len(results.begun) > known
             left_s = limit_s - (time.monotonic() - start)
     return results
@@ -193,7 +195,7 @@ def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> 
     tails: list[list[str]] = [[] for _ in measurement.commands]
     others = set(child_pids())
     with contextlib.ExitStack() as at_end:
-        at_end.callback(_end, processes, others)  # also when this process is asked to end
+        at_end.callback(_end, processes, others)  # also runs if SIGTERM ends this process
         processes.extend(_start(measurement, (*command, *more)) for command in measurement.commands)
         output = at_end.enter_context(ProcessOutput(_pipes(processes, results, tails)))
         late = not _ended(processes, output, limit_s)
@@ -240,7 +242,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> No
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     deadline = time.monotonic() + _KILL_S
-    # Whose parent is gone is a child of this process, if it adopts orphans.
+    # A process whose parent has ended is a child of this process if this process adopts orphans.
     while (left := set(child_pids()) - others) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -287,8 +289,8 @@ def build_calibration(
     if not results.lists["readings"]:
         why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
         raise ContractError(
-            f"memory was not read: {why}; is this the worker's Python, with torch, and does the "
-            "machine do little else?"
+            f"the memory speed was not measured: {why}. Run this with the worker's Python, which has torch, "
+            "on a machine that is idle"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()
     machine = hardware.observe_hardware(
@@ -335,8 +337,8 @@ def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float 
     """Measures this machine and prints the calibration; returns the exit code.
 
     Args:
-        output: file that it is written to, instead of standard output.
-        message_path: a pod's termination message, or None: the same text, or a Failure in words.
+        output: file for the calibration; standard output if None.
+        message_path: file of the pod's termination message, or None. Receives the calibration, or a Failure.
     """
     started, begin = time.time(), time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Answers asks with what is asked: `python -m vllm_heteroinfer.calibration.echo OFFER`. Imports torch."""
+"""Answers each ask with its own rows: `python -m vllm_heteroinfer.calibration.echo OFFER`. Imports torch."""
 
 import ctypes
 import sys
@@ -13,7 +13,7 @@ LIMIT_NS = 1_000_000_000
 
 
 def main(argv: list[str]) -> None:
-    """Answers until the slab is stopped, or its process ends this one."""
+    """Answers asks until the process that created the slab stops it, or kills this process."""
     torch.set_num_threads(1)
     offer = Offer.from_json(argv[0])
     slab, _ = connect(offer, 0, offer.shape)

@@ -1,4 +1,4 @@
-"""The formats of weights that a plan may give to CPU ranks, each as a config.json names it. Pure."""
+"""Weight formats that a plan supports on CPU ranks, each with its values in config.json. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +14,14 @@ _PER_TOKEN: Final = {"num_bits": 8, "strategy": "token", "dynamic": True, "symme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """A format.
+    """A weight format and the parameters of its measurement.
 
     Attributes:
-        method: of `quantization_config`, or "" for weights that are not quantized.
-        linear: whether vLLM has a linear kernel of CPUs for it.
-        size: inputs and columns of the linear layer that is measured.
-        copy: whether a packed layer is copied rather than packed again: packing takes longer.
+        method: `quant_method` in `quantization_config`, or "" for unquantized weights.
+        linear: whether vLLM has a linear kernel for this format on CPUs.
+        experts: whether vLLM has a kernel for experts in this format on CPUs.
+        size: number of inputs and of columns of the measured linear layer.
+        copy: whether the measurement copies a packed layer. If not, it packs each layer, which takes longer.
     """
 
     method: str = ""
@@ -80,4 +81,4 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
         ),
     }
 )
-"""As the operator's `vllm_support/cpu_ranks.py` has them, in the order of being measured; a test compares."""
+"""In the order of measurement. A test compares them with the operator's `vllm_support/cpu_ranks.py`."""

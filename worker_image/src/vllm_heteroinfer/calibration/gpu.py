@@ -1,6 +1,6 @@
-"""The GPU, its link and the exchange with feed-forward ranks: `python -m vllm_heteroinfer.calibration.gpu`.
+"""Measures the GPU, its PCIe link and the exchange with feed-forward ranks.
 
-Imports torch. Reports nothing if there is no GPU.
+Run as `python -m vllm_heteroinfer.calibration.gpu`. Imports torch. Without a GPU, reports nothing.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from vllm_heteroinfer.kernels.rounds import ROUNDS
 
 COPY_BYTES: Final = 256 << 20
 SIDE: Final = 8192
-"""Of the weight that a product reads: 128 MiB in bf16, more than the cache of any GPU of 2026 but MI300's."""
+"""Rows and columns of the weight: 128 MiB in bf16, more than any GPU cache of 2026 except MI300's."""
 COPIES: Final = 8
 MANY_ROWS: Final = 4096
 EXCHANGES: Final = 48
-"""In one CUDA graph, as many as a model has layers."""
+"""Exchanges in one CUDA graph, about the number of layers of a model."""
 HIDDEN, ROWS = 4096, 1
 LIMIT_S: Final = 5.0
 
@@ -37,13 +37,13 @@ def main() -> None:
     for what, measure in (("GPU", _gpu), ("PCIe", _transfers), ("exchange", _exchange)):
         try:
             measure(device)
-        # What one driver or GPU cannot do is a result.
+        # A measurement that this driver or GPU does not support is reported as skipped.
         except Exception as error:
             report_skipped(what, error)
 
 
 def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
-    """Best time of several rounds on the current stream, in seconds per repeat."""
+    """Returns the best time of several rounds on the current stream, in seconds per repeat."""
     best = float("inf")
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def _transfers(device: torch.device) -> None:
 
 
 def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> float:
-    """Returns the median time of a copy while another goes the other way and CPU threads read memory."""
+    """Returns the median seconds of a copy during opposite copies and memory reads by CPU threads."""
     ended = threading.Event()
     dense = torch.randn((SIDE, SIDE))
 
@@ -114,7 +114,7 @@ def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> flo
 
 
 def _exchange(device: torch.device) -> None:
-    """Reports an exchange as a feed-forward rank's, with a process that gives back what it is asked."""
+    """Measures the exchange with a feed-forward rank. A process that returns its input plays this rank."""
     from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
     from vllm_heteroinfer.feed_forward.slab import Shape, create
 
@@ -127,7 +127,7 @@ def _exchange(device: torch.device) -> None:
         first = exchange.ask(0, x, None, None, None)
         torch.cuda.synchronize()
         if not torch.equal(first, x):
-            raise RuntimeError("an exchange gave back something else than it was asked")
+            raise RuntimeError("the exchange did not return its input")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for layer in range(EXCHANGES):
@@ -149,7 +149,7 @@ def _answering(offer: str) -> Iterator[None]:
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != "ready":
-            raise RuntimeError(f"the answering process ended with {process.wait()}")
+            raise RuntimeError(f"the answering process ended with exit code {process.wait()}")
         yield
     finally:
         process.kill()

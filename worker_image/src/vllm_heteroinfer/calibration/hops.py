@@ -1,4 +1,6 @@
-"""How long a message between two processes takes: `python -m vllm_heteroinfer.calibration.hops RANK FILE`.
+"""Measures the time of a message between two processes.
+
+Run as `python -m vllm_heteroinfer.calibration.hops RANK FILE`.
 
 Both ranks run on this machine, so the times do not include a network. Imports torch.
 """
@@ -15,15 +17,15 @@ from vllm_heteroinfer.calibration.process_output import report, rounded
 from vllm_heteroinfer.kernels.rounds import median_s
 
 SIZES: Final = (8 << 10, 64 << 10, 1 << 20)
-"""Bytes: the hidden states of one token of a 4096 wide model, of 8, and of 128."""
+"""Sizes in bytes of the hidden states of 1, 8 and 128 tokens of a model with hidden size 4096."""
 BOUNCES: Final = 20
 TIMEOUT: Final = timedelta(seconds=20)
 
 
 def main(argv: list[str]) -> None:
-    """Bounces messages; rank 0 reports half of the time of a bounce.
+    """Sends messages to the other rank and back. Rank 0 reports half of the time of a round trip.
 
-    The ranks find each other by a file: a port that was free when it was chosen may be taken when it is used.
+    The ranks connect through a file. Another process could take a chosen port before its use.
     """
     rank, file = int(argv[0]), argv[1]
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""How fast vLLM's and our kernels read weights: `python -m vllm_heteroinfer.calibration.kernel_reading ...`.
+"""Measures the speed at which vLLM's kernels and HeteroInfer's own kernels read weights.
 
-Layers are built and packed as vLLM builds them for a model in each format, with random weights; experts are
-called as a feed-forward rank calls them. Imports vLLM.
+Run as `python -m vllm_heteroinfer.calibration.kernel_reading ...`. Builds and packs layers in each format as
+vLLM does for a model, with random weights. Calls experts as a feed-forward rank does. Imports vLLM.
 """
 
 import json
@@ -30,7 +30,7 @@ from vllm_heteroinfer.launch.environment import HIDE_GPUS
 
 BF16: Final = "bfloat16"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 16, 8
-"""Of Qwen3-30B-A3B's layers, with 16 of its 128 experts, since some formats are packed slowly."""
+"""Sizes of Qwen3-30B-A3B's layers, but with 16 of 128 experts, since some formats are packed slowly."""
 _MODEL: Final = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -49,13 +49,14 @@ _MODEL: Final = {
 }
 _LINEAR_PREFIX, _EXPERTS_PREFIX = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts"
 _MANY_ROWS, _MANY_CALLS = 512, 2
-"""From so many rows on a product computes longer than it reads, and so few of them tell its time."""
+"""With at least _MANY_ROWS rows, a product spends more time on computing than on reading. Then _MANY_CALLS
+calls are enough to measure its time."""
 _MOST_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
-"""Of a product: a chunk of a prompt, which has fewer rows for each of its experts."""
+"""Most rows of a product: a chunk of a prompt. Each expert computes only some rows of the chunk."""
 _MORE_S: Final = 0.2
-"""After which no further round of more than one row begins."""
+"""Time limit for starting rounds with more than one row."""
 _LONGEST_CALL_S: Final = 0.5
-"""More rows are not tried where one call would take longer, in proportion."""
+"""A number of rows is skipped if one call would take longer, in proportion to the call before."""
 Call = Callable[[], Any]
 
 
@@ -66,10 +67,11 @@ class Input:
 
 
 class ExpertsInput:
-    """What the calls of a kernel for experts compute with, as a feed-forward rank finds it in its slab.
+    """Input of the calls of a kernel for experts, as in the slab of a feed-forward rank.
 
-    One row takes another half of the experts each time. With more rows tokens choose at random, so that
-    experts have more and fewer than the mean, as in a model: kernels take 32 rows at once, and a rest.
+    With one row, the calls take turns between the halves of the experts. With more rows, tokens choose
+    experts at random, so that the rows per expert vary, as in a model. Kernels process 32 rows at a time, and
+    then the remaining rows.
     """
 
     turns: Final = EXPERTS // TOP_K
@@ -89,7 +91,7 @@ class ExpertsInput:
 
     @property
     def tokens(self) -> int:
-        """Returns the rows of a call."""
+        """Number of tokens of a call."""
         return len(self._x)
 
     def of(self, rows: int) -> tuple[torch.Tensor, ...]:
@@ -103,25 +105,25 @@ def _choose(tokens: int) -> torch.Tensor:
 
 
 def main(argv: list[str]) -> None:
-    """Reports a rate for each kernel, those that matter to most models first.
+    """Reports a rate for each kernel. Kernels that most models use come first.
 
     Args:
-        argv: number of threads; seconds in which to begin, if given; then names of what not to measure, since
-            it ended another process.
+        argv: number of threads, optionally the seconds in which measurements may begin, and the names of
+            measurements to leave out, since they were begun in an earlier process.
     """
     os.environ |= {names.ENV_VISIBLE_GPUS: HIDE_GPUS, names.ENV_TARGET_DEVICE: "cpu"}
     threads = int(argv[0])
     turn = _Turn(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), left_out=argv[2:])
     torch.set_num_threads(threads)
     ours = "our linear kernel"
-    # Where it was begun before, it was not what ended that process: the last one begun was.
+    # An earlier process that began this measurement and later others was ended by the last measurement.
     has_ours = turn.attempt(ours, lambda: measure_ours(threads)) or ours in argv[2:-1]
     report_begun("vLLM's kernels")
     bench = KernelBench(threads)
     turn.attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
     for part, scheme in _order():
         if has_ours and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
-            continue  # no layer of a group goes to vLLM's own then
+            continue  # ranks use our kernel for these layers, never vLLM's
         what = f"{part} in {'bf16' if scheme is SchemeName.NONE else scheme}"
         turn.attempt(what, partial(bench.measure, part, scheme))
     bench.close()
@@ -139,10 +141,10 @@ def _order() -> list[tuple[KernelPart, SchemeName]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """What may still be measured.
+    """Decides which measurements run.
 
     Attributes:
-        deadline: by time.monotonic(), when no further one begins.
+        deadline: time (time.monotonic()) after which no measurement begins.
     """
 
     deadline: float
@@ -159,7 +161,7 @@ class _Turn:
         try:
             with torch.inference_mode():
                 measure()
-        # A format that this CPU or this vLLM cannot run is a result, whatever it raises.
+        # A format that this CPU or vLLM does not support may raise any error. It is reported as skipped.
         except Exception as error:
             report_skipped(what, error)
             return False
@@ -167,7 +169,11 @@ class _Turn:
 
 
 def measure_ours(threads: int) -> None:
-    """Reports the rate of our own linear kernel; raises KernelsUnavailableError where there is none."""
+    """Reports the rate of our linear kernel.
+
+    Raises:
+        KernelsUnavailableError: this machine cannot use the kernel.
+    """
     library, size = linear.prepare(), WeightFormat().size
     dense = torch.randn((size, size)).to(torch.bfloat16)
     packed = [linear.pack(dense) for _ in range(-(-bytes_beyond_caches() // dense.nbytes))]
@@ -190,12 +196,13 @@ def _rates(
     prepare: Callable[[int], None],
     many_bytes: int | None = None,
 ) -> list[float]:
-    """Returns bytes a second for one row, and for each of MORE_ROWS, as far as that takes no long time.
+    """Returns bytes per second for one row, and for each of MORE_ROWS until a call takes too long.
 
     Args:
-        calls: of a kernel, each with weights of its own.
-        prepare: makes the calls compute with so many rows.
-        many_bytes: that a call reads for many rows, where it is more.
+        calls: calls of one kernel, each with its own weights.
+        num_bytes: bytes of weights that a call reads for one row.
+        prepare: sets the number of rows of the calls.
+        many_bytes: bytes of weights that a call reads for more rows; None if the same as `num_bytes`.
     """
     rates: list[float] = []
     call_s, before = 0.0, 1
@@ -221,7 +228,7 @@ def _report(
 
 
 class KernelBench:
-    """vLLM, set up for one rank that computes on CPUs."""
+    """Measures vLLM's kernels, with vLLM set up for one CPU rank."""
 
     def __init__(self, threads: int) -> None:
         from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
@@ -250,7 +257,7 @@ class KernelBench:
         self._folder.cleanup()
 
     def measure(self, part: KernelPart, scheme: SchemeName, dtype: str = BF16) -> None:
-        """Reports the rate of one kernel; raises whatever vLLM raises where it has none."""
+        """Reports the rate of one kernel. Raises vLLM's error if vLLM has no such kernel."""
         from vllm.config import set_current_vllm_config
         from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -330,11 +337,11 @@ def _built(layer: Any, given: Input) -> Call:
 
 
 def _copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list[Call]:
-    """Returns calls for each of so many copies of a packed layer's weights.
+    """Returns calls for each copy of a packed layer's weights.
 
     Args:
-        count: of the copies, the layer's own among them.
-        build: returns calls of the layer with the weights that it has then.
+        count: number of copies, including the layer's own weights.
+        build: returns calls of the layer with its current weights.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.numel()]
     own = [parameter.data for parameter in parameters]
@@ -372,7 +379,7 @@ def _quantization(each: WeightFormat) -> Any:
 
 
 def _fill(layer: Any) -> int:
-    """Fills a layer with numbers of a usual size. Returns its bytes as loaded."""
+    """Fills a layer with typical values. Returns the bytes of its weights before packing."""
     total = 0
     for parameter in layer.parameters():
         total += parameter.nbytes
@@ -386,7 +393,7 @@ def _fill(layer: Any) -> int:
 
 
 def _kernel(layer: Any) -> str:
-    """Name of the kernel that computes a layer: our kernel or vLLM's choice."""
+    """Returns the name of the kernel that computes a layer: ours, or vLLM's choice."""
     from vllm_heteroinfer.patches.cpu_experts import library_of
 
     method = layer.quant_method
@@ -402,4 +409,4 @@ def _kernel(layer: Any) -> str:
 if __name__ == "__main__":
     main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # no thread of vLLM or torch keeps this process: all is reported
+    os._exit(0)  # all results are reported: do not wait for threads of vLLM or torch

@@ -1,6 +1,6 @@
-"""How fast threads read memory: `python -m vllm_heteroinfer.calibration.memory_reading THREADS,... NODE`.
+"""Measures the speed at which threads read memory.
 
-Imports torch.
+Run as `python -m vllm_heteroinfer.calibration.memory_reading THREADS,... NODE`. Imports torch.
 """
 
 import sys
@@ -13,11 +13,15 @@ from vllm_heteroinfer.kernels.memory_stream import COLUMNS, INPUTS, PRODUCT_BYTE
 from vllm_heteroinfer.kernels.rounds import median_s
 
 MANY_ROWS = 512
-"""Of a product that computes longer than it reads."""
+"""Rows of a matrix product that spends more time on computing than on reading."""
 
 
 def main(argv: list[str]) -> None:
-    """Reports a reading for each number of threads, and with all nodes the operations of the most threads."""
+    """Reports the reading rate for each number of threads.
+
+    For all NUMA nodes together, also reports the operations per second of the last number of threads, which
+    is the largest.
+    """
     threads, node = [int(part) for part in argv[0].split(",")], int(argv[1])
     torch.set_num_threads(max(threads))
     products = memory_stream()

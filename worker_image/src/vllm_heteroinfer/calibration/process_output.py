@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 
 BEGUN: Final = "begun"
 MOST_LINE_BYTES: Final = 2**16
-"""The rest of a longer line is left out."""
+"""Longer lines are cut."""
 _CHUNK_BYTES: Final = 2**16
 
 
@@ -29,7 +29,7 @@ def report(kind: str, **values: Any) -> None:
 
 
 def report_begun(what: str) -> None:
-    """Reports the begin of a measurement that might end this process."""
+    """Reports the start of a measurement that might crash this process."""
     report(BEGUN, what=what)
 
 
@@ -43,7 +43,7 @@ class LineReader:
     """Splits chunks of output into lines.
 
     Args:
-        take: is given each line, without its end, cut at MOST_LINE_BYTES.
+        take: called with each line, without its newline, cut at MOST_LINE_BYTES.
     """
 
     def __init__(self, take: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class LineReader:
         self._line = bytearray()
 
     def feed(self, chunk: bytes) -> None:
-        """Takes in the next piece; an empty one is the end."""
+        """Processes the next chunk. An empty chunk marks the end of the output."""
         *whole, rest = chunk.split(b"\n")
         for part in whole:
             self._add(part)
@@ -70,10 +70,10 @@ class LineReader:
 
 
 class ProcessOutput:
-    """The open ends of pipes; a context manager that closes them.
+    """Reads from several pipes. A context manager that closes the pipes.
 
     Args:
-        pipes: each, unbuffered, with who takes its lines.
+        pipes: unbuffered pipes, each with the function that receives its lines.
     """
 
     def __init__(self, pipes: Iterable[tuple[IO[bytes], Callable[[str], None]]]) -> None:

@@ -1,9 +1,11 @@
 """`heteroinfer-worker`: the entry point of a worker pod. Stdlib and the contract only.
 
-`run` (the default) supervises the pod that the environment describes; `fetch` brings a model
-of a hub into a cache (the one command that needs huggingface_hub, imported for it alone);
-`inspect` reads a model's sizes; `calibrate` measures this machine. All three leave their answer as the
-pod's termination message.
+- `run` (the default) supervises the pod that the environment describes.
+- `fetch` downloads a model from a hub into a cache. Only this command imports huggingface_hub.
+- `inspect` reads a model's sizes.
+- `calibrate` measures this machine.
+
+The last three write their result as the pod's termination message.
 """
 
 import argparse
@@ -44,7 +46,7 @@ CALIBRATION_MODULE = "vllm_heteroinfer.calibration"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code of the command line; see `heteroinfer-worker --help`."""
+    """Runs a command (see `heteroinfer-worker --help`). Returns the exit code."""
     parser = argparse.ArgumentParser(prog="heteroinfer-worker", description="Entry point of a worker pod.")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("run", help="supervise the ranks of the pod that the environment describes (default)")
@@ -52,16 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add_argument(
         "--model",
         required=True,
-        help="directory of the model, or hf://ORG/MODEL: its weights are not fetched",
+        help="directory of the model, or hf://ORG/MODEL, which is read without downloading the weights",
     )
-    inspect.add_argument("--revision", default="main", help="of a hub's model: branch, tag or commit")
+    inspect.add_argument("--revision", default="main", help="branch, tag or commit in the hub")
     fetch = commands.add_parser(
-        "fetch", help="bring a model of a hub into a cache; HF_ENDPOINT names the hub"
+        "fetch", help="download a model from a hub into a cache; HF_ENDPOINT is the hub's URL"
     )
     fetch.add_argument("--repository", required=True, metavar="ORG/MODEL")
     fetch.add_argument("--revision", default="main", help="branch, tag or commit; default: main")
     fetch.add_argument("--cache", type=Path, required=True, metavar="DIR", help="root of the cache")
-    fetch.add_argument("--health-host", default="0.0.0.0", help="where this pod is reached")  # noqa: S104 - by the kubelet and the operator
+    fetch.add_argument("--health-host", default="0.0.0.0", help="address for health checks")  # noqa: S104 - by the kubelet and the operator
     fetch.add_argument("--health-port", type=_port, default=names.DEFAULT_HEALTH_PORT)
     fetch.add_argument(
         "--patience",
@@ -69,19 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_seconds,
         default=600.0,
         metavar="SECONDS",
-        help="end after so long without a new byte",
+        help="time without a new byte after which the command fails",
     )
     calibrate = commands.add_parser(
         "calibrate",
         add_help=False,
-        help="measure what this machine reads, computes and sends; prints JSON, in under a minute",
+        help="measure the speed of this machine's memory, kernels and links; prints JSON within a minute",
     )
     for command in (inspect, fetch, calibrate):
         command.add_argument(
             "--termination-message-path",
             type=Path,
             default=_message_path(os.environ),
-            help="where to leave the answer, or the failure, too; default: "
+            help="second file for the result or the failure; default: "
             f"{names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
         )
     arguments, others = parser.parse_known_args(argv)
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) <= MAX_PORT:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port, 1 to {MAX_PORT}")
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to {MAX_PORT}, got {text!r}")
     return int(text)
 
 
@@ -130,10 +132,10 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
-    """Becomes the process that measures, which has what a supervisor must not import."""
+    """Replaces this process with the measuring process, whose imports a supervisor must not have."""
     message = [] if message_path is None else ["--termination-message-path", str(message_path)]
     command = [sys.executable, "-m", CALIBRATION_MODULE, *options, *message]
-    # PID 1 would lose it until there is a handler again; blocked, it waits.
+    # Without a handler, PID 1 would lose a SIGTERM. A blocked SIGTERM is delivered after the unblocking.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 
@@ -143,16 +145,16 @@ def _prepare_hub(env: MutableMapping[str, str]) -> None:
 
 
 def inspect_model(model: str, termination_message_path: Path | None, *, revision: str = "main") -> int:
-    """Prints the profile of the model in the directory, or on a hub; returns the exit code.
+    """Prints the profile of a model in a directory or on a hub. Returns the exit code.
 
-    The same text, or a Failure in words, is left at `termination_message_path`.
+    Also writes the profile, or a Failure, to `termination_message_path`.
     """
     try:
         text, code = _read_profile(model, revision).to_json(), names.EXIT_STOPPED
         if termination_message_path is not None:
             _check_length(text)
-    except Exception as error:  # the boundary of this command: without its word nobody knows why
-        words = str(error) if isinstance(error, ContractError) else f"it cannot be inspected: {error!r}"
+    except Exception as error:  # top-level boundary: the pod must report the reason of every failure
+        words = str(error) if isinstance(error, ContractError) else f"the model cannot be read: {error!r}"
         failure = Failure(
             reason=FailureReason.MODEL_NOT_READABLE,
             message=words,
@@ -169,17 +171,17 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
 
 
 def _check_length(profile: str) -> None:
-    """Raises ContractError for a profile that would be cut."""
+    """Raises ContractError if Kubernetes would cut the profile."""
     size = len(profile.encode())
     if size > MAX_TERMINATION_MESSAGE_BYTES:
         raise ContractError(
-            f"got a description of {size} bytes, expected at most {MAX_TERMINATION_MESSAGE_BYTES}, which "
-            "Kubernetes keeps of a pod's word: the model has more layers of different sizes than fit"
+            f"the model's profile must be at most {MAX_TERMINATION_MESSAGE_BYTES} bytes, the limit of a "
+            f"termination message in Kubernetes, got {size} bytes: too many layers differ in size"
         )
 
 
 def _read_profile(model: str, revision: str) -> "ModelProfile":
-    # For this command alone: a supervisor is there in a moment.
+    # Imported only for this command, since a supervisor must start fast.
     from heteroinfer_contract.model_fetch import HUB_SCHEME
     from heteroinfer_contract.model_files import read_profile
 
@@ -194,14 +196,14 @@ def _read_profile(model: str, revision: str) -> "ModelProfile":
 
 def _message_path(env: Mapping[str, str]) -> Path | None:
     path = Path(env.get(names.ENV_TERMINATION_MESSAGE_PATH) or names.TERMINATION_MESSAGE_PATH)
-    # The kubelet makes the file before the container starts; without one nobody would read it.
+    # The kubelet creates the file before the container starts. Without the file, no kubelet reads a message.
     return path if names.ENV_TERMINATION_MESSAGE_PATH in env or path.exists() else None
 
 
 def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
-    """Runs the supervisor of the pod that `env` describes; returns its exit code.
+    """Runs the supervisor of the pod that `env` describes. Returns the exit code.
 
-    A mistake in the environment is left as the termination message, like any failure.
+    Reports an invalid environment in the termination message, like every failure.
     """
     handler = BackgroundHandler()
     _set_up_logging(handler, env)
@@ -241,7 +243,10 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
 
 
 def _allow_files() -> None:
-    """Takes all files that the hard limit allows: the soft one, often 1024, strangers could use up."""
+    """Raises the limit of open files to the hard limit, at most MOST_FILES.
+
+    Clients with many connections could use up the soft limit, which is often 1024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

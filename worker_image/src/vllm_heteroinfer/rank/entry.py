@@ -66,7 +66,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
             # The peer's supervisor reports the failed rank, and then our supervisor ends this process.
             time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
         reporter.failure(ours, lost)
-        _logger.error("rank %d failed, and ends its group: %s", rank.rank, error)
+        _logger.error("rank %d failed, so its group ends: %s", rank.rank, error)
         os._exit(names.EXIT_RANK_FAILED)
 
     if problem is not None:
@@ -75,7 +75,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
         fail(error)
-    fail(PeerGoneError(None, "the engine's calls have ended: the engine, or its API server, is gone"))
+    fail(PeerGoneError(None, "the engine's calls have ended: the engine or its API server has ended"))
 
 
 def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
@@ -155,16 +155,16 @@ def run(
 
 
 def memory_nodes(env: Mapping[str, str]) -> tuple[int, ...]:
-    """NUMA nodes for this rank's memory; empty if the machine has only one node."""
+    """Returns the NUMA nodes for this rank's memory; empty if the machine has only one node."""
     text = env.get(names.ENV_MEMORY_NODES, "")
     return tuple(int(node) for node in text.split(",")) if text else ()
 
 
 def counts_metrics(env: Mapping[str, str]) -> bool:
-    """Whether metrics are kept and served; raises ContractError if the variable is neither on nor off."""
+    """Whether this rank collects and serves metrics. Raises ContractError if the value is not on or off."""
     word = env.get(names.ENV_METRICS, "on")
     if word not in {"on", "off"}:
-        raise ContractError(f"got {names.ENV_METRICS}={word!r}, expected on or off; set it in engine.env")
+        raise ContractError(f"{names.ENV_METRICS}: must be on or off, got {word!r}. Set it in engine.env")
     return word == "on"
 
 
