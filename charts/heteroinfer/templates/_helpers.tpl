@@ -48,7 +48,7 @@ annotations:
 {{- end }}
 
 {{- define "heteroinfer.repository" -}}
-{{- required "image.repository: needed, since HeteroInfer publishes no images. Build and push them (README.md, \"On a cluster\"), and set it to yours, such as registry.example.com/heteroinfer/operator" .Values.image.repository }}
+{{- required "image.repository: needed, since HeteroInfer publishes no images. Build and push them (docs/user/quickstart-cluster.md, step 1), and set it to yours, such as registry.example.com/heteroinfer/operator" .Values.image.repository }}
 {{- end }}
 
 {{- define "heteroinfer.registry" -}}
