@@ -227,7 +227,7 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
             "got scrapeTimeout 1m, which Prometheus refuses with interval 10s",
         ),
         ({"volumes": [{"name": "scratch", "emptyDir": {}}]}, "volumes: got scratch twice"),
-        ({"volumeMounts": [{"name": "x", "mountPath": "/x"}]}, "volumeMounts: got x, which is none"),
+        ({"volumeMounts": [{"name": "x", "mountPath": "/x"}]}, "volumeMounts: got x, which is not in"),
         (
             {"volumes": [{"name": "x"}], "volumeMounts": [{"name": "x", "mountPath": "/tmp"}]},
             "volumeMounts: got /tmp twice",
