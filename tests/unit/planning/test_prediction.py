@@ -115,10 +115,8 @@ def test_a_plan_without_rates_has_the_range_of_defaults() -> None:
 
 
 def test_defaults_name_their_rate_and_range() -> None:
-    assert CPU_DEFAULTS == (
-        "defaults for CPUs (115 GB/s by 14 threads; a step may take 0.3 to 3 times the predicted time)"
-    )
-    assert "3500 GB/s; a step may take 0.6 to 16 times the predicted time" in GPU_UNKNOWN
+    assert CPU_DEFAULTS == ("defaults for CPUs (115 GB/s by 14 threads; may take 0.3 to 3 times as long)")
+    assert "3500 GB/s; may take 0.6 to 16 times as long" in GPU_UNKNOWN
     known = plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Tesla-T4"})).rates[0].source
-    assert known == "defaults for Tesla-T4 (233 GB/s; a step may take 0.9 to 1.3 times the predicted time)"
+    assert known == "defaults for Tesla-T4 (233 GB/s; may take 0.9 to 1.3 times as long)"
     assert plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Some-GPU"})).rates[0].source == GPU_UNKNOWN

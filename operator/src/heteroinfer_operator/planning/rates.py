@@ -94,7 +94,7 @@ class Error:
     most: float
 
     def __str__(self) -> str:
-        return f"{self.least:.2g} to {self.most:.2g} times the predicted time"
+        return f"{self.least:.2g} to {self.most:.2g} times as long"
 
 
 CPU_ERROR: Final = Error(least=0.9, most=1.6)
@@ -112,12 +112,11 @@ GPU_UNKNOWN_ERROR: Final = Error(
 )
 """Range for an unknown GPU, which counts as an H200: from the fastest to the slowest GPU of the list."""
 CPU_DEFAULTS: Final = (
-    f"defaults for CPUs ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; a step may take "
-    f"{CPU_DEFAULTS_ERROR})"
+    f"defaults for CPUs ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; may take {CPU_DEFAULTS_ERROR})"
 )
 """Source of the rates of CPUs that were not measured, for people."""
 GPU_UNKNOWN: Final = (
-    f"defaults for an H200, since the GPU is not known ({gigabytes_per_s(GPU_BYTES_PER_S)}; a step may "
+    f"defaults for an H200, since the GPU is not known ({gigabytes_per_s(GPU_BYTES_PER_S)}; may "
     f"take {GPU_UNKNOWN_ERROR})"
 )
 """Source of the rates of an unknown GPU, for people."""
@@ -336,7 +335,7 @@ def gpu_rates(
     elif nominal is not None:
         rate = nominal.bytes_per_s * GPU_USED
         operations = nominal.operations_per_s * GPU_OPERATIONS_USED
-        source = f"defaults for {product} ({gigabytes_per_s(rate)}; a step may take {GPU_ERROR})"
+        source = f"defaults for {product} ({gigabytes_per_s(rate)}; may take {GPU_ERROR})"
     else:
         rate, operations = GPU_BYTES_PER_S, GPU_NOMINAL["H200"].operations_per_s * GPU_OPERATIONS_USED
         source, error = GPU_UNKNOWN, GPU_UNKNOWN_ERROR
