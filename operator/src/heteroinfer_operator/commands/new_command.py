@@ -11,6 +11,7 @@ from typing import Any, Final
 from heteroinfer_contract.model_fetch import HUB_SCHEME
 from heteroinfer_contract.plan import Mode
 from heteroinfer_contract.printable import printable
+from heteroinfer_operator.aligned_rows import align_rows
 from heteroinfer_operator.api import MAX_NAME_LENGTH, HeteroInference, parse_resource
 from heteroinfer_operator.commands.new_layouts import (
     FILE_SCHEME,
@@ -31,7 +32,7 @@ from heteroinfer_operator.commands.plan_options import (
     read_calibrations,
 )
 from heteroinfer_operator.commands.plan_text import describe_summary
-from heteroinfer_operator.commands.plan_words import INDENT, table
+from heteroinfer_operator.commands.plan_words import INDENT
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
 from heteroinfer_operator.quantity import BYTES_PATTERN
 
@@ -176,7 +177,7 @@ def _report(name: str, hardware: GivenHardware, error: PlanError, nearest: Seque
     lines = [f"error: {name} does not fit {hardware}: {error.message}"]
     if nearest:
         lines.append("Each of these changes makes it fit:")
-        lines += [f"{INDENT}{line}" for line in table([(each.option, each.change) for each in nearest])]
+        lines += [f"{INDENT}{line}" for line in align_rows([(each.option, each.change) for each in nearest])]
     sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device
 from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.aligned_rows import align_rows
 from heteroinfer_operator.commands.plan_figures import (
     Figures,
     describe_requests,
@@ -14,7 +15,7 @@ from heteroinfer_operator.commands.plan_figures import (
     memory_limit,
     typical_context,
 )
-from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread, table
+from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread
 from heteroinfer_operator.planning.feed_forward import beside_weights_bytes
 from heteroinfer_operator.planning.first_token import waits_elsewhere
 from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS
@@ -38,12 +39,12 @@ def describe_details(planned: Planned, figures: Figures, not_measured: str) -> l
     engine_args = planned.plan.engine.extra_args
     rates = [*_describe_rates(planned), *([f"not measured: {not_measured}"] if not_measured else [])]
     sections = {
-        "MODEL": table(describe_model(planned.request.profile, engine_args)),
+        "MODEL": align_rows(describe_model(planned.request.profile, engine_args)),
         "MEMORY OF EACH RANK": describe_memory(planned),
-        "KV CACHE": table(describe_kv_cache(planned, figures)),
-        "PREDICTED TIMES": table(describe_times(planned)),
+        "KV CACHE": align_rows(describe_kv_cache(planned, figures)),
+        "PREDICTED TIMES": align_rows(describe_times(planned)),
         "RATES": rates,
-        "SETTINGS OF ALL RANKS": table(_describe_settings(planned)),
+        "SETTINGS OF ALL RANKS": align_rows(_describe_settings(planned)),
     }
     return [line for heading, lines in sections.items() for line in section(heading, lines)]
 

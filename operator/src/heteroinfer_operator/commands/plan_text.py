@@ -7,6 +7,7 @@ from typing import Final
 
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_contract.printable import format_bytes, printable
+from heteroinfer_operator.aligned_rows import align_rows
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.commands.plan_choices import describe_choices, describe_waste
 from heteroinfer_operator.commands.plan_details import describe_details, section
@@ -17,7 +18,7 @@ from heteroinfer_operator.commands.plan_figures import (
     name_roles,
     roles_of_unknown_memory,
 )
-from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread, table, three_digits
+from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread, three_digits
 from heteroinfer_operator.planning.planner import Planned
 
 _HEADINGS: Final = ("RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP")
@@ -68,7 +69,7 @@ def describe_summary(
     figures = describe_figures(planned, Figures.of(planned), not_measured)
     return [
         describe_verdict(planned, name, refusals),
-        *(f"{INDENT}{line}" for line in table(figures)),
+        *(f"{INDENT}{line}" for line in align_rows(figures)),
         "",
         *_rank_table(planned, with_nodes=shown.nodes),
         *_notes(planned, shown),
@@ -149,7 +150,7 @@ def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
                 "<- slowest" if is_slowest else "",
             )
         )
-    return table(rows)
+    return align_rows(rows)
 
 
 def _memory(planned: Planned, rank: RankAssignment, roles: Mapping[str, RoleSpec]) -> str:

@@ -1,6 +1,4 @@
-"""Counts, times and aligned rows in the output of `heteroinfer plan` and `new`. Pure."""
-
-from collections.abc import Sequence
+"""Counts and times in the output of `heteroinfer plan` and `new`. Pure."""
 
 from heteroinfer_operator.planning.prediction import Prediction
 
@@ -28,11 +26,3 @@ def three_digits(number: float) -> str:
     if number < 9.995:
         return f"{number:.2f}"
     return f"{number:.1f}" if number < 99.95 else f"{number:,.0f}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns rows of cells as lines whose columns are aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

@@ -20,7 +20,7 @@ from heteroinfer_operator.kube.installation import resource_problem
 from heteroinfer_operator.kube.paths import NODE, Kind
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer
 from heteroinfer_operator.nodes.cpu_features import CPUID_LABEL
-from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM, other_platform
 from heteroinfer_operator.settings import InstallationSettings
 
 LEAST_KUBERNETES: Final = (1, 30)
@@ -297,7 +297,7 @@ def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     ]
     if without:
         return CheckState.WARNING, (
-            f"{_nodes(len(without))} with GPUs ({_some(without)}) lacks the label "
+            f"{_nodes(len(without))} with GPUs ({_some(without)}) {_lack(without)} the label "
             f"{DEFAULT_GPU_RESOURCE}.memory. Install GPU feature discovery, or set roles[].deviceMemory"
         )
     return CheckState.OK, f"the memory of GPUs is known on {_nodes(len(with_gpus))}"
@@ -305,11 +305,7 @@ def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
 
 def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     """Checks that nodes which can run the images are labelled with the features of their CPUs."""
-    usable = [
-        node
-        for node in nodes
-        if all(_labels(node).get(key, value) == value for key, value in IMAGE_PLATFORM.items())
-    ]
+    usable = [node for node in nodes if not other_platform(IMAGE_PLATFORM, _labels(node))]
     if not usable:
         return CheckState.FAILED, "no node runs Linux on x86-64, the platform of the images"
     without = [
@@ -317,8 +313,8 @@ def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     ]
     if without:
         return CheckState.WARNING, (
-            f"{_nodes(len(without))} ({_some(without)}) lacks labels {CPUID_LABEL}*, so plans do not know "
-            "whether its CPUs have AMX or AVX-512. Install node-feature-discovery"
+            f"{_nodes(len(without))} ({_some(without)}) {_lack(without)} labels {CPUID_LABEL}*, so plans do "
+            "not know whether their CPUs have AMX or AVX-512. Install node-feature-discovery"
         )
     return CheckState.OK, f"the features of CPUs are known on {_nodes(len(usable))}"
 
@@ -366,6 +362,10 @@ def _name(node: Mapping[str, Any]) -> str:
 
 def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
+
+
+def _lack(nodes: Sequence[str]) -> str:
+    return "lacks" if len(nodes) == 1 else "lack"
 
 
 def _some(found: Sequence[str], most: int = 3) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.aligned_rows import align_rows
 from heteroinfer_operator.api import (
     Condition,
     ConditionStatus,
@@ -252,14 +253,8 @@ def _ms(value: float | None) -> str:
 
 
 def _aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Returns rows as lines whose columns begin below each other; the last column may be long."""
-    listed = [tuple(cell or "-" for cell in row) for row in rows]
-    columns = zip(*(row[:-1] for row in listed), strict=True)
-    widths = [max(len(cell) for cell in column) for column in columns]
-    return [
-        "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in listed
-    ]
+    """Returns indented lines for rows; an empty cell is a dash."""
+    return [f"  {line}" for line in align_rows([tuple(cell or "-" for cell in row) for row in rows])]
 
 
 def _age(now: datetime, then: datetime) -> str:
