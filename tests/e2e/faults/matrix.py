@@ -193,7 +193,7 @@ MATRIX = (
     ),
     Fault(
         name="node NotReady",
-        how="SIGKILL of the kubelet of the follower's node; its pod runs on",
+        how="SIGKILL of the kubelet of the follower's node. The follower's pod keeps running",
         always=True,
         inject=injections.lose_kubelet,
         outcome=Ends(
