@@ -114,3 +114,11 @@ def test_own_conditions_have_space_however_many_others_there_are() -> None:
     merged = merge_conditions(others, [condition(ConditionType.READY, ConditionStatus.TRUE)], now=NOW)
     assert len(merged) == MAX_CONDITIONS
     assert "Ready" in {each.type for each in merged}
+
+
+def test_conditions_of_other_controllers_take_a_bounded_part_of_the_status() -> None:
+    """Etcd refuses a status of 1.5 MiB, and the operator could then write none."""
+    ready = condition(ConditionType.READY, ConditionStatus.TRUE)
+    large = [ready.changed(type=f"x/C{index}", message="a" * 30_000) for index in range(55)]
+    merged = merge_conditions(large, [ready], now=NOW)
+    assert [each.type for each in merged] == ["Ready", "x/C0", "x/C1"]

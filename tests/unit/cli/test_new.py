@@ -13,7 +13,7 @@ from heteroinfer_contract.plan import Mode
 from heteroinfer_operator.api import parse_resource
 from heteroinfer_operator.cli import main
 from heteroinfer_operator.commands.new_layouts import Draft, GivenHardware, choose_layout, layouts
-from heteroinfer_operator.commands.new_text import render
+from heteroinfer_operator.commands.new_text import quote_yaml, render
 from heteroinfer_operator.commands.plan_text import describe_summary
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.calibrations import Calibrations
@@ -286,3 +286,10 @@ def test_each_published_shape_gets_a_resource_with_its_plan_or_a_refusal(given: 
     assert reasons <= {"InsufficientMemory", "UnsupportedModel"}
     assert Mode.PIPELINE in modes
     assert (Mode.FEED_FORWARD in modes) is (given.gpus == 1)
+
+
+@pytest.mark.parametrize(
+    "revision", ["1.0", "0x10", "12345678", "2026-01-01", "12:30", "yes", "true", "null", "main"]
+)
+def test_yaml_reads_each_text_as_text(revision: str) -> None:
+    assert yaml.safe_load(quote_yaml(revision)) == revision

@@ -63,3 +63,51 @@ def test_copies_of_the_object_in_its_metadata_are_removed() -> None:
     annotations = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "own": "kept"}
     manifest = {"metadata": {"managedFields": [{}], "annotations": annotations}}
     assert redact_object(manifest) == {"metadata": {"annotations": {"own": "kept"}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--api_key hidden",
+        "--hf_token=hidden",
+        "--api-key one hidden",
+        '--api-key="my hidden"',
+        "{'api_key': ['hidden']}",
+        "Namespace(api_key='hidden', hf_token='hidden')",
+        "HF_TOKEN=hidden VLLM_API_KEY='hidden'",
+        '"hf_token": "hidden"',
+        "Authorization: Basic hidden",
+        "BEARER hiddenhidden",
+        "Bearer \thiddenhidden",
+        "https://host/file?X-Amz-Signature=hidden&token=hidden",
+        "https://hidden@host/path",
+        "HTTPS://user:hidden@host",
+        "https://user:hid/den@host",
+        "https://user:p@hidden@host",
+    ],
+)
+def test_texts_lose_secrets_in_every_spelling(text: str) -> None:
+    assert "hidden" not in redact_text(text)
+    assert "hid/den" not in redact_text(text)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN_2", "DB_PWD", "S3_KEY", "NGC_AUTH", "CONNECTION_STRING"])
+def test_variables_that_are_not_known_to_be_public_lose_their_value(name: str) -> None:
+    env, args = [{"name": name, "value": "hidden"}], ["--api-key", "a", "hidden"]
+    redacted = redact_object({"env": env, "args": args})
+    assert "hidden" not in json.dumps(redacted)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens=16, tokenizer='AutoTokenizer', num_tokens: 5, --max-num-batched-tokens 8192",
+        "hf://org/model@main file:///models/a http://[fd00::1]:8000/v1 registry:5000/image@sha256:0123",
+    ],
+)
+def test_words_that_only_resemble_secrets_stay(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_lines_after_an_option_stay() -> None:
+    assert redact_text("args --api-key hidden\nnext line") == f"args --api-key {LEFT_OUT} \nnext line"

@@ -24,7 +24,7 @@ from heteroinfer_operator.nodes.group_placement import assign_nodes
 from heteroinfer_operator.nodes.missing_capacity import explain
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
-from heteroinfer_operator.nodes.placement import FreeNode, build_free_nodes, obstacle
+from heteroinfer_operator.nodes.placement import FreeNode, build_free_nodes, device_memory_mib, obstacle
 
 GPU = "nvidia.com/gpu"
 ZONE = "topology.kubernetes.io/zone"
@@ -522,3 +522,9 @@ def test_five_hundred_nodes_cost_milliseconds() -> None:
     assert assign_nodes(full, build_free_nodes(nodes)) is None
     assert "and there is capacity for 500" in explain(full, build_free_nodes(nodes))
     assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize("label", ["9" * 23, "0", "1" + "0" * 12, "²", "40960Mi"])
+def test_an_implausible_label_of_gpu_memory_counts_as_unknown(label: str) -> None:
+    node = NodeView(name="a", allocatable={}, labels={"nvidia.com/gpu.memory": label})
+    assert device_memory_mib(node, "nvidia.com/gpu") is None

@@ -40,3 +40,15 @@ def test_integers_stand_beside_the_older_times() -> None:
     plan, summary = plan_of(world), world.status["summary"]
     assert plan["predictedStepMicroseconds"] == pytest.approx(plan["predictedStepMs"] * 1000, abs=5)
     assert summary["predictedStepMicroseconds"] == pytest.approx(plan["predictedStepMicroseconds"], abs=5)
+
+
+def test_a_node_label_of_any_length_stops_no_reconcile() -> None:
+    """Whoever may label nodes could otherwise hide the end of every rank there."""
+    spec = gpu_and_cpu()
+    del spec["roles"][0]["deviceMemory"]
+    world = CapacityWorld(spec=spec, nodes=(node("node", gpus=1, labels={f"{GPU}.memory": "40960"}),))
+    world.serve()
+    world.nodes = (node("node", gpus=1, labels={f"{GPU}.memory": "9" * 23}),)
+    world.end_pod(world.workers()[0])
+    world.step()
+    assert world.condition("Available")[0] == "False"

@@ -364,3 +364,13 @@ class Storms(RuleBasedStateMachine):
 
 TestStorms = Storms.TestCase
 TestStorms.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
+
+
+def test_groups_that_create_their_pods_in_turn_stay_within_the_limit_together() -> None:
+    """Found by TestStorms: each group fitted by itself, but both together made 23 pods in a minute."""
+    state = Storms()
+    state.begin(replicas=3, serves=True)
+    state.a_controller_takes_labels_off_pods(takes=True)
+    state.all_pods_end()
+    state.deleted_pods_go()
+    state.teardown()

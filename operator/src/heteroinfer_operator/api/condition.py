@@ -18,6 +18,9 @@ _REASON: Final = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
 _MOST_REASON: Final = 128
 """Characters of a reason that the operator writes; metav1.Condition allows 1024."""
 MAX_CONDITIONS: Final = 64
+_MOST_FOREIGN_BYTES: Final = 64 * 1024
+"""Longest types, reasons and messages of other controllers' conditions together. The schema allows 2 MiB, and
+etcd refuses a status of 1.5 MiB: the operator could then write none."""
 
 
 UNREADABLE: Final = "Unreadable"
@@ -87,7 +90,8 @@ def merge_conditions(
     """Returns the wanted conditions and those of other controllers, sorted by type.
 
     A wanted condition keeps its lastTransitionTime if its status did not change. Otherwise it gets `now`.
-    Conditions of types that the operator never writes belong to other controllers, and stay as they are.
+    Conditions of types that the operator never writes belong to other controllers, and stay, up to
+    MAX_CONDITIONS and _MOST_FOREIGN_BYTES.
     """
     before = {condition.type: condition for condition in current}
     wanted = tuple(wanted)
@@ -102,5 +106,10 @@ def merge_conditions(
         condition.changed(last_transition_time=since(condition).replace(microsecond=0))
         for condition in wanted
     ]
-    kept = foreign[: MAX_CONDITIONS - len(own)]
+    kept, size = [], 0
+    for condition in foreign[: MAX_CONDITIONS - len(own)]:
+        size += sum(len(text.encode()) for text in (condition.type, condition.reason, condition.message))
+        if size > _MOST_FOREIGN_BYTES:
+            break
+        kept.append(condition)
     return tuple(sorted([*own, *kept], key=lambda condition: condition.type))

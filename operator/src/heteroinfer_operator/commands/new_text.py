@@ -14,8 +14,10 @@ from heteroinfer_operator.planning import Planned
 
 _COLUMN: Final = 40
 """Column of the comments."""
-_PLAIN: Final = re.compile(r"[A-Za-z0-9/][A-Za-z0-9/._@:-]*")
-"""Text that YAML reads as a string without quotes."""
+_PLAIN: Final = re.compile(
+    r"[a-z]+://[A-Za-z0-9/._@:-]+|(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9-]*"
+)
+"""Text that YAML reads as a string without quotes; numbers, dates and booleans need them."""
 
 
 def render(
@@ -33,7 +35,10 @@ def render(
         f"apiVersion: {names.API_GROUP}/{names.API_VERSION}",
         f"kind: {names.KIND}",
         "metadata:",
-        _line(f"  name: {draft.name}", "also the model's name in the API; model.servedName changes that"),
+        _line(
+            f"  name: {quote_yaml(draft.name)}",
+            "also the model's name in the API, unless servedName is set",
+        ),
         "spec:",
         *_model(draft, layout),
         "  engine:",
@@ -80,14 +85,14 @@ def _line(text: str, comment: str) -> str:
     return f"{text.ljust(_COLUMN)} # {printable(comment)}"
 
 
-def _quoted(text: str) -> str:
+def quote_yaml(text: str) -> str:
     """Returns a text as a YAML string."""
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 def _model(draft: Draft, layout: GroupLayout) -> list[str]:
     uri = draft.model["uri"]
-    where = f"    uri: {_quoted(uri)}"
+    where = f"    uri: {quote_yaml(uri)}"
     if uri.startswith(FILE_SCHEME):
         comment = (
             "a folder of this machine; on a cluster use pvc://CLAIM/FOLDER, with the files in that volume"
@@ -100,7 +105,7 @@ def _model(draft: Draft, layout: GroupLayout) -> list[str]:
     return [
         "  model:",
         where,
-        f"    revision: {_quoted(revision)}"
+        f"    revision: {quote_yaml(revision)}"
         if revision
         else _line("    # revision: main", "branch, tag or commit"),
         _line("    # tokenSecretRef: {name: hub}", "for private and gated models, after"),

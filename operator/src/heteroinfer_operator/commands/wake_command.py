@@ -17,6 +17,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.fleet_reader import read_resources
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError
+from heteroinfer_operator.manifests.identity import Owner, find_place
 
 PATH_WAKE: Final = "/wake_up"
 """vLLM serves it in its development mode (`vllm/entrypoints/serve/dev/sleep/api_router.py@v0.32.0`)."""
@@ -51,10 +52,15 @@ async def _wake_groups(arguments: argparse.Namespace) -> None:
     async with open_cluster(arguments) as cluster:
         (resource,) = await read_resources(cluster.server, cluster.namespace, arguments.name)
         name = f"{names.SINGULAR}/{resource.key.name}"
+        owner = Owner(key=resource.key, uid=str(resource.manifest["metadata"]["uid"]))
         asleep = [
             group
             for group in resource.status.groups
-            if group.phase is GroupPhase.SLEEPING and group.members and arguments.group in (None, group.index)
+            if group.phase is GroupPhase.SLEEPING
+            and group.members
+            and arguments.group in (None, group.index)
+            # Other writers of the status must not choose the pod that gets the user's request.
+            and find_place(owner, group.members[0].pod) is not None
         ]
         if not asleep:
             sys.stdout.write(printable(f"{name}: no group to wake") + "\n")

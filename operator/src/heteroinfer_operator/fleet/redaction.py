@@ -6,23 +6,47 @@ from typing import Any, Final
 
 LEFT_OUT: Final = "(left out)"
 
-_SECRET_NAME: Final = re.compile(
-    r"TOKEN$|API_?KEY|SECRET|PASSW|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY|GROUP_KEY", re.IGNORECASE
+_WORDS: Final = (
+    r"(?:api[-_]?key|access[-_]?key|private[-_]?key|group[-_]?key|token|secret|passw(?:or)?d|passphrase"
+    r"|credentials?)"
 )
-"""Names of environment variables whose value may be a secret."""
-_SECRET_OPTION: Final = re.compile(r"--(?:api-key|hf-token|[\w-]*password|[\w-]*secret)")
-_OPTION_IN_TEXT: Final = re.compile(rf"({_SECRET_OPTION.pattern})([=\s\"',\\]+)([^\s\"',\\]+)")
+"""Words in the names of secrets."""
+_PUBLIC_VARIABLE: Final = re.compile(
+    r"(?:HETEROINFER|VLLM|NCCL|GLOO|TORCH|OMP|KMP|MKL|CUDA|NVIDIA|TRITON|HF_HUB|TRANSFORMERS|PYTHON)_\w+"
+    r"|HF_HOME|HF_ENDPOINT|HOME|PATH|TZ|LANG|TMPDIR|[A-Za-z_]*_PROXY|[a-z]+_proxy"
+)
+"""Names of environment variables that are not secrets. Values of all others are left out."""
+_SECRET_NAME: Final = re.compile(rf"{_WORDS}(?:[-_]?\d+)?$|{_WORDS}_", re.IGNORECASE)
+_SECRET_OPTION: Final = re.compile(rf"--(?:[\w-]*[-_])?{_WORDS}", re.IGNORECASE)
+_OPTION_IN_TEXT: Final = re.compile(
+    rf"({_SECRET_OPTION.pattern})([=\s\"',\\]+)((?:(?!--)[^\s\"',\\\]]+[ \t\"',\\]*)+)", re.IGNORECASE
+)
+_VALUE_IN_TEXT: Final = re.compile(
+    rf"(\b(?:\w+[-_])?{_WORDS}(?:_\d+)?\b[\"']?\s*[=:]\s*)"
+    r"(\[[^\]]{0,500}\]|\"[^\"]{0,500}\"|'[^']{0,500}'|[^\s\"',;&)}\]]+)",
+    re.IGNORECASE,
+)
+_HEADER_IN_TEXT: Final = re.compile(
+    r"(\bauthorization[\"']?\s*[=:]\s*[\"']?)(?:[a-z]+\s+)?[^\s\"',]+|(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}",
+    re.IGNORECASE,
+)
 _TOKEN_IN_TEXT: Final = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\b[Bb]earer [A-Za-z0-9._~+/=-]{8,}|\bsk-[A-Za-z0-9_-]{16,}"
+    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[a-z]_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{12,}"
+    r"|X-Amz-(?:Signature|Credential|Security-Token)=[^&\s\"']+"
 )
-_URL_PASSWORD: Final = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/:@]*):[^\s/@]+@")
+_URL_USER: Final = re.compile(
+    r"(\b[a-z][a-z0-9+.-]{0,20}://)(?:[^\s/:@\"']{0,200}:[^\s\"']{0,500}|[^\s/:@\"']{1,500})@(?=[^\s/\"'@])",
+    re.IGNORECASE,
+)
+"""Each part has a limit, so that a long line takes no quadratic time."""
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def redact_object(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a Kubernetes object without secrets, and without the copies that the API server keeps of it.
 
-    Removes the values of variables with a secret's name, of options with a secret, and of tokens in texts.
+    Removes the values of environment variables that are not known to be public, of options with a secret, of
+    fields with a secret's name, and of tokens in texts.
     """
     value = _redact(manifest)
     metadata = value.get("metadata", {})
@@ -33,16 +57,19 @@ def redact_object(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redact_text(text: str) -> str:
-    """Returns a log or another text without the values of secret options, tokens and passwords of URLs."""
-    text = _OPTION_IN_TEXT.sub(rf"\1\2{LEFT_OUT}", text)
+    """Returns a log or another text without the values of secret options, names, tokens and users of URLs."""
+    text = _OPTION_IN_TEXT.sub(rf"\1\2{LEFT_OUT} ", text)
+    text = _HEADER_IN_TEXT.sub(lambda found: f"{found[1] or found[2]}{LEFT_OUT}", text)
+    text = _VALUE_IN_TEXT.sub(rf"\1{LEFT_OUT}", text)
     text = _TOKEN_IN_TEXT.sub(LEFT_OUT, text)
-    return _URL_PASSWORD.sub(rf"\1:{LEFT_OUT}@", text)
+    return _URL_USER.sub(rf"\1{LEFT_OUT}@", text)
 
 
 def _redact(value: Any) -> Any:
     if isinstance(value, Mapping):
-        found = {key: _redact(each) for key, each in value.items()}
-        if isinstance(found.get("value"), str) and _SECRET_NAME.search(str(found.get("name", ""))):
+        found = {key: _redact_field(str(key), each) for key, each in value.items()}
+        name = found.get("name")
+        if isinstance(found.get("value"), str) and isinstance(name, str) and not _is_public(name):
             found["value"] = LEFT_OUT
         return found
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -50,11 +77,23 @@ def _redact(value: Any) -> Any:
     return redact_text(value) if isinstance(value, str) else value
 
 
+def _is_public(variable: str) -> bool:
+    return _PUBLIC_VARIABLE.fullmatch(variable) is not None and _SECRET_NAME.search(variable) is None
+
+
+def _redact_field(key: str, value: Any) -> Any:
+    is_secret = isinstance(value, str) and re.fullmatch(rf"(?:\w+[-_])?{_WORDS}", key, re.IGNORECASE)
+    return LEFT_OUT if is_secret else _redact(value)
+
+
 def _redact_list(items: Sequence[Any]) -> list[Any]:
-    """Redacts an item that follows a secret option: arguments are often separate items."""
+    """Redacts the items that follow a secret option, up to the next option: arguments are often separate."""
     found: list[Any] = []
     follows = False
     for item in items:
-        found.append(LEFT_OUT if follows and isinstance(item, str) else _redact(item))
-        follows = isinstance(item, str) and _SECRET_OPTION.fullmatch(item) is not None
+        is_option = isinstance(item, str) and item.startswith("--")
+        found.append(LEFT_OUT if follows and isinstance(item, str) and not is_option else _redact(item))
+        follows = (follows and not is_option) or (
+            isinstance(item, str) and _SECRET_OPTION.fullmatch(item) is not None
+        )
     return found

@@ -5,6 +5,7 @@ outside the group only the requests are known, so affinity terms are checked onl
 (`pod_affinity`).
 """
 
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
@@ -23,6 +24,8 @@ _MOST_CHOICES: Final = 1000
 """At most this many combinations of topology values are tried for pods that must be together."""
 _FEWEST_TRIES: Final = 100
 """At least this many placements are tried for each combination of topology values."""
+_DEVICE_MIB: Final = re.compile(r"[1-9][0-9]{0,11}")
+"""A plausible label of a device's memory. Whoever may label nodes can write up to 63 digits."""
 _LEAST: Final = 1e-6
 """Smaller amounts are rounding errors."""
 
@@ -314,7 +317,7 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
     (NVIDIA/k8s-device-plugin, docs/gpu-feature-discovery).
     """
     text = node.labels.get(f"{resource}.memory", "")
-    return int(text) if text.isdigit() else None
+    return int(text) if _DEVICE_MIB.fullmatch(text) else None
 
 
 def _hardness(kind: AlikePods) -> tuple[float, ...]:

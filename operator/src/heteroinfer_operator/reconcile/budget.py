@@ -151,6 +151,8 @@ class Spending:
     now: datetime
     _pods: Counter[frozenset[str]] = field(init=False)
     _granted: set[frozenset[str]] = field(init=False, default_factory=set)
+    _reserved: int = field(init=False, default=0)
+    """Pods of granted groups that are not counted yet: the pods of several groups are created in turn."""
 
     def __post_init__(self) -> None:
         """Counts the pods to create for each group."""
@@ -173,11 +175,13 @@ class Spending:
     def _pods_wait(self, scopes: frozenset[str]) -> timedelta:
         """Time that the pods of a group must wait; once one pod may be created, all may."""
         if scopes in self._granted:
+            self._reserved = max(self._reserved - 1, 0)
             return timedelta()
-        most = most_pods(wanted_pods(self.resource))
-        wait = self.budget.pods.wait(max(self._pods[scopes], 1), most, self.now)
+        most, count = most_pods(wanted_pods(self.resource)), max(self._pods[scopes], 1)
+        wait = self.budget.pods.wait(count + self._reserved, most, self.now)
         if not wait:
             self._granted.add(scopes)
+            self._reserved += count - 1
         return wait
 
     def _count(self, kind: str, window: Window, wait: timedelta) -> float:
