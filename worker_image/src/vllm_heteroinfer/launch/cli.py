@@ -111,7 +111,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds above 0, {MAX_SECONDS:.0f} at most")
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, at most {MAX_SECONDS:.0f}, got {text!r}")
     return seconds
 
 
