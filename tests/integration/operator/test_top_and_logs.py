@@ -158,7 +158,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         table = reported(viewer, "top")
         assert f"{namespace}/tiny" in table
         assert "rank 0 front" in table
-        assert "some values are from the status" in table
+        assert "some values come from the stored status" in table
         assert "it takes the right to get pods/proxy" in table
         value = json.loads(reported(viewer, "top", "tiny", "-n", namespace, "-o", "json"))
         (group,) = value["resources"][0]["groups"]
