@@ -101,7 +101,7 @@ _LLAMA4: Final = {
 _FULL, _WINDOWED, _CHUNKED = AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED
 _LATENT, _LINEAR, _SPARSE = AttentionKind.LATENT, AttentionKind.LINEAR, AttentionKind.SPARSE
 _LATENT_WORDS: Final = "AMX is needed on CPUs for multi-head latent attention"
-_SPARSE_WORDS: Final = "with sparse attention, which CPU ranks cannot run: vLLM has it on GPUs only"
+_SPARSE_WORDS: Final = "with sparse attention: vLLM supports it on GPUs only"
 _INDEXER: Final = {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 128}
 
 ATTENTION: Final = (
@@ -241,7 +241,7 @@ ATTENTION: Final = (
         architecture="jamba",
         kinds=frozenset({_LINEAR, _FULL}),
         settings={**_WIDE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
-        refused="JambaForCausalLM with recurrent states, which CPU ranks cannot run",
+        refused="CPU ranks do not support JambaForCausalLM with recurrent states",
     ),
     Case(
         name="deepseek_v32",

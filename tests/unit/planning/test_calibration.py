@@ -192,8 +192,8 @@ def test_plans_only_features_that_all_nodes_of_a_role_have() -> None:
         return plan_group(request, Capacity(free_nodes=build_free_nodes(nodes), calibrations=measured)).notes
 
     assert not any("AMX" in note for note in planned("amx", "amx"))
-    assert any("do not say whether" in note for note in planned("amx", "new"))
-    with pytest.raises(PlanError, match="its nodes do not have it"):
+    assert any("do not show whether" in note for note in planned("amx", "new"))
+    with pytest.raises(PlanError, match="the role's nodes do not have it"):
         planned("amx", "plain")
 
 
