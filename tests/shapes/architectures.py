@@ -28,14 +28,19 @@ def build_table() -> dict[str, Any]:
     from transformers.models.auto import modeling_auto
     from vllm.config.model import iter_architecture_defaults
     from vllm.model_executor.models import registry
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
     from vllm.version import __version__ as vllm_version
 
-    text = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
+    text: set[str] = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
     by_transformers = set(registry._TRANSFORMERS_SUPPORTED_MODELS)
     others = set(registry._VLLM_MODELS) - text - by_transformers
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     known = {name for each in (*causal, *images) for name in ([each] if isinstance(each, str) else each)}
+    causal_types = {
+        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **{key: named[0] for key in _CONFIG_REGISTRY if (named := _named(_CONFIG_REGISTRY[key]))},
+    }
     return {
         "source": f"vLLM {vllm_version.split('+')[0]} and transformers {transformers.__version__}",
         "generates": sorted(text),
@@ -43,8 +48,17 @@ def build_table() -> dict[str, Any]:
         "other_tasks": sorted(others),
         "endings": {ending: runner for ending, (runner, _) in iter_architecture_defaults()},
         "until": dict(sorted(registry._PREVIOUSLY_SUPPORTED_MODELS.items())),
+        "causal_types": {
+            key: name for key, name in sorted(causal_types.items()) if name in text | by_transformers
+        },
         **sort_classes(ask()),
     }
+
+
+def _named(config_class: Any) -> Any:
+    """Returns the architectures that a config class has by default, or None."""
+    named = getattr(config_class, "architectures", None)
+    return named if isinstance(named, list) else None
 
 
 def sort_classes(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -71,6 +85,7 @@ def sort_classes(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str
         "no_pipeline": {name for name, said in classes.items() if said.get("pipeline") is False} - stubs,
         "gpu_classes": of_gpus,
         "gpu_states": of_gpu_states | AROUND,
+        "text_by_config": {name for name, said in classes.items() if said.get("text_by_config")},
         "gated_delta_nets": having("gdn.qwen_gdn_linear_attn") - of_gpus,
     }
     return {name: sorted(names) for name, names in found.items()}
@@ -116,6 +131,19 @@ UNTIL: Final = word_pairs(
     """
 )
 """The last version of vLLM that served a class."""
+CAUSAL_TYPES: Final = word_pairs(
+    """
+{causal_types}
+    """
+)
+"""Class that vLLM takes for a language model by its type, if its config names no class
+(vllm/config/vllm.py::VllmConfig.with_hf_config@v0.32.0)."""
+TEXT_BY_CONFIG: Final = word_set(
+    """
+{text_by_config}
+    """
+)
+"""Classes that take the class of their language model from that model's own config."""
 NO_PIPELINE: Final = word_set(
     """
 {no_pipeline}

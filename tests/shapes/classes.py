@@ -8,6 +8,7 @@ layers with states are that this module has; one whose class cannot be imported 
 are model types.
 """
 
+import ast
 import importlib
 import inspect
 import json
@@ -40,6 +41,7 @@ def ask() -> dict[str, dict[str, Any]]:
                     "all_layers": _calls_all_layers(home),
                     "module": model.__module__,
                     "states": _states(home),
+                    "text_by_config": _text_by_config(home),
                 }
             except Exception as error:  # vLLM's own word on what is not here, as data
                 found[architecture] = {"error": f"{type(error).__name__}: {error}"[:300], "module": full}
@@ -54,6 +56,22 @@ def _calls_all_layers(module: Any) -> bool:
             if leaves_some and _ALL_LAYERS.search(inspect.getsource(vars(each)["forward"])):
                 return True
     return False
+
+
+def _text_by_config(module: Any) -> bool:
+    """Returns whether a module takes the class of its language model from that model's own config."""
+    if ".architectures" in inspect.getsource(module):  # it writes the class into that config itself
+        return False
+    calls = [
+        call
+        for call in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "init_vllm_registered_model"
+    ]
+    given = [{word.arg: ast.unparse(word.value) for word in call.keywords} for call in calls]
+    return any(
+        "architectures" not in words and re.search(r"(text|llm|language)_config$", words.get("hf_config", ""))
+        for words in given
+    )
 
 
 def _states(module: Any) -> list[str]:

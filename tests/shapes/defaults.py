@@ -1,4 +1,4 @@
-"""The defaults that config.json files leave out, from transformers' config classes.
+"""The defaults that config.json files leave out, from transformers' config classes and vLLM's own.
 
     .venv-worker/bin/python -m tests.shapes.defaults          # writes the contract's table
     .venv-worker/bin/python -m tests.shapes.defaults --check  # exits 1 if it is not current
@@ -8,6 +8,7 @@ Imports transformers inside functions only.
 
 import inspect
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def build_table() -> dict[str, Any]:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+    from vllm.version import __version__ as vllm_version
 
     text_types: dict[str, str] = {}
     wanted = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -89,10 +92,18 @@ def build_table() -> dict[str, Any]:
         found = _defaults(CONFIG_MAPPING[model_type])
         if "num_hidden_layers" in found:
             defaults[model_type] = found
+    # vLLM reads a type that it has a class for by that class (vllm/transformers_utils/config.py@v0.32.0).
+    for model_type in sorted(_CONFIG_REGISTRY):
+        config_class = _CONFIG_REGISTRY[model_type]
+        part = (getattr(config_class, "sub_configs", None) or {}).get("text_config")
+        if isinstance(name := getattr(part, "model_type", None), str) and name:
+            text_types[model_type] = name
+        if "num_hidden_layers" in (found := _defaults(config_class)):
+            defaults[model_type] = found
     return {
-        "source": f"transformers {transformers.__version__}",
+        "source": f"transformers {transformers.__version__} and vLLM {vllm_version.split('+')[0]}",
         "text_types": dict(sorted(text_types.items())),
-        "defaults": defaults,
+        "defaults": dict(sorted(defaults.items())),
     }
 
 
@@ -104,13 +115,14 @@ def _defaults(config_class: Any) -> dict[str, Any]:
     for field in FIELDS:
         name: str = renamed.get(field, field)
         default: object = parameters[name].default if name in parameters else vars(config_class).get(name)
-        if isinstance(default, bool | int | str):
+        # 0 in place of a size means that the config has none: vLLM and transformers compute it from others.
+        if isinstance(default, bool | str) or (isinstance(default, int) and default != 0):
             found[field] = default
     return found
 
 
 _MODULE = '''\
-"""What config.json files leave out: the defaults of {source}'s config classes. Pure; data.
+"""Defaults of fields that config.json files leave out, by {source}. Pure; data.
 
 Written by `python -m tests.shapes.defaults`.
 """
@@ -157,13 +169,14 @@ def literal(value: Any) -> str:
 
 def main() -> int:
     """Writes or checks the table; returns the exit code."""
+    os.environ.setdefault("VLLM_PLUGINS", "")  # our own platform is not asked
     text = render(build_table())
     if "--check" not in sys.argv:
         TABLE.write_text(text)
         return 0
     if TABLE.read_text() == text:
         return 0
-    sys.stderr.write(f"{TABLE}: not what transformers says; run python -m tests.shapes.defaults\n")
+    sys.stderr.write(f"{TABLE}: not what transformers and vLLM say; run python -m tests.shapes.defaults\n")
     return 1
 
 

@@ -7,7 +7,17 @@ from heteroinfer_contract.model import Scheme, SchemeName
 
 TensorShape = tuple[str, str, tuple[int, ...]]
 """Name, safetensors' type, shape."""
-ELEMENT_BITS = {"F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "U8": 8, "I8": 8, "I32": 32, "I64": 64}
+ELEMENT_BITS = {
+    "F32": 32,
+    "BF16": 16,
+    "F16": 16,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "U8": 8,
+    "I8": 8,
+    "I32": 32,
+    "I64": 64,
+}
 
 
 def linear(  # noqa: C901 - one case a format

@@ -1,6 +1,6 @@
 """Profiles of all shapes, as the contract reads them from their files; kept, since large ones take seconds.
 
-python -m tests.shapes.profiles            # writes recorded/profiles.json
+python -m tests.shapes.profiles            # writes recorded/profiles.json and recorded/profiles_2026.json
 python -m tests.shapes.profiles --check    # exits 1 if one of them is another
 """
 
@@ -13,8 +13,10 @@ from pathlib import Path
 from heteroinfer_contract.model_files import read_profile
 from heteroinfer_contract.model_profile import ModelProfile
 from tests.shapes.corpus import SHAPES, Shape, write_shape
+from tests.shapes.corpus_2026 import SHAPES_2026
 
-RECORDED = Path(__file__).parent / "recorded" / "profiles.json"
+_FOLDER = Path(__file__).parent / "recorded"
+KEPT = {_FOLDER / "profiles.json": SHAPES, _FOLDER / "profiles_2026.json": SHAPES_2026}
 
 
 def read_shape(shape: Shape) -> ModelProfile:
@@ -24,21 +26,22 @@ def read_shape(shape: Shape) -> ModelProfile:
 
 
 @cache
-def recorded_profiles() -> dict[str, ModelProfile]:
-    """Returns the profiles that are kept, by name."""
-    kept = json.loads(RECORDED.read_text())
+def recorded_profiles(name: str = "profiles.json") -> dict[str, ModelProfile]:
+    """Returns the profiles that are kept in a file, by the shape's name."""
+    kept = json.loads((_FOLDER / name).read_text())
     return {name: ModelProfile.from_json(json.dumps(value)) for name, value in kept.items()}
 
 
 def main() -> int:
     """Writes or checks the profiles; returns the exit code."""
-    lines = [f"{json.dumps(shape.name)}: {read_shape(shape).to_json()}" for shape in SHAPES]
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
-    if "--check" not in sys.argv:
-        RECORDED.parent.mkdir(exist_ok=True)
-        RECORDED.write_text(text)
-        return 0
-    return int(RECORDED.read_text() != text)
+    for path, shapes in KEPT.items():
+        lines = [f"{json.dumps(shape.name)}: {read_shape(shape).to_json()}" for shape in shapes]
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
+        if "--check" in sys.argv and path.read_text() != text:
+            return 1
+        if "--check" not in sys.argv:
+            path.write_text(text)
+    return 0
 
 
 if __name__ == "__main__":

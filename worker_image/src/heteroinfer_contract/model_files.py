@@ -21,9 +21,11 @@ from heteroinfer_contract.model.config import (
     CONFIG_FILE,
     from_params,
     is_empty_block,
+    text_class,
     text_config,
     whole_model,
 )
+from heteroinfer_contract.model.faults import find_faults, stored_expert_scheme
 from heteroinfer_contract.model.scheme import (
     find_quantization,
     has_limited_experts,
@@ -138,6 +140,8 @@ def _read_profile(directory: Path) -> ModelProfile:
     hidden = _number(text, directory, "hidden_size")
     kinds, kind_of_layer = _kinds(text, attention, weights, directory)
     architecture = _architecture(text)
+    own_architecture, own_type = text_class(config)
+    experts = stored_expert_scheme(stored, hidden)
     return ModelProfile(
         architecture=architecture,
         dtype=dtype,
@@ -167,6 +171,11 @@ def _read_profile(directory: Path) -> ModelProfile:
         last_stage_layers=number - first_of_shared_kv(attention),
         layer_table_bytes=weights.layer_tables,
         column_unit=unit_of(find_quantization(config, text)),
+        expert_scheme=None if experts == scheme else experts,
+        text_architecture=own_architecture,
+        text_type=own_type,
+        host_table_bytes=weights.host_tables,
+        faults=find_faults(text, stored, scheme, experts),
     )
 
 

@@ -41,6 +41,11 @@ class ModelProfile(codec.JsonValue):
             be in one stage.
         layer_table_bytes: embeddings of each layer (Gemma-3n, Gemma-4); vLLM builds them on every stage.
         column_unit: intermediate columns that feed-forward ranks cannot split (`column_shares`), or 0.
+        expert_scheme: format of the routed experts by the files' headers, if it is another than `scheme`.
+        text_architecture: class of the language model inside this model, if config.json names one.
+        text_type: `model_type` of the language model inside this model, or "".
+        host_table_bytes: tables that a GPU rank keeps in the host's memory (n-grams).
+        faults: what in the files keeps vLLM from loading the model, one sentence each.
     """
 
     reads_tolerantly = True
@@ -72,12 +77,22 @@ class ModelProfile(codec.JsonValue):
     last_stage_layers: int = 1
     layer_table_bytes: int = 0
     column_unit: int = 0
+    expert_scheme: Scheme | None = None
+    text_architecture: str = ""
+    text_type: str = ""
+    host_table_bytes: int = 0
+    faults: tuple[str, ...] = ()
+
+    @property
+    def experts_in(self) -> Scheme:
+        """The format of the routed experts, if they are quantized."""
+        return self.expert_scheme or self.scheme
 
     @property
     def total_bytes(self) -> int:
         """Size of all weights of the language model."""
         tables = self.embedding_bytes + self.head_bytes + self.layer_table_bytes
-        return sum(self.layer_bytes) + tables + self.other_bytes
+        return sum(self.layer_bytes) + tables + self.other_bytes + self.host_table_bytes
 
     def layer(self, index: int) -> LayerKind:
         """Returns the kind of a layer; full attention without experts if the profile has no kinds."""
@@ -93,7 +108,11 @@ class ModelProfile(codec.JsonValue):
     @property
     def is_latent(self) -> bool:
         """Whether any layer keeps latents (multi-head latent attention)."""
-        return any(kind.attention in (AttentionKind.LATENT, AttentionKind.SPARSE) for kind in self.layers)
+        latent, sparse = AttentionKind.LATENT, AttentionKind.SPARSE
+        return any(
+            kind.attention is latent or (kind.attention is sparse and kind.kv_heads == 1)
+            for kind in self.layers
+        )
 
     @property
     def has_state(self) -> bool:
@@ -120,7 +139,7 @@ class ModelProfile(codec.JsonValue):
         for name in ("vocab_size", "max_position_embeddings", "first_stage_layers", "last_stage_layers"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
         codec.at_least(0, "ModelProfile", column_unit=self.column_unit)
-        for part in ("embedding", "head", "other", "encoder", "dropped", "layer_table"):
+        for part in ("embedding", "head", "other", "encoder", "dropped", "layer_table", "host_table"):
             codec.at_least(0, "ModelProfile", **{f"{part}_bytes": getattr(self, f"{part}_bytes")})
         if len(self.layer_bytes) != self.num_layers:
             raise ContractError(

@@ -13,8 +13,9 @@ from heteroinfer_contract.word_table import word_set
 
 _LATENT_TYPES: Final = word_set(
     """
-    axk1 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2
-    kimi_linear longcat_flash pangu_ultra_moe
+    axk1 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_v41 dots3_note
+    glm4_moe_lite glm5_next glm5_next_text glm_moe_dsa hy_v4 kimi_k2 kimi_linear longcat_flash
+    pangu_ultra_moe
     """
 )
 """vllm/transformers_utils/model_arch_config_convertor.py::is_deepseek_mla@v0.32.0."""
@@ -27,6 +28,14 @@ _KINDS: Final[Mapping[str, AttentionKind]] = {
     "mamba": AttentionKind.LINEAR,
     "mamba2": AttentionKind.LINEAR,
     "conv": AttentionKind.LINEAR,
+    "hybrid": AttentionKind.FULL,
+    "hybrid_sliding": AttentionKind.WINDOW,
+    "indexed_attention": AttentionKind.SPARSE,
+    "minimax_m3_sparse": AttentionKind.SPARSE,
+    "compressed_sparse_attention": AttentionKind.SPARSE,
+    "heavily_compressed_attention": AttentionKind.SPARSE,
+    "deepseek_sparse_attention": AttentionKind.SPARSE,
+    "qwen_sparse_attention": AttentionKind.SPARSE,
     "moe": AttentionKind.NONE,
     "mlp": AttentionKind.NONE,
 }
@@ -53,6 +62,16 @@ _EVERY_NTH_IS_FULL: Final[Mapping[str, tuple[str, int, AttentionKind]]] = {
     "olmo3": ("", 4, AttentionKind.WINDOW),
 }
 """By model type: the field with the interval, its default, and what the other layers are."""
+
+
+def unknown_layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the words for layers in a config whose meaning is unknown here, sorted."""
+    return tuple(sorted({str(name) for name in _layer_types(text) or ()} - set(_KINDS)))
+
+
+def _layer_types(text: Mapping[str, Any]) -> list[Any] | None:
+    types = text.get("layer_types") or text.get("layers_block_type")
+    return types if isinstance(types, list) and len(types) >= int(text["num_hidden_layers"]) else None
 
 
 def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
@@ -102,10 +121,13 @@ def _by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] |
 
 def _listed(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds of a config with one word a layer."""
-    types = text.get("layer_types") or text.get("layers_block_type")
-    if not isinstance(types, list) or len(types) < number:
+    types = _layer_types(text)
+    if types is None:
         return None
-    return [_windowed(_KINDS.get(str(name), AttentionKind.FULL), text) for name in types[:number]]
+    kinds = [_windowed(_KINDS.get(str(name), AttentionKind.FULL), text) for name in types[:number]]
+    # Qwen3.8's files call layers with an indexer full (transformers' Qwen4ExpTextConfig.__post_init__).
+    full, indexed = AttentionKind.FULL, AttentionKind.SPARSE
+    return [indexed if kind is full and text.get("indexer_head_dim") else kind for kind in kinds]
 
 
 def _latent(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
@@ -125,8 +147,11 @@ def _patterned(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] 
     match text:
         case {"hybrid_override_pattern": str(pattern)}:  # Nemotron-H
             return [_NEMOTRON.get(letter, full) for letter in pattern[:number]]
-        case {"hybrid_layer_pattern": list(hybrid)}:  # MiMo-V2: 1 is a window
-            return [AttentionKind.WINDOW if entry else full for entry in hybrid[:number]]
+        case {"sparse_attention_config": {"sparse_attention_freq": list(marks)}} | {
+            "hybrid_layer_pattern": list(marks)  # MiniMax-M3: 1 is an index; MiMo-V2: 1 is a window
+        }:
+            other = AttentionKind.WINDOW if "hybrid_layer_pattern" in text else AttentionKind.SPARSE
+            return [other if mark else full for mark in marks[:number]]
         case {"attn_layer_indices": list(indices)} | {"full_attn_idxs": list(indices)}:  # Bamba, LFM2
             return [full if i in indices else linear for i in range(number)]
         case {"attn_layer_period": int(period)}:  # Jamba
@@ -173,7 +198,8 @@ def _llama4(text: Mapping[str, Any], index: int) -> AttentionKind:
 
 def is_latent(text: Mapping[str, Any]) -> bool:
     """Returns whether vLLM keeps latents in place of keys and values."""
-    return text.get("model_type") in _LATENT_TYPES and text.get("kv_lora_rank") is not None
+    has_latents = text.get("head_dim" if text.get("compress_ratios") else "kv_lora_rank") is not None
+    return text.get("model_type") in _LATENT_TYPES and has_latents
 
 
 def _kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
@@ -202,7 +228,13 @@ def _kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
 
 
 def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
-    width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+    if not is_latent(text):
+        return replace(_cached(text), attention=attention, index_bytes=_index_of_keys_bytes(text))
+    if text.get("compress_ratios"):
+        # DeepSeek-V4's latents contain the position, and most are of several tokens: it keeps at most this.
+        width = int(text["head_dim"])
+    else:
+        width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
     index_bytes = 0
     if attention is AttentionKind.SPARSE:
         # One byte an element and a float32 scale for each 128 (vllm/models/deepseek_v32@v0.32.0).
@@ -211,6 +243,16 @@ def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind
     if text.get("model_type") == "longcat_flash":  # two attentions in each layer
         width *= 2
     return LayerKind(attention=attention, kv_heads=1, kv_width=width, index_bytes=index_bytes)
+
+
+def _index_of_keys_bytes(text: Mapping[str, Any]) -> int:
+    """Returns the bytes per token of an index beside keys and values, in elements of 16 bits.
+
+    Source: vllm/models/qwen4_exp, minimax_m3@v0.32.0.
+    """
+    sparse = text.get("sparse_attention_config") or {}
+    width = int(text.get("indexer_head_dim") or sparse.get("sparse_index_dim") or 0)
+    return 2 * width * int(text.get("indexer_kv_heads") or 1) // int(text.get("indexer_compress_ratio") or 1)
 
 
 def _gemma4_full(text: Mapping[str, Any]) -> dict[str, Any]:

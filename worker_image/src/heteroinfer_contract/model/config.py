@@ -64,6 +64,20 @@ def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def text_class(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the class and the type of the language model in a model with an encoder.
+
+    Returns:
+        both are "" for a model without an encoder; each is "" if the config does not name it.
+    """
+    whole = whole_model(config)
+    nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
+    if nested is None:
+        return "", ""
+    named = nested.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "", str(nested.get("model_type") or "")
+
+
 def _dtype(*sources: Any) -> Any:
     """Returns the dtype that the first of some configs names that names one; or None."""
     named = [

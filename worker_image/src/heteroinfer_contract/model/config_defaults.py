@@ -1,4 +1,4 @@
-"""What config.json files leave out: the defaults of transformers 5.19.0's config classes. Pure; data.
+"""Defaults of fields that config.json files leave out, by transformers 5.19.0 and vLLM 0.32.0. Pure; data.
 
 Written by `python -m tests.shapes.defaults`.
 """
@@ -11,21 +11,24 @@ from heteroinfer_contract.word_table import word_pairs
 # fmt: off
 TEXT_TYPES: Final = word_pairs(
     """
-    aria aria_text blip blip_text_model cohere_compass cohere_compass_text cosmos3_edge cosmos3_edge_text
-    deepseek_ocr2 deepseek_ocr2_text diffusion_gemma diffusion_gemma_text emu3 emu3_text_model
-    ernie4_5_vl_moe ernie4_5_vl_moe_text gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text
-    gemma4_unified gemma4_unified_text glm4v glm4v_text glm4v_moe glm4v_moe_text glm5_next glm5_next_text
-    glm_ocr glm_ocr_text hunyuan_vl hunyuan_vl_text inkling_mm_model inkling_text kosmos-2 kosmos_2_text_model
-    kosmos-2.5 kosmos_2_5_text_model llama4 llama4_text mllama mllama_text_model
-    muse_glimmer muse_glimmer_text paddleocr_vl paddleocr_vl_text pix2struct pix2struct_text_model
-    pp_formulanet pp_formulanet qwen2_5_omni_thinker qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text
-    qwen2_vl qwen2_vl_text qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text
+    aria aria_text bailing_moe_v3_vl bailing_hybrid blip blip_text_model cohere_compass cohere_compass_text
+    colqwen3 qwen3_vl_text cosmos3_edge cosmos3_edge_text deepseek_ocr2 deepseek_ocr2_text
+    diffusion_gemma diffusion_gemma_text emu3 emu3_text_model ernie4_5_vl_moe ernie4_5_vl_moe_text
+    gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text
+    glm4v glm4v_text glm4v_moe glm4v_moe_text glm5_next glm5_next_text glm_ocr glm_ocr_text
+    hunyuan_vl hunyuan_vl_text inkling_mm_model inkling_model isaac qwen3 kosmos-2 kosmos_2_text_model
+    kosmos-2.5 kosmos_2_5_text_model llama4 llama4_text mllama mllama_text_model moss_transcribe_diarize qwen3
+    muse_glimmer muse_glimmer_text ops_colqwen3 qwen3_vl_text paddleocr_vl paddleocr_vl_text
+    pix2struct pix2struct_text_model pp_formulanet pp_formulanet qwen2_5_omni_thinker qwen2_5_omni_text
+    qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text
     qwen3_omni_moe_thinker qwen3_omni_moe_text qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text
-    qwen4_exp qwen4_exp_text step3p7 step3p5
+    qwen3_vl_nemotron_embed qwen3_vl_text qwen4_exp qwen4_exp_text step3p7 step3p5
     """
 )
 """Type of the language model in a model with an encoder, by that model's type."""
 DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
+    "RefinedWeb": {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 250880},
+    "RefinedWebModel": {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 250880},
     "afmoe": {"head_dim": 128, "hidden_size": 2048, "max_position_embeddings": 16384, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 32, "sliding_window": 1024, "tie_word_embeddings": False, "vocab_size": 200192},
     "apertus": {"hidden_size": 4096, "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 32, "tie_word_embeddings": False, "vocab_size": 131072},
     "arcee": {"hidden_size": 2560, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "tie_word_embeddings": False, "vocab_size": 32000},
@@ -45,6 +48,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "blip_text_model": {"hidden_size": 768, "max_position_embeddings": 512, "num_attention_heads": 8, "num_hidden_layers": 12, "tie_word_embeddings": True, "vocab_size": 30524},
     "bloom": {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "tie_word_embeddings": True, "vocab_size": 250880},
     "camembert": {"hidden_size": 768, "max_position_embeddings": 512, "num_attention_heads": 12, "num_hidden_layers": 12, "tie_word_embeddings": True, "vocab_size": 30522},
+    "chatglm": {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 28},
     "codegen": {"hidden_size": 4096, "max_position_embeddings": 2048, "num_attention_heads": 16, "num_hidden_layers": 28, "tie_word_embeddings": False, "vocab_size": 50400},
     "cohere": {"hidden_size": 8192, "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40, "tie_word_embeddings": True, "vocab_size": 256000},
     "cohere2": {"hidden_size": 8192, "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40, "sliding_window": 4096, "tie_word_embeddings": True, "vocab_size": 256000},
@@ -59,7 +63,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "deepseek_ocr2_text": {"hidden_size": 4096, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "tie_word_embeddings": False, "topk_method": "greedy", "vocab_size": 102400},
     "deepseek_v2": {"hidden_size": 4096, "kv_lora_rank": 512, "max_position_embeddings": 2048, "norm_topk_prob": False, "num_attention_heads": 32, "num_hidden_layers": 32, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "topk_method": "greedy", "vocab_size": 102400},
     "deepseek_v3": {"hidden_size": 7168, "kv_lora_rank": 512, "max_position_embeddings": 4096, "n_group": 8, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 129280},
-    "deepseek_v32": {"head_dim": 64, "hidden_size": 7168, "index_head_dim": 128, "index_topk": 2048, "kv_lora_rank": 512, "max_position_embeddings": 163840, "n_group": 8, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 129280},
+    "deepseek_v32": {"hidden_size": 7168, "kv_lora_rank": 512, "max_position_embeddings": 4096, "n_group": 8, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 129280},
     "deepseek_v4": {"head_dim": 512, "hidden_size": 4096, "index_head_dim": 128, "index_topk": 512, "max_position_embeddings": 1048576, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 6, "num_hidden_layers": 43, "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "sliding_window": 128, "tie_word_embeddings": False, "vocab_size": 129280},
     "diffllama": {"hidden_size": 2048, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 16, "tie_word_embeddings": False, "vocab_size": 32000},
     "diffusion_gemma_text": {"head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 131072, "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 4, "sliding_window": 512, "tie_word_embeddings": True, "vocab_size": 262144},
@@ -82,8 +86,8 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "gemma2": {"head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "sliding_window": 4096, "tie_word_embeddings": True, "vocab_size": 256000},
     "gemma3_text": {"head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 131072, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "sliding_window": 4096, "tie_word_embeddings": True, "vocab_size": 262208},
     "gemma3n_text": {"head_dim": 256, "hidden_size": 2048, "max_position_embeddings": 32768, "num_attention_heads": 8, "num_hidden_layers": 35, "num_key_value_heads": 2, "num_kv_shared_layers": 15, "sliding_window": 512, "tie_word_embeddings": True, "vocab_size": 262400},
-    "gemma4_text": {"attention_k_eq_v": False, "head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 131072, "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 4, "num_kv_shared_layers": 0, "sliding_window": 512, "tie_word_embeddings": True, "vocab_size": 262144},
-    "gemma4_unified_text": {"attention_k_eq_v": False, "head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 262144, "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 4, "num_kv_shared_layers": 0, "sliding_window": 1024, "tie_word_embeddings": True, "vocab_size": 262144},
+    "gemma4_text": {"attention_k_eq_v": False, "head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 131072, "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 4, "sliding_window": 512, "tie_word_embeddings": True, "vocab_size": 262144},
+    "gemma4_unified_text": {"attention_k_eq_v": False, "head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 262144, "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 4, "sliding_window": 1024, "tie_word_embeddings": True, "vocab_size": 262144},
     "git": {"hidden_size": 768, "max_position_embeddings": 1024, "num_attention_heads": 12, "num_hidden_layers": 6, "tie_word_embeddings": False, "vocab_size": 30522},
     "glm": {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "tie_word_embeddings": False, "vocab_size": 151552},
     "glm4": {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "tie_word_embeddings": False, "vocab_size": 151552},
@@ -91,7 +95,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "glm4_moe_lite": {"head_dim": 64, "hidden_size": 2048, "kv_lora_rank": 512, "max_position_embeddings": 202752, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 154880},
     "glm4v_moe_text": {"hidden_size": 4096, "max_position_embeddings": 65536, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 151424},
     "glm4v_text": {"hidden_size": 4096, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "vocab_size": 151552},
-    "glm5_next_text": {"head_dim": 0, "hidden_size": 4096, "index_head_dim": 128, "index_topk": 2048, "kv_lora_rank": 512, "linear_conv_kernel_dim": 4, "max_position_embeddings": 1048576, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 45, "num_key_value_heads": 64, "qk_rope_head_dim": 0, "tie_word_embeddings": False, "vocab_size": 154880},
+    "glm5_next_text": {"hidden_size": 4096, "index_head_dim": 128, "index_topk": 2048, "kv_lora_rank": 512, "linear_conv_kernel_dim": 4, "max_position_embeddings": 1048576, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 45, "num_key_value_heads": 64, "tie_word_embeddings": False, "vocab_size": 154880},
     "glm_moe_dsa": {"head_dim": 64, "hidden_size": 6144, "index_head_dim": 128, "index_topk": 2048, "kv_lora_rank": 512, "max_position_embeddings": 202752, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78, "num_key_value_heads": 64, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 154880},
     "glm_ocr_text": {"hidden_size": 1024, "max_position_embeddings": 131072, "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 8, "vocab_size": 59392},
     "gpt-sw3": {"hidden_size": 768, "max_position_embeddings": 1024, "num_attention_heads": 12, "num_hidden_layers": 12, "tie_word_embeddings": True, "vocab_size": 50257},
@@ -114,13 +118,15 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "hunyuan_v1_moe": {"hidden_size": 4096, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_experts_per_tok": 1, "num_hidden_layers": 32, "tie_word_embeddings": False, "vocab_size": 290943},
     "hunyuan_vl_text": {"hidden_size": 4096, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "tie_word_embeddings": True, "vocab_size": 290943},
     "hy_v3": {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 80, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 120832},
-    "hy_v4": {"head_dim": 256, "hidden_size": 2816, "index_head_dim": 128, "index_topk": 2048, "kv_lora_rank": 512, "max_position_embeddings": 262144, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 34, "num_key_value_heads": 32, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 120832},
+    "hy_v4": {"head_dim": 256, "hidden_size": 2816, "index_head_dim": 128, "index_topk": 2048, "kv_lora_rank": 512, "max_position_embeddings": 262144, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 34, "num_key_value_heads": 32, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 120832},
     "hyperclovax": {"hidden_size": 4096, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "tie_word_embeddings": False, "vocab_size": 32000},
+    "inkling_model": {"hidden_size": 1536, "num_attention_heads": 12, "num_experts_per_tok": 1, "num_hidden_layers": 16, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 201024},
     "inkling_text": {"head_dim": 128, "hidden_size": 6144, "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 6, "num_hidden_layers": 66, "num_key_value_heads": 8, "sliding_window": 512, "vocab_size": 201024},
     "jais2": {"hidden_size": 3328, "max_position_embeddings": 8192, "num_attention_heads": 26, "num_hidden_layers": 32, "tie_word_embeddings": False, "vocab_size": 150272},
     "jamba": {"attn_layer_offset": 4, "attn_layer_period": 8, "hidden_size": 4096, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2, "max_position_embeddings": 262144, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 65536},
     "jetmoe": {"head_dim": 128, "hidden_size": 2048, "max_position_embeddings": 4096, "num_experts_per_tok": 2, "num_hidden_layers": 12, "num_key_value_heads": 16, "tie_word_embeddings": True, "vocab_size": 32000},
-    "kimi_linear": {"hidden_size": 2304, "kv_lora_rank": 512, "linear_conv_kernel_dim": 4, "num_attention_heads": 32, "num_hidden_layers": 27, "num_key_value_heads": 32, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 163840},
+    "kimi_k2": {"hidden_size": 7168, "kv_lora_rank": 512, "max_position_embeddings": 4096, "n_group": 8, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False, "vocab_size": 129280},
+    "kimi_linear": {"hidden_size": 4096, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "tie_word_embeddings": False, "topk_method": "noaux_tc", "vocab_size": 163840},
     "kosmos_2_5_text_model": {"hidden_size": 1536, "max_position_embeddings": 4096, "num_attention_heads": 16, "num_hidden_layers": 24, "tie_word_embeddings": True, "vocab_size": 108481},
     "kosmos_2_text_model": {"hidden_size": 2048, "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 24, "tie_word_embeddings": True, "vocab_size": 65037},
     "laguna": {"head_dim": 128, "hidden_size": 2048, "max_position_embeddings": 131072, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 8, "sliding_window": 512, "tie_word_embeddings": False, "vocab_size": 100352},
@@ -132,12 +138,14 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "mamba2": {"conv_kernel": 4, "head_dim": 64, "hidden_size": 4096, "n_groups": 8, "num_hidden_layers": 64, "tie_word_embeddings": False, "vocab_size": 32768},
     "marian": {"hidden_size": 1024, "max_position_embeddings": 1024, "num_attention_heads": 16, "num_hidden_layers": 12, "tie_word_embeddings": True, "vocab_size": 58101},
     "mbart": {"hidden_size": 1024, "max_position_embeddings": 1024, "num_attention_heads": 16, "num_hidden_layers": 12, "tie_word_embeddings": True, "vocab_size": 50265},
+    "medusa": {"hidden_size": 4096, "num_hidden_layers": 1, "vocab_size": 32001},
     "megatron-bert": {"hidden_size": 1024, "max_position_embeddings": 512, "num_attention_heads": 16, "num_hidden_layers": 24, "tie_word_embeddings": True, "vocab_size": 29056},
     "mellum": {"head_dim": 128, "hidden_size": 2304, "max_position_embeddings": 131072, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 1024, "tie_word_embeddings": False, "vocab_size": 98304},
     "mimo_v2_flash": {"head_dim": 192, "hidden_size": 4096, "max_position_embeddings": 131072, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "sliding_window": 128, "tie_word_embeddings": False, "vocab_size": 152576},
     "minicpm3": {"hidden_size": 2560, "kv_lora_rank": 256, "max_position_embeddings": 32768, "num_attention_heads": 40, "num_hidden_layers": 62, "num_key_value_heads": 40, "qk_rope_head_dim": 32, "tie_word_embeddings": True, "vocab_size": 73448},
     "minimax": {"hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 32000},
     "minimax_m2": {"head_dim": 128, "hidden_size": 3072, "max_position_embeddings": 196608, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 200064},
+    "minimax_m3_mtp": {"num_hidden_layers": 1},
     "minimax_m3_vl_text": {"head_dim": 128, "hidden_size": 6144, "index_head_dim": 128, "max_position_embeddings": 524288, "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 60, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 200064},
     "ministral": {"hidden_size": 4096, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000},
     "ministral3": {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 262144, "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 131072},
@@ -147,7 +155,8 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "modernbert-decoder": {"hidden_size": 768, "max_position_embeddings": 8192, "num_attention_heads": 12, "num_hidden_layers": 22, "tie_word_embeddings": True, "vocab_size": 50368},
     "moshi": {"hidden_size": 4096, "max_position_embeddings": 3000, "num_attention_heads": 32, "num_hidden_layers": 32, "sliding_window": 3000, "tie_word_embeddings": False, "vocab_size": 32000},
     "mpt": {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 24, "tie_word_embeddings": True, "vocab_size": 50368},
-    "muse_glimmer_text": {"head_dim": 128, "hidden_size": 6656, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 52, "num_key_value_heads": 2, "sliding_window": 2048, "tie_word_embeddings": False, "vocab_size": 202048},
+    "muse_glimmer_text": {"head_dim": 128, "hidden_size": 6656, "max_position_embeddings": 16384, "num_attention_heads": 32, "num_hidden_layers": 52, "num_key_value_heads": 2, "sliding_window": 2048, "tie_word_embeddings": False, "vocab_size": 202048},
+    "muse_glimmer_vision": {"hidden_size": 1536, "max_position_embeddings": 1024, "num_attention_heads": 16, "num_hidden_layers": 50},
     "mvp": {"hidden_size": 1024, "max_position_embeddings": 1024, "num_attention_heads": 16, "num_hidden_layers": 12, "tie_word_embeddings": True, "vocab_size": 50267},
     "nanochat": {"hidden_size": 768, "max_position_embeddings": 2048, "num_attention_heads": 6, "num_hidden_layers": 12, "tie_word_embeddings": False, "vocab_size": 50304},
     "nemotron": {"hidden_size": 6144, "max_position_embeddings": 4096, "num_attention_heads": 48, "num_hidden_layers": 32, "tie_word_embeddings": False, "vocab_size": 256000},
@@ -193,7 +202,8 @@ DEFAULTS: Final[Mapping[str, Mapping[str, bool | int | str]]] = {
     "solar_open": {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 131072, "n_group": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 196608},
     "stablelm": {"hidden_size": 2560, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "tie_word_embeddings": False, "vocab_size": 50304},
     "starcoder2": {"hidden_size": 3072, "max_position_embeddings": 4096, "num_attention_heads": 24, "num_hidden_layers": 30, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 49152},
-    "step3p5": {"head_dim": 128, "hidden_size": 4096, "max_position_embeddings": 128000, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 45, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128815},
+    "step3_text": {"head_dim": 256, "hidden_size": 7168, "num_attention_heads": 64, "num_hidden_layers": 61, "vocab_size": 128815},
+    "step3p5": {"hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 48, "vocab_size": 65536},
     "trocr": {"hidden_size": 1024, "max_position_embeddings": 512, "num_attention_heads": 16, "num_hidden_layers": 12, "tie_word_embeddings": True, "vocab_size": 50265},
     "vaultgemma": {"head_dim": 256, "hidden_size": 2304, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "sliding_window": 4096, "tie_word_embeddings": True, "vocab_size": 256000},
     "whisper": {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 4, "num_key_value_heads": 6, "tie_word_embeddings": True, "vocab_size": 51865},

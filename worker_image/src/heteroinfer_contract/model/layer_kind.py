@@ -19,7 +19,7 @@ class AttentionKind(StrEnum):
     LATENT = "Latent"
     """A latent vector per token, from which keys and values are computed (multi-head latent attention)."""
     SPARSE = "Sparse"
-    """A latent vector per token, and an index that selects tokens (DeepSeek sparse attention)."""
+    """A latent vector per token, or keys and values, and an index that selects tokens (DeepSeek-V3.2)."""
     LINEAR = "Linear"
     """A state of fixed size (Mamba, gated delta net, short convolution)."""
     NONE = "None"

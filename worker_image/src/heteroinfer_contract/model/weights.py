@@ -33,13 +33,15 @@ _AUDIO: Final = word_set(
 _DROPPED: Final = frozenset({"mtp", "mtp_block", "mtp_layers", "talker", "tts", "token2wav", "code2wav"})
 """What vLLM leaves out when it serves text: layers for speculation, and speech (Qwen-Omni's talker)."""
 _EMBEDDING: Final = re.compile(
-    r"(?:^|\.)(?:embed_tokens|word_embeddings|wte|tok_embeddings|embed_in)\.weight$|^backbone\.embeddings\.weight$"
+    r"(?:^|\.)(?:embed|embed_tokens|word_embeddings|wte|tok_embeddings|embed_in)\.weight$|^backbone\.embeddings\.weight$"
 )
 _HEAD: Final = re.compile(
-    r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:model\.)?output\.(?:weight|qweight)$"
+    r"^head\.weight$|(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:model\.)?output\.(?:weight|qweight)$"
 )
 _LAYER_TABLES: Final = re.compile(r"(?:^|\.)(?:embed_tokens_per_layer|per_layer_model_projection)\.")
 """Of all layers, beside the embedding (Gemma-3n, Gemma-4)."""
+_HOST_TABLES: Final = re.compile(r"(?:^|\.)ngram_embedding\.|\.engram\.embed_tokens\.")
+"""Tables of n-grams, which vLLM keeps in the host's memory (vllm/config/engram.py::EngramConfig@v0.32.0)."""
 _SHARED: Final = re.compile(r"\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
 """What layers that share keys and values have none of in vLLM, and some checkpoints keep."""
 EXPERT: Final = re.compile(
@@ -48,6 +50,7 @@ EXPERT: Final = re.compile(
 """Of routed experts; shared ones are called `shared_expert(s)`."""
 _EXPERT_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
 _DIMS_OF_ALL_EXPERTS: Final = 3
+_DIMS_OF_TABLE: Final = 2
 _ALL_DOWN: Final = re.compile(r"\.experts\.down_proj(?:\.weight)?$")
 _GATES_TOGETHER: Final = re.compile(r"\.experts\.(?:\d+\.)?gate_up_proj(?:\.|$)")
 _MLP: Final = re.compile(r"\.(?:mlp|feed_forward)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\.")
@@ -127,6 +130,7 @@ class Weights:
         layers: by number; of those that are served.
         encoder: of images or audio, with its projection.
         hears: whether an encoder is of audio.
+        host_tables: tables that stay in the host's memory, wherever the layers are.
         other: everything else (final norm).
         dropped: what vLLM does not load.
     """
@@ -137,6 +141,7 @@ class Weights:
     encoder: int = 0
     hears: bool = False
     layer_tables: int = 0
+    host_tables: int = 0
     other: int = 0
     dropped: int = 0
 
@@ -144,6 +149,18 @@ class Weights:
 def is_of_encoder(name: str) -> bool:
     """Returns whether a tensor or module is an encoder's or its projection's, by the parts of its name."""
     return bool(set(name.split(".")) & (_ENCODERS | _AUDIO))
+
+
+def is_embedding(tensor: Tensor) -> bool:
+    """Returns whether a tensor is the decoder's embedding, unquantized."""
+    is_table = bool(_EMBEDDING.search(tensor.name)) and len(tensor.shape) == _DIMS_OF_TABLE
+    return is_table and not set(tensor.name.split(".")) & (_DROPPED | _ENCODERS | _AUDIO | {"layers"})
+
+
+def is_expert_input(tensor: Tensor) -> bool:
+    """Returns whether a tensor is the gate or up projection of one routed expert."""
+    path = set(tensor.name.split("."))
+    return bool(_EXPERT_NUMBER.search(tensor.name)) and bool(path & _GATE_OR_UP) and "weight" in path
 
 
 def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[int] = ()) -> Weights:
@@ -199,6 +216,8 @@ def _add(
     elif parts & _ENCODERS or (name.startswith(towers) and not _EMBEDDING.search(name)):
         weights.encoder += size
         weights.hears |= bool(parts & _AUDIO)
+    elif _HOST_TABLES.search(name):
+        weights.host_tables += size
     elif match := _LAYER.search(name):
         if int(match[1]) >= num_layers or (int(match[1]) in shared and _SHARED.search(name)):
             weights.dropped += size

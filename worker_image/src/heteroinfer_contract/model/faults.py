@@ -1,0 +1,76 @@
+"""Contradictions between a config.json and the headers of its weights. Stdlib only; pure.
+
+vLLM builds a model by its config, and its load fails, or its answers are wrong, where the files differ.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from heteroinfer_contract.model.attention import unknown_layer_types
+from heteroinfer_contract.model.scheme import Scheme, SchemeName
+from heteroinfer_contract.model.weights import Tensor, is_embedding, is_expert_input
+
+_FP8: Final = frozenset({"F8_E4M3", "F8_E5M2"})
+_NIBBLES: Final = frozenset({"U8", "I8"})
+_FP4: Final = frozenset({SchemeName.MXFP4, SchemeName.NVFP4})
+_OWN_TYPE: Final = "expert_dtype"
+"""Under which DeepSeek-V4 names its experts' format, for which vLLM has a method
+(vllm/models/deepseek_v4/quant_config.py@v0.32.0)."""
+
+
+def stored_expert_scheme(tensors: Sequence[Tensor], hidden: int) -> Scheme | None:
+    """Returns the format of routed experts in 4-bit floats, by types and shapes alone; None for another.
+
+    Args:
+        hidden: width of the residual stream.
+    """
+    packed = next((each for each in tensors if is_expert_input(each) and each.dtype in _NIBBLES), None)
+    if packed is None or packed.shape[-1] * 2 != hidden:
+        return None
+    expert = packed.name.rpartition(".")[0]
+    scales = {each.dtype for each in tensors if each.name.startswith(expert) and "scale" in each.name}
+    if "F8_E4M3" in scales:
+        return Scheme(name=SchemeName.NVFP4, bits=4, group=16)
+    return Scheme(name=SchemeName.MXFP4, bits=4, group=32)
+
+
+def find_faults(
+    text: Mapping[str, Any], tensors: Sequence[Tensor], scheme: Scheme, experts: Scheme | None
+) -> tuple[str, ...]:
+    """Returns what keeps vLLM from loading a model, one sentence each, with both sides.
+
+    Args:
+        text: a language model's config, with defaults (`model.config.text_config`).
+        scheme: the format in the config.
+        experts: the format of routed experts in 4-bit floats by the headers, or None.
+    """
+    return (
+        *_unknown_words(text),
+        *_wrong_sizes(text, tensors),
+        *_wrong_formats(text, tensors, scheme, experts),
+    )
+
+
+def _unknown_words(text: Mapping[str, Any]) -> Iterator[str]:
+    if words := unknown_layer_types(text):
+        yield f"config.json has layer_types {', '.join(words)[:100]}, whose memory no plan knows"
+
+
+def _wrong_sizes(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
+    embedding = next((each for each in tensors if is_embedding(each)), None)
+    if embedding is None:
+        return
+    for name, size in zip(("vocab_size", "hidden_size"), embedding.shape, strict=True):
+        if name in text and text[name] != size and "word_embed_proj_dim" not in text:
+            yield f"config.json has {name} {text[name]}, and {embedding.name} has {size} in the files"
+
+
+def _wrong_formats(
+    text: Mapping[str, Any], tensors: Sequence[Tensor], scheme: Scheme, experts: Scheme | None
+) -> Iterator[str]:
+    if experts is not None and scheme.name not in _FP4 and str(text.get(_OWN_TYPE)) != "fp4":
+        named = "no quantization" if scheme == Scheme() else str(scheme)
+        yield f"config.json has {named}, and the experts are in {experts} in the files"
+    stored = next((each.name for each in tensors if each.dtype in _FP8 and each.name.endswith(".weight")), "")
+    if stored and scheme == Scheme():
+        yield f"config.json has no quantization_config, and {stored} is in FP8 in the files"
