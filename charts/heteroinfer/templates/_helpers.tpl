@@ -114,6 +114,7 @@ annotations:
 - {name: HETEROINFER_FETCH_EGRESS, value: {{ toJson (.Values.fetchEgress | default dict) | quote }}}
 - {name: HETEROINFER_ALLOW_REMOTE_CODE, value: {{ .Values.allowRemoteCode | quote }}}
 - {name: HETEROINFER_ALLOWED_ARGUMENTS, value: {{ join "," .Values.allowedArguments | quote }}}
+- {name: HETEROINFER_ALLOWED_ENVIRONMENT, value: {{ join "," .Values.allowedEnvironment | quote }}}
 - {name: HETEROINFER_ALLOWED_ANNOTATIONS, value: {{ join "," .Values.allowedAnnotations | quote }}}
 - {name: HETEROINFER_POD_RESOURCES, value: {{ toJson (.Values.podResources | default dict) | quote }}}
 - {name: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS, value: {{ join "," .Values.allowedServiceAccounts | quote }}}

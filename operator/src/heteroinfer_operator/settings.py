@@ -13,6 +13,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_operator.errors import HeteroInferError
 
 _ANNOTATION: Final = re.compile(r"[a-z0-9.-]{1,253}/[A-Za-z0-9._-]{0,63}|[A-Za-z0-9._-]{1,63}")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 _OPTION: Final = re.compile(r"--[a-z0-9][a-z0-9-]*")
 _ACCOUNT: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _IMAGE: Final = re.compile(r"\S+")
@@ -47,6 +48,8 @@ class InstallationSettings:
         allowed_arguments: HETEROINFER_ALLOWED_ARGUMENTS: list of vLLM options that `engine.args` may contain
         in
             addition to those that are always allowed.
+        allowed_environment: HETEROINFER_ALLOWED_ENVIRONMENT: list of variables that `engine.env` may set in
+            addition to those that are always allowed, or of prefixes that end with `*`.
         allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS: list of annotation keys that pods may have in
             addition to those that are always allowed, or of prefixes that end with a slash.
         pod_resources: HETEROINFER_POD_RESOURCES: JSON with requests and limits of the pods that fetch and
@@ -93,6 +96,7 @@ class InstallationSettings:
     allow_host_paths: bool = False
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
+    allowed_environment: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
     pod_resources: str = ""
     allowed_service_accounts: tuple[str, ...] = ()
@@ -149,6 +153,9 @@ class InstallationSettings:
             allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
             allow_remote_code=read.flag("ALLOW_REMOTE_CODE", default=False),
             allowed_arguments=read.listed("ALLOWED_ARGUMENTS", _OPTION, "options such as --runner"),
+            allowed_environment=read.listed(
+                "ALLOWED_ENVIRONMENT", _VARIABLE, "names of variables, or prefixes that end with *"
+            ),
             allowed_annotations=read.listed(
                 "ALLOWED_ANNOTATIONS", _ANNOTATION, "keys of annotations, or prefixes that end with a slash"
             ),

@@ -98,6 +98,7 @@ CASES = (
     variable("allowedHostPaths", ["/a", "/b"], "ALLOWED_HOST_PATHS", "/a,/b"),
     variable("allowRemoteCode", True, "ALLOW_REMOTE_CODE", "true"),
     variable("allowedArguments", ["--runner"], "ALLOWED_ARGUMENTS", "--runner"),
+    variable("allowedEnvironment", ["FI_*", "A"], "ALLOWED_ENVIRONMENT", "FI_*,A"),
     variable("allowedAnnotations", ["a.io/"], "ALLOWED_ANNOTATIONS", "a.io/"),
     case("crds.install", False, "CustomResourceDefinition heteroinferences.heteroinfer.dev", "", None),
     case(

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract import names
 from heteroinfer_operator.api.crd import build_schema
-from heteroinfer_operator.api.env_vars import ALLOWED_ENV, OWNED_ENV
+from heteroinfer_operator.api.env_vars import OWNED_ENV
 from heteroinfer_operator.quantity import DURATION_PATTERN
+from heteroinfer_operator.reconcile.allowed_env import ALLOWED_ENV
 
 Json: TypeAlias = dict[str, Any]
 SCHEMA = build_schema()
@@ -198,7 +199,7 @@ def _engines(draw: st.DrawFn) -> Json:
             variable.pop("valueFrom", None)
             variable["value"] = "1"
         if draw(st.integers(0, 5)):
-            variable["name"] = draw(st.sampled_from([*ALLOWED_ENV, *OWNED_ENV, *names.USER_ENV]))
+            variable["name"] = draw(st.sampled_from([*sorted(ALLOWED_ENV), *OWNED_ENV]))
     return engine
 
 

@@ -61,10 +61,6 @@ def refusal(cluster: Cluster, body: dict[str, Any]) -> str:
             "must not be a variable that the plan or the operator sets (got RANK)",
         ),
         (
-            {"engine": {"env": [{"name": "LD_PRELOAD", "value": "/model/x.so"}]}},
-            "(got LD_PRELOAD). Remove it, or set it in an image of your own",
-        ),
-        (
             {"engine": {"env": [{"name": "VLLM_API_KEY", "value": "hunter2"}]}},
             "reader of the resource would see the value (got VLLM_API_KEY). Store the value in a Secret",
         ),

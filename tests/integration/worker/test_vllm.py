@@ -9,8 +9,8 @@ import pytest
 
 from heteroinfer_contract.given_options import SHORT, given_options
 from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
-from heteroinfer_operator.api.env_vars import ALLOWED_ENV
 from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, VALUES, WHY
+from heteroinfer_operator.reconcile.allowed_env import ALLOWED_ENV
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 from tests.integration.forked_script import run_script
 from tests.integration.worker.groups import WORKER_PYTHON

@@ -203,6 +203,35 @@ def test_wrong_values_are_usage_errors(option: str, value: str, capsys: pytest.C
     assert f"argument {option}: {value!r} must be " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--gpu-memory", "--cpu-memory"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("24", "'24' must be at least 1Mi, and is 24 bytes. Write 24Gi"),
+        ("1k", "'1k' must be at least 1Mi, and is 1000 bytes\n"),
+        ("8GB", "'8GB' must be a size without B. Write 8Gi, or 8G for powers of 1,000"),
+        ("8GiB", "'8GiB' must be a size without B. Write 8Gi, or 8G for powers of 1,000"),
+        ("lots", "'lots' must be a size such as 80Gi"),
+    ],
+)
+def test_a_size_without_a_unit_is_refused_with_the_right_size(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["new", "model", option, value])
+    assert caught.value.code == 2
+    assert f"argument {option}: {words}" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "model")
+    new(str(folder), *hardware(cpu="4Gi"), "-o", str(tmp_path / "with.yaml"))
+    assert capsys.readouterr().err == ""
+    (folder / "tokenizer.json").unlink()
+    new(str(folder), *hardware(cpu="4Gi"), "-o", str(tmp_path / "without.yaml"))
+    assert capsys.readouterr().err.startswith(f"warning: {folder} has no tokenizer (tokenizer.json, ")
+
+
 def test_plans_a_claim_from_a_copy_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_model(tmp_path / "model"))
     new("pvc://models/Llama_3.1", *hardware(cpu="4Gi"), "--model-dir", folder)
@@ -210,7 +239,9 @@ def test_plans_a_claim_from_a_copy_of_its_files(tmp_path: Path, capsys: pytest.C
     assert manifest["metadata"]["name"] == "llama-3-1"
     assert manifest["spec"]["model"] == {"uri": "pvc://models/Llama_3.1"}
     new("pvc://models/llama", *hardware(cpu="4Gi"), code=1)
-    assert "Name a copy of its files with --model-dir DIR" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "error: pvc://models/llama is not on this machine. Name a copy of its files with --model-dir DIR\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["with space: #x", "7b", "ü\x1b[8m", "a" * 60, "quote\"'", "***"])

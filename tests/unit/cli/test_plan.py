@@ -154,8 +154,7 @@ def test_a_model_directory_stands_for_the_uri(
 ) -> None:
     file = write(tmp_path, model, model={"uri": "pvc://models/m"})
     assert error(capsys, "-f", file) == (
-        "error: model.uri: pvc://models/m is not on this machine. Name a copy of its files with --model-dir "
-        "DIR\n"
+        "error: pvc://models/m is not on this machine. Name a copy of its files with --model-dir DIR\n"
     )
     assert main(["plan", "-f", file, "--model-dir", str(model)]) == 0
 
@@ -450,6 +449,12 @@ RESTRICTIONS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
     "allowedWorkerImages": ({"engine": {"image": "a.io/b:1"}}, ["a.io/"], ["c.io/"], "ImageNotAllowed"),
     "allowRemoteCode": ({"engine": {"args": ["--trust-remote-code"]}}, True, False, "RemoteCodeNotAllowed"),
     "allowedArguments": ({"engine": {"args": ["--runner=generate"]}}, ["--runner"], [], "ArgumentNotAllowed"),
+    "allowedEnvironment": (
+        {"engine": {"env": [{"name": "FI_PROVIDER", "value": "efa"}]}},
+        ["FI_*"],
+        [],
+        "EnvironmentNotAllowed",
+    ),
     "allowedAnnotations": (_role(annotations={"a.io/b": "x"}), ["a.io/"], [], "AnnotationNotAllowed"),
     "allowedServiceAccounts": (_role(serviceAccountName="a"), ["a"], ["b"], "ServiceAccountNotAllowed"),
 }
@@ -721,4 +726,4 @@ def test_a_bad_option_is_a_usage_error(arguments: list[str], capsys: pytest.Capt
     reported = capsys.readouterr().err
     assert f"{arguments[0]}: " in reported
     assert repr(arguments[1]) in reported
-    assert re.search(r"must be a number of GPUs|must be a quantity such as 80Gi", reported)
+    assert re.search(r"must be a number of GPUs|must be a size without B. Write 80Gi, or 80G", reported)

@@ -23,6 +23,7 @@ def test_every_setting_is_read() -> None:
         "ALLOW_HOST_PATHS": "true",
         "ALLOW_REMOTE_CODE": "true",
         "ALLOWED_ARGUMENTS": "--runner, --api-key",
+        "ALLOWED_ENVIRONMENT": "FI_*, NCCL_TOPO_DUMP_FILE",
         "ALLOWED_ANNOTATIONS": "example.com/,cpu-quota.crio.io",
         "HTTP_PORT": "0",
         "WORKERS": "2",
@@ -55,6 +56,7 @@ def test_every_setting_is_read() -> None:
         fetch_egress='{"ports": [443]}',
         allow_remote_code=True,
         allowed_arguments=("--api-key", "--runner"),
+        allowed_environment=("FI_*", "NCCL_TOPO_DUMP_FILE"),
         allowed_annotations=("cpu-quota.crio.io", "example.com/"),
         http_port=0,
         workers=2,
@@ -91,6 +93,7 @@ def test_every_setting_is_read() -> None:
         ("ALLOWED_HOST_PATHS", "models", "absolute paths"),
         ("WATCH_NAMESPACES", "a,B_c", "names of namespaces"),
         ("ALLOWED_ARGUMENTS", "runner", "options such as --runner"),
+        ("ALLOWED_ENVIRONMENT", "*", "names of variables, or prefixes"),
         ("ALLOWED_ANNOTATIONS", "a b", "keys of annotations, or prefixes"),
     ],
 )

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
 from heteroinfer_operator.api import parse_spec, parse_stored_spec
-from heteroinfer_operator.api.env_vars import ALLOWED_ENV, SECRET_ENV
+from heteroinfer_operator.api.env_vars import OWNED_ENV, SECRET_ENV
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests.identity import revision
 from heteroinfer_operator.reconcile import Allowed
 from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, VALUES, WHY
+from heteroinfer_operator.reconcile.allowed_env import ALLOWED_ENV
 from tests.unit.api.test_template import DIGEST
 from tests.unit.pages import guide
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
-ALL = Allowed(arguments=None, annotations=None)
+ALL = Allowed(arguments=None, environment=None, annotations=None)
 
 
 def annotated(*keys: str) -> dict[str, Any]:
@@ -33,6 +34,14 @@ def annotated(*keys: str) -> dict[str, Any]:
 def refusal(*args: str, allowed: Allowed | None = None) -> str:
     """Returns why arguments are not allowed, or ""."""
     problem = (allowed or Allowed()).find_forbidden(parse_spec(cpu_pair(engine={"args": list(args)})))
+    return problem.message if problem is not None else ""
+
+
+def refused_variable(name: str, allowed: Allowed | None = None) -> str:
+    """Returns why a variable is not allowed, or ""."""
+    spec = parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "/mnt/a"}]}))
+    problem = (allowed or Allowed()).find_forbidden(spec)
+    assert problem is None or problem.reason == "EnvironmentNotAllowed"
     return problem.message if problem is not None else ""
 
 
@@ -105,8 +114,7 @@ OPTIONS_OF_CODE = """
 
 @pytest.mark.parametrize("name", NAMES_OF_CODE.split())
 def test_no_environment_variable_runs_code_from_a_mounted_folder(name: str) -> None:
-    with pytest.raises(SpecError, match="must be a variable on the list"):
-        parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "/mnt/a"}]}))
+    assert f"{name} is not an allowed variable" in refused_variable(name)
 
 
 @pytest.mark.parametrize("option", OPTIONS_OF_CODE.split())
@@ -313,20 +321,39 @@ def test_no_list_contains_an_option_that_another_list_refuses() -> None:
     ],
 )
 def test_variables_that_load_code_or_devices_are_refused(name: str) -> None:
-    with pytest.raises(SpecError, match=f"docs/user/secure.md.*got {name}"):
-        parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
+    assert f"{name} is not an allowed variable" in refused_variable(name)
+    assert "chart's allowedEnvironment" in refused_variable(name)
 
 
 @given(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,40}", fullmatch=True))
 def test_only_listed_variables_are_allowed(name: str) -> None:
-    if name not in (*ALLOWED_ENV, *names.USER_ENV):
-        with pytest.raises(SpecError):
-            parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
+    if name not in (*ALLOWED_ENV, *OWNED_ENV) and not name.startswith("HETEROINFER_"):
+        assert refused_variable(name)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "is_allowed"),
+    [
+        ("FI_PROVIDER", "FI_PROVIDER", True),
+        ("FI_PROVIDER", "FI_PROVIDER_2", False),
+        ("FI_*", "FI_PROVIDER", True),
+        ("FI_*", "XFI_PROVIDER", False),
+        ("FI_", "FI_PROVIDER", False),
+    ],
+)
+def test_an_administrator_can_allow_variables(entry: str, name: str, is_allowed: bool) -> None:
+    assert (refused_variable(name, Allowed(environment=(entry,))) == "") is is_allowed
+
+
+@pytest.mark.parametrize("name", [*OWNED_ENV, "HETEROINFER_PLAN"])
+def test_no_installation_allows_a_variable_of_the_plan(name: str) -> None:
+    with pytest.raises(SpecError, match="must not be a variable that the plan or the operator sets"):
+        parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
 
 
 @pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "HTTPS_PROXY", "OMP_NUM_THREADS", *names.USER_ENV])
 def test_usual_variables_are_allowed(name: str) -> None:
-    parse_spec(cpu_pair(engine={"env": [{"name": name, "value": "x"}]}))
+    assert refused_variable(name) == ""
 
 
 @pytest.mark.parametrize("name", SECRET_ENV)
@@ -351,6 +378,7 @@ STRICTER = [
     pytest.param(cpu_pair(engine={"args": ["--trust-remote-code"]}), id="remote code"),
     pytest.param(cpu_pair(engine={"args": ["--middleware", "a.B"]}), id="argument"),
     pytest.param(cpu_pair(engine={"args": ["--kv-cache-dtype", "nvfp4"]}), id="value"),
+    pytest.param(cpu_pair(engine={"env": [{"name": "LD_PRELOAD", "value": "x"}]}), id="variable"),
 ]
 
 
@@ -390,7 +418,7 @@ def test_a_stricter_list_does_not_affect_running_groups(spec: dict[str, Any]) ->
 def test_a_relaxed_list_clears_the_refusal(spec: dict[str, Any]) -> None:
     world = World(spec=spec)
     world.settle()
-    assert world.workers() == []
+    assert world.pods == {}, "no pod that downloads or reads the model either"
     assert world.condition("Stalled")[0] == "True"
     world.options = replace(OPTIONS, allowed=ALL)
     world.serve()
@@ -423,7 +451,7 @@ def test_a_stricter_schema_does_not_affect_running_groups() -> None:
     as_an_older_version_stored_it(world, "VLLM_LOGGING_LEVEL", "LD_PRELOAD")
     world.settle()
     planned = next(c for c in world.status["conditions"] if c["type"] == "Planned")
-    assert "got LD_PRELOAD" in planned["message"]
+    assert "LD_PRELOAD is not an allowed variable" in planned["message"]
     check_group_lives_on(world)
     env = world.manifests["demo-0-2-0"]["spec"]["containers"][0]["env"]
     assert {"name": "LD_PRELOAD", "value": "/model/x.so"} in env

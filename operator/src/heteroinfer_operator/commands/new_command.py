@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     planned = replace(planned, notes=(*planned.notes, *notes))
     summary = describe_summary(planned, name, not_measured=calibrations.missing)
     text = render(draft, layout, planned, hardware, summary)
+    sys.stderr.write("".join(f"warning: {printable(note)}\n" for note in notes))
     if output is None:
         sys.stdout.write(text)
         return PlanExit.FITS

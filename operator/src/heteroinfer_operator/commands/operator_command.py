@@ -92,6 +92,7 @@ def build_options(settings: InstallationSettings, operator_key: bytes | None = N
         allowed=Allowed(
             remote_code=settings.allow_remote_code,
             arguments=settings.allowed_arguments,
+            environment=settings.allowed_environment,
             annotations=settings.allowed_annotations,
             service_accounts=settings.allowed_service_accounts,
             images=settings.allowed_worker_images,

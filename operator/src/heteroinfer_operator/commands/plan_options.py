@@ -1,6 +1,7 @@
 """Options that `heteroinfer plan` and `heteroinfer new` share."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +10,8 @@ from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.quantity import parse_bytes
 
 _NO_CALIBRATION: Final = "none"
+_LEAST_MEMORY: Final = 2**20
+"""A smaller size is a number whose unit the user forgot."""
 
 
 def add_model_dir(parser: argparse.ArgumentParser, instead_of: str) -> None:
@@ -63,7 +66,16 @@ def memory_size(text: str) -> int:
     try:
         size = parse_bytes(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        decimal = re.fullmatch("([0-9.]+) ?([kMGTP])i?[bB]", text)
+        if decimal is None:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 80Gi") from error
+        fix = f"{decimal[1]}{decimal[2]}"
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a size without B. Write {fix}i, or {fix} for powers of 1,000"
+        ) from error
     if size < 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be a size of 0 or more")
+    if 0 < size < _LEAST_MEMORY:
+        fix = f". Write {text}Gi" if text.isdecimal() else ""
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1Mi, and is {size} bytes{fix}")
     return size

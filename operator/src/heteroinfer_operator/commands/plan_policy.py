@@ -21,6 +21,7 @@ class ChartValues(BaseModel):
     allow_host_paths: bool = False
     allow_remote_code: bool = False
     allowed_arguments: tuple[str, ...] = ()
+    allowed_environment: tuple[str, ...] = ()
     allowed_annotations: tuple[str, ...] = ()
     pod_resources: dict[str, JsonValue] = {}
     allowed_worker_images: tuple[str, ...] = ()
@@ -56,6 +57,7 @@ def find_refused(values: ChartValues, spec: HeteroInferenceSpec) -> Iterator[Pla
     allowed = Allowed(
         remote_code=values.allow_remote_code,
         arguments=values.allowed_arguments,
+        environment=values.allowed_environment,
         annotations=values.allowed_annotations,
         images=values.allowed_worker_images,
         host_paths=values.allowed_host_paths,

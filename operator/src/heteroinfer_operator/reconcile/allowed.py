@@ -1,4 +1,4 @@
-"""Restrictions of an installation on options, annotations, images, host paths and accounts. Pure.
+"""Restrictions of an installation on options, variables, annotations, images, host paths, accounts. Pure.
 
 Webhooks and container runtimes read annotations and may give pods volumes, devices or security profiles. Only
 annotations without such an effect are allowed, and annotations that the installation adds.
@@ -14,6 +14,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import HOST_PATH_REASON
 from heteroinfer_operator.planning.engine_settings import refused_arguments
 from heteroinfer_operator.reconcile.allowed_args import find_unlisted
+from heteroinfer_operator.reconcile.allowed_env import find_unlisted_env
 
 ANNOTATIONS: Final = (
     "cluster-autoscaler.kubernetes.io/safe-to-evict",
@@ -36,6 +37,8 @@ class Allowed:
     Attributes:
         remote_code: whether a model's own Python code may run in its pods.
         arguments: options of vLLM in addition to the listed ones; None allows all but weight offloading.
+        environment: environment variables in addition to the listed ones: names, or prefixes that end with
+            `*`; None allows all.
         annotations: annotations of pods in addition to the listed ones: keys, or prefixes that end with a
             slash; None allows all.
         images: images for `engine.image` and image volumes: names, or prefixes that end with / : or @;
@@ -46,6 +49,7 @@ class Allowed:
 
     remote_code: bool = False
     arguments: tuple[str, ...] | None = ()
+    environment: tuple[str, ...] | None = ()
     annotations: tuple[str, ...] | None = ()
     images: tuple[str, ...] = ()
     host_paths: tuple[str, ...] = ()
@@ -56,8 +60,10 @@ class Allowed:
         return next(self.find_all_forbidden(spec), None)
 
     def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Finds each argument, annotation, image, node path and account that this installation refuses."""
+        """Finds each argument, variable, annotation, image, node path and account that is not allowed."""
         yield from self.forbidden_arguments(spec.engine.args)
+        if self.environment is not None:
+            yield from find_unlisted_env(spec.engine.env, self.environment)
         yield from self._forbidden_annotations(spec)
         yield from self._forbidden_places(spec)
         yield from self._forbidden_accounts(spec)

@@ -19,50 +19,74 @@ from heteroinfer_contract.word_table import word_set
 from heteroinfer_operator.errors import PlanError
 
 REMOTE_CODE: Final = "--trust-remote-code"
-ALLOWED_ARGS: Final = word_set(
-    """
-    --chat-template --chat-template-content-format --default-chat-template-kwargs --response-role
-    --return-tokens-as-token-ids --enable-auto-tool-choice --exclude-tools-when-tool-choice-none
-    --tool-call-parser --tool-strict-level --reasoning-parser --reasoning-config --max-log-len
-    --enable-prompt-tokens-details --enable-per-request-metrics --enable-server-load-tracking
-    --enable-force-include-usage --sse-keep-alive-interval --enable-tokenizer-info-endpoint
-    --enable-log-outputs --enable-log-deltas --enable-log-requests --cohere-is-reasoning-model
-    --cohere-format --anthropic-disabled-thinking-effort --log-error-stack --tokens-only
-    --fingerprint-mode --fingerprint-value
-    --uvicorn-log-level --disable-uvicorn-access-log --disable-access-log-for-endpoints
-    --allow-credentials --allowed-origins --allowed-methods --allowed-headers --root-path
-    --enable-request-id-headers --disable-fastapi-docs --h11-max-incomplete-event-size
-    --h11-max-header-count --enable-offline-docs
-
-    --tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --allowed-media-domains
-    --quantization --allow-deprecated-quantization --config-format --load-format --hf-overrides
-    --generation-config --override-generation-config --model-impl --max-logprobs --logprobs-mode
-    --use-fp64-gumbel --enable-sleep-mode --renderer-num-workers --safetensors-load-strategy
-    --safetensors-prefetch-num-threads --safetensors-prefetch-block-size --ignore-patterns
-    --use-tqdm-on-load --max-parallel-loading-workers
-
-    --attention-backend --attention-config --mamba-backend --mamba-ssu-algorithm --moe-backend
-    --linear-backend --gdn-prefill-backend --kda-prefill-backend --kda-decode-backend
-    --compilation-config --optimization-level --performance-mode --cudagraph-capture-sizes
-    --max-cudagraph-capture-size --enable-flashinfer-autotune --disable-cascade-attn
-
-    --kv-cache-dtype --mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-cache-mode
-    --enable-prefix-caching --prefix-caching-hash-algo --kv-cache-metrics --kv-cache-metrics-sample
-
-    --language-model-only --limit-mm-per-prompt --media-io-kwargs --mm-processor-kwargs
-    --mm-processor-cache-gb --mm-hasher-algorithm --mm-encoder-attn-backend --interleave-mm-strings
-    --skip-mm-profiling --video-pruning-rate --video-pruning-method
-
-    --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --long-prefill-token-threshold
-    --scheduling-policy --enable-chunked-prefill --disable-chunked-mm-input --stream-interval
-    --async-scheduling --enable-lora --enable-dbo --structured-outputs-config
-
-    --log-level --show-hidden-metrics-for-version --otlp-traces-endpoint --collect-detailed-traces
-    --custom-histogram-buckets --cudagraph-metrics --enable-mfu-metrics
-    --enable-logging-iteration-details --jit-monitor-mode --jit-monitor-verbose --disable-log-stats
-    """
+ARGS_BY_TOPIC: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "API server, templates and parsers": word_set(
+            """
+            --chat-template --chat-template-content-format --default-chat-template-kwargs --response-role
+            --return-tokens-as-token-ids --enable-auto-tool-choice --exclude-tools-when-tool-choice-none
+            --tool-call-parser --tool-strict-level --reasoning-parser --reasoning-config --max-log-len
+            --enable-prompt-tokens-details --enable-per-request-metrics --enable-server-load-tracking
+            --enable-force-include-usage --sse-keep-alive-interval --enable-tokenizer-info-endpoint
+            --enable-log-outputs --enable-log-deltas --enable-log-requests --cohere-is-reasoning-model
+            --cohere-format --anthropic-disabled-thinking-effort --log-error-stack --tokens-only
+            --fingerprint-mode --fingerprint-value
+            --uvicorn-log-level --disable-uvicorn-access-log --disable-access-log-for-endpoints
+            --allow-credentials --allowed-origins --allowed-methods --allowed-headers --root-path
+            --enable-request-id-headers --disable-fastapi-docs --h11-max-incomplete-event-size
+            --h11-max-header-count --enable-offline-docs
+            """
+        ),
+        "tokenizer, weights and sampling": word_set(
+            """
+            --tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --allowed-media-domains
+            --quantization --allow-deprecated-quantization --config-format --load-format --hf-overrides
+            --generation-config --override-generation-config --model-impl --max-logprobs --logprobs-mode
+            --use-fp64-gumbel --enable-sleep-mode --renderer-num-workers --safetensors-load-strategy
+            --safetensors-prefetch-num-threads --safetensors-prefetch-block-size --ignore-patterns
+            --use-tqdm-on-load --max-parallel-loading-workers
+            """
+        ),
+        "kernels and CUDA graphs": word_set(
+            """
+            --attention-backend --attention-config --mamba-backend --mamba-ssu-algorithm --moe-backend
+            --linear-backend --gdn-prefill-backend --kda-prefill-backend --kda-decode-backend
+            --compilation-config --optimization-level --performance-mode --cudagraph-capture-sizes
+            --max-cudagraph-capture-size --enable-flashinfer-autotune --disable-cascade-attn
+            """
+        ),
+        "KV cache": word_set(
+            """
+            --kv-cache-dtype --mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-cache-mode
+            --enable-prefix-caching --prefix-caching-hash-algo --kv-cache-metrics --kv-cache-metrics-sample
+            """
+        ),
+        "media": word_set(
+            """
+            --language-model-only --limit-mm-per-prompt --media-io-kwargs --mm-processor-kwargs
+            --mm-processor-cache-gb --mm-hasher-algorithm --mm-encoder-attn-backend --interleave-mm-strings
+            --skip-mm-profiling --video-pruning-rate --video-pruning-method
+            """
+        ),
+        "scheduling": word_set(
+            """
+            --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --long-prefill-token-threshold
+            --scheduling-policy --enable-chunked-prefill --disable-chunked-mm-input --stream-interval
+            --async-scheduling --enable-lora --enable-dbo --structured-outputs-config
+            """
+        ),
+        "logs and metrics": word_set(
+            """
+            --log-level --show-hidden-metrics-for-version --otlp-traces-endpoint --collect-detailed-traces
+            --custom-histogram-buckets --cudagraph-metrics --enable-mfu-metrics
+            --enable-logging-iteration-details --jit-monitor-mode --jit-monitor-verbose --disable-log-stats
+            """
+        ),
+    }
 )
-"""Allowed options; flags appear without `no-`."""
+"""Allowed options, by what they configure; flags appear without `no-`."""
+ALLOWED_ARGS: Final = frozenset().union(*ARGS_BY_TOPIC.values())
+"""All allowed options."""
 KEYS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "--compilation-config": word_set(
@@ -163,8 +187,8 @@ WHY: Final = (
 )
 _NOT_LISTED: Final = "is not an allowed option"
 _IN_FULL: Final = (
-    "Use the full name of an option in docs/user/secure.md, or add this option to the chart's "
-    "allowedArguments"
+    "Use the full name of an option in docs/user/reference/allowed-values.md, or add this option to the "
+    "chart's allowedArguments"
 )
 _UNLISTED_REASON: Final = "ArgumentNotAllowed"
 _REMOTE_CODE_REASON: Final = "RemoteCodeNotAllowed"

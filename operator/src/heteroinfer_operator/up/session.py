@@ -90,7 +90,7 @@ class Session:
             nodes_may_come=False,
             names_come_again=False,
             # The user owns the machine, so nothing is refused.
-            allowed=Allowed(arguments=None, annotations=None, service_accounts=None),
+            allowed=Allowed(arguments=None, environment=None, annotations=None, service_accounts=None),
         )
         decide = functools.partial(reconcile, options=fixed)
         self._reconcile = build_process(self._cluster, decide)
