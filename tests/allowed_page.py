@@ -14,8 +14,8 @@ _HEAD = """# Allowed variables and options
 
 This page is generated from the operator's lists: `python -m tests.allowed_page` writes it. The chart's
 `allowedEnvironment` and `allowedArguments` add names to the lists:
-[Secure](../secure.md#what-a-resource-may-ask-for). `heteroinfer plan -f FILE --chart-values VALUES` shows what an installation
-refuses, before you apply the file.
+[Secure](../secure.md#what-a-resource-may-ask-for).
+`heteroinfer plan -f FILE --chart-values VALUES` shows what an installation refuses, before you apply the file.
 """
 
 
@@ -37,7 +37,8 @@ def _variables() -> Iterator[str]:
 
 def _options() -> Iterator[str]:
     yield "## Options of engine.args\n"
-    yield "Write the full name, with hyphens or underscores. A flag such as `--async-scheduling` may also be `--no-async-scheduling`.\n"
+    yield "Write the full name, with hyphens or underscores. A flag such as `--async-scheduling` may also be"
+    yield "`--no-async-scheduling`.\n"
     yield from _by_topic(ARGS_BY_TOPIC)
     yield "### Options with a limited value\n"
     yield "| option | allowed keys or values |\n|---|---|"
