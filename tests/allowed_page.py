@@ -15,7 +15,7 @@ _HEAD = """# Allowed variables and options
 This page is generated from the operator's lists: `python -m tests.allowed_page` writes it. The chart's
 `allowedEnvironment` and `allowedArguments` add names to the lists:
 [Secure](../secure.md#what-a-resource-may-ask-for).
-`heteroinfer plan -f FILE --chart-values VALUES` shows what an installation refuses, before you apply the file.
+`heteroinfer plan -f FILE --chart-values VALUES` shows what an installation refuses before you apply the file.
 """
 
 
