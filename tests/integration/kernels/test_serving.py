@@ -26,7 +26,7 @@ GAP, SHARE = 0.05, 0.95
 """Issue 3's bar for bf16: top-1 logprob within 0.05 on 95 % of positions."""
 EXPERTS_SERVED = "CPU experts: HeteroInfer's bf16 kernels"
 SERVED = "CPU linear layers: HeteroInfer's bf16 kernels"
-REFUSED = "CPU linear layers: vLLM's own (oneDNN), reads slower; this CPU has no AVX512F"
+REFUSED = "CPU linear layers: using vLLM's slower kernels (oneDNN): this CPU does not support AVX512F"
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Kernels of our own for CPU ranks: C++ sources, how they are compiled, and torch ops of them.
+"""Our own kernels for CPU ranks: C++ sources, their build, and torch ops that call them.
 
-Compiled when an image or an environment is made (`python -m vllm_heteroinfer.kernels.build`),
-never while serving. Nothing is loaded at import of this package.
+`python -m vllm_heteroinfer.kernels.build` compiles them when an image or an environment is built, never while
+serving. Importing this package loads nothing.
 """

@@ -1,9 +1,8 @@
 """Compiles the kernels: `python -m vllm_heteroinfer.kernels.build [--into DIR]`. Stdlib only.
 
-One library serves any x86-64: what needs AVX-512 or AMX is compiled for it by the sources'
-`target` pragmas and chosen at run time. A library is named by a hash of its sources and flags,
-so that one of other sources is never loaded; the compiler's version stands beside it, and
-another compiler compiles anew.
+One library runs on any x86-64: `target` pragmas in the sources compile the code for AVX-512 and AMX, and the
+library chooses at run time. Its name contains a hash of the sources and flags, so that a library built from
+other sources is never loaded. A file next to it stores the compiler's version; another version recompiles.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from typing import Final
 
 SOURCE: Final = Path(__file__).parent / "source"
 BUILT: Final = Path(__file__).parent / "compiled"
-"""Where a library is looked for, beside the package: the image's root file system is read-only."""
+"""Folder of the library, in the package because the image's root file system is read-only."""
 
 COMPILER: Final = "g++"
 FLAGS: Final = (
@@ -35,17 +34,17 @@ FLAGS: Final = (
     "-Wno-maybe-uninitialized",
 )
 LINK_FLAGS: Final = ("-shared", "-static-libgcc", "-static-libstdc++")
-"""Without -fopenmp: GOMP_* stay undefined and become those of the OpenMP that torch has loaded."""
+"""Without -fopenmp: GOMP_* symbols stay undefined and resolve to the OpenMP library that torch has loaded."""
 
 _TIMEOUT_S: Final = 600.0
 
 
 class BuildError(RuntimeError):
-    """The kernels could not be compiled; the message says why and what to do."""
+    """The kernels could not be compiled; the message contains the reason and a fix."""
 
 
 def library_path(folder: Path = BUILT) -> Path:
-    """Returns where the library of these sources is, or would be."""
+    """Path of the library for these sources, whether it exists or not."""
     digest = hashlib.sha256(" ".join((*FLAGS, "|", *LINK_FLAGS)).encode())
     for file in _sources("*"):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -53,14 +52,14 @@ def library_path(folder: Path = BUILT) -> Path:
 
 
 def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
-    """Returns the library of these sources, compiled if need be.
+    """Compiles the library if it is missing or another compiler built it, and returns its path.
 
     Args:
-        into: folder; libraries of other sources in it are removed.
-        compiler: GCC 11 or later, which knows AMX.
+        into: folder of the library; libraries of other sources in it are deleted.
+        compiler: GCC 11 or later, which supports AMX.
 
     Raises:
-        BuildError: there is no compiler, or it failed.
+        BuildError: the compiler is missing or failed.
     """
     version = _version(compiler)
     library = library_path(into)
@@ -102,7 +101,7 @@ def _compile(compiler: str, scratch: Path) -> None:
         failed = [linked.stdout] if linked.returncode else []
     if failed:
         raise BuildError(
-            f"{compiler} failed on {SOURCE}; expected GCC 11 or later, which knows AMX:\n" + "\n".join(failed)
+            f"{compiler} failed on {SOURCE}. Use GCC 11 or later, which supports AMX:\n" + "\n".join(failed)
         )
 
 
@@ -113,13 +112,13 @@ def _sources(pattern: str) -> list[Path]:
 def _version(compiler: str) -> str:
     found = shutil.which(compiler)
     if found is None:
-        raise BuildError(f"{compiler} not found; install it (Debian: apt-get install g++)")
+        raise BuildError(f"{compiler} not found. Install it (Debian: apt-get install g++)")
     done = subprocess.run([found, "--version"], check=True, capture_output=True, text=True, timeout=60)
     return done.stdout.splitlines()[0]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles, and prints where the library is."""
+    """Compiles the library and prints its path."""
     parser = argparse.ArgumentParser(prog="python -m vllm_heteroinfer.kernels.build", description=__doc__)
     parser.add_argument("--into", type=Path, default=BUILT, help="folder of the library")
     parser.add_argument("--compiler", default=os.environ.get("CXX", COMPILER))

@@ -9,34 +9,34 @@ from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 BLOCK: Final = 32
-"""Columns of a block, and inputs of a unit: both sizes of an expert are multiples of it."""
+"""Columns of a block, and inputs of a unit. Both sizes of an expert must be multiples."""
 MOST_CHOICES: Final = 256
-"""Experts of a row."""
+"""Limit of experts for each row."""
 FP8: Final = torch.float8_e4m3fn
 SCALED: Final = 128
-"""Columns and inputs of a block of FP8 weights that share a scale."""
+"""Columns and inputs of FP8 weights that share a scale."""
 
 
 def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> torch.Tensor:
-    """Returns the weights of all experts as `experts` reads them.
+    """Packs the weights of all experts for `experts`.
 
     Args:
-        weight: [experts, n, k], bf16 or float8_e4m3fn, cpu, contiguous; n and k multiples of 32. Of w13 the
-            gates come first.
-        gates: whether this is w13: its blocks become gate and up in turn.
+        weight: [experts, n, k], bf16 or float8_e4m3fn, cpu, contiguous; n and k multiples of 32. In w13 the
+            gates come before the ups.
+        gates: whether this is w13, whose blocks of gates and ups alternate in the result.
 
     Returns:
-        [experts, n, k] of the weight's dtype: each expert's elements as [n / 32, k / 2, 32, 2], in FP8 the 64
-        bytes of 32 columns and a pair of k in the order that `source/linear.h` says.
+        [experts, n, k] of the weight's dtype. The elements of each expert are [n / 32, k / 2, 32, 2]. In FP8
+        the order of the 64 bytes of 32 columns and a pair of k is that of `source/linear.h`.
 
     Raises:
-        ValueError: another shape or dtype.
+        ValueError: the shape or dtype differs.
     """
     multiple = 2 * BLOCK if gates else BLOCK
     if not can_pack(weight, gates=gates):
         raise ValueError(
-            f"got expert weights {tuple(weight.shape)} {weight.dtype}, expected [experts, n, k] bf16 or "
-            f"float8_e4m3fn, n a multiple of {multiple} and k of {BLOCK}"
+            f"expert weights must be [experts, n, k] bf16 or float8_e4m3fn, n a multiple of {multiple} and k "
+            f"a multiple of {BLOCK} (got {tuple(weight.shape)} {weight.dtype})."
         )
     dtype = weight.dtype
     if dtype == FP8:
@@ -56,7 +56,7 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
 
 
 def can_pack(weight: torch.Tensor, *, gates: bool) -> bool:
-    """Returns whether `pack_experts` takes a weight.
+    """Reports whether `pack_experts` supports a weight.
 
     Args:
         gates: whether this is w13.
@@ -71,16 +71,17 @@ def can_pack(weight: torch.Tensor, *, gates: bool) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedExperts:
-    """The weights of a layer's experts as the kernels read them.
+    """The packed weights of a layer's experts.
 
     Attributes:
         w13: packed, [experts, 2 * inner, hidden], bf16 or FP8.
         w2: packed, [experts, hidden, inner], of the same dtype.
-        scales: of FP8 w13, [experts, 2 * ceil(inner / 128), ceil(hidden / 128)], those of gates first, and
-            of w2, [experts, ceil(hidden / 128), ceil(inner / 128)]; float32, contiguous. None for bf16.
+        scales: scales of FP8 weights, float32, contiguous; None for bf16. Those of w13 are
+            [experts, 2 * ceil(inner / 128), ceil(hidden / 128)], gates first. Those of w2 are
+            [experts, ceil(hidden / 128), ceil(inner / 128)].
 
     Raises:
-        ValueError: a shape or dtype is another.
+        ValueError: a shape or dtype differs.
     """
 
     w13: torch.Tensor
@@ -107,10 +108,11 @@ class PackedExperts:
             )
         if not right:
             raise ValueError(
-                f"got w13 {tuple(self.w13.shape)} {self.w13.dtype}, "
+                "packed experts must be contiguous w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, "
+                "inner] in bf16, or in float8_e4m3fn with float32 scales "
+                f"(got w13 {tuple(self.w13.shape)} {self.w13.dtype}, "
                 f"w2 {tuple(self.w2.shape)} {self.w2.dtype}, "
-                f"scales {[(tuple(scale.shape), scale.dtype) for scale in self.scales or ()]}; expected what "
-                "PackedExperts says"
+                f"scales {[(tuple(scale.shape), scale.dtype) for scale in self.scales or ()]})."
             )
 
 
@@ -123,16 +125,16 @@ def experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> None:
-    """Writes each row's weighted sum of its experts, SwiGLU with SiLU, into y; sums are float32.
+    """Writes each row's weighted sum of its experts (SwiGLU with SiLU) into y; sums are float32.
 
     Args:
-        y: [m, hidden], bf16, rows contiguous; may not share memory with x.
+        y: [m, hidden], bf16, rows contiguous; must not share memory with x.
         x: [m, hidden], bf16, rows contiguous.
         weights: [m, topk], float32, contiguous.
-        ids: [m, topk], int32, contiguous; one that is no expert counts nothing.
+        ids: [m, topk], int32, contiguous; ids outside the experts are ignored.
 
     Raises:
-        ValueError: a shape or dtype is another.
+        ValueError: a shape or dtype differs.
     """
     m, topk = ids.shape
     count, hidden, inner = packed.w2.shape
@@ -148,9 +150,9 @@ def experts(
     )
     if not right:
         raise ValueError(
-            f"got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)}, experts of {hidden} inputs, "
-            f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype}; "
-            "expected what experts() says"
+            f"x and y must be [{m}, {hidden}] bf16, weights float32 and ids int32 [{m}, at most "
+            f"{MOST_CHOICES}] (got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
+            f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype})."
         )
     scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
     library.calls.heteroinfer_experts(

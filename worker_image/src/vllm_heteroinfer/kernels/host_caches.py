@@ -1,4 +1,4 @@
-"""How much must be read for memory to be timed, not caches. Stdlib only; Linux only."""
+"""Bytes that a measurement must read so that it times memory, not caches. Stdlib only; Linux only."""
 
 import os
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ LEAST_BYTES, MOST_BYTES = 192 << 20, 768 << 20
 def bytes_beyond_caches(
     cpus: Iterable[int] | None = None, folder: Path = Path("/sys/devices/system/cpu")
 ) -> int:
-    """Returns how many bytes of weights a round reads, twice what the largest caches of its cores hold.
+    """Bytes of weights that a round must read: twice the size of the largest caches of its cores.
 
-    Cores of one processor may have several such caches, each its own part of the weights.
+    The cores of one processor may have several such caches. Each caches its own part of the weights.
 
     Args:
-        cpus: logical cores that read; those of this process if None.
+        cpus: logical cores that read; the cores of this process if None.
     """
     largest: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
@@ -27,7 +27,7 @@ def bytes_beyond_caches(
 
 
 def _cache(size: Path) -> tuple[int, str]:
-    """Returns a cache's bytes, and the list of cores that share it; "" where that is not said."""
+    """Returns the size of a cache in bytes and the list of cores that share it; "" if the list is unknown."""
     shared = size.with_name("shared_cpu_list")
     return _cache_bytes(size.read_text()), shared.read_text().strip() if shared.exists() else ""
 

@@ -1,4 +1,4 @@
-"""The compiled kernels, by ctypes. Must be loaded after torch, whose OpenMP they use."""
+"""Loads the compiled kernels by ctypes. Import torch first: the kernels use its OpenMP library."""
 
 import ctypes
 import functools
@@ -10,9 +10,9 @@ from typing import Any, Final
 from vllm_heteroinfer.kernels.build import library_path
 
 PATHS: Final = ("avx512f", "avx512_bf16", "amx_bf16")
-"""Names of the instruction sets, by their bit in what `heteroinfer_init` returns."""
+"""Names of the instruction sets, in the order of their bits in the result of `heteroinfer_init`."""
 CODED_PATHS: Final = (*PATHS, "avx2")
-"""The same of coded weights (`kernels/coded.py`), which AVX2 with FMA and F16C multiplies too."""
+"""Instruction sets for coded weights (`kernels/coded.py`), which also run on AVX2 with FMA and F16C."""
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long
@@ -66,7 +66,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 class KernelsUnavailableError(RuntimeError):
-    """The kernels can't be used here; the message says why and what to do."""
+    """This process cannot use the kernels; the message contains the reason and a fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ class KernelLibrary:
     """The loaded library.
 
     Attributes:
-        path: its file.
-        paths: instruction sets of this CPU that it has code for.
+        path: file of the library.
+        paths: instruction sets that this CPU has and the library supports.
     """
 
     path: Path
@@ -83,25 +83,28 @@ class KernelLibrary:
     paths: tuple[str, ...]
 
     def kernel(self, rows: int) -> str:
-        """Returns the name of the instruction set that multiplies so many rows."""
+        """Name of the instruction set that multiplies a batch of `rows` rows."""
         return bytes(self.calls.heteroinfer_kernel(rows)).decode()
 
 
 def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> Any:
-    """Returns functions of the library, by name: what each returns, and its arguments.
+    """Loads a library and declares the types of its functions.
+
+    Args:
+        signatures: type of the result and types of the arguments, by name of the function.
 
     Raises:
-        KernelsUnavailableError: it was not compiled, or torch is not imported.
+        KernelsUnavailableError: the library was not compiled, or torch is not imported.
     """
     if not path.exists():
         raise KernelsUnavailableError(
-            f"{path.name} was not compiled; run: python -m vllm_heteroinfer.kernels.build"
+            f"{path.name} was not compiled. Run: python -m vllm_heteroinfer.kernels.build"
         )
     try:
-        # RTLD_NOW: without torch's OpenMP in the process this fails here, not in the first call.
+        # RTLD_NOW: if torch's OpenMP is missing in this process, loading fails, not the first call.
         calls = ctypes.CDLL(str(path))
     except OSError as error:
-        raise KernelsUnavailableError(f"{error}; torch must be imported first") from error
+        raise KernelsUnavailableError(f"{error}. Import torch before the kernels") from error
     for name, (result, arguments) in signatures.items():
         function = getattr(calls, name)
         function.restype, function.argtypes = result, arguments
@@ -110,19 +113,19 @@ def load_functions(path: Path, signatures: Mapping[str, tuple[Any, tuple[Any, ..
 
 @functools.cache
 def load(path: Path | None = None) -> KernelLibrary:
-    """Returns the kernels, loaded once.
+    """Loads the kernels; later calls return the same library.
 
     Args:
-        path: of the library; by default that of these sources.
+        path: file of the library. Default: the library of these sources.
 
     Raises:
-        KernelsUnavailableError: they were not compiled, or this CPU has no AVX-512.
+        KernelsUnavailableError: the library was not compiled, or this CPU does not support AVX-512.
     """
     path = path or library_path()
     calls = load_functions(path, _SIGNATURES)
     bits = calls.heteroinfer_init()
     if not bits & 1:
-        raise KernelsUnavailableError("this CPU has no AVX512F")
+        raise KernelsUnavailableError("this CPU does not support AVX512F")
     return KernelLibrary(
         path=path, calls=calls, paths=tuple(name for bit, name in enumerate(PATHS) if bits >> bit & 1)
     )

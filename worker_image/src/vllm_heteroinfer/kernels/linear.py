@@ -16,10 +16,13 @@ _prepared: list[KernelLibrary] = []
 
 
 def prepare(path: Path | None = None) -> KernelLibrary:
-    """Returns the kernels, after which `pack` and the op may be used; the first call chooses.
+    """Loads the kernels and registers the op, so that callers can use `pack` and `linear`.
+
+    Args:
+        path: file of the library; later calls ignore it.
 
     Raises:
-        KernelsUnavailableError: they can't be used here, and why.
+        KernelsUnavailableError: this process cannot use the kernels.
     """
     library = _prepared[0] if _prepared else load(path)
     if not _prepared:
@@ -31,7 +34,7 @@ def prepare(path: Path | None = None) -> KernelLibrary:
 
 
 def find() -> KernelLibrary | None:
-    """Returns the kernels, as `prepare`; None if they can't be used here, and the linear layers log why."""
+    """Like `prepare`, but returns None if the kernels are unavailable. The linear layers log the reason."""
     try:
         return prepare()
     except KernelsUnavailableError:
@@ -39,18 +42,21 @@ def find() -> KernelLibrary | None:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight in the layout that the op reads, on the CPU.
+    """Packs a weight into the layout that the op reads.
 
     Args:
-        weight: [n, k], bf16, cpu, its rows contiguous.
+        weight: [n, k], bf16, cpu, rows contiguous.
 
     Returns:
         [ceil(n / 32), ceil(k / 32) * 16, 32, 2], bf16: blocks of 32 columns, pairs of k, zeros at the edges.
+
+    Raises:
+        ValueError: the shape, dtype or device differs.
     """
     if weight.ndim != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
         raise ValueError(
-            f"got a weight {tuple(weight.shape)} {weight.dtype} on {weight.device}, "
-            "expected [n, k] bf16 on cpu"
+            "a linear weight must be [n, k] bf16 on the CPU "
+            f"(got {tuple(weight.shape)} {weight.dtype} on {weight.device})."
         )
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -71,16 +77,17 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, col
 
     Args:
         x: [..., k], bf16, cpu.
-        packed: of `pack`, for a weight [columns, k].
+        packed: result of `pack` for a weight [columns, k].
         bias: [columns], bf16, cpu; or None.
 
     Raises:
-        RuntimeError: a dtype is another, or k does not fit the packed weight.
+        RuntimeError: a dtype differs, or k does not fit the packed weight.
     """
     if torch.compiler.is_compiling():
         product: torch.Tensor = torch.ops.heteroinfer.linear(x, packed, bias, columns)
         return product
-    return _linear(x, packed, bias, columns)  # the dispatcher takes as long as the rest of a small product
+    # The direct call bypasses torch's dispatcher, which takes as long as a small product itself.
+    return _linear(x, packed, bias, columns)
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
@@ -105,23 +112,25 @@ def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, co
 
 
 def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
-    """Raises RuntimeError unless the raw pointers may be read as these shapes say."""
+    """Checks dtypes and shapes, because the kernel reads raw pointers. Raises RuntimeError."""
     blocks, pairs = packed.shape[0], packed.shape[1]
     inputs = x.shape[-1]
     if x.dtype != torch.bfloat16 or packed.dtype != torch.bfloat16 or not packed.is_contiguous():
         raise RuntimeError(
-            f"heteroinfer::linear: got x {x.dtype}, weight {packed.dtype}; expected bf16, packed"
+            "heteroinfer::linear: x and the packed weight must be bf16, the weight contiguous "
+            f"(got x {x.dtype}, weight {packed.dtype})."
         )
     if not (0 < inputs <= 2 * pairs < inputs + 2 * _PAIRS and 0 < columns <= blocks * _COLUMNS):
         raise RuntimeError(
-            f"heteroinfer::linear: got x {tuple(x.shape)} and {columns} columns, expected what fits "
-            f"a weight packed as {tuple(packed.shape)}"
+            f"heteroinfer::linear: x and columns must fit the packed weight (got x {tuple(x.shape)}, "
+            f"{columns} columns, weight {tuple(packed.shape)})."
         )
     if bias is not None and (
         bias.dtype != torch.bfloat16 or bias.numel() != columns or not bias.is_contiguous()
     ):
         raise RuntimeError(
-            f"heteroinfer::linear: got bias {tuple(bias.shape)} {bias.dtype}, expected [{columns}] bf16"
+            f"heteroinfer::linear: bias must be [{columns}] bf16, contiguous "
+            f"(got {tuple(bias.shape)} {bias.dtype})."
         )
 
 

@@ -1,4 +1,4 @@
-"""vLLM's linear layers, embeddings and heads on our kernels. Imports torch; vLLM when a layer comes."""
+"""Runs vLLM's linear layers, embeddings and heads on our kernels. Imports torch; vLLM only in functions."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -19,37 +19,37 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:
-    """Returns whether our kernels shall serve where they can.
+    """Reports whether the user's setting selects our kernels.
 
     Raises:
         ContractError: the setting is neither `auto` nor `onednn`.
     """
     value = env.get(names.ENV_CPU_LINEAR, AUTO)
     if value not in (AUTO, ONEDNN):
-        raise ContractError(f"got {names.ENV_CPU_LINEAR}={value!r}, expected {AUTO} or {ONEDNN}")
+        raise ContractError(f"{names.ENV_CPU_LINEAR} must be {AUTO} or {ONEDNN} (got {value!r}).")
     return value == AUTO
 
 
 class LinearLayers:
-    """Takes the layers that the kernels can compute, and says once why it leaves others."""
+    """Moves layers to the kernels, and logs each reason for leaving a layer to vLLM once."""
 
     def __init__(self) -> None:
         self._library: KernelLibrary | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def take(self, layer: torch.nn.Module, *, remove_weight: bool) -> bool:
-        """Packs a layer's weight and sets its `cpu_linear`; returns False where vLLM shall do it.
+        """Packs a layer's weight and sets its `cpu_linear`. Returns False if vLLM must compute the layer.
 
-        `layer.weight` becomes the packed weight: vLLM passes it to `cpu_linear` at each call.
-        An embedding keeps its table, and packs a copy once it is really used as a head.
+        `layer.weight` becomes the packed weight, which vLLM passes to `cpu_linear` at each call.
+        An embedding keeps its table, and packs a copy when it is first used as a head.
 
         Args:
-            layer: with a loaded `weight`.
-            remove_weight: whether nothing but `cpu_linear` reads the weight, says vLLM.
+            layer: a layer with a loaded `weight`.
+            remove_weight: vLLM's argument: whether only `cpu_linear` reads the weight.
         """
         problem = self._find_problem(layer)
         if problem:
-            self._say(logging.INFO, f"CPU linear layers with {problem}: left to vLLM (oneDNN)")
+            self._log_once(logging.INFO, f"CPU linear layers with {problem}: vLLM computes them (oneDNN)")
         if problem is not None:
             return False
         weight = layer.weight.data
@@ -62,10 +62,10 @@ class LinearLayers:
         return True
 
     def _find_problem(self, layer: torch.nn.Module) -> str | None:
-        """Returns why a layer is not for the kernels, None if it is; "" where no word is due."""
+        """Returns why the kernels cannot compute a layer; None if they can, "" for an unlogged reason."""
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.device.type != "cpu":
-            return ""  # a layer of another stage, or no linear layer
+            return ""  # a layer of another stage, or not a linear layer
         if weight.dtype != torch.bfloat16:
             return f"{weight.dtype} weights"
         bias = getattr(layer, "bias", None)
@@ -81,15 +81,19 @@ class LinearLayers:
         try:
             self._library = linear.prepare()
         except KernelsUnavailableError as error:
-            self._say(logging.WARNING, f"CPU linear layers: vLLM's own (oneDNN), reads slower; {error}")
+            self._log_once(
+                logging.WARNING, f"CPU linear layers: using vLLM's slower kernels (oneDNN): {error}"
+            )
             return False
         paths, threads = ", ".join(self._library.paths), self._library.calls.heteroinfer_threads()
-        self._say(logging.INFO, f"CPU linear layers: HeteroInfer's bf16 kernels ({paths}), {threads} threads")
+        self._log_once(
+            logging.INFO, f"CPU linear layers: HeteroInfer's bf16 kernels ({paths}), {threads} threads"
+        )
         return True
 
-    def _say(self, level: int, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _log_once(self, level: int, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             _logger.log(level, text)
 
 
@@ -101,10 +105,10 @@ def _product(columns: int) -> Product:
 
 
 def _lazy_product(weight: torch.Tensor) -> Product:
-    """Returns the product with an embedding's table, packed when it is first asked for.
+    """Returns a product with an embedding's table that packs the table at the first call.
 
-    Most embeddings are only looked up, and would be kept twice for nothing. A model that uses
-    one as its head does so in the warm-up, before the headroom for the KV cache is measured.
+    vLLM only looks up rows in most embeddings, and a packed copy would waste memory. A model that uses an
+    embedding as its head does so in the warm-up, before the worker measures the headroom for the KV cache.
     """
     packed: list[torch.Tensor] = []
 
@@ -123,7 +127,7 @@ def _is_head(layer: torch.nn.Module) -> bool:
 
 
 def _head_dtype() -> torch.dtype | None:
-    """Returns what vLLM computes logits in; with another dtype it reads the head's weight itself.
+    """Type in which vLLM computes logits. If it is not the head's, vLLM reads the head's weight itself.
 
     Source: vllm/model_executor/layers/logits_processor.py::LogitsProcessor._apply_head@v0.32.0.
     """

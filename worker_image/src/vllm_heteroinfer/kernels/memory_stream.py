@@ -1,6 +1,6 @@
-"""Products with one row, whose time is that of reading their weights from memory. Imports torch, not vLLM.
+"""Products with one row, which take as long as reading their weights from memory. Imports torch, not vLLM.
 
-The stream is that of our linear kernel, or torch's own product where there are none or the user has turned
+The products use our linear kernel, or torch's own product if our kernels are unavailable or the user turned
 them off.
 """
 
@@ -14,28 +14,28 @@ from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 
 INPUTS, COLUMNS = 4096, 4096
 PRODUCT_BYTES = INPUTS * COLUMNS * 2
-"""That one product reads."""
+"""Bytes that one product reads."""
 
 Read = Callable[[], torch.Tensor]
 
 
 def memory_stream(*, ours: bool = True, most_bytes: int = MOST_BYTES) -> list[Read]:
-    """Returns products of PRODUCT_BYTES each, with weights that together no cache holds.
+    """Returns products of PRODUCT_BYTES each, whose weights together exceed all caches.
 
-    Their weights are in memory until they are let go.
+    The weights stay in memory as long as the products.
 
     Args:
-        most_bytes: of all weights together, whatever caches hold.
+        most_bytes: limit of the bytes of all weights, even if caches hold more.
     """
     count = -(-min(bytes_beyond_caches(), most_bytes) // PRODUCT_BYTES)
     x = torch.randn((1, INPUTS)).to(torch.bfloat16)
     dense = torch.randn((COLUMNS, INPUTS)).to(torch.bfloat16)
-    if ours and _are_there():
+    if ours and _are_available():
         return [_our_product(x, linear.pack(dense)) for _ in range(count)]
     return [_torch_product(x, dense.clone()) for _ in range(count)]
 
 
-def _are_there() -> bool:
+def _are_available() -> bool:
     try:
         linear.prepare()
     except KernelsUnavailableError:

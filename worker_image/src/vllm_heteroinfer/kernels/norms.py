@@ -7,14 +7,14 @@ import torch
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 PROVIDER: Final = "vllm_cpu"
-"""What computes norms in vLLM's registry where an eager rank's platform chose, and not the user."""
+"""vLLM's name for the implementation of norms that the platform of an eager rank selects by default."""
 _VECTOR: Final = 32
-"""Elements, of which rows are multiples."""
+"""Divisor of the number of elements of a row."""
 _MOST_AXES: Final = 3
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether `norm` computes these: contiguous rows of bf16 on a CPU, a weight for each element."""
+    """Reports whether `norm` supports these: contiguous bf16 rows on the CPU, a weight for each element."""
     return (
         x.dtype is torch.bfloat16
         and weight.dtype is torch.bfloat16
@@ -28,7 +28,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, rounded once: as x, contiguous."""
+    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, rounded once and contiguous."""
     out = x.new_empty(x.shape)
     tokens, *heads, size = x.shape
     strides = x.stride()
@@ -40,7 +40,7 @@ def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon:
 
 
 def takes_both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Returns whether `add_and_norm` computes these."""
+    """Reports whether `add_and_norm` supports these tensors."""
     return (
         residual.dtype is torch.bfloat16
         and residual.shape == x.shape
@@ -53,7 +53,7 @@ def takes_both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
 def add_and_norm(
     library: KernelLibrary, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> None:
-    """Adds x to the residual, and writes that sum's norm into x."""
+    """Adds x to the residual, and writes the norm of the sum into x."""
     size = x.shape[-1]
     rows = x.numel() // size if size else 0
     library.calls.heteroinfer_add_and_norm(

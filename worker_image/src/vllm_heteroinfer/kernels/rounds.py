@@ -1,4 +1,4 @@
-"""How long calls take, by the median of rounds over them. Stdlib only."""
+"""Times calls by the median of several rounds. Stdlib only."""
 
 import statistics
 import time
@@ -7,15 +7,15 @@ from typing import Any, Final
 
 ROUNDS: Final = 5
 LEAST_S: Final = 0.05
-"""Of one measurement: shorter rounds are repeated, so that a tick of the clock is nothing of it."""
+"""Least time of a measurement: short rounds are repeated, so that the clock's resolution does not matter."""
 MOST_S: Final = 1.5
-"""After which no further round begins."""
+"""Time after which no further round begins."""
 
 
 def median_s(
     calls: Sequence[Callable[[], Any]], *, least_s: float = LEAST_S, most_s: float = MOST_S
 ) -> float:
-    """Returns the median time of a round over all calls, in seconds; the first round counts for nothing."""
+    """Returns the median time of a round over all calls, in seconds. The first round is a warm-up."""
     _round(calls)
     times: list[float] = []
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Which experts a row goes to, and a mixture from hidden states on in one call. Imports torch, not vLLM."""
+"""Chooses each row's experts, and computes a whole mixture layer in one call. Imports torch, not vLLM."""
 
 import ctypes
 from dataclasses import dataclass
@@ -39,16 +39,16 @@ class _Layer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """How experts are chosen by a row's logits.
+    """Rule that chooses experts by a row's logits.
 
     Attributes:
-        topk: of a row, at most `experts`.
-        bias: [experts], float32, contiguous, that corrects which are chosen but not what they weigh.
-        scoring: of SCORES, in float32.
+        topk: experts for each row, at most `experts`.
+        bias: [experts], float32, contiguous; added to scores for the choice, but not for the weights.
+        scoring: one of SCORES, in float32.
         normalize: whether a row's weights add up to `factor`.
 
     Raises:
-        ValueError: a number, shape or dtype is another.
+        ValueError: a number, shape or dtype is out of range.
     """
 
     experts: int
@@ -65,8 +65,10 @@ class ExpertChoice:
         )
         if not (right and self.scoring in SCORES and 0 < self.topk <= min(self.experts, MOST_CHOICES)):
             raise ValueError(
-                f"got {self.topk} of {self.experts} experts by {self.scoring}, bias "
-                f"{None if bias is None else (tuple(bias.shape), bias.dtype)}; expected what it says"
+                f"expert choice: topk must be 1 to min(experts, {MOST_CHOICES}), scoring one of "
+                f"{', '.join(SCORES)}, and bias None or [experts] float32, contiguous (got {self.topk} of "
+                f"{self.experts} experts, {self.scoring}, bias "
+                f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."
             )
 
     def _build(self) -> _NativeRouting:
@@ -76,7 +78,7 @@ class ExpertChoice:
 
 
 class Chooser:
-    """Chooses experts by logits; those of equal scores in the order of their numbers."""
+    """Chooses experts by logits. Of experts with equal scores the lower number comes first."""
 
     def __init__(self, library: KernelLibrary, routing: ExpertChoice) -> None:
         self._call = library.calls.heteroinfer_choose_experts
@@ -84,7 +86,7 @@ class Chooser:
         self._address = ctypes.addressof(self._built)
 
     def takes(self, logits: torch.Tensor) -> bool:
-        """Returns whether `choose` does."""
+        """Reports whether `choose` supports these logits."""
         return takes_logits(logits, self._routing.experts)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +99,7 @@ class Chooser:
             Each [rows, topk], contiguous.
 
         Raises:
-            ValueError: the logits are others.
+            ValueError: the shape or dtype of the logits differs.
         """
         rows = _check_logits(logits, self._routing.experts)
         weights = logits.new_empty((rows, self._routing.topk), dtype=torch.float32)
@@ -110,21 +112,22 @@ class Chooser:
 
 
 class Mixture:
-    """A layer's routed experts from hidden states on: bit by bit the linear layer, `Chooser` and `experts`.
+    """A layer's router and routed experts in one call.
 
-    It holds what it was made of, so that it can be asked whether a layer still has that.
+    The result is bit-identical to calling the linear layer, `Chooser` and `experts` in turn. The object keeps
+    its parts alive, because the kernel reads raw pointers.
     """
 
     def __init__(
         self, library: KernelLibrary, routing: ExpertChoice, packed: PackedExperts, gate: torch.Tensor | None
     ) -> None:
-        """Checks what raw pointers are made of.
+        """Checks the parts, because the kernel reads raw pointers.
 
         Args:
-            gate: the router's weight as `linear.pack` returns it; None where logits are given.
+            gate: the router's weight, packed by `linear.pack`; None if callers pass logits.
 
         Raises:
-            ValueError: the parts are not of one layer.
+            ValueError: the parts do not belong to one layer.
         """
         count, hidden, inner = packed.w2.shape
         blocks, pairs = -(-count // 32), -(-hidden // 32) * 16
@@ -136,8 +139,8 @@ class Mixture:
         )
         if not right:
             raise ValueError(
-                f"got a gate {None if gate is None else tuple(gate.shape)} and routing to {routing.experts} "
-                f"experts, expected those of {count} experts of {hidden} inputs"
+                f"mixture: gate and routing must be for {count} experts of {hidden} inputs (got gate "
+                f"{None if gate is None else tuple(gate.shape)}, routing to {routing.experts} experts)."
             )
         self._kept = (routing, packed, gate)
         self._experts, self._hidden, self._gated = count, hidden, gate is not None
@@ -149,25 +152,26 @@ class Mixture:
         self._call, self._address = library.calls.heteroinfer_mixture, ctypes.addressof(self._layer)
 
     def compute(self, x: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
-        """Returns each row's weighted sum of its experts: as x, contiguous.
+        """Returns each row's weighted sum of its experts; shape and dtype of x, contiguous.
 
         Args:
             x: [rows, hidden], bf16, cpu, rows contiguous.
-            logits: [rows, experts], bf16 or float32, contiguous; not read where the layer has a gate.
+            logits: [rows, experts], bf16 or float32, contiguous; ignored if the layer has a gate.
 
         Raises:
-            ValueError: a shape or dtype is another.
+            ValueError: a shape or dtype differs.
         """
         rows, bf16 = x.shape[0], 1
         if x.dtype is not torch.bfloat16 or x.shape[1:] != (self._hidden,) or x.stride(1) != 1:
             raise ValueError(
-                f"got x {tuple(x.shape)} {x.dtype}, strides {x.stride()}; "
-                f"expected [rows, {self._hidden}] bf16"
+                f"x must be [rows, {self._hidden}] bf16, rows contiguous "
+                f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})."
             )
         address = None
         if not self._gated:
             if logits is None or _check_logits(logits, self._experts) != rows:
-                raise ValueError(f"got logits {logits}, expected those of {rows} rows")
+                given = None if logits is None else tuple(logits.shape)
+                raise ValueError(f"logits must have {rows} rows, as x has (got {given}).")
             address, bf16 = logits.data_ptr(), _LOGITS[logits.dtype]
         y = x.new_empty((rows, self._hidden))
         self._call(
@@ -177,7 +181,7 @@ class Mixture:
 
 
 def takes_logits(logits: torch.Tensor, experts: int) -> bool:
-    """Returns whether these are [rows, experts], bf16 or float32, cpu, contiguous."""
+    """Reports whether logits are [rows, experts], bf16 or float32, cpu, contiguous."""
     return (
         logits.ndim == 2
         and logits.shape[1] == experts
@@ -188,9 +192,10 @@ def takes_logits(logits: torch.Tensor, experts: int) -> bool:
 
 
 def _check_logits(logits: torch.Tensor, experts: int) -> int:
-    """Returns of how many rows they are; raises ValueError if they are others."""
+    """Checks logits and returns the number of their rows. Raises ValueError."""
     if not takes_logits(logits, experts):
         raise ValueError(
-            f"got logits {tuple(logits.shape)} {logits.dtype}, expected [rows, {experts}] bf16 or float32"
+            f"logits must be [rows, {experts}] bf16 or float32, contiguous, on the CPU "
+            f"(got {tuple(logits.shape)} {logits.dtype})."
         )
     return logits.shape[0]

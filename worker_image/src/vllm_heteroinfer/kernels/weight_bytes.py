@@ -1,4 +1,4 @@
-"""The size of a loaded model's weights, packed ones of CPU ranks among them. Imports nothing of torch."""
+"""Size of a loaded model's weights, including packed weights of CPU ranks. Does not import torch."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from typing import Any
 def weight_bytes(model: Any) -> int:
     """Returns the size of a loaded model's weights, in bytes.
 
-    A CPU linear layer hands its weight to oneDNN, packed, and keeps an empty tensor, so it is
-    counted by its shape. Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
+    A CPU linear layer passes its packed weight to oneDNN and keeps an empty tensor, so the size comes from
+    the layer's shape. Source: vllm/model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm@v0.32.0.
     """
     total = sum(
         tensor.nbytes for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values()

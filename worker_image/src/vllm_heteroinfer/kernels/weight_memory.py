@@ -1,7 +1,7 @@
 """Packed weights in a memfd, so that other processes of the pod can map them. Imports torch, not vLLM.
 
-A memfd ends with the processes that have it, needs no /dev/shm, and reads as fast as private memory
-(docs/decisions/2026-11-22-feed-forward.md). Linux only.
+The kernel frees a memfd when the last process that has it exits. A memfd needs no /dev/shm, and reads are as
+fast as from private memory (docs/decisions/2026-11-22-feed-forward.md). Linux only.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from typing import Final
 import torch
 
 HUGE_PAGE: Final = 2 << 20
-"""Bytes; each tensor begins at a multiple of it, in the file and in this process, so that such pages fit."""
+"""Bytes. Each tensor begins at a multiple, in the file and in this process, so that huge pages fit."""
 NAME: Final = "heteroinfer-weights"
-"""Of the memfd, as /proc/PID/maps shows it."""
+"""Name of the memfd in /proc/PID/maps."""
 _MADV_COLLAPSE: Final = 25
-"""Linux 6.1; older kernels refuse it, and nothing is lost but time."""
+"""Needs Linux 6.1. Older kernels refuse it, and reads are slower."""
 _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -38,8 +38,8 @@ class WeightMemory:
     """One memfd that grows with each tensor.
 
     Attributes:
-        fd: its descriptor, open as long as this object lives.
-        num_bytes: of all tensors so far, each rounded up to huge pages.
+        fd: descriptor of the memfd, closed when this object is freed.
+        num_bytes: size of all tensors so far, each rounded up to huge pages.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,12 @@ class WeightMemory:
         self._end = weakref.finalize(self, os.close, self.fd)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor without values. It is unmapped with it; what was written stays in the file.
+        """Returns an uninitialized tensor in the memfd.
+
+        The mapping ends when the tensor is freed; written values stay in the file.
 
         Raises:
-            OSError: it cannot be mapped.
+            OSError: the memory cannot be mapped.
         """
         count = math.prod(shape)
         if not count:
@@ -67,15 +69,15 @@ class WeightMemory:
         return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous copy in this memory; raises OSError if it cannot be mapped."""
+        """Copies a tensor into this memory, contiguous. Raises OSError if the memory cannot be mapped."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a tensor's first byte lies here."""
+        """Reports whether a tensor's first byte is in this memory."""
         return any(first <= tensor.data_ptr() < end for first, end in self._spans)
 
     def gather_pages(self, tensor: torch.Tensor) -> None:
-        """Has the kernel put a written tensor of this memory into huge pages, if it can."""
+        """Asks the Linux kernel to move a written tensor of this memory into huge pages."""
         _libc.madvise(tensor.data_ptr(), _whole_pages(tensor.nbytes), _MADV_COLLAPSE)
 
 
@@ -84,7 +86,7 @@ _used: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=Non
 
 @contextlib.contextmanager
 def used(memory: WeightMemory) -> Iterator[None]:
-    """Has what is packed meanwhile go into a memory."""
+    """Places weights that are packed inside this context in `memory`."""
     token = _used.set(memory)
     try:
         yield
@@ -93,7 +95,7 @@ def used(memory: WeightMemory) -> Iterator[None]:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor without values for packed weights, in the memory that is `used`, else anywhere."""
+    """Returns an uninitialized tensor for packed weights, in the memory of `used` if there is one."""
     memory = _used.get()
     return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
@@ -103,7 +105,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def _map(fd: int, offset: int, length: int) -> int:
-    """Returns the address, a multiple of a huge page, of so many bytes of a file."""
+    """Maps `length` bytes of a file at a multiple of a huge page, and returns the address."""
     reserved = _call_mmap(
         None,
         length + HUGE_PAGE,
@@ -127,5 +129,5 @@ def _call_mmap(address: int | None, length: int, protection: int, flags: int, fd
     found = _libc.mmap(address, length, protection, flags, fd, offset)
     if found is None or found == _MAP_FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, f"no {length} bytes of address space for weights: {os.strerror(number)}")
+        raise OSError(number, f"cannot map {length} bytes for weights: {os.strerror(number)}")
     return int(found)
