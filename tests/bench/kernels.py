@@ -109,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [int(each) for each in options.rows.split(",")]
     words = torch.ones(STREAM_BYTES // 8, dtype=torch.int64)
     best = max(stream(words) for _ in range(5))
-    print(f"{torch.get_num_threads()} threads, {', '.join(library.paths)}, stream {best:.1f} GB/s at best")
+    print(
+        f"{torch.get_num_threads()} threads, {', '.join(library.coded_paths)}, stream {best:.1f} GB/s at best"
+    )
     print(f"{'rows':28} " + "  ".join(f"{count:7} {'share':>5}" for count in rows))
     paths = options.paths.split(",") if options.paths else [""]
     for name in options.formats.replace("-", " ").split(",") if options.formats else FORMATS:

@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tests.integration.kernels.answering import serve
 from tests.integration.kernels.reverting import revert
-from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels import coded
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
 from vllm_heteroinfer.patches import cpu_coded
 
@@ -59,7 +59,7 @@ class _Model:
 
 def gaps(question: dict[str, Any]) -> Any:
     """Returns how far a format's product is off, as a share of the largest output; its kernel and bytes."""
-    linear.prepare(LIBRARY)
+    coded.register(LIBRARY)
     cpu_coded.install()
     method_name, config = FORMATS[question["format"]]
     found = {}

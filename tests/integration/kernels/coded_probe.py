@@ -12,7 +12,7 @@ import torch
 
 from tests.integration.kernels.answering import serve
 from tests.integration.kernels.coded_weights import FORMATS, draw_coded, widen
-from vllm_heteroinfer.kernels import coded, linear
+from vllm_heteroinfer.kernels import coded
 from vllm_heteroinfer.kernels.library import CODED_PATHS
 
 LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
@@ -24,8 +24,7 @@ SUMS = 2.0**-20
 
 def prepare() -> Any:
     """Returns the library, loaded once."""
-    linear.prepare(LIBRARY)
-    return coded.register()
+    return coded.register(LIBRARY)
 
 
 def tune(case: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.integration.kernels.answering import serve
 from tests.integration.kernels.tuning import tune
-from vllm_heteroinfer.kernels import linear
+from vllm_heteroinfer.kernels import coded, linear
 from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 
 LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
@@ -23,9 +23,13 @@ LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 def paths(question: dict[str, Any]) -> Any:
     """Returns the instruction sets that the library has found, or in what words it refuses this CPU."""
     try:
-        return {"paths": linear.prepare(LIBRARY).paths, "refusal": None}
+        paths, refusal = linear.prepare(LIBRARY).paths, None
     except KernelsUnavailableError as error:
-        return {"paths": [], "refusal": str(error)}
+        paths, refusal = (), str(error)
+    try:
+        return {"paths": paths, "refusal": refusal, "coded": coded.register(LIBRARY).coded_paths}
+    except KernelsUnavailableError as error:
+        return {"paths": paths, "refusal": refusal, "coded": str(error)}
 
 
 def compute(case: dict[str, Any], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -39,13 +39,19 @@ def ask_forked(module: str, *arguments: str, env: dict[str, str] | None = None) 
 
 
 @contextlib.contextmanager
-def asking(module: str, *arguments: str) -> Iterator[Asking]:
+def asking(module: str, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Asking]:
     """Yields what asks one process of `python -m module arguments` many questions: torch is imported once."""
     command = [str(WORKER_PYTHON), "-m", module, *arguments]
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPOSITORY
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, **(env or {})},
         ) as process,
     ):
         assert process.stdin is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.kernels.instructions import SETS, emulated_library, of_this_cpu
+from tests.integration.kernels.instructions import CODED_SETS, SETS, emulated_library, of_this_cpu
 from tests.integration.kernels.probe_answers import Asking, asking
 from vllm_heteroinfer.kernels import build
 
@@ -56,11 +56,28 @@ def test_paths_are_those_that_this_cpu_has() -> None:
         answer = ask("paths")
     assert answer["paths"] == of_this_cpu()
     assert answer["refusal"] == (None if answer["paths"] else NO_AVX512)
+    assert answer["coded"] == of_this_cpu(CODED_SETS)
 
 
-def test_a_cpu_without_avx512_is_refused() -> None:
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize("highest", ["avx2", "avx512f", "avx512_bf16", "amx_bf16"])
+def test_a_variable_limits_the_instruction_sets(highest: str) -> None:
+    """With `avx2`, this CPU is as one without AVX-512."""
+    allowed = {"avx2", *PATHS[: PATHS.index(highest) + 1 if highest in PATHS else 0]}
+    with asking(PROBE, env={"HETEROINFER_MAX_INSTRUCTIONS": highest}) as ask:
+        answer = ask("paths")
+    assert answer["paths"] == [path for path in of_this_cpu() if path in allowed]
+    assert answer["coded"] == [path for path in of_this_cpu(CODED_SETS) if path in allowed]
+    assert answer["refusal"] == (None if answer["paths"] else NO_AVX512)
+
+
+def test_a_cpu_without_any_instructions_of_ours_is_refused() -> None:
     with asking(PROBE, str(emulated_library(cpu_has_them=False))) as ask:
-        assert ask("paths") == {"paths": [], "refusal": NO_AVX512}
+        assert ask("paths") == {
+            "paths": [],
+            "refusal": NO_AVX512,
+            "coded": "this CPU does not support AVX2, FMA and F16C",
+        }
 
 
 def test_this_cpu_by_default(kernels: Asking) -> None:

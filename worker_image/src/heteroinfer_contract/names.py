@@ -104,6 +104,9 @@ ENV_METRICS: Final = "HETEROINFER_METRICS"
 """`on` (default), or `off`: ranks neither count nor serve metrics; the status still shows step times."""
 ENV_CPU_LINEAR: Final = "HETEROINFER_CPU_LINEAR"
 """`auto` (default): the fastest linear layers that this CPU supports; `onednn`: vLLM's linear layers."""
+ENV_MAX_INSTRUCTIONS: Final = "HETEROINFER_MAX_INSTRUCTIONS"
+"""Highest instruction set that CPU kernels use: `avx2`, `avx512f`, `avx512_bf16` or `amx_bf16` (default).
+Tests and measurements set it, so that one machine computes as machines without the other sets do."""
 ENV_BRIDGE: Final = "HETEROINFER_BRIDGE"
 """`auto` (default): shared memory inside a pod or machine, else gloo. `shared_memory`, `gloo`: force one."""
 USER_ENV: Final = (ENV_METRICS, ENV_CPU_LINEAR, ENV_BRIDGE)

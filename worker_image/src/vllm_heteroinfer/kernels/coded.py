@@ -7,13 +7,13 @@ they are; the kernels decode the codes exactly and sum in float32 (source/coded.
 import ctypes
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Final
 
 import torch
 
 from vllm_heteroinfer.kernels import weight_memory
-from vllm_heteroinfer.kernels.library import KernelLibrary
-from vllm_heteroinfer.kernels.linear import prepare
+from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError, load
 
 SHARED_COLUMNS: Final = 32
 """Columns of a block of the packed form. A scale that columns share is for a multiple of 32 columns."""
@@ -207,10 +207,16 @@ def product(
     return _linear(x, packed, bias, numbers, columns, inputs)
 
 
-def register() -> KernelLibrary:
-    """Returns the kernels, after which `linear` may be used; raises KernelsUnavailableError without them."""
+def register(path: Path | None = None) -> KernelLibrary:
+    """Returns the kernels, after which `linear` may be used; the first call chooses.
+
+    Raises:
+        KernelsUnavailableError: they can't be used here, and why.
+    """
     if not _registered:
-        library = prepare()
+        library = load(path)
+        if not library.coded_paths:
+            raise KernelsUnavailableError("this CPU does not support AVX2, FMA and F16C")
         _schema.define(
             "coded_linear(Tensor x, Tensor packed, Tensor? bias, int[] format, int columns, int inputs)"
             " -> Tensor"

@@ -2,22 +2,29 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.kernels.build import library_path
 
 PATHS: Final = ("avx512f", "avx512_bf16", "amx_bf16")
 """Names of the instruction sets, in the order of their bits in the result of `heteroinfer_init`."""
 CODED_PATHS: Final = (*PATHS, "avx2")
 """Instruction sets for coded weights (`kernels/coded.py`), which also run on AVX2 with FMA and F16C."""
+_WIDENING: Final = 1 << len(CODED_PATHS)
+"""AVX512-VBMI, without which coded weights are not widened to bf16."""
+_CEILINGS: Final = {"avx2": 8, "avx512f": 9, "avx512_bf16": 11, "amx_bf16": 15}
+"""Bits that a value of HETEROINFER_MAX_INSTRUCTIONS allows."""
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
-    "heteroinfer_init": (ctypes.c_int, ()),
+    "heteroinfer_init": (ctypes.c_int, (ctypes.c_int,)),
     "heteroinfer_kernel": (ctypes.c_char_p, (_LONG,)),
     "heteroinfer_tune": (ctypes.c_int, (ctypes.c_int, ctypes.c_int, ctypes.c_int)),
     "heteroinfer_threads": (ctypes.c_int, ()),
@@ -75,12 +82,14 @@ class KernelLibrary:
 
     Attributes:
         path: file of the library.
-        paths: instruction sets that this CPU has and the library supports.
+        paths: instruction sets that this CPU has and the kernels for bf16 support; none without AVX-512F.
+        coded_paths: the same for coded weights; none without AVX2, FMA and F16C.
     """
 
     path: Path
     calls: ctypes.CDLL
     paths: tuple[str, ...]
+    coded_paths: tuple[str, ...]
 
     def kernel(self, rows: int) -> str:
         """Name of the instruction set that multiplies a batch of `rows` rows."""
@@ -119,13 +128,26 @@ def load(path: Path | None = None) -> KernelLibrary:
         path: file of the library. Default: the library of these sources.
 
     Raises:
-        KernelsUnavailableError: the library was not compiled, or this CPU does not support AVX-512.
+        KernelsUnavailableError: the library was not compiled.
+        ContractError: HETEROINFER_MAX_INSTRUCTIONS names no instruction set.
     """
     path = path or library_path()
     calls = load_functions(path, _SIGNATURES)
-    bits = calls.heteroinfer_init()
-    if not bits & 1:
-        raise KernelsUnavailableError("this CPU does not support AVX512F")
+    highest = os.environ.get(names.ENV_MAX_INSTRUCTIONS, "amx_bf16")
+    if highest not in _CEILINGS:
+        raise ContractError(
+            f"{names.ENV_MAX_INSTRUCTIONS} must be one of {', '.join(_CEILINGS)} (got {highest})."
+        )
+    bits = calls.heteroinfer_init(_CEILINGS[highest])
+    # Without VBMI, weights that could be widened to bf16 are decoded to float32 by AVX-512F.
+    coded = bits if bits & _WIDENING else bits & ~(_bit("avx512_bf16") | _bit("amx_bf16"))
     return KernelLibrary(
-        path=path, calls=calls, paths=tuple(name for bit, name in enumerate(PATHS) if bits >> bit & 1)
+        path=path,
+        calls=calls,
+        paths=tuple(name for name in PATHS if bits & _bit(name)),
+        coded_paths=tuple(name for name in CODED_PATHS if coded & _bit(name)),
     )
+
+
+def _bit(path: str) -> int:
+    return 1 << CODED_PATHS.index(path)

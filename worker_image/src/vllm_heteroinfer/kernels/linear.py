@@ -25,6 +25,8 @@ def prepare(path: Path | None = None) -> KernelLibrary:
         KernelsUnavailableError: this process cannot use the kernels.
     """
     library = _prepared[0] if _prepared else load(path)
+    if not library.paths:
+        raise KernelsUnavailableError("this CPU does not support AVX512F")
     if not _prepared:
         _schema.define("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor")
         _schema.impl("linear", _linear, "CPU")

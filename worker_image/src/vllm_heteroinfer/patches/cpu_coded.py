@@ -49,7 +49,7 @@ def install() -> None:
         if kernel not in kernels:
             kernels.insert(0, kernel)
     replace(CPU_CODED_SCALES, _keeping_scales)
-    _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.paths))
+    _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.coded_paths))
 
 
 def _keeping_scales(_: Callable[..., Any]) -> Callable[..., Any]:

@@ -307,22 +307,23 @@ CodedChoice heteroinfer::choose_coded(long code, long element, long m) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Finds out what this CPU has; to be called once, before anything else. Returns bits: 1 AVX512F,
-// 2 AVX512-BF16, 4 AMX-BF16, 8 AVX2 with FMA and F16C; 0 if nothing here can run.
-int heteroinfer_init() {
+// Finds out what this CPU has; to be called once, before anything else. `allowed` are the bits that may be used. Returns
+// bits: 1 AVX512F, 2 AVX512-BF16, 4 AMX-BF16, 8 AVX2 with FMA and F16C, 16 AVX512-VBMI; 0 if nothing here can run.
+int heteroinfer_init(int allowed) {
   __builtin_cpu_init();
   available = 0;
+  widens = false;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    available = 1 << kPathAvx2;
-  if (!__builtin_cpu_supports("avx512f")) return available;
+    available = allowed & 1 << kPathAvx2;
+  if (!__builtin_cpu_supports("avx512f") || !(allowed >> kPathAvx512 & 1)) return available;
   available |= 1 << kPathAvx512;
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-    available |= 1 << kPathAvx512Bf16;
+    available |= allowed & 1 << kPathAvx512Bf16;
   widens = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bw");
   unsigned a, b, c, d = 0;
   const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
-  if (tiles && request_amx()) available |= 1 << kPathAmx;
-  return available;
+  if (tiles && allowed >> kPathAmx & 1 && request_amx()) available |= 1 << kPathAmx;
+  return available | widens << kPaths;
 }
 
 // Name of what multiplies m rows.
