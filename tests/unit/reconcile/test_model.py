@@ -1,5 +1,6 @@
 """A model from a hub, from apply to serving: progress, reported errors, retries and changes."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -210,6 +211,18 @@ def test_a_new_revision_is_fetched_while_the_old_one_serves(world: World) -> Non
     assert set(world.workers()) & set(old) == set()
     plans = [stored["data"] for (_, name), stored in world.objects.items() if "-plan-" in name]
     assert any(NEXT_COMMIT in plan[names.PLAN_KEY] for plan in plans)
+
+
+def test_a_claim_that_its_user_enlarged_stays_as_it_is(world: World) -> None:
+    serve(world)
+    (key,) = [key for key in world.objects if key[0] == "PersistentVolumeClaim"]
+    enlarged = copy.deepcopy(world.objects[key])
+    enlarged["spec"]["resources"]["requests"]["storage"] = "80Gi"
+    world.objects[key] = enlarged
+    assert world.idle_actions() == []
+    world.settle()
+    assert world.objects[key] == enlarged
+    assert world.condition("Ready") == ("True", "Serving")
 
 
 def test_a_larger_cache_gets_a_new_claim_and_the_old_claim_stays_while_mounted(world: World) -> None:

@@ -90,7 +90,8 @@ class ModelCache(Model):
     """Name of an existing PersistentVolumeClaim. Set either claimName or size."""
     size: ByteSize | None = None
     """Size of the PersistentVolumeClaim that the operator creates. It is deleted with the resource. Another
-    size creates another claim. Set either claimName or size."""
+    size creates another claim and downloads the model again; to keep the download, enlarge the claim itself.
+    Set either claimName or size."""
     storage_class_name: ClassName | None = None
     """Storage class of the claim that the operator creates. Default: the cluster's default class."""
     access_mode: AccessMode | None = None

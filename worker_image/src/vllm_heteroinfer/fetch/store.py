@@ -36,7 +36,8 @@ _MOST_NAME_BYTES: Final = 200
 _MOST_TRIES: Final = 100
 """Tries to create or lock a folder. A clean-up removes the folder of a commit at most once."""
 _FREE_SPACE: Final = (
-    "Set a larger spec.model.cache.size (this creates a new claim), or remove models from the claim"
+    "Enlarge the PersistentVolumeClaim if its storage class allows it, set a larger spec.model.cache.size "
+    "(a new claim and download), or remove models from the claim"
 )
 
 
