@@ -2,9 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED
+from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
 from heteroinfer_operator.api.env_vars import OWNED_ENV, OWNED_ENV_PREFIX, SECRET_ENV
-from heteroinfer_operator.reconcile.allowed_args import ARGS_BY_TOPIC, KEYS, MAX_LOGPROBS, VALUES, WHY
+from heteroinfer_operator.reconcile.allowed_args import (
+    ARGS_BY_TOPIC,
+    KEYS,
+    MAX_LOGPROBS,
+    OFFLOADING,
+    VALUES,
+    WHY,
+)
 from heteroinfer_operator.reconcile.allowed_env import ENV_BY_TOPIC
 from tests.cluster.folders import REPOSITORY
 
@@ -37,9 +44,9 @@ def _variables() -> Iterator[str]:
 
 def _options() -> Iterator[str]:
     yield "## Options of engine.args\n"
-    yield "Write the full name, with hyphens or underscores. A flag such as `--async-scheduling` may also be"
-    yield "`--no-async-scheduling`.\n"
-    yield from _by_topic(ARGS_BY_TOPIC)
+    yield "Write the full name, with hyphens or underscores. A flag such as `--enable-prefix-caching` may"
+    yield "also be `--no-enable-prefix-caching`.\n"
+    yield from _by_topic({topic: map(_allowed_form, each) for topic, each in ARGS_BY_TOPIC.items()})
     yield "### Options with a limited value\n"
     yield "| option | allowed keys or values |\n|---|---|"
     for option, allowed in sorted({**KEYS, **VALUES}.items()):
@@ -48,7 +55,8 @@ def _options() -> Iterator[str]:
     yield "### Refused options, and what to do instead\n"
     yield "| option | reason | instead |\n|---|---|---|"
     for why in WHY:
-        yield f"| {_names(why.options)} | {why.why} | {why.remedy} |"
+        if why is not OFFLOADING:
+            yield f"| {_names(why.options)} | {why.why} | {why.remedy} |"
     yield ""
     yield "### Options that no installation allows\n"
     yield "| option | instead |\n|---|---|"
@@ -56,8 +64,14 @@ def _options() -> Iterator[str]:
         yield f"| `{option}` | {remedy} |"
     for feature in UNSUPPORTED:
         if feature.options:
-            yield f"| {_names(feature.options)} | {feature.feature} is not supported: {feature.remedy} |"
+            yield f"| {_names(feature.options)} | not supported ({feature.feature}): {feature.remedy} |"
+    yield f"| {_names(OFFLOADING.options)} | {OFFLOADING.remedy} |"
     yield ""
+
+
+def _allowed_form(option: str) -> str:
+    """Returns the option, or its form with `no-` if the option itself is refused."""
+    return f"--no-{option.removeprefix('--')}" if next(find_refused([option]), None) else option
 
 
 def _by_topic(topics: Mapping[str, Iterable[str]]) -> Iterator[str]:

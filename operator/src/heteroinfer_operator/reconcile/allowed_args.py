@@ -133,7 +133,7 @@ class _Why:
 
 _OWN_CODE: Final = "runs code from a file or a module with all permissions of the pod"
 _OWN_IMAGE: Final = "Remove it, or build it into your own image"
-_OFFLOADING: Final = _Why(
+OFFLOADING: Final = _Why(
     options=(
         "--cpu-offload-gb",
         "--cpu-offload-params",
@@ -178,7 +178,7 @@ WHY: Final = (
         why="would show a secret to all users that may read the resource, the plan or a log",
         remedy="Set VLLM_API_KEY in engine.env from a Secret; for a hub's token, use model.tokenSecretRef",
     ),
-    _OFFLOADING,
+    OFFLOADING,
     _Why(
         options=("--runner",),
         why="selects pooling, which is untested across stages (any other value is the default anyway)",
@@ -215,8 +215,8 @@ def find_unlisted(
 
 
 def _refuse(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
-    if any(map(given.may_be, _OFFLOADING.options)):
-        return _error(given.arg, _OFFLOADING.why, _OFFLOADING.remedy)
+    if any(map(given.may_be, OFFLOADING.options)):
+        return _error(given.arg, OFFLOADING.why, OFFLOADING.remedy)
     if more is None:
         return None
     if given.option == REMOTE_CODE and not given.path:
