@@ -19,7 +19,7 @@ from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import Load, forecast
 from heteroinfer_operator.vllm_support.architectures import BROKEN_PIPELINE
-from tests.integration.served_models.cases import CASES, Case
+from tests.integration.served_models.cases import CASES, FEED_FORWARD, Case
 from tests.shapes.comparison import compare, recorded, settings
 from tests.shapes.corpus import SHAPES
 from tests.shapes.profiles import recorded_profiles
@@ -195,7 +195,7 @@ def _served_row(case: Case) -> str:
 def build_page() -> str:
     """Returns the page."""
     rows = "\n".join(_row(shape.name, recorded_profiles()[shape.name]) for shape in SHAPES)
-    served = "\n".join(map(_served_row, CASES.values()))
+    served = "\n".join(map(_served_row, (case for case in CASES.values() if case not in FEED_FORWARD)))
     return f"{_HEAD.read_text()}{rows}\n{_SERVED}{served}\n{_answers()}{_accounts()}"
 
 

@@ -25,7 +25,6 @@ from tests.integration.feed_forward.groups import (
     reference,
     serving,
 )
-from tests.integration.kernels.instructions import of_this_cpu
 from tests.integration.worker.answers import ONE_THREAD
 from tests.integration.worker.groups import Group, start_group
 
@@ -38,8 +37,6 @@ BY_EXPERTS = (3, 1)
 MIXTURES = tuple(name for name in ALL if tiny_models.has_experts(name))
 _NO_PART = "expected layers with routed experts of vLLM's RoutedExperts, or with an MLP named"
 REFUSED = {
-    # Gate and up columns of its experts alternate in one tensor, which is cut in the published format alone.
-    ("gpt_oss", TWO): "cannot be split over feed-forward ranks",
     # vLLM 0.32.0 has no class of its own for it: its layers are transformers', without vLLM's MLPs.
     ("olmo2", ONE): _NO_PART,
     ("olmo2", TWO): _NO_PART,
@@ -67,7 +64,7 @@ def test_a_mixture_over_two_ranks_serves_sleeps_and_names_who_is_killed(tmp_path
 
 
 @pytest.mark.unhurried
-def test_experts_in_fp8_are_served_with_amx_and_refused_in_words_without(tmp_path: Path) -> None:
+def test_experts_in_fp8_are_served_on_any_cpu(tmp_path: Path) -> None:
     model = make_model("qwen3_moe", tmp_path)
     file = model / "config.json"
     sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
@@ -88,12 +85,8 @@ def test_experts_in_fp8_are_served_with_amx_and_refused_in_words_without(tmp_pat
         extra_args=("--load-format", "dummy"),
     )
     with start_group(plan, tmp_path, env=ONE_THREAD) as group:
-        if "amx_bf16" in of_this_cpu():
-            group.wait_ready()
-            assert group.complete(tiny_models.PROMPTS[0], 4)
-            return
-        group.children[0].process.wait(500)  # beside tests that go first
-        assert "vLLM has no kernel on this CPU for experts of Fp8MoEMethod" in group.logs(), group.logs()
+        group.wait_ready()
+        assert group.complete(tiny_models.PROMPTS[0], 4)
 
 
 def wait_until(condition: Callable[[], bool], group: Group) -> None:
@@ -189,9 +182,9 @@ def has_counted_each_layer(group: Group) -> bool:
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        (r"6\.up_proj", "got no weights for model.layers.2.mlp.experts.6.up_proj.weight, expected"),
-        (r"\d\.down_proj", "got no weights for model.layers.2.mlp.experts.routed_experts.w2_weight, "),
-        (r"\d", "got no weights of the experts or MLPs of layers [2]"),
+        (r"6\.up_proj", "layer 2: the checkpoint has no values for w13_weight of expert 6. Download"),
+        (r"\d\.down_proj", "layer 2: the checkpoint has no values for w2_weight of expert 0 and 7 others"),
+        (r"\d", "layer 2: the checkpoint has no values for w13_weight of expert 0 and 15 others"),
     ],
     ids=["tensor", "kind", "layer"],
 )

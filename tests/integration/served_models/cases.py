@@ -4,7 +4,7 @@ Sizes are tiny, but where a kernel of CPUs is written for one size only: then it
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -336,6 +336,11 @@ MIXTURES: Final = (
 )
 """Experts in each format that kernels of CPUs have; in MXFP4 they are above."""
 
+FEED_FORWARD: Final = (
+    replace(_mixture("fp8-in-float16", SchemeName.FP8_BLOCK), dtype="float16", needs="", widened=True),
+)
+"""Experts that only feed-forward ranks compute on any CPU; feed_forward/test_experts.py has all formats."""
+
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
-    {case.name: case for case in (*ATTENTION, *FORMATS, *MIXTURES)}
+    {case.name: case for case in (*ATTENTION, *FORMATS, *MIXTURES, *FEED_FORWARD)}
 )

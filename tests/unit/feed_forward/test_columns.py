@@ -4,7 +4,7 @@ import pytest
 
 from heteroinfer_contract.column_shares import Span
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.feed_forward.columns import Part, experts_of, part_of
+from vllm_heteroinfer.feed_forward.columns import Part, part_of
 
 HALF = Span(total=256, first=128, end=256)
 
@@ -12,33 +12,24 @@ HALF = Span(total=256, first=128, end=256)
 @pytest.mark.parametrize(
     ("name", "shape", "part"),
     [
-        ("layers.0.mlp.experts.3.gate_proj.weight", (256, 64), Part(dim=0, start=128, length=128)),
-        ("layers.0.mlp.experts.3.down_proj.weight", (64, 256), Part(dim=1, start=128, length=128)),
-        ("layers.0.block_sparse_moe.experts.3.w3.weight", (256, 64), Part(dim=0, start=128, length=128)),
-        ("layers.0.block_sparse_moe.experts.3.w2.weight", (64, 256), Part(dim=1, start=128, length=128)),
-        ("layers.0.mlp.experts.3.up_proj.weight_scale_inv", (2, 1), Part(dim=0, start=1, length=1)),
-        ("layers.0.mlp.experts.3.down_proj.weight_scale_inv", (1, 2), Part(dim=1, start=1, length=1)),
-        ("layers.0.mlp.experts.3.up_proj.qweight", (64, 32), Part(dim=1, start=16, length=16)),
-        ("layers.0.mlp.experts.3.down_proj.qweight", (256, 8), Part(dim=0, start=128, length=128)),
-        ("layers.0.mlp.experts.3.down_proj.scales", (2, 64), Part(dim=0, start=1, length=1)),
-        ("layers.0.mlp.experts.3.down_proj.scales", (1, 64), Part()),
-        ("layers.0.mlp.experts.3.down_proj.weight_scale", (64, 1), Part()),
-        ("layers.0.mlp.experts.3.down_proj.g_idx", (256,), Part(dim=0, start=128, length=128)),
-        ("layers.0.mlp.experts.3.up_proj.g_idx", (64,), Part()),
-        ("layers.0.mlp.experts.3.up_proj.weight_packed", (256, 8), Part(dim=0, start=128, length=128)),
-        ("layers.0.mlp.experts.3.up_proj.weight_shape", (2,), Part()),
-        ("layers.0.mlp.experts.gate_up_proj_blocks", (8, 512, 2, 16), Part(dim=1, start=256, length=256)),
-        ("layers.0.mlp.experts.down_proj_blocks", (8, 64, 8, 16), Part(dim=2, start=4, length=4)),
-        (
-            "layers.0.block_sparse_moe.input_linear.weight",
-            (8, 512, 64),
-            Part(dim=1, start=128, length=128, blocks=2),
-        ),
+        ("layers.0.mlp.gate_proj.weight", (256, 64), Part(dim=0, start=128, length=128)),
+        ("layers.0.mlp.down_proj.weight", (64, 256), Part(dim=1, start=128, length=128)),
+        ("layers.0.feed_forward.w3.weight", (256, 64), Part(dim=0, start=128, length=128)),
+        ("layers.0.feed_forward.w2.weight", (64, 256), Part(dim=1, start=128, length=128)),
+        ("layers.0.mlp.up_proj.weight_scale_inv", (2, 1), Part(dim=0, start=1, length=1)),
+        ("layers.0.mlp.down_proj.weight_scale_inv", (1, 2), Part(dim=1, start=1, length=1)),
+        ("layers.0.mlp.up_proj.qweight", (64, 32), Part(dim=1, start=16, length=16)),
+        ("layers.0.mlp.down_proj.qweight", (256, 8), Part(dim=0, start=128, length=128)),
+        ("layers.0.mlp.down_proj.scales", (2, 64), Part(dim=0, start=1, length=1)),
+        ("layers.0.mlp.down_proj.scales", (1, 64), Part()),
+        ("layers.0.mlp.down_proj.weight_scale", (64, 1), Part()),
+        ("layers.0.mlp.down_proj.g_idx", (256,), Part(dim=0, start=128, length=128)),
+        ("layers.0.mlp.up_proj.g_idx", (64,), Part()),
+        ("layers.0.mlp.up_proj.weight_packed", (256, 8), Part(dim=0, start=128, length=128)),
+        ("layers.0.mlp.up_proj.weight_shape", (2,), Part()),
         ("layers.0.mlp.gate_up_proj.weight", (512, 64), Part(dim=0, start=128, length=128, blocks=2)),
         ("layers.0.mlp.gate_up_proj.bias", (512,), Part(dim=0, start=128, length=128, blocks=2)),
         ("layers.0.mlp.gate_up_proj.qweight", (64, 64), Part(dim=1, start=16, length=16, blocks=2)),
-        ("layers.0.block_sparse_moe.output_linear.weight", (8, 64, 256), Part(dim=2, start=128, length=128)),
-        ("layers.0.mlp.experts.down_proj_bias", (8, 64), Part(zero=True)),
         ("layers.0.mlp.down_proj.bias", (64,), Part(zero=True)),
         ("layers.0.mlp.up_proj.bias", (256,), Part(dim=0, start=128, length=128)),
     ],
@@ -49,39 +40,19 @@ def test_each_format_is_cut_where_its_columns_are(name: str, shape: tuple[int, .
 
 def test_the_first_rank_adds_the_bias() -> None:
     first = Span(total=256, first=0, end=128)
-    assert part_of("layers.0.mlp.experts.down_proj_bias", (8, 64), first) == Part()
+    assert part_of("layers.0.mlp.down_proj.bias", (64,), first) == Part()
 
 
 def test_a_rank_of_its_own_takes_any_tensor_whole() -> None:
     whole = Span(total=256, first=0, end=256)
-    assert part_of("layers.0.mlp.experts.anything", (3,), whole) == Part()
+    assert part_of("layers.0.mlp.anything", (3,), whole) == Part()
 
 
 def test_a_scale_that_spans_the_cut_is_refused() -> None:
     with pytest.raises(ContractError, match="cannot be cut at 128 and 256"):
-        part_of("layers.0.mlp.experts.3.up_proj.weight_scale_inv", (1, 1), HALF)
-
-
-@pytest.mark.parametrize("name", ["experts.gate_up_proj", "experts.3.gate_up_proj.weight"])
-def test_experts_whose_gate_and_up_are_in_one_tensor_are_refused(name: str) -> None:
-    with pytest.raises(ContractError, match="use one feed-forward rank"):
-        part_of(f"layers.0.mlp.{name}", (512, 64), HALF)
+        part_of("layers.0.mlp.up_proj.weight_scale_inv", (1, 1), HALF)
 
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ContractError, match="use one feed-forward rank"):
-        part_of("layers.0.mlp.experts.3.up_proj.codebook", (256, 4), HALF)
-
-
-OWN = Span(total=8, first=6, end=8)
-
-
-def test_whole_experts_count_from_this_ranks_first() -> None:
-    name = "model.layers.0.mlp.experts.{}.gate_proj.weight"
-    assert experts_of(name.format(7), (256, 64), OWN) == (name.format(1), Part())
-    assert experts_of(name.format(5), (256, 64), OWN) is None
-    assert experts_of(name.format(2), (256, 64), Span(total=8, first=0, end=2)) is None
-    together = "model.layers.0.mlp.experts.gate_up_proj"
-    assert experts_of(together, (8, 64, 512), OWN) == (together, Part(dim=0, start=6, length=2))
-    with pytest.raises(ContractError, match=r"expected one of 8 experts first; use one feed-forward rank"):
-        experts_of("model.layers.0.mlp.experts.gate_up_proj.weight_shape", (2,), OWN)
+        part_of("layers.0.mlp.up_proj.codebook", (256, 4), HALF)

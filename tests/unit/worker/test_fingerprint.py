@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.plan import Device, Plan
+from tests.integration.feed_forward.feed_forward_plans import feed_forward_plan
 from tests.integration.worker.groups import build_plan
 from vllm_heteroinfer.group import fingerprint
 
@@ -62,6 +63,17 @@ def test_eager_may_differ_by_device_only() -> None:
     fingerprint.compare(gpu_last, [SETTINGS, SETTINGS, graphs])
     with pytest.raises(fingerprint.ConfigMismatchError, match="enforce_eager"):
         fingerprint.compare(base, [SETTINGS, SETTINGS, graphs])
+
+
+def test_feed_forward_ranks_may_differ_in_settings_of_attention() -> None:
+    """VLLM chooses types of states and sizes of blocks by device."""
+    both = feed_forward_plan(Path("/model"), num_layers=1, remote=[0])
+    other = {**SETTINGS, "block_size": 16, "state_dtype": "float32"}
+    fingerprint.compare(both, [SETTINGS, other])
+    with pytest.raises(fingerprint.ConfigMismatchError, match="block_size"):
+        fingerprint.compare(plan(), [SETTINGS, SETTINGS, other])
+    with pytest.raises(fingerprint.ConfigMismatchError, match="dtype: got bfloat16"):
+        fingerprint.compare(both, [SETTINGS, {**other, "dtype": "bfloat16"}])
 
 
 def test_a_model_is_its_files(tmp_path: Path) -> None:

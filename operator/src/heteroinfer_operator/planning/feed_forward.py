@@ -163,7 +163,7 @@ def _cheapest_first(profile: ModelProfile) -> list[int]:
     """Returns the layers with experts or an MLP, ordered by the part that one token reads.
 
     A mixture contributes only its layers with experts, because feed-forward ranks refuse its dense MLPs
-    (vllm_heteroinfer/feed_forward/skeleton.py).
+    (vllm_heteroinfer/feed_forward/held.py).
     """
 
     def cost(index: int) -> tuple[float, int]:

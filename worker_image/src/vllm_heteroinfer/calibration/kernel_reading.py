@@ -20,9 +20,13 @@ import torch
 
 from heteroinfer_contract import names
 from heteroinfer_contract.calibration import MORE_ROWS, KernelPart
+from heteroinfer_contract.column_shares import Span
 from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
 from vllm_heteroinfer.calibration.process_output import report, report_begun, report_skipped, rounded
+from vllm_heteroinfer.feed_forward.expert_reader import LayerReader
+from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
+from vllm_heteroinfer.feed_forward.held_experts import Experts, OwnPart, load
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.host_caches import bytes_beyond_caches
 from vllm_heteroinfer.kernels.rounds import median_s
@@ -234,7 +238,7 @@ class KernelBench:
         from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-        from vllm_heteroinfer.patches import cpu_coded, cpu_experts
+        from vllm_heteroinfer.patches import cpu_coded
 
         self._threads = threads
         self._folder = tempfile.TemporaryDirectory(prefix="heteroinfer-")
@@ -248,7 +252,6 @@ class KernelBench:
             init_distributed_environment(1, 0, "unused://", 0, "gloo")
             initialize_model_parallel(1, 1)
         cpu_coded.install()  # as in a rank
-        cpu_experts.install()
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
 
@@ -299,7 +302,7 @@ class KernelBench:
     def _experts(self, each: WeightFormat) -> tuple[list[float], str]:
         from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
-        from vllm_heteroinfer.feed_forward.compute import compute_of
+        from vllm_heteroinfer.feed_forward.recording import describe_loaded
 
         self._config.compilation_config.static_forward_context.clear()
         runner = FusedMoEFactory(
@@ -313,21 +316,24 @@ class KernelBench:
             renormalize=True,
         )
         part = next(module for module in runner.modules() if type(module).__name__ == "RoutedExperts")
-        whole, given = _fill(part), ExpertsInput()
+        whole, given = sum(parameter.nbytes for parameter in part.parameters()), ExpertsInput()
+        layer = describe_loaded(part)
+        every = OwnPart(
+            columns=Span(total=WIDTH, first=0, end=WIDTH), experts=Span(total=EXPERTS, first=0, end=EXPERTS)
+        )
+
+        def call(experts: Experts, turn: int) -> None:
+            given.turn = turn
+            x, ids, weights, y = given.of(given.tokens)
+            experts.compute(y, x, weights, ids)
+
+        held = [
+            load(LayerReader(MappedFiles(), layer, dummy=True), every, torch.bfloat16)
+            for _ in range(-(-bytes_beyond_caches() // whole))
+        ]
+        calls = [partial(call, experts, turn) for experts in held for turn in range(given.turns)]
         num_bytes = whole // given.turns
-        part.quant_method.process_weights_after_loading(part)
-
-        def build() -> list[Call]:
-            compute = compute_of(part, given)
-
-            def call(turn: int) -> None:
-                given.turn = turn
-                compute(given.tokens)
-
-            return [partial(call, turn) for turn in range(given.turns)]
-
-        calls = _copies(part, -(-bytes_beyond_caches() // whole), build)
-        return _rates(KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=whole), _kernel(part)
+        return _rates(KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=whole), held[0].method
 
 
 def _built(layer: Any, given: Input) -> Call:
@@ -393,17 +399,9 @@ def _fill(layer: Any) -> int:
 
 
 def _kernel(layer: Any) -> str:
-    """Returns the name of the kernel that computes a layer: ours, or vLLM's choice."""
-    from vllm_heteroinfer.patches.cpu_experts import library_of
-
+    """Returns the name of the kernel that computes a linear layer."""
     method = layer.quant_method
-    moe = getattr(method, "moe_kernel", None)
-    if (ours := library_of(layer)) is not None:
-        return f"heteroinfer {ours.kernel(1)}"
-    chosen = (
-        moe.fused_experts if moe is not None else getattr(getattr(layer, "scheme", None), "kernel", method)
-    )
-    return type(chosen).__name__
+    return type(getattr(getattr(layer, "scheme", None), "kernel", method)).__name__
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Finds a feed-forward rank's part of each tensor of experts or MLPs: columns or whole experts. PURE.
+"""Finds a feed-forward rank's columns of each tensor of an MLP. PURE.
 
 Gate and up projections output the intermediate columns, and down projections read them. A rank with
 columns [first, end) of both therefore computes its part of the sum alone. Formats differ in the dimension
-that holds the columns, and in the number of columns per element. Whole experts are separate tensors, or
-indexes of the first dimension.
+that holds the columns, and in the number of columns per element.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,16 +23,6 @@ _IN_OUT: Final = frozenset({"qweight", "qzeros", "scales"})
 _WHOLE: Final = frozenset({"weight_shape", "input_scale", "activation_scale"})
 _HALVES: Final = frozenset({"gate_up_proj", "input_linear"})
 """Projections whose output is all gate columns, then all up columns."""
-_STACKED: Final = {
-    # gpt_oss has all experts in one tensor. Values: dimension of the columns, where gate and up alternate.
-    "gate_up_proj_blocks": 1,
-    "gate_up_proj_scales": 1,
-    "gate_up_proj_bias": 1,
-    "down_proj_blocks": 2,
-    "down_proj_scales": 2,
-}
-_ONCE: Final = frozenset({"down_proj_bias"})
-_NUMBER: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +52,9 @@ def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
     role = next((segment for segment in reversed(path) if segment in _UP | _DOWN), "")
     if columns.count == columns.total or (role and leaf in _WHOLE):
         return Part()
-    if leaf in _ONCE or (role in _DOWN and leaf == "bias"):
+    if role in _DOWN and leaf == "bias":
         return Part(zero=not columns.once)
-    if role == "gate_up_proj" and "experts" in path:
-        role = ""  # gate and up are halves in some formats and alternate in others (gpt_oss)
-    dim = _STACKED[leaf] if leaf in _STACKED else _dim(role in _DOWN, leaf, len(shape)) if role else None
+    dim = _dim(role in _DOWN, leaf, len(shape)) if role else None
     if dim is None:
         raise ContractError(
             f"{name}: got a tensor that cannot be split over feed-forward ranks, expected one of a bf16, FP8 "
@@ -77,38 +63,6 @@ def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
     if dim < 0 or (role in _DOWN and leaf in {"scales", "weight_scale"} and shape[dim] == 1):
         return Part()  # a scale per output applies to each rank's part of the sum
     return _narrow(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
-
-
-def experts_of(name: str, shape: Sequence[int], own: Span) -> tuple[str, Part] | None:
-    """Finds this rank's name and part of a tensor of routed experts; None for another rank's expert.
-
-    Each rank numbers its experts from 0, as if the model had no others.
-
-    Raises:
-        ContractError: the tensor holds all experts, but its first dimension does not number them.
-    """
-    number = _NUMBER.search(name)
-    if number is not None:
-        local = int(number[0]) - own.first
-        renamed = f"{name[: number.start()]}{local}{name[number.end() :]}"
-        return (renamed, Part()) if 0 <= local < own.count else None
-    if not shape or shape[0] != own.total:
-        raise ContractError(
-            f"{name}: got a tensor {tuple(shape)} that cannot be split over feed-forward ranks, expected one "
-            f"of {own.total} experts first; use one feed-forward rank"
-        )
-    return name, Part(dim=0, start=own.first, length=own.count)
-
-
-def kind_of(name: str) -> tuple[str, int] | None:
-    """Returns the name of a numbered expert's tensor without the number, and the number; None for others.
-
-    Also None for scales of activations: checkpoints omit them for experts that calibration did not reach.
-    """
-    number = _NUMBER.search(name)
-    if number is None or name.rpartition(".")[2] in _WHOLE:
-        return None
-    return f"{name[: number.start()]}*{name[number.end() :]}", int(number[0])
 
 
 _NEITHER: Final = -1

@@ -1,34 +1,9 @@
 """Finds weights of a feed-forward rank that a checkpoint lacks, and that would stay uninitialized. PURE."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.feed_forward.columns import kind_of
-from vllm_heteroinfer.feed_forward.remote_parts import layer_of
-
-
-class ExpertNumbers:
-    """The numbers of the experts in a checkpoint, by the names of their tensors."""
-
-    def __init__(self) -> None:
-        self._of_kind: defaultdict[str, set[int]] = defaultdict(set)
-
-    def add(self, name: str) -> None:
-        """Notes a tensor."""
-        found = kind_of(name)
-        if found is not None:
-            self._of_kind[found[0]].add(found[1])
-
-    def lacking(self, totals: Mapping[int | None, int]) -> list[str]:
-        """Returns tensors missing for some experts of a layer and present for others."""
-        return [
-            kind.replace("*", str(number))
-            for kind, numbers in self._of_kind.items()
-            for number in range(totals.get(layer_of(kind), 0))
-            if number not in numbers
-        ]
 
 
 def unfilled(model: Any, parts: Iterable[Any], filled: Collection[str]) -> list[str]:
@@ -46,6 +21,6 @@ def check(model: str, lacking: Collection[str]) -> None:
     if lacking:
         others = f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
         raise ContractError(
-            f"{model}: got no weights for {min(lacking)}{others}, expected those of all experts and columns "
+            f"{model}: got no weights for {min(lacking)}{others}, expected those of all columns "
             "that config.json says; download the model again"
         )

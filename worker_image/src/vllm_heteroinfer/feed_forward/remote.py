@@ -15,20 +15,16 @@ from typing import Any, Protocol
 
 import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model.weights import is_of_encoder
+from vllm_heteroinfer.feed_forward.recording import RemoteExperts
 from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
-
-EXPERTS_CLASSES = (RoutedExperts, GptOssRoutedExperts)
-"""vLLM's classes that are replaced by name; models with other classes are rejected."""
 
 
 class Asks(Protocol):
@@ -71,12 +67,13 @@ def _ask(layer: int, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.T
 class RemoteMethod(FusedMoEMethodBase):
     """A layer's routed experts, computed by feed-forward ranks."""
 
-    def __init__(self, moe: Any, layer: int) -> None:
+    def __init__(self, moe: Any, layer: int, experts: RemoteExperts) -> None:
         super().__init__(moe)
-        self._layer = layer
+        self._layer, self._experts = layer, experts
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Creates no weights."""
+        """Creates parameters without memory, for the recording of their values' places."""
+        self._experts.create(*args, **kwargs)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Returns None, because this rank has no weights of the experts."""
@@ -126,8 +123,11 @@ def _feed_forward_fake(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 @contextmanager
-def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
+def replacing(layers: frozenset[int], *, records: bool) -> Iterator[RemoteParts]:
     """Replaces the feed-forward parts of `layers` in a model that is built inside the context.
+
+    Args:
+        records: whether `recording.record` follows, which needs the experts' parameters in the model.
 
     Yields:
         The replaced parts; complete once the model is built.
@@ -144,13 +144,15 @@ def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
             "--cpu-offload-gb and --offload-group-size out"
         )
 
-    class WithRemoteExperts:
-        def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
-            layer = layer_of(prefix)
-            if layer not in layers or layer is None:
-                return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
-            found.add_experts(layer)
-            return RemoteMethod(moe_config, layer)
+    original = RoutedExperts._get_quant_method
+
+    def ask_others(module: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+        method = original(module, prefix, quant_config, moe_config)
+        layer = layer_of(prefix)
+        if layer not in layers or layer is None:
+            return method
+        found.add_experts(layer, RemoteExperts(module, method, keeps=records))
+        return RemoteMethod(moe_config, layer, found.experts[layer])
 
     def swap(index: int, layer: torch.nn.Module) -> None:
         # If a layer has experts and a dense MLP (Gemma-4), the MLP stays.
@@ -159,31 +161,12 @@ def replacing(layers: frozenset[int]) -> Iterator[RemoteParts]:
             found.mlps.add(index)
 
     set_offloader(VisitingOffloader(swap))
+    RoutedExperts._get_quant_method = ask_others
     try:
-        with registered(WithRemoteExperts):
-            yield found
+        yield found
     finally:
+        RoutedExperts._get_quant_method = original
         set_offloader(before)
-
-
-@contextmanager
-def registered(mixin: type) -> Iterator[None]:
-    """Adds `mixin` in front of vLLM's classes of routed experts while the context lasts.
-
-    The class keeps its name, because compressed-tensors looks it up: with another name it silently used bf16.
-    Source: vllm/model_executor/layers/quantization/compressed_tensors/utils.py@v0.32.0.
-    """
-    names = [cls.__name__ for cls in EXPERTS_CLASSES]
-    before = {name: op_registry_oot.get(name) for name in names}
-    for cls in EXPERTS_CLASSES:
-        op_registry_oot[cls.__name__] = type(cls.__name__, (mixin, cls), {})
-    try:
-        yield
-    finally:
-        for name, old in before.items():
-            op_registry_oot.pop(name, None)
-            if old is not None:
-                op_registry_oot[name] = old
 
 
 class VisitingOffloader(NoopOffloader):

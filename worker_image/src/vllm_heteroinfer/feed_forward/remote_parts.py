@@ -3,10 +3,10 @@
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.model.weights import EXPERT, is_of_encoder
+from heteroinfer_contract.model.weights import is_of_encoder
 from heteroinfer_contract.plan import Mode, Plan, RankAssignment
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)$")
@@ -25,37 +25,35 @@ class RemoteParts:
     """Parts of a rank's model that other ranks compute; collected during the build of the model.
 
     Attributes:
-        experts: layers whose routed experts other ranks compute.
+        experts: layer -> its routed experts (`recording.RemoteExperts`), which other ranks compute.
         mlps: dense layers whose MLP other ranks compute.
     """
 
-    experts: set[int] = field(default_factory=set)
+    experts: dict[int, Any] = field(default_factory=dict)
     mlps: set[int] = field(default_factory=set)
 
-    def add_experts(self, layer: int) -> None:
+    def add_experts(self, layer: int, experts: Any) -> None:
         """Adds a layer's routed experts; raises ContractError for a second set, since both might ask."""
         if layer in self.experts:
             raise ContractError(
                 f"layer {layer}: got two sets of routed experts, expected one; leave it to the GPU, or use "
                 "spec.parallelism.mode: Pipeline"
             )
-        self.experts.add(layer)
+        self.experts[layer] = experts
 
     def has(self, tensor: str) -> bool:
-        """Returns whether a tensor of the checkpoint belongs to a part that other ranks compute."""
+        """Returns whether a tensor of the checkpoint belongs to an MLP that other ranks compute."""
         found = _LAYER.search(tensor)
         if found is None or is_of_encoder(tensor):
             return False
         layer, rest = int(found[1]), found[2]
-        if layer in self.experts:
-            return EXPERT.search(tensor) is not None
         # Mistral's own files name an MLP feed_forward even if the module has another name.
         return layer in self.mlps and rest.startswith(tuple(f"{name}." for name in MLP_NAMES))
 
 
 def check_found(remote: RemoteParts, wanted: Iterable[int], model: str) -> None:
     """Raises ContractError unless every planned layer has a part that other ranks can compute."""
-    missing = sorted(set(wanted) - remote.experts - remote.mlps)
+    missing = sorted(set(wanted) - set(remote.experts) - remote.mlps)
     if missing:
         raise ContractError(
             f"{model}: got feed-forward ranks for layers {missing}, expected layers with routed experts of "

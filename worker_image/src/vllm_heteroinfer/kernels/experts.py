@@ -38,21 +38,27 @@ def pack_experts(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -
             f"expert weights must be [experts, n, k] bf16 or float8_e4m3fn, n a multiple of {multiple} and k "
             f"a multiple of {BLOCK} (got {tuple(weight.shape)} {weight.dtype})."
         )
-    dtype = weight.dtype
-    if dtype == FP8:
-        call, weight = library.calls.heteroinfer_pack_fp8, weight.view(torch.uint8)
-    else:
-        call = library.calls.heteroinfer_pack
-    count, columns, inputs = weight.shape
     packed = weight_memory.empty(weight.shape, weight.dtype)
     library.calls.heteroinfer_ask_for_huge_pages(packed.data_ptr(), packed.nbytes)
-    for expert in range(count):
-        own = weight[expert]
-        if gates:
-            own = own.view(2, columns // multiple, BLOCK, inputs).transpose(0, 1)
-        own = own.reshape(columns, inputs).contiguous()
-        call(packed[expert].data_ptr(), own.data_ptr(), inputs, columns, inputs)
-    return packed.view(dtype)
+    for expert in range(len(weight)):
+        pack_expert(library, packed[expert], weight[expert], gates=gates)
+    return packed
+
+
+def pack_expert(library: KernelLibrary, out: torch.Tensor, weight: torch.Tensor, *, gates: bool) -> None:
+    """Packs the weight of one expert into `out`; see `pack_experts`.
+
+    Args:
+        out: [n, k], contiguous.
+        weight: [n, k] of the same dtype.
+    """
+    calls = library.calls
+    call = calls.heteroinfer_pack_fp8 if weight.dtype == FP8 else calls.heteroinfer_pack
+    columns, inputs = weight.shape
+    if gates:
+        weight = weight.view(2, columns // (2 * BLOCK), BLOCK, inputs).transpose(0, 1)
+    rows = weight.reshape(columns, inputs).contiguous()
+    call(out.data_ptr(), rows.data_ptr(), inputs, columns, inputs)
 
 
 def can_pack(weight: torch.Tensor, *, gates: bool) -> bool:

@@ -80,6 +80,11 @@ class WeightMemory:
         """Asks the Linux kernel to move a written tensor of this memory into huge pages."""
         _libc.madvise(tensor.data_ptr(), _whole_pages(tensor.nbytes), _MADV_COLLAPSE)
 
+    def gather_all_pages(self) -> None:
+        """Has the kernel put all tensors of this memory into huge pages, if it can."""
+        for address, end in self._spans:
+            _libc.madvise(address, end - address, _MADV_COLLAPSE)
+
 
 _used: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=None)
 

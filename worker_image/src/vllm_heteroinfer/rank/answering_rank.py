@@ -19,10 +19,12 @@ from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.feed_forward import read_rate, slab_library
 from vllm_heteroinfer.feed_forward.compute import Compute, OwnExperts, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
+from vllm_heteroinfer.feed_forward.held import HeldParts, hold_experts
+from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
-from vllm_heteroinfer.feed_forward.skeleton import Skeleton, SkeletonBuilder
+from vllm_heteroinfer.feed_forward.skeleton import SkeletonBuilder
 from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
-from vllm_heteroinfer.patches import cpu_coded, cpu_experts, cpu_linear, cpu_packing
+from vllm_heteroinfer.patches import cpu_coded, cpu_linear, cpu_packing
 from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.lane_meter import LaneMeter
@@ -48,36 +50,47 @@ def serve(context: RankContext, config: Any) -> NoReturn:
     assert share is not None
     reporter, own_bytes = context.reporter, context.rank.weight_bytes
     reporter.phase(RankPhase.LOADING, 0, own_bytes)
-    cpu_linear.install()
-    cpu_coded.install()
-    cpu_experts.install()
-    cpu_packing.install()
     lanes = context.plan.feed_forward_ranks(context.rank.stage)
     shares = read_rate.agreed_shares(context.plan, context.rank, context.store, context.startup)
-    skeleton = SkeletonBuilder(config, share, shares, context.rank.tensor_rank).build()
-    context.metrics.weight_bytes.set(skeleton.stored_bytes)
-    reporter.phase(RankPhase.WARMING_UP, skeleton.stored_bytes, skeleton.stored_bytes)
+    held = _load(context, config, shares)
+    context.metrics.weight_bytes.set(held.stored_bytes)
+    reporter.phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
     _logger.info(
         "feed-forward rank %d: %d layers by %s, %s",
         context.rank.rank,
-        len(skeleton.parts),
-        skeleton.method,
-        format_bytes(skeleton.stored_bytes),
+        len(held.parts),
+        held.method,
+        format_bytes(held.stored_bytes),
     )
-    Lane(context, config, skeleton, lanes=len(lanes)).run()
+    Lane(context, config, held, lanes=len(lanes)).run()
+
+
+def _load(context: RankContext, config: Any, shares: tuple[int, ...]) -> HeldParts:
+    """Loads this rank's experts by the recipe of the rank that it serves, or the MLPs of a dense model."""
+    share, lane = context.rank.feed_forward, context.rank.tensor_rank
+    assert share is not None
+    asking = served_rank(context.plan, context.rank).rank
+    what = f"recipe of the experts from rank {asking}"
+    recipe = Recipe.from_text(context.store.get(recipe_key(asking), context.startup, what=what, rank=asking))
+    if recipe.layers:
+        return hold_experts(config, recipe, share, shares, lane)
+    cpu_linear.install()
+    cpu_coded.install()
+    cpu_packing.install()
+    return SkeletonBuilder(config, share, shares, lane).build()
 
 
 class Lane:
     """The answering side of the slab."""
 
-    def __init__(self, context: RankContext, config: Any, skeleton: Skeleton, *, lanes: int) -> None:
+    def __init__(self, context: RankContext, config: Any, held: HeldParts, *, lanes: int) -> None:
         """Warms up, waits for the slab of the asking rank, and reports this rank as ready."""
-        self._context, self._skeleton = context, skeleton
+        self._context, self._held = context, held
         self._number = context.rank.tensor_rank
         shape = Shape(
             epoch=context.launch.epoch,
-            hidden=skeleton.hidden,
-            topk=skeleton.topk,
+            hidden=held.hidden,
+            topk=held.topk,
             max_rows=config.scheduler_config.max_num_batched_tokens,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             lanes=lanes,
@@ -92,11 +105,11 @@ class Lane:
         views = Views(slab.x, slab.ids, slab.weights, slab.y[self._number])
         asks = self._own(views, shape.max_rows)
         self._ids = asks.ids.data_ptr()
-        self._computes = computes(skeleton, asks)
-        self._meter = LaneMeter(context, self._slab, skeleton)
+        self._computes = computes(held, asks)
+        self._meter = LaneMeter(context, self._slab, held)
         ready = LaneReady(nonce=nonce.hex(), ask_s=ask_s, row_s=row_s)
         context.store.put(lane_key(context.rank.rank), codec.to_json(ready))
-        context.reporter.phase(RankPhase.READY, skeleton.stored_bytes, skeleton.stored_bytes)
+        context.reporter.phase(RankPhase.READY, held.stored_bytes, held.stored_bytes)
 
     def _warm_up(self, shape: Shape) -> tuple[float, float]:
         """Runs all layers with one row, and one layer with the largest batch.
@@ -105,8 +118,8 @@ class Lane:
             Seconds of the slowest layer with one row, and seconds per row of the largest batch.
         """
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
-        experts = max((int(part.global_num_experts) for part in self._expert_parts()), default=1)
-        own = self._skeleton.own_experts
+        experts = max((part.count for part in self._held.parts.values()), default=1) if shape.topk else 1
+        own = self._held.own_experts
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
         views = Views(
             torch.randn((rows, shape.hidden)).to(dtype),
@@ -114,7 +127,7 @@ class Lane:
             torch.full((rows, topk), 1 / topk),
             torch.empty((rows, shape.hidden), dtype=dtype),
         )
-        all_computes = computes(self._skeleton, self._own(views, rows))
+        all_computes = computes(self._held, self._own(views, rows))
         with torch.inference_mode():
             for compute in all_computes.values():
                 compute(1)
@@ -123,11 +136,8 @@ class Lane:
         return ask_s, row_s
 
     def _own(self, views: Views, rows: int) -> Views | OwnExperts:
-        own = self._skeleton.own_experts
+        own = self._held.own_experts
         return views if own is None else OwnExperts(views, own, rows)
-
-    def _expert_parts(self) -> list[Any]:
-        return [self._skeleton.parts[layer] for layer in self._skeleton.experts]
 
     def run(self) -> NoReturn:
         """Answers asks until the slab is stopped or a computation raises."""
@@ -135,7 +145,7 @@ class Lane:
         layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
         layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
         wait, answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
-        topk = self._skeleton.topk
+        topk = self._held.topk
         ids = self._ids if topk else None
         spin_ns = spin_time_ns(os.environ)
         self._meter.start()

@@ -6,7 +6,7 @@ from typing import Final
 from prometheus_client import Counter
 
 from heteroinfer_contract import metric_names
-from vllm_heteroinfer.feed_forward.skeleton import Skeleton
+from vllm_heteroinfer.feed_forward.held import HeldParts
 from vllm_heteroinfer.feed_forward.slab import LaneView, Slab
 from vllm_heteroinfer.pod.threads import start_thread
 from vllm_heteroinfer.rank.context import RankContext
@@ -18,14 +18,11 @@ INTERVAL_S: Final = 0.25
 class LaneMeter:
     """Reads a lane's counters in a thread and reports them to the supervisor and Prometheus."""
 
-    def __init__(self, context: RankContext, slab: Slab, skeleton: Skeleton) -> None:
+    def __init__(self, context: RankContext, slab: Slab, held: HeldParts) -> None:
         self._context, self._slab = context, slab
         self._lane = context.rank.tensor_rank
-        experts = sum(
-            int(part.global_num_experts) for part in map(skeleton.parts.get, skeleton.experts) if part
-        )
-        count = experts or len(skeleton.parts)
-        self._expert_bytes = skeleton.stored_bytes // max(1, count)
+        count = held.experts or len(held.parts)
+        self._expert_bytes = held.stored_bytes // max(1, count)
         self._before = slab.lane(self._lane)
         self._steps = slab.steps
         self._total_steps = 0

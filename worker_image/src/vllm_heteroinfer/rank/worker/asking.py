@@ -1,21 +1,53 @@
 """The mode of the rank with attention: it asks feed-forward ranks for parts of its model. Imports vLLM."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from vllm_heteroinfer.feed_forward import remote, remote_parts
+from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import HostExchange, Watch, open_slab, probe
+from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.remote_parts import check_one_size
 from vllm_heteroinfer.feed_forward.slab import Shape, Slab
 from vllm_heteroinfer.rank.context import RankContext
-from vllm_heteroinfer.rank.worker.rank_mode import RankMode
+from vllm_heteroinfer.rank.worker.rank_mode import ModelLoad, RankMode
 
 _logger = logging.getLogger(__name__)
+
+
+class _RemoteLoad(ModelLoad):
+    """Records the experts of feed-forward ranks, and leaves their tensors out."""
+
+    def __init__(
+        self,
+        config: Any,
+        found: remote_parts.RemoteParts,
+        wanted: Collection[int],
+        publish: Callable[[Recipe], None],
+    ) -> None:
+        self._config, self._found, self._wanted, self._publish = config, found, wanted, publish
+        self._remote: frozenset[str] = frozenset()
+
+    def model_built(self, model: Any, loader: Any) -> None:
+        """Records and publishes the recipe; raises ContractError if a remote part lacks weights."""
+        model_config, experts = self._config.model_config, self._found.experts
+        remote_parts.check_found(self._found, self._wanted, model_config.model)
+        if not experts:
+            self._publish(Recipe())
+            return
+        recorded = recording.record(model, loader, model_config, experts)
+        for each in experts.values():
+            each.remove()
+        self._remote = recorded.tensors
+        self._publish(recorded.recipe)
+
+    def leaves_out(self, tensor: str) -> bool:
+        """Returns whether only feed-forward ranks need a tensor."""
+        return tensor in self._remote or self._found.has(tensor)
 
 
 class Asking(RankMode):
@@ -32,8 +64,10 @@ class Asking(RankMode):
         self._layers = frozenset(share.layers)
 
     @contextmanager
-    def loading(self) -> Iterator[Callable[[str], bool]]:
+    def loading(self) -> Iterator[ModelLoad]:
         """Makes the model that is built inside leave out the parts of feed-forward ranks.
+
+        Feed-forward ranks get their recipe before this rank reads its own weights.
 
         vLLM caches compiled graphs by its configuration, so the configuration must contain the omitted
         layers.
@@ -42,9 +76,15 @@ class Asking(RankMode):
             **self._config.additional_config,
             "heteroinfer_feed_forward": sorted(self._layers),
         }
-        with remote.replacing(self._layers) as found:
-            yield found.has
-        remote_parts.check_found(found, self._layers, self._context.plan.engine.model)
+        dummy = self._config.load_config.load_format == "dummy"
+        with remote.replacing(self._layers, records=not dummy) as found:
+            yield _RemoteLoad(self._config, found, self._layers, self._publish)
+        if dummy:
+            remote_parts.check_found(found, self._layers, self._context.plan.engine.model)
+            self._publish(recording.describe_dummy(found.experts))
+
+    def _publish(self, recipe: Recipe) -> None:
+        self._context.store.put(recipe_key(self._context.rank.rank), recipe.to_text())
 
     def model_loaded(self, runner: Any) -> None:
         """Opens the slab, waits until every lane can answer, and probes each lane once.

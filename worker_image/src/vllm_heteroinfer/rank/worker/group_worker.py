@@ -74,8 +74,8 @@ class GroupWorkerMixin:
         context = self.context
         context.reporter.phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
         with (
-            self.mode.loading() as leaves_out,
-            weight_loading.counted(self.model_runner, self._report_load, leaves_out),
+            self.mode.loading() as load,
+            weight_loading.counted(self.model_runner, self._report_load, load),
         ):
             super().load_model(**kwargs)  # type: ignore[misc]
         self._loaded_bytes = weight_bytes(self.model_runner.get_model())

@@ -1,8 +1,18 @@
 """Base class of the modes, which extend a rank's vLLM worker. Imports neither torch nor vLLM."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+
+class ModelLoad:
+    """What a mode changes about the load of the model. This class changes nothing."""
+
+    def model_built(self, model: Any, loader: Any) -> None:
+        """Runs between the build of the model and the load of its weights by vLLM's DefaultModelLoader."""
+
+    def leaves_out(self, tensor: str) -> bool:
+        """Returns whether this rank leaves out a tensor of the checkpoint."""
+        return False
 
 
 class RankMode:
@@ -11,9 +21,9 @@ class RankMode:
     follows = False
     """Whether this rank follows the warm-up of another rank."""
 
-    def loading(self) -> AbstractContextManager[Callable[[str], bool]]:
-        """Surrounds the load. Yields a function: whether this rank leaves out a tensor, by its name."""
-        return nullcontext(lambda _: False)
+    def loading(self) -> AbstractContextManager[ModelLoad]:
+        """Surrounds the load."""
+        return nullcontext(ModelLoad())
 
     def model_loaded(self, runner: Any) -> None:
         """Connects the loaded model with other ranks."""

@@ -9,14 +9,14 @@ from typing import Any, Final
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from vllm_heteroinfer.rank.worker.rank_mode import ModelLoad
+
 COUNTED: Final = "heteroinfer_counted"
 """Name of the counting loader in vLLM's registry."""
 
 
 @contextmanager
-def counted(
-    runner: Any, report: Callable[[int, int], None], leaves_out: Callable[[str], bool] = lambda _: False
-) -> Iterator[None]:
+def counted(runner: Any, report: Callable[[int, int], None], load: ModelLoad | None = None) -> Iterator[None]:
     """Reports the progress of a model runner's load while the context is active.
 
     Tensors of other stages count as loaded, but are not read. Formats with their own loader (tensorizer,
@@ -25,7 +25,7 @@ def counted(
     Args:
         runner: vLLM's model runner. Its configuration names another loader during the context.
         report: called with the processed bytes and all bytes of the checkpoint.
-        leaves_out: whether this rank leaves out a tensor of the checkpoint, by its name.
+        load: the mode's changes of the load.
 
     Source: vllm/model_executor/model_loader/default_loader.py::DefaultModelLoader@v0.32.0.
     """
@@ -34,7 +34,7 @@ def counted(
     if not issubclass(loader, DefaultModelLoader):
         yield
         return
-    register_model_loader(COUNTED)(_counting(loader, config, report, leaves_out))
+    register_model_loader(COUNTED)(_counting(loader, config, report, load or ModelLoad()))
     # The GPU runner reads its own load_config, the CPU runner reads vllm_config.load_config.
     runner.load_config = runner.vllm_config.load_config = dataclasses.replace(config, load_format=COUNTED)
     try:
@@ -47,7 +47,7 @@ def _counting(
     loader: type[DefaultModelLoader],
     config: Any,
     report: Callable[[int, int], None],
-    leaves_out: Callable[[str], bool],
+    load: ModelLoad,
 ) -> type[DefaultModelLoader]:
     class CountingLoader(loader):  # the user chooses its base
         done_bytes = 0
@@ -61,9 +61,13 @@ def _counting(
             self.total_bytes += sum(Path(file).stat().st_size for file in found[1])
             return found
 
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            load.model_built(model, self)
+            super().load_weights(model, model_config)
+
         def get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
             for name, tensor in super().get_all_weights(*args, **kwargs):
-                if not leaves_out(name):
+                if not load.leaves_out(name):
                     yield name, tensor
                 self.done_bytes += tensor.nbytes
                 report(min(self.done_bytes, self.total_bytes), self.total_bytes)

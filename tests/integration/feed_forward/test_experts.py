@@ -1,0 +1,105 @@
+"""Feed-forward ranks read and compute experts of each format by the recipe of vLLM's own loader.
+
+vLLM's choices of a kernel are replaced by those on a GPU; its methods, parameters and loaders are its own.
+vLLM 0.32 can build neither GPTQ with zero points (AutoGPTQConfig refuses it) nor FP8 blocks of 128 where they
+do not divide the intermediate columns (its loader fails), so neither is here.
+"""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.names import ENV_MAX_INSTRUCTIONS
+from tests.integration.kernels.instructions import CODED_SETS, emulated_library, of_this_cpu
+from tests.integration.kernels.probe_answers import ask_forked
+from vllm_heteroinfer.kernels import build
+
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(600)]
+
+PROBE = "tests.integration.feed_forward.experts_probe"
+FORMATS = {
+    "bfloat16": ("UnquantizedFusedMoEMethod", "bfloat16"),
+    "float16": ("UnquantizedFusedMoEMethod", "float16"),
+    "float32": ("UnquantizedFusedMoEMethod", "float32"),
+    "FP8 in blocks": ("Fp8MoEMethod", "FP8 in blocks"),
+    "FP8 per tensor": ("Fp8MoEMethod", "FP8 per tensor"),
+    "FP8 per channel": ("CompressedTensorsW8A8Fp8MoEMethod", "FP8 per channel"),
+    "int8 per channel": ("CompressedTensorsW8A8Int8MoEMethod", "int8"),
+    "int4, groups of 32": ("CompressedTensorsWNA16MoEMethod", "int4"),
+    "int4, groups of 128": ("CompressedTensorsWNA16MoEMethod", "int4"),
+    "int4, zero points": ("CompressedTensorsWNA16MoEMethod", "int4"),
+    "AWQ": ("AutoAWQMoEMethod", "int4 (AWQ)"),
+    "GPTQ": ("AutoGPTQMoEMethod", "int4 (GPTQ)"),
+    "GPTQ, version 2": ("AutoGPTQMoEMethod", "int4 (GPTQ)"),
+    "MXFP4": ("Mxfp4MoEMethod", "MXFP4"),
+    "MXFP4, compressed-tensors": ("CompressedTensorsW4A4Mxfp4MoEMethod", "MXFP4"),
+    "MXFP8": ("ModelOptMxFp8FusedMoE", "MXFP8"),
+    "MXFP8, compressed-tensors": ("CompressedTensorsW8A8Mxfp8MoEMethod", "MXFP8"),
+    "NVFP4": ("ModelOptNvFp4FusedMoE", "NVFP4"),
+    "NVFP4, compressed-tensors": ("CompressedTensorsW4A4Nvfp4MoEMethod", "NVFP4"),
+}
+"""vLLM's method and our name of each format."""
+ROUNDING = {
+    "float16": 2.0**-10,
+    "float32": 2.0**-18,
+    "AWQ": 2.0**-10,
+    "GPTQ": 2.0**-10,
+    "GPTQ, version 2": 2.0**-10,
+}
+"""Largest distance from exact sums, as a share of the largest sum; 2**-7, of bf16, for others."""
+CASES = ("one rank", "by columns", "by experts")
+
+
+@pytest.fixture(scope="module")
+def library() -> list[str]:
+    """The emulated library where this CPU has none of the instruction sets; else the package's own."""
+    build.build()
+    return [] if of_this_cpu(CODED_SETS) else [str(emulated_library())]
+
+
+def check(answer: dict[str, Any], most: float, cases: tuple[str, ...] = CASES) -> None:
+    assert answer["differing"] == [], "read as vLLM's own loader fills its parameters"
+    assert set(answer["gaps"]) == {f"{case}, {rows} rows" for case in cases for rows in (1, 9)}
+    assert all(gap <= most for gap in answer["gaps"].values()), answer["gaps"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format(name: str, library: list[str]) -> None:
+    answer = ask_forked(PROBE, name, "silu", *library)
+    check(answer, ROUNDING.get(name, 2.0**-7))
+    method, held = FORMATS[name]
+    assert (answer["method"], answer["held"].rpartition(" (")[0]) == (method, held)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "FP8 in blocks", "GPTQ", "NVFP4"])
+def test_a_cpu_without_avx512(name: str, library: list[str]) -> None:
+    answer = ask_forked(PROBE, name, "silu", *library, env={ENV_MAX_INSTRUCTIONS: "avx2"})
+    check(answer, ROUNDING.get(name, 2.0**-7))
+    assert answer["held"] == f"{FORMATS[name][1]} (avx2)"
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai", "relu2", "limit"])
+def test_each_activation(activation: str, library: list[str]) -> None:
+    check(ask_forked(PROBE, "bfloat16", activation, *library), 2.0**-7)
+
+
+@pytest.mark.parametrize("layout", ["stacked", "stacked and transposed"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_one_tensor_of_all_experts(name: str, layout: str, library: list[str]) -> None:
+    check(ask_forked(PROBE, name, layout, *library), ROUNDING.get(name, 2.0**-7))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "MXFP4 of gpt-oss"])
+def test_gpt_oss(name: str, library: list[str]) -> None:
+    """Gates and ups alternate, both projections have biases, and gpt-oss' own loader runs."""
+    answer = ask_forked(PROBE, name, "gpt-oss", *library)
+    check(answer, 2.0**-7)
+    assert answer["held"].startswith(name.partition(" ")[0])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_sizes_that_no_kernel_takes(name: str, library: list[str]) -> None:
+    """Torch computes 80 columns with biases, which ranks cannot share in blocks of 32."""
+    answer = ask_forked(PROBE, name, "odd", *library)
+    check(answer, ROUNDING.get(name, 2.0**-7), ("one rank", "by experts"))
+    assert answer["held"] == f"{name} (torch)"

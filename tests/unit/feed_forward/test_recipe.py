@@ -1,0 +1,89 @@
+"""The recipe of experts: its text, its regions, and what it lacks."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward.recipe import (
+    ExpertParameter,
+    LayerRecipe,
+    Piece,
+    Recipe,
+    RecipeFile,
+    missing,
+    place,
+)
+
+GATES = tuple(Piece((expert, 0, 0), (1, 4, 8), 0, 64 * expert, "bfloat16", (0, 8, 1)) for expert in range(2))
+UPS = tuple(
+    Piece((expert, 4, 0), (1, 4, 8), 0, 512 + 64 * expert, "bfloat16", (0, 8, 1)) for expert in range(2)
+)
+LAYER = LayerRecipe(
+    experts=2,
+    topk=1,
+    hidden=8,
+    inner=4,
+    activation="silu",
+    limit=None,
+    alpha=1.5,
+    beta=None,
+    method="UnquantizedFusedMoEMethod",
+    parameters={
+        "w13_weight": ExpertParameter(shape=(2, 8, 8), dtype="bfloat16", pieces=(*GATES, *UPS)),
+        "w13_bias": ExpertParameter(shape=(2, 8), dtype="bfloat16"),
+    },
+)
+
+
+def test_a_recipe_is_equal_after_its_text() -> None:
+    file = RecipeFile(name="model.safetensors", num_bytes=4096, digest="00")
+    recipe = Recipe(layers={3: LAYER}, files=(file,))
+    assert Recipe.from_text(recipe.to_text()) == recipe
+
+
+def test_experts_without_all_values_are_named() -> None:
+    assert missing(LAYER) == []
+
+    def having(*pieces: Piece) -> LayerRecipe:
+        weight = replace(LAYER.parameters["w13_weight"], pieces=pieces)
+        return replace(LAYER, parameters={"w13_weight": weight})
+
+    assert missing(having(*GATES, UPS[0])) == ["w13_weight of expert 1"]
+    assert missing(having(*GATES)) == ["w13_weight of expert 0", "w13_weight of expert 1"]
+    assert missing(having()) == ["w13_weight of expert 0", "w13_weight of expert 1"]
+
+
+@given(data=st.data())
+def test_a_view_is_placed_where_its_elements_are(data: st.DataObject) -> None:
+    """Against the numbers of the elements, for any narrowed and permuted view of up to four dimensions."""
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    steps = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        steps[dim] = steps[dim + 1] * shape[dim + 1]
+    start = [data.draw(st.integers(0, count - 1)) for count in shape]
+    size = [data.draw(st.integers(1, count - first)) for count, first in zip(shape, start, strict=True)]
+    order = data.draw(st.permutations(range(len(shape))))
+    source = list(range(100, 100 + len(shape)))
+    offset = sum(first * step for first, step in zip(start, steps, strict=True))
+    found = place(
+        shape,
+        offset,
+        [size[dim] for dim in order],
+        [steps[dim] for dim in order],
+        [source[dim] for dim in order],
+    )
+    assert found[0] == tuple(start)
+    kept = [dim for dim in range(len(shape)) if size[dim] > 1]
+    # Dimensions of one element have the step of a neighbour, which may stand for them.
+    assert sorted(count for count in found[1] if count > 1) == sorted(size[dim] for dim in kept)
+    if all(count > 1 for count in shape):
+        assert found[1] == tuple(size)
+        assert all(found[2][dim] == source[dim] for dim in kept)
+
+
+def test_a_view_that_is_no_region_is_refused() -> None:
+    with pytest.raises(ContractError, match="expected a rectangular region"):
+        place((4, 6), 0, (12,), (2,), (1,))

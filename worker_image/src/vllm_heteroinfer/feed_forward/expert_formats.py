@@ -1,0 +1,391 @@
+"""Turns parameters of vLLM's expert methods into weights of our kernels. Imports torch, not vLLM.
+
+vLLM's methods name their parameters by format. All methods put gates before ups in `w13_*`, or let both
+alternate. A format is recognized by the names, types and shapes of the parameters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from heteroinfer_contract.column_shares import Span
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward.expert_reader import LayerReader, Range, describe
+from vllm_heteroinfer.kernels.coded import SHARED_COLUMNS, Code, Coded, Format, Scale
+
+_FP8: Final = torch.float8_e4m3fn
+_FLOATS: Final = {torch.bfloat16: Code.BF16, torch.float16: Code.F16}
+_COLUMN_SCALES: Final = {
+    torch.float32: Scale.COLUMN_F32,
+    torch.bfloat16: Scale.COLUMN_BF16,
+    torch.float16: Scale.COLUMN_F16,
+}
+_SIGNS: Final = 0x88
+"""Turns two codes of 4 bits from offset binary into two's complement, and back."""
+_AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place of each column in an int32 of AWQ."""
+_NIBBLES: Final = 8
+"""Codes of 4 bits in an int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """This rank's part of each expert of a layer.
+
+    Attributes:
+        own: this rank's intermediate columns.
+        padded: intermediate columns in vLLM's parameters.
+        alternate: whether gate and up columns alternate in w13.
+    """
+
+    hidden: int
+    own: Span
+    padded: int
+    gated: bool
+    alternate: bool
+
+
+class ExpertWeights:
+    """Reads a layer's experts in one format."""
+
+    def __init__(self, reader: LayerReader, shape: ExpertShape) -> None:
+        """Recognizes the format; raises ContractError if no kernel computes it."""
+        self._reader, self._shape = reader, shape
+        self._read, self.name = self._recognize()
+
+    @property
+    def dense(self) -> torch.dtype | None:
+        """Type of unquantized weights; None for coded weights."""
+        dtype = self._type("w13_weight")
+        return dtype if dtype in {torch.bfloat16, torch.float16, torch.float32} else None
+
+    def part(self, expert: int, *, w13: bool) -> Coded:
+        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2."""
+        return self._read(expert, w13)
+
+    def floats(self, expert: int, *, w13: bool) -> torch.Tensor:
+        """Returns the same of unquantized weights, [columns, inputs]."""
+        return self._outputs("w13_weight", expert) if w13 else self._inputs("w2_weight", expert)
+
+    def bias(self, expert: int, *, w13: bool) -> torch.Tensor | None:
+        """Returns this rank's bias of w13 or of w2; only one rank adds the bias of w2."""
+        name = "w13_bias" if w13 else "w2_bias"
+        if not self._reader.has(name):
+            return None
+        if w13:
+            return self._outputs(name, expert)
+        whole = self._reader.read(name, expert, (0, self._shape.hidden))
+        return whole if self._shape.own.once else torch.zeros_like(whole)
+
+    # Regions of parameters
+
+    def _outputs(self, name: str, expert: int, dim: int = 0, per: int = 1) -> torch.Tensor:
+        """Reads this rank's columns of w13: gates, then ups.
+
+        Args:
+            dim: dimension of the columns.
+            per: columns per element.
+        """
+        shape, own = self._shape, self._shape.own
+
+        def read(first: int, end: int) -> torch.Tensor:
+            ranges: list[Range | None] = [None, None]
+            ranges[dim] = (first // per, -(-end // per))
+            return self._reader.read(name, expert, *ranges[: len(self._reader.shape(name))])
+
+        if not shape.gated:
+            return read(own.first, own.end)
+        if shape.alternate:
+            both = read(2 * own.first, 2 * own.end)
+            if per > 1:
+                raise ContractError(f"{name}: gates and ups that alternate must have one element per column")
+            index = torch.arange(both.shape[dim])
+            return both.index_select(dim, torch.cat((index[0::2], index[1::2])))
+        half = -(-shape.padded // per) * per
+        parts = (read(own.first, own.end), read(half + own.first, half + own.end))
+        return torch.cat(parts, dim)
+
+    def _inputs(self, name: str, expert: int, dim: int = 1, per: int = 1) -> torch.Tensor:
+        """Reads this rank's inputs of w2."""
+        own = self._shape.own
+        ranges: list[Range | None] = [None, None]
+        ranges[dim] = (own.first // per, -(-own.end // per))
+        return self._reader.read(name, expert, *ranges)
+
+    def _both(
+        self, suffix: str, expert: int, w13: bool, per_column: int = 1, per_input: int = 1
+    ) -> torch.Tensor:
+        """Reads a parameter [columns, inputs] of w13 or w2."""
+        if w13:
+            return self._outputs(f"w13_{suffix}", expert, 0, per_column)
+        return self._inputs(f"w2_{suffix}", expert, 1, per_input)
+
+    def _sizes(self, w13: bool) -> tuple[int, int]:
+        """Returns columns and inputs of w13 or w2."""
+        shape = self._shape
+        wide = shape.own.count * (2 if shape.gated else 1)
+        return (wide, shape.hidden) if w13 else (shape.hidden, shape.own.count)
+
+    def _coded(self, form: Format, w13: bool, codes: torch.Tensor, **rest: torch.Tensor | None) -> Coded:
+        columns, inputs = self._sizes(w13)
+        return Coded(format=form, columns=columns, inputs=inputs, codes=codes, **rest)
+
+    # Formats
+
+    def _type(self, name: str) -> torch.dtype | None:
+        return self._reader.dtype(name) if name in self._reader.recipe.parameters else None
+
+    def _recognize(self) -> tuple[Callable[[int, bool], Coded], str]:
+        weight = self._type("w13_weight") or self._type("w13_weight_packed") or self._type("w13_qweight")
+        if weight in _FLOATS or weight == torch.float32:
+            return self._unquantized, str(weight).removeprefix("torch.")
+        known = {
+            _FP8: self._fp8,
+            torch.int8: self._int8s,
+            torch.uint8: self._fp4,
+            torch.int32: self._packed if self._type("w13_weight_packed") else self._transposed,
+        }
+        if weight not in known:
+            raise self._refusal()
+        return known[weight]()
+
+    def _refusal(self) -> ContractError:
+        recipe = self._reader.recipe
+        parameters = ", ".join(f"{name} {describe(each)}" for name, each in sorted(recipe.parameters.items()))
+        return ContractError(
+            f"experts: HeteroInfer's CPU kernels do not compute the format of {recipe.method} "
+            f"({parameters}). Take the model in bf16, FP8, int4 or MXFP4, or use GPU roles only"
+        )
+
+    def _unquantized(self, expert: int, w13: bool) -> Coded:
+        weight = self.floats(expert, w13=w13)
+        return self._coded(Format(code=_FLOATS[weight.dtype]), w13, _rows(weight))
+
+    def _per_column(self, suffix: str) -> bool:
+        shape = self._reader.shape(f"w13_{suffix}") if self._type(f"w13_{suffix}") else ()
+        return len(shape) == 2 and shape[1] == 1 and shape[0] == self._reader.shape("w13_weight")[0]
+
+    def _fp8(self) -> tuple[Callable[[int, bool], Coded], str]:
+        if self._type("w13_weight_scale") == torch.uint8:
+            return self._mxfp8, "MXFP8"
+        if self._per_column("weight_scale"):
+            return self._fp8_column, "FP8 per channel"
+        scale = "w13_weight_scale_inv" if self._type("w13_weight_scale_inv") else "w13_weight_scale"
+        if self._type(scale) is None:
+            raise self._refusal()
+        shape = self._reader.shape(scale)
+        if len(shape) <= 1:
+            return self._fp8_tensor, "FP8 per tensor"
+        if self.block != (128, 128):
+            raise self._refusal()
+        return self._fp8_block, "FP8 in blocks"
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Columns and inputs that share a scale of FP8 blocks; (0, 0) for other formats."""
+        scale = "w13_weight_scale_inv" if self._type("w13_weight_scale_inv") else "w13_weight_scale"
+        if self._type("w13_weight") != _FP8 or self._type(scale) != torch.float32:
+            return (0, 0)
+        shape, whole = self._reader.shape(scale), self._reader.shape("w13_weight")
+        if len(shape) != 2 or shape[1] == 1 < whole[1] // 128:
+            return (0, 0)
+        inputs = next((size for size in (128,) if -(-whole[1] // size) == shape[1]), 0)
+        halves = 2 if self._shape.gated else 1
+        columns = next((n for n in (128,) if halves * -(-(whole[0] // halves) // n) == shape[0]), 0)
+        return (columns, inputs)
+
+    def block_scales(self, expert: int, *, w13: bool) -> torch.Tensor:
+        """Returns the scales of this rank's blocks of 128 columns and 128 inputs, float32."""
+        suffix = "weight_scale_inv" if self._type("w13_weight_scale_inv") else "weight_scale"
+        return self._both(suffix, expert, w13, 128, 128)
+
+    def _fp8_block(self, expert: int, w13: bool) -> Coded:
+        scales = self.block_scales(expert, w13=w13).repeat_interleave(128 // SHARED_COLUMNS, 0)
+        columns, _ = self._sizes(w13)
+        if w13 and self._shape.gated:  # each half is cut to its own columns
+            half, blocks = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
+            scales = torch.cat((scales[:blocks], scales[half : half + blocks]))
+        else:
+            scales = scales[: -(-columns // SHARED_COLUMNS)]
+        form = Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=128)
+        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
+        return self._coded(form, w13, codes, scales=scales.contiguous())
+
+    def _fp8_column(self, expert: int, w13: bool) -> Coded:
+        scales = self._column_scales(expert, w13)
+        form = Format(code=Code.FP8, scale=_COLUMN_SCALES[scales.dtype])
+        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
+        return self._coded(form, w13, codes, scales=scales)
+
+    def _column_scales(self, expert: int, w13: bool) -> torch.Tensor:
+        if w13:
+            return self._outputs("w13_weight_scale", expert).contiguous()
+        return self._reader.read("w2_weight_scale", expert).contiguous()
+
+    def _fp8_tensor(self, expert: int, w13: bool) -> Coded:
+        columns, _ = self._sizes(w13)
+        given = self._reader.read("w13_weight_scale" if w13 else "w2_weight_scale", expert).float().view(-1)
+        scales = given.repeat_interleave(columns // given.numel()).view(columns, 1)
+        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
+        return self._coded(Format(code=Code.FP8, scale=Scale.COLUMN_F32), w13, codes, scales=scales)
+
+    def _mxfp8(self, expert: int, w13: bool) -> Coded:
+        form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=32)
+        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
+        scales = self._both("weight_scale", expert, w13, 1, 32).contiguous()
+        return self._coded(form, w13, codes, scales=scales)
+
+    def _int8s(self) -> tuple[Callable[[int, bool], Coded], str]:
+        if not self._per_column("weight_scale"):
+            raise self._refusal()
+        return self._int8, "int8"
+
+    def _int8(self, expert: int, w13: bool) -> Coded:
+        scales = self._column_scales(expert, w13)
+        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
+        return self._coded(
+            Format(code=Code.INT8, scale=_COLUMN_SCALES[scales.dtype]), w13, codes, scales=scales
+        )
+
+    def _fp4(self) -> tuple[Callable[[int, bool], Coded], str]:
+        scale = self._type("w13_weight_scale")
+        groups = self._reader.shape("w13_weight_scale")[-1] if scale else 0
+        if scale == torch.uint8 and groups * 32 >= self._shape.hidden:
+            return self._mxfp4, "MXFP4"
+        if scale == _FP8 and groups * 16 >= self._shape.hidden:
+            return self._nvfp4, "NVFP4"
+        raise self._refusal()
+
+    def _fp4_codes(self, expert: int, w13: bool) -> torch.Tensor:
+        suffix = "weight" if self._type("w13_weight") else "weight_packed"
+        codes = self._both(suffix, expert, w13, 1, 2)
+        _, inputs = self._sizes(w13)
+        columns, _ = self._sizes(w13)
+        return _rows(codes[:columns, : inputs // 2])
+
+    def _mxfp4(self, expert: int, w13: bool) -> Coded:
+        form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
+        columns, inputs = self._sizes(w13)
+        scales = self._both("weight_scale", expert, w13, 1, 32)[:columns, : -(-inputs // 32)].contiguous()
+        return self._coded(form, w13, self._fp4_codes(expert, w13), scales=scales)
+
+    def _nvfp4(self, expert: int, w13: bool) -> Coded:
+        form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=16)
+        columns, _ = self._sizes(w13)
+        part = "w13" if w13 else "w2"
+        divides = self._type("w13_weight_global_scale") is not None
+        name = f"{part}_weight_global_scale" if divides else f"{part}_weight_scale_2"
+        given = self._reader.read(name, expert).float().view(-1)
+        factors = (1 / given if divides else given).repeat_interleave(columns // given.numel())
+        scales = self._both("weight_scale", expert, w13, 1, 16).contiguous().view(torch.uint8)
+        codes = self._fp4_codes(expert, w13)
+        return self._coded(form, w13, codes, scales=scales, factors=factors.contiguous())
+
+    def _packed(self) -> tuple[Callable[[int, bool], Coded], str]:
+        """Recognizes compressed-tensors' int32 of codes of one column."""
+        packed = self._reader.shape("w13_weight_packed")
+        if packed[1] * _NIBBLES != self._shape.hidden or self._reader.has("w13_weight_g_idx"):
+            raise self._refusal()
+        return self._int4_packed, "int4"
+
+    def _int4_packed(self, expert: int, w13: bool) -> Coded:
+        part = "w13" if w13 else "w2"
+        group = self._group(self._reader.shape(f"{part}_weight_scale")[1], w13)
+        codes = _rows(self._both("weight_packed", expert, w13, 1, _NIBBLES)).view(torch.uint8) ^ _SIGNS
+        scales = self._scales_by_group("weight_scale", expert, w13, group)
+        zeros = None
+        if self._reader.has(f"{part}_weight_zero_point"):
+            packed = self._zero_points(f"{part}_weight_zero_point", expert, w13, group)
+            zeros = packed
+        form = Format(
+            code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=zeros is not None
+        )
+        return self._coded(form, w13, codes, scales=scales, zeros=zeros)
+
+    def _zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
+        """Reads zero points that are packed along the columns, [columns / 8, groups], as codes less 8."""
+        if w13:
+            packed = self._outputs(name, expert, 0, _NIBBLES)
+        else:
+            packed = self._inputs(name, expert, 1, group) if group else self._reader.read(name, expert)
+        unpacked = _nibbles(packed.t().contiguous()).t()
+        return (unpacked.to(torch.int8) - 8).contiguous()
+
+    def _group(self, groups: int, w13: bool) -> int:
+        """Returns the inputs that share a scale; 0 if all do."""
+        inputs = self._shape.hidden if w13 else self._shape.own.total
+        return 0 if groups == 1 else inputs // groups
+
+    def _scales_by_group(self, suffix: str, expert: int, w13: bool, group: int) -> torch.Tensor:
+        if w13:
+            return self._outputs(f"w13_{suffix}", expert).contiguous()
+        if not group:
+            return self._reader.read(f"w2_{suffix}", expert).contiguous()
+        return self._inputs(f"w2_{suffix}", expert, 1, group).contiguous()
+
+    def _transposed(self) -> tuple[Callable[[int, bool], Coded], str]:
+        """Recognizes AWQ (codes packed along the columns) and GPTQ (packed along the inputs)."""
+        rows, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden
+        if rows == hidden:
+            return self._awq, "int4 (AWQ)"
+        if rows * _NIBBLES == hidden and not self._reader.has("w13_g_idx"):
+            return self._gptq, "int4 (GPTQ)"
+        raise self._refusal()
+
+    def _by_groups(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
+        """Reads a parameter [groups, columns / per] of AWQ or GPTQ."""
+        if w13:
+            return self._outputs(f"w13_{suffix}", expert, 1, per)
+        if not group:
+            return self._reader.read(f"w2_{suffix}", expert)
+        return self._inputs(f"w2_{suffix}", expert, 0, group)
+
+    def _awq(self, expert: int, w13: bool) -> Coded:
+        group = self._group(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
+        packed = (
+            self._outputs("w13_qweight", expert, 1, _NIBBLES)
+            if w13
+            else self._inputs("w2_qweight", expert, 0)
+        )
+        codes = _nibbles(packed, _AWQ_ORDER).t().contiguous()
+        scales = self._by_groups("scales", expert, w13, group, 1).t().contiguous()
+        zeros = _nibbles(self._by_groups("qzeros", expert, w13, group, _NIBBLES), _AWQ_ORDER)
+        form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=True)
+        points = (zeros.t().to(torch.int8) - 8).contiguous()
+        return self._coded(form, w13, _pairs(codes) ^ _SIGNS, scales=scales, zeros=points)
+
+    def _gptq(self, expert: int, w13: bool) -> Coded:
+        group = self._group(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
+        packed = (
+            self._outputs("w13_qweight", expert, 1)
+            if w13
+            else self._inputs("w2_qweight", expert, 0, _NIBBLES)
+        )
+        codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS
+        scales = self._by_groups("scales", expert, w13, group, 1).t().contiguous()
+        # vLLM takes symmetric GPTQ alone, and ignores the zero points that its files have.
+        form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group)
+        return self._coded(form, w13, codes, scales=scales)
+
+
+def _rows(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight with contiguous rows."""
+    return weight if weight.stride(-1) == 1 else weight.contiguous()
+
+
+def _nibbles(packed: torch.Tensor, order: tuple[int, ...] = tuple(range(_NIBBLES))) -> torch.Tensor:
+    """Returns the codes of 4 bits of int32 [rows, n] as uint8 [rows, 8 n].
+
+    Args:
+        order: place of each of the 8 codes in an int32.
+    """
+    shifts = torch.tensor([4 * place for place in order], dtype=torch.int32)
+    codes = (packed.contiguous().unsqueeze(-1) >> shifts) & 0xF
+    return codes.flatten(-2).to(torch.uint8)
+
+
+def _pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Returns codes of 4 bits [rows, n] as [rows, n / 2], the first in the low half."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)

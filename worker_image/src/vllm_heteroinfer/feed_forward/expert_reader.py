@@ -1,0 +1,174 @@
+"""Reads parameters of experts from the checkpoint's files by a recipe. Imports torch."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
+from vllm_heteroinfer.feed_forward.recipe import VALUES, ExpertParameter, LayerRecipe, Piece, Recipe
+
+DUMMY_BLOCK: Final = 1 << 20
+"""Elements of dummy weights (`--load-format dummy`) that repeat."""
+DUMMY_SPREAD: Final = 1e-3
+"""Range of dummy weights."""
+Range = tuple[int, int]
+"""First index and end."""
+
+
+class ExpertReader:
+    """The files of a recipe."""
+
+    def __init__(self, recipe: Recipe, model: Path) -> None:
+        """Maps the files.
+
+        Raises:
+            ContractError: a file differs from the file of the rank that wrote the recipe.
+        """
+        self._mapped, self._dummy = MappedFiles(), recipe.dummy
+        for file in recipe.files:
+            found = self._mapped.add(model / file.name)
+            if (found.num_bytes, found.digest) != (file.num_bytes, file.digest):
+                raise ContractError(
+                    f"{found.path}: the file differs from the file of the rank with attention (got "
+                    f"{found.num_bytes} bytes and header {found.digest[:12]}, expected {file.num_bytes} and "
+                    f"{file.digest[:12]}). Give all pods of the group the same model folder"
+                )
+
+    def layer(self, layer: LayerRecipe) -> "LayerReader":
+        """Returns a reader of a layer's parameters."""
+        return LayerReader(self._mapped, layer, dummy=self._dummy)
+
+
+class LayerReader:
+    """The parameters of a layer's experts.
+
+    Attributes:
+        read_bytes: bytes that were taken from files.
+    """
+
+    def __init__(self, mapped: MappedFiles, layer: LayerRecipe, *, dummy: bool) -> None:
+        self._mapped, self.recipe, self._dummy = mapped, layer, dummy
+        self._pieces: dict[str, list[list[Piece]]] = {}
+        for name, parameter in layer.parameters.items():
+            by_expert: list[list[Piece]] = [[] for _ in range(layer.experts)]
+            for piece in parameter.pieces:
+                for expert in range(piece.start[0], piece.start[0] + piece.size[0]):
+                    by_expert[expert].append(piece)
+            self._pieces[name] = by_expert
+        self.read_bytes = 0
+
+    def has(self, name: str) -> bool:
+        """Returns whether the checkpoint has values of a parameter."""
+        found = self.recipe.parameters.get(name)
+        return found is not None and bool(found.pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a parameter of one expert."""
+        return self.recipe.parameters[name].shape[1:]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the type of a parameter."""
+        found: torch.dtype = getattr(torch, self.recipe.parameters[name].dtype)
+        return found
+
+    def read(self, name: str, expert: int, *ranges: Range | None) -> torch.Tensor:
+        """Returns a region of an expert's parameter: a view of the file, or a copy.
+
+        Args:
+            ranges: of each dimension of the parameter; None or omitted for all indices. Elements that the
+                checkpoint does not fill are 0.
+        """
+        parameter = self.recipe.parameters[name]
+        wanted = [(0, count) for count in parameter.shape[1:]]
+        wanted[: len(ranges)] = [given or whole for given, whole in zip(ranges, wanted, strict=False)]
+        dtype, size = self.dtype(name), [end - first for first, end in wanted]
+        if self._dummy:
+            return _random(size, dtype)
+        parts = [
+            part
+            for piece in self._pieces[name][expert]
+            if (part := _common(piece, expert, wanted)) is not None
+        ]
+        if len(parts) == 1 and parts[0][2] == size:
+            found = self._view(*parts[0])
+            self.read_bytes += found.nbytes
+            return found if found.dtype == dtype else found.to(dtype)
+        out = torch.zeros(size, dtype=dtype)
+        for piece, start, count in parts:
+            target = out
+            for dim, (first, length) in enumerate(zip(start, count, strict=True)):
+                at = max(first, wanted[dim][0]) - wanted[dim][0]
+                target = target.narrow(dim, at, length)
+            found = self._view(piece, start, count)
+            self.read_bytes += found.nbytes
+            target.copy_(found)
+        return out
+
+    def _view(self, piece: Piece, start: Sequence[int], count: Sequence[int]) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, piece.dtype)
+        if piece.file == VALUES:
+            whole = torch.frombuffer(bytearray.fromhex(piece.values), dtype=dtype).view(piece.size)
+            found = whole.select(0, 0)
+            for dim, (first, length) in enumerate(zip(start, count, strict=True)):
+                found = found.narrow(dim, first - piece.start[1 + dim], length)
+            return found
+        skipped = sum(
+            (first - begin) * stride
+            for first, begin, stride in zip(start, piece.start[1:], piece.strides[1:], strict=True)
+        )
+        offset = piece.offset + dtype.itemsize * skipped
+        return self._mapped.files[piece.file].view(offset, dtype, count, piece.strides[1:])
+
+
+def _common(piece: Piece, expert: int, wanted: Sequence[Range]) -> tuple[Piece, list[int], list[int]] | None:
+    """Returns an expert's piece with the start and size of its region inside the wanted ranges."""
+    start, count = [], []
+    for (first, end), begin, length in zip(wanted, piece.start[1:], piece.size[1:], strict=True):
+        low, high = max(first, begin), min(end, begin + length)
+        if low >= high:
+            return None
+        start.append(low)
+        count.append(high - low)
+    moved = expert - piece.start[0]
+    if not moved:
+        return piece, start, count
+    if piece.file == VALUES:
+        return _select_values(piece, moved), start, count
+    size = getattr(torch, piece.dtype).itemsize
+    return _moved(piece, moved * piece.strides[0] * size), start, count
+
+
+def _moved(piece: Piece, num_bytes: int) -> Piece:
+    return Piece(
+        piece.start,
+        piece.size,
+        piece.file,
+        piece.offset + num_bytes,
+        piece.dtype,
+        piece.strides,
+        piece.values,
+    )
+
+
+def _select_values(piece: Piece, expert: int) -> Piece:
+    each = 2 * math.prod(piece.size[1:]) * getattr(torch, piece.dtype).itemsize
+    values = piece.values[expert * each : (expert + 1) * each]
+    return Piece(piece.start, (1, *piece.size[1:]), VALUES, 0, piece.dtype, piece.strides, values)
+
+
+def _random(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns small random numbers that repeat, because drawing 30 GB takes minutes; zeros for integers."""
+    if not dtype.is_floating_point:
+        return torch.zeros(tuple(size), dtype=dtype)
+    total = math.prod(size)
+    block = (torch.rand(min(DUMMY_BLOCK, total)) * 2 - 1) * DUMMY_SPREAD
+    return block.to(dtype).repeat(-(-total // block.numel()))[:total].view(tuple(size))
+
+
+def describe(parameter: ExpertParameter) -> str:
+    """Returns type and shape of a parameter for messages."""
+    return f"{parameter.dtype} {list(parameter.shape)}"

@@ -1,0 +1,226 @@
+"""The recipe of a stage's experts: the regions of files that fill their parameters. PURE.
+
+The rank with attention writes the recipe, because only that rank builds the model's class. Feed-forward ranks
+read the experts by the recipe and need neither the class nor the names of tensors.
+"""
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from heteroinfer_contract.errors import ContractError
+
+VALUES: Final = -1
+"""File number of a piece whose values are in the recipe."""
+
+
+def recipe_key(rank: int) -> str:
+    """Returns the key of a rank's recipe in the group's store."""
+    return f"feed-forward/recipe/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region of a parameter, and the region of a file that fills it.
+
+    Attributes:
+        start: first index of the region in each dimension of the parameter.
+        size: elements of the region in each dimension.
+        file: index of the file in the recipe, or VALUES.
+        offset: byte of the region's first element in the file.
+        dtype: type of the elements in the file, such as "bfloat16".
+        strides: elements between neighbours in the file, in each dimension of the parameter.
+        values: bytes of all elements in hexadecimal digits, for VALUES.
+    """
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    file: int
+    offset: int
+    dtype: str
+    strides: tuple[int, ...]
+    values: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParameter:
+    """A parameter of a layer's experts, as vLLM's method creates it. The first dimension counts experts."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecipe:
+    """A layer's experts.
+
+    Attributes:
+        activation: value of vLLM's MoEActivation.
+        limit: largest gate, and largest size of an up value; None without a limit.
+        alpha: factor in the sigmoid of the gate; None for the activation's own.
+        beta: addend to up values; None for the activation's own.
+        method: name of vLLM's method that created the parameters.
+    """
+
+    experts: int
+    topk: int
+    hidden: int
+    inner: int
+    activation: str
+    limit: float | None
+    alpha: float | None
+    beta: float | None
+    method: str
+    parameters: Mapping[str, ExpertParameter]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeFile:
+    """A file of the checkpoint.
+
+    Attributes:
+        name: relative to the model's folder.
+        digest: SHA-256 of the header, which lists all tensors and their places.
+    """
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The experts that feed-forward ranks compute for a rank with attention.
+
+    Attributes:
+        layers: layers with experts; empty if all remote parts are MLPs.
+        dummy: whether the weights are random numbers (`--load-format dummy`).
+    """
+
+    layers: Mapping[int, LayerRecipe] = field(default_factory=dict)
+    files: Sequence[RecipeFile] = ()
+    dummy: bool = False
+
+    def to_text(self) -> str:
+        """Returns the recipe as compressed text for the group's store."""
+        document = {
+            "dummy": self.dummy,
+            "files": [asdict(file) for file in self.files],
+            "layers": {str(number): _layer_to_json(layer) for number, layer in self.layers.items()},
+        }
+        packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 3)
+        return base64.b64encode(packed).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> "Recipe":
+        """Reads the text of `to_text`."""
+        document = json.loads(zlib.decompress(base64.b64decode(text)))
+        return cls(
+            dummy=document["dummy"],
+            files=tuple(RecipeFile(**file) for file in document["files"]),
+            layers={int(number): _layer_from_json(layer) for number, layer in document["layers"].items()},
+        )
+
+
+def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
+    plain = {name: getattr(layer, name) for name in LayerRecipe.__slots__ if name != "parameters"}
+    parameters = {
+        name: [each.shape, each.dtype, [_piece_to_json(piece) for piece in each.pieces]]
+        for name, each in layer.parameters.items()
+    }
+    return {**plain, "parameters": parameters}
+
+
+def _piece_to_json(piece: Piece) -> list[Any]:
+    return [piece.start, piece.size, piece.file, piece.offset, piece.dtype, piece.strides, piece.values]
+
+
+def _layer_from_json(document: dict[str, Any]) -> LayerRecipe:
+    parameters = {
+        name: ExpertParameter(
+            shape=tuple(shape),
+            dtype=dtype,
+            pieces=tuple(
+                Piece(tuple(start), tuple(size), file, offset, kind, tuple(strides), values)
+                for start, size, file, offset, kind, strides, values in pieces
+            ),
+        )
+        for name, (shape, dtype, pieces) in document.pop("parameters").items()
+    }
+    return LayerRecipe(parameters=parameters, **document)
+
+
+def place(
+    shape: Sequence[int], offset: int, size: Sequence[int], strides: Sequence[int], source: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Finds a view's region in a contiguous tensor.
+
+    Args:
+        shape: of the contiguous tensor.
+        offset: element of the tensor at which the view begins.
+        size: of the view.
+        strides: of the view, in elements.
+        source: strides of the tensor that is copied to the view.
+
+    Returns:
+        Start and size of the region, and the strides of the source, in the dimensions of the tensor.
+
+    Raises:
+        ContractError: the view does not cover a rectangular region of the tensor.
+    """
+    steps = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        steps[dim] = steps[dim + 1] * shape[dim + 1]
+    start, rest = [], offset
+    for step in steps:
+        start.append(rest // step)
+        rest %= step
+    region, from_source = [1] * len(shape), [0] * len(shape)
+    for count, stride, source_stride in zip(size, strides, source, strict=True):
+        if count == 1:
+            continue
+        fits = [
+            dim
+            for dim in range(len(shape))
+            if steps[dim] == stride and region[dim] == 1 and start[dim] + count <= shape[dim]
+        ]
+        if not fits:
+            raise ContractError(
+                f"got a view {tuple(size)} with strides {tuple(strides)} of a parameter {tuple(shape)}, "
+                "expected a rectangular region"
+            )
+        region[fits[0]], from_source[fits[0]] = count, source_stride
+    return tuple(start), tuple(region), tuple(from_source)
+
+
+def missing(layer: LayerRecipe) -> list[str]:
+    """Returns the parameters and experts of a layer that get no value, or only a part of their values.
+
+    Biases, zero points and scales of inputs do not count: some checkpoints of a format have none.
+    """
+    found = []
+    for name, parameter in layer.parameters.items():
+        if not is_needed(name):
+            continue
+        filled = [0] * layer.experts
+        for piece in parameter.pieces:
+            each = math.prod(piece.size[1:])
+            for expert in range(piece.start[0], piece.start[0] + piece.size[0]):
+                filled[expert] += each
+        most, full = max(filled), math.prod(parameter.shape[1:])
+        found += [
+            f"{name} of expert {expert}"
+            for expert, count in enumerate(filled)
+            if count < most or 2 * most <= full  # a method may pad its parameters
+        ]
+    return found
+
+
+def is_needed(name: str) -> bool:
+    """Returns whether experts cannot be computed without a parameter."""
+    return not any(part in name for part in ("bias", "input", "shape", "g_idx", "zero"))

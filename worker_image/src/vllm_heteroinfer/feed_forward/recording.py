@@ -1,0 +1,336 @@
+"""Records which parts of the checkpoint fill the experts of remote layers. Imports vLLM.
+
+vLLM's own method of each remote layer creates its parameters on the meta device. The model's own
+`load_weights` then reads once from tensors that share the memory of the files. Copies are recorded, not done.
+"""
+
+import bisect
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
+from vllm_heteroinfer.feed_forward.recipe import (
+    VALUES,
+    ExpertParameter,
+    LayerRecipe,
+    Piece,
+    Recipe,
+    RecipeFile,
+    missing,
+    place,
+)
+from vllm_heteroinfer.feed_forward.remote_parts import layer_of
+
+_logger = logging.getLogger(__name__)
+
+_MOST_VALUES: Final = 4096
+"""Elements of a tensor that the loader computed; larger ones must be regions of a file."""
+_SHOWN: Final = 3
+_aten = torch.ops.aten
+
+
+class RemoteExperts:
+    """The experts of a remote layer while the model is built.
+
+    Attributes:
+        module: vLLM's RoutedExperts.
+        method: vLLM's method for the format, which creates the parameters.
+    """
+
+    def __init__(self, module: Any, method: Any, *, keeps: bool) -> None:
+        """Takes whether the module keeps the parameters until `remove`."""
+        self.module, self.method, self._keeps = module, method, keeps
+        self._shapes: dict[str, Any] = {}
+
+    def create(self, **sizes: Any) -> None:
+        """Creates the parameters on the meta device; those with a few values per expert on the CPU.
+
+        A loader compares the few values with each other.
+        """
+        before = set(self.module._parameters)
+        with torch.device("meta"):
+            self.method.create_weights(layer=self.module, **sizes)
+        experts = int(self.module.local_num_experts)
+        for name in set(self.module._parameters) - before:
+            parameter = self.module._parameters[name]
+            if parameter is None:
+                continue
+            if parameter.numel() <= 4 * experts:
+                small = torch.ones(parameter.shape, dtype=parameter.dtype, device="cpu")
+                # Its class, as vLLM's own classes of parameters find their loader by a property.
+                real = torch.Tensor._make_subclass(type(parameter), small, False)
+                real.__dict__.update(parameter.__dict__)
+                self.module._parameters[name] = parameter = real
+            self._shapes[name] = parameter
+        if not self._keeps:
+            self.remove()
+
+    def adopt(self) -> None:
+        """Takes the parameters that the module has."""
+        self._shapes = dict(self.module.named_parameters(recurse=False))
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The parameters by name."""
+        return self._shapes
+
+    def remove(self) -> None:
+        """Removes the parameters from the module."""
+        for name in self._shapes:
+            self.module._parameters.pop(name, None)
+
+    def describe(self, pieces: Mapping[str, list[Piece]]) -> LayerRecipe:
+        """Returns the layer's recipe."""
+        module, config = self.module, self.module.moe_config
+        return LayerRecipe(
+            experts=int(module.local_num_experts),
+            topk=int(module.top_k),
+            hidden=int(module.hidden_size),
+            inner=int(config.intermediate_size_per_partition),
+            activation=module.activation.value,
+            limit=_number(module.swiglu_limit, config.swiglu_limit),
+            alpha=_number(module.swiglu_alpha, config.swiglu_alpha),
+            beta=_number(module.swiglu_beta, config.swiglu_beta),
+            method=type(self.method).__name__,
+            parameters={
+                name: ExpertParameter(
+                    shape=tuple(each.shape),
+                    dtype=str(each.dtype).removeprefix("torch."),
+                    pieces=tuple(pieces.get(name, ())),
+                )
+                for name, each in self._shapes.items()
+            },
+        )
+
+
+class Recording:
+    """Result of the recording.
+
+    Attributes:
+        recipe: for feed-forward ranks.
+        tensors: names of the checkpoint's tensors that only feed-forward ranks read.
+    """
+
+    def __init__(self, recipe: Recipe, tensors: Collection[str]) -> None:
+        self.recipe, self.tensors = recipe, frozenset(tensors)
+
+
+def describe_loaded(module: Any) -> LayerRecipe:
+    """Returns the recipe of a layer that has its parameters, without the places of its values."""
+    experts = RemoteExperts(module, module.quant_method, keeps=True)
+    experts.adopt()
+    return experts.describe({})
+
+
+def describe_dummy(layers: Mapping[int, RemoteExperts]) -> Recipe:
+    """Returns a recipe without files, for random weights."""
+    return Recipe(layers={layer: experts.describe({}) for layer, experts in layers.items()}, dummy=True)
+
+
+def record(model: Any, loader: Any, model_config: Any, layers: Mapping[int, RemoteExperts]) -> Recording:
+    """Runs the model's `load_weights` over the files' tensors of remote layers and records the copies.
+
+    Args:
+        loader: vLLM's DefaultModelLoader.
+        layers: experts of the remote layers by layer.
+
+    Raises:
+        ContractError: the checkpoint is not in safetensors files, an expert gets no value, or the loader
+            computes values of a remote expert.
+    """
+    files = MappedFiles()
+    names: dict[int, str] = {}
+    recipe, copies = record_load(
+        model_config.model,
+        files,
+        layers,
+        lambda: model.load_weights(_tensors(loader, model, model_config, files, frozenset(layers), names)),
+    )
+    starts = sorted(names)
+    remote = _names_at(copies.remote, starts, names)
+    own = _names_at(copies.own, starts, names)
+    untaken = sorted(set(names.values()) - remote - own)
+    if untaken:
+        _logger.warning(
+            "%s: no layer takes %d tensors of the checkpoint: %s",
+            model_config.model,
+            len(untaken),
+            ", ".join(untaken[:_SHOWN]),
+        )
+    return Recording(recipe, remote - own)
+
+
+def record_load(
+    model: str, files: MappedFiles, layers: Mapping[int, RemoteExperts], load: Callable[[], object]
+) -> tuple[Recipe, "Copies"]:
+    """Calls `load`, which loads tensors of `files` into the remote layers, and records its copies.
+
+    Args:
+        model: folder of the files.
+
+    Raises:
+        ContractError: as in `record`.
+    """
+    copies = Copies(files, layers)
+    remote_methods = {layer: experts.module.quant_method for layer, experts in layers.items()}
+    for experts in layers.values():
+        _set_method(experts.module, experts.method)
+    try:
+        with torch.no_grad(), copies:
+            load()
+    finally:
+        for layer, experts in layers.items():
+            _set_method(experts.module, remote_methods[layer])
+    if copies.problems:
+        raise ContractError(f"{model}: {copies.problems[0]}; use spec.parallelism.mode: Pipeline")
+    recipe = _recipe(Path(model), files, copies, layers)
+    _check(model, recipe)
+    return recipe, copies
+
+
+def _set_method(module: Any, method: Any) -> None:
+    """Sets the method without registering it as a child module, because methods need not be modules."""
+    object.__setattr__(module, "quant_method", method)
+
+
+def _names_at(addresses: Collection[int], starts: list[int], names: Mapping[int, str]) -> set[str]:
+    return {names[starts[bisect.bisect(starts, address) - 1]] for address in addresses}
+
+
+def _tensors(
+    loader: Any,
+    model: Any,
+    model_config: Any,
+    files: MappedFiles,
+    layers: Collection[int],
+    names: dict[int, str],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields tensors that may belong to remote layers, under their names in the checkpoint."""
+    root = Path(model_config.model)
+    source = loader.Source(
+        model_config.model,
+        model_config.revision,
+        fall_back_to_pt=getattr(model, "fall_back_to_pt_during_load", True),
+        allow_patterns_overrides=getattr(model, "allow_patterns_overrides", None),
+    )
+    found = loader._prepare_weights(
+        source.model_or_path,
+        source.subfolder,
+        source.revision,
+        source.fall_back_to_pt,
+        source.allow_patterns_overrides,
+    )
+    if not found[2]:
+        raise ContractError(
+            f"{root}: the weights must be in safetensors files for mode FeedForward (got "
+            f"{sorted(found[1])[:1]}). Convert them, or use spec.parallelism.mode: Pipeline"
+        )
+    for path in sorted(found[1]):
+        for name, tensor in files.add(Path(path)).tensors():
+            if tensor.numel() and _may_belong(name, layers):
+                names[tensor.data_ptr()] = name
+                yield name, tensor
+
+
+def _may_belong(name: str, layers: Collection[int]) -> bool:
+    layer = layer_of(name)
+    if layer is not None:
+        return layer in layers
+    return any(part.isdecimal() and int(part) in layers for part in name.split("."))
+
+
+class Copies(TorchDispatchMode):
+    """Records copies from files to parameters of experts, and leaves out all other copies from files.
+
+    Attributes:
+        pieces: (layer, parameter) -> its pieces.
+        remote: addresses of tensors that experts of remote layers take.
+        own: addresses of tensors that this rank's own parameters take.
+    """
+
+    def __init__(self, files: MappedFiles, layers: Mapping[int, RemoteExperts]) -> None:
+        super().__init__()
+        self._files = files
+        self._targets: dict[int, tuple[int, str, torch.Tensor]] = {}
+        for layer, experts in layers.items():
+            for name, parameter in experts.parameters.items():
+                self._targets[parameter.untyped_storage()._cdata] = (layer, name, parameter)
+        self.pieces: dict[tuple[int, str], list[Piece]] = {}
+        self.remote: set[int] = set()
+        self.own: set[int] = set()
+        self.problems: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, except for copies."""
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default:
+            return self._copy(args[0], args[1])
+        if func in (_aten.clone.default, _aten._to_copy.default):
+            dtype = kwargs.get("dtype")
+            if dtype in (None, args[0].dtype) and self._files.find(args[0]) is not None:
+                return _aten.alias.default(args[0])
+        return func(*args, **kwargs)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        known = self._targets.get(target.untyped_storage()._cdata)
+        found = self._files.find(source)
+        if known is None:
+            if found is not None:
+                self.own.add(source.data_ptr())
+            return target
+        layer, name, parameter = known
+        wide = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
+        start, size, strides = place(
+            parameter.shape, target.storage_offset(), target.shape, target.stride(), wide.stride()
+        )
+        dtype = str(source.dtype).removeprefix("torch.")
+        pieces = self.pieces.setdefault((layer, name), [])
+        if found is not None:
+            self.remote.add(source.data_ptr())
+            pieces.append(Piece(start, size, *found, dtype, strides))
+        elif source.device.type == "cpu" and source.numel() <= _MOST_VALUES:
+            values = wide.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
+            pieces.append(Piece(start, size, VALUES, 0, dtype, strides, values))
+        else:
+            self.problems.append(
+                f"layer {layer}: the model's loader computes {name} of the experts, so feed-forward ranks "
+                "cannot read it from the checkpoint"
+            )
+        if target.device.type != "meta":
+            target.copy_(source)
+        return target
+
+
+def _recipe(root: Path, files: MappedFiles, copies: Copies, layers: Mapping[int, RemoteExperts]) -> Recipe:
+    described = {}
+    for layer, experts in layers.items():
+        own = {name: copies.pieces.get((layer, name), []) for name in experts.parameters}
+        described[layer] = experts.describe(own)
+    return Recipe(
+        layers=described,
+        files=tuple(
+            RecipeFile(name=str(file.path.relative_to(root)), num_bytes=file.num_bytes, digest=file.digest)
+            for file in files.files
+        ),
+    )
+
+
+def _check(model: str, recipe: Recipe) -> None:
+    for number, layer in recipe.layers.items():
+        lacking = missing(layer)
+        if lacking:
+            others = f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
+            raise ContractError(
+                f"{model}: layer {number}: the checkpoint has no values for {lacking[0]}{others}. Download "
+                "the model again"
+            )
+
+
+def _number(*values: Any) -> float | None:
+    return next((float(value) for value in values if value is not None), None)
