@@ -16,6 +16,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from tests.integration.kernels import checkpoint_layers
 from tests.integration.kernels.answering import serve
 from tests.integration.kernels.reverting import revert
 from vllm_heteroinfer.kernels import coded
@@ -61,7 +62,7 @@ def gaps(question: dict[str, Any]) -> Any:
     """Returns how far a format's product is off, as a share of the largest output; its kernel and bytes."""
     coded.register(LIBRARY)
     cpu_coded.install()
-    method_name, config = FORMATS[question["format"]]
+    method_name, config = {**FORMATS, **checkpoint_layers.FORMATS}[question["format"]]
     found = {}
     for name, dtype in TYPES.items():
         settings = VllmConfig()
@@ -71,12 +72,14 @@ def gaps(question: dict[str, Any]) -> Any:
             quantization = kind.from_config(
                 {**config, **({"quant_method": "fp8", "fmt": "e4m3"} if method_name == "fp8" else {})}
             )
-            found[name] = _product(quantization, dtype)
+            if dtype not in quantization.get_supported_act_dtypes():
+                continue  # vLLM refuses such models
+            found[name] = _product(quantization, dtype, question["format"])
     revert("cpu_coded")
     return found
 
 
-def _product(quantization: Any, dtype: torch.dtype) -> Any:
+def _product(quantization: Any, dtype: torch.dtype, name: str) -> Any:
     from vllm.model_executor.layers.linear import LinearBase
 
     layer = LinearBase.__new__(LinearBase)
@@ -84,15 +87,11 @@ def _product(quantization: Any, dtype: torch.dtype) -> Any:
     method = quantization.get_quant_method(layer, "model.layers.0.self_attn.qkv_proj")
     method.create_weights(layer, INPUTS, list(WIDTHS), INPUTS, COLUMNS, dtype, weight_loader=lambda *_: None)
     draw = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 127, layer.weight.shape, generator=draw, dtype=torch.uint8)
-    codes += 128 * torch.randint(0, 2, codes.shape, generator=draw, dtype=torch.uint8)
-    layer.weight.data.copy_(codes.view(torch.float8_e4m3fn))
-    name = "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale"
-    scale = getattr(layer, name).data
-    scale.copy_(torch.rand(scale.shape, generator=draw) / 100 + 0.001)
-    if getattr(layer, "input_scale", None) is not None:
-        layer.input_scale.data.fill_(0.01)
-    dense = layer.weight.data.double() * _spread(scale.double())
+    if name in checkpoint_layers.FORMATS:
+        checkpoint_layers.fill(layer, draw)
+        dense = checkpoint_layers.dense(layer, name, WIDTHS)
+    else:
+        dense = _fill_fp8(layer, draw)
     before = weight_bytes(layer)
     method.process_weights_after_loading(layer)
     x = torch.randn(5, INPUTS, generator=draw).to(dtype)
@@ -101,8 +100,27 @@ def _product(quantization: Any, dtype: torch.dtype) -> Any:
     return {
         "gap": float((y - exact).abs().max() / exact.abs().max()),
         "bytes": weight_bytes(layer) / before,
-        "kernel": type(getattr(method, "fp8_linear", None) or layer.scheme.fp8_linear).__name__,
+        "kernel": _kernel_name(method, layer),
     }
+
+
+def _kernel_name(method: Any, layer: Any) -> str:
+    owners = (method, getattr(layer, "scheme", None))
+    names = ("fp8_linear", "kernel")
+    kernels = (getattr(owner, name, None) for owner in owners for name in names)
+    return next(type(kernel).__name__ for kernel in kernels if kernel is not None)
+
+
+def _fill_fp8(layer: Any, draw: torch.Generator) -> torch.Tensor:
+    codes = torch.randint(0, 127, layer.weight.shape, generator=draw, dtype=torch.uint8)
+    codes += 128 * torch.randint(0, 2, codes.shape, generator=draw, dtype=torch.uint8)
+    layer.weight.data.copy_(codes.view(torch.float8_e4m3fn))
+    name = "weight_scale_inv" if hasattr(layer, "weight_scale_inv") else "weight_scale"
+    scale = getattr(layer, name).data
+    scale.copy_(torch.rand(scale.shape, generator=draw) / 100 + 0.001)
+    if getattr(layer, "input_scale", None) is not None:
+        layer.input_scale.data.fill_(0.01)
+    return layer.weight.data.double() * _spread(scale.double())
 
 
 def _spread(scale: torch.Tensor) -> torch.Tensor:

@@ -77,11 +77,29 @@ def layers(usable: list[str]) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8 tensor", "fp8 tensor, static inputs", "fp8 tensor, compressed", "fp8 channel", "fp8 block"],
+    [
+        *("fp8 tensor", "fp8 tensor, static inputs", "fp8 tensor, compressed", "fp8 channel", "fp8 block"),
+        *("int8 channel", "int8 tensor, static inputs", "int8 channel, inputs with zero points"),
+        *("int8 weights alone", "int8 weights alone, zero points", "int4 channel", "int4 32", "int4 64"),
+        *(
+            "int4 128",
+            "int4 32 zeros",
+            "int4 128 zeros",
+            "awq 32",
+            "awq 64",
+            "awq 128",
+            "gptq 32",
+            "gptq 128",
+        ),
+        *("gptq 8 bits", "mxfp4", "mxfp8", "nvfp4"),
+    ],
 )
 def test_layers_of_vllm(name: str, layers: Asking) -> None:
     found = layers("gaps", format=name)
-    for dtype, most in (("bf16", 2.0**-8), ("float16", 2.0**-10), ("float32", 2.0**-18)):
+    limits = {"bf16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-18}
+    # vLLM serves AWQ and GPTQ in 16 bits only.
+    assert set(found) == (set(limits) - {"float32"} if name.startswith(("awq", "gptq")) else set(limits))
+    for dtype, most in ((dtype, limits[dtype]) for dtype in found):
         assert found[dtype]["gap"] < most, (dtype, found)
         assert found[dtype]["bytes"] <= 1.05
         assert found[dtype]["kernel"].startswith("Coded")

@@ -11,19 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS, _POSSIBLE_FP8_KERNELS
+from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_FP8_BLOCK_KERNELS,
+    _POSSIBLE_FP8_KERNELS,
+    _POSSIBLE_INT8_KERNELS,
+    _POSSIBLE_KERNELS,
+    _POSSIBLE_MXFP4_KERNELS,
+    _POSSIBLE_MXFP8_KERNELS,
+    _POSSIBLE_NVFP4_KERNELS,
+)
 from vllm.model_executor.kernels.linear.scaled_mm import (
     Fp8BlockScaledMMLinearKernel,
     FP8ScaledMMLinearKernel,
 )
 from vllm.model_executor.layers.quantization.utils.fp8_utils import _upcast_e8m0_to_fp32
-from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum
 
 from vllm_heteroinfer.kernels import coded
 from vllm_heteroinfer.kernels.coded import SHARED_COLUMNS, Code, Coded, Format, Scale
 from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
+from vllm_heteroinfer.patches.coded_floats import CodedMxFp4Kernel, CodedMxFp8Kernel, CodedNvFp4Kernel
+from vllm_heteroinfer.patches.coded_integers import CodedInt8Kernel, CodedWNA16Kernel
+from vllm_heteroinfer.patches.coded_layer import CodedLayer
 from vllm_heteroinfer.patches.registry import CPU_CODED_SCALES
 from vllm_heteroinfer.patches.replacing import replace
 
@@ -43,6 +53,11 @@ def install() -> None:
     lists: tuple[tuple[dict[PlatformEnum, list[Any]], type], ...] = (
         (_POSSIBLE_FP8_KERNELS, CodedFp8Kernel),
         (_POSSIBLE_FP8_BLOCK_KERNELS, CodedFp8BlockKernel),
+        (_POSSIBLE_INT8_KERNELS, CodedInt8Kernel),
+        (_POSSIBLE_KERNELS, CodedWNA16Kernel),
+        (_POSSIBLE_MXFP4_KERNELS, CodedMxFp4Kernel),
+        (_POSSIBLE_MXFP8_KERNELS, CodedMxFp8Kernel),
+        (_POSSIBLE_NVFP4_KERNELS, CodedNvFp4Kernel),
     )
     for by_platform, kernel in lists:
         kernels = by_platform.setdefault(PlatformEnum.CPU, [])
@@ -67,25 +82,6 @@ def _keeping_scales(_: Callable[..., Any]) -> Callable[..., Any]:
         return weight_scale.repeat_interleave(widths).view(-1, 1), weight
 
     return requantize_with_max_scale
-
-
-class CodedLayer:
-    """A layer's weight, packed: the parameter holds the bytes, and this object how to read them."""
-
-    def __init__(self, layer: torch.nn.Module, name: str, weight: Coded, *, keep: bool = False) -> None:
-        """Packs the weight in place of a layer's parameter; beside it if `keep`."""
-        packed = coded.pack(coded.register(), weight)
-        self._name, self._kept = name, packed.packed if keep else None
-        self._numbers, self._sizes = weight.format.numbers(), (weight.columns, weight.inputs)
-        if not keep:
-            replace_parameter(layer, name, torch.nn.Parameter(packed.packed, requires_grad=False))
-
-    def compute(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns x times the weight, plus bias."""
-        packed = getattr(layer, self._name) if self._kept is None else self._kept
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
-        return coded.product(x, packed, bias, self._numbers, *self._sizes)
 
 
 class CodedFp8Kernel(FP8ScaledMMLinearKernel):

@@ -1,0 +1,89 @@
+"""Linear layers in MXFP4, MXFP8 and NVFP4 by our kernels. Inputs are not rounded. Imports vLLM.
+
+Sources: vllm/model_executor/kernels/linear/mxfp4/base.py::MxFp4LinearKernel@v0.32.0,
+.../mxfp8/Mxfp8LinearKernel.py::Mxfp8LinearKernel, .../nvfp4/base.py::NvFp4LinearKernel. vLLM's lists have no
+kernels of these for CPUs.
+"""
+
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.kernels.linear import MxFp4LinearKernel, Mxfp8LinearKernel, NvFp4LinearKernel
+
+from vllm_heteroinfer.kernels.coded import Code, Coded, Format, Scale
+from vllm_heteroinfer.patches.coded_layer import CodedLayer, drop
+
+_MX_GROUP: Final = 32
+_NV_GROUP: Final = 16
+_NAME: Final = "weight"
+_SCALE: Final = "weight_scale"
+
+
+class _CodedKernel:
+    """What the three have in common: `process_weights_after_loading` sets `_coded`."""
+
+    _coded: CodedLayer
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._coded.compute(layer, x, bias)
+
+
+class CodedMxFp4Kernel(_CodedKernel, MxFp4LinearKernel):
+    """e2m1 weights with an e8m0 scale of each 32 inputs."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        codes = layer.weight.data
+        columns, inputs = codes.shape[0], codes.shape[1] * 2
+        self._coded = _pack(
+            layer, Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=_MX_GROUP), columns, inputs
+        )
+
+
+class CodedMxFp8Kernel(_CodedKernel, Mxfp8LinearKernel):
+    """e4m3 weights with an e8m0 scale of each 32 inputs."""
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return config.bmm_batch_size is None, "takes no batches of weights"
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=_MX_GROUP)
+        self._coded = _pack(layer, form, *layer.weight.shape)
+
+
+class CodedNvFp4Kernel(_CodedKernel, NvFp4LinearKernel):
+    """e2m1 weights with an e4m3 scale of each 16 inputs, and one float32 factor of all."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        codes = layer.weight.data
+        columns, inputs = codes.shape[0], codes.shape[1] * 2
+        factors = layer.weight_global_scale.data.float().reshape(-1).expand(columns).contiguous()
+        form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=_NV_GROUP)
+        self._coded = _pack(layer, form, columns, inputs, factors)
+
+
+def _pack(
+    layer: torch.nn.Module, form: Format, columns: int, inputs: int, factors: torch.Tensor | None = None
+) -> CodedLayer:
+    scales = getattr(layer, _SCALE).data[:columns, : form.groups(inputs)]
+    weight = Coded(
+        format=form,
+        columns=columns,
+        inputs=inputs,
+        codes=getattr(layer, _NAME).data.contiguous().view(torch.uint8),
+        scales=scales.contiguous().view(torch.uint8),
+        factors=factors,
+    )
+    coded = CodedLayer(layer, _NAME, weight)
+    drop(layer, _SCALE)
+    return coded

@@ -1,0 +1,112 @@
+"""Linear layers in int4 and int8 by our kernels. Imports vLLM.
+
+Sources: vllm/model_executor/kernels/linear/mixed_precision/MPLinearKernel.py::MPLinearKernel@v0.32.0 (AWQ,
+GPTQ and compressed-tensors in 4 and 8 bits), .../scaled_mm/ScaledMMLinearKernel.py::Int8ScaledMMLinearKernel.
+"""
+
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, MPLinearKernel, MPLinearLayerConfig
+from vllm.scalar_type import scalar_types
+
+from vllm_heteroinfer.kernels.coded import ELEMENTS, SHARED_COLUMNS, Code, Coded, Format, Scale
+from vllm_heteroinfer.patches.coded_layer import CodedLayer, column_scale, drop
+
+_SYMMETRIC: Final = (scalar_types.uint4b8, scalar_types.uint8b128)
+_WITH_ZEROS: Final = (scalar_types.uint4, scalar_types.uint8)
+_WORD_BITS: Final = 32
+_FLIPPED: Final = {4: 0x88, 8: 0x80}
+"""Bits of a byte that differ between codes from 0 on, as in checkpoints, and two's complement."""
+
+
+class CodedWNA16Kernel(MPLinearKernel):
+    """Weights of 4 or 8 bits with scales of groups of inputs, and zero points if the checkpoint has them."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        types = _WITH_ZEROS if c.zero_points else _SYMMETRIC
+        if c.weight_type not in types:
+            return False, f"takes weights in {', '.join(map(str, types))} (got {c.weight_type})"
+        if c.group_size != -1 and (c.group_size <= 0 or c.group_size % SHARED_COLUMNS):
+            return False, f"takes groups of a multiple of {SHARED_COLUMNS} inputs (got {c.group_size})"
+        return (
+            c.act_type in ELEMENTS,
+            f"takes activations in {', '.join(map(str, ELEMENTS))} (got {c.act_type})",
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        weights, scales, zeros = self._get_weight_params(layer)
+        bits = self.config.weight_type.size_bits
+        inputs, columns = self.config.partition_weight_shape
+        words = weights.data if weights.input_dim == 1 else weights.data.t()
+        codes = words.contiguous().view(torch.uint8)[:, : -(-inputs * bits // 8)].bitwise_xor(_FLIPPED[bits])
+        of_columns = scales.data if scales.output_dim == 0 else scales.data.t()
+        group = self.config.group_size
+        if group == -1:  # zero points need a group
+            group = -(-inputs // SHARED_COLUMNS) * SHARED_COLUMNS if self.config.zero_points else 0
+        weight = Coded(
+            format=Format(
+                code=Code.INT4 if bits == 4 else Code.INT8,
+                scale=column_scale(of_columns.dtype),
+                group=group,
+                zeros=self.config.zero_points,
+            ),
+            columns=columns,
+            inputs=inputs,
+            codes=codes,
+            scales=of_columns.contiguous(),
+            zeros=_zero_points(zeros, bits, columns) if self.config.zero_points else None,
+        )
+        self._coded = CodedLayer(layer, self.w_q_name, weight)
+        drop(layer, self.w_s_name, self.w_zp_name)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._coded.compute(layer, x, bias)
+
+
+def _zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
+    """Returns zero points [columns, groups] less half of the range, as the codes are; int8."""
+    words = packed.data if packed.output_dim == 0 else packed.data.t()
+    shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
+    values = (words.unsqueeze(1) >> shifts.view(1, -1, 1)) & ((1 << bits) - 1)
+    return (values.flatten(0, 1)[:columns] - (1 << (bits - 1))).to(torch.int8).contiguous()
+
+
+class CodedInt8Kernel(Int8ScaledMMLinearKernel):
+    """int8 weights with a scale of each column, or of each layer that vLLM joins; inputs are not rounded."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        name, *others = self.layer_param_names
+        codes, scales = getattr(layer, name).data, getattr(layer, others[0]).data.float()
+        columns, inputs = codes.shape
+        if scales.numel() not in {1, columns}:
+            scales = scales.flatten().repeat_interleave(torch.tensor(layer.logical_widths))
+        weight = Coded(
+            format=Format(code=Code.INT8, scale=Scale.COLUMN_F32),
+            columns=columns,
+            inputs=inputs,
+            codes=codes.contiguous().view(torch.uint8),
+            scales=scales.reshape(-1, 1).expand(columns, 1).contiguous(),
+        )
+        self._coded = CodedLayer(layer, name, weight)
+        drop(layer, *others)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._coded.compute(layer, x, bias)

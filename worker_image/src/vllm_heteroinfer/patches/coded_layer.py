@@ -1,0 +1,42 @@
+"""The weight of one of vLLM's linear layers, packed for our kernels. Imports vLLM."""
+
+import torch
+from vllm.model_executor.utils import replace_parameter
+
+from vllm_heteroinfer.kernels import coded
+from vllm_heteroinfer.kernels.coded import Coded, Scale
+
+
+class CodedLayer:
+    """A layer's weight, packed: the parameter holds the bytes, and this object how to read them."""
+
+    def __init__(self, layer: torch.nn.Module, name: str, weight: Coded, *, keep: bool = False) -> None:
+        """Packs the weight in place of a layer's parameter; beside it if `keep`."""
+        packed = coded.pack(coded.register(), weight)
+        self._name, self._kept = name, packed.packed if keep else None
+        self._numbers, self._sizes = weight.format.numbers(), (weight.columns, weight.inputs)
+        if not keep:
+            replace_parameter(layer, name, torch.nn.Parameter(packed.packed, requires_grad=False))
+
+    def compute(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns x times the weight, plus bias."""
+        packed = getattr(layer, self._name) if self._kept is None else self._kept
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        return coded.product(x, packed, bias, self._numbers, *self._sizes)
+
+
+def drop(layer: torch.nn.Module, *names: str | None) -> None:
+    """Frees parameters whose values are in the packed weight."""
+    for name in names:
+        if name is not None and getattr(layer, name, None) is not None:
+            setattr(layer, name, None)
+
+
+def column_scale(dtype: torch.dtype) -> Scale:
+    """Returns the scale of columns in a dtype: bf16, float16 or float32."""
+    return {
+        torch.bfloat16: Scale.COLUMN_BF16,
+        torch.float16: Scale.COLUMN_F16,
+        torch.float32: Scale.COLUMN_F32,
+    }[dtype]
