@@ -1,11 +1,14 @@
 """GB/s of weights that our CPU kernels read in each format, beside the host's stream, and vLLM's kernels.
 
     python -m tests.bench.kernels [--formats fp8-channel,...] [--rows 1,4,16,64]
-        [--paths avx512_bf16,...] [--threads N] [--rounds 9] [--dtype bf16]
+        [--paths avx512_bf16,...] [--threads N] [--rounds 9] [--dtype bf16] [--experts]
 
 Each line is a format on an instruction set, and each cell is the median of the rounds. A round measures the
-stream (a sum over 256 MiB by the same threads) just before the kernel; the share is the median of their
-quotients. The weights are many times as large as the caches. Needs the worker's Python.
+stream (a sum over 256 MiB by the same threads) just before the kernel. The share is of the smaller of the
+stream and the rate that the instruction's own peak allows (`instruction_peak`, measured in the same run). The
+weights are many times as large as the caches. `--experts` measures a layer of EXPERTS experts, of which each
+token takes CHOICES, and counts each chosen expert once. vLLM's kernel for int4 without zero points follows if
+this CPU has AVX-512. Needs the worker's Python.
 """
 
 import argparse
@@ -15,6 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 COLUMNS, INPUTS = 8192, 4096
+AMX_ROWS = 5
+EXPERTS, CHOICES, INNER = 64, 8, 1024
+"""Of a layer: experts, experts of a token, inputs of w2. INPUTS are those of w13."""
 WEIGHT_BYTES = 256 << 20
 """Of all weights of a format, at least, which calls read in turn."""
 STREAM_BYTES = 256 << 20
@@ -31,7 +37,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 class Bench:
-    """Weights of one format, and what reads them."""
+    """Linear layers of one format, and what reads them."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         import torch
@@ -44,6 +50,7 @@ class Bench:
         form = FORMATS[name]
         draw = torch.Generator().manual_seed(0)
         first = coded.pack(library, draw_coded(draw, form, COLUMNS, INPUTS))
+        self.weight_bytes = first.packed.nbytes / COLUMNS / INPUTS
         count = -(-WEIGHT_BYTES // first.packed.nbytes)
         self.weights = [first]
         for _ in range(count - 1):
@@ -52,12 +59,86 @@ class Bench:
             )
             self.weights.append(copy)
 
-    def rate(self, rows: int) -> float:
-        """Returns GB/s of packed weights read, once over all of them."""
+    def rate(self, rows: int) -> tuple[float, float]:
+        """Returns GB/s of packed weights read, once over all of them, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._dtype)
         weights = self.weights[: max(2, len(self.weights) // max(1, rows // 8))]
         seconds = timed(lambda: [self._coded.linear(x, weight) for weight in weights])
-        return sum(weight.packed.nbytes for weight in weights) / seconds / 1e9
+        return sum(weight.packed.nbytes for weight in weights) / seconds / 1e9, rows
+
+
+class ExpertsBench:
+    """Layers of experts of one format, and what reads them."""
+
+    def __init__(self, name: str, dtype: Any) -> None:
+        import torch
+
+        from tests.integration.kernels.coded_weights import FORMATS, draw_coded
+        from vllm_heteroinfer.kernels import coded
+        from vllm_heteroinfer.kernels.coded_experts import Activation, CodedExperts, PackedPart
+
+        self._torch, self._dtype = torch, dtype
+        library, form, draw = coded.register(), FORMATS[name], torch.Generator().manual_seed(0)
+
+        def part(columns: int, inputs: int) -> PackedPart:
+            one = coded.pack(library, draw_coded(draw, form, columns, inputs)).packed
+            return PackedPart(format=form, columns=columns, inputs=inputs, packed=one.repeat(EXPERTS, 1))
+
+        def parts() -> tuple[PackedPart, PackedPart]:
+            return part(2 * INNER, INPUTS), part(INPUTS, INNER)
+
+        first = parts()
+        self._expert_bytes = sum(each.packed.nbytes for each in first) / EXPERTS
+        others = [parts() for _ in range(int(WEIGHT_BYTES // (self._expert_bytes * EXPERTS)))]
+        self._layers = [
+            CodedExperts(library, w13, w2, Activation(), dtype=dtype) for w13, w2 in (first, *others)
+        ]
+        self.weight_bytes = self._expert_bytes / (3 * INNER * INPUTS)
+
+    def rate(self, rows: int) -> tuple[float, float]:
+        """Returns GB/s of the chosen experts' packed weights, and the rows of an expert."""
+        torch, count = self._torch, 0
+        x = torch.randn(rows, INPUTS).to(self._dtype)
+        y, weights = torch.empty_like(x), torch.full((rows, CHOICES), 1 / CHOICES)
+        calls = []
+        for layer in self._layers * (4 if rows == 1 else 1):
+            ids = torch.rand(rows, EXPERTS).argsort(1)[:, :CHOICES].to(torch.int32).contiguous()
+            count += len(ids.unique())
+            calls.append((layer, ids))
+
+        def compute() -> None:
+            for layer, ids in calls:
+                layer.compute(y, x, weights, ids)
+
+        seconds = timed(compute)
+        return count * self._expert_bytes / seconds / 1e9, rows * CHOICES * len(calls) / count
+
+
+class VllmBench:
+    """vLLM's kernel for int4 in groups of 128, bf16 only."""
+
+    weight_bytes = 0.5 + 2 / 128
+
+    def __init__(self) -> None:
+        import torch
+        import vllm._C  # noqa: F401 - registers the operations
+        from vllm import _custom_ops as ops
+
+        self._torch, self._ops = torch, ops
+        words = torch.randint(-(2**31), 2**31, (COLUMNS // 16, INPUTS * 2), dtype=torch.int64)
+        scales = torch.rand(INPUTS // 128, COLUMNS).to(torch.bfloat16)
+        count = int(WEIGHT_BYTES // (COLUMNS * INPUTS * self.weight_bytes)) + 1
+        self._weights = [(words.to(torch.int32), scales.clone()) for _ in range(count)]
+        self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+
+    def rate(self, rows: int) -> tuple[float, float]:
+        """Returns GB/s of weights read, once over all of them, and the rows of each weight."""
+        x = self._torch.randn(rows, INPUTS).to(self._torch.bfloat16)
+        product = self._ops.cpu_gemm_wna16
+        seconds = timed(
+            lambda: [product(x, words, scales, None, None, 8, self._isa) for words, scales in self._weights]
+        )
+        return len(self._weights) * COLUMNS * INPUTS * self.weight_bytes / seconds / 1e9, rows
 
 
 def stream(words: Any) -> float:
@@ -65,18 +146,35 @@ def stream(words: Any) -> float:
     return float(words.nbytes / timed(words.sum) / 1e9)
 
 
-def line(bench: Bench, label: str, words: Any, rows: Sequence[int], rounds: int) -> str:
-    """Returns a line of the table: GB/s and the share of the stream, by rows."""
+def line(bench: Any, label: str, words: Any, rows: Sequence[int], rounds: int, peaks: Any) -> str:
+    """Returns a line of the table: GB/s and the share of what bounds it, by rows.
+
+    Args:
+        peaks: returns the operations a second of the instruction that multiplies so many rows.
+    """
     cells = []
     for count in rows:
         bench.rate(count)
         rates, shares = [], []
         for _ in range(rounds if count < 16 else max(3, rounds // 3)):
             memory = stream(words)
-            rates.append(bench.rate(count))
-            shares.append(rates[-1] / memory)
+            rate, each = bench.rate(count)
+            most = peaks(each) / 1e9 * bench.weight_bytes / (2 * each)
+            rates.append(rate)
+            shares.append(rate / min(memory, most))
         cells.append(f"{statistics.median(rates):7.1f} {statistics.median(shares):5.0%}")
     return f"{label:28} " + "  ".join(cells)
+
+
+def instruction(paths: Sequence[str], path: str, name: str, dtype: str, rows: float) -> str:
+    """Returns the instruction set that multiplies `rows` rows, as source/linear.cpp chooses it."""
+    allowed = [path] if path else list(paths)
+    narrow = dtype == "bf16" and name != "float16"
+    if narrow and "amx_bf16" in allowed and rows >= AMX_ROWS:
+        return "amx_bf16"
+    if narrow and {"avx512_bf16", "amx_bf16"} & set(allowed):
+        return "avx512_bf16"
+    return "avx2" if path == "avx2" or "avx512f" not in paths else "avx512f"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,9 +191,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--busy", action="store_true", help="one thread's CPU time, on a machine with other work"
     )
+    parser.add_argument("--experts", action="store_true", help="a layer of experts, by tokens")
     options = parser.parse_args(argv)
     import torch
 
+    from tests.bench.instruction_peak import peak
     from tests.integration.kernels.coded_weights import FORMATS
     from vllm_heteroinfer.kernels import coded
     from vllm_heteroinfer.kernels.library import CODED_PATHS
@@ -112,16 +212,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{torch.get_num_threads()} threads, {', '.join(library.coded_paths)}, stream {best:.1f} GB/s at best"
     )
+    peaks = {path: peak(path, torch.get_num_threads(), CLOCK[0]) for path in library.coded_paths}
+    print("peaks: " + ", ".join(f"{path} {each / 1e9:.0f} GFLOP/s" for path, each in peaks.items()))
     print(f"{'rows':28} " + "  ".join(f"{count:7} {'share':>5}" for count in rows))
     paths = options.paths.split(",") if options.paths else [""]
     for name in options.formats.replace("-", " ").split(",") if options.formats else FORMATS:
-        bench = Bench(name, dtype)
+        bench = (ExpertsBench if options.experts else Bench)(name, dtype)
         for path in paths:
             index = CODED_PATHS.index(path) if path else -1
             if not library.calls.heteroinfer_tune(index, -1, -1):
                 continue
-            print(line(bench, f"{name} {path}", words, rows, options.rounds), flush=True)
+
+            def by_rows(each: float, name: str = name, path: str = path) -> float:
+                return peaks[instruction(library.coded_paths, path, name, options.dtype, each)]
+
+            print(line(bench, f"{name} {path}", words, rows, options.rounds, by_rows), flush=True)
         library.calls.heteroinfer_tune(-1, -1, -1)
+    if "avx512f" in library.coded_paths and not options.experts and options.dtype == "bf16":
+
+        def of_vllm(_: float) -> float:
+            return max(peaks.values())
+
+        print(line(VllmBench(), "int4 128 of vLLM", words, rows, options.rounds, of_vllm), flush=True)
 
 
 if __name__ == "__main__":
