@@ -81,6 +81,12 @@ CPU_FP8_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_APPLY,
     target=f"{_EXPERTS}:CPUExpertsFp8.apply",
 )
+CPU_FP8_EXPERTS_DEVICE: Final = replace(
+    CPU_EXPERTS_PACKING,
+    target=f"{_EXPERTS}:CPUExpertsFp8._supports_current_device",
+    parameters=(),
+    why="vLLM offers FP8 experts only on CPUs with AMX, but our kernels need only AVX-512",
+)
 CPU_INT4_EXPERTS_PACKING: Final = Patch(
     id="cpu_packing",
     target="vllm.model_executor.layers.fused_moe.oracle.int_wna16:_process_weights_cpu",
@@ -207,6 +213,7 @@ PATCHES: Final = (
     CPU_EXPERTS_APPLY,
     CPU_FP8_EXPERTS_PACKING,
     CPU_FP8_EXPERTS_APPLY,
+    CPU_FP8_EXPERTS_DEVICE,
     CPU_INT4_EXPERTS_PACKING,
     CPU_INT4_PACKING,
     CPU_INT4_PACKING_AMX,
