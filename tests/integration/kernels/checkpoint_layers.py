@@ -37,12 +37,20 @@ def _awq(group: int) -> Any:
     return "auto_awq", {"bits": 4, "group_size": group, "zero_point": True, "modules_to_not_convert": None}
 
 
-def _gptq(bits: int, group: int) -> Any:
-    return "auto_gptq", {"bits": bits, "group_size": group, "desc_act": False, "sym": True}
+def _gptq(group: int) -> Any:
+    return "auto_gptq", {"bits": 4, "group_size": group, "desc_act": False, "sym": True}
 
 
-def _floats(bits: int, strategy: str, group: int, layout: str, **inputs: Any) -> Any:
-    each = {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": group}
+def _floats(
+    bits: int, strategy: str, group: int, layout: str, scale: str | None = None, **inputs: Any
+) -> Any:
+    each = {
+        "num_bits": bits,
+        "type": "float",
+        "strategy": strategy,
+        "group_size": group,
+        "scale_dtype": scale,
+    }
     return _compressed(layout, each, {**each, "dynamic": True, **inputs})
 
 
@@ -63,11 +71,10 @@ FORMATS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "awq 32": _awq(32),
     "awq 64": _awq(64),
     "awq 128": _awq(128),
-    "gptq 32": _gptq(4, 32),
-    "gptq 128": _gptq(4, 128),
-    "gptq 8 bits": _gptq(8, 128),
+    "gptq 32": _gptq(32),
+    "gptq 128": _gptq(128),
     "mxfp4": _floats(4, "group", 32, "mxfp4-pack-quantized"),
-    "mxfp8": _floats(8, "group", 32, "mxfp8-quantized"),
+    "mxfp8": _floats(8, "group", 32, "mxfp8-quantized", "torch.uint8"),
     "nvfp4": _floats(4, "tensor_group", 16, "nvfp4-pack-quantized", dynamic="local"),
 }
 
@@ -101,7 +108,7 @@ def dense(layer: torch.nn.Module, name: str, widths: tuple[int, ...]) -> torch.T
     if kind == "auto_awq":
         return _awq_weight(layer)
     if kind == "auto_gptq":
-        codes = _fields(layer.qweight.data.t(), config["bits"]) - (1 << (config["bits"] - 1))
+        codes = _fields(layer.qweight.data.t(), 4) - 8
         return codes.double() * _spread(layer.scales.data.t(), codes.shape[1])
     if hasattr(layer, "weight_shape"):
         bits = config["config_groups"]["group_0"]["weights"]["num_bits"]

@@ -29,11 +29,11 @@ COLUMNS = sum(WIDTHS)
 TYPES = {"bf16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def _compressed(strategy: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
     eight = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": {**eight, "strategy": strategy, "dynamic": False},
+        "weights": {**eight, **weights, "dynamic": False},
         "input_activations": {**eight, **inputs},
     }
     return {"format": "float-quantized", "ignore": [], "config_groups": {"group_0": group}}
@@ -44,9 +44,19 @@ FORMATS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "fp8 tensor, static inputs": ("fp8", {"activation_scheme": "static"}),
     "fp8 tensor, compressed": (
         "compressed-tensors",
-        _compressed("tensor", {"strategy": "tensor", "dynamic": False}),
+        _compressed({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
     ),
-    "fp8 channel": ("compressed-tensors", _compressed("channel", {"strategy": "token", "dynamic": True})),
+    "fp8 channel": (
+        "compressed-tensors",
+        _compressed({"strategy": "channel"}, {"strategy": "token", "dynamic": True}),
+    ),
+    "fp8 block, compressed": (
+        "compressed-tensors",
+        _compressed(
+            {"strategy": "block", "block_structure": [128, 128]},
+            {"strategy": "group", "group_size": 128, "dynamic": True},
+        ),
+    ),
     "fp8 block": ("fp8", {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
 }
 

@@ -112,7 +112,8 @@ def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) ->
             said[key, dtype] = (bool(kernel), bool(without[key][dtype]))
             takes = ours is not None and _takes(ours, int(bits), dtype)
             of_table[key, dtype] = (takes, takes and ours is not None and ours.needs != AMX)
-    # Our kernels compute more than the planner plans yet: the table is about CPUs with vLLM's kernels too.
+    # The choosers take our kernels for more than the planner plans yet: the table also covers CPUs with
+    # vLLM's kernels. vLLM's method for GPTQ refuses 8 bits on CPUs before it asks them.
     more = {f"{SchemeName.GPTQ} 8", f"{SchemeName.INT4} 8", *(f"{name} 4" for name in MORE_OF_OURS)}
     stricter = {which for which in of_table if which[0] in more} | {(f"{SchemeName.INT4} 4", "float32")}
     assert {of_table.pop(which) for which in stricter} == {(False, False)}
