@@ -1,8 +1,8 @@
 """Linear layers in MXFP4, MXFP8 and NVFP4 by our kernels. Inputs are not rounded. Imports vLLM.
 
 Sources: vllm/model_executor/kernels/linear/mxfp4/base.py::MxFp4LinearKernel@v0.32.0,
-.../mxfp8/Mxfp8LinearKernel.py::Mxfp8LinearKernel, .../nvfp4/base.py::NvFp4LinearKernel. vLLM's lists have no
-kernels of these for CPUs.
+.../mxfp8/Mxfp8LinearKernel.py::Mxfp8LinearKernel, .../nvfp4/base.py::NvFp4LinearKernel. vLLM itself has no
+kernel for CPUs in these formats.
 """
 
 from typing import Any, Final
@@ -20,7 +20,7 @@ _SCALE: Final = "weight_scale"
 
 
 class _CodedKernel:
-    """What the three have in common: `process_weights_after_loading` sets `_coded`."""
+    """The three kernels share this; `process_weights_after_loading` sets `_coded`."""
 
     _coded: CodedLayer
 
@@ -62,7 +62,7 @@ class CodedMxFp8Kernel(_CodedKernel, Mxfp8LinearKernel):
 
 
 class CodedNvFp4Kernel(_CodedKernel, NvFp4LinearKernel):
-    """e2m1 weights with an e4m3 scale of each 16 inputs, and one float32 factor of all."""
+    """e2m1 weights with an e4m3 scale of each 16 inputs, and one float32 factor for the layer."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         codes = layer.weight.data
