@@ -167,6 +167,7 @@ class ResourceObservation:
         unmade: names of pods that the operator decided to create and that never existed. No create request
             was sent yet, or it has no answer.
         unasked: names in `unmade` for which no create request was sent.
+        never_placed: names of pods that were deleted before they had a node, so they never ran.
         kept_in: `podSelector` of each policy of other owners in the namespace that restricts egress; None
         while
             unknown.
@@ -192,6 +193,7 @@ class ResourceObservation:
     connecting_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     unmade: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
+    never_placed: frozenset[str] = frozenset()
     kept_in: tuple[Manifest, ...] | None = ()
     neighbours: tuple[Neighbour, ...] | None = None
 

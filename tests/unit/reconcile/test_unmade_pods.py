@@ -77,6 +77,61 @@ def test_a_lost_pod_ends_the_epoch_while_another_pod_is_not_created_yet() -> Non
     assert second not in world.workers()
 
 
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=4), st.booleans())
+def test_pods_deleted_before_they_had_a_node_are_replaced_in_the_same_epoch(
+    deletions: list[set[int]], refused: bool
+) -> None:
+    """Also if all pods of the group are deleted, and if the API server refuses some creates for a while."""
+    world = pods_of(4)
+    world.calm = False
+    world.live(3)
+    made = world.workers()
+    epoch = world.status["groups"][0]["epoch"]
+    for indices in deletions:
+        for name in [made[index] for index in sorted(indices)]:
+            world.vanish(name)
+        world.unanswered = {("Pod", made[min(indices)])} if refused else set()
+        world.live(3)
+        world.unanswered.clear()
+        world.live(61)
+        assert world.workers() == made
+    world.all_ready()
+    world.settle()
+    group = world.status["groups"][0]
+    assert (group["epoch"], group["phase"], group["failures"]) == (epoch, "Ready", [])
+    assert world.events.count("EpochStarted") == 1
+
+
+def test_a_replaced_pod_that_disappears_after_it_had_a_node_ends_the_epoch() -> None:
+    world = pods_of(3)
+    world.live(3)
+    (_, second, _) = world.workers()
+    world.vanish(second)
+    world.live(3)
+    world.all_started()
+    world.live(3)
+    del world.pods[second]
+    world.live(3)
+    assert world.status["groups"][0]["failures"][0]["reason"] == "PodDeleted"
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_new_process_ends_an_epoch_whose_pod_vanished_unless_the_status_tells(written: bool) -> None:
+    world = pods_of(3)
+    world.live(3)
+    (_, second, _) = made = world.workers()
+    world.vanish(second)
+    if written:
+        world.unanswered = {("Pod", second)}
+        world.live(3)
+        world.unanswered.clear()
+    world.restart_operator()
+    world.live(31)
+    group = world.status["groups"][0]
+    assert [failure["reason"] for failure in group["failures"]] == ([] if written else ["PodDeleted"])
+    assert (world.workers() == made) is written
+
+
 def test_a_new_process_does_not_reuse_names_of_unanswered_creates() -> None:
     world = pods_of(3)
     world.unanswered = {("Pod", "demo-0-*-2")}

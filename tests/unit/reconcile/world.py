@@ -125,6 +125,7 @@ class World:
         unanswered: kinds and name patterns that the API server does not answer now.
         unmade: pods that this process decided to create but that never existed.
         asked: the subset of `unmade` whose creates had no answer.
+        never_placed: pods that the process saw vanish without a node.
         holds: names that objects in deletion still have, by kind and name, with the message.
         webhook: changes each stored object other than pods.
         pod_webhook: changes each stored pod.
@@ -185,6 +186,7 @@ class World:
     unanswered: set[tuple[str, str]] = field(default_factory=set)
     unmade: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    never_placed: set[str] = field(default_factory=set)
     holds: dict[tuple[str, str], str] = field(default_factory=dict)
     webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
     pod_webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda manifest: manifest
@@ -242,6 +244,7 @@ class World:
             connecting_s=self.connecting.look(self.passed_s),
             unmade=frozenset(self.unmade),
             unasked=frozenset(self.unmade - self.asked),
+            never_placed=frozenset(self.never_placed),
             kept_in=self.kept_in,
         )
 
@@ -489,6 +492,12 @@ class World:
         gone_by = self.now + timedelta(seconds=_GRACE_S)
         self.pods[name] = replace(self.pods[name], deleting=True, gone_by=gone_by)
 
+    def vanish(self, name: str) -> None:
+        """Deletes a pod without a node as a user would: it is gone at once."""
+        assert not self.pods[name].node
+        del self.pods[name]
+        self.never_placed.add(name)
+
     def relabel(self, name: str, **labels: str | None) -> None:
         """Writes or removes labels of a pod (None); `pod_index` stands for heteroinfer.dev/pod-index."""
         changed = {f"{names.API_GROUP}/{key.replace('_', '-')}": value for key, value in labels.items()}
@@ -529,7 +538,7 @@ class World:
         self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
         self.budget, self.caused = Budget(), {}
         self.connecting = SeenTime()
-        self.unmade = set()
+        self.unmade, self.never_placed = set(), set()
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Returns status and reason of a condition."""
@@ -576,6 +585,7 @@ class World:
             return
         assert name not in self.pods, f"pod {name} exists"
         self.unmade.discard(name)
+        self.never_placed.discard(name)
         self.created.append(name)
         stored = self.pod_webhook(manifest)
         if not _is_ours(stored, manifest):

@@ -88,6 +88,7 @@ class KubeCluster:
             self._forget(key)
             self._dry_runs.forget(key)
             self._unlabelled.forget(key)
+            self._cluster_state.never_placed.forget(key)
             self._pending.forget(key)
             self._groups.watch_only(key, ())
             return None
@@ -133,6 +134,7 @@ class KubeCluster:
             admitted=self._dry_runs.admitted(resource),
             unmade=unmade.names(),
             unasked=unmade.unasked(),
+            never_placed=self._never_placed(resource, status, (pod.view.name for pod in pods)),
             kept_in=self._cluster_state.kept_in(key.namespace),
             neighbours=self._neighbours(resource, pods),
         )
@@ -175,6 +177,15 @@ class KubeCluster:
             unmade.settle(name)
         unmade.forget_before({group.index: group.epoch for group in status.groups})
         return unmade
+
+    def _never_placed(
+        self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
+    ) -> frozenset[str]:
+        never_placed = self._cluster_state.never_placed
+        for name in shown:  # also a pod that only lost its label, which a watch reports as deleted
+            never_placed.note_shown(resource.key, name)
+        owner = Owner(key=resource.key, uid=resource.uid)
+        return never_placed.names(owner, {group.index: group.epoch for group in status.groups})
 
     async def _try_create(self, manifest: Manifest) -> None:
         kind, name = writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)

@@ -16,6 +16,7 @@ from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
 from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
+from heteroinfer_operator.kube.never_placed import NeverPlaced
 from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock
 from heteroinfer_operator.kube.paths import (
     CHILDREN,
@@ -59,6 +60,7 @@ class ClusterState:
 
     Attributes:
         cluster_scope: whether all namespaces are cached.
+        never_placed: pods that were deleted before they had a node.
 
     Args:
         namespaces: namespaces to cache. Empty: all namespaces and the nodes.
@@ -88,6 +90,7 @@ class ClusterState:
         self._silences, self._deletions, self._creations = (
             OwnClock(monotonic_s=self._awake.awake_s) for _ in range(3)
         )
+        self.never_placed = NeverPlaced()
         scopes: list[str | None] = [*namespaces] or [None]
 
         self.resources = ResourceCache(server, scopes, touched, operator_class=operator_class)
@@ -102,6 +105,7 @@ class ClusterState:
                 self._deletions.note(before.view.uid, None)
                 self._creations.note(before.view.uid, None)
             if after is not None:
+                self.never_placed.note_shown(after.key, after.view.name)
                 self._creations.note(after.view.uid, after.view.created)
                 self._deletions.note(after.view.uid, after.view.gone_by, later_s=after.grace_s)
             touch(before, after)
@@ -115,6 +119,7 @@ class ClusterState:
                 index=lambda pod: pod.key,
                 trim_unreadable=trim.unreadable_pod,
                 failing=functools.partial(self._touch_pods, scope),
+                deleted=self.never_placed.note_deleted,
             )
 
         def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:

@@ -5,6 +5,7 @@ kopf's index is unsuitable: after a 410 and a relist it keeps objects that are g
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -118,9 +119,11 @@ class WatchCache(Generic[T]):
         index: key by which `under` finds values; None without an index.
         trim_unreadable: value for an object whose `trim` raised UnreadableError; None leaves the object out.
         failing: called when a list or watch fails after a success.
+        deleted: called with the last value of an object that the watch reports as deleted. An object that
+            loses the label of the collection is reported in the same way.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - callbacks
         self,
         server: ApiServer,
         collection: Collection,
@@ -130,6 +133,7 @@ class WatchCache(Generic[T]):
         index: Callable[[T], Hashable] | None = None,
         trim_unreadable: Callable[[Manifest], T | None] = lambda stored: None,
         failing: Callable[[], None] = lambda: None,
+        deleted: Callable[[T], None] = lambda value: None,
     ) -> None:
         self.collection = collection
         self.synced = asyncio.Event()
@@ -139,6 +143,7 @@ class WatchCache(Generic[T]):
         self._index = index
         self._trim_unreadable = trim_unreadable
         self._failing = failing
+        self._deleted = deleted
         self._reported: dict[NamespacedName, str] = {}
         self._broke_off = False
         self._entries: dict[NamespacedName, _Entry[T]] = {}
@@ -408,7 +413,15 @@ class WatchCache(Generic[T]):
                 self._drop(stored.name)
             else:
                 self._put(stored.name, _Entry(stored.uid, stored.version, value))
+            if kind == _DELETED:
+                self._note_deleted(stored)
         self._version = stored.body["metadata"]["resourceVersion"]
+
+    def _note_deleted(self, last: _StoredObject) -> None:
+        with contextlib.suppress(UnreadableError):  # its last value is unknown
+            value = self._trim(last.body)
+            if value is not None:
+                self._deleted(value)
 
     def _put(self, name: NamespacedName, entry: _Entry[T], *, always: bool = False) -> None:
         kept = self._entries.get(name)

@@ -152,6 +152,7 @@ def _decide(
         refusals=due_in_time(observation.refusals, now),
         unmade=observation.unmade,
         unasked=observation.unasked,
+        never_placed=observation.never_placed,
         isolation=None if observation.kept_in is None else Isolation.of(options.egress, observation.kept_in),
         fetches=_fetches(observation, model),
     )

@@ -68,6 +68,7 @@ class Context:
         connecting_s: seconds for which this process has seen ranks connect, by group index and epoch.
         unmade: names of pods that the operator decided to create but that never existed.
         unasked: the subset of `unmade` that the operator never requested from the API server.
+        never_placed: names of pods that were deleted before they had a node, so they never ran.
         isolation: pods of the namespace whose egress is restricted; None while that is unknown.
         fetches: whether a pod fetches the model, or is about to.
     """
@@ -95,6 +96,7 @@ class Context:
     closing: Closing = Closing()
     unmade: frozenset[str] = frozenset()
     unasked: frozenset[str] = frozenset()
+    never_placed: frozenset[str] = frozenset()
     isolation: Isolation | None = None
     fetches: bool = False
 

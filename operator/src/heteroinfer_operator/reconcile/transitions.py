@@ -35,6 +35,11 @@ def seen_in_epoch(status: GroupStatus, epoch: int) -> GroupStatus:
     return status.changed(epoch=epoch)
 
 
+def with_spare(status: GroupStatus, indices: Collection[int]) -> GroupStatus:
+    """Adds pods that vanished before they ran, by index."""
+    return status.changed(spare_pods=tuple(sorted({*status.spare_pods, *indices})))
+
+
 def made_with(status: GroupStatus, *, revision: str | None, plan_hash: str | None) -> GroupStatus:
     """Sets the revision and plan that the pods show."""
     return status.changed(revision=revision, plan_hash=plan_hash)

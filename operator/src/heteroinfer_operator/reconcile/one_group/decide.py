@@ -1,19 +1,21 @@
 """Decides what to do with one group. Pure.
 
 From its first run on, every pod must stay for its epoch to continue. If the operator sees a pod end before
-the pod ran, it replaces that pod alone while the others wait; under Kueue it ends the whole epoch. A pod that
-disappeared unseen may have run, and may still run on an unreachable node, so its name is not used again.
+the pod ran, or vanish without a node, it replaces that pod alone while the others wait; under Kueue it ends
+the whole epoch. A pod that disappeared unseen may have run, and may still run on an unreachable node, so its
+name is not used again.
 
 A running epoch continues without the spec and without its plan: the operator stores the revision that the
 epoch was created with, and the labels of the pods identify it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView
+from heteroinfer_operator.manifests.identity import find_place
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.one_group.between_epochs import decide_between_epochs, next_revision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
@@ -55,7 +57,10 @@ def decide_group(
     if context.life.suspend:
         return stop_group(context, status, pods, "suspended: set spec.suspend to false to start")
     made = Made.of(context, status, current)
-    unmade = _find_unmade(context, status)
+    unmade = _find_begun(context, status, context.unmade)
+    status = transitions.with_spare(
+        status, made.missing(current) & _find_begun(context, status, context.never_placed)
+    )
     # Without pods, members that never ran prove an epoch only if its plan or revision is still stored.
     has_members = had_run(status) or (status.members and made.is_known)
     if not current and not has_members and not (unmade and _goes_on(context, status, made)):
@@ -77,12 +82,12 @@ def decide_group(
     return living if overdue is None else end_epoch(context, status, pods, overdue)
 
 
-def _find_unmade(context: Context, status: GroupStatus) -> set[int]:
-    """Indices of the pods of a group's epoch that the operator decided to create but that never existed."""
-    if status.epoch_start_time is None or not context.unmade:
+def _find_begun(context: Context, status: GroupStatus, pods: Collection[str]) -> set[int]:
+    """Indices of those of the named pods that belong to the begun epoch of a group."""
+    if status.epoch_start_time is None or not pods:
         return set()
-    prefix = context.epoch_ref(status).pod_name(0)[:-1]
-    return {int(name.removeprefix(prefix)) for name in context.unmade if name.startswith(prefix)}
+    places = (find_place(context.owner, name) for name in pods)
+    return {place[2] for place in places if place is not None and place[:2] == (status.index, status.epoch)}
 
 
 def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
