@@ -32,6 +32,7 @@ from tests.integration.operator.running_operator import (
     until,
     watching,
 )
+from tests.integration.operator.stream_server import stream_server
 
 
 class Wire:
@@ -41,17 +42,6 @@ class Wire:
         self._target = (host, port)
         self._open = True
         self._writers: set[asyncio.StreamWriter] = set()
-        self._server: asyncio.Server | None = None
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def stop(self) -> None:
-        self.cut()
-        assert self._server is not None
-        self._server.close()
-        await self._server.wait_closed()
 
     def cut(self) -> None:
         self._open = False
@@ -61,21 +51,28 @@ class Wire:
     def join(self) -> None:
         self._open = True
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Relays one connection until either end closes it."""
         if not self._open:
             writer.transport.abort()
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the API server may be down
             back_reader, back_writer = await asyncio.open_connection(*self._target)
-            self._writers |= {writer, back_writer}
-            await asyncio.gather(self._pump(reader, back_writer), self._pump(back_reader, writer))
+            ends = {writer, back_writer}
+            self._writers |= ends
+            try:
+                if self._open:  # the wire may have been cut meanwhile
+                    await asyncio.gather(self._pump(reader, back_writer), self._pump(back_reader, writer))
+            finally:
+                self._writers -= ends
+                for end in ends:
+                    end.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while chunk := await reader.read(65536):
                 writer.write(chunk)
                 await writer.drain()
-        self._writers.discard(writer)
         writer.transport.abort()
 
 
@@ -93,11 +90,12 @@ async def wired(own_plane: Cluster) -> AsyncIterator[tuple[ApiServer, Wire]]:
     configuration = await load_configuration(str(own_plane.kubeconfig))
     target = urlsplit(configuration.host)
     wire = Wire(str(target.hostname), int(target.port or 0))
-    configuration.host = f"https://127.0.0.1:{await wire.start()}"
-    server = ApiServer(configuration)
-    yield server, wire
-    await server.close()
-    await wire.stop()
+    async with stream_server(wire.relay) as relays:
+        configuration.host = f"https://127.0.0.1:{relays.sockets[0].getsockname()[1]}"
+        server = ApiServer(configuration)
+        yield server, wire
+        await server.close()
+        wire.cut()
 
 
 @pytest_asyncio.fixture

@@ -26,6 +26,7 @@ from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
 from heteroinfer_operator.report_client import MOST_BYTES
+from tests.integration.operator.stream_server import stream_server
 from tests.ports import free_port
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 
@@ -172,15 +173,13 @@ async def test_an_answer_in_pieces_is_read_completely() -> None:
             writer.write(body[start : start + 8192])
             await writer.drain()
             await asyncio.sleep(0.005)
-        writer.close()
 
     client = LeaderClient()
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    try:
-        assert await client.observe([pod(server.sockets[0].getsockname()[1])]) == {3: said}
-    finally:
-        server.close()
-        await client.close()
+    async with stream_server(answer) as server:
+        try:
+            assert await client.observe([pod(server.sockets[0].getsockname()[1])]) == {3: said}
+        finally:
+            await client.close()
 
 
 @pytest.mark.parametrize("body", ["<html>sorry</html>", "[" * 100_000, "x" * (2 * MOST_BYTES), "\ufffd"])
@@ -231,10 +230,9 @@ async def test_a_leader_that_timed_out_is_not_waited_for_again_soon(ready: bool)
         nonlocal asked
         asked += 1
         await reader.read()  # until the client gives up
-        writer.close()
 
     client = LeaderClient(clock=lambda: now)
-    async with await asyncio.start_server(take, "127.0.0.1", 0) as silent:
+    async with stream_server(take) as silent:
         try:
             leader = pod(silent.sockets[0].getsockname()[1], ready=ready)
             for _ in range(3):
@@ -307,11 +305,10 @@ async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # until the client gives up
-        writer.close()
 
     clock = [100.0]
     client = LeaderClient(clock=lambda: clock[0])
-    async with await asyncio.start_server(take, "127.0.0.1", 0) as busy:
+    async with stream_server(take) as busy:
         try:
             assert await client.observe([pod(leader.port)]) == {3: SAID}
             clock[0] += KEEP_S
@@ -384,10 +381,9 @@ async def test_a_leader_that_was_busy_before_it_became_ready_is_watched() -> Non
             await asyncio.sleep(1)
         body = SAID.to_json().encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        writer.close()
 
     try:
-        async with await asyncio.start_server(take, "127.0.0.1", 0) as server, asyncio.TaskGroup() as group:
+        async with stream_server(take) as server, asyncio.TaskGroup() as group:
             port = server.sockets[0].getsockname()[1]
             watch = group.create_task(client.watch(changed.put_nowait))
             assert await client.observe([pod(port, ready=False)]) == {}

@@ -1,0 +1,44 @@
+"""A TCP server in a test that leaves no connection to the end of the event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+
+@contextlib.asynccontextmanager
+async def stream_server(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[asyncio.Server]:
+    """Serves each connection by `serve`, then closes it. The end of the context breaks off the others.
+
+    `asyncio.start_server` alone leaves connections open: the event loop cancels their tasks at its end, and
+    warns about each transport that nothing has closed.
+    """
+    serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+    ended = False
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving[task] = writer
+        try:
+            if not ended:
+                await serve(reader, writer)
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+        finally:
+            writer.transport.abort()
+            del serving[task]
+
+    server = await asyncio.start_server(serve_one, "127.0.0.1", 0)
+    try:
+        yield server
+    finally:
+        ended = True
+        server.close()
+        for task in serving:
+            task.cancel()
+        if serving:
+            await asyncio.wait([*serving])
+        await asyncio.sleep(0)  # the loop closes an aborted transport in its next turn
