@@ -24,6 +24,7 @@ from tests.cluster.control_plane import api_status, site_of
 from tests.cluster.crds import apply_crds
 from tests.cluster.programs import Program
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
+from tests.integration.operator.own_servers import stream_server
 from tests.integration.operator.running_operator import (
     DEADLINE_S,
     child,
@@ -32,7 +33,6 @@ from tests.integration.operator.running_operator import (
     until,
     watching,
 )
-from tests.integration.operator.stream_server import stream_server
 
 
 class Wire:

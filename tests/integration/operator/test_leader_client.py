@@ -26,7 +26,7 @@ from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
 from heteroinfer_operator.report_client import MOST_BYTES
-from tests.integration.operator.stream_server import stream_server
+from tests.integration.operator.own_servers import stream_server
 from tests.ports import free_port
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
 

@@ -26,6 +26,7 @@ from tests.integration.operator.life import (
     status_of,
     workers,
 )
+from tests.integration.operator.own_servers import end_tls
 from tests.integration.operator.running_operator import (
     PROFILE,
     OperatorProcess,
@@ -149,7 +150,7 @@ async def policies_with_a_rule_more(server: ApiServer, folder: Path) -> AsyncIte
         yield
     finally:
         await server.delete(f"{WEBHOOKS}/monitoring", {})
-        await runner.cleanup()
+        await end_tls(runner)
 
 
 async def _let_monitoring_in(request: web.Request) -> web.Response:

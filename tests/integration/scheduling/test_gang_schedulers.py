@@ -5,8 +5,11 @@ The nodes are kwok's: a pod that is placed runs, one that is deleted ends, and g
 """
 
 import json
+import os
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from heteroinfer_operator.api.crd import build_crd
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.nodes.node_assignment import Gang
-from tests.cluster import kwok
+from tests.cluster import kwok, tools
 from tests.cluster.control_plane import upgrade_control_plane
 from tests.cluster.crds import apply_crds
 from tests.cluster.gang_schedulers import (
@@ -30,6 +33,7 @@ from tests.cluster.gang_schedulers import (
     start_volcano,
     stop_kueue_queue,
 )
+from tests.cluster.processes import run
 from tests.cluster.running_cluster import Cluster, start_control_plane_only
 from tests.integration.operator.running_operator import (
     PROFILE,
@@ -60,6 +64,7 @@ KUBERNETES = {Gang.NATIVE: "", Gang.NATIVE_ALPHA2: "1.36", Gang.NATIVE_BETA: "1.
 NEXT = {Gang.NATIVE: Gang.NATIVE_ALPHA2, Gang.NATIVE_ALPHA2: Gang.NATIVE_BETA}
 """What Kubernetes of the next minor version has instead."""
 OTHER_NODE = "kwok-0001"
+GUIDE = Path(__file__).parents[3] / "docs/user/operate/capacity.md"
 PLACED_S = 90.0
 """A scheduler tries again what did not fit; kube-scheduler and its like do so after up to a minute."""
 GONE_S = 60.0
@@ -293,26 +298,28 @@ async def test_pods_on_a_lost_node_go_once_the_node_is_deleted(site: Site, resou
     site.open_quota(both=True)
     await resource.create()
     await resource.ready(epoch=1)
-    # kwok no longer plays a node without its label: nothing is received of it or of its pods.
+    # kwok no longer plays a node without its label. The control plane of tests takes an hour to see that a node
+    # is silent, so the test says so as the node controller does, which then marks the node's pods.
     site.plane.kubectl("label", "node", OTHER_NODE, f"{kwok.LABEL}-")
+    silent = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "no heartbeat"}
+    silent["lastTransitionTime"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    patch = json.dumps({"status": {"conditions": [silent]}})
+    site.plane.kubectl("patch", "node", OTHER_NODE, "--subresource=status", "--type=strategic", "-p", patch)
 
     async def ended_epoch() -> bool:
         return [f["reason"] for f in (await resource.group()).get("failures", ())] == ["NodeLost"]
 
-    await until("the loss of the node", ended_epoch, timeout_s=120, said=resource.everything)
+    await until("the loss of the node", ended_epoch, timeout_s=PLACED_S, said=resource.everything)
     site.plane.kubectl("delete", "node", OTHER_NODE)
     await resource.waiting(epoch=2)
     await resource.remove()
 
 
 def delete_gang_objects(plane: Cluster, kind: str) -> None:
-    """Deletes all objects of a kind. Kubernetes 1.36 holds a PodGroup by a finalizer while its pods exist."""
-    plane.kubectl("delete", kind, "--all", "--all-namespaces", "--wait=false")
-    no_finalizers = ("--type=merge", "-p", '{"metadata": {"finalizers": null}}')
-    where = 'jsonpath={range .items[*]}{.metadata.namespace} {.metadata.name}{"\\n"}{end}'
-    for line in plane.kubectl("get", kind, "--all-namespaces", "-o", where).splitlines():
-        namespace, name = line.split()
-        plane.kubectl("patch", kind, name, "-n", namespace, *no_finalizers)
+    """Runs the commands of the guide that delete the objects of gangs before an upgrade of Kubernetes."""
+    (commands,) = re.findall(r"```\n( +for KIND in .*?)```", GUIDE.read_text(), re.DOTALL)
+    path = f"{tools.program(tools.KUBERNETES, 'kubectl').parent}:{os.environ['PATH']}"
+    run(["bash", "-euo", "pipefail", "-c", commands], environment={**plane.environment(), "PATH": path})
     assert not plane.kubectl("get", kind, "--all-namespaces", "-o", "name")
 
 

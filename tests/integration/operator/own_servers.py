@@ -1,8 +1,10 @@
-"""A TCP server in a test that leaves no connection to the end of the event loop."""
+"""Servers in a test that leave no connection to the end of the event loop, which would warn about it."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
 
 
 @contextlib.asynccontextmanager
@@ -42,3 +44,18 @@ async def stream_server(
         if serving:
             await asyncio.wait([*serving])
         await asyncio.sleep(0)  # the loop closes an aborted transport in its next turn
+
+
+async def end_tls(runner: web.AppRunner) -> None:
+    """Ends a web server that uses TLS, and breaks off its connections.
+
+    `cleanup` alone closes a connection only after its client has confirmed the end of TLS, and the event loop
+    does not wait for that.
+    """
+    for site in [*runner.sites]:
+        await site.stop()
+    for connection in runner.server.connections if runner.server is not None else ():
+        if connection.transport is not None:
+            connection.transport.abort()
+    await runner.cleanup()
+    await asyncio.sleep(0)  # the loop closes an aborted transport in its next turn
