@@ -298,8 +298,8 @@ async def test_pods_on_a_lost_node_go_once_the_node_is_deleted(site: Site, resou
     site.open_quota(both=True)
     await resource.create()
     await resource.ready(epoch=1)
-    # kwok no longer plays a node without its label. The control plane of tests takes an hour to see that a node
-    # is silent, so the test says so as the node controller does, which then marks the node's pods.
+    # kwok no longer plays a node without its label. The control plane of tests takes an hour to see that a
+    # node is silent, so the test says so as the node controller does, which then marks the node's pods.
     site.plane.kubectl("label", "node", OTHER_NODE, f"{kwok.LABEL}-")
     silent = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": "no heartbeat"}
     silent["lastTransitionTime"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
