@@ -83,7 +83,7 @@ def decide_group(
 
 
 def _find_begun(context: Context, status: GroupStatus, pods: Collection[str]) -> set[int]:
-    """Indices of those of the named pods that belong to the begun epoch of a group."""
+    """Indices of the named pods in the begun epoch of a group."""
     if status.epoch_start_time is None or not pods:
         return set()
     places = (find_place(context.owner, name) for name in pods)
