@@ -70,7 +70,7 @@ def _plan_row(profile: ModelProfile) -> tuple[str, str, str]:
         except PlanError as refused:
             if refused.reason == "UnsupportedModel":
                 who = "one stage only" if profile.architecture in BROKEN_PIPELINE else "GPUs only"
-                return "", "", f"{who}: {refused.message.split(': ', 1)[1]}"
+                return "", "", f"{who}: {refused.message.splitlines()[0].split(': ', 1)[1]}"
             error = refused.message
             continue
         steps = [

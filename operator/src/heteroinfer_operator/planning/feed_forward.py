@@ -3,9 +3,10 @@
 The rest of the planner handles the GPU's remaining model like any other model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import ceil, sqrt
 from statistics import NormalDist
 from typing import Final
@@ -20,6 +21,7 @@ from heteroinfer_contract.plan import Device, EngineSettings, Mode, batches_at_o
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
+from heteroinfer_operator.planning.gpu_floor import GPU_USABLE
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.packing import filled_part, packed_part, packing_copies
@@ -28,6 +30,7 @@ from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.architectures import NO_FEED_FORWARD
+from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_remote_support
 from heteroinfer_operator.vllm_support.engine_options import (
     ELEMENT_BYTES,
     LOAD_FORMAT,
@@ -36,12 +39,15 @@ from heteroinfer_operator.vllm_support.engine_options import (
     OFFLOADED_LAYERS,
     EngineOptions,
 )
+from heteroinfer_operator.vllm_support.every_reason import every_reason
 from heteroinfer_operator.vllm_support.served_architectures import is_by_transformers
 
 _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums per element of a row, and per intermediate column of a row."""
 
 _OFFLOADS: Final = "its CPU ranks have the weights that vLLM would offload. Remove the option"
+_ONE_RANK: Final = FeedForwardSpec(ranks=1, cpu="1", memory="1Gi")
+"""For questions whose answer does not depend on the ranks."""
 _ARGS: Final = (
     (OFFLOADED_GIB, ("0",), _OFFLOADS),
     (OFFLOADED_LAYERS, ("0",), _OFFLOADS),
@@ -75,7 +81,6 @@ def choose_remote(
     profile: ModelProfile,
     engine: EngineSettings,
     inventory: Inventory,
-    check: Callable[[Remote], object],
 ) -> Remote:
     """Returns the part of the model that feed-forward ranks compute.
 
@@ -83,16 +88,10 @@ def choose_remote(
     memory for the KV cache of one full-length request. The cheapest layers come first: those that read the
     smallest part of their weights in a step.
 
-    Args:
-        check: raises PlanError if CPU ranks cannot compute these layers. It runs before memory is counted,
-            because more memory does not help such a model.
-
     Raises:
-        PlanError: the model has no experts or MLPs to move, or these do not fit.
+        PlanError: its layers do not fit.
     """
     role = topology.stages[0][0].placed.role
-    for why in _refusals(profile, engine):
-        raise PlanError(f"role {role.name}: feedForward {why}", reason=PlanReason.UNSUPPORTED_PARALLELISM)
     order = _cheapest_first(profile)
     if own.layers is not None and own.layers > len(order):
         raise PlanError(
@@ -105,7 +104,6 @@ def choose_remote(
     missing = 0
     for count in counts:
         remote = remote_of(own, profile, order[:count], by_experts=by_experts)
-        check(remote)
         missing = missing_bytes(topology, remote.kept, engine, inventory)
         if missing <= 0:
             _check_shares(role.name, remote)
@@ -141,6 +139,39 @@ def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence
     except ContractError:
         return True
     return False
+
+
+def check_feed_forward(
+    role: str, profile: ModelProfile, engine: EngineSettings, cpus: CpuFeatures
+) -> tuple[str, ...]:
+    """Checks that feed-forward ranks can compute a model. Returns warnings for the user, one line each.
+
+    Args:
+        role: role with these ranks.
+        cpus: features of its nodes' CPUs, by role.
+
+    Raises:
+        PlanError: they cannot, whatever the memory; the message has a line for each reason.
+    """
+
+    def refuse(why: str) -> None:
+        raise PlanError(f"role {role}: feedForward {why}", reason=PlanReason.UNSUPPORTED_PARALLELISM)
+
+    moved = remote_of(_ONE_RANK, profile, _cheapest_first(profile)).profile
+    return every_reason(
+        *(partial(refuse, why) for why in _refusals(profile, engine)),
+        lambda: check_remote_support(profile, moved, engine, cpus),
+    )
+
+
+def least_memory(profile: ModelProfile, engine: EngineSettings) -> tuple[int, int]:
+    """Returns the bytes of a GPU and of its host if one rank there has the experts or MLPs of all layers."""
+    remote = remote_of(_ONE_RANK, profile, _cheapest_first(profile))
+    sizes = Sizes.of(remote.kept, engine, 1, batches=1)
+    held = sizes.needed(0, profile.num_layers) + sizes.tables(0, 1, Device.GPU)
+    floor = sizes.gpu_floor.total(embeds=True, samples=True, gpus=1)
+    host = rank_weight_bytes(remote, engine, 0) + beside_weights_bytes(remote, engine)
+    return max(ceil(held / GPU_USABLE), held + floor), host + profile.host_table_bytes
 
 
 def _refusals(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
@@ -184,6 +215,8 @@ def remote_of(
     layers = tuple(sorted(chosen))
     kinds = profile.layers
     moved = set(layers)
+    # Ranks with experts have nothing in the format of the other layers.
+    scheme = profile.experts_in if any(kinds[index].experts for index in layers) else profile.scheme
     kept = [_without(kind) if index in moved else kind for index, kind in enumerate(kinds)]
     gone = [kind.feed_forward_bytes if index in moved else 0 for index, kind in enumerate(kinds)]
     only = [_only(kind) if index in moved else LayerKind() for index, kind in enumerate(kinds)]
@@ -193,6 +226,8 @@ def remote_of(
         by_experts=by_experts,
         profile=replace(
             _with_kinds(profile, only),
+            scheme=scheme,
+            expert_scheme=None,
             layer_bytes=tuple(gone),
             embedding_bytes=0,
             head_bytes=0,

@@ -27,7 +27,7 @@ from heteroinfer_operator.planning.packing import (
     packed_part,
     packing_copies,
 )
-from heteroinfer_operator.planning.topology import Seat
+from heteroinfer_operator.planning.topology import Seat, Topology
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.architectures import TABLES_ON_EVERY_STAGE
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
@@ -79,6 +79,30 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
     return (pod - overhead) // role.ranks_per_pod
+
+
+def _check_host_tables(seat: Seat, tables: int, inventory: Inventory) -> None:
+    """Checks that the host of a GPU rank has memory for tables that vLLM keeps there; raises PlanError."""
+    role, pod = seat.placed.role, _pod_memory(seat, inventory)
+    need = role.ranks_per_pod * (tables + RANK_OVERHEAD_BYTES) + LEADER_OVERHEAD_BYTES
+    if tables and pod is not None and pod < need:
+        raise PlanError(
+            f"role {role.name}: {format_bytes(need - pod)} of host memory is missing. vLLM keeps the model's "
+            f"tables of n-grams ({format_bytes(tables)}) in the memory of the GPU's host, and a pod has "
+            f"{format_bytes(pod)}. Raise the role's resources.limits.memory",
+            reason=PlanReason.INSUFFICIENT_MEMORY,
+        )
+
+
+def host_tables(profile: ModelProfile, topology: Topology) -> tuple[str, ...]:
+    """Returns a note on tables that stay in the host's memory, if the model has any."""
+    if not profile.host_table_bytes:
+        return ()
+    role = topology.stages[0][0].placed.role.name
+    size = format_bytes(profile.host_table_bytes)
+    return (
+        f"role {role}: vLLM keeps the model's tables of n-grams ({size}) in the memory of the GPU's host",
+    )
 
 
 def _check_unit(role: RoleSpec) -> None:
@@ -377,6 +401,8 @@ def stage_budgets(
             embeds=stage == 0, samples=stage == len(stages) - 1, gpus=_gpus_by_nccl(stages[stage])
         )
         memory = gpu_memory(seat.placed.role, inventory) if device is Device.GPU else None
+        if device is Device.GPU and stage == 0:  # n-grams belong to the first layers
+            _check_host_tables(seat, sizes.profile.host_table_bytes // sizes.tensor, inventory)
         bounds = memory is not None and floor > memory * (1 - GPU_USABLE)
         return RankBudget(
             role=seat.placed.role.name,

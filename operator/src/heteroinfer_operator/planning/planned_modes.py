@@ -10,6 +10,7 @@ from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.feed_forward import (
     Remote,
+    check_feed_forward,
     choose_remote,
     feed_forward_seconds,
     missing_bytes,
@@ -20,7 +21,7 @@ from heteroinfer_operator.planning.memory import Sizes, stage_budgets
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.planning.topology import Topology
-from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format, check_remote_support
+from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +38,6 @@ class StagesMode:
     def in_stages(self) -> ModelProfile:
         """The part of the model that the stages compute."""
         return self.profile
-
-    def check(self) -> tuple[str, ...]:
-        """Returns notes on the mode for the user.
-
-        Raises:
-            PlanError: vLLM cannot run the model in this mode.
-        """
-        if self.topology.has_cpu:
-            check_load_format(self.engine)
-        return ()
 
     def ranks_beside(self) -> tuple[RankAssignment, ...]:
         """Returns the ranks outside of the stages, without predicted times; they have the highest numbers."""
@@ -71,14 +62,6 @@ class FeedForwardMode:
     def in_stages(self) -> ModelProfile:
         """The model without the part of the feed-forward ranks."""
         return self.remote.kept
-
-    def check(self) -> tuple[str, ...]:
-        """Checks that CPUs can compute the feed-forward part; a stage on CPUs has been checked already."""
-        if self.topology.has_cpu:
-            return ()
-        role = self.topology.stages[0][0].placed.role.name
-        cpus = {role: self.inventory.cpu_features.get(role)}
-        return check_remote_support(self.profile, self.remote.profile, self.engine, cpus)
 
     def ranks_beside(self) -> tuple[RankAssignment, ...]:
         """Returns the feed-forward ranks, without their times."""
@@ -164,6 +147,24 @@ class FeedForwardMode:
 PlanMode: TypeAlias = StagesMode | FeedForwardMode
 
 
+def check_mode(
+    mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+) -> tuple[str, ...]:
+    """Checks that CPU ranks can compute their part in this mode. Returns notes for the user, one line each.
+
+    Raises:
+        PlanError: they cannot, whatever the memory.
+    """
+    if mode is not Mode.FEED_FORWARD:
+        if topology.has_cpu:
+            check_load_format(engine)
+        return ()
+    role = topology.stages[0][0].placed.role.name
+    # A stage on CPUs has more to compute than its feed-forward ranks, and is checked for all of it.
+    cpus = {} if topology.has_cpu else {role: inventory.cpu_features.get(role)}
+    return check_feed_forward(role, profile, engine, cpus)
+
+
 def choose_mode(
     mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> PlanMode:
@@ -178,15 +179,9 @@ def choose_mode(
         case Mode.FEED_FORWARD:
             own = topology.stages[0][0].placed.role.feed_forward
             assert own is not None  # validated by the API's rules
-
-            def with_remote(remote: Remote) -> FeedForwardMode:
-                return FeedForwardMode(
-                    topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
-                )
-
-            def check(remote: Remote) -> tuple[str, ...]:
-                return with_remote(remote).check()
-
-            return with_remote(choose_remote(own, topology, profile, engine, inventory, check))
+            remote = choose_remote(own, topology, profile, engine, inventory)
+            return FeedForwardMode(
+                topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
+            )
         case _:
             assert_never(mode)

@@ -17,20 +17,22 @@ from heteroinfer_contract.plan import (
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
+from heteroinfer_operator.planning.alternatives import name_alternatives
 from heteroinfer_operator.planning.engine_settings import engine_settings
 from heteroinfer_operator.planning.feed_forward import Remote
 from heteroinfer_operator.planning.first_token import with_keep_alive
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
-from heteroinfer_operator.planning.memory import Sizes, StageBudget, stage_budgets
-from heteroinfer_operator.planning.planned_modes import choose_mode
+from heteroinfer_operator.planning.memory import Sizes, StageBudget, host_tables, stage_budgets
+from heteroinfer_operator.planning.planned_modes import check_mode, choose_mode
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.planning.topology import Topology, lay_out
 from heteroinfer_operator.vllm_support.cpu_ranks import check_support
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
+from heteroinfer_operator.vllm_support.every_reason import every_reason
 from heteroinfer_operator.vllm_support.quantization import check_quantization
-from heteroinfer_operator.vllm_support.served_architectures import check_architecture
+from heteroinfer_operator.vllm_support.served_architectures import check_architecture, check_files
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
 """Full-length requests that the KV cache is planned for if the memory of a rank is unknown."""
@@ -109,12 +111,8 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         model_path=request.model_path,
     )
     stages, first = len(topology.stages), topology.stages[0][0].placed.device
-    warnings = check_architecture(profile)
-    check_quantization(profile, engine)
-    cpus = {role: inventory.cpu_features.get(role) for role in topology.cpu_roles}
-    warnings += check_support(profile, engine, cpus, stages=stages, first=first)
+    warnings = _check_model(request, topology, engine, inventory)
     mode = choose_mode(spec.parallelism.mode, topology, profile, engine, inventory)
-    warnings += mode.check()
     batches = batches_at_once(spec.parallelism.mode, stages, first)
     sizes = Sizes.of(mode.in_stages, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
@@ -134,7 +132,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         request=request,
         inventory=inventory,
         budgets=budgets,
-        notes=(*topology.notes, *warnings, *advice.notes),
+        notes=(*topology.notes, *warnings, *host_tables(profile, topology), *advice.notes),
         limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
         hybrid_not_needed=advice.hybrid_not_needed,
         on_cpus="; ".join(topology.notes),
@@ -142,6 +140,42 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         rates=rates,
         remote=mode.remote,
     )
+
+
+def _check_model(
+    request: GroupRequest, topology: Topology, engine: EngineSettings, inventory: Inventory
+) -> tuple[str, ...]:
+    """Checks what no memory can mend. Returns notes for the user, one line each.
+
+    Raises:
+        PlanError: the message has every reason, and what would run.
+    """
+    profile, mode = request.profile, request.spec.parallelism.mode
+    stages, first = len(topology.stages), topology.stages[0][0].placed.device
+    cpus = {role: inventory.cpu_features.get(role) for role in topology.cpu_roles}
+
+    def check(profile: ModelProfile) -> tuple[str, ...]:
+        return every_reason(
+            lambda: check_support(profile, engine, cpus, stages=stages, first=first),
+            lambda: check_mode(mode, topology, profile, engine, inventory),
+        )
+
+    served = (
+        lambda: check_architecture(profile),
+        lambda: check_files(profile),
+        lambda: check_quantization(profile, engine),
+    )
+    try:
+        notes = every_reason(*served)
+    except PlanError:
+        return every_reason(*served, lambda: check(profile))
+    try:
+        return (*notes, *check(profile))
+    except PlanError as error:
+        roles = [seat.placed.role.name for seats in topology.stages for seat in seats]
+        hosts = cpus or {role: inventory.cpu_features.get(role) for role in roles}
+        others = name_alternatives(mode, profile, engine, hosts, check)
+        raise PlanError(f"{error.message}\n{others}", reason=error.reason) from error
 
 
 def _check_tensor(tensor: int, profile: ModelProfile) -> None:

@@ -61,6 +61,11 @@ NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Architecture -> reason why feed-forward ranks cannot compute it (vllm/model_executor/models@v0.32.0)."""
+SILENT_LOSSES: Final[Mapping[str, str]] = MappingProxyType(
+    {"LagunaForCausalLM": "it silently drops the routers' bias (e_score_correction_bias) at load"}
+)
+"""Architecture -> part that vLLM does not load, so that its tokens differ from the model's
+(vllm/model_executor/models/laguna.py::LagunaForCausalLM.load_weights@v0.32.0)."""
 OWN_CPU_BLOCKS: Final = frozenset({"DeepseekV4ForCausalLM"})
 """Models with fixed KV blocks of 256 tokens on CPUs, and with compressed keys that plans do not count yet
 (vllm/platforms/cpu.py::check_and_update_config@v0.32.0)."""

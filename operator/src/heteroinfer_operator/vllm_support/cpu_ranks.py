@@ -4,7 +4,7 @@ The checks refuse a model that vLLM would refuse at load or compute wrongly, and
 tests/integration/models compares the tables with vLLM's own kernels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -24,6 +24,7 @@ from heteroinfer_operator.vllm_support.architectures import (
     ZERO_EXPERTS,
 )
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
+from heteroinfer_operator.vllm_support.every_reason import every_reason
 from heteroinfer_operator.vllm_support.listed_architectures import (
     GATED_DELTA_NETS,
     GPU_CLASSES,
@@ -31,6 +32,7 @@ from heteroinfer_operator.vllm_support.listed_architectures import (
     NO_PIPELINE,
 )
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS, in_bf16
+from heteroinfer_operator.vllm_support.served_architectures import class_names
 
 _PROCESSORS: Final = MappingProxyType(
     {
@@ -142,12 +144,12 @@ def check_support(
     Raises:
         PlanError: vLLM cannot run the model in stages, on CPUs, or on these nodes. The message names a fix.
     """
-    if stages > 1:
-        _check_pipeline(profile, stages)
     if not cpus:
-        return ()
-    _check_classes(profile)
-    warnings = _every_reason(
+        return _check_pipeline(profile, stages)
+    return every_reason(
+        lambda: _check_pipeline(profile, stages),
+        lambda: _check_classes(profile),
+        lambda: _check_sparse(profile),
         lambda: _check_attention(profile),
         lambda: _check_latent(profile, engine),
         lambda: _check_states(profile, engine),
@@ -155,27 +157,8 @@ def check_support(
         lambda: _check_encoder(profile, engine, first),
         lambda: _check_linear(profile, engine),
         lambda: _check_experts(profile, engine),
+        lambda: _check_instructions(_needs(profile, engine), cpus),
     )
-    return (*warnings, *_check_instructions(_needs(profile, engine), cpus))
-
-
-def _every_reason(*checks: Callable[[], tuple[str, ...] | None]) -> tuple[str, ...]:
-    """Runs all checks and returns their warnings.
-
-    Raises:
-        PlanError: at least one check failed. The message has a line for each, so that users fix all at once.
-    """
-    warnings: list[str] = []
-    errors: list[PlanError] = []
-    for check in checks:
-        try:
-            warnings += check() or ()
-        except PlanError as error:
-            errors.append(error)
-    if errors:
-        messages = dict.fromkeys(error.message for error in errors)
-        raise PlanError("\n".join(messages), reason=errors[0].reason)
-    return tuple(warnings)
 
 
 def check_load_format(engine: EngineSettings) -> None:
@@ -210,12 +193,13 @@ def check_remote_support(
     Raises:
         PlanError: feed-forward ranks cannot compute the model. The message names a fix.
     """
-    _check_classes(profile)
-    _check_sparse(profile)
-    warnings = _every_reason(
-        lambda: _check_linear(moved, engine), lambda: _check_experts(moved, engine, route=False)
+    return every_reason(
+        lambda: _check_classes(profile),
+        lambda: _check_sparse(profile),
+        lambda: _check_linear(moved, engine),
+        lambda: _check_experts(moved, engine, route=False),
+        lambda: _check_instructions(_weights_need(moved), cpus),
     )
-    return (*warnings, *_check_instructions(_weights_need(moved), cpus))
 
 
 def _refuse(what: str, why: str, remedy: str = "Use GPU roles only") -> PlanError:
@@ -224,11 +208,12 @@ def _refuse(what: str, why: str, remedy: str = "Use GPU roles only") -> PlanErro
     )
 
 
-def _check_pipeline(profile: ModelProfile, stages: int) -> None:
-    if profile.architecture in NO_PIPELINE | BROKEN_PIPELINE:
+def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
+    refused = (NO_PIPELINE | BROKEN_PIPELINE) & set(class_names(profile))
+    if stages > 1 and refused:
         why = (
             "vLLM's class for it does not support stages"
-            if profile.architecture in NO_PIPELINE
+            if refused & NO_PIPELINE
             else "vLLM's class for it fails to load in stages"
         )
         raise PlanError(
@@ -237,12 +222,13 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> None:
             "FeedForward, in which CPU ranks are not in a stage",
             reason=PlanReason.UNSUPPORTED_MODEL,
         )
+    return ()
 
 
 def _check_classes(profile: ModelProfile) -> None:
     gpus = "Use GPU roles only, or another model"
-    if profile.architecture in GPU_CLASSES:
-        raise _refuse(profile.architecture, "vLLM's classes for it are for GPUs only", gpus)
+    if refused := GPU_CLASSES & set(class_names(profile)):
+        raise _refuse(min(refused), "vLLM's classes for it are for GPUs only", gpus)
     if profile.architecture in OWN_CPU_BLOCKS:
         why = "on CPUs vLLM always uses KV blocks of 256 tokens for it, which plans do not count yet"
         raise _refuse(profile.architecture, why, gpus)
@@ -258,7 +244,6 @@ def _check_sparse(profile: ModelProfile) -> None:
 
 
 def _check_attention(profile: ModelProfile) -> None:
-    _check_sparse(profile)
     for kind in profile.layers:
         key, value = kind.head_sizes
         if kind.attention in _KEYS_AND_VALUES and kind.kv_heads and key != value:
@@ -303,7 +288,7 @@ def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
 
 
 def _check_states(profile: ModelProfile, engine: EngineSettings) -> None:
-    if profile.architecture in GPU_STATES:
+    if GPU_STATES & set(class_names(profile)):
         why = "vLLM's kernels for states of this kind are for GPUs only"
         raise _refuse(f"{profile.architecture} with recurrent states", why)
     if profile.architecture in GATED_DELTA_NETS and engine.dtype != CPU_DELTA_NET_DTYPE:
@@ -429,7 +414,8 @@ def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool
         raise _refuse(f"{profile.architecture} with zero experts", "vLLM's router for them is for GPUs only")
     if not any(kind.experts_quantized for kind in kinds):
         return ()
-    kernel, scheme = CPU_EXPERTS.get(profile.scheme.name), profile.scheme
+    scheme = profile.experts_in
+    kernel = CPU_EXPERTS.get(scheme.name)
     plain = f"Use the same model {in_bf16(profile)}, or use GPU roles only"
     if kernel is None:
         raise _refuse(f"experts in {_format(profile)}", _NO_KERNEL, plain)
@@ -465,12 +451,12 @@ def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
 
 def _weights_need(profile: ModelProfile) -> tuple[str, str]:
     scheme = profile.scheme
-    linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(scheme.name)
+    linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(profile.experts_in.name)
     of_linear = linear.needs if linear and any(kind.quantized_bytes for kind in profile.layers) else ""
     if of_linear == AMX:
         return AMX, f"weights in {scheme}"
     if experts and experts.needs_amx and any(kind.experts_quantized for kind in profile.layers):
-        return AMX, f"experts in {scheme}"
+        return AMX, f"experts in {profile.experts_in}"
     return (of_linear, f"weights in {scheme}") if of_linear else ("", "")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from heteroinfer_contract.model import SchemeName
+from heteroinfer_contract.model import Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.errors import PlanError, PlanReason
@@ -45,15 +45,18 @@ _SCALE_BITS: Final[Mapping[SchemeName, int]] = MappingProxyType({SchemeName.MXFP
 
 def in_bf16(profile: ModelProfile) -> str:
     """Describes the same model in bf16, with the approximate size of its weights if it is known."""
-    scheme = profile.scheme
-    if not scheme.bits:
+    if not (profile.scheme.bits and profile.experts_in.bits):
         return "in bf16"
     stored = sum(profile.layer_bytes) + profile.embedding_bytes + profile.head_bytes + profile.other_bytes
-    quantized = sum(
-        kind.quantized_bytes + (kind.routed_bytes if kind.experts_quantized else 0) for kind in profile.layers
-    )
-    bits_each = scheme.bits + (_SCALE_BITS.get(scheme.name, 16) / scheme.group if scheme.group else 0)
-    return f"in bf16 (about {(stored + quantized * (16 / bits_each - 1)) / 2**30:.0f} GiB)"
+    linear = sum(kind.quantized_bytes for kind in profile.layers) * (16 / _bits(profile.scheme) - 1)
+    experts = sum(kind.routed_bytes for kind in profile.layers if kind.experts_quantized)
+    experts_more = experts * (16 / _bits(profile.experts_in) - 1)
+    return f"in bf16 (about {(stored + linear + experts_more) / 2**30:.0f} GiB)"
+
+
+def _bits(scheme: Scheme) -> float:
+    """Returns the bits of one weight with its part of a scale."""
+    return scheme.bits + (_SCALE_BITS.get(scheme.name, 16) / scheme.group if scheme.group else 0)
 
 
 def check_quantization(profile: ModelProfile, engine: EngineSettings) -> None:

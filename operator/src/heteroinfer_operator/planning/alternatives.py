@@ -1,0 +1,66 @@
+"""Devices, modes and formats that would run a refused model, with their memory. Pure."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from heteroinfer_contract.model import Scheme
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, EngineSettings, Mode
+from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.feed_forward import check_feed_forward, least_memory
+from heteroinfer_operator.planning.gpu_floor import GPU_USABLE
+from heteroinfer_operator.planning.memory import Sizes
+from heteroinfer_operator.planning.packing import WeightKernels
+from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_support
+from heteroinfer_operator.vllm_support.quantization import in_bf16
+
+
+def name_alternatives(
+    mode: Mode,
+    profile: ModelProfile,
+    engine: EngineSettings,
+    cpus: CpuFeatures,
+    check: Callable[[ModelProfile], object],
+) -> str:
+    """Returns a line for people: what would run a model that vLLM serves, but not as asked.
+
+    Args:
+        mode: the mode that was asked for.
+        cpus: features of the group's CPUs, by role.
+        check: raises PlanError if a model cannot run as asked.
+    """
+    ways = []
+    if profile.quantization and _passes(lambda: check(_without_format(profile))):
+        ways.append(f"the same model {in_bf16(profile)}, with these roles")
+    if mode is not Mode.FEED_FORWARD and _passes(lambda: check_feed_forward("", profile, engine, cpus)):
+        on_gpu, on_host = map(format_bytes, least_memory(profile, engine))
+        ways.append(f"mode FeedForward, with a GPU of {on_gpu} or more and {on_host} of host memory")
+    if mode is Mode.FEED_FORWARD and cpus:
+        first = Device.GPU
+        if _passes(lambda: check_support(profile, engine, cpus, stages=2, first=first)):
+            memory = format_bytes(_whole(profile, engine, Device.CPU))
+            ways.append(f"mode Pipeline, with CPU roles of {memory} in all")
+    gpus = format_bytes(int(_whole(profile, engine, Device.GPU) / GPU_USABLE))
+    ways.append(f"GPU roles only, with {gpus} in all")
+    return f"model: these run it, at {engine.max_model_len:,} tokens for one request: {'; '.join(ways)}"
+
+
+def _passes(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except PlanError:
+        return False
+    return True
+
+
+def _without_format(profile: ModelProfile) -> ModelProfile:
+    kinds = (replace(kind, quantized_bytes=0, experts_quantized=False) for kind in profile.kinds)
+    plain = replace(profile, scheme=Scheme(), expert_scheme=None, quantization="", kinds=tuple(kinds))
+    return replace(plain, dtype="bfloat16")
+
+
+def _whole(profile: ModelProfile, engine: EngineSettings, device: Device) -> int:
+    sizes = Sizes.of(profile, engine, 1, batches=1)
+    kernels = WeightKernels.GPU if device is Device.GPU else WeightKernels.AMX
+    return sizes.needed(0, profile.num_layers, kernels) + sizes.tables(0, 1, device)
