@@ -1,4 +1,4 @@
-"""Refusals of models of 2026: reasons that no memory can mend come first, all at once, with what would run."""
+"""Refusals of models of 2026: every reason that no memory can mend, before memory, and what would run."""
 
 from dataclasses import replace
 from typing import Any

@@ -40,6 +40,8 @@ _PROCESSORS: Final = MappingProxyType(
         AVX512: "Intel Xeon Scalable processors and AMD EPYC processors of the 4th generation or later",
     }
 )
+_LATER_DEEPSEEK: Final = frozenset({"DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"})
+"""Models whose predecessors have no sparse attention."""
 _SOFTMAX: Final = frozenset({Routing.SOFTMAX, Routing.TOP_K_SOFTMAX, Routing.SOFTMAX_NORMALIZED})
 _WITHOUT_ATTENTION: Final = "Use GPU roles only, or compute attention on GPUs (parallelism.mode: FeedForward)"
 _NO_KERNEL: Final = "vLLM has no CPU kernel for this format"
@@ -236,11 +238,9 @@ def _check_classes(profile: ModelProfile) -> None:
 
 def _check_sparse(profile: ModelProfile) -> None:
     if any(kind.attention is AttentionKind.SPARSE for kind in profile.layers):
-        raise _refuse(
-            f"{profile.architecture} with sparse attention",
-            "vLLM supports it on GPUs only",
-            "Use GPU roles only, or a model of the family without sparse attention (DeepSeek-V3, V3.1)",
-        )
+        older = ", or DeepSeek-V3 or V3.1" if profile.architecture in _LATER_DEEPSEEK else ""
+        what = f"{profile.architecture} with sparse attention"
+        raise _refuse(what, "vLLM supports it on GPUs only", f"Use GPU roles only{older}")
 
 
 def _check_attention(profile: ModelProfile) -> None:
