@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 
 from heteroinfer_contract.model import Scheme
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, Mode
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.feed_forward import check_feed_forward, least_memory
-from heteroinfer_operator.planning.gpu_floor import GPU_USABLE
+from heteroinfer_operator.planning.feed_forward import (
+    beside_weights_bytes,
+    check_feed_forward,
+    rank_weight_bytes,
+    whole_remote,
+)
+from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.packing import WeightKernels
 from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_support
@@ -34,8 +40,7 @@ def name_alternatives(
     if profile.quantization and _passes(lambda: check(_without_format(profile))):
         ways.append(f"the same model {in_bf16(profile)}, with these roles")
     if mode is not Mode.FEED_FORWARD and _passes(lambda: check_feed_forward("", profile, engine, cpus)):
-        on_gpu, on_host = map(format_bytes, least_memory(profile, engine))
-        ways.append(f"mode FeedForward, with a GPU of {on_gpu} or more and {on_host} of host memory")
+        ways.append(f"mode FeedForward, with {_of_feed_forward(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
         first = Device.GPU
         if _passes(lambda: check_support(profile, engine, cpus, stages=2, first=first)):
@@ -56,8 +61,16 @@ def _passes(check: Callable[[], object]) -> bool:
 
 def _without_format(profile: ModelProfile) -> ModelProfile:
     kinds = (replace(kind, quantized_bytes=0, experts_quantized=False) for kind in profile.kinds)
-    plain = replace(profile, scheme=Scheme(), expert_scheme=None, quantization="", kinds=tuple(kinds))
-    return replace(plain, dtype="bfloat16")
+    return replace(profile, scheme=Scheme(), expert_scheme=None, quantization="", kinds=tuple(kinds))
+
+
+def _of_feed_forward(profile: ModelProfile, engine: EngineSettings) -> str:
+    remote = whole_remote(profile)
+    held = _whole(remote.kept, engine, Device.GPU)
+    floor = GpuFloor.of(profile, engine, 1).total(embeds=True, samples=True, gpus=1)
+    gpu = format_bytes(max(ceil(held / GPU_USABLE), held + floor))
+    host = rank_weight_bytes(remote, engine, 0) + beside_weights_bytes(remote, engine)
+    return f"a GPU of {gpu} or more and {format_bytes(host + profile.host_table_bytes)} of host memory"
 
 
 def _whole(profile: ModelProfile, engine: EngineSettings, device: Device) -> int:

@@ -21,7 +21,6 @@ from heteroinfer_contract.plan import Device, EngineSettings, Mode, batches_at_o
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
-from heteroinfer_operator.planning.gpu_floor import GPU_USABLE
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.packing import filled_part, packed_part, packing_copies
@@ -46,8 +45,6 @@ _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums per element of a row, and per intermediate column of a row."""
 
 _OFFLOADS: Final = "its CPU ranks have the weights that vLLM would offload. Remove the option"
-_ONE_RANK: Final = FeedForwardSpec(ranks=1, cpu="1", memory="1Gi")
-"""For questions whose answer does not depend on the ranks."""
 _ARGS: Final = (
     (OFFLOADED_GIB, ("0",), _OFFLOADS),
     (OFFLOADED_LAYERS, ("0",), _OFFLOADS),
@@ -157,21 +154,16 @@ def check_feed_forward(
     def refuse(why: str) -> None:
         raise PlanError(f"role {role}: feedForward {why}", reason=PlanReason.UNSUPPORTED_PARALLELISM)
 
-    moved = remote_of(_ONE_RANK, profile, _cheapest_first(profile)).profile
     return every_reason(
         *(partial(refuse, why) for why in _refusals(profile, engine)),
-        lambda: check_remote_support(profile, moved, engine, cpus),
+        lambda: check_remote_support(profile, whole_remote(profile).profile, engine, cpus),
     )
 
 
-def least_memory(profile: ModelProfile, engine: EngineSettings) -> tuple[int, int]:
-    """Returns the bytes of a GPU and of its host if one rank there has the experts or MLPs of all layers."""
-    remote = remote_of(_ONE_RANK, profile, _cheapest_first(profile))
-    sizes = Sizes.of(remote.kept, engine, 1, batches=1)
-    held = sizes.needed(0, profile.num_layers) + sizes.tables(0, 1, Device.GPU)
-    floor = sizes.gpu_floor.total(embeds=True, samples=True, gpus=1)
-    host = rank_weight_bytes(remote, engine, 0) + beside_weights_bytes(remote, engine)
-    return max(ceil(held / GPU_USABLE), held + floor), host + profile.host_table_bytes
+def whole_remote(profile: ModelProfile) -> Remote:
+    """Returns the part of the model of one feed-forward rank that has all layers' experts or MLPs."""
+    own = FeedForwardSpec(ranks=1, cpu="1", memory="1Gi")
+    return remote_of(own, profile, _cheapest_first(profile))
 
 
 def _refusals(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """The modes of a plan: their checks, their ranks outside of the stages, and their advice. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias, assert_never
+from dataclasses import dataclass
 
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, Mode, Plan, RankAssignment
@@ -25,47 +24,29 @@ from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagesMode:
-    """Modes Pipeline and Tensor: every rank is in a stage."""
+class PlannedMode:
+    """A mode with its ranks' parts of the model.
+
+    Attributes:
+        remote: the part of CPU ranks that compute experts or MLPs for the only stage, in mode FeedForward.
+    """
 
     topology: Topology
     profile: ModelProfile
     engine: EngineSettings
     inventory: Inventory
-    remote: None = field(init=False, default=None)
+    remote: Remote | None = None
 
     @property
     def in_stages(self) -> ModelProfile:
         """The part of the model that the stages compute."""
-        return self.profile
+        return self.profile if self.remote is None else self.remote.kept
 
     def ranks_beside(self) -> tuple[RankAssignment, ...]:
         """Returns the ranks outside of the stages, without predicted times; they have the highest numbers."""
-        return ()
-
-    def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
-        """Returns notes on the plan for the user; `rates` are by rank."""
-        return advise(self.topology, plan, self.profile, self.inventory)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedForwardMode:
-    """Mode FeedForward: one stage, and CPU ranks in its pod that compute experts or MLPs."""
-
-    topology: Topology
-    profile: ModelProfile
-    engine: EngineSettings
-    inventory: Inventory
-    remote: Remote
-
-    @property
-    def in_stages(self) -> ModelProfile:
-        """The model without the part of the feed-forward ranks."""
-        return self.remote.kept
-
-    def ranks_beside(self) -> tuple[RankAssignment, ...]:
-        """Returns the feed-forward ranks, without their times."""
         own, remote = self.topology.stages[0], self.remote
+        if remote is None:
+            return ()
         return tuple(
             RankAssignment(
                 rank=len(own) + number,
@@ -85,9 +66,14 @@ class FeedForwardMode:
         )
 
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
-        """Returns a comparison with mode Pipeline, and whether the GPU needs CPUs at all."""
+        """Returns notes on the plan for the user; `rates` are by rank.
+
+        In mode FeedForward: a comparison with mode Pipeline, and whether the GPU needs CPUs at all.
+        """
         topology, remote, engine = self.topology, self.remote, self.engine
-        notes = [self._in_pipeline(rates[0], rates[-1])]
+        if remote is None:
+            return advise(topology, plan, self.profile, self.inventory)
+        notes = [self._in_pipeline(remote, rates[0], rates[-1])]
         placed = topology.stages[0][0].placed
         resources = placed.role.resources
         if resources and resources.limits and "cpu" in resources.limits:
@@ -114,14 +100,14 @@ class FeedForwardMode:
         )
         return Advice(notes=(*notes, words), hybrid_not_needed=words)
 
-    def _in_pipeline(self, own: Rates, theirs: Rates) -> str:
+    def _in_pipeline(self, remote: Remote, own: Rates, theirs: Rates) -> str:
         """Returns the compute time of this mode and of mode Pipeline with the same memory, as text.
 
         Args:
             own: rates of the role's own rank.
             theirs: rates of a feed-forward rank.
         """
-        profile, remote, engine = self.profile, self.remote, self.engine
+        profile, engine = self.profile, self.engine
         moved = sum(remote.profile.layer_bytes)
         count, held = 0, 0
         while held < moved and count < profile.num_layers:
@@ -144,9 +130,6 @@ class FeedForwardMode:
         )
 
 
-PlanMode: TypeAlias = StagesMode | FeedForwardMode
-
-
 def check_mode(
     mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> tuple[str, ...]:
@@ -167,21 +150,15 @@ def check_mode(
 
 def choose_mode(
     mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
-) -> PlanMode:
+) -> PlannedMode:
     """Returns the mode with its ranks' parts of the model.
 
     Raises:
         PlanError: feed-forward ranks cannot compute this model, or their part does not fit.
     """
-    match mode:
-        case Mode.PIPELINE | Mode.TENSOR:
-            return StagesMode(topology=topology, profile=profile, engine=engine, inventory=inventory)
-        case Mode.FEED_FORWARD:
-            own = topology.stages[0][0].placed.role.feed_forward
-            assert own is not None  # validated by the API's rules
-            remote = choose_remote(own, topology, profile, engine, inventory)
-            return FeedForwardMode(
-                topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote
-            )
-        case _:
-            assert_never(mode)
+    remote = None
+    if mode is Mode.FEED_FORWARD:
+        own = topology.stages[0][0].placed.role.feed_forward
+        assert own is not None  # validated by the API's rules
+        remote = choose_remote(own, topology, profile, engine, inventory)
+    return PlannedMode(topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote)

@@ -196,12 +196,16 @@ def check_remote_support(
         PlanError: feed-forward ranks cannot compute the model. The message names a fix.
     """
     return every_reason(
-        lambda: _check_classes(profile),
-        lambda: _check_sparse(profile),
+        lambda: _check_skeleton(profile),
         lambda: _check_linear(moved, engine),
         lambda: _check_experts(moved, engine, route=False),
         lambda: _check_instructions(_weights_need(moved), cpus),
     )
+
+
+def _check_skeleton(profile: ModelProfile) -> tuple[str, ...]:
+    """Checks the model's class, which feed-forward ranks build without memory on vLLM's CPU platform."""
+    return every_reason(lambda: _check_classes(profile), lambda: _check_sparse(profile))
 
 
 def _refuse(what: str, why: str, remedy: str = "Use GPU roles only") -> PlanError:
