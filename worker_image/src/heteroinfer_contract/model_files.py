@@ -29,6 +29,7 @@ from heteroinfer_contract.model.faults import find_faults, stored_expert_scheme
 from heteroinfer_contract.model.scheme import (
     find_quantization,
     has_limited_experts,
+    limits_all_experts,
     read_method,
     read_routing,
     read_scheme,
@@ -162,7 +163,7 @@ def _read_profile(directory: Path) -> ModelProfile:
         kinds=kinds,
         kind_of_layer=kind_of_layer,
         routing=read_routing(architecture, text) if any(kind.experts for kind in kinds) else Routing.NONE,
-        limited_experts=has_limited_experts(text),
+        limited_experts=has_limited_experts(text) or limits_all_experts(text),
         state_dtype=str(text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype") or ""),
         encoder=_takes(config, weights) if weights.encoder else "",
         encoder_bytes=weights.encoder,

@@ -207,11 +207,9 @@ _ONE_GROUP: Final = ("HYV3", "Lfm2Moe", "Pangu")
 def has_limited_experts(text: Mapping[str, Any]) -> bool:
     """Returns whether a config says a limit, by layer, of what experts' gates and ups may be.
 
-    DeepSeek-V4 has one limit for all layers. GPT-OSS's one `swiglu_limit` belongs to its activation. Source:
-    vllm/model_executor/models/exaone_moe.py, step3p5.py, bailing_moe_v3.py@v0.32.0.
+    Not GPT-OSS's one `swiglu_limit`, which belongs to its activation. Source: vllm/model_executor/models/
+    exaone_moe.py, step3p5.py, bailing_moe_v3.py@v0.32.0.
     """
-    if str(text.get("model_type")).startswith("deepseek_v4") and text.get("swiglu_limit"):
-        return True
     limits = [value for key in _LIMIT_KEYS if isinstance(value := text.get(key), list)]
     return any(isinstance(limit, int | float) and limit > 0 for each in limits for limit in each)
 
@@ -244,3 +242,11 @@ def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
         case "softmax", False, _:
             return Routing.SOFTMAX_NORMALIZED if normalized else Routing.SOFTMAX
     return Routing.UNKNOWN
+
+
+def limits_all_experts(text: Mapping[str, Any]) -> bool:
+    """Returns whether a config has one limit for the gates and ups of all experts (DeepSeek-V4).
+
+    GPT-OSS's `swiglu_limit` belongs to its activation. Source: vllm/models/deepseek_v4@v0.32.0.
+    """
+    return str(text.get("model_type")).startswith("deepseek_v4") and bool(text.get("swiglu_limit"))
