@@ -33,7 +33,7 @@ PATTERNS = {
     "things that say or tell": r"\b(?:says?|tells?|said|told)\b",
     "is no X": rf"(?<!here ){_BE} no (?!longer|more)\w",
     "nobody, whoever": r"\b(?:nobody|somebody|whoever|anybody)\b",
-    "lives on, goes with": r"\b(?:(?:live|serve|get|run)s? on(?! (?:a|the|one|each|its|GPU|CPU|node)\b)"
+    "lives on, goes with": r"\b(?:(?:live|serve|get|run)s? on\b(?! (?:a|the|one|each|its|GPU|CPU|node)\b)"
     r"|stands? (?:still|in)\b|stood still|comes? of it|goes with|lies? beside|let go\b)",
     "anew, alike": r"\b(?:anew|afresh|meanwhile|alike|for ever|likewise|otherwise than|all the same)\b",
     "so many": r"\b(?:so many|so much|as few)\b",

@@ -72,7 +72,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned(EpochPlan):
-    """A new plan with the values it was made from.
+    """A new plan with the values behind it.
 
     Attributes:
         budgets: memory of each stage.
@@ -145,10 +145,10 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
 def _check_model(
     request: GroupRequest, topology: Topology, engine: EngineSettings, inventory: Inventory
 ) -> tuple[str, ...]:
-    """Checks what no memory can mend. Returns notes for the user, one line each.
+    """Refuses a model that no memory can serve. Returns notes for the user, one line each.
 
     Raises:
-        PlanError: the message has every reason, and what would run.
+        PlanError: the message has every reason, and the ways that would run.
     """
     profile, mode = request.profile, request.spec.parallelism.mode
     stages, first = len(topology.stages), topology.stages[0][0].placed.device
