@@ -91,11 +91,11 @@ def _parts(planned: Planned) -> str:
         own = f"{rank.weight_bytes / 2**30:.1f} GiB"
         if rank.feed_forward is None:
             count = rank.end_layer - rank.first_layer
-            parts.append(f"{rank.device} rank with {_layers(count)}, {own}")
+            parts.append(f"{rank.device} rank with {_layers(count)} ({own})")
         else:
             kind = "experts" if planned.request.profile.experts else "MLPs"
-            parts.append(f"feed-forward rank with {kind} of {_layers(len(rank.feed_forward.layers))}, {own}")
-    return "; ".join(parts)
+            parts.append(f"feed-forward rank with {kind} of {_layers(len(rank.feed_forward.layers))} ({own})")
+    return ", ".join(parts)
 
 
 def _layers(count: int) -> str:
