@@ -1,5 +1,7 @@
 """The chart's README, the descriptions of its values, and a rendering case for each of them."""
 
+import re
+
 import yaml
 
 from charts import readme
@@ -28,6 +30,15 @@ def test_every_value_is_rendered_by_a_case() -> None:
         "tests/integration/chart/value_cases.py has no case for these values"
     )
     assert cases - leaves(values) == set(), "these values are no more"
+
+
+def test_every_value_is_compared_with_other_charts() -> None:
+    values = yaml.safe_load((readme.CHART / "values.yaml").read_text())
+    page = (REPOSITORY / "docs/contributor/chart.md").read_text()
+    table = page.partition("## Each value of this chart")[2].partition("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    compared = set(re.findall("`([^`]+)`", " ".join(first_cells)))
+    assert compared == set(values), "docs/contributor/chart.md has one place for each key of values.yaml"
 
 
 def test_comments_are_read_by_path_and_without_their_examples() -> None:
