@@ -16,11 +16,9 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 INSTALL_TIMEOUT_S = 3600  # it may run ahead of what needs it, on the time that others leave over (.ci/idle)
 
 # What must be there -> the package that has it. Looked for by program and not by package, so
-# that another packaging of the same program (containerd.io, for one) is left alone.
+# that another packaging of the same program is left alone.
 CONTROL_PLANE_NEEDS = {"openssl": "openssl"}
 NODE_NEEDS = {
-    "containerd": "containerd",
-    "ctr": "containerd",
     "runc": "runc",
     "nft": "nftables",  # kube-proxy's nftables mode and the NetworkPolicy enforcer
     "ip": "iproute2",

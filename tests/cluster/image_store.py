@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.cluster import oci, processes
+from tests.cluster import oci, processes, tools
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import CLUSTER_SOURCE, cache_folder, locked
-from tests.cluster.oci import Image
+from tests.cluster.oci import Image, Layout
 from tests.cluster.progress import say
 from tests.cluster.state import State, all_states
 
@@ -30,15 +30,18 @@ CONTENT = Path("io.containerd.content.v1.content")
 # Unused on the test node; `opt` would make a folder in the machine's own /opt.
 DISABLED_PLUGINS = (
     "io.containerd.internal.v1.opt",
-    "io.containerd.snapshotter.v1.aufs",
-    "io.containerd.snapshotter.v1.btrfs",
+    "io.containerd.nri.v1.nri",
+    "io.containerd.snapshotter.v1.blockfile",
     "io.containerd.snapshotter.v1.devmapper",
+    "io.containerd.snapshotter.v1.erofs",
     "io.containerd.snapshotter.v1.zfs",
 )
+CRI_PLUGINS = ("io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime")
+"""Kubelet's interface, which a store without pods does not need."""
 # A collection between an import and its unpacking would throw away the old image's layers, which the new
 # one is about to use: none runs but when it is asked for.
 COLLECT_WHEN_ASKED = """
-[plugins."io.containerd.gc.v1.scheduler"]
+[plugins.'io.containerd.gc.v1.scheduler']
   deletion_threshold = 0
   mutation_threshold = 0
   startup_delay = "24h"
@@ -64,7 +67,8 @@ def ensure_seed(images: Sequence[Image]) -> Path:
     """Returns a containerd root in the cache that holds exactly these images, imported and unpacked."""
     layout = oci.layout()
     named = sorted(f"{image.reference} {layout.digest(image)}" for image in images)
-    key = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
+    containerd = tools.program_folder(tools.CONTAINERD).parent.name
+    key = hashlib.sha256("\n".join([containerd, *named]).encode()).hexdigest()[:16]
     seeds = cache_folder() / "containerd"
     with locked(seeds / ".lock"):
         if not (seeds / key).is_dir():
@@ -123,18 +127,20 @@ def _nearest_seed(seeds: Path, images: Sequence[Image]) -> Path | None:
 def _import_into(state: State, root: Path, images: Sequence[Image]) -> int:
     socket = state.folder / "containerd.sock"
     config = state.folder / "containerd.toml"
-    disabled = [*DISABLED_PLUGINS, "io.containerd.grpc.v1.cri"]
+    disabled = [*DISABLED_PLUGINS, *CRI_PLUGINS]
     config.write_text(
-        f"version = 2\nroot = '{root}'\nstate = '{state.folder}/run'\ndisabled_plugins = {disabled}\n"
-        f"[grpc]\n  address = '{socket}'\n{COLLECT_WHEN_ASKED}"
+        f"version = 4\nroot = '{root}'\nstate = '{state.folder}/run'\ndisabled_plugins = {disabled}\n"
+        f"[plugins.'io.containerd.server.v1.grpc']\n  address = '{socket}'\n{COLLECT_WHEN_ASKED}"
     )
+    program = str(tools.program(tools.CONTAINERD, "containerd"))
     containerd = processes.spawn(
-        ["unshare", "--mount", "--propagation", "private", "containerd", "--config", str(config)],
+        ["unshare", "--mount", "--propagation", "private", program, "--config", str(config)],
         mark=state.folder,
         log=state.log("containerd"),
         environment={"TMPDIR": str(state.folder)},
     )
-    ctr = ["ctr", "--address", str(socket), "--namespace", "k8s.io"]
+    client = str(tools.program(tools.CONTAINERD, "ctr"))
+    ctr = [client, "--address", str(socket), "--namespace", "k8s.io"]
     wait_for_containerd(ctr, containerd, state.log("containerd"))
     sent = import_images(ctr, images)
     wanted = {image.reference for image in images}
@@ -156,8 +162,10 @@ def wait_for_containerd(ctr: Sequence[str], containerd: processes.ProcessIdentit
     processes.wait_until("containerd", answers, timeout_s=30, process=containerd, log=log)
 
 
-def import_images(ctr: Sequence[str], images: Sequence[Image]) -> int:
+def import_images(ctr: Sequence[str], images: Sequence[Image], layout: Layout | None = None) -> int:
     """Imports into a running containerd what it lacks of these images; returns the bytes sent.
+
+    By default the images are in the cache's layout.
 
     Raises:
         ClusterError: ctr refused; the message holds what it said.
@@ -172,7 +180,7 @@ def import_images(ctr: Sequence[str], images: Sequence[Image]) -> int:
         assert importing.stdin is not None
         assert importing.stdout is not None
         try:
-            sent = oci.layout().write_archive(importing.stdin, images, present)
+            sent = (layout or oci.layout()).write_archive(importing.stdin, images, present)
             importing.stdin.close()
         except BrokenPipeError:
             sent = 0  # its own words, below, say why

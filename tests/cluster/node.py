@@ -15,7 +15,7 @@ from tests.cluster.control_plane import Site, start_control_plane
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.namespaces import Addresses, Namespaces, connect_namespaces, create_namespaces
-from tests.cluster.oci import Image
+from tests.cluster.oci import Image, Layout
 from tests.cluster.pki import Pki, create_pki
 from tests.cluster.processes import ProcessIdentity
 from tests.cluster.programs import Program
@@ -29,7 +29,6 @@ LEASE_S = 16
 """Renewed four times as often: a busy machine may miss a few."""
 READY_TIMEOUT_S = 60.0
 SOCKET = "/run/containerd/containerd.sock"
-CTR = ("ctr", "--address", SOCKET, "--namespace", "k8s.io")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,11 @@ class NodeCluster(Cluster):
     @property
     def node_name(self) -> str:
         return self.state.name
+
+    @property
+    def ctr(self) -> list[str]:
+        """The command that starts containerd's client against the node's containerd."""
+        return [*self.namespaces.prefix, *build_ctr_command()]
 
     def pod_http(
         self, address: str, port: int, path: str, *, body: bytes | None = None, timeout_s: float = 10
@@ -62,9 +66,9 @@ class NodeCluster(Cluster):
         finally:
             connection.close()
 
-    def load(self, images: Sequence[Image]) -> None:
-        """Imports images into the running node; those it has already cost nothing."""
-        image_store.import_images([*self.namespaces.prefix, *CTR], images)
+    def load(self, images: Sequence[Image], layout: Layout | None = None) -> None:
+        """Imports images into the running node, by default from the cache's layout."""
+        image_store.import_images(self.ctr, images, layout)
 
     def offer(self, resource: str, quantity: int) -> None:
         """Makes the node say that it has `quantity` of a resource that no device plugin offers."""
@@ -84,7 +88,7 @@ def start_node_cluster(images: Sequence[Image] = ()) -> NodeCluster:
     if sys.platform != "linux" or os.geteuid() != 0:
         raise ClusterError("a node needs root on Linux: it makes namespaces, mounts and cgroups")
     debian.ensure_packages({**debian.CONTROL_PLANE_NEEDS, **debian.NODE_NEEDS})
-    ensure_tools((tools.ETCD, tools.KUBERNETES, tools.COREDNS))
+    ensure_tools((tools.ETCD, tools.KUBERNETES, tools.COREDNS, tools.CONTAINERD))
     seed = image_store.ensure_seed([image_store.ensure_pause_image(), *images])
     state = State.claim("node", NODE_LIMIT)
     with removed_on_failure(state):
@@ -174,9 +178,12 @@ class NodePrograms:
         runc = shutil.which("runc")
         assert runc is not None
         network = self._configure("cni/10-pods.conflist", json.dumps(build_network(self.addresses)))
-        config = self._configure("containerd.toml", build_containerd_config(str(Path(network).parent), runc))
-        containerd = self._spawn("containerd", "containerd", "--config", config)
-        ctr = [*self.namespaces.prefix, *CTR]
+        shim = str(tools.program(tools.CONTAINERD, "containerd-shim-runc-v2"))
+        content = build_containerd_config(str(Path(network).parent), runc, shim)
+        config = self._configure("containerd.toml", content)
+        program = str(tools.program(tools.CONTAINERD, "containerd"))
+        containerd = self._spawn("containerd", program, "--config", config)
+        ctr = [*self.namespaces.prefix, *build_ctr_command()]
         image_store.wait_for_containerd(ctr, containerd, self.state.log("containerd"))
 
     def start_the_rest(self, site: Site, pki: Pki) -> None:
@@ -237,25 +244,32 @@ def build_network(addresses: Addresses) -> dict[str, object]:
     return {"cniVersion": "1.0.0", "name": "pods", "plugins": [plugin]}
 
 
-def build_containerd_config(network_folder: str, runc: str) -> str:
-    """Returns containerd's configuration (version 2, which 1.6, 1.7 and 2.x read)."""
-    cri = 'plugins."io.containerd.grpc.v1.cri"'
-    return f"""version = 2
+def build_ctr_command() -> list[str]:
+    """Returns the command of containerd's client, for the network namespace of a node."""
+    return [str(tools.program(tools.CONTAINERD, "ctr")), "--address", SOCKET, "--namespace", "k8s.io"]
+
+
+def build_containerd_config(network_folder: str, runc: str, shim: str) -> str:
+    """Returns containerd's configuration."""
+    runtime = "plugins.'io.containerd.cri.v1.runtime'"
+    return f"""version = 4
 disabled_plugins = {json.dumps(list(image_store.DISABLED_PLUGINS))}
-[grpc]
+[plugins.'io.containerd.server.v1.grpc']
   address = "{SOCKET}"
-[{cri}]
-  sandbox_image = "{image_store.PAUSE}"
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+  sandbox = "{image_store.PAUSE}"
+[{runtime}]
   # Without CAP_SYS_RESOURCE, runc could not lower a container's score below containerd's own.
   restrict_oom_score_adj = true
-  [{cri}.cni]
-    bin_dir = "{debian.CNI_FOLDER}"
+  [{runtime}.cni]
+    bin_dirs = ["{debian.CNI_FOLDER}"]
     conf_dir = "{network_folder}"
-  [{cri}.containerd]
+  [{runtime}.containerd]
     default_runtime_name = "runc"
-  [{cri}.containerd.runtimes.runc]
+  [{runtime}.containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
-    [{cri}.containerd.runtimes.runc.options]
+    runtime_path = "{shim}"
+    [{runtime}.containerd.runtimes.runc.options]
       BinaryName = "{runc}"
       SystemdCgroup = false
 {image_store.COLLECT_WHEN_ASKED}"""

@@ -80,6 +80,8 @@ ETCD = _common("etcd", "go.etcd.io/etcd/server/v3", programs=["etcd"])
 HELM = _common("helm", "helm.sh/helm/v3/cmd/helm")
 COREDNS = _common("coredns", "./coredns")
 """With the plugins that a node here has; CoreDNS's own main program has the SDKs of three clouds."""
+CONTAINERD = Tool(name="containerd", programs=("containerd", "ctr", "containerd-shim-runc-v2"))
+"""Debian 12 has containerd 1.6, which mounts no image volumes."""
 KWOK = Tool(name="kwok", programs=("kwok",))
 # Debian's Prometheus discovers nothing on Kubernetes; of all discoveries only that one is built.
 PROMETHEUS = _common(
@@ -97,24 +99,24 @@ KUBE_SCORE = Tool(name="kube-score", programs=("kube-score",))
 """Judges what the chart renders to."""
 ENDPOINT_PICKER = Tool(name="endpoint-picker", programs=("epp",))
 """Of the Gateway API Inference Extension; its module also has the CRD of InferencePools."""
-HTTP_ADD_ON = Tool(
-    name="http-add-on",
-    programs=("interceptor",),
-    packages=("github.com/kedacore/http-add-on/interceptor",),
-)
-"""The part that holds requests; its module also has the CRD of HTTPScaledObjects."""
+ENVOY_GATEWAY = Tool(name="envoy-gateway", programs=("envoy-gateway",))
+"""Configures Envoy from Gateways and HTTPRoutes; its module also has its Helm chart."""
+KEDA = Tool(name="keda", programs=("adapter", "operator"))
+"""Scales by what the HTTP add-on counts; its module also has its manifests and CRDs."""
+HTTP_ADD_ON = Tool(name="http-add-on", programs=("interceptor", "operator", "scaler"))
+"""Holds and counts requests; its module also has its manifests and CRD."""
 KSTATUS = _common("kstatus", "./kstatus")
 """Ours: what Flux and others make of a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))
 CONTROL_PLANE = (ETCD, KUBERNETES, HELM, KSTATUS)
 """What tests of an API server need."""
-NODE = (*CONTROL_PLANE, COREDNS)
+NODE = (*CONTROL_PLANE, COREDNS, CONTAINERD)
 """What tests of a real node need."""
 WATCHING = (PROMETHEUS, PROMETHEUS_OPERATOR, PROMETHEUS_ADAPTER)
 """What the tests of dashboards, alerts and autoscaling need besides."""
 GANGS = (*CONTROL_PLANE, *LATER_KUBERNETES.values(), KWOK, KUEUE, VOLCANO, COSCHEDULING)
 """What `make gangs` needs."""
-ROUTES = (*NODE, ENDPOINT_PICKER, HTTP_ADD_ON)
+ROUTES = (*NODE, ENDPOINT_PICKER, ENVOY_GATEWAY, KEDA, HTTP_ADD_ON)
 """What `make routes` needs."""
 SETS = {
     "control-plane": CONTROL_PLANE,

@@ -16,10 +16,11 @@ import pytest
 import yaml
 
 from heteroinfer_contract import names
-from tests.cluster import processes
+from tests.cluster import debian, processes
 from tests.cluster.errors import ClusterError
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
+from tests.cluster.oci import Image, Layout
 from tests.cluster.pki import Pki
 from tests.e2e.serving import NO_PROXY, RELEASE, SYSTEM, Resource, cache_volume, install
 from tests.hub_server import HubServer, Repository
@@ -67,7 +68,7 @@ def cache() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
     """The chart with user ids of the range, in a namespace that admits no other."""
     install(
@@ -91,7 +92,9 @@ def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
     kinds = "validatingadmissionpolicies,validatingadmissionpolicybindings"
     node_cluster.kubectl("delete", kinds, "--all")
     node_cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=60s", timeout_s=70)
-    node_cluster.kubectl("delete", "pv", "platform-cache", "--timeout=30s", timeout_s=40)
+    node_cluster.kubectl(
+        "delete", "pv", "platform-cache", "--ignore-not-found", "--timeout=30s", timeout_s=40
+    )
 
 
 def policy() -> list[dict[str, Any]]:
@@ -243,3 +246,78 @@ def test_a_group_serves_with_all_that_platforms_ask(
     )["items"]
     run = ("exec", "-n", SYSTEM, operator["metadata"]["name"], "--", "python3", "-c", WHO)
     assert installed.kubectl(*run).split()[:3] == [str(USER + 1), "0", "/tmp"]
+
+
+# A model in an image
+
+REGISTRY = "localhost:5000"
+"""On the node's loopback, where containerd asks without TLS."""
+
+
+@pytest.fixture
+def registry(node_cluster: NodeCluster, tmp_path: Path) -> Path:
+    """A registry on the node, which ends with the node; returns the log with its requests."""
+    debian.ensure_packages({"docker-registry": "docker-registry", "skopeo": "skopeo"})
+    store = {"filesystem": {"rootdirectory": str(tmp_path / "store")}}
+    settings = {"version": 0.1, "storage": store, "http": {"addr": REGISTRY}}
+    configuration = tmp_path / "registry.yml"
+    configuration.write_text(yaml.safe_dump(settings))
+    state = node_cluster.state
+    command = [*node_cluster.namespaces.prefix, "docker-registry", "serve", str(configuration)]
+    processes.spawn(command, mark=state.folder, log=state.log("registry"), environment={})
+
+    def answers() -> bool:
+        try:
+            node_cluster.namespaces.connect("127.0.0.1", 5000, 1).close()
+        except OSError:
+            return False
+        return True
+
+    processes.wait_until("the registry", answers, timeout_s=30, log=state.log("registry"))
+    return state.log("registry")
+
+
+def push_model(cluster: NodeCluster, model: Path, folder: Path) -> str:
+    """Puts the model's files into an image, below /weights, and pushes it; returns its reference."""
+    layout = Layout(folder=folder)
+    layout.put_image("small", {f"weights/{file.name}": file.read_bytes() for file in model.iterdir()}, {})
+    name = f"{REGISTRY}/models/small"
+    copy = ("skopeo", "copy", "--quiet", "--preserve-digests", "--dest-tls-verify=false")
+    cluster.namespaces.run(*copy, f"oci:{folder}:small", f"docker://{name}:pushed")
+    return f"{name}@{layout.digest(Image(tag='small', reference=name))}"
+
+
+def test_a_group_serves_a_model_from_an_image(
+    installed: NodeCluster, registry: Path, model: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The kubelet pulls the image and mounts it; no claim and no download."""
+    reference = push_model(installed, model[0] / "small", tmp_path / "layout")
+    role = {"requests": {"cpu": "500m", "memory": "3Gi"}, "limits": {"memory": "3Gi"}}
+    document = {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "metadata": {"name": "from-image"},
+        "spec": {
+            "model": {"uri": f"oci://{reference}#weights"},
+            "engine": {"maxModelLen": 1024},
+            "roles": [{"name": "cpu", "device": "CPU", "pods": 2, "resources": role}],
+        },
+    }
+    installed.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(document))
+    resource = Resource(cluster=installed, namespace=NAMESPACE, name="from-image")
+    resource.wait_ready(START_S)
+    answer = model[1][PROMPTS[0]]
+    assert resource.complete(answer["prompt_token_ids"], REFERENCE_TOKENS) == answer["token_ids"]
+
+    requests = registry.read_text()
+    assert f"/v2/models/small/manifests/{reference.partition('@')[2]}" in requests
+    for pod in resource.pods():
+        images = [volume["image"]["reference"] for volume in pod["spec"]["volumes"] if "image" in volume]
+        assert images == [reference]
+        mounts = [mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]]
+        assert names.MODEL_MOUNT in mounts
+        script = f"cd {names.MODEL_MOUNT}/weights && ls && touch x 2>&1 || true"
+        run = ("exec", "-n", NAMESPACE, pod["metadata"]["name"], "--", "sh", "-c", script)
+        said = installed.kubectl(*run)
+        assert "config.json" in said
+        assert "Read-only file system" in said

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.cluster import cluster_cgroup, processes
 from tests.cluster.control_plane import api_server_down
-from tests.cluster.node import CTR
+from tests.cluster.node import build_ctr_command
 from tests.e2e.faults import resources
 from tests.e2e.faults.scene import Scene, is_exiting
 from tests.e2e.serving import OPERATOR_LABELS, SYSTEM
@@ -169,7 +169,7 @@ def kill_operator(scene: Scene) -> Iterator[float]:
     (container,) = _operator_pod(scene)["status"]["containerStatuses"]
     number = container["containerID"].partition("://")[2]
     at = time.time()
-    scene.cluster.namespaces.run(*CTR, "task", "kill", "--signal", "SIGKILL", number)
+    scene.cluster.namespaces.run(*build_ctr_command(), "task", "kill", "--signal", "SIGKILL", number)
 
     def back() -> bool:
         scene.check_answer()
