@@ -1,6 +1,6 @@
-"""Envoy and an endpoint picker: what a gateway controller makes of an HTTPRoute and an InferencePool.
+"""Envoy before an endpoint picker: what a gateway makes of an HTTPRoute and an InferencePool.
 
-All programs run in the network namespace of the node, so only this machine reaches their ports.
+It runs in the network namespace of the node, so only this machine reaches its port.
 """
 
 import hashlib
@@ -32,27 +32,7 @@ def ensure_envoy() -> Path:
 
 HTTPS_PORT: Final = 18443
 PICKER_PORT: Final = 9002
-"""The default of the picker, and the port in examples/routes/inference-pool.yaml."""
-HOLDER_PORT: Final = 18080
-HOLDER_QUEUE_PORT: Final = 18081
-
-
-def build_holder_command(program: Path, resolver: Path) -> list[str]:
-    """Returns the interceptor of KEDA's HTTP add-on, which finds Services by the cluster's DNS."""
-    script = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
-    private = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", script]
-    return [*private, str(resolver), str(program)]
-
-
-def build_holder_environment(namespace: str) -> dict[str, str]:
-    """Returns the settings of the interceptor."""
-    return {
-        "KEDA_HTTP_CURRENT_NAMESPACE": namespace,
-        "KEDA_HTTP_WATCH_NAMESPACE": namespace,
-        "KEDA_HTTP_PROXY_PORT": str(HOLDER_PORT),
-        "KEDA_HTTP_ADMIN_PORT": str(HOLDER_QUEUE_PORT),
-        "OTEL_PROM_EXPORTER_PORT": "18082",
-    }
+"""The port of the picker in examples/routes/inference-pool.yaml."""
 
 
 def build_envoy_command(program: Path, configuration: Path) -> list[str]:
@@ -60,9 +40,12 @@ def build_envoy_command(program: Path, configuration: Path) -> list[str]:
     return [str(program), "-c", str(configuration), "--concurrency", "1", "--disable-hot-restart"]
 
 
-def write_envoy_configuration(file: Path, certificate: Path, key: Path) -> None:
-    """Writes what a controller makes of the HTTPRoute of examples/routes: TLS, /v1 alone, no time-out."""
-    resources = {"listeners": [_listener(certificate, key)], "clusters": [_leaders(), _picker()]}
+def write_envoy_configuration(file: Path, certificate: Path, key: Path, picker: str) -> None:
+    """Writes what a controller makes of the examples' HTTPRoute and pool: TLS, /v1 alone, no time-out.
+
+    `picker`: the address of the picker's Service.
+    """
+    resources = {"listeners": [_listener(certificate, key)], "clusters": [_leaders(), _picker(picker)]}
     file.write_text(json.dumps({"static_resources": resources}))
 
 
@@ -129,12 +112,12 @@ def _leaders() -> dict[str, Any]:
     }
 
 
-def _picker() -> dict[str, Any]:
+def _picker(address: str) -> dict[str, Any]:
     http2 = {
         "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
-    endpoint = {"endpoint": {"address": _address("127.0.0.1", PICKER_PORT)}}
+    endpoint = {"endpoint": {"address": _address(address, PICKER_PORT)}}
     # The picker makes its certificate itself: gateways do not verify it.
     tls = {
         "@type": f"{_TYPE}.extensions.transport_sockets.tls.v3.UpstreamTlsContext",

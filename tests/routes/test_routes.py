@@ -1,21 +1,24 @@
-"""Two groups behind a gateway with TLS, an API key and an endpoint picker, on a real node: `make routes`.
+"""Two groups behind gateways with TLS and an API key, and scaled to zero, on a real node: `make routes`.
 
-The endpoint picker of the Gateway API Inference Extension, Envoy and the interceptor of KEDA's HTTP add-on
-are the real programs. No gateway controller runs here: `gateway.py` writes Envoy's configuration.
+All parts are the real programs, built from their modules, and run as pods by their own charts and manifests:
+Envoy Gateway, the endpoint picker of the Gateway API Inference Extension, KEDA and its HTTP add-on. Only the
+Envoy before the picker is a process of the node with a configuration of `gateway.py`, because Envoy Gateway
+alone does not support InferencePools.
 """
 
+import http.client
 import json
+import shutil
+import socket
 import ssl
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
@@ -23,6 +26,7 @@ import yaml
 from heteroinfer_contract import names
 from tests.cluster import processes, tools
 from tests.cluster.crds import wait_established
+from tests.cluster.errors import ClusterError
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.namespaces import Addresses
 from tests.cluster.node import NodeCluster
@@ -31,15 +35,12 @@ from tests.cluster.volumes import volume_manifests
 from tests.e2e.conftest import model
 from tests.e2e.serving import Resource, install
 from tests.routes.gateway import (
-    HOLDER_PORT,
-    HOLDER_QUEUE_PORT,
     HTTPS_PORT,
     build_envoy_command,
-    build_holder_command,
-    build_holder_environment,
     ensure_envoy,
     write_envoy_configuration,
 )
+from tests.routes.program_images import load_images
 
 __all__ = ["model"]
 
@@ -48,8 +49,10 @@ HOST = "llm.example.com"
 KEY = "a-key-of-these-tests"
 START_S = 420.0
 ANSWER_S = 300.0
-"""All requests at once, on a node whose two cores other tests use too."""
-REQUESTS = 24
+"""All clients at once, on a node whose two cores other tests use too."""
+REQUESTS = 48
+CLIENTS = 8
+"""Each sends its next request after an answer, so the picker sees the load that it made."""
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -57,7 +60,7 @@ pytestmark = pytest.mark.timeout(1200)
 @pytest.fixture(scope="module")
 def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
     """examples/cpu-pair.yaml with two groups, and the API key as docs/user/expose.md#routes gives it."""
-    for tool in (tools.ENDPOINT_PICKER, tools.HTTP_ADD_ON):
+    for tool in tools.ROUTES:
         tools.ensure_built(tool)
     install(node_cluster)
     node_cluster.kubectl("create", "namespace", NAMESPACE)
@@ -85,26 +88,28 @@ class Gateway:
 
     groups: Resource
     address: str
+    port: int
     authority: Path
 
-    def open(self, path: str, body: dict[str, Any] | None, key: str = KEY) -> HTTPResponse:
+    def open(self, path: str, body: dict[str, Any] | None, key: str = KEY) -> http.client.HTTPResponse:
         """Returns the answer to a request by TLS, of which the body is not read yet."""
         context = ssl.create_default_context(cafile=str(self.authority))
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        connection = http.client.HTTPSConnection(HOST, self.port, timeout=ANSWER_S)
+        plain = socket.create_connection((self.address, self.port), ANSWER_S)
+        connection.sock = context.wrap_socket(plain, server_hostname=HOST)
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {key}",
+            "Connection": "close",
+        }
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"https://{self.address}:{HTTPS_PORT}{path}", data, headers)
-        direct = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        )
-        return cast("HTTPResponse", direct.open(request, timeout=ANSWER_S))
+        connection.request("GET" if body is None else "POST", path, data, headers)
+        return connection.getresponse()
 
     def ask(self, path: str, body: dict[str, Any] | None = None, *, key: str = KEY) -> tuple[int, str]:
         """Returns status and text of a request by TLS."""
-        try:
-            with self.open(path, body, key) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        with self.open(path, body, key) as answer:
+            return answer.status, answer.read().decode()
 
     def complete(self, prompt: str | list[int], max_tokens: int = 16, **options: Any) -> tuple[int, str]:
         return self.ask("/v1/completions", asks_for(prompt, max_tokens, **options))
@@ -130,59 +135,60 @@ def leaders(groups: Resource) -> list[dict[str, Any]]:
     return [pod for pod in groups.pods() if names.LABEL_LEADER in pod["metadata"]["labels"]]
 
 
-def start_picker(cluster: NodeCluster, inside: Sequence[str]) -> None:
-    """Starts the picker with the arguments and the service account of the example's Deployment."""
-    example = yaml.safe_load_all((REPOSITORY / "examples/routes/inference-pool.yaml").read_text())
-    objects = {item["kind"]: item for item in example}
-    pod = objects.pop("Deployment")["spec"]["template"]["spec"]
-    cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump_all(objects.values()))
-    token = cluster.kubectl("create", "token", pod["serviceAccountName"], "-n", NAMESPACE).strip()
-    configuration = json.loads(cluster.kubeconfig.read_text())
-    configuration["users"][0]["user"] = {"token": token}
-    kubeconfig = cluster.state.folder / "picker.kubeconfig"
-    kubeconfig.touch(mode=0o600)
-    kubeconfig.write_text(json.dumps(configuration))
-    arguments = [given.replace("$(NAMESPACE)", NAMESPACE) for given in pod["containers"][0]["args"]]
-    processes.spawn(
-        [*inside, str(tools.program(tools.ENDPOINT_PICKER, "epp")), *arguments],
-        mark=cluster.state.folder,
-        log=cluster.state.log("endpoint-picker"),
-        environment={"KUBECONFIG": str(kubeconfig), "NAMESPACE": NAMESPACE},
-    )
+def create_authority(cluster: NodeCluster) -> Pki:
+    """Returns the keys of a gateway for the examples' host; its authority is in `ca.crt`."""
+    pki = Pki(folder=cluster.state.folder / "gateway")
+    if not pki.folder.exists():
+        pki.folder.mkdir(mode=0o700)
+        pki.create_authority("ca", "gateway")
+        pki.issue("server", f"/CN={HOST}", server_names=[f"DNS:{HOST}"])
+    return pki
+
+
+def wait_rollouts(cluster: NodeCluster, namespace: str) -> None:
+    """Waits until all Deployments of a namespace are available."""
+    every = ("--for=condition=Available", "deployment", "--all")
+    cluster.kubectl("wait", "-n", namespace, *every, "--timeout=180s", timeout_s=190)
 
 
 @pytest.fixture(scope="module")
 def gateway(groups: Resource) -> Gateway:
-    """The pool of the example with its picker, and Envoy in front. Both run as processes of the node."""
+    """The example's pool with its picker, and Envoy in front."""
     cluster, state = groups.cluster, groups.cluster.state
     bases = tools.source_folder("endpoint-picker", "sigs.k8s.io/gateway-api-inference-extension")
     for file in sorted((bases / "config/crd/bases").glob("*.yaml")):
         cluster.kubectl("apply", "--server-side", "-f", str(file))
         wait_established(cluster, yaml.safe_load(file.read_text())["metadata"]["name"])
-    address, inside = Addresses(number=state.number).node, cluster.namespaces.prefix
-    pki = Pki(folder=state.folder / "gateway")
-    pki.folder.mkdir(mode=0o700)
-    pki.create_authority("ca", "gateway")
-    pki.issue("server", f"/CN={HOST}", server_names=[f"IP:{address}", f"DNS:{HOST}"])
+    example = REPOSITORY / "examples/routes/inference-pool.yaml"
+    (picker,) = (item for item in yaml.safe_load_all(example.read_text()) if item["kind"] == "Deployment")
+    image = picker["spec"]["template"]["spec"]["containers"][0]["image"]
+    load_images(cluster, {image: [tools.program(tools.ENDPOINT_PICKER, "epp")]})
+    cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(example))
+    wait_rollouts(cluster, NAMESPACE)
+    service = groups.get("service", picker["metadata"]["name"])["spec"]["clusterIP"]
+
+    pki = create_authority(cluster)
     configuration = state.folder / "envoy.json"
-    write_envoy_configuration(configuration, Path(pki.path("server.crt")), Path(pki.path("server.key")))
-    start_picker(cluster, inside)
+    files = (Path(pki.path("server.crt")), Path(pki.path("server.key")))
+    write_envoy_configuration(configuration, *files, service)
     processes.spawn(
-        [*inside, *build_envoy_command(ensure_envoy(), configuration)],
+        [*cluster.namespaces.prefix, *build_envoy_command(ensure_envoy(), configuration)],
         mark=state.folder,
         log=state.log("envoy"),
         environment={},
     )
-    front = Gateway(groups=groups, address=address, authority=Path(pki.path("ca.crt")))
-
-    def answers() -> bool:
-        try:
-            return front.ask("/v1/models")[0] == 200
-        except OSError:
-            return False
-
-    processes.wait_until("the gateway", answers, timeout_s=60, log=state.log("endpoint-picker"))
+    address = Addresses(number=state.number).node
+    front = Gateway(groups=groups, address=address, port=HTTPS_PORT, authority=Path(pki.path("ca.crt")))
+    processes.wait_until("the gateway", lambda: answers(front), timeout_s=60, log=state.log("envoy"))
     return front
+
+
+def answers(front: Gateway) -> bool:
+    """Returns whether a gateway passes requests on."""
+    try:
+        return front.ask("/v1/models")[0] == 200
+    except OSError:
+        return False
 
 
 def test_tokens_are_those_of_the_reference(gateway: Gateway, model: tuple[Path, dict[str, Any]]) -> None:
@@ -207,7 +213,7 @@ def test_the_picker_refuses_a_prompt_of_token_ids(gateway: Gateway) -> None:
 
 def test_both_groups_get_requests(gateway: Gateway) -> None:
     before = gateway.answered()
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with ThreadPoolExecutor(CLIENTS) as pool:
         said = list(pool.map(lambda i: gateway.complete(f"{i} ranks", 64), range(REQUESTS)))
     assert Counter(status for status, _ in said) == {200: REQUESTS}
     now = gateway.answered()
@@ -246,79 +252,183 @@ def test_a_group_that_sleeps_gets_no_request(gateway: Gateway) -> None:
     gateway.groups.wait_ready(60)
 
 
-# Scale to zero
+# A gateway controller
+
+CONTROLLER = "envoy-gateway-system"
+CONTROLLER_IMAGE = "localhost/envoyproxy/gateway:test"
+ENVOY_IMAGE = "localhost/envoyproxy/envoy:test"
+GATEWAY_CLASS = f"""
+apiVersion: gateway.envoyproxy.io/v1alpha1
+kind: EnvoyProxy
+metadata: {{name: here, namespace: {CONTROLLER}}}
+spec:
+  provider:
+    type: Kubernetes
+    kubernetes:
+      envoyService: {{type: ClusterIP}}  # the node has no load balancers
+      envoyDeployment: {{container: {{image: {ENVOY_IMAGE}}}}}
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: GatewayClass
+metadata: {{name: eg}}
+spec:
+  controllerName: gateway.envoyproxy.io/gatewayclass-controller
+  parametersRef: {{group: gateway.envoyproxy.io, kind: EnvoyProxy, name: here, namespace: {CONTROLLER}}}
+"""
+
+
+def install_controller(cluster: NodeCluster) -> None:
+    """Installs Envoy Gateway by its own chart."""
+    programs = {
+        CONTROLLER_IMAGE: [tools.program(tools.ENVOY_GATEWAY, "envoy-gateway")],
+        ENVOY_IMAGE: [ensure_envoy()],
+    }
+    load_images(cluster, programs)
+    source = tools.source_folder("envoy-gateway", "github.com/envoyproxy/gateway") / "charts/gateway-helm"
+    chart = cluster.state.folder / "gateway-helm"
+    shutil.copytree(source, chart, copy_function=shutil.copyfile)
+    chart.chmod(0o755)
+    values = (chart / "values.tmpl.yaml").read_text()
+    values = values.replace("${GatewayImage}", CONTROLLER_IMAGE)
+    (chart / "values.yaml").write_text(values.replace("${GatewayImagePullPolicy}", "IfNotPresent"))
+    namespace = ("--namespace", CONTROLLER, "--create-namespace")
+    cluster.helm("install", "eg", str(chart), *namespace, "--wait", "--timeout", "180s")
 
 
 @pytest.fixture(scope="module")
-def holder(gateway: Gateway) -> str:
-    """The interceptor of KEDA's HTTP add-on with the example's HTTPScaledObject; returns its address.
-
-    KEDA and the add-on's scaler and operator are not here: the test scales by what the interceptor counts.
-    """
-    cluster, state = gateway.groups.cluster, gateway.groups.cluster.state
-    addon = tools.source_folder("http-add-on", "github.com/kedacore/http-add-on")
-    cluster.kubectl("apply", "--server-side", "-f", str(addon / "config/crd/bases"))
-    wait_established(cluster, "httpscaledobjects.http.keda.sh")
-    example = REPOSITORY / "examples/scale-to-zero/http-scaled-object.yaml"
-    cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(example))
-    resolver = state.folder / "holder-resolv.conf"
-    names_of = "search svc.cluster.local cluster.local"
-    resolver.write_text(f"nameserver {gateway.address}\n{names_of}\noptions ndots:5\n")
-    program = tools.program(tools.HTTP_ADD_ON, "interceptor")
-    processes.spawn(
-        [*cluster.namespaces.prefix, *build_holder_command(program, resolver)],
-        mark=state.folder,
-        log=state.log("interceptor"),
-        environment={"KUBECONFIG": str(cluster.kubeconfig), **build_holder_environment(NAMESPACE)},
-    )
-
-    def counts() -> bool:
-        try:
-            return waiting(gateway.address) == 0
-        except OSError:
-            return False
-
-    processes.wait_until("the interceptor", counts, timeout_s=60, log=state.log("interceptor"))
-    return gateway.address
+def routed(groups: Resource) -> Gateway:
+    """examples/routes/httproute.yaml with Envoy Gateway."""
+    cluster = groups.cluster
+    install_controller(cluster)
+    cluster.kubectl("apply", "-f", "-", stdin=GATEWAY_CLASS)
+    pki = create_authority(cluster)
+    files = (f"--cert={pki.path('server.crt')}", f"--key={pki.path('server.key')}")
+    cluster.kubectl("create", "secret", "tls", "llm-example-com", "-n", NAMESPACE, *files)
+    example = (REPOSITORY / "examples/routes/httproute.yaml").read_text()
+    cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=example.replace("GATEWAY-CLASS", "eg"))
+    programmed = ("wait", "-n", NAMESPACE, "--for=condition=Programmed", "gateway/llm", "--timeout=120s")
+    cluster.kubectl(*programmed, timeout_s=130)
+    owned = ("-l", "gateway.envoyproxy.io/owning-gateway-name=llm")
+    (service,) = Resource(cluster=cluster, namespace=CONTROLLER, name="").get("services", *owned)["items"]
+    address, authority = service["spec"]["clusterIP"], Path(pki.path("ca.crt"))
+    front = Gateway(groups=groups, address=address, port=443, authority=authority)
+    processes.wait_until("Envoy of the controller", lambda: answers(front), timeout_s=60)
+    return front
 
 
-def waiting(address: str) -> int:
-    """Returns how many requests the interceptor has taken and not answered: its scaler scales by them."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(f"http://{address}:{HOLDER_QUEUE_PORT}/queue", timeout=5) as answer:
-        found = json.load(answer)
-    return sum(int(counts["Concurrency"]) for counts in found.values())
+def test_a_gateway_controller_serves_the_examples_route(
+    routed: Gateway, model: tuple[Path, dict[str, Any]]
+) -> None:
+    (prompt, answer), *_ = model[1].items()
+    tokens = answer["token_ids"]
+    status, text = routed.complete(prompt, len(tokens), temperature=0, return_token_ids=True)
+    assert (status, json.loads(text)["choices"][0]["token_ids"]) == (200, tokens), text
+    assert routed.complete([3, 5])[0] == 200  # no picker reads it
+    assert routed.ask("/v1/models", key="another")[0] == 401
+    assert routed.ask("/metrics")[0] == 404
+    assert routed.ask("/v1/../metrics")[0] == 404
+
+
+def test_a_stream_comes_through_the_controllers_envoy_in_parts(routed: Gateway) -> None:
+    began = time.monotonic()
+    with routed.open("/v1/completions", asks_for("A stream", 128, stream=True)) as answer:
+        arrived = [time.monotonic() - began for line in answer if line.strip()]
+    assert len(arrived) > 64
+    assert arrived[0] < arrived[-1] / 2
+
+
+# Scale to zero
+
+KEDA = "keda"
+QUIET_S = 20
+"""After so long without a request KEDA scales to zero; 15 min in the example."""
+
+
+def install_keda(cluster: NodeCluster) -> None:
+    """Installs KEDA and its HTTP add-on by their own manifests, with one replica each."""
+    add_on = "ghcr.io/kedacore/http-add-on-"
+    images = {
+        f"{add_on}{name}": tools.program(tools.HTTP_ADD_ON, name) for name in tools.HTTP_ADD_ON.programs
+    }
+    with_command = cluster.state.folder / "keda"
+    with_command.mkdir()
+    for name, built in (("keda", "operator"), ("keda-adapter", "adapter")):
+        shutil.copyfile(tools.program(tools.KEDA, built), with_command / name)
+    images["ghcr.io/kedacore/keda"] = with_command / "keda"
+    images["ghcr.io/kedacore/keda-metrics-apiserver"] = with_command / "keda-adapter"
+    load_images(cluster, {f"{reference}:test": [file] for reference, file in images.items()})
+    keda = tools.source_folder("keda", "github.com/kedacore/keda/v2")
+    http_add_on = tools.source_folder("http-add-on", "github.com/kedacore/http-add-on")
+    for folder in (keda / "config/minimal", http_add_on / "config/default"):
+        rendered = list(yaml.safe_load_all(cluster.kubectl("kustomize", str(folder))))
+        definitions = [item for item in rendered if item["kind"] == "CustomResourceDefinition"]
+        apply(cluster, definitions)
+        for definition in definitions:
+            wait_established(cluster, definition["metadata"]["name"])
+        # The add-on's own ScaledObject wants three interceptors.
+        kept = [item for item in rendered if item["kind"] not in ("CustomResourceDefinition", "ScaledObject")]
+        for item in kept:
+            if item["kind"] == "Deployment":
+                item["spec"]["replicas"] = 1
+                (container,) = item["spec"]["template"]["spec"]["containers"]
+                container["image"] = f"{container['image'].partition(':')[0]}:test"
+                container["imagePullPolicy"] = "IfNotPresent"
+                if item["metadata"]["name"] == "keda-operator":
+                    container["args"].append("--enable-webhook-patching=false")  # there is no webhook
+        apply(cluster, kept)
+    wait_rollouts(cluster, KEDA)
+
+
+def apply(cluster: NodeCluster, objects: list[dict[str, Any]]) -> None:
+    """Applies objects on the server."""
+    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+
+@pytest.fixture(scope="module")
+def holder(groups: Resource) -> str:
+    """The example's HTTPScaledObject with KEDA; returns the address of the interceptor's Service."""
+    install_keda(groups.cluster)
+    example = yaml.safe_load((REPOSITORY / "examples/scale-to-zero/http-scaled-object.yaml").read_text())
+    example["spec"]["scaledownPeriod"] = QUIET_S
+    groups.cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump(example))
+    keda = Resource(cluster=groups.cluster, namespace=KEDA, name="")
+    service = keda.get("service", "keda-add-ons-http-interceptor-proxy")["spec"]
+    return f"{service['clusterIP']}:{service['ports'][0]['port']}"
 
 
 def ask_holder(address: str) -> tuple[int, str]:
     """Returns status and text of a completion by the interceptor, which holds it until a group is Ready."""
     body = {"model": "cpu-pair", "prompt": [3, 5], "max_tokens": 4}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", "Host": HOST}
-    url = f"http://{address}:{HOLDER_PORT}/v1/completions"
+    url = f"http://{address}/v1/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=START_S) as answer:
         return answer.status, answer.read().decode()
 
 
-def test_a_request_is_held_while_there_is_no_group(gateway: Gateway, holder: str) -> None:
+def test_keda_scales_to_zero_and_back_for_a_request(groups: Resource, holder: str) -> None:
     """The last test: all groups go, and one comes for the request."""
-    groups = gateway.groups
-    scale = ("scale", "-n", NAMESPACE, "hinf/cpu-pair")
-    groups.cluster.kubectl(*scale, "--replicas=0")
-    processes.wait_until("the end of all pods", lambda: not groups.pods(), timeout_s=120)
 
     def is_at_zero() -> bool:
         reasons = {c["type"]: (c["status"], c["reason"]) for c in groups.status["conditions"]}
-        return reasons["Ready"] == ("True", "ScaledToZero")
+        return reasons["Ready"] == ("True", "ScaledToZero") and not groups.pods()
 
-    processes.wait_until("reason ScaledToZero", is_at_zero, timeout_s=30)
+    wait_for(groups, "ScaledToZero without requests", is_at_zero)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(ask_holder, holder)
-        processes.wait_until("a held request", lambda: waiting(holder) == 1, timeout_s=30)
-        assert not held.done()
-        groups.cluster.kubectl(*scale, "--replicas=1")  # what KEDA does of this count
+        wait_for(groups, "pods for the held request", lambda: bool(groups.pods()))
         status, text = held.result(timeout=START_S)
     assert status == 200
     assert len(json.loads(text)["choices"]) == 1
-    processes.wait_until("the end of the count", lambda: waiting(holder) == 0, timeout_s=10)
+    wait_for(groups, "ScaledToZero after the request", is_at_zero)
+
+
+def wait_for(groups: Resource, what: str, holds: Callable[[], bool]) -> None:
+    """Waits for KEDA; its log is in the error."""
+    try:
+        processes.wait_until(what, holds, timeout_s=180)
+    except ClusterError as error:
+        said = groups.cluster.kubectl("logs", "-n", KEDA, "deployment/keda-operator", "--tail=40")
+        scaled = groups.cluster.kubectl("get", "-n", NAMESPACE, "scaledobjects,hpa", "-o", "yaml")
+        raise AssertionError(f"{error}\n{said}\n{scaled}") from error
