@@ -431,7 +431,7 @@ def test_a_commit_that_leaves_the_cache(hub: HubServer, cache: Path) -> None:
     hub.repositories[MODEL] = Outside(files=hub.repositories[MODEL].files)
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
-    assert "for a commit" in failure.message
+    assert "invalid commit" in failure.message
     assert not (cache.parent / "outside").exists()
 
 

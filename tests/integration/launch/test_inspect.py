@@ -45,7 +45,7 @@ def test_a_number_of_layers_that_no_model_has_is_refused_and_takes_no_memory(tmp
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert done.returncode == names.EXIT_USAGE
-    assert "num_hidden_layers: got 10000000000, expected at most" in done.stderr
+    assert "num_hidden_layers must be at most" in done.stderr
 
 
 def test_a_file_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_file_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(model / "model.safetensors")
     done = inspect(model, tmp_path / "message")
     assert done.returncode == names.EXIT_USAGE
-    assert "model.safetensors: expected a regular file" in done.stderr
+    assert "model.safetensors: must be a regular file" in done.stderr
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "no such directory"), (".", "not a model")])

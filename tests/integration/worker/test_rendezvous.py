@@ -96,7 +96,7 @@ def test_a_strangers_queue_address_is_refused() -> None:
         env={**os.environ, names.ENV_GROUP_KEY: "ab" * 32},
     )
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["executor", "rank/1"]
-    assert done.stdout.count("no process of this epoch has signed") == 2
+    assert done.stdout.count("without a valid signature of this epoch") == 2
 
 
 REACH = """

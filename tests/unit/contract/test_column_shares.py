@@ -23,7 +23,7 @@ from heteroinfer_contract.errors import ContractError
 )
 def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int]) -> None:
     if units < len(shares):
-        with pytest.raises(ContractError, match=r"set feedForward\.ranks lower"):
+        with pytest.raises(ContractError, match=r"Lower feedForward\.ranks"):
             share_out(units * unit, shares, unit)
         return
     parts = share_out(units * unit, shares, unit)
@@ -36,7 +36,7 @@ def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int])
 @given(experts=st.integers(1, 60), shares=st.lists(st.integers(1, 1000), min_size=1, max_size=8))
 def test_every_expert_is_of_one_rank(experts: int, shares: list[int]) -> None:
     if experts < len(shares):
-        with pytest.raises(ContractError, match=r"expected at most .* set feedForward\.ranks lower"):
+        with pytest.raises(ContractError, match=r"must be at most .* Lower feedForward\.ranks"):
             share_experts(experts, shares)
         return
     parts = share_experts(experts, shares)
@@ -69,7 +69,7 @@ def test_one_rank_takes_whatever_size_there_is() -> None:
 
 
 def test_columns_that_no_unit_divides_are_refused() -> None:
-    with pytest.raises(ContractError, match="expected a multiple of 128"):
+    with pytest.raises(ContractError, match="must be a multiple of 128"):
         share_out(192, [1, 1], unit_of({"group_size": 128}))
 
 

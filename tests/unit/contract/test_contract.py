@@ -230,7 +230,7 @@ def test_a_pod_takes_no_plan_but_the_one_that_it_was_made_for(plan: Plan, other:
     assert Plan.from_env(env) == plan
     assert Plan.from_env(plan.to_env()) == plan, "a pod of version 0.1.0 has no hash"
     if other != plan:
-        with pytest.raises(ContractError, match=f"expected {plan.hash} .*replaced the plan's ConfigMap"):
+        with pytest.raises(ContractError, match=f"hash {plan.hash} .*replaced the plan's ConfigMap"):
             Plan.from_env({**env, **other.to_env()})
 
 

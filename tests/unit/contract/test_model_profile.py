@@ -334,7 +334,7 @@ def test_a_block_without_any_weights(tmp_path: Path) -> None:
     profile = read_profile(write_model(tmp_path, config={**CONFIG, **fields}, tensors=tensors))
     assert (profile.layer_bytes[1], profile.layer(1)) == (0, LayerKind(attention=AttentionKind.NONE))
     broken = {**CONFIG, **fields, "block_configs": [_block(2)] * 3}
-    with pytest.raises(ModelFilesError, match=r"no weights of layers 1, expected"):
+    with pytest.raises(ModelFilesError, match=r"weights of layers 1 are missing"):
         read_profile(write_model(tmp_path, config=broken, tensors=tensors))
 
 

@@ -63,5 +63,5 @@ def test_an_answer_of_somebody_else_is_refused() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
     reader.read(answer(guard, {}, 1.0), "part")
     said = answer(guard, reader.headers(), 1.0)
-    with pytest.raises(ContractError, match="has not signed"):
+    with pytest.raises(ContractError, match="without the leader's signature"):
         reader.read(said, "changed on its way")

@@ -107,7 +107,9 @@ def test_only_the_marker_says_complete(store: ModelStore) -> None:
     check_complete(store.folder)
     (store.folder / FILE.path).write_bytes(b"short")
     assert store.complete() is None
-    with pytest.raises(ContractError, match=f"1 of 1 files are missing or cut short, the first {FILE.path}"):
+    with pytest.raises(
+        ContractError, match=f"1 of 1 files are missing or truncated; the first is {FILE.path}"
+    ):
         check_complete(store.folder)
 
 

@@ -79,7 +79,7 @@ def test_host_headroom() -> None:
     )
     assert measured_headroom.size_bytes == 220 * MIB
     assert measured_headroom.words == (
-        "0.98 GiB available shared with other ranks (25% of it), less 30.0 MiB that the largest batch takes"
+        "0.98 GiB available to all ranks, 25% to this rank, minus 30.0 MiB for the largest batch"
     )
 
 
@@ -92,7 +92,7 @@ def test_gpu_headroom() -> None:
         graphs_bytes=1000 * MIB,
     )
     assert measured_headroom.size_bytes == 3500 * MIB
-    assert "0.49 GiB that the largest batch takes and 0.98 GiB for CUDA graphs" in measured_headroom.words
+    assert "0.49 GiB for the largest batch and 0.98 GiB for CUDA graphs" in measured_headroom.words
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: in
     assert bool(warning) is warned
     if warned:
         assert warning == (
-            f"rank 1 (role cpu, CPU): got memory for {measured}.0 MiB of KV cache, expected 64.0 MiB as "
-            "planned: as measured; raise resources.limits.memory of the role, or give the rank fewer "
-            "layers; until then every rank has only as many blocks as this one"
+            f"rank 1 (role cpu, CPU): memory for the KV cache is {measured}.0 MiB, but the plan needs "
+            "64.0 MiB: as measured. Raise resources.limits.memory of the role, or give the rank fewer "
+            "layers. Until then all ranks use the number of KV blocks that fits here"
         )
 
 
@@ -128,7 +128,9 @@ def test_a_rank_without_a_cache_needs_no_headroom() -> None:
 
 
 def test_no_headroom_at_all_is_an_error_in_words() -> None:
-    with pytest.raises(MemoryError, match=r"rank 2 \(role gpu, GPU\): got memory for -1.0 MiB.*deviceMemory"):
+    with pytest.raises(
+        MemoryError, match=r"rank 2 \(role gpu, GPU\): memory for the KV cache is -1.0 MiB.*deviceMemory"
+    ):
         headroom.grant(PLAN.ranks[2], 64 * MIB, headroom.KvHeadroom(size_bytes=-MIB, words="as measured"))
 
 

@@ -58,14 +58,14 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     units = total // unit
     if total % unit and len(shares) > 1:
         raise ContractError(
-            f"got {total} intermediate columns for {len(shares)} feed-forward ranks, expected a multiple of "
-            f"{unit}, which the weights' format keeps together; set feedForward.ranks: 1, with the cores and "
+            f"intermediate columns must be a multiple of {unit}, the weights' group, to divide them among "
+            f"{len(shares)} feed-forward ranks (got {total}). Set feedForward.ranks: 1, with the cores and "
             "memory of all"
         )
     if units < len(shares) and len(shares) > 1:
         raise ContractError(
-            f"got {len(shares)} feed-forward ranks for {total} intermediate columns in groups of {unit}, "
-            f"expected at most {units}; set feedForward.ranks lower, with more cores for each"
+            f"feed-forward ranks must be at most {units}, the groups of {unit} in {total} intermediate "
+            f"columns (got {len(shares)}). Lower feedForward.ranks, and give each rank more cores"
         )
     return _spans(total, shares, unit)
 
@@ -78,8 +78,8 @@ def share_experts(total: int, shares: Sequence[int]) -> list[Span]:
     """
     if total < len(shares):
         raise ContractError(
-            f"got {len(shares)} feed-forward ranks for {total} experts, expected at most {total}; set "
-            "feedForward.ranks lower, with more cores for each"
+            f"feed-forward ranks must be at most {total}, the number of experts (got {len(shares)}). Lower "
+            "feedForward.ranks, and give each rank more cores"
         )
     return _spans(total, shares, unit=1)
 

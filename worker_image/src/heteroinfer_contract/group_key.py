@@ -54,8 +54,8 @@ class EpochKey:
         code, _, text = signed.partition(" ")
         if not self.vouches(code, purpose, name, text):
             raise ContractError(
-                f"{name}: got a value that no process of this epoch has signed, expected one of the group's "
-                "own; who else reaches this group's ports? See the NetworkPolicy of its namespace"
+                f"{name}: refused a value without a valid signature of this epoch (a process outside the "
+                "group sent it). Restrict access to the group's ports with a NetworkPolicy"
             )
         return text
 
@@ -87,8 +87,8 @@ class GroupKey:
             secret = b""
         if len(secret) != KEY_BYTES:
             raise ContractError(
-                f"{names.ENV_GROUP_KEY}: got {len(text)} characters, expected {2 * KEY_BYTES} hex digits; "
-                "delete the Secret that it comes from, and the operator makes it anew"
+                f"{names.ENV_GROUP_KEY}: must be {2 * KEY_BYTES} hex digits (got {len(text)} characters). "
+                "Delete the Secret that contains it; the operator then creates it again"
             )
         return cls(secret)
 

@@ -35,13 +35,14 @@ def check_complete(directory: Path) -> None:
     complete = read_marker(directory)
     if complete is None:
         raise ModelIncompleteError(
-            f"{directory}: expected a complete model, got no readable {MARKER_FILE}: it was removed from the "
-            "cache, or this volume is another one; the operator fetches it again"
+            f"{directory}: the model is incomplete: {MARKER_FILE} is missing or unreadable (a user removed "
+            "the model from the cache, or this is another volume). The operator downloads it again"
         )
     if damaged := damaged_files(directory, complete):
         raise ModelIncompleteError(
-            f"{directory}: {len(damaged)} of {len(complete.files)} files are missing or cut short, the first "
-            f"{damaged[0].path}, expected {damaged[0].size_bytes} bytes; the operator fetches them again"
+            f"{directory}: {len(damaged)} of {len(complete.files)} files are missing or truncated; the first "
+            f"is {damaged[0].path}, which must have {damaged[0].size_bytes} bytes. The operator downloads "
+            "them again"
         )
 
 

@@ -40,8 +40,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
                 raise _lfs_pointer(path)
             if len(front) < _LENGTH_BYTES or length > MAX_HEADER_BYTES or end > size:
                 raise ModelFilesError(
-                    f"{path}: got {size} bytes, expected a header of {length} bytes after the first 8; "
-                    "the file is cut short or not safetensors: download it again"
+                    f"{path}: the file is truncated or not in safetensors format (its header must have "
+                    f"{length} bytes after the first 8; the whole file has {size}). Download it again"
                 )
             file.seek(_LENGTH_BYTES)
             header = _parse_json(path, file.read(length))
@@ -57,7 +57,7 @@ def read_json(path: Path, most_bytes: int) -> Any:
             size = os.fstat(file.fileno()).st_size
             if size > most_bytes:
                 raise ModelFilesError(
-                    f"{path}: got {size} bytes, expected at most {most_bytes}; download it again"
+                    f"{path}: must be at most {most_bytes} bytes (got {size}). Download it again"
                 )
             content = file.read(most_bytes)
     except OSError as error:
@@ -70,17 +70,17 @@ def not_readable(path: Path, error: OSError) -> ModelFilesError:
     if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
         return dangling(path)
     return ModelFilesError(
-        f"{path}: cannot be read as user {os.getuid()}: {error.strerror}; "
-        "make the model readable for all (chmod -R a+rX)"
+        f"{path}: user {os.getuid()} cannot read it: {error.strerror}. "
+        "Make the model readable for all users (chmod -R a+rX)"
     )
 
 
 def dangling(link: Path) -> ModelFilesError:
     """Returns the error for a link whose target does not exist."""
     return ModelFilesError(
-        f"{link}: got a link to {os.readlink(link)}, which does not exist here; a snapshot folder of a hub's "
-        "cache holds only such links, to files outside of it. Copy the folder with its links followed "
-        "(cp -rL), and give the copy"
+        f"{link}: is a link to {os.readlink(link)}, which does not exist here. Snapshot folders of a hub's "
+        "cache contain only links to files elsewhere. Copy the folder with `cp -rL`, which follows links, "
+        "and use the copy"
     )
 
 
@@ -91,7 +91,7 @@ def _open(path: Path) -> BinaryIO:
         descriptor = os.open(name, flags | os.O_NONBLOCK)  # O_NONBLOCK: opening a FIFO must not block
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise ModelFilesError(f"{path}: expected a regular file; download the model again")
+            raise ModelFilesError(f"{path}: must be a regular file. Download the model again")
         return descriptor
 
     return open(path, "rb", opener=open_regular)
@@ -102,17 +102,17 @@ def _parse_json(path: Path, content: bytes) -> Any:
         raise _lfs_pointer(path)
     if content.startswith(_BYTE_ORDER_MARK):  # json.loads accepts it, but transformers does not
         raise ModelFilesError(
-            f"{path}: begins with a byte order mark, which ranks cannot read; save it as UTF-8 without one "
+            f"{path}: begins with a byte order mark, which ranks cannot read. Save it as UTF-8 without mark "
             rf"(sed -i '1s/^\xEF\xBB\xBF//' {path.name})"
         )
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path}: expected JSON: {error}; download it again") from error
+        raise ModelFilesError(f"{path}: is not valid JSON: {error}. Download it again") from error
 
 
 def _lfs_pointer(path: Path) -> ModelFilesError:
     return ModelFilesError(
-        f"{path}: got a pointer of Git LFS in place of the file itself; run `git lfs pull` in the model's "
+        f"{path}: is a Git LFS pointer, not the file itself. Run `git lfs pull` in the model's "
         "folder, or download the model again"
     )

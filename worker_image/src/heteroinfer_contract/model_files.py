@@ -90,8 +90,8 @@ def read_profile(directory: Path) -> ModelProfile:
         raise not_readable(directory, error) from error
     except _NOT_UNDERSTOOD as error:
         raise ModelFilesError(
-            f"{directory}: {CONFIG_FILE} or a header says what no model does ({type(error).__name__}: "
-            f"{str(error)[:200]}); download the model again, or take another one"
+            f"{directory}: cannot interpret {CONFIG_FILE} or a safetensors header ({type(error).__name__}: "
+            f"{str(error)[:200]}). Download the model again, or use another model"
         ) from error
 
 
@@ -121,8 +121,8 @@ def _read_profile(directory: Path) -> ModelProfile:
     number = _number(text, directory, "num_hidden_layers")
     if number > MOST_LAYERS:
         raise ModelFilesError(
-            f"{directory / CONFIG_FILE}: num_hidden_layers: got {number}, expected at most {MOST_LAYERS}; "
-            "download the model again, or take another one"
+            f"{directory / CONFIG_FILE}: num_hidden_layers must be at most {MOST_LAYERS} (got {number}). "
+            "Download the model again, or use another model"
         )
     attention = layer_attention(text)
     weights = sum_weights(tensors, number, {i for i, kind in enumerate(attention) if kind.shares_kv})
@@ -132,8 +132,8 @@ def _read_profile(directory: Path) -> ModelProfile:
     # Additional layers are for speculation (multi-token prediction) and are not served.
     if missing := sorted(set(range(number)) - set(weights.layers)):
         raise ModelFilesError(
-            f"{directory}: no weights of layers {_brief(missing)}, expected layers 0..{number - 1} "
-            f"as num_hidden_layers in {CONFIG_FILE} says; download the model again"
+            f"{directory}: weights of layers {_brief(missing)} are missing; {CONFIG_FILE} has "
+            f"num_hidden_layers {number}. Download the model again"
         )
     # Some checkpoints keep a copy of a tied head; vLLM does not load it.
     tied = bool(text.get("tie_word_embeddings", False)) or weights.head == 0
@@ -220,8 +220,8 @@ def _check_experts(
         return
     if len(layer.numbered) != experts or max(layer.numbered) >= experts:
         raise ModelFilesError(
-            f"{directory}: weights of {len(layer.numbered)} experts in layer {index}, expected {experts} as "
-            f"the number of experts in {CONFIG_FILE} says; download the model again"
+            f"{directory}: layer {index} has weights of {len(layer.numbered)} experts, but {CONFIG_FILE} has "
+            f"{experts}. Download the model again"
         )
 
 
@@ -254,11 +254,11 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
         entries = os.listdir(directory)
     except FileNotFoundError as error:
         raise ModelFilesError(
-            f"{directory}: no such directory; expected one with config.json and *.safetensors"
+            f"{directory}: no such directory. Use a directory with config.json and *.safetensors"
         ) from error
     except NotADirectoryError as error:
         raise ModelFilesError(
-            f"{directory}: got a file, expected the directory that holds {CONFIG_FILE}"
+            f"{directory}: must be a directory that contains {CONFIG_FILE} (got a file)"
         ) from error
     except PermissionError as error:
         raise not_readable(directory, error) from error
@@ -272,8 +272,8 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
     if CONFIG_FILE not in entries:
         found = ", ".join(sorted(entries)[:5]) or "nothing"
         raise ModelFilesError(
-            f"{directory}: not a model: expected {CONFIG_FILE} in it, got {found}; "
-            "give the directory of a model in Hugging Face's format"
+            f"{directory}: is not a model: {CONFIG_FILE} is missing (found {found}). "
+            "Use the directory of a model in Hugging Face's format"
         )
     config = _read_object(directory / CONFIG_FILE)
     # As vllm/transformers_utils/config.py::get_config@v0.32.0 does.
@@ -285,7 +285,7 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
 def _read_object(path: Path) -> dict[str, Any]:
     value = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(value, dict):
-        raise ModelFilesError(f"{path}: expected a JSON object")
+        raise ModelFilesError(f"{path}: must be a JSON object")
     return value
 
 
@@ -297,33 +297,33 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
         content = read_json(index, MAX_HEADER_BYTES)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFilesError(f"{index}: expected a weight_map from tensors to files")
+            raise ModelFilesError(f"{index}: must have a weight_map from tensors to files")
         names = sorted({str(name) for name in weight_map.values()})
         if outside := [name for name in names if _leaves(name)]:
             raise ModelFilesError(
-                f"{directory}: {INDEX_FILE} names {_brief(outside)}, expected files of its folder; "
-                "download the model again, or take another one"
+                f"{directory}: {INDEX_FILE} must name files in its folder only (got {_brief(outside)}). "
+                "Download the model again, or use another model"
             )
         missing = [name for name in names if not (directory / name).exists()]
         if links := [name for name in missing if (directory / name).is_symlink()]:
             raise dangling(directory / links[0])
         if missing:
             raise ModelFilesError(
-                f"{directory}: {INDEX_FILE} names {len(names)} files, of which {_brief(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} missing; finish the download"
+                f"{directory}: {_brief(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
+                f"{INDEX_FILE} names {len(names)} files. Finish the download"
             )
         return [directory / name for name in names]
     # vLLM prefers files in Mistral's format (default_loader.py::_prepare_weights@v0.32.0).
     found = sorted(directory.glob(_CONSOLIDATED)) or sorted(directory.glob("*.safetensors"))
     if not found:
         raise ModelFilesError(
-            f"{directory}: expected weights as *.safetensors, got none; "
-            "convert the model (save_pretrained(..., safe_serialization=True))"
+            f"{directory}: has no weights as *.safetensors. "
+            "Convert the model (save_pretrained(..., safe_serialization=True))"
         )
     if missing := _missing_numbers({path.name for path in found}):
         raise ModelFilesError(
-            f"{directory}: {_brief(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
-            "finish the download"
+            f"{directory}: {_brief(missing)} {'is' if len(missing) == 1 else 'are'} missing. "
+            "Finish the download"
         )
     return found
 
@@ -363,12 +363,12 @@ def _read_header(path: Path) -> list[Tensor]:
         ]
     except _NOT_UNDERSTOOD as error:
         raise ModelFilesError(
-            f"{path}: its header is not safetensors' ({error!r}); download it again"
+            f"{path}: the header is not in safetensors format ({error!r}). Download it again"
         ) from error
     if header_end + end != size:
         raise ModelFilesError(
-            f"{path}: got {size} bytes, expected {header_end + end} as its header says; "
-            "the download is not complete: finish it"
+            f"{path}: the download is incomplete (got {size} bytes, the header requires {header_end + end}). "
+            "Finish the download"
         )
     return tensors
 
@@ -379,8 +379,8 @@ def _number(config: Mapping[str, Any], directory: Path, name: str, default: int 
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelFilesError(
-            f"{directory / CONFIG_FILE}: {name}: got {value!r}, expected a number above 0; "
-            "is this a decoder language model?"
+            f"{directory / CONFIG_FILE}: {name} must be a number above 0 (got {value!r}). "
+            "Use a decoder language model"
         )
     return value
 
@@ -400,8 +400,8 @@ def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) ->
     named = [(size, _DTYPES[dtype]) for dtype, size in weights.items() if dtype in _DTYPES]
     if not named:
         raise ModelFilesError(
-            f"{directory}: got weights of {', '.join(sorted(weights))}, expected some of "
-            f"{', '.join(sorted(_DTYPES))}, or a dtype in {CONFIG_FILE}"
+            f"{directory}: some weights must be in {', '.join(sorted(_DTYPES))}, or {CONFIG_FILE} must name "
+            f"a dtype (got weights in {', '.join(sorted(weights))})"
         )
     return max(named)[1]
 

@@ -275,9 +275,10 @@ class Plan(codec.JsonValue):
         text, expected = env[names.ENV_PLAN], env.get(names.ENV_PLAN_HASH, "")
         if expected and plan_text_hash(text) != expected:
             raise ContractError(
-                f"{names.ENV_PLAN}: got a plan with hash {plan_text_hash(text)}, expected {expected} "
-                "(someone replaced the plan's ConfigMap after the operator made this pod). Check who may "
-                "write ConfigMaps in this namespace; the operator writes the plan anew for the next epoch"
+                f"{names.ENV_PLAN}: the plan must have hash {expected} (got {plan_text_hash(text)}: a user "
+                "or controller replaced the plan's ConfigMap after the operator created this pod). Restrict "
+                "write access to ConfigMaps in this namespace; the operator writes the plan again for the "
+                "next epoch"
             )
         return _parsed(text)
 

@@ -87,6 +87,6 @@ class ReportReader:
             return None
         if not self._key.vouches(code, "report", answered, body):
             raise ContractError(
-                "got a report that its leader has not signed; who else answers at its address?"
+                "refused a report without the leader's signature. Check which process listens at its address"
             )
         return body

@@ -1,7 +1,8 @@
 """Out-of-tree vLLM plugin: GPU and CPU ranks in one group. Imports nothing of torch or vLLM here.
 
-The function is vLLM's entry point `vllm.platform_plugins`. All else comes through the executor, worker and
-scheduler classes (docs/contributor/patches.md). Without a plan in the environment vLLM alone stays untouched.
+The function is vLLM's entry point `vllm.platform_plugins`. vLLM loads everything else through the executor,
+worker and scheduler classes (docs/contributor/patches.md). Without a plan in the environment, the plugin does
+not change vLLM.
 """
 
 _PLATFORMS = {

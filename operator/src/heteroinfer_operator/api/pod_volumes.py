@@ -141,7 +141,7 @@ class EmptyDirVolume(Model):
     """Storage of the folder. Memory: a file system in memory, which counts as memory of the pod; the plan
     does not subtract it. Default: the node's disk."""
     size_limit: ByteSize | None = None
-    """Most bytes in the folder; a pod that writes more is evicted. Default: none."""
+    """Size limit of the folder. A pod that writes more is evicted. Default: none."""
 
 
 class ImageVolume(Model):

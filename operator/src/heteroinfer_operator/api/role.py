@@ -51,7 +51,7 @@ class Resources(Model):
     requests: Annotated[dict[str, ResourceQuantity], Field(max_length=16)] | None = None
     """Resources that the scheduler reserves for the container, by name. Default: none."""
     limits: Annotated[dict[str, ResourceQuantity], Field(max_length=16)] | None = None
-    """Most resources that the container may use, by name. Default: none."""
+    """Resource limits of the container, by name. Default: none."""
 
 
 class FeedForwardSpec(Model):

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=gpu_count, metavar="N", help="number of GPUs; default: 1 with --gpu-memory"
     )
     parser.add_argument("--gpu-memory", type=_memory, metavar="SIZE", help="memory of one GPU, such as 24Gi")
-    parser.add_argument("--cpus", type=_positive, metavar="N", help="cores for CPU ranks, of one node")
+    parser.add_argument("--cpus", type=_positive, metavar="N", help="cores of one node for CPU ranks")
     parser.add_argument(
         "--cpu-memory",
         type=_memory,

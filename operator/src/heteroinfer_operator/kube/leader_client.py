@@ -211,6 +211,7 @@ class LeaderClient:
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
     async def _ask(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
+        """Returns a leader's report: the cached report while it is valid, otherwise a new one."""
         kept = self._answers.get(pod.view.uid)
         if kept is not None and kept.ready is ready and (ready or kept.silent):
             old = anew and self._clock() - kept.at_s >= ASK_AGAIN_S

@@ -198,6 +198,7 @@ def _one_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
 
 
 def _with_mounts(pod: PodView, words: Mapping[_KindAndName, str]) -> PodView:
+    """Reports the failed mount of a pod as its reason for waiting, if an event names one."""
     why = words.get((POD.name, pod.name))
     return pod if why is None or not _is_prepared(pod) else replace(pod, waiting=Waiting("FailedMount", why))
 

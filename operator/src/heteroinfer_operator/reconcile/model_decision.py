@@ -150,6 +150,7 @@ def _is_of(status: ModelStatus, key: str) -> bool:
 
 
 def _kept_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | None:
+    """Returns the stored profile, unless the model became unreadable after the last check."""
     since = context.unreadable_since
     if kept.profile is None or (
         since is not None and (kept.checked_time is None or kept.checked_time < since)

@@ -73,8 +73,8 @@ def _rank_bytes(rank: RankEntry) -> int:
 def _json_bytes(text: str) -> int:
     """Size of a text in the API server's JSON: Go also escapes <, > and &."""
     escaped = 5 * sum(text.count(character) for character in "<>&")
-    return len(text) + escaped if text.isascii() and text.isprintable() else _escaped(text) + escaped
+    return len(text) + escaped if text.isascii() and text.isprintable() else _escaped_bytes(text) + escaped
 
 
-def _escaped(text: str) -> int:
+def _escaped_bytes(text: str) -> int:
     return len(json.dumps(text, ensure_ascii=False).encode()) - 2

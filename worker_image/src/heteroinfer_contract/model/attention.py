@@ -1,6 +1,6 @@
-"""What each layer keeps of earlier tokens, from a language model's config. Stdlib only; pure.
+"""Reads from a language model's config the data that each layer keeps for earlier tokens. Stdlib only; pure.
 
-vLLM's own answer, `get_kv_cache_spec` of every layer, is what the tests compare with.
+The tests compare the result with vLLM's `get_kv_cache_spec` of every layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ _LATENT_TYPES: Final = word_set(
     pangu_ultra_moe
     """
 )
-"""vllm/transformers_utils/model_arch_config_convertor.py::is_deepseek_mla@v0.32.0."""
+"""Model types with latent attention
+(vllm/transformers_utils/model_arch_config_convertor.py::is_deepseek_mla@v0.32.0)."""
 _KINDS: Final[Mapping[str, AttentionKind]] = {
     "full_attention": AttentionKind.FULL,
     "attention": AttentionKind.FULL,
@@ -61,11 +62,11 @@ _EVERY_NTH_IS_FULL: Final[Mapping[str, tuple[str, int, AttentionKind]]] = {
     "qwen3_5_moe_text": ("full_attention_interval", 4, AttentionKind.LINEAR),
     "olmo3": ("", 4, AttentionKind.WINDOW),
 }
-"""By model type: the field with the interval, its default, and what the other layers are."""
+"""Model type -> the field with the interval, its default, and the kind of the other layers."""
 
 
 def unknown_layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the words for layers in a config whose meaning is unknown here, sorted."""
+    """Returns the types of layers in a config that this module does not know, sorted."""
     return tuple(sorted({str(name) for name in _layer_types(text) or ()} - set(_KINDS)))
 
 
@@ -75,7 +76,7 @@ def _layer_types(text: Mapping[str, Any]) -> list[Any] | None:
 
 
 def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
-    """Returns what each layer keeps of earlier tokens; experts and bytes are left at 0.
+    """Returns the kind of each layer's attention, with sizes; experts and bytes stay 0.
 
     Args:
         text: a language model's config, with defaults (`model.config.text_config`).
@@ -91,10 +92,11 @@ def _of_layer(text: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def first_of_shared_kv(layers: Sequence[LayerKind]) -> int:
-    """Returns the first layer of those that must be in one stage, since later ones share their cache.
+    """Returns the first of the layers that must be in one stage because layers share their KV cache.
 
-    A layer that shares reads the last layer before all these that is of its own kind
-    (vllm/model_executor/models/gemma4.py::Gemma4Attention@v0.32.0). Without any it is the last layer.
+    A sharing layer reads the cache of the last layer of its kind before all sharing layers
+    (vllm/model_executor/models/gemma4.py::Gemma4Attention@v0.32.0). The result is the last layer if no layer
+    shares.
     """
     sharing = {kind.attention for kind in layers if kind.shares_kv}
     own = [(index, kind.attention) for index, kind in enumerate(layers) if not kind.shares_kv]
@@ -112,7 +114,7 @@ def _attention_kinds(text: Mapping[str, Any]) -> Sequence[AttentionKind]:
 
 
 def _by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds of a config with a block a layer."""
+    """Returns the kinds for a config with a block for each layer."""
     heads = [block_heads(text, index) for index in range(number)]
     if all(each is None for each in heads):
         return None
@@ -120,7 +122,7 @@ def _by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] |
 
 
 def _listed(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds of a config with one word a layer."""
+    """Returns the kinds for a config with one word for each layer."""
     types = _layer_types(text)
     if types is None:
         return None
@@ -142,7 +144,7 @@ def _latent(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | N
 
 
 def _patterned(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
-    """Returns the kinds of a config with one letter or number a layer, or a list of layers."""
+    """Returns the kinds for a config with one letter or number for each layer, or a list of layers."""
     full, linear = AttentionKind.FULL, AttentionKind.LINEAR
     match text:
         case {"hybrid_override_pattern": str(pattern)}:  # Nemotron-H
@@ -175,7 +177,7 @@ def _every_nth(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] 
 
 
 def _plain(text: Mapping[str, Any], index: int) -> AttentionKind:
-    """Returns the kind of a layer of a model that says no more than a window for all layers."""
+    """Returns the kind of a layer if the config has at most a window for all layers."""
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return AttentionKind.FULL
     if "use_sliding_window" in text and index < int(text.get("max_window_layers") or 0):
@@ -197,7 +199,7 @@ def _llama4(text: Mapping[str, Any], index: int) -> AttentionKind:
 
 
 def is_latent(text: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM keeps latents in place of keys and values."""
+    """Reports whether vLLM caches latents instead of keys and values."""
     has_latents = text.get("head_dim" if text.get("compress_ratios") else "kv_lora_rank") is not None
     return text.get("model_type") in _LATENT_TYPES and has_latents
 
@@ -231,13 +233,13 @@ def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind
     if not is_latent(text):
         return replace(_cached(text), attention=attention, index_bytes=_index_of_keys_bytes(text))
     if text.get("compress_ratios"):
-        # DeepSeek-V4's latents contain the position, and most are of several tokens: it keeps at most this.
+        # DeepSeek-V4's latents contain the position, and most cover several tokens: this is the upper limit.
         width = int(text["head_dim"])
     else:
         width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
     index_bytes = 0
     if attention is AttentionKind.SPARSE:
-        # One byte an element and a float32 scale for each 128 (vllm/models/deepseek_v32@v0.32.0).
+        # One byte per element and a float32 scale per 128 elements (vllm/models/deepseek_v32@v0.32.0).
         index_width = int(text.get("index_head_dim") or 128)
         index_bytes = index_width + index_width // 128 * 4
     if text.get("model_type") == "longcat_flash":  # two attentions in each layer
@@ -246,7 +248,7 @@ def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind
 
 
 def _index_of_keys_bytes(text: Mapping[str, Any]) -> int:
-    """Returns the bytes per token of an index beside keys and values, in elements of 16 bits.
+    """Returns the bytes per token of an index in addition to keys and values; its elements have 16 bits.
 
     Source: vllm/models/qwen4_exp, minimax_m3@v0.32.0.
     """
@@ -256,7 +258,7 @@ def _index_of_keys_bytes(text: Mapping[str, Any]) -> int:
 
 
 def _gemma4_full(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what Gemma-4's layers with full attention have of their own.
+    """Returns the fields in which Gemma-4's layers with full attention differ from the others.
 
     Source: transformers' Gemma4TextConfig.__post_init__.
     """
@@ -267,12 +269,12 @@ def _gemma4_full(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cached(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
-    """Returns a layer with keys and values; MiMo's windows have sizes of their own, with a prefix."""
+    """Returns a layer with keys and values. MiMo's window layers have their own fields, with a prefix."""
     if not prefix and str(text.get("model_type")).startswith("gemma4"):
         text = {**text, **_gemma4_full(text)}
     heads = int(text["num_attention_heads"])
     if text.get("kv_lora_rank") and text.get("qk_nope_head_dim"):
-        # Latents that vLLM makes keys and values of before it keeps them; values are padded to keys' width
+        # vLLM expands these latents to keys and values, and caches those; values are padded to keys' width
         # (vllm/model_executor/models/minicpm3.py::MiniCPM3Attention@v0.32.0).
         key = int(text["qk_nope_head_dim"]) + int(text.get("qk_rope_head_dim") or 0)
         return LayerKind(kv_heads=heads, kv_width=2 * key)
@@ -296,7 +298,7 @@ def _linear(text: Mapping[str, Any]) -> LayerKind:
     Source: vllm/model_executor/layers/mamba/mamba_utils.py::MambaStateShapeCalculator@v0.32.0.
     """
     conv, state = _linear_sizes(text)
-    # Mamba 2 keeps one more, at which a prefill can go on (vllm/.../mamba/mamba_mixer2.py@v0.32.0).
+    # Mamba 2 keeps one more state, from which a prefill continues (vllm/.../mamba/mamba_mixer2.py@v0.32.0).
     is_mamba2 = bool(text.get("mamba_num_heads") or text.get("mamba_n_heads"))
     return LayerKind(
         attention=AttentionKind.LINEAR,

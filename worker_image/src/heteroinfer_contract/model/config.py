@@ -1,6 +1,6 @@
-"""The language model's part of a config.json, with what it leaves out. Stdlib only; pure.
+"""Reads the language model's part of a config.json, with defaults for missing fields. Stdlib only; pure.
 
-Defaults are those of transformers' config classes, as vLLM reads them too; a test keeps their table current.
+The defaults are those of transformers' config classes, which vLLM uses too. A test keeps their table current.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from heteroinfer_contract.word_table import word_set
 CONFIG_FILE: Final = "config.json"
 
 _TEXT_KEYS: Final = ("text_config", "llm_config", "language_config")
-"""Under which models with an encoder keep their language model's config."""
+"""Keys of the language model's config in models with an encoder."""
 _WRAPPER_KEYS: Final = ("thinker_config",)
-"""Under which models with more than one part keep the one that vLLM serves."""
+"""Keys of the part that vLLM serves, in models with several parts."""
 _PART_KEYS: Final = ("attn_config", "ffn_config")
-"""Under which a language model's config has sizes of its parts (DBRX)."""
+"""Keys of the sizes of a language model's parts (DBRX)."""
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_key_value_heads": (
         "num_kv_heads",
@@ -33,7 +33,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_experts": ("n_routed_experts", "num_local_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"),
 }
-"""Names in config.json; after those of the table vLLM's own
+"""transformers' usual name of a field -> other names in config.json, including those that vLLM accepts
 (vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
 
 _LENGTHS: Final = word_set(
@@ -42,17 +42,17 @@ _LENGTHS: Final = word_set(
     max_sequence_length max_seq_length seq_len
     """
 )
-"""Of which the smallest is the longest sequence, in tokens
+"""Fields with a limit of tokens; the smallest limit is the longest sequence
 (vllm/transformers_utils/model_arch_config_convertor.py::derive_max_model_len_and_key@v0.32.0)."""
 _ROPE_IN_LENGTH: Final = word_set(
     """
     su longrope llama3 yarn telechat3-yarn deepseek_yarn deepseek_llama_scaling
     """
 )
-"""Types of rotary embedding whose factor vLLM takes to be in the length already."""
+"""Types of rotary embedding whose factor is already part of the length, according to vLLM."""
 
 EXPERT_COUNTS: Final = ("num_experts", *_ALIASES["num_experts"])
-"""Under which a config has how many routed experts a layer has."""
+"""Names of the field with the number of routed experts of a layer."""
 
 
 def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,7 +79,7 @@ def text_class(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _dtype(*sources: Any) -> Any:
-    """Returns the dtype that the first of some configs names that names one; or None."""
+    """Returns the first dtype that the configs name, in their order, or None."""
     named = [
         source.get(key)
         for source in sources
@@ -92,16 +92,16 @@ def _dtype(*sources: Any) -> Any:
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the language model's part with its defaults, under transformers' usual names.
 
-    What only the whole says (the dtype, whether the head is tied) is taken over.
+    Fields that only the whole config has (the dtype, whether the head is tied) are included.
 
     Args:
-        config: a parsed config.json, or what `from_params` makes of a params.json.
+        config: a parsed config.json, or a params.json converted by `from_params`.
     """
     whole = whole_model(config)
     nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
     own = whole if nested is None else nested
     defaults = DEFAULTS.get(str(own.get("model_type") or _text_type(whole)), {})
-    # A default is for what no name says; `null` is an answer, too: no window.
+    # A default applies only if the field is missing under all its names. `null` is a value: no window.
     parts = [_under_usual_names(own[key]) for key in _PART_KEYS if isinstance(own.get(key), Mapping)]
     of_parts = {name: value for part in parts for name, value in part.items()}
     text = {**defaults, **whole, **own, **of_parts, **_under_usual_names(own)}
@@ -109,9 +109,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # In vLLM's order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
     text["dtype"] = _dtype(whole, nested, whole.get("vision_config"), whole.get("encoder_config"))
     text |= _under_usual_names(text)
-    text |= _said_otherwise(text)
+    text |= _special_fields(text)
     text["max_position_embeddings"] = _longest(text)
-    # Some configs keep a list with one entry a layer that are all equal.
+    # Some configs have a list with equal entries, one for each layer.
     for name in ("num_experts", "num_experts_per_tok"):
         if isinstance(text.get(name), list) and text[name]:
             text[name] = max(text[name])
@@ -119,19 +119,19 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _under_usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `text` says under other names alone, under transformers' usual ones."""
-    said = {name: value for name, value in text.items() if value is not None}
+    """Returns the fields that `text` has under other names only, by transformers' usual names."""
+    given = {name: value for name, value in text.items() if value is not None}
     return {
-        name: next(said[other] for other in others if other in said)
+        name: next(given[other] for other in others if other in given)
         for name, others in _ALIASES.items()
-        if name not in said and not said.keys().isdisjoint(others)
+        if name not in given and not given.keys().isdisjoint(others)
     }
 
 
 def _longest(text: Mapping[str, Any]) -> Any:
-    """Returns the longest sequence that vLLM takes, in tokens; None where no name says it.
+    """Returns the longest sequence that vLLM accepts, in tokens; None if the config has no limit.
 
-    A tokenizer's own limit is not among them: vLLM looks at it for pooling models alone.
+    A tokenizer's own limit does not count: vLLM checks it for pooling models only.
     Source: vllm/config/model.py::_get_and_verify_max_len@v0.32.0.
     """
     lengths = [text[name] for name in _LENGTHS if text.get(name) is not None]
@@ -141,7 +141,7 @@ def _longest(text: Mapping[str, Any]) -> Any:
 
 
 def _rope_factor(text: Mapping[str, Any]) -> float:
-    """Returns by how much rotary embeddings lengthen what the model was made for."""
+    """Factor by which rotary embeddings extend the model's original length."""
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(rope, Mapping) or "gemma3" in str(text.get("model_type")):
         return 1
@@ -154,26 +154,26 @@ def _rope_factor(text: Mapping[str, Any]) -> float:
     return next((float(factor) for factor in reversed(factors) if factor), 1)
 
 
-def _said_otherwise(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns numbers that some models say in words of their own, which vLLM takes before the usual names.
+def _special_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns numbers that some models store in fields of their own, which vLLM reads before the usual names.
 
     Source: vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0.
     """
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if text.get("model_type") == "longcat_flash" and text.get("num_layers"):
-        said["num_hidden_layers"] = text["num_layers"]  # the usual name counts attentions: two a layer
+        found["num_hidden_layers"] = text["num_layers"]  # the usual name counts attentions: two per layer
     if text.get("multi_query") and not text.get("new_decoder_architecture"):  # Falcon, GPTBigCode
-        said["num_key_value_heads"] = 1
+        found["num_key_value_heads"] = 1
     heads = [block_heads(text, index) for index in range(len(text.get("block_configs") or ()))]
     if any(heads):
-        said["num_key_value_heads"] = next(each for each in heads if each)
-    return said
+        found["num_key_value_heads"] = next(each for each in heads if each)
+    return found
 
 
 def block_heads(text: Mapping[str, Any], index: int) -> int | None:
-    """Returns the key/value heads of a layer by its entry of `block_configs`; 0 without attention.
+    """Returns the key/value heads of a layer from its entry of `block_configs`; 0 without attention.
 
-    None where there is no such entry (all models but those of Nemotron-NAS).
+    None if the config has no such entry (all models except Nemotron-NAS).
     Source: vllm/model_executor/models/nemotron_nas.py::DeciLMDecoderLayer@v0.32.0.
     """
     attention = _of_block(text, index, "attention")
@@ -185,7 +185,7 @@ def block_heads(text: Mapping[str, Any], index: int) -> int | None:
 
 
 def is_empty_block(text: Mapping[str, Any], index: int) -> bool:
-    """Returns whether a layer has no weights at all, by its entry of `block_configs`."""
+    """Reports whether a layer has no weights, according to its entry of `block_configs`."""
     parts = [_of_block(text, index, part) for part in ("attention", "ffn")]
     return all(part is not None and part.get("no_op") for part in parts)
 
@@ -198,12 +198,12 @@ def _of_block(text: Mapping[str, Any], index: int, part: str) -> Mapping[str, An
 
 
 def _text_type(whole: Mapping[str, Any]) -> str:
-    """Returns the type of a nested config that names none."""
+    """Returns the type of a nested config that does not name its type."""
     return str(TEXT_TYPES.get(str(whole.get("model_type")), whole.get("model_type", "")))
 
 
 def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a config.json would say in place of Mistral's own params.json.
+    """Converts Mistral's params.json to the content of a config.json.
 
     Source: vllm/transformers_utils/configs/mistral.py::adapt_config_dict@v0.32.0.
     """
@@ -217,7 +217,7 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     }
     config: dict[str, Any] = {names.get(name, name): value for name, value in params.items()}
     config.setdefault("tie_word_embeddings", config.pop("tied_embeddings", False))
-    longest = config.get("max_position_embeddings") or 128_000  # vLLM's own, where no config.json says more
+    longest = config.get("max_position_embeddings") or 128_000  # vLLM's default without a config.json
     config["max_position_embeddings"] = min(longest, config.get("max_seq_len") or longest)
     moe = config.pop("moe", None)
     architecture = "MistralForCausalLM"

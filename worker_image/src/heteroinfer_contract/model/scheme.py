@@ -1,4 +1,4 @@
-"""How a model's weights are quantized, and how its routers choose. Stdlib only; pure."""
+"""Reads the quantization of a model's weights and the rule of its routers. Stdlib only; pure."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 
 class SchemeName(StrEnum):
-    """A format of weights, as kernels tell them apart."""
+    """A format of weights that needs its own kernels."""
 
     NONE = "None"
     FP8_TENSOR = "FP8 per tensor"
@@ -30,7 +30,7 @@ class Scheme:
     """The format of a model's quantized weights.
 
     Attributes:
-        group: weights that share a scale; 0 where a channel or tensor does.
+        group: weights that share a scale; 0 if a whole channel or tensor shares one.
     """
 
     name: SchemeName = SchemeName.NONE
@@ -38,14 +38,14 @@ class Scheme:
     group: int = 0
 
     def __str__(self) -> str:
-        """Returns it for people."""
+        """Describes the format for messages."""
         group = f", groups of {self.group}" if self.group and self.name is not SchemeName.FP8_BLOCK else ""
         bits = f"{self.bits}-bit " if self.name in (SchemeName.AWQ, SchemeName.GPTQ) else ""
         return f"{bits}{self.name}{group}"
 
 
 class Routing(StrEnum):
-    """How a router turns its logits into experts and their weights.
+    """The rule by which a router chooses experts and their weights from its logits.
 
     Source: vllm/model_executor/layers/fused_moe/config.py::RoutingMethodType@v0.32.0.
     """
@@ -66,8 +66,8 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
     """Returns the format that a config.json names.
 
     Args:
-        config: of the whole model.
-        text: of its language model.
+        config: config of the whole model.
+        text: config of its language model.
     """
     quantization = find_quantization(config, text)
     if quantization is None:
@@ -78,13 +78,13 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
 
 
 def read_method(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """Returns the method that a config.json names, as vLLM calls it; "" where none does."""
+    """Returns vLLM's name of the method in a config.json; "" if the weights are not quantized."""
     quantization = find_quantization(config, text)
     return "" if quantization is None else _method(quantization)
 
 
 def find_quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the part of a config.json that says how the weights are quantized, or None without one."""
+    """Returns the part of a config.json that describes the quantization; None if the weights have none."""
     return next(
         (
             found
@@ -97,7 +97,7 @@ def find_quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Map
 
 
 def _method(quantization: Mapping[str, Any]) -> str:
-    """Returns the method, which ModelOpt's own files name by an algorithm alone.
+    """Returns the method of quantization; ModelOpt's own files name only an algorithm.
 
     Source: vllm/transformers_utils/model_arch_config_convertor.py::_normalize_quantization_config@v0.32.0.
     """
@@ -166,7 +166,7 @@ _MODELOPT_METHODS: Final[Mapping[str, str]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
     "NVFP4": "modelopt_fp4",
 }
-"""By ModelOpt's algorithm; vLLM refuses others in files that name no method."""
+"""ModelOpt's algorithm -> vLLM's method. vLLM refuses other algorithms in files without a method."""
 _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
     "": _compressed_tensors,
     "awq": _grouped(SchemeName.AWQ),
@@ -180,7 +180,7 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
     "modelopt-fp4": _modelopt,
     "mxfp4": lambda _: Scheme(name=SchemeName.MXFP4, bits=4, group=32),
 }
-"""By `quant_method` of config.json."""
+"""`quant_method` of config.json -> function that reads the format."""
 _LIMIT_KEYS: Final = ("swiglu_limits", "expert_swiglu_limit_list")
 _SCORING_KEYS: Final = ("scoring_func", "score_function", "score_func", "moe_router_activation")
 _SIGMOID_WITH_BIAS: Final = (
@@ -195,30 +195,30 @@ _SIGMOID_WITH_BIAS: Final = (
     "NemotronH",
     "Pangu",
 )
-"""Architectures whose config.json does not say so."""
+"""Architectures with sigmoid scores and a bias, which their config.json does not contain."""
 _SIGMOID_WITH_BIAS_UNLESS_NAMED: Final = ("AXK1", "Afmoe", "Param2MoE", "Sarvam", "Step3p5")
-"""The same, but that config.json may name another function of scores."""
+"""Architectures with a bias, and with sigmoid scores unless config.json names another function."""
 _SOFTMAX_WITH_BIAS: Final = ("Ernie4_5_", "LongcatFlash")
-"""Architectures whose config.json does not say so."""
+"""Architectures with softmax scores and a bias, which their config.json does not contain."""
 _ONE_GROUP: Final = ("HYV3", "Lfm2Moe", "Pangu")
-"""Those for which vLLM makes all experts one group."""
+"""Architectures whose experts vLLM treats as one group."""
 
 
 def has_limited_experts(text: Mapping[str, Any]) -> bool:
-    """Returns whether a config says a limit, by layer, of what experts' gates and ups may be.
+    """Reports whether a config limits the experts' gates and ups in some layers.
 
-    Not GPT-OSS's one `swiglu_limit`, which belongs to its activation. Source: vllm/model_executor/models/
-    exaone_moe.py, step3p5.py, bailing_moe_v3.py@v0.32.0.
+    GPT-OSS's single `swiglu_limit` does not count: it belongs to the activation. Source:
+    vllm/model_executor/models/exaone_moe.py, step3p5.py, bailing_moe_v3.py@v0.32.0.
     """
     limits = [value for key in _LIMIT_KEYS if isinstance(value := text.get(key), list)]
     return any(isinstance(limit, int | float) and limit > 0 for each in limits for limit in each)
 
 
 def read_routing(architecture: str, text: Mapping[str, Any]) -> Routing:
-    """Returns how a mixture's routers choose.
+    """Returns the rule of a mixture's routers.
 
-    Source: vllm/model_executor/layers/fused_moe/config.py::get_routing_method_type@v0.32.0, and
-    what each architecture gives it.
+    Source: vllm/model_executor/layers/fused_moe/config.py::get_routing_method_type@v0.32.0, and the
+    arguments that each architecture passes to it.
     """
     if architecture.startswith("Llama4"):
         return Routing.LLAMA4

@@ -1,7 +1,7 @@
-"""Which part of a model each tensor is, by its name. Stdlib only; pure.
+"""Assigns tensors to the parts of a model by their names. Stdlib only; pure.
 
-Names are those of published checkpoints: with prefixes (`backbone.`, `llm.`, `thinker.`), with an encoder's
-tensors among them, and Mistral's own.
+The names are those of published checkpoints: with prefixes (`backbone.`, `llm.`, `thinker.`), with tensors of
+encoders, and Mistral's own names.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Final
 from heteroinfer_contract.word_table import word_set
 
 INDEX_FILE: Final = "model.safetensors.index.json"
-"""Says in which file each tensor is."""
+"""Lists the file of each tensor."""
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _ENCODERS: Final = word_set(
     """
@@ -31,7 +31,7 @@ _AUDIO: Final = word_set(
     """
 )
 _DROPPED: Final = frozenset({"mtp", "mtp_block", "mtp_layers", "talker", "tts", "token2wav", "code2wav"})
-"""What vLLM leaves out when it serves text: layers for speculation, and speech (Qwen-Omni's talker)."""
+"""Parts that vLLM omits when it serves text: layers for speculation, and speech (Qwen-Omni's talker)."""
 _EMBEDDING: Final = re.compile(
     r"(?:^|\.)(?:embed|embed_tokens|word_embeddings|wte|tok_embeddings|embed_in)\.weight$|^backbone\.embeddings\.weight$"
 )
@@ -39,36 +39,36 @@ _HEAD: Final = re.compile(
     r"^head\.weight$|(?:^|\.)(?:lm_head|embed_out|output_layer)\.|^(?:model\.)?output\.(?:weight|qweight)$"
 )
 _LAYER_TABLES: Final = re.compile(r"(?:^|\.)(?:embed_tokens_per_layer|per_layer_model_projection)\.")
-"""Of all layers, beside the embedding (Gemma-3n, Gemma-4)."""
+"""Tables for all layers, in addition to the embedding (Gemma-3n, Gemma-4)."""
 _HOST_TABLES: Final = re.compile(r"(?:^|\.)ngram_embedding\.|\.engram\.embed_tokens\.")
 """Tables of n-grams, which vLLM keeps in the host's memory (vllm/config/engram.py::EngramConfig@v0.32.0)."""
 _SHARED: Final = re.compile(r"\.self_attn\.(?:k_proj|v_proj|k_norm)\.")
-"""What layers that share keys and values have none of in vLLM, and some checkpoints keep."""
+"""Tensors that some checkpoints contain for layers with shared keys and values, and vLLM does not load."""
 EXPERT: Final = re.compile(
     r"\.experts\.|block_sparse_moe\.(?:input|output)_linear\.|\.moe\.(?:gate|up|down)_proj\."
 )
-"""Of routed experts; shared ones are called `shared_expert(s)`."""
+"""Tensors of routed experts; names of shared experts contain `shared_expert(s)`."""
 _EXPERT_NUMBER: Final = re.compile(r"\.experts\.(\d+)\.")
 _DIMS_OF_ALL_EXPERTS: Final = 3
 _DIMS_OF_TABLE: Final = 2
 _ALL_DOWN: Final = re.compile(r"\.experts\.down_proj(?:\.weight)?$")
 _GATES_TOGETHER: Final = re.compile(r"\.experts\.(?:\d+\.)?gate_up_proj(?:\.|$)")
 _MLP: Final = re.compile(r"\.(?:mlp|feed_forward)\.(?:gate|up|down|gate_up)_proj\.|\.feed_forward\.w[123]\.")
-"""Of a dense feed-forward part; a mixture's tensors have `experts` or `shared` in between."""
+"""Tensors of a dense feed-forward part; a mixture's tensors have `experts` or `shared` in the name."""
 _GATE_OR_UP: Final = frozenset({"gate_proj", "up_proj", "w1", "w3"})
 _GATE_AND_UP: Final = frozenset({"gate_up_proj", "input_linear"})
-"""One tensor has the columns of both."""
+"""Tensors with the columns of gate and up."""
 _OF_COLUMNS: Final = {"weight": -2, "weight_packed": -2, "scales": -1, "gate_up_proj_blocks": 1}
-"""Tensors of gate and up projections: the dimension of intermediate columns, whatever is packed in others."""
+"""Tensor of a gate or up projection -> dimension of the intermediate columns, which is never packed."""
 _COMPUTED: Final = re.compile(r"(?:rotary_emb|rope)\.(?:inv_freq|freqs)$|\.weight_shape$|\.g_idx$")
-"""Stored by some, and computed or not read by vLLM. `g_idx` without act-order is emptied at load."""
+"""Tensors that some checkpoints store, and vLLM computes or ignores. It empties `g_idx` without act-order."""
 _QUANTIZED_TYPES: Final = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4", "F8_E8M0", "I64"})
 _SCALES: Final = re.compile(r"(?:scale|scales|scale_inv|zeros|zero_point|weight_scale_2|g_idx|blocks)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One tensor of a checkpoint, as its header says.
+    """A tensor of a checkpoint, from the file's header.
 
     Attributes:
         dtype: safetensors' name: `BF16`, `F8_E4M3`, `I32`.
@@ -81,7 +81,7 @@ class Tensor:
 
     @property
     def is_quantized(self) -> bool:
-        """Returns whether it is a quantized weight, or belongs to one."""
+        """Whether the tensor is a quantized weight or a part of one, such as its scales."""
         return self.dtype in _QUANTIZED_TYPES or bool(_SCALES.search(self.name))
 
 
@@ -90,11 +90,11 @@ class LayerBytes:
     """Bytes of one layer.
 
     Attributes:
-        quantized: of those that are quantized, without routed experts.
-        numbered: the experts whose tensors have a number each; none where one tensor has all experts.
-        mlp_columns: intermediate columns of the dense feed-forward part; 0 where no tensor says it.
-        routed_columns: of one routed expert.
-        routed_down: shape of the experts' down projection, where gates and ups are together.
+        quantized: quantized weights other than routed experts.
+        numbered: numbers of the experts that have their own tensors; empty if one tensor has all experts.
+        mlp_columns: intermediate columns of the dense feed-forward part; 0 if no tensor shows them.
+        routed_columns: intermediate columns of one routed expert.
+        routed_down: shape of the experts' down projection, if one tensor has gates and ups.
     """
 
     total: int = 0
@@ -109,7 +109,7 @@ class LayerBytes:
     routed_down: tuple[int, ...] = ()
 
     def columns(self, hidden: int) -> int:
-        """Returns the intermediate columns of an expert, or of the dense part; 0 where they are not known.
+        """Returns the intermediate columns of an expert, or of the dense part; 0 if they are unknown.
 
         Args:
             hidden: width of the residual stream.
@@ -118,7 +118,7 @@ class LayerBytes:
             return self.mlp_columns
         if self.routed_columns or len(self.routed_down) != _DIMS_OF_ALL_EXPERTS:
             return self.routed_columns
-        # Inputs and outputs stand in an order that the name does not say.
+        # The name does not show the order of inputs and outputs.
         return next((size for size in self.routed_down[1:] if size != hidden), hidden)
 
 
@@ -127,12 +127,12 @@ class Weights:
     """A model's weights by part, in bytes.
 
     Attributes:
-        layers: by number; of those that are served.
-        encoder: of images or audio, with its projection.
-        hears: whether an encoder is of audio.
-        host_tables: tables that stay in the host's memory, wherever the layers are.
+        layers: weights of the served layers, by number.
+        encoder: encoders of images or audio, with their projections.
+        hears: whether an encoder is for audio.
+        host_tables: tables that stay in the host's memory, on any device.
         other: everything else (final norm).
-        dropped: what vLLM does not load.
+        dropped: weights that vLLM does not load.
     """
 
     layers: dict[int, LayerBytes] = field(default_factory=dict)
@@ -147,27 +147,27 @@ class Weights:
 
 
 def is_of_encoder(name: str) -> bool:
-    """Returns whether a tensor or module is an encoder's or its projection's, by the parts of its name."""
+    """Reports whether a tensor or module belongs to an encoder or its projection, by its name."""
     return bool(set(name.split(".")) & (_ENCODERS | _AUDIO))
 
 
 def is_embedding(tensor: Tensor) -> bool:
-    """Returns whether a tensor is the decoder's embedding, unquantized."""
+    """Reports whether a tensor is the decoder's unquantized embedding."""
     is_table = bool(_EMBEDDING.search(tensor.name)) and len(tensor.shape) == _DIMS_OF_TABLE
     return is_table and not set(tensor.name.split(".")) & (_DROPPED | _ENCODERS | _AUDIO | {"layers"})
 
 
 def is_expert_input(tensor: Tensor) -> bool:
-    """Returns whether a tensor is the gate or up projection of one routed expert."""
+    """Reports whether a tensor is the gate or up projection of one routed expert."""
     path = set(tensor.name.split("."))
     return bool(_EXPERT_NUMBER.search(tensor.name)) and bool(path & _GATE_OR_UP) and "weight" in path
 
 
 def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[int] = ()) -> Weights:
-    """Returns a model's weights by part.
+    """Sums a model's weights by part.
 
     Args:
-        num_layers: layers that are served; later ones are for speculation (multi-token prediction).
+        num_layers: served layers; later layers are for speculation (multi-token prediction).
         shared: layers that read an earlier layer's keys and values.
     """
     tensors = tuple(tensors)
@@ -179,9 +179,9 @@ def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[in
 
 
 def _towers(tensors: Iterable[Tensor], num_layers: int) -> tuple[str, ...]:
-    """Returns how the names begin of what has numbered layers that are not the decoder's: encoders.
+    """Returns the name prefixes of encoders: stacks of numbered layers other than the decoder.
 
-    The decoder's layers are those with most bytes, of those that are as many as are served.
+    The decoder is the stack with the most bytes among those that have at least `num_layers` layers.
     """
     size: Counter[str] = Counter()
     last: dict[str, int] = {}
@@ -200,7 +200,7 @@ def _towers(tensors: Iterable[Tensor], num_layers: int) -> tuple[str, ...]:
 
 
 def _tower(stack: str, decoder: str) -> str:
-    """Returns how `stack` begins, up to the first part of the name in which it is not as `decoder`."""
+    """Returns the prefix of `stack` up to the first part of the name that differs from `decoder`."""
     pairs = zip_longest(stack.split("."), decoder.split("."))
     alike = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return ".".join(stack.split(".")[: alike + 1]) + "."
@@ -251,7 +251,7 @@ def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
 
 
 def _columns(tensor: Tensor) -> int:
-    """Returns how many intermediate columns a tensor of an expert or MLP speaks of; 0 if of none."""
+    """Returns the number of intermediate columns in a tensor of an expert or MLP; 0 if it has none."""
     *path, leaf = tensor.name.split(".")
     dim = _OF_COLUMNS.get(leaf)
     if dim is None or len(tensor.shape) < 2 or _GATES_TOGETHER.search(tensor.name):

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_limit,
         default=LIMIT_S,
         metavar="SECONDS",
-        help=f"time for all measurements; the rest is skipped; default: {LIMIT_S:g}",
+        help=f"time limit; measurements that do not fit are skipped; default: {LIMIT_S:g}",
     )
     parser.add_argument("--termination-message-path", type=Path, help="second file to write")
     arguments = parser.parse_args(argv)

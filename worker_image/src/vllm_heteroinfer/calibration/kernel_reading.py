@@ -56,7 +56,7 @@ _MANY_ROWS, _MANY_CALLS = 512, 2
 """With at least _MANY_ROWS rows, a product spends more time on computing than on reading. Then _MANY_CALLS
 calls are enough to measure its time."""
 _MOST_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
-"""Most rows of a product: a chunk of a prompt. Each expert computes only some rows of the chunk."""
+"""Limit of rows in a product: a chunk of a prompt. Each expert computes only some rows of the chunk."""
 _MORE_S: Final = 0.2
 """Time limit for starting rounds with more than one row."""
 _LONGEST_CALL_S: Final = 0.5

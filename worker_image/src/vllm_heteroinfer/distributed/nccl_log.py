@@ -14,7 +14,7 @@ _LEVEL: Final = "NCCL_DEBUG"
 _FILE: Final = "NCCL_DEBUG_FILE"
 _WAY: Final = re.compile(r" via (P2P|SHM|NVLS|COLLNET|NET/[A-Za-z0-9_ -]{1,32})(?![A-Za-z0-9_ -])")
 _MOST_BYTES: Final = 4 * 2**20
-"""Most bytes of the log to read; the connection of 8 ranks logs about 100 KB."""
+"""Limit of bytes to read from the log; the connection of 8 ranks logs about 100 KB."""
 
 
 class NcclLog:

@@ -80,7 +80,7 @@ class HubModel:
         if not found.sha or not found.siblings:
             raise self._hub.no_hub("its answer names no commit or no files")
         if not COMMIT.fullmatch(str(found.sha)):
-            raise self._hub.no_hub(f"got {reprlib.repr(found.sha)} for a commit")
+            raise self._hub.no_hub(f"its answer has the invalid commit {reprlib.repr(found.sha)}")
         # A model needs no file whose name the cache cannot use.
         return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
 

@@ -77,7 +77,7 @@ class HubReader:
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._hub.no_hub(f"its listing cannot be read ({type(error).__name__})") from error
         if not COMMIT.fullmatch(commit):
-            raise self._hub.no_hub(f"got {reprlib.repr(commit)} for a commit")
+            raise self._hub.no_hub(f"its answer has the invalid commit {reprlib.repr(commit)}")
         return commit, files
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:

@@ -9,7 +9,7 @@ from vllm_heteroinfer.pod.addresses import host_in_url
 PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 1.0
 MOST_TRIES = 3
-"""Most attempts in a row; after an attempt in which this process was not scheduled, the next one counts."""
+"""Limit of attempts for one check. A check repeats attempts during which this process was not scheduled."""
 
 
 async def probe_api(

@@ -29,11 +29,11 @@ from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.listening import ConnectionLimit, listen
 
 MOST_STRANGERS = 64
-"""Most connections without a proof of identity."""
+"""Limit of open connections without a proof of identity."""
 LAST_READ_S = 0.2
 """Time for followers to read the last message and close the connection."""
-SAY_AGAIN_S = 10.0
-"""Shortest interval between log lines about strangers."""
+LOG_INTERVAL_S = 10.0
+"""Shortest interval between log lines about connections without a proof of identity."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ControlServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers = ConnectionLimit(MOST_STRANGERS)
         self._sent_away = 0
-        self._said_at_s = -SAY_AGAIN_S
+        self._logged_at_s = -LOG_INTERVAL_S
 
     async def start(self) -> None:
         """Listens for the followers.
@@ -186,10 +186,10 @@ class ControlServer:
         return hello.pod
 
     def _note_stranger(self, error: Exception) -> None:
-        """Logs strangers, but only once in SAY_AGAIN_S, so that they cannot fill the log."""
+        """Logs strangers, but only once in LOG_INTERVAL_S, so that they cannot fill the log."""
         self._sent_away += 1
-        if time.monotonic() - self._said_at_s > SAY_AGAIN_S:
-            self._said_at_s = time.monotonic()
+        if time.monotonic() - self._logged_at_s > LOG_INTERVAL_S:
+            self._logged_at_s = time.monotonic()
             log.warning("control port: refused %d connections so far; the last: %s", self._sent_away, error)
 
     def _take_in(self, hello: Hello, link: SupervisorLink) -> None:

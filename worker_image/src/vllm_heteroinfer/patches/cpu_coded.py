@@ -95,7 +95,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
         shape = c.weight_quant_key.scale.group_shape
         return shape.is_per_tensor() or shape.is_per_channel() or shape.is_per_token(), (
-            "takes scales of columns or of all weights"
+            "supports one scale for each column, or one for all weights"
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

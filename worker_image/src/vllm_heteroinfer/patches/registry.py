@@ -96,8 +96,8 @@ CPU_INT4_EXPERTS_PACKING: Final = Patch(
     ),
     why=(
         "vLLM unpacks 4-bit experts into 32-bit numbers before it packs them. All experts of a layer at "
-        "once need four to ten times their bytes. The function has no seam, but packing one expert at a "
-        "time works"
+        "once need four to ten times their bytes. The patch replaces the whole function, and packs one "
+        "expert at a time"
     ),
     verified=("0.32.0",),
     remove_when="vLLM packs 4-bit weights of CPUs in parts",
@@ -154,7 +154,7 @@ CPU_MIXTURE: Final = Patch(
         "option chooses another runner"
     ),
     verified=("0.32.0",),
-    remove_when="vLLM lets a platform or a plugin choose the runner of experts, or is as fast",
+    remove_when="vLLM lets a platform or a plugin choose the runner of experts, or vLLM's runner is as fast",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
 )
 CPU_NORM: Final = Patch(

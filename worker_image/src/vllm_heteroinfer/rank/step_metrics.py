@@ -307,7 +307,7 @@ def locked_memory_bytes(process: Path = Path("/proc/self")) -> float:
 
 
 def locked_memory_limit_bytes() -> float:
-    """Most memory that this process may lock, in bytes; infinite without a limit."""
+    """Limit of the memory that this process may lock, in bytes; infinite without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 

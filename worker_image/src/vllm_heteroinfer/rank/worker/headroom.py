@@ -40,19 +40,19 @@ def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tup
     if headroom.size_bytes >= planned_bytes or not planned_bytes:
         return planned_bytes, ""
     got = (
-        f"rank {rank.rank} (role {rank.role}, {rank.device}): got memory for "
-        f"{format_bytes(headroom.size_bytes)} of KV cache, expected "
-        f"{format_bytes(planned_bytes)} as planned: {headroom.words}; {_remedy(rank.device)}"
+        f"rank {rank.rank} (role {rank.role}, {rank.device}): memory for the KV cache is "
+        f"{format_bytes(headroom.size_bytes)}, but the plan needs {format_bytes(planned_bytes)}: "
+        f"{headroom.words}. {_remedy(rank.device)}"
     )
     if headroom.size_bytes <= 0:
         raise MemoryError(got)
-    return headroom.size_bytes, f"{got}; until then every rank has only as many blocks as this one"
+    return headroom.size_bytes, f"{got}. Until then all ranks use the number of KV blocks that fits here"
 
 
 def _remedy(device: Device) -> str:
     if device is Device.GPU:
-        return "free the GPU from other processes, or set roles[].deviceMemory to what it really has"
-    return "raise resources.limits.memory of the role, or give the rank fewer layers"
+        return "End other processes on the GPU, or set roles[].deviceMemory to the GPU's real memory"
+    return "Raise resources.limits.memory of the role, or give the rank fewer layers"
 
 
 def gpu_headroom(
@@ -69,8 +69,8 @@ def gpu_headroom(
     activations = max(0, peak_bytes - allocated_bytes - cached_bytes)
     return KvHeadroom(
         size_bytes=free_bytes - activations - graphs_bytes,
-        words=f"{format_bytes(free_bytes)} free, less {format_bytes(activations)} that the largest batch "
-        f"takes and {format_bytes(graphs_bytes)} for CUDA graphs",
+        words=f"{format_bytes(free_bytes)} free, minus {format_bytes(activations)} for the largest batch "
+        f"and {format_bytes(graphs_bytes)} for CUDA graphs",
     )
 
 
@@ -82,11 +82,11 @@ def host_headroom(*, available_bytes: int, share: Fraction, activations_bytes: i
         share: this rank's share of that memory (`share_of_memory`).
         activations_bytes: temporary memory of the largest batch.
     """
-    others = "" if share == 1 else f" shared with other ranks ({float(share):.0%} of it)"
+    others = "" if share == 1 else f" to all ranks, {float(share):.0%} to this rank"
     return KvHeadroom(
         size_bytes=int(available_bytes * share) - activations_bytes,
-        words=f"{format_bytes(available_bytes)} available{others}, less {format_bytes(activations_bytes)} "
-        "that the largest batch takes",
+        words=f"{format_bytes(available_bytes)} available{others}, minus {format_bytes(activations_bytes)} "
+        "for the largest batch",
     )
 
 

@@ -13,7 +13,7 @@ MPOL_INTERLEAVE = 3
 """linux/mempolicy.h."""
 _LIBNUMA = "libnuma.so.1"
 _MASK_BITS = 1024
-"""Most nodes that a kernel supports (CONFIG_NODES_SHIFT)."""
+"""Limit of NUMA nodes in a Linux kernel (CONFIG_NODES_SHIFT)."""
 
 
 def prefer_nodes_or_warn(nodes: Sequence[int]) -> None:

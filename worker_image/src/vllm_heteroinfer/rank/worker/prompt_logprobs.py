@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's tokens, computed for a few tokens at a time.
 
 vLLM computes them for all tokens of a step at once. 2,048 tokens and a vocabulary of 262,144 entries took
-5 GiB (H100, 2026-11-26). No plan keeps so much free, so one request could end a rank.
+5 GiB (H100, 2026-11-26). Plans do not reserve that memory, so a single request could end a rank.
 Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._get_prompt_logprobs_dict@v0.32.0.
 """
 
@@ -10,21 +10,21 @@ from typing import Any
 
 
 class PromptLogprobsInParts:
-    """Replaces one runner's `_get_prompt_logprobs_dict`: it calls vLLM's for a part of a prompt at a time.
+    """Replaces a runner's `_get_prompt_logprobs_dict`; calls vLLM's method for parts of a prompt.
 
-    vLLM's method goes on with a prompt where the step before ended: each part looks like a step of its own.
+    vLLM's method continues a prompt where the previous step ended, so each part looks like a step.
     """
 
     def __init__(self, runner: Any, rows: int) -> None:
-        """Puts itself on the runner, as an instance attribute.
+        """Replaces the method on this runner only, as an instance attribute.
 
         Args:
-            rows: tokens of a part at most. The plan keeps memory free for the logits of
-                `max_num_seqs` tokens, which a step samples.
+            rows: limit of tokens in a part. The plan reserves memory for the logits of `max_num_seqs`
+                tokens, which a step samples.
         """
         self._runner = runner
         self._rows = rows
-        self._of_part = runner._get_prompt_logprobs_dict
+        self._compute_part = runner._get_prompt_logprobs_dict
         runner._get_prompt_logprobs_dict = self
 
     def __call__(self, hidden_states: Any, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Any]:
@@ -37,17 +37,18 @@ class PromptLogprobsInParts:
         found: dict[str, Any] = {}
         for request_id in list(self._runner.num_prompt_logprobs):
             if request_id in num_scheduled_tokens:
-                found |= self._of_request(hidden_states, request_id, num_scheduled_tokens[request_id])
+                found |= self._compute_request(hidden_states, request_id, num_scheduled_tokens[request_id])
         return found
 
-    def _of_request(self, hidden_states: Any, request_id: str, tokens: int) -> dict[str, Any]:
+    def _compute_request(self, hidden_states: Any, request_id: str, tokens: int) -> dict[str, Any]:
         request = self._runner.requests[request_id]
         begin = request.num_computed_tokens
         found: dict[str, Any] = {}
         try:
             for done in range(0, tokens, self._rows):
                 request.num_computed_tokens = begin + done
-                found = self._of_part(hidden_states[done:], {request_id: min(self._rows, tokens - done)})
+                part = {request_id: min(self._rows, tokens - done)}
+                found = self._compute_part(hidden_states[done:], part)
                 if found:
                     break
         finally:
