@@ -7,7 +7,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_operator.api import FailureStatus, GroupPhase, GroupStatus, RankEntry
 from heteroinfer_operator.cluster import ContainerTermination, PodView, Waiting
-from heteroinfer_operator.fleet.story import build_stories, epochs, tell_failure, tell_group
+from heteroinfer_operator.fleet.story import build_stories, epochs, failure_text, group_text
 
 NOW = datetime(2026, 11, 21, 8, tzinfo=UTC)
 KILLED = Failure(
@@ -83,9 +83,9 @@ def test_a_message_of_kubernetes_is_shown_unchanged() -> None:
 
 def test_a_kept_failure_is_one_line() -> None:
     uncounted = failure(1).model_copy(update={"counted": False})
-    assert tell_failure(failure(1)) == (
+    assert failure_text(failure(1)) == (
         "epoch 1 ended at 2026-11-21 08:00:00Z: RankExited, rank 1, exit code -9: killed"
     )
-    assert ", not counted: killed" in tell_failure(uncounted)
+    assert ", not counted: killed" in failure_text(uncounted)
     waiting = group().model_copy(update={"phase": GroupPhase.WAITING, "message": "back-off"})
-    assert tell_group(waiting) == "group 0 epoch 1: Waiting: back-off"
+    assert group_text(waiting) == "group 0 epoch 1: Waiting: back-off"

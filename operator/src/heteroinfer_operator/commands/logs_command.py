@@ -17,7 +17,7 @@ from heteroinfer_operator.commands.cluster_access import (
 )
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.fleet_reader import read_resources
-from heteroinfer_operator.fleet.story import PodStory, build_stories, epochs, tell_failure, tell_group
+from heteroinfer_operator.fleet.story import PodStory, build_stories, epochs, failure_text, group_text
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import ApiError, ApiServer, Query
 from heteroinfer_operator.kube.trim import pod_view
@@ -74,9 +74,9 @@ async def _print_logs(arguments: argparse.Namespace) -> None:
         for group in groups:
             own = by_group.get(group.index, ())
             if arguments.previous:
-                await _tell_previous(server, namespace, group, own, arguments.tail)
+                await _print_previous(server, namespace, group, own, arguments.tail)
             else:
-                await _tell_current(server, namespace, group, own, arguments.tail)
+                await _print_current(server, namespace, group, own, arguments.tail)
 
 
 def _chosen(groups: Sequence[GroupStatus], index: int | None, key: ResourceKey) -> list[GroupStatus]:
@@ -104,12 +104,12 @@ async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]
     return with_complete_labels(found, Owner(key=key, uid=""))
 
 
-async def _tell_current(
+async def _print_current(
     server: ApiServer, namespace: str, group: GroupStatus, pods: Sequence[PodView], tail: int
 ) -> None:
-    _print_line(f"==> {tell_group(group)}")
+    _print_line(f"==> {group_text(group)}")
     if group.failures:
-        _print_line(f"last failure: {tell_failure(group.failures[-1])}")
+        _print_line(f"last failure: {failure_text(group.failures[-1])}")
     known = epochs(pods)
     if not known:
         _print_line(
@@ -121,14 +121,14 @@ async def _tell_current(
         await _print_pod_log(server, namespace, story, tail)
 
 
-async def _tell_previous(
+async def _print_previous(
     server: ApiServer, namespace: str, group: GroupStatus, pods: Sequence[PodView], tail: int
 ) -> None:
-    _print_line(f"==> {tell_group(group)}")
+    _print_line(f"==> {group_text(group)}")
     if not group.failures:
         _print_line("no epoch of this group has failed")
     for failure in reversed(group.failures):
-        _print_line(tell_failure(failure))
+        _print_line(failure_text(failure))
     left = [epoch for epoch in epochs(pods) if epoch < group.epoch]
     if group.failures and not left:
         _print_line(

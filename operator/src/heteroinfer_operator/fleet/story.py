@@ -51,7 +51,7 @@ def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tu
     )
 
 
-def tell_failure(failure: FailureStatus) -> str:
+def failure_text(failure: FailureStatus) -> str:
     """Describes a kept failure in one line."""
     who = "" if failure.rank is None else f", rank {failure.rank}"
     code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
@@ -62,7 +62,7 @@ def tell_failure(failure: FailureStatus) -> str:
     )
 
 
-def tell_group(group: GroupStatus) -> str:
+def group_text(group: GroupStatus) -> str:
     """Describes the state of a group in one line."""
     waits = f": {group.message}" if group.message else ""
     return f"group {group.index} epoch {group.epoch}: {group.phase.value}{waits}"

@@ -18,7 +18,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.fleet.lines import GroupLine, ResourceLine
-from heteroinfer_operator.fleet.story import tell_failure
+from heteroinfer_operator.fleet.story import failure_text
 
 _WANTED_TRUE: Final = frozenset(
     {
@@ -147,7 +147,7 @@ class ResourceSummary:
         for group in self.status.groups:
             kept = group.failures if verbose else group.failures[-1:]
             for failure in reversed(kept):
-                yield f"failure of group {group.index}: {tell_failure(failure)}"
+                yield f"failure of group {group.index}: {failure_text(failure)}"
 
     def _plans(self) -> list[str]:
         found: list[str] = []

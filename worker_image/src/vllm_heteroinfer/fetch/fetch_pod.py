@@ -109,7 +109,7 @@ async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
     await server.start(options.health_host, options.health_port)
     try:
         async with asyncio.TaskGroup() as group:  # the first of the three that raises ends the others
-            beside = [group.create_task(_tell(job)), group.create_task(_watch(job, clock))]
+            beside = [group.create_task(_log_progress(job)), group.create_task(_watch(job, clock))]
             model = await call_aside("fetch", job.run)
             for task in beside:
                 task.cancel()
@@ -140,7 +140,7 @@ def _answer(job: FetchJob, path: str) -> HealthAnswer:
     return HealthAnswer(status=HTTPStatus.NOT_FOUND, body=f"{names.PATH_HEALTHZ} or {names.PATH_FETCH}")
 
 
-async def _tell(job: FetchJob) -> NoReturn:
+async def _log_progress(job: FetchJob) -> NoReturn:
     """Logs the progress every LOG_EVERY_S seconds if it changed."""
     reported = ""
     while True:

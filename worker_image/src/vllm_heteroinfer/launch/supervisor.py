@@ -423,7 +423,7 @@ class Supervisor:
     async def _end(self, verdict: Failure | None) -> None:
         """Sends the verdict to the group, writes the termination message, and ends all processes."""
         telling = start_task(
-            self._tell(verdict),
+            self._announce(verdict),
             name="telling",
             failed=lambda error: log.error("the verdict may not have reached the other pods: %r", error),
         )
@@ -450,7 +450,7 @@ class Supervisor:
                 "the termination message was not written within %g s. Check the node's disk", LEAVE_TIMEOUT_S
             )
 
-    async def _tell(self, verdict: Failure | None) -> None:
+    async def _announce(self, verdict: Failure | None) -> None:
         if self._server is not None:
             if verdict is None:
                 self._server.tell_stopping()

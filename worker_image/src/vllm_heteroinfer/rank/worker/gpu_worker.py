@@ -86,15 +86,15 @@ class DeviceTimer:
     Source: vllm/v1/worker/gpu_model_runner.py::GPUModelRunner._model_forward@v0.32.0 is made for overriding.
     """
 
-    def __init__(self, runner: Any, tell: Callable[[Callable[[], float]], None]) -> None:
+    def __init__(self, runner: Any, report: Callable[[Callable[[], float]], None]) -> None:
         """Wraps `runner._model_forward`.
 
         Args:
-            tell: receives, for each forward pass, a function that returns the pass's seconds on the device.
+            report: receives, for each forward pass, a function that returns the pass's seconds on the device.
                 That function waits for the forward pass. Call it after the step.
         """
         self._forward = runner._model_forward
-        self._tell = tell
+        self._report = report
         self._events = cycle(
             [
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -114,5 +114,5 @@ class DeviceTimer:
             end.synchronize()
             return float(start.elapsed_time(end)) / 1e3
 
-        self._tell(seconds)
+        self._report(seconds)
         return output
