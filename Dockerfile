@@ -6,15 +6,15 @@
 #   docker build --target worker-cpu --build-arg TORCH_INDEX=URL-OF-PYTORCHS-CPU-INDEX .
 #
 # BASE: any Debian-like image with Python 3.11, its venv module and its headers.
-# TORCH_INDEX: where torch's CPU build comes from (worker-cpu). Empty: torch from PyPI, the CUDA build,
-# which serves the CPU as well, less the NVIDIA libraries that it never loads there.
+# TORCH_INDEX: index of torch's CPU build (worker-cpu). If empty: torch's CUDA build from PyPI, which also runs
+# on CPUs, without the NVIDIA libraries that it does not load there.
 ARG BASE=python:3.11-slim-bookworm
-# uv installs and compiles in parallel. Each step that uses it brings it and takes it away again, so that
-# this file builds with builders that have no mounts. The version is that which made the pinned lists.
+# uv installs and compiles in parallel. Each step that uses uv installs and removes it, so that builders without
+# mounts can build this file. The version is the one that created the pinned lists.
 ARG UV=uv==0.13.8
 
-# --- package: our own code in a virtual environment of nothing else. Every image takes it last, so
-# that a change in it costs one small layer.
+# --- package: only our own code, in a virtual environment. Every image copies it last, so that a change of our
+# code changes one small layer.
 FROM ${BASE} AS package
 ARG UV
 RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
@@ -55,8 +55,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 
-# --- kernels: our own for CPU ranks, compiled here once: a pod compiles none of them. Only what they
-# are made of is copied, so that other changes of the package don't compile them anew.
+# --- kernels: our own for CPU ranks, compiled once here, never in a pod. Only their sources are copied, so that
+# other changes of the package do not compile them again.
 FROM runtime-compiler AS kernels
 COPY worker_image/src/vllm_heteroinfer/kernels /source/vllm_heteroinfer/kernels
 RUN PYTHONPATH=/source python -m vllm_heteroinfer.kernels.build --into /kernels
@@ -81,8 +81,8 @@ FROM runtime-compiler AS worker-cpu
 ARG UV
 ARG TORCH_INDEX=
 COPY worker_image/requirements-cpu.txt /opt/heteroinfer/requirements.txt
-# With PyTorch's index, torch==X takes X+cpu there, and nothing of NVIDIA is needed. Without, what
-# torch's own libraries are not linked to goes: `import torch` loads the rest.
+# With PyTorch's index, torch==X resolves to X+cpu, which needs no NVIDIA libraries. Without the index, the
+# libraries that torch is not linked to are removed: `import torch` loads the others.
 RUN set -eu; cd /opt/heteroinfer; \
     python3 -m venv /uv; /uv/bin/pip install --no-cache-dir -q "${UV}"; \
     install() { /uv/bin/uv pip install --python bin/python --no-cache --no-deps --compile-bytecode "$@"; }; \
@@ -106,7 +106,7 @@ COPY --from=kernels /kernels /opt/heteroinfer/lib/python3.11/site-packages/vllm_
 USER 65532:65532
 ENTRYPOINT ["heteroinfer-worker"]
 
-# --- cpu-libraries: what vLLM's CPU build has and its CUDA build lacks; see the script.
+# --- cpu-libraries: libraries of vLLM's CPU build that its CUDA build lacks; see the script.
 FROM ${BASE} AS cpu-libraries
 ARG UV
 COPY worker_image/requirements-cpu.txt /requirements.txt

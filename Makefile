@@ -4,21 +4,21 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
-# Where it is set, each process of each test would compile this tree's modules anew.
+# If this variable is set, each process of each test compiles this tree's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The Python that .venv and .venv-worker are made with: 3.11 or later.
+# Python of .venv and .venv-worker: 3.11 or later.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 WORKER_VENV := .venv-worker
 GPU_VENV := .venv-gpu
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Once more what failed while the machine stood still: for tests with bounds of seconds.
+# Repeats tests that failed while the machine was suspended or stalled: they have limits of seconds.
 TESTS := ./.ci/tests $(BIN)/python
 
-# An environment that is there already instead of .venv-gpu, for machines without a package index: its Python,
-# and what PYTHONPATH needs so that it finds vLLM's CUDA build with the CPU build's libraries in it.
+# An existing environment instead of .venv-gpu, for machines without a package index: its Python, and the
+# PYTHONPATH with which it finds vLLM's CUDA build including the CPU build's libraries.
 GPU_PYTHON ?=
 GPU_SITE ?=
 GPU_RUN = $(if $(GPU_PYTHON),PYTHONPATH="$(GPU_SITE):$(CURDIR)/worker_image/src" $(GPU_PYTHON),$(GPU_VENV)/bin/python)
@@ -30,14 +30,14 @@ export OUT
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1 | /p' Makefile | column -t -s '|'
 
-setup:  ## everything into .venv and .venv-worker; nothing to do when nothing changed
+setup:  ## installs everything into .venv and .venv-worker; does nothing if nothing changed
 	@./.ci/setup "$(PYTHON)" $(VENV) $(WORKER_VENV)
 
 quickstart: setup  ## a small model on this machine, from a file to served tokens
 	@$(BIN)/python -m tests.quickstart
 
-# What holds bounds of seconds begins when nothing computes beside it, and a real node has the machine for itself:
-# what is unhurried gets the time that they leave over, and a tenth of theirs (.ci/idle says why not less).
+# Tests with limits of seconds start when no other test computes, and a test of a real node runs alone. Tests
+# without such limits get the remaining CPU time, and a tenth of theirs (.ci/idle explains why not less).
 test: need-root check  ## what CI runs
 	@failed=0; for lanes in "computing programs images" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 hurried: waiting nodes
@@ -68,8 +68,8 @@ imports: setup  ## import-linter: the direction of imports
 unit: setup  ## pure tests, on all cores
 	$(PYTEST) tests/unit -n auto --maxprocesses 8
 
-# Tests in two lanes: what computes, and what mostly waits. A new folder of tests/integration is in the second.
-# Of each, two files run at once; tests/integration/conftest.py says which tests stay together.
+# Tests run in two lanes: tests that compute, and tests that mostly wait. The second lane includes new folders of
+# tests/integration. Each lane runs two files at once; tests/integration/conftest.py keeps some tests together.
 LONGEST := --durations=100 --durations-min=5
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models served_models calibration)
@@ -77,13 +77,13 @@ COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward u
 integration: setup  ## a real API server; real vLLM groups on the CPU
 	@failed=0; for lanes in computing "waiting unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 
-computing: setup  ## those of them that start vLLM or compile
+computing: setup  ## the integration tests that start vLLM or compile
 	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
 
-unhurried: setup  ## those of them without any bound of seconds, at a tenth of the priority
+unhurried: setup  ## the integration tests without limits of seconds, at a tenth of the priority
 	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m "unhurried and not served_models_matrix"
 
-waiting: setup  ## those of them that mostly wait: for an API server, for time-outs
+waiting: setup  ## the integration tests that mostly wait: for an API server, for time-outs
 	@$(BIN)/python -m tests.cluster build
 	$(TESTS) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not every_request and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
@@ -149,7 +149,7 @@ cluster-down:  ## stops what `make cluster` started
 bench: setup  ## our CPU group against stock vLLM, in one run
 	$(BIN)/python -m tests.bench.pipeline_vs_stock
 
-# Says in words what is missing before anything is installed.
+# Reports missing requirements before it installs anything.
 need-gpu:
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || \
 	  { echo "make $(MAKECMDGOALS) needs an NVIDIA GPU: nvidia-smi found none" >&2; exit 1; }
@@ -168,11 +168,11 @@ bench-gpu: setup-gpu  ## on a machine with a GPU: bridge, CPU kernels, offloadin
 	$(GPU_RUN) -m tests.bench.metrics_overhead
 
 CHURN := --groups 200 --parallel 5 --modes Pipeline,Tensor
-churn: setup  ## 200 starts and ends of tiny CPU groups: no hang, nothing left
+churn: setup  ## starts and ends 200 tiny CPU groups: none hangs or leaves anything behind
 	$(BIN)/python -m tests.bench.churn $(CHURN)
 
 SOAK := --seconds 3600 --resources 50 --real
-soak: setup  ## an hour of pods that go and an API server that dies: all Ready after it, nothing leaked; root
+soak: setup  ## an hour of deleted pods and API server crashes: all groups are Ready again, nothing leaks; root
 	@$(BIN)/python -m tests.cluster build node
 	$(BIN)/python -m tests.soak $(SOAK)
 .PHONY: soak
