@@ -44,7 +44,7 @@ _MOST: Final = Fraction(2**63 - 1)
 _LEAST: Final = Fraction(1, 10**9)
 _DIGITS_READ: Final = 80
 """Significant digits that are read. The bounds above need 28 digits."""
-_MOST_EXPONENT: Final = 10**9
+_MAX_EXPONENT: Final = 10**9
 _REMEMBERED: Final = 64
 """Texts of at most this many characters are cached. Other clients may store texts of a megabyte."""
 _DURATION: Final = re.compile(DURATION_PATTERN)
@@ -86,9 +86,9 @@ def _parse(text: str) -> Fraction | None:
 
 
 def _bounded_integer(text: str) -> int:
-    """Parses an integer of any length, bounded by _MOST_EXPONENT on both sides."""
+    """Parses an integer of any length, bounded by _MAX_EXPONENT on both sides."""
     digits = text.lstrip("+-").lstrip("0")
-    size = int(digits or "0") if len(digits) < len(str(_MOST_EXPONENT)) else _MOST_EXPONENT
+    size = int(digits or "0") if len(digits) < len(str(_MAX_EXPONENT)) else _MAX_EXPONENT
     return -size if text.startswith("-") else size
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.quantity import parse_quantity
 
-_MOST_INTEGER: Final = 2**63 - 1
+_MAX_INTEGER: Final = 2**63 - 1
 EARLIEST: Final = datetime(2, 1, 1, tzinfo=UTC)
 _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 """One year within the range of `datetime`, because code adds time zones and waits to times."""
@@ -91,7 +91,7 @@ def as_integer(value: object, field: str) -> int:
     """Returns an integer of 64 bits, 0 for null; raises UnreadableError."""
     if value is None:
         return 0
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST_INTEGER:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_INTEGER:
         raise _unreadable(field, value, "an integer of 64 bits")
     return value
 

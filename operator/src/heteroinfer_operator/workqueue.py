@@ -61,7 +61,7 @@ SLOW_S: Final = 0.25
 """A reconcile that takes longer frees its slot, because it waits for an API server or a webhook."""
 
 
-_MOST_DEFECTS: Final = 100
+_MAX_DEFECTS: Final = 100
 """At most this many defects of status writes are logged by one process."""
 
 
@@ -78,7 +78,7 @@ def build_process(
 
     def log_defect(key: ResourceKey, defect: str) -> None:
         """Logs once the fields of a status that the schema would have refused."""
-        if (key, defect) not in logged and len(logged) < _MOST_DEFECTS:
+        if (key, defect) not in logged and len(logged) < _MAX_DEFECTS:
             logged.add((key, defect))
             text = printable(defect)
             logger.error(

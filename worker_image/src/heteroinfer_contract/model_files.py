@@ -50,7 +50,7 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 """Describes the quantization of ModelOpt checkpoints whose config.json does not."""
 _CONSOLIDATED = "consolidated*.safetensors"
 _NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
-_MOST_SHARDS = 10_000
+_MAX_SHARDS = 10_000
 """Maximum number of shards to look for by number; published models have a few hundred."""
 MOST_CONFIG_BYTES = 16 * 2**20
 """Maximum size of config.json or params.json; published models need a few hundred KB."""
@@ -333,7 +333,7 @@ def _missing_numbers(names: Set[str]) -> list[str]:
     expected = {
         f"{match[1]}{number:0{len(match[2])}}-of-{match[3]}.safetensors"
         for match in filter(None, map(_NUMBERED.fullmatch, names))
-        for number in range(1, min(int(match[3]), _MOST_SHARDS) + 1)
+        for number in range(1, min(int(match[3]), _MAX_SHARDS) + 1)
     }
     return sorted(expected - names)
 

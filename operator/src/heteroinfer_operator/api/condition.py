@@ -15,10 +15,10 @@ _TYPE: Final = (
     r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])$"
 )
 _REASON: Final = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
-_MOST_REASON: Final = 128
+_MAX_REASON: Final = 128
 """Characters of a reason that the operator writes; metav1.Condition allows 1024."""
 MAX_CONDITIONS: Final = 64
-_MOST_FOREIGN_BYTES: Final = 64 * 1024
+_MAX_FOREIGN_BYTES: Final = 64 * 1024
 """Longest types, reasons and messages of other controllers' conditions together. The schema allows 2 MiB, and
 etcd refuses a status of 1.5 MiB: the operator could then write none."""
 
@@ -29,7 +29,7 @@ UNREADABLE: Final = "Unreadable"
 
 def is_reason(word: str) -> bool:
     """Whether a word from outside the operator is valid as the reason of a condition."""
-    return len(word) <= _MOST_REASON and re.fullmatch(_REASON, word) is not None
+    return len(word) <= _MAX_REASON and re.fullmatch(_REASON, word) is not None
 
 
 StoredReason = Annotated[
@@ -91,7 +91,7 @@ def merge_conditions(
 
     A wanted condition keeps its lastTransitionTime if its status did not change. Otherwise it gets `now`.
     Conditions of types that the operator never writes belong to other controllers, and stay, up to
-    MAX_CONDITIONS and _MOST_FOREIGN_BYTES.
+    MAX_CONDITIONS and _MAX_FOREIGN_BYTES.
     """
     before = {condition.type: condition for condition in current}
     wanted = tuple(wanted)
@@ -109,7 +109,7 @@ def merge_conditions(
     kept, size = [], 0
     for condition in foreign[: MAX_CONDITIONS - len(own)]:
         size += sum(len(text.encode()) for text in (condition.type, condition.reason, condition.message))
-        if size > _MOST_FOREIGN_BYTES:
+        if size > _MAX_FOREIGN_BYTES:
             break
         kept.append(condition)
     return tuple(sorted([*own, *kept], key=lambda condition: condition.type))

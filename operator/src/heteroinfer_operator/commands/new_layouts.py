@@ -16,9 +16,9 @@ from heteroinfer_operator.quantity import parse_bytes
 
 FILE_SCHEME: Final = "file://"
 GIB: Final = 2**30
-_MOST_GIB: Final = 8192
+_MAX_GIB: Final = 8192
 """Memory of one pod or GPU up to which the nearest size is searched."""
-_MOST_GPUS: Final = 16
+_MAX_GPUS: Final = 16
 _LEAST_TOKENS: Final = 512
 _GPU_POD_CPUS: Final = 4
 """Cores of a GPU's pod without its feed-forward ranks: engine, API server and the GPU rank."""
@@ -259,7 +259,7 @@ def find_nearest(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> tu
     found = [_more_memory(option, hardware.cpu_memory, with_cpu_memory)]
     if hardware.gpus:
         found.append(_more_memory("--gpu-memory", hardware.gpu_memory, with_gpu_memory))
-        more = range(hardware.gpus + 1, _MOST_GPUS + 1)
+        more = range(hardware.gpus + 1, _MAX_GPUS + 1)
         gpus = next((number for number in more if fits(replace(hardware, gpus=number))), None)
         if gpus is not None:
             found.append(Nearest(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
@@ -278,9 +278,9 @@ def _more_memory(option: str, given: str, fits: Callable[[str], bool]) -> Neares
     """Returns the smallest memory in whole Gi that fits, or None."""
     have = parse_bytes(given) if given else 0
     low, high = have // GIB, max(2 * have // GIB, 1)
-    while high <= _MOST_GIB and not fits(f"{high}Gi"):
+    while high <= _MAX_GIB and not fits(f"{high}Gi"):
         low, high = high, 2 * high
-    if high > _MOST_GIB:
+    if high > _MAX_GIB:
         return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -13,7 +13,7 @@ _ANNOTATION: Final = "kubernetes.io/limit-ranger"
 Source: `plugin/pkg/admission/limitranger/admission.go`.
 """
 _PREFIX: Final = "LimitRanger plugin set:"
-_MOST_TEXT: Final = 200
+_MAX_TEXT: Final = 200
 
 
 def find_limit_range_values(stored: Mapping[str, Any]) -> str:
@@ -35,7 +35,7 @@ def find_limit_range_values(stored: Mapping[str, Any]) -> str:
         amounts = as_object(resources.get(kind), kind)
         given = [f"{name}={amounts[name]}" for name in sorted(_set(annotation, kind) & amounts.keys())]
         found += [f"{kind} {', '.join(given)}"] if given else []
-    return printable(" and ".join(found))[:_MOST_TEXT]
+    return printable(" and ".join(found))[:_MAX_TEXT]
 
 
 def _set(annotation: str, kind: str) -> set[str]:

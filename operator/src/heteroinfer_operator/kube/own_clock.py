@@ -35,7 +35,7 @@ class AwakeClock:
     """
 
     TICK_S: Final = 1.0
-    _MOST_GAP_S: Final = 5.0
+    _MAX_GAP_S: Final = 5.0
 
     def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._monotonic_s = monotonic_s
@@ -45,7 +45,7 @@ class AwakeClock:
     def awake_s(self) -> float:
         """Returns the seconds since the start. A gap between two calls counts as 5 s at most."""
         now_s = self._monotonic_s()
-        self._awake_s += min(max(now_s - self._looked_s, 0.0), self._MOST_GAP_S)
+        self._awake_s += min(max(now_s - self._looked_s, 0.0), self._MAX_GAP_S)
         self._looked_s = now_s
         return self._awake_s
 

@@ -34,8 +34,8 @@ without a container may wait for a volume.
 """
 AGAIN_S: Final = 20.0
 """Interval of requests about a claim or a pod while a pod waits."""
-_MOST_EVENTS: Final = 50
-_MOST_NOTE: Final = 400
+_MAX_EVENTS: Final = 50
+_MAX_NOTE: Final = 400
 _NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
 _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
@@ -182,7 +182,7 @@ class PendingPods:
 
     async def _events(self, namespace: str, subject: _KindAndName) -> Sequence[Mapping[str, Any]]:
         selector = "regarding.kind={},regarding.name={}".format(*subject)
-        query = {"fieldSelector": selector, "limit": str(_MOST_EVENTS)}
+        query = {"fieldSelector": selector, "limit": str(_MAX_EVENTS)}
         return as_objects((await self._server.get(EVENT.path(namespace), query)).get("items"), "items")
 
 
@@ -247,9 +247,7 @@ def _quote(event: Mapping[str, Any]) -> str:
         source.get("component"), "component"
     )
     reason, note = (as_text(event.get(part), part) for part in ("reason", "note"))
-    return (
-        f'{printable(who)[:100]} reports {printable(reason)[:64]}: "{printable(note)[:_MOST_NOTE].strip()}"'
-    )
+    return f'{printable(who)[:100]} reports {printable(reason)[:64]}: "{printable(note)[:_MAX_NOTE].strip()}"'
 
 
 def _time(event: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from heteroinfer_operator.errors import HeteroInferError
 SUFFIX: Final = ".json"
 """Suffix of an entry's key in the ConfigMap, after the name of the kind of nodes."""
 _KIND: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
-_MOST_KINDS: Final = 64
+_MAX_KINDS: Final = 64
 _GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 """Label of GPU feature discovery: the GPU's name, with SHARED if several pods may share a GPU."""
 
@@ -162,9 +162,9 @@ def read_kept(data: Mapping[str, str], version: str) -> tuple[Calibrations, tupl
         except CalibrationError as error:
             problems.append(f"{error.message}. Default rates apply. Remove this entry")
             continue
-        if len(kinds) == _MOST_KINDS:
+        if len(kinds) == _MAX_KINDS:
             problems.append(
-                f"{key}: ignored, because there are more than {_MOST_KINDS} kinds of nodes. "
+                f"{key}: ignored, because there are more than {_MAX_KINDS} kinds of nodes. "
                 "Default rates apply"
             )
         else:

@@ -16,8 +16,8 @@ from heteroinfer_operator.nodes.placement import (
 )
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms
 
-_MOST_NODES: Final = 3
-_MOST_REASONS: Final = 5
+_MAX_NODES: Final = 3
+_MAX_REASONS: Final = 5
 
 
 def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = "") -> str:
@@ -34,8 +34,8 @@ def _no_single_value(
     keys: str, demands: Sequence[PodDemand], domains: Mapping[str, Sequence[FreeNode]]
 ) -> str:
     reported = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
-    more = f"; and {len(reported) - _MOST_NODES} more values" if len(reported) > _MOST_NODES else ""
-    words = "; ".join(reported[:_MOST_NODES])
+    more = f"; and {len(reported) - _MAX_NODES} more values" if len(reported) > _MAX_NODES else ""
+    words = "; ".join(reported[:_MAX_NODES])
     return f"no single value of {keys} has enough free capacity: {words}{more}"
 
 
@@ -89,17 +89,17 @@ def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
         found = obstacle(demand, free_node.node) or _lack(demand, free_node)
         by_obstacle.setdefault(found, []).append(free_node.node.name)
     order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
-    reported = [f"{name_nodes(names)} {found.of(len(names))}" for found, names in order[:_MOST_REASONS]]
-    rest = sum(len(names) for _, names in order[_MOST_REASONS:])
+    reported = [f"{name_nodes(names)} {found.of(len(names))}" for found, names in order[:_MAX_REASONS]]
+    rest = sum(len(names) for _, names in order[_MAX_REASONS:])
     return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
 
 
 def name_nodes(names: Sequence[str]) -> str:
-    """Lists nodes by name, at most _MOST_NODES."""
+    """Lists nodes by name, at most _MAX_NODES."""
     if len(names) == 1:
         return f"node {names[0]}"
-    more = f" and {len(names) - _MOST_NODES} more" if len(names) > _MOST_NODES else ""
-    return f"nodes {', '.join(names[:_MOST_NODES])}{more}"
+    more = f" and {len(names) - _MAX_NODES} more" if len(names) > _MAX_NODES else ""
+    return f"nodes {', '.join(names[:_MAX_NODES])}{more}"
 
 
 def _lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:

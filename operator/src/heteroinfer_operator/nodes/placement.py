@@ -20,7 +20,7 @@ from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Value
 
 MOST_TRIES: Final = 5000
 """Placements of a pod until the search gives up: about 20 ms of one core (2026-11-21)."""
-_MOST_CHOICES: Final = 1000
+_MAX_CHOICES: Final = 1000
 """At most this many combinations of topology values are tried for pods that must be together."""
 _FEWEST_TRIES: Final = 100
 """At least this many placements are tried for each combination of topology values."""
@@ -243,7 +243,7 @@ def search_nodes(
         kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
     choices = [places_of(series, kinds) for series in terms.series]
     tries = max(MOST_TRIES // max(prod(map(len, choices)), 1), _FEWEST_TRIES)
-    for chosen in islice(product(*choices), _MOST_CHOICES):
+    for chosen in islice(product(*choices), _MAX_CHOICES):
         found = _search_within(demands, kinds, terms, chosen, tries)
         if found is not None:
             return found

@@ -16,7 +16,7 @@ POD_DELETED: Final = "PodDeleted"
 POD_ENDED: Final = "PodEnded"
 OOM_KILLED: Final = "OOMKilled"
 """The kubelet's reason for a container in which the kernel killed a process that reached the memory limit."""
-_MOST_TEXT, _MOST_LOG = 370, 160
+_MAX_TEXT, _MAX_LOG = 370, 160
 """Characters of message and log line together, and of the log line alone; a stored failure has 400."""
 
 
@@ -103,8 +103,8 @@ def _peer_report(pod: PodView) -> EpochEnd | None:
 
 def _from_failure(failure: Failure) -> EpochEnd:
     message, log = failure.message, failure.last_log
-    if len(message) + len(log) > _MOST_TEXT:  # keep the beginning of the message and the end of the log line
-        message, log = message[: _MOST_TEXT - min(len(log), _MOST_LOG)], log[-_MOST_LOG:]
+    if len(message) + len(log) > _MAX_TEXT:  # keep the beginning of the message and the end of the log line
+        message, log = message[: _MAX_TEXT - min(len(log), _MAX_LOG)], log[-_MAX_LOG:]
     return EpochEnd(
         reason=failure.reason.value,
         message=f"{message} (last log line: {log})" if log else message,

@@ -50,9 +50,9 @@ from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
 """Reason of CapacityAvailable if pods exist that have no node."""
-_MOST_NAMED: Final = 3
+_MAX_NAMED: Final = 3
 """Largest number of pods that a message names."""
-_MOST_ANSWERS: Final = 2000
+_MAX_ANSWERS: Final = 2000
 """Number of cached answers, one for each spec and model, a few KB each."""
 CAPACITY_REASONS: Final = frozenset({Shortage.reason, PlanReason.INSUFFICIENT_CAPACITY.value, UNSCHEDULABLE})
 """Reasons of missing capacity."""
@@ -242,7 +242,7 @@ class GroupPlanner:
         return replace(assignment, gang=gang, nodes=nodes, apart=self._are_apart)
 
 
-@lru_cache(maxsize=_MOST_ANSWERS)
+@lru_cache(maxsize=_MAX_ANSWERS)
 def _find_problem(
     spec_text: str, profile: ModelProfile, served_name: str, model_path: str, without_amx: frozenset[str]
 ) -> tuple[str, str] | None:
@@ -272,9 +272,9 @@ def describe_promises(pods: Sequence[str], namespace: str) -> str:
         namespace: namespace of the resource. Its users may not see names of pods in other namespaces.
     """
     own = [name for each in sorted(pods) for space, _, name in [each.partition("/")] if space == namespace]
-    holders = own[:_MOST_NAMED]
-    if len(own) > _MOST_NAMED:
-        holders.append(f"{len(own) - _MOST_NAMED} more pods")
+    holders = own[:_MAX_NAMED]
+    if len(own) > _MAX_NAMED:
+        holders.append(f"{len(own) - _MAX_NAMED} more pods")
     strangers = len(pods) - len(own)
     if strangers:
         holders.append(f"{strangers} pod{'s' if strangers > 1 else ''} of other namespaces")

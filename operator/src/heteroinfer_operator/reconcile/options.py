@@ -13,7 +13,7 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.stored_fields import version_number
 
-_MOST_EXACT: Final = 10**14
+_MAX_EXACT: Final = 10**14
 """A resourceVersion below this number is used as an epoch; pod names have space for all later epochs."""
 _PER_EPOCH: Final = 10**5
 _SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
@@ -62,7 +62,7 @@ class Options:
             return 1
         version = version_number(resource_version) or 0
         # A version with more digits is a time in nanoseconds; epochs never follow each other that fast.
-        exact = version if version < _MOST_EXACT else _MOST_EXACT + version // _PER_EPOCH
+        exact = version if version < _MAX_EXACT else _MAX_EXACT + version // _PER_EPOCH
         return max(exact + (now - _SINCE) // timedelta(milliseconds=1), exact, 1)
 
     def largest_epoch(self, resource_version: str, now: datetime) -> int:
@@ -71,5 +71,5 @@ class Options:
         It is the lowest epoch of now plus one day, because the clock may have been set back.
         """
         if not self.names_come_again:
-            return _MOST_EXACT
+            return _MAX_EXACT
         return self.first_epoch(resource_version, now) + _SET_BACK // timedelta(milliseconds=1)

@@ -51,7 +51,7 @@ _NOT_MADE: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD})
 """Reasons that prove that an object was not created; a create without an answer may have succeeded."""
 
 _FIRST_S: Final = 1.0
-_MOST_S: Final = 30.0
+_MAX_S: Final = 30.0
 _HELD_FIRST_S: Final = 0.2
 _STATUS_MOST_S: Final = 1.0
 """Short, because clients and users act on the status."""
@@ -100,11 +100,11 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
 
     The delay doubles with each try, up to a limit that depends on the kind and the reason.
     """
-    first_s, max_s = (_POD_FIRST_S, _POD_MOST_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MOST_S)
+    first_s, max_s = (_POD_FIRST_S, _POD_MOST_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MAX_S)
     if reason == NOT_ANSWERED:
-        first_s, max_s = _FIRST_S, _MOST_S
+        first_s, max_s = _FIRST_S, _MAX_S
     if reason == NAME_HELD:
-        first_s, max_s = _HELD_FIRST_S, _MOST_S
+        first_s, max_s = _HELD_FIRST_S, _MAX_S
     if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):
         return _BUDGET_MOST_S
     if kind == STATUS:

@@ -32,7 +32,7 @@ from vllm_heteroinfer.pod import termination_message
 LIMIT_S: Final = 55.0
 """Time for all measurements. The calibration lists unfinished measurements as skipped."""
 _MODULE: Final = __name__.rpartition(".")[0]
-_MOST_NODES: Final = 8
+_MAX_NODES: Final = 8
 """At most this many NUMA nodes, the first ones, are also measured separately."""
 _NODE_POINTS: Final = 3
 """Number of thread counts measured for a single NUMA node."""
@@ -135,7 +135,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
                 cpus=tuple(ids),
                 env=_cpu(),
             )
-            for node, ids in sorted(by_node.items())[:_MOST_NODES]
+            for node, ids in sorted(by_node.items())[:_MAX_NODES]
         ]
     meeting = str(folder / "hops")
     found.append(

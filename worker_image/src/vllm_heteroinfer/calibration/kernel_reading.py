@@ -55,7 +55,7 @@ _LINEAR_PREFIX, _EXPERTS_PREFIX = "model.layers.0.mlp.up_proj", "model.layers.0.
 _MANY_ROWS, _MANY_CALLS = 512, 2
 """With at least _MANY_ROWS rows, a product spends more time on computing than on reading. Then _MANY_CALLS
 calls are enough to measure its time."""
-_MOST_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
+_MAX_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
 """Limit of rows in a product: a chunk of a prompt. Each expert computes only some rows of the chunk."""
 _MORE_S: Final = 0.2
 """Time limit for starting rounds with more than one row."""
@@ -211,7 +211,7 @@ def _rates(
     rates: list[float] = []
     call_s, before = 0.0, 1
     for rows in (1, *MORE_ROWS):
-        if rows > _MOST_ROWS[part] or call_s * rows / before > _LONGEST_CALL_S:
+        if rows > _MAX_ROWS[part] or call_s * rows / before > _LONGEST_CALL_S:
             break
         prepare(rows)
         some = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls

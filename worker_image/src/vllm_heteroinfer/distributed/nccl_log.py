@@ -13,7 +13,7 @@ from typing import Final
 _LEVEL: Final = "NCCL_DEBUG"
 _FILE: Final = "NCCL_DEBUG_FILE"
 _WAY: Final = re.compile(r" via (P2P|SHM|NVLS|COLLNET|NET/[A-Za-z0-9_ -]{1,32})(?![A-Za-z0-9_ -])")
-_MOST_BYTES: Final = 4 * 2**20
+_MAX_BYTES: Final = 4 * 2**20
 """Limit of bytes to read from the log; the connection of 8 ranks logs about 100 KB."""
 
 
@@ -38,7 +38,7 @@ class NcclLog:
 
     def ways(self) -> frozenset[str]:
         """Returns the transports used so far, like `find_ways`; empty if NCCL is not used."""
-        return find_ways(os.pread(self._fd, _MOST_BYTES, 0).decode(errors="replace"))
+        return find_ways(os.pread(self._fd, _MAX_BYTES, 0).decode(errors="replace"))
 
 
 def find_ways(log: str) -> frozenset[str]:

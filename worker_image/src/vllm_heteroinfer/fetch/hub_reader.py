@@ -29,7 +29,7 @@ DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 REQUEST_TIMEOUT_S: Final = 30.0
 FIRST_BYTES: Final = 64 * 2**10
 """Size of the first read of a file. Most headers fit, and a second request takes as long as the first."""
-_MOST_LISTING_BYTES: Final = 64 * 2**20
+_MAX_LISTING_BYTES: Final = 64 * 2**20
 _PAUSES_S: Final = (0.5, 2.0)
 """Pauses before the same request is repeated, if the hub is busy or closed the connection."""
 _TRUE: Final = frozenset({"1", "ON", "TRUE", "YES"})
@@ -65,7 +65,7 @@ class HubReader:
         """
         revision = quote(self._hub.revision, safe="")
         url = f"{self._hub.endpoint}/api/models/{quote(self._hub.repository)}/revision/{revision}"
-        text = self._read(f"{url}?blobs=true", _MOST_LISTING_BYTES)
+        text = self._read(f"{url}?blobs=true", _MAX_LISTING_BYTES)
         try:
             listing = json.loads(text)
             commit, siblings = str(listing["sha"]), listing["siblings"]

@@ -18,7 +18,7 @@ from heteroinfer_contract.model_fetch import LOCK_FILE, MARKER_FILE, PARTS_FOLDE
 from vllm_heteroinfer.fetch.errors import FetchError
 
 SINGLE_FILE: Final = "model.safetensors"
-_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 2048
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 2048
 """Limits of Linux for a file's name, and for a path that leaves room for the path of the cache."""
 _DESCRIBING: Final = re.compile(
     r"[^/]+\.(json|txt|model|tiktoken|jinja|py|bpe|vocab)"  # config, tokenizer, code of its own
@@ -36,7 +36,7 @@ def can_be_a_file(path: Any) -> bool:
     pure = PurePosixPath(path)
     if path != str(pure) or pure.is_absolute() or ".." in pure.parts:
         return False
-    if len(path.encode()) > _MOST_PATH_BYTES or any(len(p.encode()) > _MOST_NAME_BYTES for p in pure.parts):
+    if len(path.encode()) > _MAX_PATH_BYTES or any(len(p.encode()) > _MAX_NAME_BYTES for p in pure.parts):
         return False
     return bool(pure.parts) and not any(_is_ours(part) for part in pure.parts)
 

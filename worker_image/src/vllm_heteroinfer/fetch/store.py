@@ -31,9 +31,9 @@ from vllm_heteroinfer.fetch.locking import try_lock_file
 
 _BLOCK_BYTES: Final = 8 * 2**20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_MOST_NAME_BYTES: Final = 200
+_MAX_NAME_BYTES: Final = 200
 """Limit for a part's name without its hash; file systems allow 255 bytes for the whole name."""
-_MOST_TRIES: Final = 100
+_MAX_TRIES: Final = 100
 """Tries to create or lock a folder. A clean-up removes the folder of a commit at most once."""
 _FREE_SPACE: Final = (
     "Enlarge the PersistentVolumeClaim if its storage class allows it, set a larger spec.model.cache.size "
@@ -60,7 +60,7 @@ class ModelStore:
             self._make_folder()
 
     def _make_folder(self) -> None:
-        for tries_left in reversed(range(_MOST_TRIES)):
+        for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except FileExistsError:  # a clean-up renamed the folder at this moment, or the path is a file
@@ -88,7 +88,7 @@ class ModelStore:
     def _open_lock(self) -> tuple[int, bool]:
         """Opens and tries to lock the lock file. Returns its descriptor, and whether this fetch may write."""
         path = self.folder / LOCK_FILE
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             self._make_folder()
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -101,7 +101,7 @@ class ModelStore:
                     raise
                 os.close(descriptor)  # this lock file is in a folder that a clean-up removed
         raise FileNotFoundError(
-            errno.ENOENT, f"the folder was removed {_MOST_TRIES} times when a fetch began", str(self.folder)
+            errno.ENOENT, f"the folder was removed {_MAX_TRIES} times when a fetch began", str(self.folder)
         )
 
     def share_lock(self) -> int:
@@ -247,7 +247,7 @@ class ModelStore:
     def _part(self, file: FetchedFile) -> Path:
         # The name contains the hash, so a download never continues with another version of the file.
         name = file.path.replace("/", "--")
-        if len(name.encode()) > _MOST_NAME_BYTES:
+        if len(name.encode()) > _MAX_NAME_BYTES:
             name = hashlib.sha256(name.encode()).hexdigest()
         return self._parts / f"{name}.{file.digest.partition(':')[2][:16]}"
 

@@ -10,7 +10,7 @@ PROVIDER: Final = "vllm_cpu"
 """vLLM's name for the implementation of norms that the platform of an eager rank selects by default."""
 _VECTOR: Final = 32
 """Divisor of the number of elements of a row."""
-_MOST_AXES: Final = 3
+_MAX_AXES: Final = 3
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -18,7 +18,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         x.dtype is torch.bfloat16
         and weight.dtype is torch.bfloat16
-        and 1 < x.ndim <= _MOST_AXES
+        and 1 < x.ndim <= _MAX_AXES
         and x.device.type == "cpu"
         and x.shape[-1] == weight.shape[0]
         and x.shape[-1] % _VECTOR == 0

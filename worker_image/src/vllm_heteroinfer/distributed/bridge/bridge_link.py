@@ -55,11 +55,11 @@ class Form:
     num_bytes: int
 
 
-_MOST_FORMS = 4096
+_MAX_FORMS = 4096
 """Number of cached forms, and of cached views of a buffer. A decode step needs the same few 65 times."""
 
 
-@functools.lru_cache(_MOST_FORMS)
+@functools.lru_cache(_MAX_FORMS)
 def form_of(dtype: torch.dtype, shape: torch.Size) -> Form:
     """Returns the form with this dtype and shape."""
     return Form(dtype=dtype, shape=shape, num_bytes=shape.numel() * dtype.itemsize)
@@ -78,7 +78,7 @@ class Buffer:
         """Views the first elements as a tensor of this form."""
         view = self._shaped.get(form)
         if view is None:
-            if len(self._shaped) == _MOST_FORMS:
+            if len(self._shaped) == _MAX_FORMS:
                 self._shaped.clear()
             view = self._shaped[form] = self.elements(form.dtype, form.shape.numel()).view(form.shape)
         return view
