@@ -322,8 +322,7 @@ class GroupStatus(StatusModel):
     message: Text | None = None
     """Reason for waiting or for the failure."""
     epoch_start_time: Time | None = None
-    """Time when the operator first created pods of this epoch, or was about to. They may have run since
-    then."""
+    """Time at which the operator began to create pods of this epoch. They may have run since then."""
     startup: StartupStatus | None = None
     """Progress of the start, while the group starts."""
     next_epoch_time: Time | None = None
