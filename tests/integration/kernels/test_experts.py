@@ -99,7 +99,7 @@ def test_gates_far_from_zero(path: str, on_path: Asking) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_row_that_is_no_number_spoils_no_other(weights: str, path: str, on_path: Asking) -> None:
+def test_a_row_of_nan_does_not_affect_other_rows(weights: str, path: str, on_path: Asking) -> None:
     case: dict[str, Any] = {
         "weights": weights,
         "path": path,

@@ -92,7 +92,7 @@ def test_every_path(path: str, on_path: Asking) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20])
-def test_emulation_is_what_this_cpu_does(scale: float, kernels: Asking, emulation: Asking) -> None:
+def test_the_emulation_matches_this_cpu(scale: float, kernels: Asking, emulation: Asking) -> None:
     """Bit by bit, so that a path which this CPU lacks is tested as another CPU would run it.
 
     At 1e-20 nearly all products are denormal.
@@ -167,7 +167,7 @@ def test_library_links_no_openmp() -> None:
     assert "omp" not in needed
 
 
-def test_build_is_done_once_and_anew_for_another_compiler(tmp_path: Path) -> None:
+def test_builds_once_and_again_for_another_compiler(tmp_path: Path) -> None:
     made = build.build(tmp_path)
     first = made.stat()
     assert build.build(tmp_path).stat().st_mtime_ns == first.st_mtime_ns
@@ -177,6 +177,6 @@ def test_build_is_done_once_and_anew_for_another_compiler(tmp_path: Path) -> Non
     assert {file.name for file in tmp_path.iterdir()} == {made.name, made.with_suffix(".compiler").name}
 
 
-def test_build_names_what_is_missing(tmp_path: Path) -> None:
+def test_build_names_the_missing_compiler(tmp_path: Path) -> None:
     with pytest.raises(build.BuildError, match=r"no-such-compiler not found\. Install it"):
         build.build(tmp_path, "no-such-compiler")

@@ -11,7 +11,7 @@ ROUNDING = 2e-6
 """Of a score in float32, of which the exponential is within 2e-7."""
 
 
-def test_a_mixture_in_one_call_is_bit_by_bit_what_it_was_in_many(usable: list[str]) -> None:
+def test_a_mixture_in_one_call_is_bit_identical_to_separate_calls(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "mixture", *usable)
     assert answer["applied"]
     assert answer["reverted"]

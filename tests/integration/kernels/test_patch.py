@@ -64,7 +64,7 @@ def test_feed_forward_ranks_leave_encoders_their_mlps() -> None:
     }
 
 
-def test_without_compiled_kernels_onednn_serves_and_says_so(tmp_path: Path) -> None:
+def test_without_compiled_kernels_onednn_serves_and_logs_the_reason(tmp_path: Path) -> None:
     """The package as in an image whose build left the library out."""
     package = build.SOURCE.parents[1]
     copy = shutil.copytree(

@@ -45,7 +45,7 @@ def starve(group: TinyGroup) -> None:
             os.setpriority(os.PRIO_PROCESS, int(thread), LOWEST)
 
 
-def test_a_group_without_cpu_time_lives_on(tmp_path: Path) -> None:
+def test_a_group_without_cpu_time_keeps_running(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={0: "compute", 1: "compute"}) as group:
         group.start()
         group.wait_ready()
@@ -58,7 +58,7 @@ def test_a_group_without_cpu_time_lives_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_command_that_takes_seconds_to_load_ends_no_group(tmp_path: Path, slow: int) -> None:
+def test_a_slow_command_does_not_end_a_group(tmp_path: Path, slow: int) -> None:
     """Its supervisor beats and answers meanwhile, the leader's as well as a follower's."""
     with tiny_group(tmp_path) as group:
         with held_commands(group, slow, 3.0) as held:
@@ -81,7 +81,7 @@ def test_a_command_that_never_loads_is_named_by_its_rank(tmp_path: Path) -> None
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.STARTUP_TIMEOUT, 1, 1), group.logs()
 
 
-def test_a_supervisor_without_a_turn_says_so_afterwards(tmp_path: Path) -> None:
+def test_a_supervisor_logs_that_it_was_not_scheduled(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (1,)) as group:
         group.start()
         group.wait_ready()

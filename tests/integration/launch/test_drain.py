@@ -112,7 +112,7 @@ def test_without_requests_nothing_is_waited_for(tmp_path: Path) -> None:
     assert codes == [names.EXIT_STOPPED] * 2
 
 
-def test_a_drain_timeout_of_0_is_no_drain(tmp_path: Path) -> None:
+def test_a_drain_timeout_of_0_disables_draining(tmp_path: Path) -> None:
     with tiny_group(tmp_path, drain_timeout_s=0) as group:
         request = serve_slowly(group)
         codes = group.wait_exits(ask_to_stop(group, 0, 1) + STOP_LIMIT_S)

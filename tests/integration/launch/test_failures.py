@@ -99,7 +99,7 @@ def test_rank_that_raises_is_quoted(tmp_path: Path, culprit: int) -> None:
 
 
 @pytest.mark.parametrize("accusers", [(0,), (1,), (0, 1)])
-def test_ranks_that_do_not_agree_name_the_one_that_differs(tmp_path: Path, accusers: tuple[int, ...]) -> None:
+def test_ranks_that_disagree_name_the_rank_that_differs(tmp_path: Path, accusers: tuple[int, ...]) -> None:
     with tiny_group(tmp_path, do=dict.fromkeys(accusers, "accuse")) as group:
         group.start()
         group.wait_ready()
@@ -181,7 +181,7 @@ def test_a_silent_engine_is_waited_for_while_a_rank_is_busy(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path: Path, victim: int) -> None:
+def test_a_killed_supervisor_ends_its_ranks_and_is_named(tmp_path: Path, victim: int) -> None:
     with tiny_group(tmp_path, (1, 2, 1)) as group:
         group.start()
         group.wait_ready()
@@ -197,7 +197,7 @@ def test_killed_supervisor_takes_its_ranks_along_and_is_named(tmp_path: Path, vi
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_silent_supervisor_is_named_and_ends_once_it_goes_on(tmp_path: Path, victim: int) -> None:
+def test_a_silent_supervisor_is_named_and_ends_when_it_resumes(tmp_path: Path, victim: int) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -220,7 +220,7 @@ def test_silent_supervisor_is_named_and_ends_once_it_goes_on(tmp_path: Path, vic
         assert group.marked() == []
 
 
-def test_rank_stuck_in_a_step_is_distinguished_from_the_one_that_waits(tmp_path: Path) -> None:
+def test_distinguishes_a_stuck_rank_from_a_waiting_rank(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={0: "wait", 1: "hang"}, env={names.ENV_STEP_TIMEOUT: "1"}) as group:
         group.start()
         # The deadline counts from the step's start, so readiness may be too short to be seen.
@@ -304,7 +304,7 @@ def test_an_own_error_that_sounds_like_a_lost_peer_is_named(tmp_path: Path) -> N
     assert "(NFS)" in failure.message
 
 
-def test_a_rank_that_tells_nothing_any_more_is_named(tmp_path: Path) -> None:
+def test_names_a_rank_that_stopped_reporting(tmp_path: Path) -> None:
     """Not the one that waits for it, which is busy as far as is known, while the mute one is not."""
     env = {names.ENV_STEP_TIMEOUT: "4"}
     with tiny_group(tmp_path, do={0: "wait_on_cue", 1: "mute"}, env=env) as group:
@@ -365,7 +365,7 @@ def test_an_engine_that_is_stopped_during_the_start_is_named(tmp_path: Path) -> 
     assert f"the engine (pod 0, process {engine}) has been stopped" in failure.message
 
 
-def test_an_engine_that_hangs_during_the_start_is_what_the_ranks_wait_for(tmp_path: Path) -> None:
+def test_ranks_wait_for_an_engine_that_hangs_during_the_start(tmp_path: Path) -> None:
     ranks = dict.fromkeys(range(2), "engine")
     with tiny_group(tmp_path, do=ranks, env={"TINY_API": "parent"}, startup_timeout_s=3) as group:
         group.start()

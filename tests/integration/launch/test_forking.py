@@ -68,7 +68,7 @@ def test_first_rank_that_ends_before_it_forks_is_named(tmp_path: Path) -> None:
         assert failure.last_log == "no module of that name"
 
 
-def test_what_cannot_be_forked_is_named(tmp_path: Path) -> None:
+def test_names_a_process_that_cannot_be_forked(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (1, 2), env={"TINY_IMPORT": "refuse"}) as group:
         group.start()
         group.wait_exits(time.monotonic() + 20)

@@ -36,7 +36,7 @@ def test_profile_is_printed_and_left_as_the_termination_message(tmp_path: Path) 
     assert len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES
 
 
-def test_a_number_of_layers_that_no_model_has_is_refused_and_takes_no_memory(tmp_path: Path) -> None:
+def test_refuses_an_absurd_number_of_layers_without_allocating(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", config={**CONFIG, "num_hidden_layers": 10_000_000_000})
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, hard))
@@ -48,7 +48,7 @@ def test_a_number_of_layers_that_no_model_has_is_refused_and_takes_no_memory(tmp
     assert "num_hidden_layers must be at most" in done.stderr
 
 
-def test_a_file_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
+def test_does_not_wait_for_a_pipe_without_a_writer(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
@@ -58,7 +58,7 @@ def test_a_file_that_nobody_writes_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "no such directory"), (".", "not a model")])
-def test_failure_is_said_in_words(tmp_path: Path, name: str, words: str) -> None:
+def test_reports_a_failure_without_a_traceback(tmp_path: Path, name: str, words: str) -> None:
     done = inspect(tmp_path / name, tmp_path / "message")
     assert done.returncode == names.EXIT_USAGE
     assert words in done.stderr

@@ -30,7 +30,7 @@ def stop(group: TinyGroup, *pods: int) -> float:
     return time.monotonic()
 
 
-def test_ready_group_tells_its_ranks(tmp_path: Path) -> None:
+def test_a_ready_group_reports_its_ranks(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (2, 1), do=dict.fromkeys(range(3), "compute")) as group:
         group.start()
         group.wait_ready()
@@ -44,7 +44,7 @@ def test_ready_group_tells_its_ranks(tmp_path: Path) -> None:
         assert group.pods[1].get(names.PATH_GROUP)[0] == 404
 
 
-def test_not_ready_says_what_it_waits_for(tmp_path: Path) -> None:
+def test_an_unready_group_reports_the_reason(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "late"}) as group:
         group.start_pod(0)
         wait_until(lambda: "pod 1 has not connected" in group.pods[0].get(names.PATH_READYZ)[1], 20)
@@ -109,7 +109,7 @@ def test_follower_with_another_plan_is_refused_by_all(tmp_path: Path) -> None:
     ("epoch", "group_uid", "difference"),
     [(1, "uid-1", "got epoch 1, expected 2"), (2, "uid-0", "got group uid uid-0, expected uid-1")],
 )
-def test_stray_pod_is_sent_away_and_the_group_lives_on(
+def test_a_stray_pod_is_refused_and_the_group_keeps_running(
     tmp_path: Path, epoch: int, group_uid: str, difference: str
 ) -> None:
     with tiny_group(tmp_path, key=None) as group:  # with keys, only who has the epoch's gets an answer
@@ -202,7 +202,7 @@ def test_unknown_network_interface_is_a_clear_error(tmp_path: Path) -> None:
     assert "got 'eth77'" in group.pods[0].failure().message
 
 
-def test_worker_without_environment_says_which_variable(tmp_path: Path) -> None:
+def test_a_worker_without_environment_names_the_variable(tmp_path: Path) -> None:
     message = tmp_path / "termination"
     env = {**os.environ, names.ENV_TERMINATION_MESSAGE_PATH: str(message)}
     done = subprocess.run(

@@ -111,7 +111,7 @@ def test_a_full_disk_of_logs_holds_up_no_rank(tmp_path: Path) -> None:
         assert group.wait_exits(time.monotonic() + 10) == [0]
 
 
-def test_a_disk_that_takes_no_last_word_holds_up_no_end(tmp_path: Path) -> None:
+def test_a_blocked_disk_does_not_delay_the_end(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         os.mkfifo(tmp_path / "0-0.termination")  # a writer waits for a reader, and none comes
         group.start()
@@ -122,7 +122,7 @@ def test_a_disk_that_takes_no_last_word_holds_up_no_end(tmp_path: Path) -> None:
     assert "the termination message was not written" in group.logs()
 
 
-def test_strangers_who_take_all_files_of_a_supervisor_end_nothing(tmp_path: Path) -> None:
+def test_strangers_that_use_all_file_descriptors_do_not_end_the_group(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -161,7 +161,7 @@ def test_idle_connections_take_no_threads_of_a_rank() -> None:
     assert failures == []
 
 
-def test_a_supervisor_takes_the_files_that_it_may_have(tmp_path: Path) -> None:
+def test_a_supervisor_raises_its_limit_of_open_files(tmp_path: Path) -> None:
     with tiny_group(tmp_path, (1,)) as group:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
@@ -174,7 +174,7 @@ def test_a_supervisor_takes_the_files_that_it_may_have(tmp_path: Path) -> None:
     assert got == min(hard, MOST_FILES)
 
 
-def test_a_name_that_takes_half_a_minute_holds_up_no_end(tmp_path: Path) -> None:
+def test_a_slow_dns_name_does_not_delay_the_end(tmp_path: Path) -> None:
     slow = {"PYTHONPATH": str(Path(__file__).parent / "slow_names"), "SLOW_NAMES_SECONDS": "30"}
     with tiny_group(tmp_path, env=slow) as group:
         named = tuple(dataclasses.replace(a, host="localhost") for a in group.launches[0].addresses)

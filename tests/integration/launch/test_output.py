@@ -85,7 +85,7 @@ os._exit(0)
 """
 
 
-def test_the_last_line_of_a_process_is_told_without_a_wait() -> None:
+def test_reports_the_last_line_of_a_process_at_once() -> None:
     """20 of them took 2 s in which the supervisor beat for nobody, where nobody read its output."""
     done = subprocess.run(
         [sys.executable, "-c", LAST_LINES], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
@@ -93,7 +93,7 @@ def test_the_last_line_of_a_process_is_told_without_a_wait() -> None:
     assert float(done.stdout) < 0.5
 
 
-def test_200_lives_leave_nothing(tmp_path: Path) -> None:
+def test_200_starts_and_ends_leave_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.launch.churn", "200", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=ROOT, env=env)

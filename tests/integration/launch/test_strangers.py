@@ -71,7 +71,7 @@ def test_idle_connections_forged_and_replayed_hellos_end_nothing(tmp_path: Path)
         assert "connected again" not in group.pods[0].log.read_text()
 
 
-def test_who_asks_and_reads_nothing_is_ended_and_counted(tmp_path: Path) -> None:
+def test_disconnects_and_counts_clients_that_do_not_read(tmp_path: Path) -> None:
     """An answer of 256 ranks is more than the kernel takes: connections would stay for ever."""
     with tiny_group(tmp_path, (1, 255)) as group, contextlib.ExitStack() as strangers:
         leader = group.start_pod(0)
@@ -88,7 +88,7 @@ def test_who_asks_and_reads_nothing_is_ended_and_counted(tmp_path: Path) -> None
         assert leader.is_alive()
 
 
-async def test_many_who_come_at_once_wait_and_are_taken_in_by_few() -> None:
+async def test_many_simultaneous_clients_are_accepted_a_few_at_a_time() -> None:
     """Beyond what the kernel holds a connection is tried again after a second: a heart-beat's limit."""
     health = HealthServer(lambda request: HealthAnswer(status=HTTPStatus.OK, body="ok"))
     port = free_port()
@@ -149,7 +149,7 @@ def test_a_group_without_a_key_is_as_before(tmp_path: Path) -> None:
         assert json.loads(group.pods[0].get(names.PATH_GROUP)[1])["group_uid"] == "uid-1"
 
 
-def test_a_pod_with_another_key_waits_and_the_group_lives_on(tmp_path: Path) -> None:
+def test_a_pod_with_another_key_waits_and_the_group_keeps_running(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start_pod(0)
         group.env[names.ENV_GROUP_KEY] = STRANGER.text
@@ -186,7 +186,7 @@ def test_a_hello_that_the_network_swallows_ends_no_epoch(tmp_path: Path) -> None
         lives_on(group)
 
 
-def test_a_pod_is_asked_where_it_listens(tmp_path: Path) -> None:
+def test_a_pod_is_queried_at_its_own_address(tmp_path: Path) -> None:
     """Its connection comes from another address, where nobody listens; it comes again after half a second."""
     with tiny_group(tmp_path, do=dict.fromkeys(range(2), "compute")) as group:
         leader, follower = group.launches[0].addresses

@@ -78,7 +78,7 @@ def test_a_killed_engine_is_named_while_requests_wait(group: Group, reference: R
 
 
 @pytest.mark.parametrize("find", [engine_pid, api_pid], ids=["engine", "API server"])
-def test_a_process_of_the_leader_that_is_asked_to_end_ends_the_group_though_requests_run(
+def test_ending_a_leaders_process_ends_the_group_despite_running_requests(
     group: Group, reference: Reference, find: Callable[[Group], int]
 ) -> None:
     """The server waited for its requests, which nobody would answer any more, until stepTimeout."""

@@ -42,5 +42,5 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
         ("more", "followed 2 announcements, but the leader made 3"),
     ],
 )
-def test_what_was_not_announced_is_named(mistake: str, said: str, ran: Any) -> None:
+def test_names_a_call_that_was_not_announced(mistake: str, said: str, ran: Any) -> None:
     assert said in ran[mistake]["error"]

@@ -35,7 +35,7 @@ LOOPBACK = {"127.0.0.1": "0100007F", "127.0.1.1": "0101007F"}
 
 
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_ranks_of_one_machine_meet_on_loopback_and_nowhere_else(host: str) -> None:
+def test_ranks_of_one_machine_connect_over_loopback_only(host: str) -> None:
     port = free_port()
     ranks = [
         subprocess.Popen(

@@ -177,7 +177,7 @@ def test_options_are_vllms_and_no_other_is_refused() -> None:
     assert {SHORT.get(option, option) for option in refused} == REFUSED, "others are refused by mistake"
 
 
-def test_beginnings_are_taken_for_the_options_that_vllm_takes_them_for() -> None:
+def test_abbreviated_options_are_read_like_vllm() -> None:
     taken = {beginning: SHORT.get(option, option) for beginning, option in ask(TAKEN_FOR).items() if option}
     assert len(taken) > 1000
     found = {beginning: [each.option for each in find_refused([beginning])] for beginning in taken}
@@ -199,7 +199,7 @@ def test_options_are_chosen_as_vllm_chooses_them() -> None:
             assert ours == theirs or (not ours and theirs == default[attribute]), (args, field)
 
 
-def test_what_is_allowed_is_vllms() -> None:
+def test_allowed_options_are_options_of_vllm() -> None:
     options = set(ask(OPTIONS))
     listed = {*ALLOWED_ARGS, *(option for entry in WHY for option in entry.options)}
     assert listed <= options, "names that this vLLM does not have"

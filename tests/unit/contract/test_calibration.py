@@ -21,7 +21,7 @@ from heteroinfer_contract.model import SchemeName
 from tests.unit.calibrated import AMX, CALIBRATION, CPU, calibration, kernel
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_written_calibration_is_read_back() -> None:
     assert Calibration.from_json(CALIBRATION.to_json()) == CALIBRATION
     assert len(CALIBRATION.to_json().encode()) < MAX_TERMINATION_MESSAGE_BYTES
     assert CALIBRATION.hash == Calibration.from_json(CALIBRATION.to_json()).hash
@@ -67,7 +67,7 @@ def changed(path: str, value: Any) -> str:
         (changed("gpu", {"bytes_per_s": 0, "operations_per_s": 1}), "GpuRate.bytes_per_s"),
     ],
 )
-def test_what_no_calibration_says_is_refused_by_name(text: str, words: str) -> None:
+def test_refuses_an_invalid_calibration_and_names_the_field(text: str, words: str) -> None:
     with pytest.raises(ContractError) as caught:
         Calibration.from_json(text)
     assert words in str(caught.value)

@@ -51,7 +51,7 @@ def test_shares_follow_the_rates() -> None:
 
 
 @given(st.lists(st.floats(10e9, 200e9), min_size=1, max_size=8))
-def test_shares_by_rate_keep_nobody_waiting(rates: list[float]) -> None:
+def test_shares_by_rate_balance_the_ranks(rates: list[float]) -> None:
     shares = shares_by_rate(rates)
     at_best = sum(shares) / sum(rates)
     assert all(share >= 1 for share in shares)
@@ -64,7 +64,7 @@ def test_ranks_that_read_about_as_fast_have_equal_shares() -> None:
     assert shares_by_rate([1000e9, 1e9]) == (100, 1)
 
 
-def test_one_rank_takes_whatever_size_there_is() -> None:
+def test_one_rank_supports_any_size() -> None:
     assert share_out(100, [1], 128) == [Span(total=100, first=0, end=100)]
 
 

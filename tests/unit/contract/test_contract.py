@@ -55,7 +55,7 @@ def test_profile_round_trip(profile: ModelProfile) -> None:
 @given(failures)
 @example(Failure(reason=FailureReason.STARTUP_TIMEOUT, message="\U0001f600" * 5000, last_log="\0" * 5000))
 @example(Failure(reason=FailureReason.RANK_RAISED, message="", last_log="end" * 5000))
-def test_failure_always_fits_and_keeps_what_counts(failure: Failure) -> None:
+def test_a_failure_always_fits_and_keeps_its_reason(failure: Failure) -> None:
     text = failure.to_json()
     assert len(text.encode()) <= MAX_TERMINATION_MESSAGE_BYTES
     back = Failure.from_json(text)
@@ -107,7 +107,7 @@ def test_rank_out_of_order_is_refused(plan: Plan, data: st.DataObject) -> None:
 
 @given(plans(), st.sampled_from(["seed", "max_model_len", "block_size"]))
 @FEW
-def test_hash_tells_plans_apart(plan: Plan, field: str) -> None:
+def test_different_plans_have_different_hashes(plan: Plan, field: str) -> None:
     engine = dataclasses.replace(plan.engine, **{field: getattr(plan.engine, field) + 1})
     assert dataclasses.replace(plan, engine=engine).hash != plan.hash
 
@@ -225,7 +225,7 @@ def test_plan_that_is_not_set_is_named() -> None:
 
 @settings(FEW)
 @given(plans(), plans())
-def test_a_pod_takes_no_plan_but_the_one_that_it_was_made_for(plan: Plan, other: Plan) -> None:
+def test_a_pod_refuses_another_plan_than_its_own(plan: Plan, other: Plan) -> None:
     env = {**plan.to_env(), names.ENV_PLAN_HASH: plan.hash}
     assert Plan.from_env(env) == plan
     assert Plan.from_env(plan.to_env()) == plan, "a pod of version 0.1.0 has no hash"
@@ -235,7 +235,7 @@ def test_a_pod_takes_no_plan_but_the_one_that_it_was_made_for(plan: Plan, other:
 
 
 @pytest.mark.parametrize("text", ["", "OOMKilled", "{}", '{"reason": "New", "message": "x"}', "[1]"])
-def test_termination_message_that_is_none_of_ours(text: str) -> None:
+def test_ignores_a_foreign_termination_message(text: str) -> None:
     assert Failure.from_json(text) is None
 
 

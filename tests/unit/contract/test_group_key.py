@@ -39,7 +39,7 @@ def test_a_key_is_the_same_from_the_environment_and_its_name_is_no_key() -> None
 
 
 @pytest.mark.parametrize("text", ["zz", "ab", KEY.text + "00", "ä" * 64])
-def test_what_is_no_key_is_refused_and_not_shown(text: str) -> None:
+def test_refuses_an_invalid_key_without_showing_it(text: str) -> None:
     with pytest.raises(ContractError, match=rf"must be 64 hex digits \(got {len(text)} char") as refusal:
         GroupKey.from_env({names.ENV_GROUP_KEY: text})
     assert text not in str(refusal.value)

@@ -74,7 +74,7 @@ def test_experts_of_deepseek_v4_have_a_format_of_their_own() -> None:
     assert (found.scheme.name, found.experts_in, found.faults) == (SchemeName.FP8_BLOCK, MXFP4, ())
 
 
-def test_zero_is_no_size() -> None:
+def test_refuses_a_size_of_zero() -> None:
     """GLM-5.3-Flash names no head_dim, and the default of its config class is 0."""
     found = of_2026("GLM-5.3-Flash")
     assert found.head_dim == 64
@@ -82,14 +82,14 @@ def test_zero_is_no_size() -> None:
     assert found.is_latent
 
 
-def test_an_index_beside_keys_and_values_is_no_latent() -> None:
+def test_an_index_in_addition_to_keys_and_values_is_not_latent() -> None:
     for name, layers in (("Qwen3.8-Flash-Next", 12), ("MiniMax-M3", 57)):
         found = of_2026(name)
         assert [kind.attention for kind in found.layers].count(AttentionKind.SPARSE) == layers
         assert not found.is_latent
 
 
-def test_the_table_of_n_grams_is_no_layer() -> None:
+def test_the_table_of_n_grams_is_not_a_layer() -> None:
     found = of_2026("Qwen3.8-Flash-Next")
     assert found.host_table_bytes == 102_401_310_720
     assert sum(found.layer_bytes) < 260e9

@@ -190,7 +190,7 @@ def test_numbered_experts_are_those_of_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("numbers", [range(2), range(1, 4), range(8)])
-def test_other_experts_than_the_config_says(tmp_path: Path, numbers: range) -> None:
+def test_refuses_another_number_of_experts_than_the_configs(tmp_path: Path, numbers: range) -> None:
     model = write_model(tmp_path, config=MIXTURE, tensors=_experts(numbers))
     said = f"layer 0 has weights of {len(numbers)} experts, but config.json has 4"
     with pytest.raises(ModelFilesError, match=said):
@@ -318,7 +318,7 @@ def test_cut_shard(tmp_path: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     "header", [b"{", b"[]", b'{"x": 1}', b'{"x": {"dtype": "F32", "data_offsets": [0]}}']
 )
-def test_header_that_is_none(tmp_path: Path, header: bytes) -> None:
+def test_refuses_an_invalid_header(tmp_path: Path, header: bytes) -> None:
     path = write_model(tmp_path) / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(ModelFilesError, match=r"model.safetensors: .*Download it again"):
@@ -343,7 +343,7 @@ def test_config_does_not_fit(tmp_path: Path, field: str, value: object, message:
         read_profile(tmp_path)
 
 
-def test_config_that_is_no_json(tmp_path: Path) -> None:
+def test_refuses_a_config_that_is_not_json(tmp_path: Path) -> None:
     (write_model(tmp_path) / "config.json").write_text("{")
     with pytest.raises(ModelFilesError, match=r"config.json: is not valid JSON"):
         read_profile(tmp_path)
@@ -403,7 +403,7 @@ def error_of(directory: Path) -> str:
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": 5}},
     ],
 )
-def test_a_config_that_says_what_no_model_does(tmp_path: Path, changed: Mapping[str, Any]) -> None:
+def test_refuses_a_config_that_cannot_be_interpreted(tmp_path: Path, changed: Mapping[str, Any]) -> None:
     model = write_model(tmp_path, config={**CONFIG, **changed})
     with pytest.raises(ModelFilesError, match=re.escape(str(tmp_path))):
         read_profile(model)
@@ -418,7 +418,7 @@ def test_json_that_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["1e400", "NaN", '"x"'])
-def test_a_header_with_an_offset_that_is_no_number(tmp_path: Path, end: str) -> None:
+def test_refuses_an_offset_that_is_not_a_number(tmp_path: Path, end: str) -> None:
     write_model(tmp_path)
     header = f'{{"a": {{"dtype": "F32", "shape": [1], "data_offsets": [0, {end}]}}}}'.encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
@@ -448,7 +448,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
             read_profile(model)
 
 
-def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+def test_refuses_endless_files(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     for name in ("model.safetensors", "config.json"):
         (model / name).unlink()

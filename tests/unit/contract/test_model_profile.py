@@ -65,7 +65,7 @@ def test_every_profile_fits_a_termination_message(name: str) -> None:
         "Llama-3.3-70B-Instruct-AWQ",
     ],
 )
-def test_recorded_profiles_are_what_is_read(name: str) -> None:
+def test_recorded_profiles_equal_the_read_profiles(name: str) -> None:
     assert read_shape(shape(name)) == recorded_profiles()[name]
 
 
@@ -461,7 +461,7 @@ def test_without_shared_layers_a_last_stage_may_have_one(tmp_path: Path) -> None
     assert set(profile.layer_bytes) == {100}
 
 
-def test_gemma_3n_shares_what_its_config_leaves_out(tmp_path: Path) -> None:
+def test_gemma_3n_shares_keys_and_values_by_default(tmp_path: Path) -> None:
     left = {name: value for name, value in GEMMA_4.items() if name != "num_kv_shared_layers"}
     config = {**left, "architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"}
     config["num_hidden_layers"] = 20

@@ -27,9 +27,7 @@ HUB = AskedHub(
         (404, "EntryNotFound", TOKEN, "MODEL_NOT_FOUND", "answers 404 for hf://o/m: said$"),
     ],
 )
-def test_an_answer_is_told_with_its_remedy(
-    status: int, code: str, token: str, reason: str, words: str
-) -> None:
+def test_reports_an_answer_with_a_fix(status: int, code: str, token: str, reason: str, words: str) -> None:
     error = replace(HUB, token=token).refusal(status, code, "said")
     assert error.reason is FailureReason[reason]
     assert error.may_heal == (status == 503)

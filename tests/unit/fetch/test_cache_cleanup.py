@@ -52,7 +52,7 @@ def test_the_last_ones_and_those_in_use_stay(cache: Path) -> None:
     assert clean(cache, keep=1) == [9]
 
 
-def test_what_was_confirmed_after_the_list_stays(cache: Path) -> None:
+def test_keeps_commits_confirmed_after_the_list(cache: Path) -> None:
     """Another resource began to use it, and the operator did not know."""
     store = ModelStore(cache, REPOSITORY, commit_of(1))
     assert store.confirm() is not None
@@ -64,7 +64,7 @@ def test_by_an_old_list_nothing_is_removed(cache: Path) -> None:
     assert clean(cache, keep=1, listed_s=NOW_S - RECENT_S - 60) == [1, 2, 3, 4, 5, 9]
 
 
-def test_what_another_fetch_has_the_lock_of_stays(cache: Path) -> None:
+def test_keeps_commits_locked_by_another_fetch(cache: Path) -> None:
     with (cache / "acme--tiny" / commit_of(3) / LOCK_FILE).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert clean(cache, keep=1) == [3, 9]
@@ -72,7 +72,7 @@ def test_what_another_fetch_has_the_lock_of_stays(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before the lock is opened", "before it is locked"])
-def test_a_fetch_starts_over_if_its_folder_goes_as_it_begins(
+def test_a_fetch_starts_over_if_its_folder_disappears(
     cache: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     store = ModelStore(cache, REPOSITORY, commit_of(1))
@@ -120,7 +120,7 @@ def test_a_cache_with_a_file_in_place_of_the_folder_is_refused(cache: Path) -> N
         ModelStore(cache, REPOSITORY, commit_of(7))
 
 
-def test_what_a_clean_up_that_was_killed_left_is_removed(cache: Path) -> None:
+def test_removes_leftovers_of_a_killed_clean_up(cache: Path) -> None:
     model = cache / "acme--tiny"
     (model / commit_of(1)).rename(model / f".removing-{commit_of(1)}")
     assert clean(cache, keep=5) == [2, 3, 4, 5, 9]

@@ -109,7 +109,7 @@ def test_a_stall_ends_the_fetch(tmp_path: Path) -> None:
         run(tmp_path, "", patience_s=0.1)
 
 
-def test_a_pod_that_was_frozen_goes_on(tmp_path: Path) -> None:
+def test_a_frozen_pod_resumes(tmp_path: Path) -> None:
     """The hub may have sent all the while."""
     with pytest.raises(FetchError, match="released"):
         run(tmp_path, "turns", patience_s=3.0)

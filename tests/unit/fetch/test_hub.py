@@ -51,7 +51,7 @@ def test_names_that_no_file_of_a_model_has(path: object) -> None:
     assert not can_be_a_file(path)
 
 
-def test_a_body_longer_than_the_hub_has_said_is_not_kept() -> None:
+def test_discards_a_body_longer_than_announced() -> None:
     target = io.BytesIO()
     bounded = BoundedFile(target, FILE)
     assert bounded.write(b"0123456789") == 10
@@ -62,7 +62,7 @@ def test_a_body_longer_than_the_hub_has_said_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff"])
-def test_an_index_that_is_none_names_no_files(content: bytes) -> None:
+def test_an_invalid_index_names_no_files(content: bytes) -> None:
     assert parse_index(content) == {}
 
 

@@ -71,7 +71,7 @@ def test_an_index_that_cannot_be_followed(index: object, words: str) -> None:
     assert caught.value.reason is FailureReason.MODEL_NOT_READABLE
 
 
-def test_what_is_no_model_is_said_with_what_it_holds() -> None:
+def test_reports_the_files_of_a_repository_without_a_model() -> None:
     gguf = listing(("tiny-q4.gguf", "README.md"))
     with pytest.raises(FetchError, match=r"has no config\.json; it holds tiny-q4\.gguf, README\.md"):
         describing_files(gguf)

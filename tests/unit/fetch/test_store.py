@@ -95,7 +95,7 @@ def test_git_hashes_are_those_of_git(store: ModelStore) -> None:
     assert store.keep(file)
 
 
-def test_only_the_marker_says_complete(store: ModelStore) -> None:
+def test_only_the_marker_shows_a_complete_model(store: ModelStore) -> None:
     store.open_part(FILE).write_bytes(CONTENT)
     assert store.keep(FILE)
     assert store.complete() is None
@@ -113,13 +113,13 @@ def test_only_the_marker_says_complete(store: ModelStore) -> None:
         check_complete(store.folder)
 
 
-def test_a_marker_that_was_cut_short_is_none(store: ModelStore) -> None:
+def test_a_truncated_marker_is_ignored(store: ModelStore) -> None:
     text = store.mark_complete([FILE]).to_json()
     (store.folder / MARKER_FILE).write_text(text[: len(text) // 2])
     assert read_marker(store.folder) is None
 
 
-def test_a_marker_that_is_no_file_is_none(store: ModelStore) -> None:
+def test_a_marker_that_is_not_a_file_is_ignored(store: ModelStore) -> None:
     marker = store.folder / MARKER_FILE
     os.mkfifo(marker)
     writer = os.open(marker, os.O_RDWR)  # it is opened, and nothing comes
@@ -141,7 +141,7 @@ def test_the_lock_is_for_one(store: ModelStore, tmp_path: Path) -> None:
         assert again
 
 
-def test_a_part_that_is_too_long_begins_anew(store: ModelStore) -> None:
+def test_a_part_that_is_too_long_starts_over(store: ModelStore) -> None:
     part = store.open_part(FILE)
     part.write_bytes(CONTENT * 2)
     assert store.done_bytes([FILE]) == len(CONTENT), "never more than all"
@@ -158,9 +158,7 @@ def test_a_part_that_is_too_long_begins_anew(store: ModelStore) -> None:
         (errno.EROFS, FailureReason.MODEL_CACHE_NOT_WRITABLE),
     ],
 )
-def test_what_the_file_system_refuses_is_said_in_words(
-    store: ModelStore, number: int, reason: FailureReason
-) -> None:
+def test_reports_errors_of_the_file_system(store: ModelStore, number: int, reason: FailureReason) -> None:
     refusal = store.refusal(OSError(number, "refused", "/model/x"))
     assert refusal.reason is reason
     assert not refusal.may_heal

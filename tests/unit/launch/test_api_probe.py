@@ -66,14 +66,14 @@ async def test_a_server_that_answers_on_loopback_alone_is_not_healthy() -> None:
     assert asked == 0
 
 
-async def test_no_answer_in_time_is_none() -> None:
+async def test_a_late_answer_counts_as_missing() -> None:
     loop = asyncio.get_running_loop()
     said, asked = await results(None, loop.time, 2)
     assert said == [False] * 2
     assert asked <= 3
 
 
-async def test_no_answer_while_there_was_no_turn_is_asked_for_again_but_not_for_ever() -> None:
+async def test_repeats_an_unscheduled_attempt_a_limited_number_of_times() -> None:
     said, asked = await results(None, lambda: 0.0, 1)
     assert said == [False]
     assert asked == api_probe.MOST_TRIES

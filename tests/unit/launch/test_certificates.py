@@ -61,7 +61,7 @@ def test_a_file_that_the_user_names_counts_as_the_systems(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "no certificate", f"{FIRST[:200]}\n{END}"])
-def test_what_holds_no_certificates_is_said(tmp_path: Path, text: str) -> None:
+def test_reports_a_file_without_certificates(tmp_path: Path, text: str) -> None:
     with pytest.raises(ContractError, match=r"model\.caBundle: the key that it names has no certificates"):
         bundled(tmp_path, text)
 

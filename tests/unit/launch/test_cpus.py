@@ -23,7 +23,7 @@ def test_reserved_cpus_are_the_first_ones() -> None:
     assert allocate(ONE_NODE, ranks=2, reserved=2) == (cpu_set(2, 3, 4), cpu_set(5, 6, 7))
 
 
-def test_what_does_not_divide_is_left_free() -> None:
+def test_leaves_remaining_cores_free() -> None:
     assert allocate(ONE_NODE, ranks=3, reserved=0) == (cpu_set(0, 1), cpu_set(2, 3), cpu_set(4, 5))
 
 

@@ -86,7 +86,7 @@ def test_cause_is_found_whatever_the_order() -> None:
     assert blame([Evidence(failure=ENGINE)]) == ENGINE
 
 
-def test_an_own_error_of_input_is_no_lost_peer() -> None:
+def test_an_input_error_of_a_rank_is_not_a_lost_peer() -> None:
     """A rank that reads from NFS raised first, and its engine's end took another rank along."""
     own = replace(RAISED, message="OSError: [Errno 104] Connection reset by peer while reading /models (NFS)")
     gone = replace(CLOSED, message="PeerGoneError: the engine's calls have ended")
@@ -130,7 +130,7 @@ def accused_ranks(draw: st.DrawFn) -> tuple[Failure, list[Evidence]]:
 
 
 @given(accused_ranks())
-def test_the_accused_ranks_own_word_comes_before_accusations(drawn: tuple[Failure, list[Evidence]]) -> None:
+def test_a_ranks_own_report_comes_before_reports_of_others(drawn: tuple[Failure, list[Evidence]]) -> None:
     """In whatever order all arrive, and however old each is."""
     own, evidence = drawn
     assert blame(evidence) == own

@@ -207,7 +207,7 @@ def waiting(draw: st.DrawFn) -> list[RankBeat]:
 
 
 @given(waiting(), st.sets(st.sampled_from([1])), st.sampled_from([None, 0, 1]))
-def test_who_is_named_is_not_ready_and_in_the_pod_that_is(
+def test_names_an_unready_rank_of_the_unready_pod(
     beats: list[RankBeat], missing: set[int], only: int | None
 ) -> None:
     view = GroupView(plan=PLAN, beats=tuple(beats), missing_pods=tuple(missing), only_pod=only)
@@ -224,7 +224,7 @@ def test_who_is_named_is_not_ready_and_in_the_pod_that_is(
 
 
 @given(st.permutations(range(4)), st.data())
-def test_the_one_that_all_others_wait_for_is_named(order: list[int], data: st.DataObject) -> None:
+def test_names_the_rank_that_all_others_wait_for(order: list[int], data: st.DataObject) -> None:
     hanging, *others = order
     phases = st.sampled_from([RankPhase.CONNECTING, RankPhase.LOADING, RankPhase.WARMING_UP])
     beats = [beat(hanging, PLAN.ranks[hanging].pod, data.draw(phases))]

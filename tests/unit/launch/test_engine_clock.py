@@ -49,7 +49,7 @@ def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None
     assert failure.message.startswith("the API server (pod 0) has not answered")
 
 
-def test_an_api_server_that_answers_but_tells_its_supervisor_nothing_is_named() -> None:
+def test_names_an_api_server_that_answers_but_does_not_report() -> None:
     """It would not hear that the group drains."""
     clock = EngineClock(LIMIT_S, 100.0)
     look(clock, 110.0, api_silent_s=10.0)
@@ -60,7 +60,7 @@ def test_an_api_server_that_answers_but_tells_its_supervisor_nothing_is_named() 
     assert failure.message.startswith("the API server (pod 0) has not answered")
 
 
-def test_a_long_step_is_no_silence() -> None:
+def test_a_long_step_does_not_count_as_silence() -> None:
     """A prefill of an hour; then the engine answers what it was asked before it."""
     clock = EngineClock(LIMIT_S, 0.0)
     for second in range(3600):

@@ -24,7 +24,7 @@ def run(clock: LoopClock, now_s: float, until_s: float, every_s: float = BEAT_S)
     return now_s
 
 
-def test_on_an_idle_machine_time_goes_on_as_it_is() -> None:
+def test_on_an_idle_machine_time_is_unchanged() -> None:
     clock = LoopClock(BEAT_S, 100.0)
     run(clock, 100.0, 110.0)
     assert clock.late_s() == pytest.approx(0.0, abs=1e-9)
@@ -79,7 +79,7 @@ def test_late_is_the_worst_of_the_window(pauses_s: list[float]) -> None:
         (0.0, 1e6, LIMIT_S * (1 + MOST_PATIENCE)),
     ],
 )
-def test_the_limit_grows_with_what_was_late_and_ends(
+def test_the_limit_grows_with_delays_up_to_a_bound(
     own_late_s: float, peer_late_s: float, limit_s: float
 ) -> None:
     late = {"own_late_s": own_late_s, "peer_late_s": peer_late_s}

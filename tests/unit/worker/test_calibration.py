@@ -73,7 +73,7 @@ def test_lines_of_results_become_a_calibration_and_logs_do_not() -> None:
         '{"kind": "x", "begun": 1, "lists": 2}',
     ],
 )
-def test_a_line_that_is_no_result_costs_itself_only(odd: str) -> None:
+def test_an_invalid_result_line_loses_only_itself(odd: str) -> None:
     found = MeasuredResults()
     for each in (odd, line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10)):
         found.take(each)
@@ -92,7 +92,7 @@ def test_more_results_than_a_calibration_has_refuse_none() -> None:
     assert built.skipped[-1].what == "GPU"
 
 
-def test_without_a_reading_there_is_no_calibration_and_it_is_said_why() -> None:
+def test_without_a_reading_calibration_fails_with_the_reason() -> None:
     found = MeasuredResults()
     found.skip("memory, all NUMA nodes", "ended with 1: No module named 'torch'")
     with pytest.raises(ContractError, match=r"No module named 'torch'\. Run this with the worker's Python"):
@@ -197,7 +197,7 @@ def _popen_code(popen: Any, code: str, command: list[str], **options: Any) -> An
     return popen([command[0], "-c", code, *command[3:]], **options)
 
 
-def test_the_machine_is_what_the_kernel_says() -> None:
+def test_the_machine_is_read_from_the_kernel() -> None:
     cpus = (Cpu(id=0, core=0), Cpu(id=1, core=0), Cpu(id=2, core=2, node=1))
     machine = observe_hardware(CPUINFO, cpus, one_of_each_core(cpus), "")
     assert (machine.cpu, machine.cpus, machine.cores, machine.numa_nodes) == (
@@ -246,7 +246,7 @@ def test_a_quota_is_of_any_cores_and_not_of_the_first_cpus(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("limit", ["-5", "0", "4.9", "nan", "inf", "1e9", "minute", ""])
-def test_a_limit_that_is_none_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_an_invalid_limit(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([f"--limit={limit}"])
     assert caught.value.code == 2

@@ -75,7 +75,7 @@ def test_health_is_answered_to_the_end(clock: Clock) -> None:
     assert asyncio.run(get("/health"))[0]["status"] == 200
 
 
-def test_a_server_that_is_not_asked_to_drain_is_never_done(clock: Clock) -> None:
+def test_a_server_without_a_drain_request_never_drains(clock: Clock) -> None:
     clock.now_s += 1e6
     assert asyncio.run(get())[0]["status"] == 200
     assert not draining.DRAIN.is_done()
@@ -116,7 +116,7 @@ class Posted:
         return [message["status"] for message in self.sent if message["type"] == "http.response.start"]
 
 
-def test_a_body_that_never_comes_holds_up_no_drain(clock: Clock) -> None:
+def test_a_missing_request_body_does_not_delay_a_drain(clock: Clock) -> None:
     """Its client is answered, and its connection is closed; whoever sends the body in time is served."""
 
     async def scenario() -> None:

@@ -122,12 +122,12 @@ def test_eager_is_each_devices_own() -> None:
     assert "--no-enforce-eager" in arguments.arguments(mixed, LAUNCH, mixed.ranks[1])
 
 
-def test_an_owned_argument_is_refused_with_what_to_do() -> None:
+def test_refuses_an_owned_argument_with_a_fix() -> None:
     with pytest.raises(ContractError, match=r"got '--dtype=half', but --dtype belongs to the plan: set spec"):
         arguments.arguments(plan("--dtype=half"), LAUNCH, plan().ranks[0])
 
 
-def test_the_worker_knows_no_list_of_what_is_allowed() -> None:
+def test_the_worker_has_no_list_of_allowed_arguments() -> None:
     """A plan was allowed when it was made: its group starts again by it, however strict the lists are now."""
     args = ("--middleware", "a.B", "--api-key", "x", "--trust-remote-code", "--runner", "generate")
     assert set(args) <= set(arguments.arguments(plan(*args), LAUNCH, plan().ranks[0]))
@@ -139,7 +139,7 @@ def mixed_stage(*devices: Device, mode: Mode = Mode.TENSOR) -> Plan:
     )
 
 
-def test_gpu_ranks_of_a_mixed_stage_run_eagerly_whatever_the_plan_says() -> None:
+def test_gpu_ranks_of_a_mixed_stage_always_run_eagerly() -> None:
     mixed = mixed_stage(Device.GPU, Device.CPU)
     assert not mixed.engine.eager_gpu
     assert "stage 0" in str(eager_reason(mixed))
@@ -170,7 +170,7 @@ def test_mixed_stages_that_cannot_work_are_refused(mixed: Plan, remedy: str) -> 
         arguments.arguments(mixed, LAUNCH, mixed.ranks[0])
 
 
-def test_cpu_ranks_of_mode_feed_forward_read_by_themselves_what_gpus_read_in_their_own_way() -> None:
+def test_cpu_ranks_of_mode_feed_forward_read_gpu_formats_as_safetensors() -> None:
     plan = feed_forward_plan(Path("/model"), num_layers=4, remote=[2, 3], device=Device.GPU)
     for asked in load_formats.FEED_FORWARD:
         read = []

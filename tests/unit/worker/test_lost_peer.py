@@ -39,12 +39,12 @@ def raised(error: Exception) -> Exception:
 
 
 @given(st.sampled_from(KINDS), st.sampled_from(WORDS))
-def test_an_own_error_is_one_whatever_it_says(kind: Callable[[str], Exception], words: str) -> None:
+def test_an_own_error_is_recognized_whatever_its_text(kind: Callable[[str], Exception], words: str) -> None:
     assert lost_by(raised(kind(words))) is None
 
 
 @given(st.sampled_from(KINDS[:3]), st.sampled_from(WORDS), st.none() | st.integers(0, 3))
-def test_an_error_of_a_connection_is_marked_whatever_it_says(
+def test_a_connection_error_is_marked_whatever_its_text(
     kind: Callable[[str], Exception], words: str, peer: int | None
 ) -> None:
     with pytest.raises(PeerGoneError) as caught, Conversation(peer, "a send"):
@@ -54,13 +54,13 @@ def test_an_error_of_a_connection_is_marked_whatever_it_says(
     assert lost_by(caught.value) is (Lost.ENGINE if peer is None else Lost.RANK)
 
 
-def test_the_mark_of_what_caused_an_error_counts() -> None:
+def test_the_mark_of_an_errors_cause_counts() -> None:
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError("the step failed") from PeerLostError(1, 2.0, "no sign of it")
     assert lost_by(caught.value) is Lost.RANK
 
 
-def test_a_defect_inside_of_a_conversation_is_no_lost_peer() -> None:
+def test_a_defect_during_a_message_is_not_a_lost_peer() -> None:
     with pytest.raises(ValueError, match="shape"), Conversation(1, "a send"):
         raise ValueError("shape")
 

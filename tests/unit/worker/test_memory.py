@@ -98,7 +98,7 @@ def test_gpu_headroom() -> None:
 @pytest.mark.parametrize(
     ("measured", "granted", "warned"), [(64, 64, False), (65, 64, False), (63, 63, True), (1, 1, True)]
 )
-def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: int, warned: bool) -> None:
+def test_a_rank_gets_the_planned_memory_or_the_free_memory(measured: int, granted: int, warned: bool) -> None:
     measured_headroom = headroom.KvHeadroom(size_bytes=measured * MIB, words="as measured")
     size, warning = headroom.grant(PLAN.ranks[1], 64 * MIB, measured_headroom)
     assert size == granted * MIB
@@ -112,7 +112,7 @@ def test_a_rank_gets_what_is_planned_or_what_there_is(measured: int, granted: in
 
 
 @pytest.mark.parametrize(("cached", "headroom_mib"), [(400, 3900), (500, 4000), (2000, 4000)])
-def test_activations_use_what_torch_holds_anyway(cached: int, headroom_mib: int) -> None:
+def test_activations_use_memory_that_torch_already_holds(cached: int, headroom_mib: int) -> None:
     measured = headroom.gpu_headroom(
         free_bytes=5000 * MIB,
         cached_bytes=cached * MIB,

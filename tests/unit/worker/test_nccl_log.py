@@ -25,7 +25,7 @@ def test_finds_each_way(said: str, ways: set[str]) -> None:
     assert find_ways(f"{LINE}{said}\n") == ways
 
 
-def test_reads_what_is_logged_into_the_file_that_the_environment_names() -> None:
+def test_reads_the_log_file_that_the_environment_names() -> None:
     env: dict[str, str] = {}
     log = NcclLog.begin(env)
     assert log is not None
@@ -40,7 +40,7 @@ def test_reads_what_is_logged_into_the_file_that_the_environment_names() -> None
 
 
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "NCCL_DEBUG_FILE"])
-def test_a_log_that_the_user_asked_for_stays_theirs(name: str) -> None:
+def test_keeps_a_log_that_the_user_enabled(name: str) -> None:
     env = {name: "WARN"}
     assert NcclLog.begin(env) is None
     assert env == {name: "WARN"}

@@ -18,6 +18,6 @@ def test_lines_come_in_any_pieces() -> None:
     assert lines_of(b"\xff\n") == ["\ufffd"]
 
 
-def test_a_line_without_an_end_takes_no_memory() -> None:
+def test_a_line_without_an_end_uses_bounded_memory() -> None:
     long, short = lines_of(*[b"x" * 100_000] * 100, b"\nnext\n")
     assert (len(long), short) == (MOST_LINE_BYTES, "next")

@@ -154,7 +154,7 @@ def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
         ours.close()
 
 
-def test_locked_memory_is_what_the_kernel_counts(tmp_path: Path) -> None:
+def test_locked_memory_is_the_kernels_count(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tx\nVmLck:\t    8 kB\nVmPin:\t  16 kB\n")
     assert locked_memory_bytes(tmp_path) == 24 * 1024
     for status in ("Name:\tx\n", "Name:\tx\nVmLck:\t 8 kB\n"):  # gVisor has neither
