@@ -150,16 +150,14 @@ def test_refuses_gpu_kernels_for_experts_on_cpus() -> None:
 
 
 @pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "MiniMaxM3SparseForCausalLM"])
-def test_refuses_feed_forward_ranks_for_classes_that_cpus_cannot_build(name: str) -> None:
-    with pytest.raises(PlanError, match=rf"CPU ranks do not support {name}"):
-        plan(feed_forward(), replace(mixture(), architecture=name))
-
-
-def test_sparse_attention_has_no_feed_forward_ranks() -> None:
-    model = mixture()
+def test_attention_and_classes_of_cpus_do_not_matter_beside_a_gpu(name: str) -> None:
+    """Feed-forward ranks have the experts alone; a stage on CPUs has all of the model."""
+    model = replace(mixture(), architecture=name)
     sparse = replace(model, kinds=tuple(replace(k, attention=AttentionKind.SPARSE) for k in model.kinds))
-    with pytest.raises(PlanError, match=r"CPU ranks do not support .* with sparse attention"):
-        plan(feed_forward(), sparse)
+    assert plan(feed_forward(), sparse).remote is not None
+    on_cpus = Inventory(on_cpus={"gpu": "no GPU"})
+    with pytest.raises(PlanError, match=rf"CPU ranks do not support {name} with sparse attention"):
+        plan(feed_forward(), sparse, on_cpus)
 
 
 def cuts(planned: Planned) -> set[bool]:

@@ -474,7 +474,6 @@ def test_the_type_of_the_convolutions_states_counts(dtype: str, tokens: int) -> 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("DeepSeek-V3.2", "with sparse attention"),
         ("Kimi-K2-Thinking", "experts in int4, groups of 32"),
         ("Nemotron-3-Nano-30B-A3B", "have no gate"),
     ],

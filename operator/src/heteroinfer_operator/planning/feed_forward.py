@@ -156,7 +156,7 @@ def check_feed_forward(
 
     return every_reason(
         *(partial(refuse, why) for why in _refusals(profile, engine)),
-        lambda: check_remote_support(profile, whole_remote(profile).profile, engine, cpus),
+        lambda: check_remote_support(whole_remote(profile).profile, engine, cpus),
     )
 
 

@@ -182,13 +182,12 @@ def check_load_format(engine: EngineSettings) -> None:
         )
 
 
-def check_remote_support(
-    profile: ModelProfile, moved: ModelProfile, engine: EngineSettings, cpus: CpuFeatures
-) -> tuple[str, ...]:
+def check_remote_support(moved: ModelProfile, engine: EngineSettings, cpus: CpuFeatures) -> tuple[str, ...]:
     """Checks that feed-forward ranks support a model. Returns warnings for the user, one line each.
 
+    They know nothing of the model but its experts or MLPs: attention and classes are those of the GPU.
+
     Args:
-        profile: profile of the model, whose layers the ranks build without memory.
         moved: profile of the part that these ranks hold.
         cpus: features of the CPUs, by the role that has the ranks.
 
@@ -196,16 +195,10 @@ def check_remote_support(
         PlanError: feed-forward ranks cannot compute the model. The message names a fix.
     """
     return every_reason(
-        lambda: _check_skeleton(profile),
         lambda: _check_linear(moved, engine),
         lambda: _check_experts(moved, engine, route=False),
         lambda: _check_instructions(_weights_need(moved), cpus),
     )
-
-
-def _check_skeleton(profile: ModelProfile) -> tuple[str, ...]:
-    """Checks the model's class, which feed-forward ranks build without memory on vLLM's CPU platform."""
-    return every_reason(lambda: _check_classes(profile), lambda: _check_sparse(profile))
 
 
 def _refuse(what: str, why: str, remedy: str = "Use GPU roles only") -> PlanError:
