@@ -26,6 +26,8 @@ _SIGNS: Final = 0x88
 """Turns two codes of 4 bits from offset binary into two's complement, and back."""
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place of each column in an int32 of AWQ."""
+_BLOCK: Final = 128
+"""Columns and inputs of a block of FP8 weights."""
 _NIBBLES: Final = 8
 """Codes of 4 bits in an int32."""
 
@@ -172,52 +174,54 @@ class ExpertWeights:
             return self._mxfp8, "MXFP8"
         if self._per_column("weight_scale"):
             return self._fp8_column, "FP8 per channel"
-        scale = "w13_weight_scale_inv" if self._type("w13_weight_scale_inv") else "w13_weight_scale"
+        scale = f"w13_{self._block_suffix}"
         if self._type(scale) is None:
             raise self._refusal()
-        shape = self._reader.shape(scale)
-        if len(shape) <= 1:
+        if len(self._reader.shape(scale)) <= 1:
             return self._fp8_tensor, "FP8 per tensor"
-        if self.block != (128, 128):
+        if not self.in_blocks:
             raise self._refusal()
         return self._fp8_block, "FP8 in blocks"
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Columns and inputs that share a scale of FP8 blocks; (0, 0) for other formats."""
-        scale = "w13_weight_scale_inv" if self._type("w13_weight_scale_inv") else "w13_weight_scale"
+    def _block_suffix(self) -> str:
+        """The name of the scales of FP8 blocks, without the part."""
+        return "weight_scale_inv" if self._type("w13_weight_scale_inv") else "weight_scale"
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of _BLOCK columns and inputs of FP8 weights share a scale."""
+        scale = f"w13_{self._block_suffix}"
         if self._type("w13_weight") != _FP8 or self._type(scale) != torch.float32:
-            return (0, 0)
-        shape, whole = self._reader.shape(scale), self._reader.shape("w13_weight")
-        if len(shape) != 2 or shape[1] == 1 < whole[1] // 128:
-            return (0, 0)
-        inputs = next((size for size in (128,) if -(-whole[1] // size) == shape[1]), 0)
+            return False
+        columns, inputs = self._reader.shape("w13_weight")
         halves = 2 if self._shape.gated else 1
-        columns = next((n for n in (128,) if halves * -(-(whole[0] // halves) // n) == shape[0]), 0)
-        return (columns, inputs)
+        blocks = (halves * -(-(columns // halves) // _BLOCK), -(-inputs // _BLOCK))
+        return self._reader.shape(scale) == blocks
 
     def block_scales(self, expert: int, *, w13: bool) -> torch.Tensor:
         """Returns the scales of this rank's blocks of 128 columns and 128 inputs, float32."""
-        suffix = "weight_scale_inv" if self._type("w13_weight_scale_inv") else "weight_scale"
-        return self._both(suffix, expert, w13, 128, 128)
+        return self._both(self._block_suffix, expert, w13, _BLOCK, _BLOCK)
+
+    def _bytes(self, expert: int, w13: bool) -> torch.Tensor:
+        """Reads codes of 8 bits."""
+        return _rows(self._both("weight", expert, w13).view(torch.uint8))
 
     def _fp8_block(self, expert: int, w13: bool) -> Coded:
-        scales = self.block_scales(expert, w13=w13).repeat_interleave(128 // SHARED_COLUMNS, 0)
+        scales = self.block_scales(expert, w13=w13).repeat_interleave(_BLOCK // SHARED_COLUMNS, 0)
         columns, _ = self._sizes(w13)
         if w13 and self._shape.gated:  # each half is cut to its own columns
             half, blocks = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
             scales = torch.cat((scales[:blocks], scales[half : half + blocks]))
         else:
             scales = scales[: -(-columns // SHARED_COLUMNS)]
-        form = Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=128)
-        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
-        return self._coded(form, w13, codes, scales=scales.contiguous())
+        form = Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=_BLOCK)
+        return self._coded(form, w13, self._bytes(expert, w13), scales=scales.contiguous())
 
     def _fp8_column(self, expert: int, w13: bool) -> Coded:
         scales = self._column_scales(expert, w13)
         form = Format(code=Code.FP8, scale=_COLUMN_SCALES[scales.dtype])
-        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
-        return self._coded(form, w13, codes, scales=scales)
+        return self._coded(form, w13, self._bytes(expert, w13), scales=scales)
 
     def _column_scales(self, expert: int, w13: bool) -> torch.Tensor:
         if w13:
@@ -228,14 +232,14 @@ class ExpertWeights:
         columns, _ = self._sizes(w13)
         given = self._reader.read("w13_weight_scale" if w13 else "w2_weight_scale", expert).float().view(-1)
         scales = given.repeat_interleave(columns // given.numel()).view(columns, 1)
-        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
-        return self._coded(Format(code=Code.FP8, scale=Scale.COLUMN_F32), w13, codes, scales=scales)
+        return self._coded(
+            Format(code=Code.FP8, scale=Scale.COLUMN_F32), w13, self._bytes(expert, w13), scales=scales
+        )
 
     def _mxfp8(self, expert: int, w13: bool) -> Coded:
         form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=32)
-        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
         scales = self._both("weight_scale", expert, w13, 1, 32).contiguous()
-        return self._coded(form, w13, codes, scales=scales)
+        return self._coded(form, w13, self._bytes(expert, w13), scales=scales)
 
     def _int8s(self) -> tuple[Callable[[int, bool], Coded], str]:
         if not self._per_column("weight_scale"):
@@ -244,9 +248,11 @@ class ExpertWeights:
 
     def _int8(self, expert: int, w13: bool) -> Coded:
         scales = self._column_scales(expert, w13)
-        codes = _rows(self._both("weight", expert, w13).view(torch.uint8))
         return self._coded(
-            Format(code=Code.INT8, scale=_COLUMN_SCALES[scales.dtype]), w13, codes, scales=scales
+            Format(code=Code.INT8, scale=_COLUMN_SCALES[scales.dtype]),
+            w13,
+            self._bytes(expert, w13),
+            scales=scales,
         )
 
     def _fp4(self) -> tuple[Callable[[int, bool], Coded], str]:
@@ -260,10 +266,8 @@ class ExpertWeights:
 
     def _fp4_codes(self, expert: int, w13: bool) -> torch.Tensor:
         suffix = "weight" if self._type("w13_weight") else "weight_packed"
-        codes = self._both(suffix, expert, w13, 1, 2)
-        _, inputs = self._sizes(w13)
-        columns, _ = self._sizes(w13)
-        return _rows(codes[:columns, : inputs // 2])
+        columns, inputs = self._sizes(w13)
+        return _rows(self._both(suffix, expert, w13, 1, 2)[:columns, : inputs // 2])
 
     def _mxfp4(self, expert: int, w13: bool) -> Coded:
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
@@ -297,8 +301,7 @@ class ExpertWeights:
         scales = self._scales_by_group("weight_scale", expert, w13, group)
         zeros = None
         if self._reader.has(f"{part}_weight_zero_point"):
-            packed = self._zero_points(f"{part}_weight_zero_point", expert, w13, group)
-            zeros = packed
+            zeros = self._zero_points(f"{part}_weight_zero_point", expert, w13, group)
         form = Format(
             code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=zeros is not None
         )

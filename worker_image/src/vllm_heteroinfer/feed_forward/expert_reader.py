@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -139,25 +140,13 @@ def _common(piece: Piece, expert: int, wanted: Sequence[Range]) -> tuple[Piece, 
     if piece.file == VALUES:
         return _select_values(piece, moved), start, count
     size = getattr(torch, piece.dtype).itemsize
-    return _moved(piece, moved * piece.strides[0] * size), start, count
-
-
-def _moved(piece: Piece, num_bytes: int) -> Piece:
-    return Piece(
-        piece.start,
-        piece.size,
-        piece.file,
-        piece.offset + num_bytes,
-        piece.dtype,
-        piece.strides,
-        piece.values,
-    )
+    return replace(piece, offset=piece.offset + moved * piece.strides[0] * size), start, count
 
 
 def _select_values(piece: Piece, expert: int) -> Piece:
     each = 2 * math.prod(piece.size[1:]) * getattr(torch, piece.dtype).itemsize
     values = piece.values[expert * each : (expert + 1) * each]
-    return Piece(piece.start, (1, *piece.size[1:]), VALUES, 0, piece.dtype, piece.strides, values)
+    return replace(piece, size=(1, *piece.size[1:]), values=values)
 
 
 def _random(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

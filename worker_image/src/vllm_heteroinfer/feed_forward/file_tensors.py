@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import torch
 
+from vllm_heteroinfer.feed_forward.recipe import contiguous_strides
+
 _HEADER_LENGTH: Final = 8
 """Bytes in front of the header; they contain its length."""
 _TYPES: Final = {
@@ -62,7 +64,7 @@ class MappedFile:
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"][0]):
             shape, dtype = entry["shape"], _TYPES[entry["dtype"]]
             start = self._data + entry["data_offsets"][0]
-            yield name, self.view(start, dtype, shape, _contiguous(shape))
+            yield name, self.view(start, dtype, shape, contiguous_strides(shape))
 
     def view(
         self, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
@@ -107,10 +109,3 @@ class MappedFiles:
             return None
         start, number = self._addresses[at]
         return (number, address - start) if address < start + self.files[number].num_bytes else None
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return strides

@@ -115,7 +115,7 @@ def load(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Experts:
             )
         return _Floats(weights, part, activation, biased=biased)
     plain = library.paths and activation == Activation() and not biased and dtype == torch.bfloat16
-    if plain and (weights.dense == torch.bfloat16 or weights.block == (128, 128)):
+    if plain and (weights.dense == torch.bfloat16 or weights.in_blocks):
         return _Swish(library, weights, part, shape)
     return _InAnyFormat(library, weights, part, activation, dtype, biased=biased)
 

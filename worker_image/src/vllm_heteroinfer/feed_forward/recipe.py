@@ -155,6 +155,14 @@ def _layer_from_json(document: dict[str, Any]) -> LayerRecipe:
     return LayerRecipe(parameters=parameters, **document)
 
 
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Returns the strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides
+
+
 def place(
     shape: Sequence[int], offset: int, size: Sequence[int], strides: Sequence[int], source: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -173,9 +181,7 @@ def place(
     Raises:
         ContractError: the view does not cover a rectangular region of the tensor.
     """
-    steps = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        steps[dim] = steps[dim + 1] * shape[dim + 1]
+    steps = contiguous_strides(shape)
     start, rest = [], offset
     for step in steps:
         start.append(rest // step)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class ModelLoad:
-    """What a mode changes about the load of the model. This class changes nothing."""
+    """Changes of a mode to the load of the model. This class makes no changes."""
 
     def model_built(self, model: Any, loader: Any) -> None:
         """Runs between the build of the model and the load of its weights by vLLM's DefaultModelLoader."""
