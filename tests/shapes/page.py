@@ -199,13 +199,13 @@ def build_page() -> str:
     return f"{_HEAD.read_text()}{rows}\n{_SERVED}{served}\n{_answers()}{_accounts()}"
 
 
-def main() -> int:
-    """Writes or checks the page; returns the exit code."""
+def write_or_check(page: Path, text: str) -> int:
+    """Writes a generated page, or compares it with `--check`; returns the exit code."""
     if "--check" in sys.argv:
-        return int(PAGE.read_text() != build_page())
-    PAGE.write_text(build_page())
+        return int(page.read_text() != text)
+    page.write_text(text)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, build_page()))

@@ -16,6 +16,7 @@ from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
 from heteroinfer_operator.planning.first_token import waits_elsewhere
 from heteroinfer_operator.planning.prediction import Load, forecast
+from tests.shapes.page import write_or_check
 from tests.shapes.profiles import recorded_profiles
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "user" / "models-of-2026.md"
@@ -131,13 +132,5 @@ def build_page() -> str:
     return _HEAD.read_text() + "\n".join(rows) + "\n\n" + "\n\n".join(sections) + "\n"
 
 
-def main() -> int:
-    """Writes or checks the page; returns the exit code."""
-    if "--check" in sys.argv:
-        return int(PAGE.read_text() != build_page())
-    PAGE.write_text(build_page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, build_page()))
