@@ -57,7 +57,7 @@ class RemoteExperts:
         with torch.device("meta"):
             self.method.create_weights(layer=self.module, **sizes)
         experts = int(self.module.local_num_experts)
-        for name in set(self.module._parameters) - before:
+        for name in [name for name in self.module._parameters if name not in before]:
             parameter = self.module._parameters[name]
             if parameter is None:
                 continue
