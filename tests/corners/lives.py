@@ -21,7 +21,7 @@ from tests.corners.lane import Finding, Lane
 from tests.corners.truth import Seen, Verdict, find_lies, judge
 from tests.integration.crd.strategies import changed, resources
 
-MOST_REPLICAS = 3
+MAX_REPLICAS = 3
 """More would only take longer."""
 
 
@@ -66,7 +66,7 @@ def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Returns a resource with a name of its own, and no more groups than the machine is fast for."""
     spec = dict(body["spec"]) if isinstance(body.get("spec"), dict) else body.get("spec")
     if isinstance(spec, dict) and isinstance(spec.get("replicas"), int):
-        spec["replicas"] = min(spec["replicas"], MOST_REPLICAS)
+        spec["replicas"] = min(spec["replicas"], MAX_REPLICAS)
     if isinstance(spec, dict):
         spec.pop("operatorClass", None)  # nobody would serve it
     return {**body, "metadata": {"name": f"life-{number}"}, "spec": spec}

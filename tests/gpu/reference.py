@@ -35,7 +35,7 @@ ALL_PROMPTS = (
     "x",
 )
 TIMEOUT_S = 400.0
-LEAST_LEAD = 1e-3
+MIN_LEAD = 1e-3
 """How far the best token's logit must lead: float32 sums in another order differ by less."""
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 32
@@ -129,9 +129,9 @@ def by_transformers(model: Path) -> list[Answer]:
                 logits = out.logits[0, -1]
                 best = torch.topk(logits, 2)
                 lead = float(best.values[0] - best.values[1])
-                if lead < LEAST_LEAD:
+                if lead < MIN_LEAD:
                     raise RuntimeError(
-                        f"{prompt!r} + {len(tokens)} tokens: got a lead of {lead}, expected {LEAST_LEAD}"
+                        f"{prompt!r} + {len(tokens)} tokens: got a lead of {lead}, expected {MIN_LEAD}"
                     )
                 tokens.append(int(best.indices[0]))
                 logprobs.append(float(torch.log_softmax(logits, 0)[tokens[-1]]))

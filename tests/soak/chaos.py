@@ -19,7 +19,7 @@ from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.running_operator import end_rank
 from tests.worker_processes import is_rank
 
-AWAY_MOST_S = 20.0
+MAX_AWAY_S = 20.0
 REAL_RANK_KILLED = "real rank killed"
 GONE = 404
 REFUSED = 429
@@ -96,8 +96,8 @@ class Chaos:
             self.done["scheduler ended by itself"] += 1
 
     async def restart_api_server(self, cluster: Cluster) -> None:
-        """Kills the API server and starts it again after up to AWAY_MOST_S."""
-        away_s = self.chance.uniform(1.0, AWAY_MOST_S)
+        """Kills the API server and starts it again after up to MAX_AWAY_S."""
+        away_s = self.chance.uniform(1.0, MAX_AWAY_S)
         down = api_server_down(cluster.state)
         await asyncio.to_thread(down.__enter__)
         try:

@@ -4,7 +4,7 @@ from tests.soak.chaos import REAL_RANK_KILLED
 from tests.soak.observing import GROWTH_MIB, growth_mib
 from tests.soak.soak import Result
 
-LEAST_SAMPLES = 16
+MIN_SAMPLES = 16
 """Below this a growth would be noise."""
 
 
@@ -19,8 +19,8 @@ def find_faults(result: Result, *, has_real_ranks: bool) -> list[str]:
     found += [f"the operator's log: {line}" for line in result.errors]
     if has_real_ranks and not result.done[REAL_RANK_KILLED]:
         found.append("no real rank was killed, expected some: none was found on the node")
-    if len(result.samples) < LEAST_SAMPLES:
-        found.append(f"got {len(result.samples)} samples, expected at least {LEAST_SAMPLES}: make it longer")
+    if len(result.samples) < MIN_SAMPLES:
+        found.append(f"got {len(result.samples)} samples, expected at least {MIN_SAMPLES}: make it longer")
     elif (growth := growth_mib(result.samples)) > GROWTH_MIB:
         found.append(f"the operator's memory grew by {growth:.1f} MiB, expected at most {GROWTH_MIB:g}")
     return found

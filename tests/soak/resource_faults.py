@@ -13,9 +13,9 @@ from tests.corners.lane import Finding, Lane
 from tests.corners.truth import Seen, is_worker
 from tests.soak.chaos import Chaos
 
-LEAST_S, MOST_S = 2.0, 25.0
+MIN_FAULT_S, MAX_FAULT_S = 2.0, 25.0
 """How long what can be taken back stays."""
-QUOTA_MOST_S = 10.0
+MAX_QUOTA_S = 10.0
 """Of a quota, which is the whole namespace's."""
 AWAY_S = 60.0
 """An API server that is away is back after so long: what is taken back is tried until then."""
@@ -57,7 +57,7 @@ class ResourceFaults:
         ways: dict[str, Callable[[str], Awaitable[None]]] = {
             "spec refused for a while": lambda name: self._stay(self._refused_spec(name)),
             "name of a child taken for a while": lambda name: self._stay(self._taken_name(name)),
-            "quota for a while": lambda name: self._stay(self._quota(), QUOTA_MOST_S),
+            "quota for a while": lambda name: self._stay(self._quota(), MAX_QUOTA_S),
             "suspended for a while": lambda name: self._stay(self._edited(name, suspend=True)),
             "scaled up for a while": lambda name: self._stay(self._scaled(name)),
             "label of a pod lost for a while": lambda name: self._stay(self._lost_label(name)),
@@ -76,9 +76,9 @@ class ResourceFaults:
         finally:
             self.struck.discard(name)
 
-    async def _stay(self, way: AbstractAsyncContextManager[None], most_s: float = MOST_S) -> None:
+    async def _stay(self, way: AbstractAsyncContextManager[None], max_s: float = MAX_FAULT_S) -> None:
         async with way:
-            await asyncio.sleep(self.chaos.chance.uniform(LEAST_S, most_s))
+            await asyncio.sleep(self.chaos.chance.uniform(MIN_FAULT_S, max_s))
 
     def _act(self, act: Callable[[Lane, Seen], Awaitable[None]]) -> Callable[[str], Awaitable[None]]:
         async def strike(name: str) -> None:

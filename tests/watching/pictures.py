@@ -22,7 +22,7 @@ _DPI: Final = 96
 _COLOURS: Final = ("#3274d9", "#ff9830", "#73bf69", "#e02f44", "#a352cc", "#fade2a", "#5794f2", "#8ab8ff")
 _INK: Final = "#24292e"
 _QUIET: Final = "#6a737d"
-_MOST_SERIES: Final = 8
+_MAX_SERIES: Final = 8
 _SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
     "s": ((60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "bytes": ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),
@@ -110,7 +110,7 @@ def _draw_stat(axes: Axes, panel: Panel, shown: Shown) -> None:
 
 def _draw_time(axes: Axes, panel: Panel, shown: Shown) -> None:
     lines = [(_name(query, labels), samples) for query, series in shown for labels, samples in series]
-    lines = sorted(lines, key=lambda line: -max(value for _, value in line[1]))[:_MOST_SERIES]
+    lines = sorted(lines, key=lambda line: -max(value for _, value in line[1]))[:_MAX_SERIES]
     if panel.stacked:
         lines = [(_name(query, labels), samples) for query, series in shown for labels, samples in series]
     scale, unit = _scaled(panel.unit, max(value for _, samples in lines for _, value in samples))

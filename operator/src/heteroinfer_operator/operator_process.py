@@ -46,7 +46,7 @@ NODES_SETTLE_S: Final = 5.0
 """Delay between a change of a node and the reconcile of all resources, to batch further changes."""
 POLL_S: Final = 2.0
 RETRY_S: Final = 5.0
-MOST_NESTED: Final = 25_000
+MAX_RECURSION: Final = 25_000
 """Python's recursion limit. The API server accepts JSON of 10,000 levels from every account that may create
 pods; Python's default limit is 1,000."""
 
@@ -78,7 +78,7 @@ class Operator:
             ExceptionGroup: a part failed or the Lease was lost. The process must end.
         """
         shrink_tls_buffers()
-        sys.setrecursionlimit(MOST_NESTED)
+        sys.setrecursionlimit(MAX_RECURSION)
         stop = asyncio.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, stop.set)

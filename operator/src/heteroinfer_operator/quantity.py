@@ -40,8 +40,8 @@ _QUANTITY: Final = re.compile(
     r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)(?:[.](?P<part>[0-9]*+))?+"
     r"(?:[eE](?P<exponent>[+-]?[0-9]++)|(?P<suffix>[a-zA-Z]*+))"
 )
-_MOST: Final = Fraction(2**63 - 1)
-_LEAST: Final = Fraction(1, 10**9)
+_MAX_QUANTITY: Final = Fraction(2**63 - 1)
+_MIN_QUANTITY: Final = Fraction(1, 10**9)
 _DIGITS_READ: Final = 80
 """Significant digits that are read. The bounds above need 28 digits."""
 _MAX_EXPONENT: Final = 10**9
@@ -100,13 +100,13 @@ def _bounded_amount(whole: str, part: str, exponent: int, factor: Fraction) -> F
         return Fraction(0)
     # The number is 0.DIGITS * 10**power, so its size is known without computing it.
     power = len(digits) - len(part) + exponent
-    if power > len(str(_MOST)) + len(str(10**9)):
-        return _MOST
-    if power < -len(str(_MOST)) - len(str(10**9)):
-        return _LEAST
+    if power > len(str(_MAX_QUANTITY)) + len(str(10**9)):
+        return _MAX_QUANTITY
+    if power < -len(str(_MAX_QUANTITY)) - len(str(10**9)):
+        return _MIN_QUANTITY
     read = digits[:_DIGITS_READ]
     amount = Fraction(int(read)) * Fraction(10) ** (power - len(read)) * factor
-    return min(max(math.ceil(amount / _LEAST) * _LEAST, _LEAST), _MOST)
+    return min(max(math.ceil(amount / _MIN_QUANTITY) * _MIN_QUANTITY, _MIN_QUANTITY), _MAX_QUANTITY)
 
 
 def exact_quantity(text: str) -> Fraction:
@@ -120,7 +120,7 @@ def exact_quantity(text: str) -> Fraction:
     """
     value = parse_quantity(text)
     match = _QUANTITY.fullmatch(text)
-    if match is None or value < _MOST or match["exponent"] or (match["suffix"] or "").endswith("i"):
+    if match is None or value < _MAX_QUANTITY or match["exponent"] or (match["suffix"] or "").endswith("i"):
         return value
     return Fraction(f"{match['whole']}.{match['part'] or 0}") * _SUFFIX[match["suffix"] or ""]
 

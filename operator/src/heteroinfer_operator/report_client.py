@@ -16,7 +16,7 @@ from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.report_access import ReportReader
 
-MOST_BYTES: Final = 2**20
+MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 """Errors of a request without a usable answer. Invalid answers raise ContractError or UnicodeDecodeError."""
 _CONNECT_SHARE: Final = 0.8
@@ -130,5 +130,5 @@ def _is_connected(connection: socket.socket) -> bool:
 
 
 def _check_size(size: int) -> None:
-    if size > MOST_BYTES:
-        raise ContractError(f"a group's report must be at most {MOST_BYTES} bytes, got more")
+    if size > MAX_REPORT_BYTES:
+        raise ContractError(f"a group's report must be at most {MAX_REPORT_BYTES} bytes, got more")

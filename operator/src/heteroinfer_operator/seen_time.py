@@ -1,14 +1,14 @@
 """Measures how long states have lasted while this process observed them. Pure.
 
 The difference of two clock times does not measure that: clocks are set, machines sleep, and a stopped process
-observes nothing. So time is summed from observation to observation, and a long gap counts as MOST_GAP_S.
+observes nothing. So time is summed from observation to observation, and a long gap counts as MAX_GAP_S.
 """
 
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-MOST_GAP_S: Final = 30.0
+MAX_GAP_S: Final = 30.0
 """A gap between two observations counts at most this many seconds. Regular observations are more frequent."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -30,7 +30,7 @@ class SeenTime(Generic[KeyT]):
         Args:
             passed_s: time of a monotonic clock, in seconds.
         """
-        gap_s = min(max(passed_s - self._looked_s, 0.0), MOST_GAP_S)
+        gap_s = min(max(passed_s - self._looked_s, 0.0), MAX_GAP_S)
         self._looked_s = passed_s
         self._lasted_s = {key: lasted_s + gap_s for key, lasted_s in self._lasted_s.items()}
         return self._lasted_s

@@ -39,20 +39,20 @@ class Backoff:
 
     Attributes:
         first_s: wait after the first failure. Each further failure doubles it.
-        most_s: longest wait.
+        max_s: longest wait.
         changed_s: a change by others shortens the wait to this, counted from the failure.
         conflicts_at_once: consecutive conflicts that are retried at once. Further conflicts count as
         failures.
     """
 
     first_s: float = 0.2
-    most_s: float = 30.0
+    max_s: float = 30.0
     changed_s: float = 0.5
     conflicts_at_once: int = 5
 
     def delay_s(self, failures: int) -> float:
         """Returns the wait after consecutive failures (at least 1)."""
-        return min(self.first_s * 2.0 ** min(failures - 1, 32), self.most_s)
+        return min(self.first_s * 2.0 ** min(failures - 1, 32), self.max_s)
 
 
 RECONCILE_TIMEOUT_S: Final = 120.0

@@ -72,9 +72,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("script", "readings", "most_s"), [(DAEMON, 1, 4.0), (FLOOD, 0, 8.0)])
+@pytest.mark.parametrize(("script", "readings", "max_s"), [(DAEMON, 1, 4.0), (FLOOD, 0, 8.0)])
 def test_whoever_holds_a_measurements_output_holds_up_nothing(
-    tmp_path: Path, script: str, readings: int, most_s: float
+    tmp_path: Path, script: str, readings: int, max_s: float
 ) -> None:
     package = tmp_path / "vllm_heteroinfer" / "calibration"
     package.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_whoever_holds_a_measurements_output_holds_up_nothing(
     )
     try:
         found = measure([odd], 4.0)
-        assert time.monotonic() - began < most_s
+        assert time.monotonic() - began < max_s
         assert len(found.lists["readings"]) == readings
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 100_000
     finally:

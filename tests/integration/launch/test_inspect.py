@@ -16,7 +16,7 @@ from tests.unit.contract.test_model_files import CONFIG, write_model
 
 NUM_LAYERS = 128
 """More than the largest dense models have (126)."""
-MOST_MEMORY_BYTES = 2 << 30
+MAX_MEMORY_BYTES = 2 << 30
 
 
 def inspect(model: Path, message: Path) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def test_profile_is_printed_and_left_as_the_termination_message(tmp_path: Path) 
 def test_refuses_an_absurd_number_of_layers_without_allocating(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", config={**CONFIG, "num_hidden_layers": 10_000_000_000})
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, hard))
     try:
         done = inspect(model, tmp_path / "message")
     finally:

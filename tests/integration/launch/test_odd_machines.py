@@ -21,7 +21,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.pod_launch import PodLaunch
 from tests.integration.launch.groups import REPOSITORY, addresses, pipeline_plan, tiny_group, wait_until
 from vllm_heteroinfer.launch.child_process import ChildProcess, ProcessState, StopClock, child_pids
-from vllm_heteroinfer.launch.cli import MOST_FILES
+from vllm_heteroinfer.launch.cli import MAX_OPEN_FILES
 from vllm_heteroinfer.rank import step_metrics
 
 NAME_OF_8_LETTERS = "процессы"
@@ -151,11 +151,11 @@ def test_idle_connections_take_no_threads_of_a_rank() -> None:
     port = launch.address.metrics_port
     before = threading.active_count()
     with contextlib.ExitStack() as strangers:
-        for _ in range(3 * step_metrics.MOST_CONNECTIONS):
+        for _ in range(3 * step_metrics.MAX_CONNECTIONS):
             strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             assert answer.status == 200
-        most = before + step_metrics.MOST_CONNECTIONS
+        most = before + step_metrics.MAX_CONNECTIONS
         wait_until(lambda: threading.active_count() <= most, 4)
         wait_until(lambda: threading.active_count() <= before, 15)  # idle ones are ended
     assert failures == []
@@ -171,7 +171,7 @@ def test_a_supervisor_raises_its_limit_of_open_files(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         group.wait_ready()
         got, _ = resource.prlimit(group.pods[0].process.pid, resource.RLIMIT_NOFILE)
-    assert got == min(hard, MOST_FILES)
+    assert got == min(hard, MAX_OPEN_FILES)
 
 
 def test_a_slow_dns_name_does_not_delay_the_end(tmp_path: Path) -> None:

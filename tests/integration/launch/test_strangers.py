@@ -20,7 +20,7 @@ from tests.integration.launch.wire import wired
 from tests.ports import free_port
 from vllm_heteroinfer.launch.handshake import build_opening
 from vllm_heteroinfer.launch.supervisor_messages import Hello, Message
-from vllm_heteroinfer.pod.health_server import MOST_CONNECTIONS, REQUEST_TIMEOUT_S, HealthAnswer, HealthServer
+from vllm_heteroinfer.pod.health_server import MAX_CONNECTIONS, REQUEST_TIMEOUT_S, HealthAnswer, HealthServer
 
 IDLE = 300
 ON_THEIR_WAY = 32
@@ -82,7 +82,7 @@ def test_disconnects_and_counts_clients_that_do_not_read(tmp_path: Path) -> None
         for _ in range(IDLE):
             ask_and_read_nothing(strangers, leader.address.health_port)
             most = max(most, len(list(files.iterdir())))
-        assert most <= before + MOST_CONNECTIONS + ON_THEIR_WAY
+        assert most <= before + MAX_CONNECTIONS + ON_THEIR_WAY
         # The last are taken in when the first have been answered.
         wait_until(lambda: len(list(files.iterdir())) <= before, 3 * REQUEST_TIMEOUT_S, group.logs)
         assert leader.is_alive()

@@ -19,7 +19,7 @@ from heteroinfer_operator.cluster import (
     ResourceKey,
     ResourceObservation,
 )
-from heteroinfer_operator.kube.kept import MOST
+from heteroinfer_operator.kube.kept import MAX_RESTORATIONS
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
 from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
@@ -349,7 +349,7 @@ async def test_a_finalizer_that_another_controller_restores_each_time_is_removed
     owner = await create_resource(server, namespace)
     path = HETERO_INFERENCE.path(namespace, "tiny")
     async with watching(server) as watched:
-        for _ in range(MOST):
+        for _ in range(MAX_RESTORATIONS):
             await server.merge(path, {"metadata": {"finalizers": [names.FINALIZER]}})
             await seen(watched, owner, lambda now: bool(now.resource.finalizers))
             assert not (await observe(watched, owner)).refusals

@@ -25,7 +25,7 @@ from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
-from heteroinfer_operator.report_client import MOST_BYTES
+from heteroinfer_operator.report_client import MAX_REPORT_BYTES
 from tests.integration.operator.own_servers import stream_server
 from tests.ports import free_port
 from vllm_heteroinfer.pod.health_server import HealthAnswer, HealthRequest, HealthServer
@@ -182,7 +182,9 @@ async def test_an_answer_in_pieces_is_read_completely() -> None:
             await client.close()
 
 
-@pytest.mark.parametrize("body", ["<html>sorry</html>", "[" * 100_000, "x" * (2 * MOST_BYTES), "\ufffd"])
+@pytest.mark.parametrize(
+    "body", ["<html>sorry</html>", "[" * 100_000, "x" * (2 * MAX_REPORT_BYTES), "\ufffd"]
+)
 async def test_a_200_without_a_report_is_ignored(leader: Leader, body: str) -> None:
     leader.body = body
     client = LeaderClient()

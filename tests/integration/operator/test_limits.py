@@ -32,7 +32,7 @@ QUOTAS = "/api/v1/namespaces/{}/resourcequotas"
 LIMITS = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "1Gi"}
 STRANGERS = 100
 STRANGER_BYTES = 900_000
-MOST_GROWTH_BYTES = 45e6
+MAX_GROWTH_BYTES = 45e6
 """Stored objects would take 90 MB; a page or event briefly exists as bytes, text and values."""
 
 
@@ -188,7 +188,7 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
 
     async with operator(installed.kubeconfig, tmp_path / "first") as process:
         await process.working()
-        before = most_resident_bytes(process.process.pid)
+        before = max_resident_bytes(process.process.pid)
         for number in range(STRANGERS):
             await make(number)
         # The watch has passed them and sees later changes.
@@ -198,12 +198,12 @@ async def test_foreign_objects_with_our_labels_use_no_memory(
         await until(
             "a child after them is seen", lambda: taken_away(server, namespace), said=lambda: process.said
         )
-        watched = most_resident_bytes(process.process.pid) - before
+        watched = max_resident_bytes(process.process.pid) - before
     async with operator(installed.kubeconfig, tmp_path / "second") as process:
         await process.working()
-        listed = most_resident_bytes(process.process.pid) - before
+        listed = max_resident_bytes(process.process.pid) - before
     print(f"{STRANGERS} strangers of 0.9 MB: {watched / 1e6:.0f} MB watched, {listed / 1e6:.0f} MB listed")
-    assert max(watched, listed) < MOST_GROWTH_BYTES
+    assert max(watched, listed) < MAX_GROWTH_BYTES
 
 
 async def taken_away(server: ApiServer, namespace: str) -> bool:
@@ -215,7 +215,7 @@ async def taken_away(server: ApiServer, namespace: str) -> bool:
     return False
 
 
-def most_resident_bytes(pid: int) -> int:
+def max_resident_bytes(pid: int) -> int:
     """Returns the peak memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())

@@ -11,7 +11,7 @@ from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.life import Install, stored
 from tests.integration.operator.running_operator import create_resource, operator, until
 
-MOST_RSS_BYTES = 300e6
+MAX_RSS_BYTES = 300e6
 """The limit for a thousand resources in cluster scope."""
 
 
@@ -60,7 +60,7 @@ async def test_all_namespaces_are_served(
         sockets, most_resident = connections(process.process.pid), resident_bytes(process.process.pid)
         print(f"{count} namespaces: {sockets} sockets, {most_resident / 1e6:.0f} MB")
         assert sockets > 6 * count, "one watch for each of six kinds"
-        assert most_resident < MOST_RSS_BYTES
+        assert most_resident < MAX_RSS_BYTES
         for namespace in (namespaces[0], namespaces[-1]):  # other tests' operators would serve them
             await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
         await until("they are gone", lambda: both_are_gone(server, namespaces), said=lambda: process.said)

@@ -24,7 +24,7 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.kube.action_run import Callbacks
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
-from heteroinfer_operator.kube.events import MOST_A_MINUTE, EventRecorder
+from heteroinfer_operator.kube.events import MAX_EVENTS_PER_MINUTE, EventRecorder
 from heteroinfer_operator.kube.kept import WRITES_AT_ONCE
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, POD, SERVICE
@@ -315,7 +315,9 @@ async def test_a_pod_that_a_webhook_changes_is_refused_and_deleted(behind: Behin
 
 async def test_hanging_events_delay_nothing_and_their_queue_is_short(behind: Behind) -> None:
     behind.proxy.inject(r"/events$", method="POST", hang=True)
-    events = [RecordEvent(reason="GroupFailed", message=f"rank {i}") for i in range(MOST_A_MINUTE + 5)]
+    events = [
+        RecordEvent(reason="GroupFailed", message=f"rank {i}") for i in range(MAX_EVENTS_PER_MINUTE + 5)
+    ]
     await behind.run(*events, pod(behind.owner, 0))
     assert await behind.pods() == ["tiny-0-7-0"]
     assert len(behind.dropped) == 5

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, YIELD_S, wait_until
-from vllm_heteroinfer.group.deadline import MOST_TURN_S, Patience
+from vllm_heteroinfer.group.deadline import MAX_TURN_S, Patience
 
 
 def test_wait_ends_when_the_condition_is_true() -> None:
@@ -49,6 +49,6 @@ def test_patience_counts_naps_but_not_stops() -> None:
     while time.monotonic() < until:
         pass
     patience.napped(0.1)
-    assert patience.left_s == pytest.approx(1.0 - 0.1 - MOST_TURN_S)
+    assert patience.left_s == pytest.approx(1.0 - 0.1 - MAX_TURN_S)
     patience.napped(5.0)
     assert 0.7 < patience.left_s < 0.81, "a nap that ended early counts with its real length"

@@ -76,7 +76,7 @@ async def test_a_late_answer_counts_as_missing() -> None:
 async def test_repeats_an_unscheduled_attempt_a_limited_number_of_times() -> None:
     said, asked = await results(None, lambda: 0.0, 1)
     assert said == [False]
-    assert asked == api_probe.MOST_TRIES
+    assert asked == api_probe.MAX_TRIES
 
     turns = itertools.chain([0.0, 0.0], itertools.count(1.0, 1.0))  # none during the first try
     said, asked = await results(None, lambda: next(turns), 1)

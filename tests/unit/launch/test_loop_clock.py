@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_heteroinfer.launch.loop_clock import (
-    MOST_PATIENCE,
+    MAX_PATIENCE_FACTOR,
     NEXT_DELAY,
     WINDOW_S,
     LoopClock,
@@ -76,7 +76,7 @@ def test_late_is_the_worst_of_the_window(pauses_s: list[float]) -> None:
         (0.5, 0.0, LIMIT_S + NEXT_DELAY * 0.5),
         (0.0, 1.0, LIMIT_S + NEXT_DELAY * 1.0),
         (2.0, 1.0, LIMIT_S + NEXT_DELAY * 2.0),
-        (0.0, 1e6, LIMIT_S * (1 + MOST_PATIENCE)),
+        (0.0, 1e6, LIMIT_S * (1 + MAX_PATIENCE_FACTOR)),
     ],
 )
 def test_the_limit_grows_with_delays_up_to_a_bound(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heteroinfer_operator.kube.deep_json import MOST_DEPTH, parse_json
+from heteroinfer_operator.kube.deep_json import MAX_DEPTH, parse_json
 from heteroinfer_operator.kube.server import parse_answer
 
 DEPTH = 20_000
@@ -32,7 +32,7 @@ def test_values_next_to_a_deep_value_are_read(value: Any, brackets: tuple[str, s
     deep, depth = read["deep"], 0
     while deep is not None:
         deep, depth = (deep[0] if isinstance(deep, list) else next(iter(deep.values()))), depth + 1
-    assert depth == MOST_DEPTH - 1
+    assert depth == MAX_DEPTH - 1
 
 
 @given(values)

@@ -39,12 +39,12 @@ class Server:
     def __init__(self, error: ApiError | None = None) -> None:
         self.may = asyncio.Event()
         self.error = error
-        self.asked = self.at_once = self.most_at_once = 0
+        self.asked = self.at_once = self.max_at_once = 0
 
     async def try_create(self, manifest: Mapping[str, Any]) -> None:
         self.asked += 1
         self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.max_at_once = max(self.max_at_once, self.at_once)
         try:
             await self.may.wait()
             if self.error is not None:
@@ -140,7 +140,7 @@ async def test_dry_runs_of_many_resources_use_only_a_part_of_the_requests() -> N
     server.may.set()
     for name in names:
         await until_known(lambda name=name: runs.find(resource(name), asks(), patience_s=0))  # type: ignore[misc]
-    assert server.most_at_once <= AT_ONCE
+    assert server.max_at_once <= AT_ONCE
     assert server.asked == 2 * len(names)
 
 

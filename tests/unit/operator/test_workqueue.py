@@ -23,7 +23,7 @@ from heteroinfer_operator.metrics import OperatorMetrics
 from heteroinfer_operator.workqueue import Backoff, Process, WorkQueue, build_process
 
 A, B = (ResourceKey(namespace="ns", name=name) for name in "ab")
-QUICK = Backoff(first_s=0.01, most_s=0.04, conflicts_at_once=3)
+QUICK = Backoff(first_s=0.01, max_s=0.04, conflicts_at_once=3)
 
 
 @contextlib.asynccontextmanager
@@ -178,7 +178,7 @@ async def test_a_change_by_others_shortens_the_back_off() -> None:
         times.append(asyncio.get_running_loop().time())
         raise HeteroInferError("not now", reason="NotNow")
 
-    backoff = Backoff(first_s=60.0, most_s=60.0, changed_s=0.01)
+    backoff = Backoff(first_s=60.0, max_s=60.0, changed_s=0.01)
     async with working(process, backoff=backoff) as queue:
         queue.add(A)
         await until(lambda: len(times) == 1)

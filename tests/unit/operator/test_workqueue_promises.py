@@ -20,7 +20,7 @@ from heteroinfer_operator.workqueue import Backoff, WorkQueue
 
 KEYS = tuple(ResourceKey(namespace="ns", name=name) for name in "abc")
 WORKERS, SLOW_S, TIMEOUT_S = 2, 0.5, 20.0
-BACKOFF = Backoff(first_s=0.2, most_s=30.0, changed_s=0.5, conflicts_at_once=2)
+BACKOFF = Backoff(first_s=0.2, max_s=30.0, changed_s=0.5, conflicts_at_once=2)
 OUTCOMES: dict[str, Callable[[], float | BaseException | None]] = {
     "done": lambda: None,
     "look again": lambda: 5.0,

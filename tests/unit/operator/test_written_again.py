@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from heteroinfer_operator.kube.kept import MOST, WITHIN, WrittenAgain
+from heteroinfer_operator.kube.kept import MAX_RESTORATIONS, WITHIN, WrittenAgain
 
 NOW = datetime(2026, 5, 5, tzinfo=UTC)
 
@@ -22,7 +22,10 @@ def note(written: WrittenAgain, manifest: dict[str, Any], now: datetime) -> bool
 
 
 def test_repeated_identical_writes_count_as_undone_by_others() -> None:
-    assert notes([policy()] * (MOST + 2), timedelta(seconds=1)) == [False] * (MOST - 1) + [True] * 3
+    assert (
+        notes([policy()] * (MAX_RESTORATIONS + 2), timedelta(seconds=1))
+        == [False] * (MAX_RESTORATIONS - 1) + [True] * 3
+    )
 
 
 def test_writes_far_apart_are_not_consecutive() -> None:
@@ -39,7 +42,7 @@ def test_each_object_is_counted_separately() -> None:
 
 def test_setting_the_clock_back_restarts_the_count() -> None:
     written = WrittenAgain()
-    for _ in range(MOST):
+    for _ in range(MAX_RESTORATIONS):
         said = note(written, policy(), NOW)
     assert said
     assert not note(written, policy(), NOW - timedelta(days=1))
@@ -47,6 +50,6 @@ def test_setting_the_clock_back_restarts_the_count() -> None:
 
 def test_repeated_deletions_count_as_undone_by_others() -> None:
     written = WrittenAgain()
-    times = [written.note("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MOST)]
-    assert times == [False] * (MOST - 1) + [True]
+    times = [written.note("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MAX_RESTORATIONS)]
+    assert times == [False] * (MAX_RESTORATIONS - 1) + [True]
     assert not note(written, policy(), NOW), "writes and deletions are counted separately"

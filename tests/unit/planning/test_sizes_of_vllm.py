@@ -6,7 +6,7 @@ from tests.shapes.comparison import compare, recorded
 from tests.shapes.corpus import SHAPES
 from tests.shapes.profiles import recorded_profiles
 
-MOST_OFF = 0.02
+MAX_RELATIVE_ERROR = 0.02
 NOT_ASKED = {"Llama-4-Scout-17B-16E-Instruct", "Qwen3.5-35B-A3B"}
 """On the GPU machine, whose time was over before."""
 
@@ -29,7 +29,7 @@ def test_no_shape_is_left_out() -> None:
 )
 def test_weights_and_kv_of_both_stages(device: str, name: str) -> None:
     what, off = compare(recorded_profiles()[name], recorded(device)[name], device).worst()
-    assert off <= MOST_OFF, what
+    assert off <= MAX_RELATIVE_ERROR, what
 
 
 def test_knows_the_models_that_cuda_refuses() -> None:

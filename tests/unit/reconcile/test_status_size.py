@@ -6,7 +6,7 @@ from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus
 from heteroinfer_operator.reconcile.status_size import LEFT_OUT, fit_groups, fit_plans
 from tests.largest_status import build_largest_status
 
-MOST_BYTES = 1_400_000
+MAX_BYTES = 1_400_000
 """Share of etcd's limit of 1.5 MiB (1,572,864 bytes); the rest is for the spec."""
 
 
@@ -22,7 +22,7 @@ def test_the_largest_status_fits_and_keeps_the_input_of_decisions() -> None:
     largest = build_largest_status()
     assert written(largest) > 2 * 1_572_864, "it does not fit"
     status = fitted(largest)
-    assert written(status) < MOST_BYTES
+    assert written(status) < MAX_BYTES
 
     def decided_on(group: GroupStatus) -> list[tuple[object, ...]]:
         return [(rank.rank, rank.pod, rank.started, rank.ready) for rank in group.members]

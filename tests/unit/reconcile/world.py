@@ -48,7 +48,7 @@ from heteroinfer_operator.reconcile.budget import (
     Spending,
     Window,
     is_pod,
-    most_pods,
+    max_pods,
     wanted_pods,
 )
 from heteroinfer_operator.reconcile.refusals import (
@@ -97,7 +97,7 @@ BOUNDS = {
     "status writes": (timedelta(seconds=1), 2),
     "events": (timedelta(minutes=1), 10),
 }
-"""Limits of a resource's actions by kind: a time and a number; `most_pods` gives the number of pods."""
+"""Limits of a resource's actions by kind: a time and a number; `max_pods` gives the number of pods."""
 
 
 def cpu_pair(**changes: Any) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class World:
         moments = [moment for moment in self.caused.get(kind, ()) if self.now >= moment > self.now - within]
         self.caused[kind] = [*moments, self.now]
         if kind == "pods":
-            most = most_pods(wanted_pods(self.observe().resource))
+            most = max_pods(wanted_pods(self.observe().resource))
         if kind != "events" or self.calm:  # EventRecorder drops further events
             assert len(moments) < most, f"{len(moments) + 1} {kind} within {within}"
 

@@ -1,6 +1,6 @@
 """Lines out of pieces, in bounded memory."""
 
-from vllm_heteroinfer.calibration.process_output import MOST_LINE_BYTES, LineReader
+from vllm_heteroinfer.calibration.process_output import MAX_LINE_BYTES, LineReader
 
 
 def lines_of(*pieces: bytes) -> list[str]:
@@ -20,4 +20,4 @@ def test_lines_come_in_any_pieces() -> None:
 
 def test_a_line_without_an_end_uses_bounded_memory() -> None:
     long, short = lines_of(*[b"x" * 100_000] * 100, b"\nnext\n")
-    assert (len(long), short) == (MOST_LINE_BYTES, "next")
+    assert (len(long), short) == (MAX_LINE_BYTES, "next")

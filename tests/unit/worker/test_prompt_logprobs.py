@@ -19,7 +19,7 @@ class Runner:
         self.requests = {name: SimpleNamespace(num_computed_tokens=0) for name in prompts}
         self.scored: dict[str, list[int]] = {name: [] for name in prompts}
         self.begin: dict[str, int] = {}
-        self.most_rows = 0
+        self.max_rows = 0
 
     def _get_prompt_logprobs_dict(self, hidden_states: list[Any], tokens: dict[str, int]) -> dict[str, Any]:
         ended = {}
@@ -33,7 +33,7 @@ class Runner:
                 del self.num_prompt_logprobs[name]
             begin = self.begin[name]
             self.scored[name] += hidden_states[begin : begin + max(rows, 0)]
-            self.most_rows = max(self.most_rows, rows)
+            self.max_rows = max(self.max_rows, rows)
         return ended
 
 
@@ -54,4 +54,4 @@ def test_each_token_is_scored_once_and_few_at_a_time(length: int, step: int) -> 
         for name, count in tokens.items():
             runner.requests[name].num_computed_tokens += count
     assert found == {name: list(range(size - 1)) for name, size in prompts.items()}
-    assert runner.most_rows <= ROWS
+    assert runner.max_rows <= ROWS

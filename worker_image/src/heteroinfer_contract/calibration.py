@@ -27,7 +27,7 @@ MAX_ENTRIES: Final = 64
 """Maximum length of each list."""
 MAX_TEXT: Final = 128
 """Maximum characters of a name; `Skipped.why` may have twice as many."""
-_LEAST_RATE, _MAX_RATE = 1.0, 1e18
+_MIN_RATE, _MAX_RATE = 1.0, 1e18
 """Allowed bytes or operations per second. Beyond this range, a predicted time is invalid or too large for
 Kubernetes."""
 _SHORTEST_S, _LONGEST_S = 1e-9, 3600.0
@@ -323,7 +323,7 @@ def cpu_name(fields: Mapping[str, str]) -> str:
 
 
 def _check_rates(where: str, **values: float) -> None:
-    codec.at_least(_LEAST_RATE, where, **values)
+    codec.at_least(_MIN_RATE, where, **values)
     codec.at_most(_MAX_RATE, where, **values)
 
 

@@ -50,16 +50,16 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     return header, end, size
 
 
-def read_json(path: Path, most_bytes: int) -> Any:
-    """Returns the value in a JSON file of at most `most_bytes`; raises ModelFilesError."""
+def read_json(path: Path, max_bytes: int) -> Any:
+    """Returns the value in a JSON file of at most `max_bytes`; raises ModelFilesError."""
     try:
         with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
+            if size > max_bytes:
                 raise ModelFilesError(
-                    f"{path}: must be at most {most_bytes} bytes (got {size}). Download it again"
+                    f"{path}: must be at most {max_bytes} bytes (got {size}). Download it again"
                 )
-            content = file.read(most_bytes)
+            content = file.read(max_bytes)
     except OSError as error:
         raise not_readable(path, error) from error
     return _parse_json(path, content)

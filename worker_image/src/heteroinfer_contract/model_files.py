@@ -43,7 +43,7 @@ from heteroinfer_contract.model_file_content import (
     read_header,
     read_json,
 )
-from heteroinfer_contract.model_profile import MOST_LAYERS, ModelProfile
+from heteroinfer_contract.model_profile import MAX_LAYERS, ModelProfile
 
 PARAMS_FILE = "params.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
@@ -52,7 +52,7 @@ _CONSOLIDATED = "consolidated*.safetensors"
 _NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
 _MAX_SHARDS = 10_000
 """Maximum number of shards to look for by number; published models have a few hundred."""
-MOST_CONFIG_BYTES = 16 * 2**20
+MAX_CONFIG_BYTES = 16 * 2**20
 """Maximum size of config.json or params.json; published models need a few hundred KB."""
 
 _TOKENIZER_FILES: Final = (
@@ -119,9 +119,9 @@ def _read_profile(directory: Path) -> ModelProfile:
     dtype, scheme = _dtype(text, stored, directory), read_scheme(config, text)
     tensors = [_loaded(tensor, dtype, scheme) for tensor in stored]
     number = _number(text, directory, "num_hidden_layers")
-    if number > MOST_LAYERS:
+    if number > MAX_LAYERS:
         raise ModelFilesError(
-            f"{directory / CONFIG_FILE}: num_hidden_layers must be at most {MOST_LAYERS} (got {number}). "
+            f"{directory / CONFIG_FILE}: num_hidden_layers must be at most {MAX_LAYERS} (got {number}). "
             "Download the model again, or use another model"
         )
     attention = layer_attention(text)
@@ -283,7 +283,7 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    value = read_json(path, MOST_CONFIG_BYTES)
+    value = read_json(path, MAX_CONFIG_BYTES)
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path}: must be a JSON object")
     return value

@@ -13,7 +13,7 @@ from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme
 
-MOST_LAYERS: Final = 4096
+MAX_LAYERS: Final = 4096
 """Maximum number of layers, equal to the limit of `roles[].layers`; published models have up to 126."""
 
 
@@ -135,7 +135,7 @@ class ModelProfile(codec.JsonValue):
         """Checks that all sizes are in range; raises ContractError that names the field."""
         for name in ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
-        codec.at_most(MOST_LAYERS, "ModelProfile", num_layers=self.num_layers)
+        codec.at_most(MAX_LAYERS, "ModelProfile", num_layers=self.num_layers)
         for name in ("vocab_size", "max_position_embeddings", "first_stage_layers", "last_stage_layers"):
             codec.at_least(1, "ModelProfile", **{name: getattr(self, name)})
         codec.at_least(0, "ModelProfile", column_unit=self.column_unit)

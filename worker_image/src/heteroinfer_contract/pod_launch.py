@@ -17,7 +17,7 @@ from heteroinfer_contract.plan import Device, Plan, RankAssignment
 MAX_SECONDS = 7 * 86400.0
 """Maximum of every duration of a launch."""
 MAX_PORT = 65535
-LEAST_HEARTBEAT_S = 0.5
+MIN_HEARTBEAT_TIMEOUT_S = 0.5
 """Minimum heartbeat timeout: two heartbeats and some time for the network."""
 _ENGINE_CPUS_OF_MANY = 2
 """The engine core and the API server each spin on one CPU; 16 threads on 16 CPUs made a
@@ -127,7 +127,7 @@ class PodLaunch:
     def check(self) -> None:
         """Checks that durations and ports are in range; raises ContractError that names the field."""
         codec.at_least(0, "PodLaunch", epoch=self.epoch, drain_timeout_s=self.drain_timeout_s)
-        codec.at_least(LEAST_HEARTBEAT_S, "PodLaunch", heartbeat_timeout_s=self.heartbeat_timeout_s)
+        codec.at_least(MIN_HEARTBEAT_TIMEOUT_S, "PodLaunch", heartbeat_timeout_s=self.heartbeat_timeout_s)
         for name in ("startup_timeout_s", "drain_timeout_s", "heartbeat_timeout_s"):
             codec.at_most(MAX_SECONDS, "PodLaunch", **{name: getattr(self, name)})
         if self.startup_timeout_s <= 0:

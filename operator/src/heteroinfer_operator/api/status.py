@@ -21,12 +21,12 @@ MAX_PLANS: Final = 16
 MAX_PROFILE_LENGTH: Final = 16384
 """Characters; a layer takes about 11, and a pod's termination message holds 4,096."""
 
-MOST_EXIT_CODE: Final = 256
+MAX_EXIT_CODE: Final = 256
 """Largest absolute value; a signal has a negative exit code."""
-MOST_COUNT: Final = 2**53
+MAX_COUNT: Final = 2**53
 MAX_EPOCH: Final = 10**15 - 1
 """Largest epoch in a pod's name: `manifests/identity.py` reads this number of digits."""
-Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """A number of at least 0 and at most 2**53, which every JSON reader keeps exact."""
 
 
@@ -60,7 +60,7 @@ def next_epoch(epoch: int) -> int:
 
 def next_count(count: int) -> int:
     """Returns a count plus 1, but at most the largest count."""
-    return min(count + 1, MOST_COUNT)
+    return min(count + 1, MAX_COUNT)
 
 
 class ModelPhase(StrEnum):
@@ -199,7 +199,7 @@ class FailureStatus(StatusModel):
     """Details of the reason."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
     """Global rank that caused the end, if a rank did."""
-    exit_code: Annotated[int, Field(ge=-MOST_EXIT_CODE, le=MOST_EXIT_CODE)] | None = None
+    exit_code: Annotated[int, Field(ge=-MAX_EXIT_CODE, le=MAX_EXIT_CODE)] | None = None
     """Exit code of the process that caused the end; negative for a signal."""
     counted: bool = True
     """Whether the failure counts towards restart.maxRestarts. Evictions, drains and preemptions do not."""

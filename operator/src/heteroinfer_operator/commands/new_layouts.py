@@ -19,7 +19,7 @@ GIB: Final = 2**30
 _MAX_GIB: Final = 8192
 """Memory of one pod or GPU up to which the nearest size is searched."""
 _MAX_GPUS: Final = 16
-_LEAST_TOKENS: Final = 512
+_MIN_TOKENS: Final = 512
 _GPU_POD_CPUS: Final = 4
 """Cores of a GPU's pod without its feed-forward ranks: engine, API server and the GPU rank."""
 _GPU_POD_GIB: Final = 16
@@ -265,7 +265,7 @@ def find_nearest(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> tu
             found.append(Nearest(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
     longest = draft.max_model_len or min(draft.profile.max_position_embeddings, 8192)
     tokens = longest // 2
-    while tokens >= _LEAST_TOKENS:
+    while tokens >= _MIN_TOKENS:
         if fits(hardware, tokens):
             change = f"shorter requests than {longest:,} tokens"
             found.append(Nearest(option=f"--max-model-len {tokens}", change=change))

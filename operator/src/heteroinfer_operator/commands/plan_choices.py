@@ -16,7 +16,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.planner import Planned, make_plan
 from heteroinfer_operator.planning.prediction import predict
 
-_LEAST_GAIN: Final = 0.03
+_MIN_GAIN: Final = 0.03
 """Share of a step, of memory or of concurrency that a choice must gain."""
 
 
@@ -86,7 +86,7 @@ def _with_more(planned: Planned) -> Iterator[tuple[str, Planned]]:
         if role.device is not Device.GPU:
             continue
         other = _plan_again(planned, _with_pods(spec, role, role.pods + 1))
-        if other is not None and predict(other.plan, other.rates).step_s <= (1 - _LEAST_GAIN) * step_s:
+        if other is not None and predict(other.plan, other.rates).step_s <= (1 - _MIN_GAIN) * step_s:
             yield f"with {role.pods + 1} pods of role {role.name} instead of {role.pods}", other
 
 
@@ -125,7 +125,7 @@ def _save_memory(planned: Planned) -> Iterator[str]:
         found = (rank.kv_cache_bytes - least, rank.kv_cache_bytes + rank.weight_bytes)
         spare[rank.role] = min(spare.get(rank.role, found), found)
     for role, (size, held) in spare.items():
-        if size >= _LEAST_GAIN * held:
+        if size >= _MIN_GAIN * held:
             yield (
                 "save memory: if you serve one full-length request at a time, each rank of role "
                 f"{role} needs {format_bytes(size)} less"
@@ -141,7 +141,7 @@ def _moved_layers(planned: Planned) -> Iterator[str]:
     step_s = predict(plan, planned.rates).step_s
     first = on_cpus[0]
     layer_s = first.predicted_step_s / max(first.num_layers, 1)
-    if first.predicted_step_s >= _LEAST_GAIN * step_s:
+    if first.predicted_step_s >= _MIN_GAIN * step_s:
         need = sum(rank.weight_bytes + rank.kv_cache_bytes for rank in on_cpus)
         yield (
             f"faster: each layer that you move from role {first.role} to a GPU saves {duration(layer_s)} "
@@ -172,7 +172,7 @@ def _more_concurrency(planned: Planned) -> Iterator[str]:
     layers[tight] -= 1
     layers[other] += 1
     found = _plan_again(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
-    if found is None or sequences_at_once(found) < (1 + _LEAST_GAIN) * sequences_at_once(planned):
+    if found is None or sequences_at_once(found) < (1 + _MIN_GAIN) * sequences_at_once(planned):
         return
     yield (
         f"more concurrency: with one layer moved from stage {tight} (role {stages[tight].role}) to stage "

@@ -10,7 +10,7 @@ from heteroinfer_operator.nodes.calibrations import Calibrations
 from heteroinfer_operator.quantity import parse_bytes
 
 _NO_CALIBRATION: Final = "none"
-_LEAST_MEMORY: Final = 2**20
+_MIN_MEMORY_BYTES: Final = 2**20
 """A smaller size is a number whose unit the user forgot."""
 
 
@@ -75,7 +75,7 @@ def memory_size(text: str) -> int:
         ) from error
     if size < 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be a size of 0 or more")
-    if 0 < size < _LEAST_MEMORY:
+    if 0 < size < _MIN_MEMORY_BYTES:
         fix = f". Write {text}Gi" if text.isdecimal() else ""
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 1Mi, and is {size} bytes{fix}")
     return size

@@ -23,7 +23,7 @@ from heteroinfer_operator.nodes.cpu_features import CPUID_LABEL
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM, other_platform
 from heteroinfer_operator.settings import InstallationSettings
 
-LEAST_KUBERNETES: Final = (1, 30)
+MIN_KUBERNETES_VERSION: Final = (1, 30)
 """As the chart's kubeVersion."""
 _GPU_RESOURCES: Final = "nvidia.com/"
 _VOLUME: Final = Kind(name="PersistentVolume", api_version="v1", plural="persistentvolumes", namespaced=False)
@@ -231,10 +231,10 @@ async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> l
 def judge_kubernetes(major: str, minor: str, version: str) -> CheckAnswer:
     """Compares the API server's version with the oldest one that HeteroInfer supports."""
     digits = "".join(character for character in minor if character.isdecimal())
-    least = ".".join(map(str, LEAST_KUBERNETES))
+    least = ".".join(map(str, MIN_KUBERNETES_VERSION))
     if not (major.isdecimal() and digits):
         return CheckState.UNKNOWN, f"cannot read version {version}. HeteroInfer needs {least} or later"
-    if (int(major), int(digits)) < LEAST_KUBERNETES:
+    if (int(major), int(digits)) < MIN_KUBERNETES_VERSION:
         return CheckState.FAILED, f"{version} is too old. Upgrade to {least} or later"
     return CheckState.OK, version
 

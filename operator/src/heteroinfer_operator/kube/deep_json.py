@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any, Final
 
-MOST_DEPTH: Final = 200
+MAX_DEPTH: Final = 200
 """Ten times the depth of Kubernetes' own objects."""
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"|[][{}]', re.DOTALL)
 
@@ -25,16 +25,16 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _without_depth(text: str) -> str:
-    """Returns the JSON text with null for each object or list that is nested deeper than MOST_DEPTH."""
+    """Returns the JSON text with null for each object or list that is nested deeper than MAX_DEPTH."""
     kept: list[str] = []
     depth = start = 0
     for token in _TOKEN.finditer(text):
         if token[0] in "[{":
             depth += 1
-            if depth == MOST_DEPTH + 1:
+            if depth == MAX_DEPTH + 1:
                 kept += [text[start : token.start()], "null"]
         elif token[0] in "]}":
-            if depth == MOST_DEPTH + 1:
+            if depth == MAX_DEPTH + 1:
                 start = token.end()
             depth -= 1
     return "".join([*kept, text[start:]])

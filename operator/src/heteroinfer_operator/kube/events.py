@@ -23,15 +23,15 @@ WINDOW_S: Final = 600.0
 """An identical event within this time increments the count of the first one's series."""
 SERIES_UPDATE_S: Final = 60.0
 """Shortest time between two writes of a series."""
-MOST_REMEMBERED: Final = 2000
+MAX_REMEMBERED_EVENTS: Final = 2000
 ENDING_S: Final = 30.0
 """How long no events are written into a namespace that is being deleted. It may be created again."""
 MESSAGE_CHARACTERS: Final = 1024
 """Kubernetes' limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
 
 AT_ONCE: Final = 4
-MOST_WAITING: Final = 1000
-MOST_A_MINUTE: Final = 10
+MAX_WAITING_EVENTS: Final = 1000
+MAX_EVENTS_PER_MINUTE: Final = 10
 """At most this many new events of one resource are recorded in a minute."""
 MINUTE_S: Final = 60.0
 FLUSH_S: Final = 0.5
@@ -51,10 +51,10 @@ class _Series:
 class EventRecorder:
     """Writes events on resources in the background. Identical events become one event with a count.
 
-    Events are for users, so no reconcile waits for them. A resource gets at most MOST_A_MINUTE new events a
-    minute, and at most MOST_WAITING events wait for a slow API server. The recorder drops and counts the
-    others. It logs and drops an event that cannot be written. It writes no events into a namespace that is
-    being deleted.
+    Events are for users, so no reconcile waits for them. MAX_EVENTS_PER_MINUTE limits the new events of a
+    resource, and MAX_WAITING_EVENTS limits the events that wait for a slow API server. The recorder drops and
+    counts the others. It logs and drops an event that cannot be written. It writes no events into a namespace
+    that is being deleted.
 
     Args:
         reporter: name of this operator's instance.
@@ -90,7 +90,7 @@ class EventRecorder:
         if any(_same(*each) == same for each in self._waiting):  # an identical event is already queued
             return
         known = same in self._seen or same in self._at_work
-        if len(self._waiting) >= MOST_WAITING or not (known or self._is_within_rate(resource.uid, now)):
+        if len(self._waiting) >= MAX_WAITING_EVENTS or not (known or self._is_within_rate(resource.uid, now)):
             logger.debug("%s: dropped event %s: over the limit", resource.key, event.reason)
             self._dropped()
             return
@@ -117,7 +117,7 @@ class EventRecorder:
         times = self._recent.get(uid, deque())
         while times and now - times[0] >= MINUTE_S:
             times.popleft()
-        if len(times) >= MOST_A_MINUTE:
+        if len(times) >= MAX_EVENTS_PER_MINUTE:
             return False
         times.append(now)
         self._recent[uid] = times
@@ -155,7 +155,7 @@ class EventRecorder:
             series = series if status != NOT_FOUND else None
         if series is not None:
             self._seen[same] = series
-        while len(self._seen) > MOST_REMEMBERED:
+        while len(self._seen) > MAX_REMEMBERED_EVENTS:
             self._seen.popitem(last=False)
 
     def _is_ending(self, namespace: str, now: float) -> bool:

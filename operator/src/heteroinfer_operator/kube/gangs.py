@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 ASK_S: Final = 300.0
 """Time between two checks."""
 RETRY_FIRST_S: Final = 1.0
-RETRY_MOST_S: Final = 30.0
+MAX_RETRY_S: Final = 30.0
 """Longest pause after a check without an answer, or a failed task."""
 LISTED_S: Final = 20.0
 """The operator logs a gang scheduler whose objects cannot be listed within this time."""
@@ -147,7 +147,7 @@ class GangSchedulers:
                 self._update(await ask_gangs(self._server))
                 if failed or self._unanswered:
                     await asyncio.sleep(retry_s)
-                    retry_s = min(2 * retry_s, RETRY_MOST_S)
+                    retry_s = min(2 * retry_s, MAX_RETRY_S)
                     continue
                 retry_s = RETRY_FIRST_S
                 with contextlib.suppress(TimeoutError):

@@ -20,7 +20,7 @@ STATUS_AGAIN_S: Final = 1.0
 """Pause between two attempts to write a status while the API server has not answered the first."""
 WITHIN: Final = timedelta(seconds=60)
 """Two identical writes count as consecutive if they are less than this apart."""
-MOST: Final = 5
+MAX_RESTORATIONS: Final = 5
 """Consecutive identical writes until the operator reports a conflict with another writer.
 
 Below this number it repairs manual changes of users without a report.
@@ -63,7 +63,7 @@ class WrittenAgain:
         before, _, times = self._written.get(key, (None, now, 0))
         times = times + 1 if before == written else 1
         self._written[key] = written, now, times
-        return times >= MOST
+        return times >= MAX_RESTORATIONS
 
 
 @dataclass(slots=True)

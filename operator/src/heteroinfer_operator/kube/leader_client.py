@@ -35,7 +35,7 @@ SURE_TRIES: Final = 3
 """Consecutive failed connections until a leader counts as silent. One lost packet proves nothing."""
 WATCH_S: Final = 1.0
 """Interval of test connections to a leader that answered before. They send no request."""
-MOST_TRIED: Final = 200
+MAX_TESTED_AT_ONCE: Final = 200
 """At most this many leaders get a test connection within one WATCH_S. If there are more, they take turns."""
 TRY_S: Final = 0.3
 """Timeout of a test connection. SURE_TRIES connections and WATCH_S together take less than 2 s."""
@@ -147,8 +147,8 @@ class LeaderClient:
         """
         while True:
             leaders = list(self._watched.values())
-            for first in range(0, max(len(leaders), 1), MOST_TRIED):
-                tried = leaders[first : first + MOST_TRIED]
+            for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
+                tried = leaders[first : first + MAX_TESTED_AT_ONCE]
                 await asyncio.gather(asyncio.sleep(WATCH_S), *(self._try(pod, changed) for pod in tried))
 
     async def _try(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:

@@ -29,10 +29,10 @@ WATCH_S: Final = 290
 STALE_SILENCES: Final = 3
 """A cache is stale after this many watch silences without an answer: then lists have failed too."""
 BACKOFF_FIRST_S: Final = 0.2
-BACKOFF_MOST_S: Final = 5.0
+MAX_BACKOFF_S: Final = 5.0
 UNCONFIRMED_S: Final = 60.0
 """How long an object that we wrote survives relists that do not show it yet."""
-MOST_REPORTED: Final = 1000
+MAX_REPORTED_NAMES: Final = 1000
 """At most this many unreadable objects of one collection are remembered, to log each only once."""
 _NAMELESS: Final = NamespacedName(namespace="", name="an object without a name, uid or resourceVersion")
 _ADDED: Final = "ADDED"
@@ -161,7 +161,7 @@ class WatchCache(Generic[T]):
         if self._problem is None or self._following is None:
             return self._problem is not None
         # A working watch may send nothing for up to a minute, so a watch that lasts counts as success.
-        return time.monotonic() - self._following_since < 2 * BACKOFF_MOST_S
+        return time.monotonic() - self._following_since < 2 * MAX_BACKOFF_S
 
     @property
     def refusal(self) -> str:
@@ -249,10 +249,10 @@ class WatchCache(Generic[T]):
                 logger.exception(
                     "%s: a defect of the operator. Report it. Listing again", self.collection.label
                 )
-            if time.monotonic() - started > BACKOFF_MOST_S:
+            if time.monotonic() - started > MAX_BACKOFF_S:
                 backoff_s = BACKOFF_FIRST_S
             await asyncio.sleep(backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def relist(self) -> None:
         """Ends the watch and lists again, because the API server's store may have been replaced."""
@@ -294,15 +294,15 @@ class WatchCache(Generic[T]):
 
     def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:
         """Logs once per object that it cannot be read, even if it is listed or changes again."""
-        if self._reported.get(name) == uid or len(self._reported) > MOST_REPORTED:
+        if self._reported.get(name) == uid or len(self._reported) > MAX_REPORTED_NAMES:
             return
         self._reported[name] = uid
         label, words = self.collection.label, printable(error.message)
-        if len(self._reported) > MOST_REPORTED:
+        if len(self._reported) > MAX_REPORTED_NAMES:
             logger.error(
                 "%s: the operator cannot read more than %d objects. It does not log the others",
                 label,
-                MOST_REPORTED,
+                MAX_REPORTED_NAMES,
             )
             return
         logger.error("%s: the operator cannot read %s (%s). Correct or delete it", label, name, words)

@@ -28,7 +28,7 @@ _DNS_PORTS: Final = (53, 5353)
 
 They are open to any address, because a resolver's address may be link-local (NodeLocal DNSCache).
 """
-_MOST: Final = 32
+_MAX_SELECTORS: Final = 32
 """At most this many policies of one group or one download are considered. Policies whose selectors certainly
 match its pods come first."""
 
@@ -143,9 +143,9 @@ def _both(ours: Mapping[str, str], other: Manifest) -> Manifest:
 
 
 def _selectors(isolation: Isolation, pods: Sequence[Mapping[str, str]]) -> list[Manifest]:
-    """Returns the selectors that may match one of these pods, at most _MOST."""
+    """Returns the selectors that may match one of these pods, at most _MAX_SELECTORS."""
     found = [each for each in isolation.selectors if any(_may_select(each, own) for own in pods)]
-    return sorted(found, key=lambda each: any(_unknown(each, own) for own in pods))[:_MOST]
+    return sorted(found, key=lambda each: any(_unknown(each, own) for own in pods))[:_MAX_SELECTORS]
 
 
 def _widest(selectors: Sequence[Manifest]) -> list[Manifest]:

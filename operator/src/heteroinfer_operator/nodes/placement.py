@@ -18,15 +18,15 @@ from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
 
-MOST_TRIES: Final = 5000
+MAX_TRIES: Final = 5000
 """Placements of a pod until the search gives up: about 20 ms of one core (2026-11-21)."""
 _MAX_CHOICES: Final = 1000
 """At most this many combinations of topology values are tried for pods that must be together."""
-_FEWEST_TRIES: Final = 100
+_MIN_TRIES: Final = 100
 """At least this many placements are tried for each combination of topology values."""
 _DEVICE_MIB: Final = re.compile(r"[1-9][0-9]{0,11}")
 """A plausible label of a device's memory. Whoever may label nodes can write up to 63 digits."""
-_LEAST: Final = 1e-6
+_TOLERANCE: Final = 1e-6
 """Smaller amounts are rounding errors."""
 
 
@@ -67,7 +67,7 @@ class FreeNode:
     def has(self, requests: Mapping[str, float]) -> bool:
         """Returns whether the requests fit into the free resources."""
         for name, asked in requests.items():  # noqa: SIM110 - a generator for each node and pod costs twice
-            if self.left(name) + _LEAST < asked:
+            if self.left(name) + _TOLERANCE < asked:
                 return False
         return True
 
@@ -83,7 +83,7 @@ class FreeNode:
     @property
     def is_overfull(self) -> bool:
         """Whether more is used than the node has. The scheduler then preempts pods of lower priority."""
-        return any(left < -_LEAST for left in self.free.values())
+        return any(left < -_TOLERANCE for left in self.free.values())
 
     def take(self, requests: Mapping[str, float], *, times: int = 1) -> None:
         """Subtracts requests from the free resources; `times` = -1 adds them back."""
@@ -94,7 +94,7 @@ class FreeNode:
     def holds(self, requests: Mapping[str, float]) -> int:
         """Returns the number of pods with these requests that fit."""
         counts = [
-            int((self.left(name) + _LEAST) // asked)
+            int((self.left(name) + _TOLERANCE) // asked)
             for name, asked in requests.items()
             if asked > 0 and self.left(name) != float("inf")
         ]
@@ -242,7 +242,7 @@ def search_nodes(
             return None
         kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
     choices = [places_of(series, kinds) for series in terms.series]
-    tries = max(MOST_TRIES // max(prod(map(len, choices)), 1), _FEWEST_TRIES)
+    tries = max(MAX_TRIES // max(prod(map(len, choices)), 1), _MIN_TRIES)
     for chosen in islice(product(*choices), _MAX_CHOICES):
         found = _search_within(demands, kinds, terms, chosen, tries)
         if found is not None:

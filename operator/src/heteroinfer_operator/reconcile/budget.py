@@ -39,7 +39,7 @@ _POD: Final = "Pod"
 _WORDS: Final = 400
 
 
-def most_pods(wanted: int) -> int:
+def max_pods(wanted: int) -> int:
     """Number of pods that a resource with `wanted` wanted pods may create within a minute."""
     return 2 * wanted + 10
 
@@ -177,7 +177,7 @@ class Spending:
         if scopes in self._granted:
             self._reserved = max(self._reserved - 1, 0)
             return timedelta()
-        most, count = most_pods(wanted_pods(self.resource)), max(self._pods[scopes], 1)
+        most, count = max_pods(wanted_pods(self.resource)), max(self._pods[scopes], 1)
         wait = self.budget.pods.wait(count + self._reserved, most, self.now)
         if not wait:
             self._granted.add(scopes)
@@ -205,7 +205,7 @@ class Spending:
         wanted = wanted_pods(self.resource)
         return (
             "the next pods wait: the operator creates at most "
-            f"{most_pods(wanted)} pods a minute for this resource (2 x {wanted} wanted + 10)"
+            f"{max_pods(wanted)} pods a minute for this resource (2 x {wanted} wanted + 10)"
             f"{self._last_failure(scopes)}"
         )
 

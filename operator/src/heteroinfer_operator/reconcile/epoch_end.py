@@ -6,7 +6,7 @@ from typing import Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_operator.api.status import MOST_EXIT_CODE
+from heteroinfer_operator.api.status import MAX_EXIT_CODE
 from heteroinfer_operator.cluster import ContainerTermination, PodView
 
 IMAGE_CHANGED: Final = "ImageChanged"
@@ -136,7 +136,7 @@ def _termination(pod: PodView) -> EpochEnd | None:
         reason=OOM_KILLED if ended.reason == OOM_KILLED else "PodFailed",
         message=describe_exit(pod.name, ended),
         # Some runtimes report exit codes that Linux does not have and that do not fit the status field.
-        exit_code=ended.exit_code if abs(ended.exit_code) <= MOST_EXIT_CODE else None,
+        exit_code=ended.exit_code if abs(ended.exit_code) <= MAX_EXIT_CODE else None,
     )
 
 

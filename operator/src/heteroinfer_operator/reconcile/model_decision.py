@@ -40,7 +40,7 @@ _MODEL_POD_ENDED: Final = "ModelPodEnded"
 _PROFILE_READ: Final = "ProfileRead"
 _RETRY_FIRST_S: Final = 30.0
 """Wait after the first failed model pod; each further failure doubles it. The user may fix the cause."""
-_RETRY_MOST_S: Final = 300.0
+_MAX_RETRY_S: Final = 300.0
 _PROGRESS_EVERY_S: Final = 5.0
 _STEPS: Final = 100
 """The status shows the progress of a fetch in this many steps, which limits the number of its writes."""
@@ -312,7 +312,7 @@ def _failed(
 ) -> ModelDecision:
     """Decides after a failed attempt. The pod stays, with its log, until the next attempt is due."""
     failures = kept.failures or 0
-    pause_s = min(_RETRY_FIRST_S * 2.0 ** min(failures, 16), _RETRY_MOST_S)
+    pause_s = min(_RETRY_FIRST_S * 2.0 ** min(failures, 16), _MAX_RETRY_S)
     wait_s = pause_s - (context.now - pod.created).total_seconds()
     again = wait_s <= 0
     return ModelDecision(

@@ -53,19 +53,19 @@ _NOT_MADE: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD})
 _FIRST_S: Final = 1.0
 _MAX_S: Final = 30.0
 _HELD_FIRST_S: Final = 0.2
-_STATUS_MOST_S: Final = 1.0
+_MAX_STATUS_RETRY_S: Final = 1.0
 """Short, because clients and users act on the status."""
 REPORTED_TRIES: Final = 5
 _REPORTED_AT: Final = MappingProxyType({NAME_HELD: REPORTED_TRIES, NOT_ANSWERED: REPORTED_TRIES})
 """Number of attempts after which an event reports the refusal: a passing refusal is over by then."""
 _POD_FIRST_S: Final = 5.0
-_POD_MOST_S: Final = 300.0
+_MAX_POD_RETRY_S: Final = 300.0
 """Longest wait for a pod that a quota refuses: each attempt creates and deletes other pods of the group."""
 _FORGOTTEN_AFTER: Final = timedelta(seconds=10)
 """Time after a due retry at which a refusal is forgotten if no decision wants the object any more."""
 _POD_FORGOTTEN_AFTER: Final = timedelta(seconds=90)
 """The same for pods. It is longer than the deletion of the group's other pods, which precedes the retry."""
-_BUDGET_MOST_S: Final = 60.0
+_MAX_BUDGET_RETRY_S: Final = 60.0
 """Longest wait for the budget, and time for which the operator reports a second writer of the status."""
 
 Subject: TypeAlias = tuple[str, str]
@@ -100,15 +100,15 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
 
     The delay doubles with each try, up to a limit that depends on the kind and the reason.
     """
-    first_s, max_s = (_POD_FIRST_S, _POD_MOST_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MAX_S)
+    first_s, max_s = (_POD_FIRST_S, _MAX_POD_RETRY_S) if kind in ("Pod", REVISION) else (_FIRST_S, _MAX_S)
     if reason == NOT_ANSWERED:
         first_s, max_s = _FIRST_S, _MAX_S
     if reason == NAME_HELD:
         first_s, max_s = _HELD_FIRST_S, _MAX_S
     if reason in (TOO_MANY_PODS, WRITTEN_BY_OTHERS):
-        return _BUDGET_MOST_S
+        return _MAX_BUDGET_RETRY_S
     if kind == STATUS:
-        max_s = _STATUS_MOST_S
+        max_s = _MAX_STATUS_RETRY_S
     return float(min(first_s * 2.0 ** min(tries - 1, 16), max_s))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from heteroinfer_contract.plan import Device, Plan, eager_reason
 from heteroinfer_operator.api import GroupStatus, PlanStatus, RankPlan, Summary
 from heteroinfer_operator.api.base import MAX_TEXT
-from heteroinfer_operator.api.status import MOST_COUNT
+from heteroinfer_operator.api.status import MAX_COUNT
 from heteroinfer_operator.planning.predicted_plan import PredictedPlan
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import mebibytes
@@ -66,6 +66,6 @@ def summary(
         step_ms=None if step_ms is None else f"{step_ms:.1f}",
         predicted_step_ms=None if predicted_ms is None else f"{predicted_ms:.1f}",
         slowest_rank=None if slowest is None else f"{slowest.rank} ({slowest.role})",
-        restarts=min(sum(group.restarts for group in groups), MOST_COUNT),
+        restarts=min(sum(group.restarts for group in groups), MAX_COUNT),
         plan=None if plan is None else plan.hash,
     )

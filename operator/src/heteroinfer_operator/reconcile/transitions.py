@@ -16,7 +16,7 @@ from heteroinfer_operator.api import (
     StartupStatus,
 )
 from heteroinfer_operator.api.base import MAX_TEXT
-from heteroinfer_operator.api.status import MOST_COUNT, next_count, next_epoch
+from heteroinfer_operator.api.status import MAX_COUNT, next_count, next_epoch
 
 
 def describe_failure(failure: FailureStatus) -> str:
@@ -249,7 +249,7 @@ def living(  # noqa: PLR0913 - the fields that an active epoch sets
         after_failure=status.after_failure and not ready,
         served_time=status.served_time or (now if ready else None),
         spare_pods=tuple(sorted(spare_pods)),
-        rejections=0 if ready else min(status.rejections + newly_rejected, MOST_COUNT),
+        rejections=0 if ready else min(status.rejections + newly_rejected, MAX_COUNT),
         rejected_pods=tuple(sorted(rejected_pods)),
         stuck_pods=tuple(stuck_pods),
         damaged_pod=None,

@@ -11,7 +11,7 @@ from heteroinfer_contract.names import exit_code_of
 from heteroinfer_contract.parent_death import adopt_orphans
 from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
 
-LEAST_LIMIT_S, MOST_LIMIT_S = 5.0, 3600.0
+MIN_LIMIT_S, MAX_LIMIT_S = 5.0, 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,10 +53,8 @@ def _limit(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not LEAST_LIMIT_S <= seconds <= MOST_LIMIT_S:
-        raise argparse.ArgumentTypeError(
-            f"must be {LEAST_LIMIT_S:g} to {MOST_LIMIT_S:g} seconds, got {text!r}"
-        )
+    if not MIN_LIMIT_S <= seconds <= MAX_LIMIT_S:
+        raise argparse.ArgumentTypeError(f"must be {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g} seconds, got {text!r}")
     return seconds
 
 

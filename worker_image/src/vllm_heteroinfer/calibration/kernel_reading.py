@@ -215,7 +215,7 @@ def _rates(
             break
         prepare(rows)
         some = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
-        call_s = median_s(some, **({} if rows == 1 else {"most_s": _MORE_S})) / len(some)
+        call_s = median_s(some, **({} if rows == 1 else {"max_s": _MORE_S})) / len(some)
         rates.append((num_bytes if rows == 1 else many_bytes or num_bytes) / call_s)
         before = rows
     return rates

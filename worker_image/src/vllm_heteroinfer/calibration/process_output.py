@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import IO, Any, Final
 
 BEGUN: Final = "begun"
-MOST_LINE_BYTES: Final = 2**16
+MAX_LINE_BYTES: Final = 2**16
 """Longer lines are cut."""
 _CHUNK_BYTES: Final = 2**16
 
@@ -43,7 +43,7 @@ class LineReader:
     """Splits chunks of output into lines.
 
     Args:
-        take: called with each line, without its newline, cut at MOST_LINE_BYTES.
+        take: called with each line, without its newline, cut at MAX_LINE_BYTES.
     """
 
     def __init__(self, take: Callable[[str], None]) -> None:
@@ -61,7 +61,7 @@ class LineReader:
             self._give()
 
     def _add(self, part: bytes) -> None:
-        self._line += part[: MOST_LINE_BYTES - len(self._line)]
+        self._line += part[: MAX_LINE_BYTES - len(self._line)]
 
     def _give(self) -> None:
         line = self._line.decode(errors="replace")

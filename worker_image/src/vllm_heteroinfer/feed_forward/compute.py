@@ -9,7 +9,7 @@ from heteroinfer_contract.column_shares import Span
 from vllm_heteroinfer.feed_forward.held import HeldParts
 from vllm_heteroinfer.feed_forward.held_experts import Experts
 
-MOST_VIEWS: Final = 256
+MAX_VIEWS: Final = 256
 """Largest row count whose views of the slab are cached."""
 
 Compute = Callable[[int], None]
@@ -35,7 +35,7 @@ class Views:
         views = self._kept.get(rows)
         if views is None:
             views = tuple(tensor[:rows] for tensor in self._whole)
-            if rows <= MOST_VIEWS:
+            if rows <= MAX_VIEWS:
                 self._kept[rows] = views
         return views
 

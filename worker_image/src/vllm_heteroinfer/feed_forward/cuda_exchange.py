@@ -18,7 +18,7 @@ from vllm_heteroinfer.feed_forward.slab import Slab
 
 SOURCE: Final = Path(__file__).parent / "kernels.cu"
 THREADS: Final = 256
-MOST_BLOCKS: Final = 32
+MAX_BLOCKS: Final = 32
 """Most blocks of a kernel: enough writes and reads in flight for the link; the rest of the GPU stays free."""
 STATE_WORDS: Final = 4
 HOST_REGISTER_MAPPED: Final = 2
@@ -162,7 +162,7 @@ class CudaExchange:
         )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         parts = rows * self._fixed["row_parts"]
-        blocks = max(1, min(MOST_BLOCKS, -(-parts // THREADS)))
+        blocks = max(1, min(MAX_BLOCKS, -(-parts // THREADS)))
         stream = int(torch._C._cuda_getCurrentRawStream(self._index))
         self._kernels.launch(self._ask, blocks, arguments, stream)
         self._kernels.launch(self._get, blocks, arguments, stream)

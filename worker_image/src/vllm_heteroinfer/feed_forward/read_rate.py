@@ -15,7 +15,7 @@ import torch
 
 from heteroinfer_contract.column_shares import shares_by_rate
 from heteroinfer_contract.plan import Plan, RankAssignment
-from vllm_heteroinfer.kernels.host_caches import LEAST_BYTES
+from vllm_heteroinfer.kernels.host_caches import MIN_SAMPLE_BYTES
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
 from vllm_heteroinfer.kernels.memory_stream import PRODUCT_BYTES, memory_stream
 from vllm_heteroinfer.kernels.rounds import median_s
@@ -43,13 +43,13 @@ def publish(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "De
     if not _is_by_rate(lanes):
         return
     # The memory for its weights is still free, because nothing is loaded yet.
-    most_bytes = max(rank.weight_bytes, LEAST_BYTES)
-    products = memory_stream(ours=is_wanted(os.environ), most_bytes=most_bytes)
+    max_bytes = max(rank.weight_bytes, MIN_SAMPLE_BYTES)
+    products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)
     store.put(_key("reads", rank), "")
     for lane in lanes:
         store.get(_key("reads", lane), deadline, what=f"start of reading of rank {lane.rank}", rank=lane.rank)
     with torch.inference_mode():
-        round_s = median_s(products, least_s=READING_S, most_s=READING_S)
+        round_s = median_s(products, min_s=READING_S, max_s=READING_S)
     store.put(_key("rate", rank), str(round(PRODUCT_BYTES * len(products) / round_s)))
 
 

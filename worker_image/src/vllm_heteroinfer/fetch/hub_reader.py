@@ -110,33 +110,33 @@ class HubReader:
             self._fronts[file.path] = known  # for the next call, which needs more bytes
         return known[:size_bytes]
 
-    def _read(self, url: str, most_bytes: int, *, is_front: bool = False) -> bytes:
+    def _read(self, url: str, max_bytes: int, *, is_front: bool = False) -> bytes:
         """Reads an answer; repeats the request if the hub is busy.
 
         Args:
-            most_bytes: limit for the answer; the exact size if `is_front`.
+            max_bytes: limit for the answer; the exact size if `is_front`.
             is_front: whether to request a range, the first bytes of a file.
         """
         if self._offline:
             raise self._hub.offline()
         for pause_s in _PAUSES_S:
             try:
-                return self._read_once(url, most_bytes, is_front)
+                return self._read_once(url, max_bytes, is_front)
             except FetchError as error:
                 if not error.may_heal:
                     raise
             time.sleep(pause_s)
-        return self._read_once(url, most_bytes, is_front)
+        return self._read_once(url, max_bytes, is_front)
 
-    def _read_once(self, url: str, most_bytes: int, is_front: bool) -> bytes:
+    def _read_once(self, url: str, max_bytes: int, is_front: bool) -> bytes:
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "heteroinfer"})  # noqa: S310 - the hub is the user's choice
             if is_front:
-                request.add_header("Range", f"bytes=0-{most_bytes - 1}")
+                request.add_header("Range", f"bytes=0-{max_bytes - 1}")
             if self._hub.token:
                 request.add_header("Authorization", f"Bearer {self._hub.token}")
             with self._opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
-                content = bytes(answer.read(most_bytes))  # a server without ranges sends more
+                content = bytes(answer.read(max_bytes))  # a server without ranges sends more
         except urllib.error.HTTPError as error:
             with error:
                 raise self._hub.refusal(error.code, error.headers.get("X-Error-Code", "")) from error
@@ -146,8 +146,8 @@ class HubReader:
             if is_distrusted(error):
                 raise self._hub.distrusted(error) from error
             raise self._hub.silence(error) from error
-        if is_front and len(content) < most_bytes:
-            raise self._hub.away(f"sent {len(content)} of {most_bytes} bytes of {self._hub.clean(url)}")
+        if is_front and len(content) < max_bytes:
+            raise self._hub.away(f"sent {len(content)} of {max_bytes} bytes of {self._hub.clean(url)}")
         return content
 
 

@@ -110,7 +110,7 @@ class FetchJob:
                 Downloads may still run then: end the process.
             ModelFilesError: the model is complete but cannot be planned.
         """
-        failures, most_bytes, moved_at = 0, -1, self._now_s()
+        failures, max_bytes, moved_at = 0, -1, self._now_s()
         while True:
             try:
                 return self._attempt()
@@ -118,8 +118,8 @@ class FetchJob:
                 if not error.may_heal:
                     raise
                 done_bytes = self._used_bytes()
-                if done_bytes > most_bytes:
-                    failures, most_bytes, moved_at = 0, done_bytes, self._now_s()
+                if done_bytes > max_bytes:
+                    failures, max_bytes, moved_at = 0, done_bytes, self._now_s()
                 if self._now_s() - moved_at > self._patience_s:
                     raise
                 pause_s = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]

@@ -31,7 +31,7 @@ class Deadline:
         return max(0.0, self.at - time.monotonic())
 
 
-MOST_TURN_S = 0.1
+MAX_TURN_S = 0.1
 """Longest delay of a nap's end that counts as waiting. After a longer delay, this process did not run."""
 
 
@@ -52,5 +52,5 @@ class Patience:
             nap_s: intended length of the nap, which may have ended early or late.
         """
         now_s = time.monotonic()
-        passed_s = min(now_s - self._looked_at_s, nap_s + MOST_TURN_S)
+        passed_s = min(now_s - self._looked_at_s, nap_s + MAX_TURN_S)
         self.left_s, self._looked_at_s = max(0.0, self.left_s - passed_s), now_s

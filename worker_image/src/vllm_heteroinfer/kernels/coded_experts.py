@@ -25,7 +25,7 @@ from vllm_heteroinfer.kernels.coded import (
 )
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
-MOST_CHOICES: Final = 256
+MAX_CHOICES: Final = 256
 """Experts of a row."""
 
 
@@ -212,7 +212,7 @@ class CodedExperts:
             and x.dtype == y.dtype == self._dtype
             and x.stride(1) == y.stride(1) == 1
             and weights.shape == ids.shape
-            and topk <= MOST_CHOICES
+            and topk <= MAX_CHOICES
             and (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
             and weights.is_contiguous()
             and ids.is_contiguous()

@@ -10,7 +10,7 @@ from vllm_heteroinfer.kernels.library import KernelLibrary
 
 BLOCK: Final = 32
 """Columns of a block, and inputs of a unit. Both sizes of an expert must be multiples."""
-MOST_CHOICES: Final = 256
+MAX_CHOICES: Final = 256
 """Limit of experts for each row."""
 FP8: Final = torch.float8_e4m3fn
 SCALED: Final = 128
@@ -147,7 +147,7 @@ def experts(
     right = (
         x.shape == y.shape == (m, hidden)
         and weights.shape == ids.shape
-        and topk <= MOST_CHOICES
+        and topk <= MAX_CHOICES
         and x.dtype == y.dtype == torch.bfloat16
         and (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
         and x.stride(1) == y.stride(1) == 1
@@ -157,7 +157,7 @@ def experts(
     if not right:
         raise ValueError(
             f"x and y must be [{m}, {hidden}] bf16, weights float32 and ids int32 [{m}, at most "
-            f"{MOST_CHOICES}] (got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
+            f"{MAX_CHOICES}] (got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
             f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype})."
         )
     scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-LEAST_BYTES, MOST_BYTES = 192 << 20, 768 << 20
+MIN_SAMPLE_BYTES, MAX_SAMPLE_BYTES = 192 << 20, 768 << 20
 
 
 def bytes_beyond_caches(
@@ -23,7 +23,7 @@ def bytes_beyond_caches(
         if caches:
             size, shared = max(caches)
             largest[shared or str(cpu)] = size
-    return min(max(2 * sum(largest.values()), LEAST_BYTES), MOST_BYTES)
+    return min(max(2 * sum(largest.values()), MIN_SAMPLE_BYTES), MAX_SAMPLE_BYTES)
 
 
 def _cache(size: Path) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_heteroinfer.kernels import linear
-from vllm_heteroinfer.kernels.host_caches import MOST_BYTES, bytes_beyond_caches
+from vllm_heteroinfer.kernels.host_caches import MAX_SAMPLE_BYTES, bytes_beyond_caches
 from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 
 INPUTS, COLUMNS = 4096, 4096
@@ -19,15 +19,15 @@ PRODUCT_BYTES = INPUTS * COLUMNS * 2
 Read = Callable[[], torch.Tensor]
 
 
-def memory_stream(*, ours: bool = True, most_bytes: int = MOST_BYTES) -> list[Read]:
+def memory_stream(*, ours: bool = True, max_bytes: int = MAX_SAMPLE_BYTES) -> list[Read]:
     """Returns products of PRODUCT_BYTES each, whose weights together exceed all caches.
 
     The weights stay in memory as long as the products.
 
     Args:
-        most_bytes: limit of the bytes of all weights, even if caches hold more.
+        max_bytes: limit of the bytes of all weights, even if caches hold more.
     """
-    count = -(-min(bytes_beyond_caches(), most_bytes) // PRODUCT_BYTES)
+    count = -(-min(bytes_beyond_caches(), max_bytes) // PRODUCT_BYTES)
     x = torch.randn((1, INPUTS)).to(torch.bfloat16)
     dense = torch.randn((COLUMNS, INPUTS)).to(torch.bfloat16)
     if ours and _are_available():

@@ -6,22 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 ROUNDS: Final = 5
-LEAST_S: Final = 0.05
+MIN_S: Final = 0.05
 """Least time of a measurement: short rounds are repeated, so that the clock's resolution does not matter."""
-MOST_S: Final = 1.5
+MAX_S: Final = 1.5
 """Time after which no further round begins."""
 
 
-def median_s(
-    calls: Sequence[Callable[[], Any]], *, least_s: float = LEAST_S, most_s: float = MOST_S
-) -> float:
+def median_s(calls: Sequence[Callable[[], Any]], *, min_s: float = MIN_S, max_s: float = MAX_S) -> float:
     """Returns the median time of a round over all calls, in seconds. The first round is a warm-up."""
     _round(calls)
     times: list[float] = []
     start = time.perf_counter()
-    while len(times) < ROUNDS or time.perf_counter() - start < least_s:
+    while len(times) < ROUNDS or time.perf_counter() - start < min_s:
         times.append(_round(calls))
-        if time.perf_counter() - start > most_s:
+        if time.perf_counter() - start > max_s:
             break
     return statistics.median(times)
 

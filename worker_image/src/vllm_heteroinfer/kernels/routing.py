@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from vllm_heteroinfer.kernels.experts import MOST_CHOICES, PackedExperts
+from vllm_heteroinfer.kernels.experts import MAX_CHOICES, PackedExperts
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 SCORES: Final = ("softmax", "sigmoid")
@@ -63,9 +63,9 @@ class ExpertChoice:
         right = bias is None or (
             bias.shape == (self.experts,) and bias.dtype == torch.float32 and bias.is_contiguous()
         )
-        if not (right and self.scoring in SCORES and 0 < self.topk <= min(self.experts, MOST_CHOICES)):
+        if not (right and self.scoring in SCORES and 0 < self.topk <= min(self.experts, MAX_CHOICES)):
             raise ValueError(
-                f"expert choice: topk must be 1 to min(experts, {MOST_CHOICES}), scoring one of "
+                f"expert choice: topk must be 1 to min(experts, {MAX_CHOICES}), scoring one of "
                 f"{', '.join(SCORES)}, and bias None or [experts] float32, contiguous (got {self.topk} of "
                 f"{self.experts} experts, {self.scoring}, bias "
                 f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."

@@ -8,7 +8,7 @@ from vllm_heteroinfer.pod.addresses import host_in_url
 
 PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 1.0
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Limit of attempts for one check. A check repeats attempts during which this process was not scheduled."""
 
 
@@ -29,7 +29,7 @@ async def probe_api(
     host = await address
     while True:
         healthy: bool | None = None
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             began_s = awake_s()
             healthy = await _api_is_healthy(host, port)
             if healthy is not None or awake_s() - began_s > PROBE_TIMEOUT_S / 2:

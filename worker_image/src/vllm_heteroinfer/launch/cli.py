@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LOG_FINISH_TIMEOUT_S = 1.0
 _SCRATCH = Path(tempfile.gettempdir())
-MOST_FILES = 65536
+MAX_OPEN_FILES = 65536
 CALIBRATION_MODULE = "vllm_heteroinfer.calibration"
 
 
@@ -243,12 +243,12 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
 
 
 def _allow_files() -> None:
-    """Raises the limit of open files to the hard limit, at most MOST_FILES.
+    """Raises the limit of open files to the hard limit, at most MAX_OPEN_FILES.
 
     Clients with many connections could use up the soft limit, which is often 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -28,7 +28,7 @@ from vllm_heteroinfer.pod.addresses import bind_host, look_up
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
 from vllm_heteroinfer.pod.listening import ConnectionLimit, listen
 
-MOST_STRANGERS = 64
+MAX_UNKNOWN_PEERS = 64
 """Limit of open connections without a proof of identity."""
 LAST_READ_S = 0.2
 """Time for followers to read the last message and close the connection."""
@@ -62,7 +62,7 @@ class ControlServer:
         self._verdict: Failure | None = None
         self._said_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers = ConnectionLimit(MOST_STRANGERS)
+        self._strangers = ConnectionLimit(MAX_UNKNOWN_PEERS)
         self._sent_away = 0
         self._logged_at_s = -LOG_INTERVAL_S
 

@@ -60,7 +60,7 @@ class Host:
 
 
 ONEDNN_CACHE: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-MOST_PRIMITIVES: Final = "128"
+MAX_CACHED_PRIMITIVES: Final = "128"
 """oneDNN compiles a matrix product for each number of rows, and by default caches 1,024 products. Prompts of
 500 lengths grew a float32 rank of 32 layers by 965 MB. With a limit of 128 the rank grew by 215 MB at the
 same speed (2 cores of an AMD EPYC, 2026-11-26). The planner's RANK_OVERHEAD_BYTES covers this growth."""
@@ -88,7 +88,7 @@ def rank_environment(
         cpu_set = None
     for name, value in _thread_settings(plan, launch, cpu_set, host).items():
         env.setdefault(name, value)
-    env.setdefault(ONEDNN_CACHE, MOST_PRIMITIVES)
+    env.setdefault(ONEDNN_CACHE, MAX_CACHED_PRIMITIVES)
     env[names.ENV_MEMORY_NODES] = _memory_nodes(cpu_set, host)
     if rank.feed_forward is not None:
         spin = spin_s(plan, launch, env, host)

@@ -8,7 +8,7 @@ WINDOW_S = 30.0
 """Time for which a late turn counts, in seconds."""
 NEXT_DELAY = 4.0
 """A supervisor may next be silent for this many times its largest recent delay."""
-MOST_PATIENCE = 10.0
+MAX_PATIENCE_FACTOR = 10.0
 """Largest extension of the heartbeat limit for busy machines, as a multiple of the limit."""
 
 
@@ -56,4 +56,4 @@ def silence_limit_s(
     if not acknowledged:
         return heartbeat_timeout_s
     patience_s = NEXT_DELAY * max(own_late_s, peer_late_s)
-    return heartbeat_timeout_s + min(patience_s, MOST_PATIENCE * heartbeat_timeout_s)
+    return heartbeat_timeout_s + min(patience_s, MAX_PATIENCE_FACTOR * heartbeat_timeout_s)

@@ -365,11 +365,11 @@ class SupervisorEnd:
         self.closed = True
         self._socket.close()
 
-    def _receive(self, most_bytes: int) -> Iterator[bytes]:
+    def _receive(self, max_bytes: int) -> Iterator[bytes]:
         """Yields the bytes since the last call; sets `closed` once the other end is closed."""
         while not self.closed:
             try:
-                received = self._socket.recv(most_bytes)
+                received = self._socket.recv(max_bytes)
             except BlockingIOError:
                 return
             except OSError:

@@ -17,8 +17,8 @@ from vllm_heteroinfer.pod.addresses import bind_host
 from vllm_heteroinfer.pod.listening import ConnectionLimit, listen
 
 REQUEST_TIMEOUT_S = 5.0
-MOST_CONNECTIONS = 64
-MOST_REQUEST_BYTES = 8192
+MAX_CONNECTIONS = 64
+MAX_REQUEST_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class HealthServer:
 
     def __init__(self, answer: Callable[[HealthRequest], HealthAnswer]) -> None:
         self._answer = answer
-        self._connections = ConnectionLimit(MOST_CONNECTIONS)
+        self._connections = ConnectionLimit(MAX_CONNECTIONS)
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> None:
@@ -59,7 +59,7 @@ class HealthServer:
             ContractError: the port is in use or cannot be opened.
         """
         try:
-            self._server = await listen(self._serve, bind_host(host), port, limit=MOST_REQUEST_BYTES)
+            self._server = await listen(self._serve, bind_host(host), port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
             raise ContractError(
                 f"health port {port} is not available: {error}. End the process that uses the port, or set "

@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
-MOST_WAITING: Final = 1024
+MAX_WAITING_CONNECTIONS: Final = 1024
 """Connections that the kernel queues. If the queue is full, a peer tries again after a second."""
-MOST_AT_ONCE: Final = 16
+MAX_ACCEPTED_AT_ONCE: Final = 16
 """Connections that one turn of the event loop accepts, so that heart-beats are not delayed."""
 READ_LIMIT_BYTES: Final = 2**16
 
@@ -25,12 +25,14 @@ async def listen(
         host: as `addresses.bind_host` gives it.
         limit: size of each connection's read buffer, in bytes.
     """
-    server = await asyncio.start_server(serve, host=host, port=port, limit=limit, backlog=MOST_AT_ONCE)
+    server = await asyncio.start_server(
+        serve, host=host, port=port, limit=limit, backlog=MAX_ACCEPTED_AT_ONCE
+    )
     # asyncio uses its backlog both as the length of the queue and as the number of connections to accept in
     # one turn (asyncio/selector_events.py::_accept_connection, CPython 3.11).
     for each in server.sockets:
         with each.dup() as own:
-            own.listen(MOST_WAITING)
+            own.listen(MAX_WAITING_CONNECTIONS)
     return server
 
 

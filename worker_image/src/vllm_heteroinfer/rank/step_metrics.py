@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SMOOTHING = 0.1
 """Weight of the newest decode step in the moving averages that the rank reports to its supervisor."""
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 """Connections of the metrics port, each with a thread. A further connection closes the oldest."""
 _REQUEST_TIMEOUT_S = 5.0
 
@@ -327,7 +327,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
     """An HTTP server with a limit on connections, so that idle clients cannot use up threads and files."""
 
     daemon_threads = True
-    request_queue_size = MOST_CONNECTIONS
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         self._open: dict[socket.socket, None] = {}
@@ -343,7 +343,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
         """Answers a request in a thread. Closes the oldest connection if there are too many."""
         with self._lock:
             self._open[request] = None
-            too_many = len(self._open) > MOST_CONNECTIONS
+            too_many = len(self._open) > MAX_CONNECTIONS
             oldest = next(iter(self._open))
             if too_many:
                 del self._open[oldest]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from vllm_heteroinfer.group.deadline import MOST_TURN_S
+from vllm_heteroinfer.group.deadline import MAX_TURN_S
 
 SPIN_S = 200e-6
 """Time of checks without a pause: a decode step has 65 of these waits, and the shortest sleep is 60 us."""
@@ -18,14 +18,14 @@ _LONG_SLEEP_S = 500e-6
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
     """Waits until `ready` is true. Returns False after `timeout_s` seconds.
 
-    Counts at most MOST_TURN_S for each check, so that a time without CPU does not use up the time-out.
+    Counts at most MAX_TURN_S for each check, so that a time without CPU does not use up the time-out.
     """
     waited, before = 0.0, time.perf_counter()
     while True:
         if ready():
             return True
         now = time.perf_counter()
-        waited += min(now - before, MOST_TURN_S)
+        waited += min(now - before, MAX_TURN_S)
         before = now
         if waited < SPIN_S:
             continue
