@@ -24,10 +24,6 @@ _CLASSES = {
 }
 """SchemeName -> class in vllm/model_executor/layers/fused_moe/experts/cpu_moe.py."""
 DTYPES = ("bfloat16", "float16", "float32")
-OPERATIONS = {"int4": "cpu_gemm_wna16", "scan": "selective_scan_fwd"}
-"""What linear layers of 4 bits, and states of Mamba 1, are computed by."""
-LIBRARIES = {"AVX512-BF16": "_C", "AVX-512": "_C_AVX512", "AVX2": "_C_AVX2"}
-"""The instructions that each is for (vllm/platforms/cpu.py::CpuPlatform.import_kernels@v0.32.0)."""
 _SIZE = (4096, 4096)
 _GROUP = 128
 
@@ -61,6 +57,19 @@ def routing_methods() -> dict[str, list[str]]:
             }
         )
         for scheme, name in _CLASSES.items()
+    }
+
+
+def activations() -> dict[str, list[str]]:
+    """Returns the activations that each kernel of experts takes, by format; "None" for plain weights."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    return {
+        scheme: sorted(
+            each.value for each in MoEActivation if getattr(cpu_moe, name)._supports_activation(each)
+        )
+        for scheme, name in {"None": "CPUUnquantizedExperts", **_CLASSES}.items()
     }
 
 
@@ -179,6 +188,8 @@ def _choosers() -> dict[str, Callable[[Any], Any]]:
         "FP8 in blocks 8": fp8(keys.kFp8Static128BlockSym, keys.kFp8Dynamic128Sym, blocks=True),
         "FP8 per channel 8": fp8(keys.kFp8StaticChannelSym, keys.kFp8DynamicTokenSym),
         "FP8 per tensor 8": fp8(keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym),
+        "MXFP4 4": lambda _: type(linear.init_mxfp4_linear_kernel()),
+        "MXFP8 8": lambda _: type(linear.init_mxfp8_linear_kernel(weight_shape=_SIZE)),
         "NVFP4 4": lambda _: type(linear.init_nvfp4_linear_kernel()),
     }
 
@@ -286,18 +297,16 @@ def _decodes(dtype: Any) -> bool:
     return bool((expected - out[0].float()).abs().max() < 0.05)  # of NaN too it is False
 
 
-def libraries() -> dict[str, list[str]]:
-    """Returns the instructions of the libraries that have an operation, by what it is for."""
+def libraries_with_a_scan() -> list[str]:
+    """Returns vLLM's libraries for CPUs that have the scan of Mamba 1."""
     import vllm
 
-    folder = Path(vllm.__file__).parent
-    found: dict[str, list[str]] = {what: [] for what in OPERATIONS}
-    for instructions, name in LIBRARIES.items():
-        with (folder / f"{name}.abi3.so").open("rb") as file:
+    found = []
+    for library in sorted(Path(vllm.__file__).parent.glob("_C*.abi3.so")):
+        with library.open("rb") as file:
             held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            for what, operation in OPERATIONS.items():
-                if held.find(operation.encode()) >= 0:
-                    found[what].append(instructions)
+            if held.find(b"selective_scan_fwd") >= 0:
+                found.append(library.name)
     return found
 
 
@@ -315,28 +324,10 @@ def overflows() -> bool:
     return bool((blocks.view(torch.float32) == 1.0).sum() == ones.numel())
 
 
-def four_bits_compute() -> dict[str, bool]:
-    """Returns whether the kernel that vLLM chooses for 4 bits computes activations of a type."""
-    import torch
-    from vllm import _custom_ops as ops
-
-    columns, inputs, group = 32, 64, 32
-    packed = torch.zeros((columns // 16, inputs * 16 // 8), dtype=torch.int32)
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        x, scales = torch.ones((1, inputs), dtype=dtype), torch.ones((inputs // group, columns), dtype=dtype)
-        try:
-            ops.cpu_gemm_wna16(x, packed, scales, None, None, 8, "vec")
-        except NotImplementedError:
-            found[str(dtype).removeprefix("torch.")] = False
-        else:
-            found[str(dtype).removeprefix("torch.")] = True
-    return found
-
-
 def answers() -> dict[str, Any]:
     """Returns all of it; of what depends on AMX first with it, then without."""
-    found: dict[str, Any] = {"routing": routing_methods(), "experts": [], "linear": [], "latent": []}
+    found: dict[str, Any] = {"routing": routing_methods(), "activations": activations()}
+    found |= {"experts": [], "linear": [], "latent": []}
     from tests.integration.kernels.reverting import revert
     from vllm_heteroinfer.patches import cpu_coded, cpu_router
 
@@ -352,10 +343,8 @@ def answers() -> dict[str, Any]:
             found["latent"].append(latent_backend())
     import torch
 
+    found["scan"] = libraries_with_a_scan()
     found["latents_decode"] = latents_decode() if torch.cpu._is_amx_tile_supported() else None
-    found["libraries"] = libraries()
-    avx512 = torch.cpu._is_avx512_supported()
-    found["four_bits_compute"] = four_bits_compute() if avx512 else None
     with cpu_with(amx=False):
         return {**found, "head_sizes": head_sizes(), "overflows": overflows()}
 

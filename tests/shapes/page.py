@@ -111,9 +111,7 @@ _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("DeepSeek-V3.2 with CPU ranks", "DeepSeek-V3.2", "B", {}),
     ("Kimi-K2-Thinking in 4 bits", "Kimi-K2-Thinking", "B", {}),
     ("MiniMax-M2 in FP8", "MiniMax-M2", "B", {}),
-    ("A model in NVFP4", "Llama-3.3-70B-Instruct-NVFP4", "B", {}),
     ("Gemma-3 with images", "gemma-3-27b-it", "B", {}),
-    ("AWQ in float16", "Llama-3.3-70B-Instruct-AWQ", "B", {"engine": {"dtype": "float16"}}),
     ("Quantization at load", "Llama-3.1-8B-Instruct", "A", {"engine": {"args": ["--quantization", "fp8"]}}),
     ("Latent attention in float16", "DeepSeek-V3", "B", {"engine": {"dtype": "float16"}}),
     (
@@ -128,7 +126,7 @@ _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 
 
 def _answers() -> str:
-    parts = ["\n## Twelve that do not fit or cannot run, by `heteroinfer plan`\n"]
+    parts = ["\n## Ten that do not fit or cannot run, by `heteroinfer plan`\n"]
     for title, name, group, fields in _QUESTIONS:
         try:
             ask(recorded_profiles()[name], group, **fields)
@@ -144,6 +142,7 @@ _FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("A model that one GPU holds", "Llama-3.1-8B-Instruct", "A", {}),
     ("A dense model, two thirds of it on CPUs", "Qwen3-32B", "A", {}),
     ("70B in 4 bits: KV cache for one longest sequence", "Llama-3.3-70B-Instruct-AWQ", "A", {}),
+    ("A model in NVFP4", "Llama-3.3-70B-Instruct-NVFP4", "A", {}),
     ("Experts in MXFP4 and windows", "gpt-oss-120b", "A", {}),
     ("Experts in bf16 on two CPU pods", "Qwen3-235B-A22B", "B", {"engine": {"maxModelLen": 32768}}),
     ("Latent attention, FP8 in blocks", "DeepSeek-V3", "B", {}),
@@ -160,7 +159,7 @@ _FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 
 
 def _accounts() -> str:
-    parts = ["\n## Ten that fit, by `heteroinfer plan --explain --choices`\n"]
+    parts = ["\n## Eleven that fit, by `heteroinfer plan --explain --choices`\n"]
     for title, name, group, fields in _FITS:
         shown = Shown(explain=True, choices=True)
         said = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)

@@ -78,6 +78,20 @@ def int8_channel(draw: torch.Generator, columns: int, inputs: int) -> Stored:
     return {"weight": weight, "weight_scale": scales}, weight.double() * scales.double()
 
 
+def int8_packed(draw: torch.Generator, columns: int, inputs: int) -> Stored:
+    """int8 weights alone of compressed-tensors: codes with 128 added, four in an int32."""
+    codes = torch.randint(0, 256, (columns, inputs), generator=draw)
+    scales = _uniform(draw, columns, 1, low=3e-4, high=1e-3).bfloat16()
+    groups = codes.unflatten(1, (-1, 4))
+    total = sum(groups.select(2, place) << (8 * place) for place in range(4))
+    stored = {
+        "weight_packed": torch.where(total >= 2**31, total - 2**32, total).to(torch.int32),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([columns, inputs]),
+    }
+    return stored, (codes - 128).double() * scales.double()
+
+
 def int4_packed(
     draw: torch.Generator, columns: int, inputs: int, *, group: int, zeros: bool = False
 ) -> Stored:

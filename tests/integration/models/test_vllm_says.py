@@ -7,28 +7,24 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.model import Routing, SchemeName
-from heteroinfer_operator.nodes.cpu_features import AMX
 from heteroinfer_operator.vllm_support.architectures import (
     BROKEN_PIPELINE,
     IMAGES_ATTEND_BOTH_WAYS,
     OWN_CPU_BLOCKS,
 )
+from heteroinfer_operator.vllm_support.cpu_kernels import CODED, CPU_EXPERTS
 from heteroinfer_operator.vllm_support.cpu_ranks import (
-    CPU_EXPERTS,
     CPU_FP8_HEAD_MULTIPLE,
     CPU_HEAD_SIZES,
     CPU_LATENT_DTYPE,
-    CPU_LINEAR,
-    LinearKernel,
 )
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
-from heteroinfer_operator.vllm_support.quantization import DEPRECATED_METHODS, FOUR_BITS, METHOD_DTYPES
+from heteroinfer_operator.vllm_support.quantization import DEPRECATED_METHODS, METHOD_DTYPES
 from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
 from tests.shapes.comparison import recorded
 
 pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(1200)]
 
-MORE_OF_OURS = (SchemeName.NVFP4,)
 SHAPES = ("gemma-3-27b-it", "DeepSeek-V2-Lite-Chat", "Nemotron-H-8B-Base-8K")
 """Windows, latents, states."""
 
@@ -92,51 +88,37 @@ def test_routers_of_cpus_choose_by_every_method_with_our_patch_alone(kernels: di
     assert methods >= {routing.value for routing in Routing} & {"SigmoidRenorm", "Sigmoid", "MiniMax2"}
 
 
+def test_activations_of_experts_are_those_of_the_table(kernels: dict[str, Any]) -> None:
+    for scheme, activations in kernels["activations"].items():
+        assert CPU_EXPERTS[SchemeName(scheme)].activations == set(activations), scheme
+
+
 def test_kernels_for_experts_need_amx_where_the_table_says_so(kernels: dict[str, Any]) -> None:
     with_amx, without = kernels["experts"]
     assert set(with_amx.values()) == {True}
     needs = {SchemeName(scheme): not runs for scheme, runs in without.items()}
-    assert needs == {scheme: CPU_EXPERTS[scheme].needs_amx for scheme in needs}
+    # Our kernels take FP8 in blocks on CPUs with AVX-512 (patches/cpu_experts.py).
+    assert needs == {scheme: bool(CPU_EXPERTS[scheme].needs) for scheme in needs}
     # What vLLM packs as int4 for its kernel.
     packed = {CPU_EXPERTS[scheme] for scheme in (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)}
     assert len(packed) == 1
 
 
 def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) -> None:
-    with_amx, without = kernels["linear"]
-    said, of_table = {}, {}
-    for key, by_dtype in with_amx.items():
-        name, _, bits = key.rpartition(" ")
-        ours = CPU_LINEAR.get(SchemeName(name))
-        for dtype, kernel in by_dtype.items():
-            said[key, dtype] = (bool(kernel), bool(without[key][dtype]))
-            takes = ours is not None and _takes(ours, int(bits), dtype)
-            of_table[key, dtype] = (takes, takes and ours is not None and ours.needs != AMX)
-    # The choosers take our kernels for more than the planner plans yet: the table also covers CPUs with
-    # vLLM's kernels. vLLM's method for GPTQ refuses 8 bits on CPUs before it asks them.
-    more = {f"{SchemeName.GPTQ} 8", f"{SchemeName.INT4} 8", *(f"{name} 4" for name in MORE_OF_OURS)}
-    stricter = {which for which in of_table if which[0] in more} | {(f"{SchemeName.INT4} 4", "float32")}
-    assert {of_table.pop(which) for which in stricter} == {(False, False)}
-    assert {said[which] for which in stricter} == {(True, True)}
-    assert of_table == {which: runs for which, runs in said.items() if which not in stricter}
-    asked = {SchemeName(key.rpartition(" ")[0]) for key in with_amx}
-    assert asked >= set(CPU_LINEAR) - {SchemeName.NONE}
-
-
-def test_four_bits_in_float32_are_chosen_and_not_computed(kernels: dict[str, Any]) -> None:
-    computed = kernels["four_bits_compute"]
-    if computed is not None:  # this CPU has AVX-512
-        assert computed == {"bfloat16": True, "float32": False}, "int4 in float32 may be planned on CPUs now"
-
-
-def test_what_is_in_the_libraries_for_avx_512_alone_is_in_the_table(kernels: dict[str, Any]) -> None:
-    assert kernels["libraries"] == {"int4": ["AVX512-BF16", "AVX-512"], "scan": []}
-    # With HETEROINFER_CPU_LINEAR=onednn; else ours, which need AVX2.
-    for amx in (0, 1):
-        found = kernels["linear"][amx]
-        assert {kernel for name in FOUR_BITS for kernel in found[f"{name} 4"].values()} == {
-            "CodedWNA16Kernel"
+    """They are ours, with AMX and without. vLLM's method for GPTQ refuses 8 bits on CPUs before it asks."""
+    for asked in kernels["linear"]:
+        chosen = {
+            (SchemeName(key.rpartition(" ")[0]), int(key.rpartition(" ")[2])): by_dtype
+            for key, by_dtype in asked.items()
         }
+        del chosen[SchemeName.GPTQ, 8]
+        assert set(chosen) == {(name, bits) for name, of_format in CODED.items() for bits in of_format}
+        for which, by_dtype in chosen.items():
+            assert all(kernel.startswith("Coded") for kernel in by_dtype.values()), (which, by_dtype)
+
+
+def test_no_library_of_vllm_for_cpus_has_the_scan_of_mamba_1(kernels: dict[str, Any]) -> None:
+    assert kernels["scan"] == []
 
 
 def test_kv_caches_are_of_the_type_and_for_the_heads_that_the_table_says(kernels: dict[str, Any]) -> None:
@@ -204,7 +186,3 @@ def test_sizes_of_gemma_4_are_those_of_its_class() -> None:
         for what, part in off.items():
             # Where keys are values too, vLLM keeps both projections, of which files have one.
             assert abs(part) < (1e-6 if what.startswith("KV") else 0.005), (name, what, part)
-
-
-def _takes(kernel: LinearKernel, bits: int, dtype: str) -> bool:
-    return (not kernel.bits or bits in kernel.bits) and (not kernel.dtypes or dtype in kernel.dtypes)

@@ -34,6 +34,7 @@ class Case:
         kinds: attention kinds that it is here for; its profile must say them.
         settings: of its configuration, besides the common ones.
         scheme: format of its weights.
+        drawn: another format of that scheme; quantized.py has it.
         dtype: of the checkpoint, and so of the engine unless the planner takes another one.
         needs: what CPUs must have for it, or "".
         refused: words of the refusal where they have it not; without `needs`, on all CPUs.
@@ -50,6 +51,7 @@ class Case:
     kinds: frozenset[AttentionKind] = frozenset({AttentionKind.FULL})
     settings: Mapping[str, Any] = field(default_factory=dict)
     scheme: SchemeName = SchemeName.NONE
+    drawn: str = ""
     dtype: str = "float32"
     needs: str = ""
     refused: str = ""
@@ -265,37 +267,34 @@ ATTENTION: Final = (
 """Two of each kind."""
 
 
-def _format(name: str, scheme: SchemeName, needs: str = "", **fields: Any) -> Case:
-    refused = f"{needs} is needed on CPUs for weights in" if needs else ""
-    dtype = fields.pop("dtype", "bfloat16")
+def _format(name: str, scheme: SchemeName, **fields: Any) -> Case:
+    settings = {**_HEADS, **fields.pop("settings", {})}
     return Case(
         name=name,
         architecture="llama",
-        settings={**_HEADS, **fields.pop("settings", {})},
+        settings=settings,
         scheme=scheme,
-        dtype=dtype,
-        needs=needs,
-        refused=refused,
+        dtype="float16",
+        widened=True,
         **fields,
     )
 
 
 FORMATS: Final = (
     _format("int8", SchemeName.INT8, always=True),
-    _format("fp8-per-channel", SchemeName.FP8_CHANNEL, AVX512, dtype="float16", widened=True),
-    _format("fp8-per-tensor", SchemeName.FP8_TENSOR, AVX512, dtype="float16", widened=True, always=True),
-    _format("awq", SchemeName.AWQ, AVX512, dtype="float16"),
-    _format("gptq", SchemeName.GPTQ, AVX512, dtype="float16"),
-    _format("int4", SchemeName.INT4, AVX512),
+    _format("fp8-per-channel", SchemeName.FP8_CHANNEL),
+    _format("fp8-per-tensor", SchemeName.FP8_TENSOR, always=True),
+    _format("awq", SchemeName.AWQ),
+    _format("gptq", SchemeName.GPTQ),
+    _format("int4", SchemeName.INT4),
+    _format("int4-zero-points", SchemeName.INT4, drawn="int4 with zero points"),
+    _format("int8-weights-alone", SchemeName.INT4, drawn="int8 weights alone"),
+    _format("mxfp4-layers", SchemeName.MXFP4, drawn="MXFP4"),
+    _format("mxfp8", SchemeName.MXFP8, drawn="MXFP8"),
+    _format("nvfp4", SchemeName.NVFP4, drawn="NVFP4"),
+    _format("nvfp4-modelopt", SchemeName.NVFP4, drawn="NVFP4 of ModelOpt"),
     # With another width two logits of a prompt differ by less than float16 rounds.
-    _format(
-        "fp8-in-blocks",
-        SchemeName.FP8_BLOCK,
-        AVX512,
-        dtype="float16",
-        widened=True,
-        settings={"intermediate_size": 512},
-    ),
+    _format("fp8-in-blocks", SchemeName.FP8_BLOCK, settings={"intermediate_size": 512}),
     Case(
         name="mxfp4",
         architecture="gpt_oss",
@@ -316,15 +315,15 @@ FORMATS: Final = (
 """Plain weights are the cases above."""
 
 
-def _mixture(name: str, scheme: SchemeName) -> Case:
+def _mixture(name: str, scheme: SchemeName, needs: str = AMX) -> Case:
     return Case(
         name=f"mixture-{name}",
         architecture="qwen3_moe",
         settings={**_HEADS, **_MIXTURE, "moe_intermediate_size": 256, "num_experts": 8},
         scheme=scheme,
         dtype="bfloat16",
-        needs=AMX,
-        refused="AMX is needed on CPUs for experts in",
+        needs=needs,
+        refused=f"{needs} is needed on CPUs for experts in",
     )
 
 
@@ -332,7 +331,7 @@ MIXTURES: Final = (
     _mixture("awq", SchemeName.AWQ),
     _mixture("gptq", SchemeName.GPTQ),
     _mixture("int4", SchemeName.INT4),
-    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK),
+    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK, AVX512),
 )
 """Experts in each format that kernels of CPUs have; in MXFP4 they are above."""
 

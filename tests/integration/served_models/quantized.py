@@ -1,6 +1,7 @@
 """Weights of linear layers and experts as the files of each format hold them. Imports torch late."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from heteroinfer_contract.model import SchemeName
@@ -19,6 +20,32 @@ _MXFP4_EXPONENT: Final = 122
 _LAYERS_ALONE: Final = ["lm_head"]
 
 Tensors = dict[str, Any]
+Quantized = tuple[Tensors, Any]
+"""The tensors of a layer by the end of their names, and the weight that they mean, float32 [out, in]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A format of linear layers whose weights are drawn at random; experts in it are tested alone.
+
+    Attributes:
+        config: `quantization_config` of config.json.
+        draw: name of a function of feed_forward/expert_files.py, and its arguments.
+    """
+
+    config: Mapping[str, Any]
+    draw: tuple[str, Mapping[str, Any]]
+
+    def quantize(self, weight: Any) -> Quantized:
+        """Returns weights of a layer's shape; the weight itself decides which."""
+        import torch
+
+        from tests.integration.feed_forward import expert_files
+
+        name, arguments = self.draw
+        seed = torch.Generator().manual_seed(int(weight.double().abs().sum() * 1e3))
+        stored, meant = getattr(expert_files, name)(seed, *weight.shape, **arguments)
+        return stored, meant.float()
 
 
 def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -38,6 +65,52 @@ def _integers(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 
 def _floats(strategy: str, **more: Any) -> dict[str, Any]:
     return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
+
+
+def _in_floats(bits: int, strategy: str, group: int, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    weights = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, **more}
+    weights |= {"group_size": group, "dynamic": False}
+    return weights, {**weights, "dynamic": True}
+
+
+DRAWN: Final[Mapping[str, Drawn]] = {
+    "int4 with zero points": Drawn(
+        config=_compressed(
+            "pack-quantized", {**_integers(4, "group", group_size=32), "symmetric": False}, None
+        ),
+        draw=("int4_packed", {"group": 32, "zeros": True}),
+    ),
+    "int8 weights alone": Drawn(
+        config=_compressed("pack-quantized", _integers(8, "channel"), None),
+        draw=("int8_packed", {}),
+    ),
+    "MXFP4": Drawn(
+        config=_compressed("mxfp4-pack-quantized", _in_floats(4, "group", 32)[0], None),
+        draw=("mxfp4", {"name": "weight_packed"}),
+    ),
+    "MXFP8": Drawn(
+        config=_compressed("mxfp8-quantized", *_in_floats(8, "group", 32, scale_dtype="torch.uint8")),
+        draw=("mxfp8", {}),
+    ),
+    "NVFP4": Drawn(
+        config=_compressed(
+            "nvfp4-pack-quantized",
+            _in_floats(4, "tensor_group", 16)[0],
+            {**_in_floats(4, "tensor_group", 16)[0], "dynamic": "local"},
+        ),
+        draw=("nvfp4", {"model_opt": False}),
+    ),
+    "NVFP4 of ModelOpt": Drawn(
+        config={
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "exclude_modules": _LAYERS_ALONE,
+        },
+        draw=("nvfp4", {"model_opt": True}),
+    ),
+}
+"""Formats by the name that a case gives them."""
 
 
 CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
@@ -93,106 +166,111 @@ CONFIGS: Final[Mapping[SchemeName, Mapping[str, Any]]] = {
 """`quantization_config` of config.json."""
 
 
-def quantize(tensors: Mapping[str, Any], scheme: SchemeName) -> Tensors:
-    """Returns a checkpoint's tensors with those of its layers in a format, under the names that it has there.
+def quantize(
+    tensors: Mapping[str, Any], scheme: SchemeName, drawn: Drawn | None = None
+) -> tuple[Tensors, Tensors]:
+    """Returns a checkpoint's tensors with those of its layers in a format, and the same in float32.
 
     Args:
         tensors: plain ones, as transformers saves them.
         scheme: one of CONFIGS.
+        drawn: another format of this scheme.
     """
-    if scheme is SchemeName.MXFP4:
-        return _experts_in_mxfp4(tensors)
+    if scheme is SchemeName.MXFP4 and drawn is None:
+        return _experts_in_mxfp4(tensors), {}
+    quantize_one = _LINEAR[scheme] if drawn is None else drawn.quantize
     found: Tensors = {}
+    meant: Tensors = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
+        found[name], meant[name] = tensor, tensor.float()
         if last == "weight" and module.endswith("_proj"):
-            found |= {f"{module}.{part}": each for part, each in _LINEAR[scheme](tensor.float()).items()}
-        else:
-            found[name] = tensor
-    return found
+            del found[name]
+            parts, meant[name] = quantize_one(tensor.float())
+            found |= {f"{module}.{part}": each for part, each in parts.items()}
+    return found, meant
 
 
-def _int8(weight: Any) -> Tensors:
+def _int8(weight: Any) -> Quantized:
     import torch
 
     scale = weight.abs().amax(1, keepdim=True) / 127
-    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+    stored = (weight / scale).round().to(torch.int8)
+    return {"weight": stored, "weight_scale": scale}, stored.float() * scale
 
 
-def _fp8_channel(weight: Any) -> Tensors:
+def _fp8_channel(weight: Any) -> Quantized:
     import torch
 
     scale = weight.abs().amax(1, keepdim=True) / _FP8_MOST
-    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scale}, stored.float() * scale
 
 
-def _fp8_tensor(weight: Any) -> Tensors:
+def _fp8_tensor(weight: Any) -> Quantized:
     import torch
 
     scale = weight.abs().max() / _FP8_MOST
-    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scale}, stored.float() * scale
 
 
-def widen(tensors: Mapping[str, Any]) -> Tensors:
-    """Returns a checkpoint in FP8 with its weights in float32."""
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        if name.endswith(("weight_scale", "weight_scale_inv")):
-            continue
-        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
-        found[name] = tensor.float()
-        if scale is not None and name.endswith("weight"):
-            if (scale.ndim and scale.shape[1] > 1) or f"{name}_scale_inv" in tensors:
-                scale = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
-            found[name] *= scale.float()
-    return found
-
-
-def _fp8_blocks(weight: Any) -> Tensors:
+def _fp8_blocks(weight: Any) -> Quantized:
     import torch
 
     rows, columns = weight.shape[0] // GROUP, weight.shape[1] // GROUP
     blocks = weight.view(rows, GROUP, columns, GROUP)
     scale = blocks.abs().amax((1, 3)) / _FP8_MOST
     stored = (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
-    return {"weight": stored, "weight_scale_inv": scale}
+    wide = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+    return {"weight": stored, "weight_scale_inv": scale}, stored.float() * wide
 
 
-def _int4(weight: Any) -> Tensors:
+def _int4(weight: Any) -> Quantized:
     import torch
 
     codes, scale = _symmetric(weight)
-    return {
+    scale = scale.to(torch.bfloat16)
+    stored = {
         "weight_packed": _pack(codes, dim=1),
-        "weight_scale": scale.to(torch.bfloat16),
+        "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape),
     }
+    return stored, (codes - 8) * _wide(scale)
 
 
-def _gptq(weight: Any) -> Tensors:
+def _gptq(weight: Any) -> Quantized:
     import torch
 
     codes, scale = _symmetric(weight)
+    scale = scale.half()
     zeros = torch.full(scale.T.shape, 7)  # 8, less the 1 that every reader adds
-    return {
+    stored = {
         "qweight": _pack(codes.T, dim=0),
         "qzeros": _pack(zeros, dim=1),
-        "scales": scale.T.contiguous().half(),
+        "scales": scale.T.contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
     }
+    return stored, (codes - 8) * _wide(scale)
 
 
-def _awq(weight: Any) -> Tensors:
+def _awq(weight: Any) -> Quantized:
     groups = weight.view(weight.shape[0], -1, GROUP)
     least, most = groups.amin(2), groups.amax(2)
-    scale = (most - least) / 15
+    scale = ((most - least) / 15).half()
     zeros = (-least / scale).round().clamp(0, 15)
     codes = ((groups / scale[:, :, None]).round() + zeros[:, :, None]).clamp(0, 15).view(weight.shape)
-    return {
+    stored = {
         "qweight": _pack(_interleave(codes.T), dim=1),
         "qzeros": _pack(_interleave(zeros.T), dim=1),
-        "scales": scale.T.contiguous().half(),
+        "scales": scale.T.contiguous(),
     }
+    return stored, (codes - _wide(zeros)) * _wide(scale)
+
+
+def _wide(scale: Any) -> Any:
+    """Returns the scale of each weight, float32 [out, in]."""
+    return scale.float().repeat_interleave(GROUP, 1)
 
 
 def _symmetric(weight: Any) -> tuple[Any, Any]:
@@ -220,7 +298,7 @@ def _pack(codes: Any, dim: int) -> Any:
     return (packed if dim else packed.T).contiguous()
 
 
-_LINEAR: Final[Mapping[SchemeName, Callable[[Any], Tensors]]] = {
+_LINEAR: Final[Mapping[SchemeName, Callable[[Any], Quantized]]] = {
     SchemeName.INT8: _int8,
     SchemeName.FP8_CHANNEL: _fp8_channel,
     SchemeName.FP8_TENSOR: _fp8_tensor,

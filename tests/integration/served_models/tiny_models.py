@@ -8,13 +8,14 @@ Imports torch and transformers inside functions only.
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from heteroinfer_contract.model import SchemeName
 from tests.integration.feed_forward.tiny_models import build
 from tests.integration.served_models.cases import CASES, LAYERS, Case
-from tests.integration.served_models.quantized import CONFIGS, quantize, widen
+from tests.integration.served_models.quantized import CONFIGS, DRAWN, quantize
 
 _FILE: Final = "model.safetensors"
 
@@ -31,37 +32,39 @@ def make(case: Case, directory: Path) -> None:
     _write_tokenizer(directory, Recipe())
     changes = dict(case.afterwards)
     if case.scheme is not SchemeName.NONE:
-        _quantize(directory, case.scheme)
-        changes["quantization_config"] = CONFIGS[case.scheme]
+        widened = _quantize(directory, case)
+        changes["quantization_config"] = DRAWN[case.drawn].config if case.drawn else CONFIGS[case.scheme]
+        if case.widened:
+            _write_widened(directory, Path(f"{directory}-widened"), widened)
     config = directory / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}, indent=1))
 
 
-def _quantize(directory: Path, scheme: SchemeName) -> None:
+def _quantize(directory: Path, case: Case) -> dict[str, Any]:
+    """Quantizes a folder's weights; returns what they mean in float32."""
     from safetensors.torch import load_file, save_file
 
     file = directory / _FILE
-    tensors = {name: tensor.contiguous() for name, tensor in quantize(load_file(file), scheme).items()}
+    drawn = DRAWN[case.drawn] if case.drawn else None
+    quantized, meant = quantize(load_file(file), case.scheme, drawn)
+    tensors = {name: tensor.contiguous() for name, tensor in quantized.items()}
     save_file(tensors, file, metadata={"format": "pt"})
+    return meant
 
 
-def make_widened(directory: Path, plain: Path) -> None:
-    """Writes the model of a folder, in FP8, into another one with its weights in float32."""
-    from safetensors.torch import load_file, save_file
+def _write_widened(directory: Path, plain: Path, tensors: Mapping[str, Any]) -> None:
+    """Writes the model of a folder, whose config.json names no format yet, with weights in float32."""
+    from safetensors.torch import save_file
 
     shutil.copytree(directory, plain)
-    save_file(widen(load_file(directory / _FILE)), plain / _FILE, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    del config["quantization_config"]
-    (plain / "config.json").write_text(json.dumps(config))
+    file = plain / _FILE
+    save_file({name: each.contiguous() for name, each in tensors.items()}, file, metadata={"format": "pt"})
 
 
 def main(argument: str) -> None:
     """Makes the case and folder of `argument`, in JSON, and a second folder for a `widened` case."""
     name, directory = json.loads(argument)
     make(CASES[name], Path(directory))
-    if CASES[name].widened:
-        make_widened(Path(directory), Path(f"{directory}-widened"))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from heteroinfer_operator.planning import (
 )
 from heteroinfer_operator.planning.predicted_plan import predict_again
 from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.vllm_support import cpu_ranks as supported
+from heteroinfer_operator.vllm_support.cpu_kernels import CODED
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION, CPU, calibration, kernel
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
@@ -40,8 +40,7 @@ def rank_s(role: dict[str, Any], inventory: Inventory, **engine: Any) -> float:
 
 
 def test_all_formats_that_cpus_may_run_are_measured_and_no_other() -> None:
-    assert {name for name, each in FORMATS.items() if each.linear} == set(supported.CPU_LINEAR)
-    assert {name for name, each in FORMATS.items() if each.experts} == set(supported.CPU_EXPERTS)
+    assert set(FORMATS) == {SchemeName.NONE, *CODED}
 
 
 def test_uses_measured_rates_and_scales_them_with_threads() -> None:

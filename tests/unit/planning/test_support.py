@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract import load_formats
-from heteroinfer_contract.model import Routing, SchemeName
+from heteroinfer_contract.model import Routing, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError
@@ -37,16 +37,15 @@ def refusal(name: str, parsed: HeteroInferenceSpec, inventory: Inventory | None 
         ("DeepSeek-V3.2", "sparse attention", "or DeepSeek-V3 or V3.1"),
         (
             "Kimi-K2-Thinking",
-            "the kernel supports groups of 128 only",
-            "in groups of 128 or in bf16 (about 1912 GiB), or use GPU roles only",
+            "the kernel of stages supports groups of 128 only",
+            "let only experts run on CPUs (parallelism.mode: FeedForward)",
         ),
         (
             "MiniMax-M2",
             "with MiniMax2 routing",
-            "let a GPU choose the experts (parallelism.mode: FeedForward)",
+            "let only experts run on CPUs (parallelism.mode: FeedForward)",
         ),
-        ("Nemotron-3-Nano-30B-A3B", "have no gate", "Use GPU roles only"),
-        ("Llama-3.3-70B-Instruct-NVFP4", "weights in NVFP4, groups of 16", "AWQ, GPTQ"),
+        ("Nemotron-3-Nano-30B-A3B", "with the experts' activation relu2_no_mul", "Use GPU roles only"),
         ("gemma-3-27b-it", "in both directions", "--language-model-only"),
     ],
 )
@@ -149,11 +148,61 @@ def test_a_first_stage_with_too_few_layers_for_an_encoder_is_refused() -> None:
         plan(few, recorded_profiles()["Qwen3-VL-8B-Instruct"])
 
 
-def test_four_bits_run_in_bfloat16_and_float16_is_refused() -> None:
-    awq = "Llama-3.3-70B-Instruct-AWQ"
-    assert plan(spec(*MIXED), recorded_profiles()[awq]).plan.engine.dtype == "bfloat16"
-    assert plan(spec(gpu()), recorded_profiles()[awq]).plan.engine.dtype == "float16"
-    assert "engine.dtype: bfloat16" in refusal(awq, spec(*MIXED, engine={"dtype": "float16"}))
+def test_four_bits_run_in_bfloat16_unless_another_type_is_asked_for() -> None:
+    awq = recorded_profiles()["Llama-3.3-70B-Instruct-AWQ"]
+    assert plan(spec(*MIXED), awq).plan.engine.dtype == "bfloat16"
+    assert plan(spec(gpu()), awq).plan.engine.dtype == "float16"
+    assert plan(spec(*MIXED, engine={"dtype": "float16"}), awq).plan.engine.dtype == "float16"
+
+
+NO_AVX512 = Inventory(cpu_features={"cpu": frozenset(), "gpu": frozenset()})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama-3.3-70B-Instruct-AWQ",
+        "Llama-3.1-8B-Instruct-GPTQ-INT4",
+        "Llama-3.3-70B-Instruct-NVFP4",
+        "Llama-3.3-70B-Instruct-FP8-dynamic",
+        "Llama-3.1-8B-Instruct-FP8",
+    ],
+)
+def test_linear_layers_of_any_format_run_on_any_cpu(name: str) -> None:
+    planned = plan(spec(*MIXED), recorded_profiles()[name], NO_AVX512)
+    assert not any("AVX-512" in note or "AMX" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(
+    "name", ["Kimi-K2-Thinking", "MiniMax-M2", "Nemotron-3-Nano-30B-A3B", "gpt-oss-120b", "DeepSeek-V3"]
+)
+def test_feed_forward_ranks_take_experts_on_any_cpu(name: str) -> None:
+    """Whose formats, routers, activations or attention keep them from stages on these CPUs."""
+    model = recorded_profiles()[name]
+    assert refusal(name, spec(*MIXED), NO_AVX512)
+    role = gpu(feedForward={"ranks": 1, "cpu": "56", "memory": "3Ti"}, deviceMemory="141Gi")
+    assert plan(spec(role, parallelism={"mode": "FeedForward"}), model, NO_AVX512).remote
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"architecture": "KimiK3ForConditionalGeneration"}, "the experts' activation situ"),
+        ({"architecture": "Step3p5ForCausalLM", "limited_experts": True}, "activation swiglustep"),
+        ({"scheme": Scheme(name=SchemeName.OTHER, bits=0)}, "no CPU kernel for this format"),
+        ({"scheme": Scheme(name=SchemeName.INT4, bits=8)}, "no CPU kernel for this format"),
+        ({"scheme": Scheme(name=SchemeName.GPTQ, bits=4, group=16)}, "groups of a multiple of 32"),
+        ({"scheme": Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=64)}, "in FP8 blocks of 128"),
+        ({"scheme": Scheme(name=SchemeName.INT4, bits=4, group=512)}, "supports multiples of 512 only"),
+    ],
+)
+def test_feed_forward_ranks_refuse_only_what_their_kernels_cannot_compute(
+    changed: dict[str, Any], why: str
+) -> None:
+    model = replace(recorded_profiles()["Qwen3-235B-A22B-FP8"], **changed)
+    role = gpu(feedForward={"ranks": 1, "cpu": "56", "memory": "3Ti"}, deviceMemory="141Gi")
+    with pytest.raises(PlanError, match=why):
+        plan(spec(role, parallelism={"mode": "FeedForward"}), model, NO_AVX512)
 
 
 @pytest.mark.parametrize("mode", ["Pipeline", "FeedForward"])
@@ -251,10 +300,10 @@ def test_refuses_experts_that_cpus_would_compute_differently() -> None:
         parallelism={"mode": "FeedForward"},
         engine={"maxModelLen": 4096},
     )
-    for parsed in (spec(*MIXED), beside):
-        plan(parsed, model)
-        with pytest.raises(PlanError, match=r"silently ignore the limit\. Use GPU roles only"):
-            plan(parsed, limited)
+    plan(spec(*MIXED), model)
+    with pytest.raises(PlanError, match=r"silently ignore the limit\. Use GPU roles only"):
+        plan(spec(*MIXED), limited)
+    assert plan(beside, limited).plan
     plan(spec(gpu(deviceMemory="80Gi")), limited)
     with pytest.raises(PlanError, match="vLLM's router for them is for GPUs"):
         plan(spec(*MIXED), replace(model, architecture="LongcatFlashForCausalLM"))
@@ -296,12 +345,12 @@ def test_refuses_a_type_without_a_kernel() -> None:
     blocks = "Qwen3-235B-A22B-FP8"
     said = refusal(blocks, spec(*MIXED, engine={"dtype": "float16"}))
     assert "FP8 in blocks, with engine.dtype float16" in said
-    assert "the kernel supports bfloat16 only. Set engine.dtype: bfloat16" in said
+    assert "the kernel of stages supports bfloat16 only. Set engine.dtype: bfloat16" in said
     assert plan(spec(*MIXED), recorded_profiles()[blocks]).plan.engine.dtype == "bfloat16"
     of_any_type = replace(recorded_profiles()[blocks], quantization="compressed-tensors")
     with pytest.raises(PlanError, match=r"experts in FP8 in blocks.* with engine.dtype float32") as caught:
         plan(spec(*MIXED, engine={"dtype": "float32"}), of_any_type)
-    assert "the kernel supports bfloat16 only. Set engine.dtype: bfloat16" in caught.value.message
+    assert "the kernel of stages supports bfloat16 only. Set engine.dtype: bfloat16" in caught.value.message
 
 
 def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:
@@ -312,7 +361,7 @@ def test_a_scheme_of_eight_bits_in_gptq_has_no_kernel() -> None:
 
 
 def test_refuses_amx_models_without_amx_and_notes_unknown_nodes() -> None:
-    for name in ("DeepSeek-V3", "gpt-oss-20b", "Qwen3-235B-A22B-FP8"):
+    for name in ("DeepSeek-V3", "gpt-oss-20b"):
         profile = recorded_profiles()[name]
         without = Inventory(cpu_features={"cpu": frozenset()})
         assert "feature.node.kubernetes.io/cpu-cpuid.AMXTILE" in refusal(name, spec(*MIXED), without)
@@ -325,8 +374,7 @@ def test_refuses_amx_models_without_amx_and_notes_unknown_nodes() -> None:
 def test_refuses_avx_512_models_without_it_and_notes_unknown_nodes() -> None:
     in_fp8: dict[str, Any] = {"engine": {"args": ["--kv-cache-dtype", "fp8"]}}
     for name, fields, what in (
-        ("Llama-3.3-70B-Instruct-AWQ", {}, "weights in 4-bit AWQ"),
-        ("Llama-3.1-8B-Instruct-GPTQ-INT4", {}, "weights in 4-bit GPTQ"),
+        ("Qwen3-235B-A22B-FP8", {}, "experts in FP8 in blocks"),
         ("Llama-3.1-8B-Instruct", in_fp8, "a KV cache in FP8"),
     ):
         asked, model = spec(*MIXED, **fields), recorded_profiles()[name]
@@ -337,7 +385,7 @@ def test_refuses_avx_512_models_without_it_and_notes_unknown_nodes() -> None:
         for features in ({AVX512}, {AMX}):
             known = plan(asked, model, Inventory(cpu_features={"cpu": frozenset(features)}))
             assert not any("AVX-512" in note for note in known.notes)
-        plan(spec(gpu(), **fields), model)
+        plan(spec(gpu(pods=4), **fields), model)
     assert not plan(spec(cpu(**HUGE)), recorded_profiles()["Llama-3.1-8B-Instruct"]).notes
 
 
@@ -391,11 +439,11 @@ def test_features_are_read_from_the_labels_of_the_nodes() -> None:
     with pytest.raises(PlanError, match="but the role's nodes do not have it"):
         on(node("a", AVX2="true"), node("b", AVX2="true"))
 
-    quantized = replace(request, profile=recorded_profiles()["Llama-3.1-8B-Instruct-GPTQ-INT4"])
+    quantized = replace(request, profile=recorded_profiles()["Qwen3-235B-A22B-FP8"])
     for labels in ({"AVX512F": "true"}, {"AMXTILE": "true", "AMXBF16": "true"}):
         placed = Capacity(free_nodes=build_free_nodes([node("a", **labels), node("b", **labels)]))
         assert not plan_group(quantized, placed).notes
-    with pytest.raises(PlanError, match="AVX-512 is needed on CPUs for weights in 4-bit GPTQ"):
+    with pytest.raises(PlanError, match="AVX-512 is needed on CPUs for experts in FP8 in blocks"):
         plan_group(quantized, Capacity(free_nodes=build_free_nodes([node("a", AVX2="true")])))
 
 
@@ -406,15 +454,6 @@ def test_fp8_per_channel_takes_a_shorter_step_than_bf16() -> None:
     )
     steps = [sum(rank.predicted_step_s for rank in planned.plan.ranks) for planned in (fp8, bf16)]
     assert steps[0] < steps[1]
-
-
-@pytest.mark.parametrize("name", ["Llama-3.3-70B-Instruct-FP8-dynamic", "Llama-3.1-8B-Instruct-FP8"])
-def test_fp8_per_channel_and_per_tensor_need_avx_512_on_cpus(name: str) -> None:
-    model = recorded_profiles()[name]
-    assert any(
-        "AVX-512 is needed on CPUs for weights in FP8" in note
-        for note in plan(spec(cpu(**HUGE)), model).notes
-    )
 
 
 @pytest.mark.parametrize(
@@ -471,18 +510,11 @@ def test_the_type_of_the_convolutions_states_counts(dtype: str, tokens: int) -> 
 
 @pytest.mark.parametrize("device", ["8Gi", "140Gi"])
 @pytest.mark.parametrize("memory", ["4Gi", "3000Gi"])
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("Kimi-K2-Thinking", "experts in int4, groups of 32"),
-        ("Nemotron-3-Nano-30B-A3B", "have no gate"),
-    ],
-)
-def test_reports_unsupported_models_before_missing_memory(
-    name: str, why: str, memory: str, device: str
-) -> None:
+def test_reports_unsupported_models_before_missing_memory(memory: str, device: str) -> None:
     own = gpu(deviceMemory=device, feedForward={"cpu": "28", "memory": memory})
-    assert why in refusal(name, spec(own, parallelism={"mode": "FeedForward"}))
+    model = replace(recorded_profiles()["Kimi-K2-Thinking"], architecture="KimiK3ForConditionalGeneration")
+    with pytest.raises(PlanError, match="the experts' activation situ"):
+        plan(spec(own, parallelism={"mode": "FeedForward"}), model)
 
 
 def test_reports_all_reasons_at_once() -> None:
@@ -492,5 +524,5 @@ def test_reports_all_reasons_at_once() -> None:
         plan(spec(*reversed(MIXED), parallelism={"stageOrder": "AsListed"}), sees)
     images, experts, ways = caught.value.message.splitlines()
     assert "first stage is on a CPU" in images
-    assert "the kernel supports groups of 128 only" in experts
+    assert "the kernel of stages supports groups of 128 only" in experts
     assert ways.startswith("model: these run it, at 8,192 tokens for one request: ")

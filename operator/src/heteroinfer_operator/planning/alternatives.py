@@ -39,7 +39,7 @@ def name_alternatives(
     ways = []
     if profile.quantization and _passes(lambda: check(_without_format(profile))):
         ways.append(f"the same model {in_bf16(profile)}, with these roles")
-    if mode is not Mode.FEED_FORWARD and _passes(lambda: check_feed_forward("", profile, engine, cpus)):
+    if mode is not Mode.FEED_FORWARD and _passes(lambda: check_feed_forward("", profile, engine)):
         ways.append(f"mode FeedForward, with {_of_feed_forward(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
         first = Device.GPU

@@ -29,7 +29,7 @@ from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.architectures import NO_FEED_FORWARD
-from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_remote_support
+from heteroinfer_operator.vllm_support.cpu_ranks import check_remote_support
 from heteroinfer_operator.vllm_support.engine_options import (
     ELEMENT_BYTES,
     LOAD_FORMAT,
@@ -138,14 +138,11 @@ def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence
     return False
 
 
-def check_feed_forward(
-    role: str, profile: ModelProfile, engine: EngineSettings, cpus: CpuFeatures
-) -> tuple[str, ...]:
+def check_feed_forward(role: str, profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
     """Checks that feed-forward ranks can compute a model. Returns warnings for the user, one line each.
 
     Args:
         role: role with these ranks.
-        cpus: features of its nodes' CPUs, by role.
 
     Raises:
         PlanError: they cannot, whatever the memory; the message has a line for each reason.
@@ -156,7 +153,7 @@ def check_feed_forward(
 
     return every_reason(
         *(partial(refuse, why) for why in _refusals(profile, engine)),
-        lambda: check_remote_support(whole_remote(profile).profile, engine, cpus),
+        lambda: check_remote_support(whole_remote(profile).profile, engine),
     )
 
 

@@ -131,7 +131,7 @@ class PlannedMode:
 
 
 def check_mode(
-    mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+    mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings
 ) -> tuple[str, ...]:
     """Checks that CPU ranks can compute their part in this mode. Returns notes for the user, one line each.
 
@@ -142,10 +142,7 @@ def check_mode(
         if topology.has_cpu:
             check_load_format(engine)
         return ()
-    role = topology.stages[0][0].placed.role.name
-    # A stage on CPUs has more to compute than its feed-forward ranks, and is checked for all of it.
-    cpus = {} if topology.has_cpu else {role: inventory.cpu_features.get(role)}
-    return check_feed_forward(role, profile, engine, cpus)
+    return check_feed_forward(topology.stages[0][0].placed.role.name, profile, engine)
 
 
 def choose_mode(

@@ -24,14 +24,30 @@ TABLES_ON_EVERY_STAGE: Final = _names(
     """
 )
 """Classes that create embedding and head on every stage (vllm/model_executor/models@v0.32.0)."""
-UNGATED_EXPERTS: Final = _names(
-    """
-    NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
-    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
-    """
+EXPERT_ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        name: activation
+        for activation, names in {
+            "gelu": "Moondream3ForCausalLM",
+            "gelu_tanh": """
+        Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
+    """,
+            "relu2_no_mul": """
+        NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+        NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
+    """,
+            "situ": "KimiK3ForConditionalGeneration",
+            "swigluoai": "GptOssForCausalLM",
+            "swigluoai_uninterleave": "MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration",
+        }.items()
+        for name in names.split()
+    }
 )
-"""Models whose experts have one matrix before the activation, which vLLM's CPU kernels do not support
-(vllm/.../fused_moe/experts/cpu_moe.py::_supports_no_act_and_mul@v0.32.0)."""
+"""Architecture -> activation of its experts, by vLLM's name (vllm/.../fused_moe/activation.py
+::MoEActivation@v0.32.0); `silu` for others. Those that end in `_no_mul` have no gate."""
+STEP_LIMITS: Final = frozenset({"Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"})
+"""Models that apply the limit of their experts after SiLU (swiglustep; vllm/.../models/step3p5.py@v0.32.0).
+"""
 ZERO_EXPERTS: Final = frozenset({"LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"})
 """Models whose router may choose experts that compute nothing, which needs GPU kernels
 (vllm/.../fused_moe/router/zero_expert_router.py@v0.32.0)."""

@@ -5,12 +5,11 @@ tests/integration/models compares the tables with vLLM's own kernels.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from heteroinfer_contract.load_formats import OF_GPUS, SAFETENSORS
-from heteroinfer_contract.model import AttentionKind, Routing, SchemeName
+from heteroinfer_contract.model import AttentionKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_contract.refused_args import MULTIMODAL_CPU_FIRST
@@ -20,8 +19,16 @@ from heteroinfer_operator.vllm_support.architectures import (
     BROKEN_PIPELINE,
     IMAGES_ATTEND_BOTH_WAYS,
     OWN_CPU_BLOCKS,
-    UNGATED_EXPERTS,
-    ZERO_EXPERTS,
+)
+from heteroinfer_operator.vllm_support.cpu_kernels import (
+    CODED,
+    NO_KERNEL,
+    check_backend,
+    check_experts,
+    check_remote_experts,
+    format_of,
+    refuse,
+    stage_needs,
 )
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
 from heteroinfer_operator.vllm_support.every_reason import every_reason
@@ -31,7 +38,7 @@ from heteroinfer_operator.vllm_support.listed_architectures import (
     GPU_STATES,
     NO_PIPELINE,
 )
-from heteroinfer_operator.vllm_support.quantization import FOUR_BITS, in_bf16
+from heteroinfer_operator.vllm_support.quantization import in_bf16
 from heteroinfer_operator.vllm_support.served_architectures import class_names
 
 _PROCESSORS: Final = MappingProxyType(
@@ -42,76 +49,7 @@ _PROCESSORS: Final = MappingProxyType(
 )
 _LATER_DEEPSEEK: Final = frozenset({"DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"})
 """Models whose predecessors have no sparse attention."""
-_SOFTMAX: Final = frozenset({Routing.SOFTMAX, Routing.TOP_K_SOFTMAX, Routing.SOFTMAX_NORMALIZED})
 _WITHOUT_ATTENTION: Final = "Use GPU roles only, or compute attention on GPUs (parallelism.mode: FeedForward)"
-_NO_KERNEL: Final = "vLLM has no CPU kernel for this format"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearKernel:
-    """A CPU kernel for linear layers in one format.
-
-    Attributes:
-        bits: supported bits of a weight; empty for any.
-        dtypes: supported types of activations; empty for any.
-        needs: AMX or AVX512 if the kernel requires these instructions, or "".
-    """
-
-    bits: frozenset[int] = frozenset()
-    dtypes: frozenset[str] = frozenset()
-    needs: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsKernel:
-    """A CPU kernel for routed experts in one format.
-
-    Attributes:
-        routing: supported routers; None for any.
-        group: required number of weights that share a scale; 0 for any.
-        dtypes: supported types of activations; empty for any.
-        needs_amx: whether the kernel requires AMX.
-    """
-
-    routing: frozenset[Routing] | None
-    group: int = 0
-    dtypes: frozenset[str] = frozenset({"bfloat16", "float16"})
-    needs_amx: bool = True
-
-
-CPU_LINEAR: Final[Mapping[SchemeName, LinearKernel]] = MappingProxyType(
-    {
-        SchemeName.NONE: LinearKernel(),
-        SchemeName.AWQ: LinearKernel(bits=frozenset({4}), needs=AVX512),
-        SchemeName.GPTQ: LinearKernel(bits=frozenset({4}), needs=AVX512),
-        SchemeName.INT4: LinearKernel(
-            dtypes=frozenset({"bfloat16", "float16"}), bits=frozenset({4}), needs=AVX512
-        ),
-        SchemeName.INT8: LinearKernel(),
-        SchemeName.FP8_BLOCK: LinearKernel(needs=AVX512),
-        SchemeName.FP8_CHANNEL: LinearKernel(needs=AVX512),
-        SchemeName.FP8_TENSOR: LinearKernel(needs=AVX512),
-    }
-)
-"""Kernels for linear layers. vLLM fails to load other formats (vllm/model_executor/kernels/linear@v0.32.0).
-Our own kernels (patches/cpu_coded.py) compute FP8 and need AVX-512. Only vLLM's libraries for AVX-512 contain
-its 4-bit kernel (cpu_gemm_wna16). vLLM chooses that kernel on other CPUs too, and the first step fails."""
-CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
-    {
-        SchemeName.NONE: ExpertsKernel(routing=None, dtypes=frozenset(), needs_amx=False),
-        SchemeName.FP8_BLOCK: ExpertsKernel(
-            routing=_SOFTMAX | {Routing.DEEPSEEK_V3}, group=128, dtypes=frozenset({"bfloat16"})
-        ),
-        SchemeName.MXFP4: ExpertsKernel(routing=_SOFTMAX),
-        SchemeName.AWQ: ExpertsKernel(routing=_SOFTMAX, group=128),
-        SchemeName.GPTQ: ExpertsKernel(routing=_SOFTMAX, group=128),
-        SchemeName.INT4: ExpertsKernel(routing=_SOFTMAX, group=128),
-        SchemeName.INT8: ExpertsKernel(routing=_SOFTMAX),
-    }
-)
-"""Kernels for experts (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0). They compute 16-bit
-types only, and fail with others at the first step (csrc/cpu/sgl-kernels/moe.cpp::fused_experts_cpu). Our
-kernels for FP8 blocks compute bf16."""
 CPU_HEAD_SIZES: Final = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 """Sizes of an attention head, in elements, that CPU kernels support. With others vLLM fails at the first step
 (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
@@ -158,7 +96,8 @@ def check_support(
         lambda: _check_kv_cache(profile, engine),
         lambda: _check_encoder(profile, engine, first),
         lambda: _check_linear(profile, engine),
-        lambda: _check_experts(profile, engine),
+        lambda: check_backend(profile, engine),
+        lambda: check_experts(profile, engine),
         lambda: _check_instructions(_needs(profile, engine), cpus),
     )
 
@@ -175,35 +114,29 @@ def check_load_format(engine: EngineSettings) -> None:
     """
     asked = EngineOptions.of(engine.extra_args).load_format
     if (asked or "").lower() in OF_GPUS:
-        raise _refuse(
+        raise refuse(
             f"engine.args --load-format {asked}",
             "vLLM supports it in groups of GPUs only",
             f"Remove it, or set {SAFETENSORS}",
         )
 
 
-def check_remote_support(moved: ModelProfile, engine: EngineSettings, cpus: CpuFeatures) -> tuple[str, ...]:
+def check_remote_support(moved: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
     """Checks that feed-forward ranks support a model. Returns warnings for the user, one line each.
 
-    They know nothing of the model but its experts or MLPs: attention and classes are those of the GPU.
+    They know nothing of the model but its experts or MLPs: attention and classes are those of the GPU. Their
+    kernels run on any CPU with AVX2.
 
     Args:
         moved: profile of the part that these ranks hold.
-        cpus: features of the CPUs, by the role that has the ranks.
 
     Raises:
         PlanError: feed-forward ranks cannot compute the model. The message names a fix.
     """
     return every_reason(
         lambda: _check_linear(moved, engine),
-        lambda: _check_experts(moved, engine, route=False),
-        lambda: _check_instructions(_weights_need(moved), cpus),
-    )
-
-
-def _refuse(what: str, why: str, remedy: str = "Use GPU roles only") -> PlanError:
-    return PlanError(
-        f"model: CPU ranks do not support {what}: {why}. {remedy}", reason=PlanReason.UNSUPPORTED_MODEL
+        lambda: check_backend(moved, engine),
+        lambda: check_remote_experts(moved),
     )
 
 
@@ -227,31 +160,31 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
 def _check_classes(profile: ModelProfile) -> None:
     gpus = "Use GPU roles only, or another model"
     if refused := GPU_CLASSES & set(class_names(profile)):
-        raise _refuse(min(refused), "vLLM's classes for it are for GPUs only", gpus)
+        raise refuse(min(refused), "vLLM's classes for it are for GPUs only", gpus)
     if profile.architecture in OWN_CPU_BLOCKS:
         why = "on CPUs vLLM always uses KV blocks of 256 tokens for it, which plans do not count yet"
-        raise _refuse(profile.architecture, why, gpus)
+        raise refuse(profile.architecture, why, gpus)
 
 
 def _check_sparse(profile: ModelProfile) -> None:
     if any(kind.attention is AttentionKind.SPARSE for kind in profile.layers):
         older = ", or DeepSeek-V3 or V3.1" if profile.architecture in _LATER_DEEPSEEK else ""
         what = f"{profile.architecture} with sparse attention"
-        raise _refuse(what, "vLLM supports it on GPUs only", f"Use GPU roles only{older}")
+        raise refuse(what, "vLLM supports it on GPUs only", f"Use GPU roles only{older}")
 
 
 def _check_attention(profile: ModelProfile) -> None:
     for kind in profile.layers:
         key, value = kind.head_sizes
         if kind.attention in _KEYS_AND_VALUES and kind.kv_heads and key != value:
-            raise _refuse(
+            raise refuse(
                 f"{profile.architecture} with keys of {key} elements and values of {value} in each head",
                 "vLLM's CPU kernels require keys and values of the same size",
                 _WITHOUT_ATTENTION,
             )
     # A profile of version 0.1.0 does not describe its layers. Its groups must be able to start again.
     for size in sorted(_head_sizes(profile) - CPU_HEAD_SIZES) if profile.kinds else ():
-        raise _refuse(
+        raise refuse(
             f"{profile.architecture} with attention heads of {size} elements",
             f"vLLM's CPU kernels support {', '.join(map(str, sorted(CPU_HEAD_SIZES)))}",
             _WITHOUT_ATTENTION,
@@ -264,20 +197,20 @@ def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
     what = f"{profile.architecture} (multi-head latent attention)"
     latents = {kind.kv_width for kind in profile.layers if kind.attention is AttentionKind.LATENT}
     for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):  # a layer may have several
-        raise _refuse(
+        raise refuse(
             f"{what} with latents of {size} elements",
             f"vLLM's CPU kernels support {CPU_LATENT_SIZE}",
             _WITHOUT_ATTENTION,
         )
     if engine.dtype != CPU_LATENT_DTYPE:
-        raise _refuse(
+        raise refuse(
             f"{what} with engine.dtype {engine.dtype}",
             f"vLLM's CPU kernels support {CPU_LATENT_DTYPE} only. In float16 they silently return NaN",
             f"Set engine.dtype: {CPU_LATENT_DTYPE}, or use GPU roles only",
         )
     asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked != "auto":
-        raise _refuse(
+        raise refuse(
             f"{what} with engine.args --kv-cache-dtype {asked}",
             "vLLM's CPU kernels store latents in the model's own type only",
             "Remove the option, or use GPU roles only",
@@ -287,9 +220,9 @@ def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
 def _check_states(profile: ModelProfile, engine: EngineSettings) -> None:
     if GPU_STATES & set(class_names(profile)):
         why = "vLLM's kernels for states of this kind are for GPUs only"
-        raise _refuse(f"{profile.architecture} with recurrent states", why)
+        raise refuse(f"{profile.architecture} with recurrent states", why)
     if profile.architecture in GATED_DELTA_NETS and engine.dtype != CPU_DELTA_NET_DTYPE:
-        raise _refuse(
+        raise refuse(
             f"{profile.architecture} (gated delta nets) with engine.dtype {engine.dtype}",
             f"vLLM's CPU kernels support {CPU_DELTA_NET_DTYPE} only",
             f"Set engine.dtype: {CPU_DELTA_NET_DTYPE}, or use GPU roles only",
@@ -305,13 +238,13 @@ def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
     asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked.startswith("fp8"):
         for size in sorted(each for each in _head_sizes(profile) if each % CPU_FP8_HEAD_MULTIPLE):
-            raise _refuse(
+            raise refuse(
                 f"engine.args --kv-cache-dtype {asked} with attention heads of {size} elements",
                 f"a KV cache in FP8 requires a multiple of {CPU_FP8_HEAD_MULTIPLE} elements on CPUs",
                 "Remove the option",
             )
     elif asked in ELEMENT_BYTES and asked != engine.dtype:
-        raise _refuse(
+        raise refuse(
             f"engine.args --kv-cache-dtype {asked} with engine.dtype {engine.dtype}",
             "attention on CPUs writes elements of engine.dtype into the cache, whatever the cache's type is",
             f"Remove the option, or set engine.dtype: {asked}",
@@ -323,7 +256,7 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device)
         return
     text_only = "or serve text only: add --language-model-only to engine.args"
     if profile.architecture in IMAGES_ATTEND_BOTH_WAYS:
-        raise _refuse(
+        raise refuse(
             f"{profile.architecture} with images",
             "its image tokens attend to each other in both directions, and attention on CPUs would silently "
             "give wrong answers",
@@ -342,95 +275,20 @@ def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, .
     scheme = profile.scheme
     online = EngineOptions.of(engine.extra_args).quantization
     if online and scheme.name is SchemeName.NONE and profile.kinds:
-        raise _refuse(
+        raise refuse(
             f"engine.args --quantization {online}",
             "quantization at load is untested on CPU ranks",
             "Remove the option, or use a model that is published in 4 bits (AWQ, GPTQ)",
         )
     if scheme.name is SchemeName.NONE or not any(kind.quantized_bytes for kind in profile.layers):
         return ()
-    kernel = CPU_LINEAR.get(scheme.name)
-    if kernel is None or (kernel.bits and scheme.bits not in kernel.bits):
-        raise _refuse(f"weights in {_format(profile)}", _NO_KERNEL, _other_format(profile))
-    _check_dtype(f"weights in {scheme}", kernel, engine)
-    if scheme.name in FOUR_BITS and engine.dtype == "float16":
-        raise _refuse(
-            f"weights in {scheme}, with engine.dtype float16",
-            "vLLM silently uses a kernel that is ten times slower than its bfloat16 kernel",
-            "Set engine.dtype: bfloat16, or auto",
-        )
+    if scheme.bits not in CODED.get(scheme.name, ()):
+        raise refuse(f"weights in {format_of(profile)}", NO_KERNEL, _other_format(profile))
     return ()
-
-
-def _check_dtype(what: str, kernel: LinearKernel | ExpertsKernel, engine: EngineSettings) -> None:
-    if kernel.dtypes and engine.dtype not in kernel.dtypes:
-        raise _refuse(
-            f"{what}, with engine.dtype {engine.dtype}",
-            f"the kernel supports {' and '.join(sorted(kernel.dtypes))} only",
-            "Set engine.dtype: bfloat16",
-        )
-
-
-def _format(profile: ModelProfile) -> str:
-    """Describes the format of the weights; an unknown format by the method's own name."""
-    unnamed = profile.scheme.name is SchemeName.OTHER and profile.quantization
-    return profile.quantization if unnamed else str(profile.scheme)
 
 
 def _other_format(profile: ModelProfile) -> str:
     return f"Use the same model in FP8, in 4 bits (AWQ, GPTQ) or {in_bf16(profile)}, or use GPU roles only"
-
-
-def _check_experts(profile: ModelProfile, engine: EngineSettings, *, route: bool = True) -> tuple[str, ...]:
-    """Checks that CPU ranks support a model's experts.
-
-    Args:
-        route: whether the CPU rank also chooses the experts.
-    """
-    kinds = [kind for kind in profile.layers if kind.experts]
-    if not kinds:
-        return ()
-    chosen = EngineOptions.of(engine.extra_args).moe_backend
-    if chosen != "auto":
-        raise _refuse(
-            f"engine.args --moe-backend {chosen} with experts",
-            "these kernels are for GPUs, and vLLM would use them on all devices",
-            "Remove the option, so that vLLM chooses kernels for each device",
-        )
-    if profile.architecture in UNGATED_EXPERTS:
-        raise _refuse(
-            f"{profile.architecture} with experts",
-            "its experts have no gate, and vLLM's CPU kernels compute gated experts only",
-        )
-    if profile.limited_experts:
-        raise _refuse(
-            f"{profile.architecture} with a limit of its experts' activations (swiglu_limits)",
-            "vLLM's CPU kernels silently ignore the limit",
-        )
-    if route and profile.architecture in ZERO_EXPERTS:
-        raise _refuse(f"{profile.architecture} with zero experts", "vLLM's router for them is for GPUs only")
-    if not any(kind.experts_quantized for kind in kinds):
-        return ()
-    scheme = profile.experts_in
-    kernel = CPU_EXPERTS.get(scheme.name)
-    plain = f"Use the same model {in_bf16(profile)}, or use GPU roles only"
-    if kernel is None:
-        raise _refuse(f"experts in {_format(profile)}", _NO_KERNEL, plain)
-    if kernel.group and scheme.group != kernel.group:
-        raise _refuse(
-            f"experts in {scheme}",
-            f"the kernel supports groups of {kernel.group} only",
-            f"Use the model in groups of {kernel.group} or {in_bf16(profile)}, or use GPU roles only",
-        )
-    _check_dtype(f"experts in {scheme}", kernel, engine)
-    if route and kernel.routing is not None and profile.routing not in kernel.routing:
-        raise _refuse(
-            f"experts in {scheme} with {profile.routing} routing",
-            f"the kernel supports {', '.join(sorted(kernel.routing))} only",
-            f"Use the same model {in_bf16(profile)}, use GPU roles only, or let a GPU choose the experts "
-            "(parallelism.mode: FeedForward)",
-        )
-    return ()
 
 
 def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
@@ -438,23 +296,12 @@ def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
     if profile.is_latent:
         without = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
         return AMX, f"multi-head latent attention (without AMX, vLLM uses {without})"
-    if (of_weights := _weights_need(profile))[0]:
-        return of_weights
+    if needs := stage_needs(profile):
+        return needs, f"experts in {profile.experts_in}"
     asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked.startswith("fp8"):
         return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {asked})"
     return "", ""
-
-
-def _weights_need(profile: ModelProfile) -> tuple[str, str]:
-    scheme = profile.scheme
-    linear, experts = CPU_LINEAR.get(scheme.name), CPU_EXPERTS.get(profile.experts_in.name)
-    of_linear = linear.needs if linear and any(kind.quantized_bytes for kind in profile.layers) else ""
-    if of_linear == AMX:
-        return AMX, f"weights in {scheme}"
-    if experts and experts.needs_amx and any(kind.experts_quantized for kind in profile.layers):
-        return AMX, f"experts in {profile.experts_in}"
-    return (of_linear, f"weights in {scheme}") if of_linear else ("", "")
 
 
 def _check_instructions(need: tuple[str, str], cpus: CpuFeatures) -> tuple[str, ...]:

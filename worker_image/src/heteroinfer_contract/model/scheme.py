@@ -19,6 +19,7 @@ class SchemeName(StrEnum):
     INT4 = "int4"
     """compressed-tensors' packed integers, 4 or 8 bits."""
     MXFP4 = "MXFP4"
+    MXFP8 = "MXFP8"
     NVFP4 = "NVFP4"
     BITSANDBYTES = "bitsandbytes"
     GGUF = "GGUF"
@@ -135,6 +136,8 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
         case "float", 8, "block":
             group = int(weights["block_structure"][-1])
             return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=group)
+        case "float", 8, "group":
+            return _MXFP8
         case "float", 8, strategy:
             name = SchemeName.FP8_TENSOR if strategy == "tensor" else SchemeName.FP8_CHANNEL
         case "float", 4, _:
@@ -153,6 +156,8 @@ def _modelopt(quantization: Mapping[str, Any]) -> Scheme:
     algorithm = str((inner if isinstance(inner, Mapping) else quantization).get("quant_algo", "")).upper()
     if "NVFP4" in algorithm:
         return Scheme(name=SchemeName.NVFP4, bits=4, group=16)
+    if "MXFP8" in algorithm:
+        return _MXFP8
     if "PB_WO" in algorithm:
         return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=128)
     if "PER_CHANNEL" in algorithm:
@@ -160,6 +165,7 @@ def _modelopt(quantization: Mapping[str, Any]) -> Scheme:
     return Scheme(name=SchemeName.FP8_TENSOR if algorithm == "FP8" else SchemeName.OTHER, bits=8)
 
 
+_MXFP8: Final = Scheme(name=SchemeName.MXFP8, bits=8, group=32)
 _MODELOPT_METHODS: Final[Mapping[str, str]] = {
     "FP8": "modelopt",
     "FP8_PB_WO": "modelopt",
@@ -178,7 +184,9 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
     "gptq": _grouped(SchemeName.GPTQ),
     "modelopt": _modelopt,
     "modelopt-fp4": _modelopt,
+    "modelopt-mxfp8": lambda _: _MXFP8,
     "mxfp4": lambda _: Scheme(name=SchemeName.MXFP4, bits=4, group=32),
+    "mxfp8": lambda _: _MXFP8,
 }
 """`quant_method` of config.json -> function that reads the format."""
 _LIMIT_KEYS: Final = ("swiglu_limits", "expert_swiglu_limit_list")

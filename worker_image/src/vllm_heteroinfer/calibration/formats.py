@@ -1,4 +1,4 @@
-"""Weight formats that a plan supports on CPU ranks, each with its values in config.json. Pure."""
+"""Weight formats that plans support on CPU ranks: values in config.json, parameters of experts. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,10 +6,38 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from heteroinfer_contract.model import SchemeName
+from vllm_heteroinfer.feed_forward.recipe import ExpertParameter, LayerRecipe
 
 GROUP: Final = 128
+SIZE: Final = 4096
+"""Inputs and columns of the measured linear layers."""
 _WEIGHT: Final = {"dynamic": False, "symmetric": True, "observer": "minmax", "actorder": None}
 _PER_TOKEN: Final = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+_FP8: Final = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of one expert's w13 or w2, as vLLM's method for the format creates it.
+
+    Attributes:
+        name: what follows `w13_` or `w2_`.
+        columns: columns per element; 0 if one element is for the whole projection.
+        inputs: inputs per element; 0 if one element is for all inputs.
+    """
+
+    name: str
+    dtype: str
+    columns: int = 1
+    inputs: int = 1
+
+    def shape(self, columns: int, inputs: int) -> tuple[int, ...]:
+        """Returns the shape for a projection of these sizes."""
+        if not self.columns:
+            return ()
+        return columns // self.columns, inputs // self.inputs if self.inputs else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,18 +46,38 @@ class WeightFormat:
 
     Attributes:
         method: `quant_method` in `quantization_config`, or "" for unquantized weights.
-        linear: whether vLLM has a linear kernel for this format on CPUs.
-        experts: whether vLLM has a kernel for experts in this format on CPUs.
-        size: number of inputs and of columns of the measured linear layer.
+        experts: parameters of experts (feed_forward/expert_formats.py).
+        transposed: whether these have inputs before columns.
         copy: whether the measurement copies a packed layer. If not, it packs each layer, which takes longer.
     """
 
     method: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
-    linear: bool = True
-    experts: bool = True
-    size: int = 4096
+    experts: tuple[Parameter, ...]
+    transposed: bool = False
     copy: bool = True
+
+    def layer(self, experts: int, topk: int, hidden: int, inner: int) -> LayerRecipe:
+        """Returns a layer's experts in this format, without values."""
+        parameters = {}
+        for part, columns, inputs in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+            for each in self.experts:
+                shape = each.shape(columns, inputs)
+                parameters[f"{part}_{each.name}"] = ExpertParameter(
+                    shape=(experts, *(shape[::-1] if self.transposed else shape)), dtype=each.dtype
+                )
+        return LayerRecipe(
+            experts=experts,
+            topk=topk,
+            hidden=hidden,
+            inner=inner,
+            activation="silu",
+            limit=None,
+            alpha=None,
+            beta=None,
+            method=self.method,
+            parameters=parameters,
+        )
 
 
 def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -37,25 +85,82 @@ def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, An
     return {"config_groups": {"group_0": group}, "format": layout, "ignore": []}
 
 
+def _grouped(bits: int, kind: str, group: int, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": "group", "group_size": group, **more}
+
+
 FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
     {
-        SchemeName.NONE: WeightFormat(copy=False),
-        SchemeName.AWQ: WeightFormat(
-            method="awq", config={"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-        ),
+        SchemeName.NONE: WeightFormat(copy=False, experts=(Parameter("weight", "bfloat16"),)),
         SchemeName.FP8_BLOCK: WeightFormat(
-            method="fp8", config={"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+            method="fp8",
+            config={"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+            experts=(Parameter("weight", _FP8), Parameter("weight_scale_inv", "float32", 128, 128)),
         ),
-        SchemeName.GPTQ: WeightFormat(
-            method="gptq", config={"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+        SchemeName.AWQ: WeightFormat(
+            method="awq",
+            config={"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+            experts=(
+                Parameter("qweight", "int32", 8),
+                Parameter("qzeros", "int32", 8, GROUP),
+                Parameter("scales", "bfloat16", 1, GROUP),
+            ),
+            transposed=True,
         ),
         SchemeName.INT4: WeightFormat(
             method="compressed-tensors",
-            config=_compressed(
-                "pack-quantized",
-                {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
-                None,
+            config=_compressed("pack-quantized", _grouped(4, "int", GROUP), None),
+            experts=(
+                Parameter("weight_packed", "int32", 1, 8),
+                Parameter("weight_scale", "bfloat16", 1, GROUP),
             ),
+        ),
+        SchemeName.MXFP4: WeightFormat(
+            method="compressed-tensors",
+            config=_compressed("mxfp4-pack-quantized", _grouped(4, "float", 32), None),
+            experts=(Parameter("weight", "uint8", 1, 2), Parameter("weight_scale", "uint8", 1, 32)),
+        ),
+        SchemeName.NVFP4: WeightFormat(
+            method="compressed-tensors",
+            config=_compressed(
+                "nvfp4-pack-quantized",
+                _grouped(4, "float", 16) | {"strategy": "tensor_group"},
+                _grouped(4, "float", 16) | {"strategy": "tensor_group", "dynamic": "local"},
+            ),
+            experts=(
+                Parameter("weight", "uint8", 1, 2),
+                Parameter("weight_scale", _FP8, 1, 16),
+                Parameter("weight_scale_2", "float32", 0),
+            ),
+        ),
+        SchemeName.FP8_CHANNEL: WeightFormat(
+            method="compressed-tensors",
+            config=_compressed(
+                "float-quantized",
+                {"num_bits": 8, "type": "float", "strategy": "channel"},
+                {**_PER_TOKEN, "type": "float"},
+            ),
+            experts=(Parameter("weight", _FP8), Parameter("weight_scale", "float32", 1, 0)),
+        ),
+        SchemeName.FP8_TENSOR: WeightFormat(
+            method="fp8",
+            config={"activation_scheme": "dynamic"},
+            experts=(Parameter("weight", _FP8), Parameter("weight_scale", "float32", 0)),
+        ),
+        SchemeName.MXFP8: WeightFormat(
+            method="compressed-tensors",
+            config=_compressed(
+                "mxfp8-quantized",
+                _grouped(8, "float", 32, scale_dtype="torch.uint8"),
+                _grouped(8, "float", 32, scale_dtype="torch.uint8", dynamic=True),
+            ),
+            experts=(Parameter("weight", _FP8), Parameter("weight_scale", "uint8", 1, 32)),
+        ),
+        SchemeName.GPTQ: WeightFormat(
+            method="gptq",
+            config={"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+            experts=(Parameter("qweight", "int32", 1, 8), Parameter("scales", "bfloat16", 1, GROUP)),
+            transposed=True,
         ),
         SchemeName.INT8: WeightFormat(
             method="compressed-tensors",
@@ -64,21 +169,9 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
                 {"num_bits": 8, "type": "int", "strategy": "channel"},
                 {**_PER_TOKEN, "type": "int"},
             ),
+            experts=(Parameter("weight", "int8"), Parameter("weight_scale", "float32", 1, 0)),
             copy=False,
-        ),
-        SchemeName.MXFP4: WeightFormat(method="mxfp4", linear=False),
-        SchemeName.FP8_CHANNEL: WeightFormat(
-            method="compressed-tensors",
-            config=_compressed(
-                "float-quantized",
-                {"num_bits": 8, "type": "float", "strategy": "channel"},
-                {**_PER_TOKEN, "type": "float"},
-            ),
-            experts=False,
-        ),
-        SchemeName.FP8_TENSOR: WeightFormat(
-            method="fp8", config={"activation_scheme": "dynamic"}, experts=False
         ),
     }
 )
-"""In the order of measurement. A test compares them with the operator's `vllm_support/cpu_ranks.py`."""
+"""In the order of measurement. A test compares them with the operator's `vllm_support/cpu_kernels.py`."""

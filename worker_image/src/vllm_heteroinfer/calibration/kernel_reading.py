@@ -5,6 +5,7 @@ vLLM does for a model, with random weights. Calls experts as a feed-forward rank
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.calibration import MORE_ROWS, KernelPart
 from heteroinfer_contract.column_shares import Span
 from heteroinfer_contract.model import SchemeName
-from vllm_heteroinfer.calibration.formats import FORMATS, WeightFormat
+from vllm_heteroinfer.calibration.formats import FORMATS, SIZE, WeightFormat
 from vllm_heteroinfer.calibration.process_output import report, report_begun, report_skipped, rounded
 from vllm_heteroinfer.feed_forward.expert_reader import LayerReader
 from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
@@ -51,7 +52,7 @@ _MODEL: Final = {
     "max_position_embeddings": 4096,
     "torch_dtype": BF16,
 }
-_LINEAR_PREFIX, _EXPERTS_PREFIX = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts"
+_LINEAR_PREFIX = "model.layers.0.mlp.up_proj"
 _MANY_ROWS, _MANY_CALLS = 512, 2
 """With at least _MANY_ROWS rows, a product spends more time on computing than on reading. Then _MANY_CALLS
 calls are enough to measure its time."""
@@ -135,12 +136,7 @@ def main(argv: list[str]) -> None:
 
 def _order() -> list[tuple[KernelPart, SchemeName]]:
     """Lists the kernels to measure, in the order of the formats."""
-    return [
-        (part, scheme)
-        for scheme, each in FORMATS.items()
-        for part, has in ((KernelPart.LINEAR, each.linear), (KernelPart.EXPERTS, each.experts))
-        if has
-    ]
+    return [(part, scheme) for scheme in FORMATS for part in (KernelPart.LINEAR, KernelPart.EXPERTS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +174,7 @@ def measure_ours(threads: int) -> None:
     Raises:
         KernelsUnavailableError: this machine cannot use the kernel.
     """
-    library, size = linear.prepare(), WeightFormat().size
+    library, size = linear.prepare(), SIZE
     dense = torch.randn((size, size)).to(torch.bfloat16)
     packed = [linear.pack(dense) for _ in range(-(-bytes_beyond_caches() // dense.nbytes))]
     given = Input()
@@ -253,7 +249,7 @@ class KernelBench:
             initialize_model_parallel(1, 1)
         cpu_coded.install()  # as in a rank
         if torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()  # without it vLLM's expert kernels end with SIGILL
+            torch.cpu._init_amx()  # vLLM's kernels for AMX end with SIGILL without it
 
     def close(self) -> None:
         """Removes the temporary model folder."""
@@ -277,8 +273,8 @@ class KernelBench:
 
         def build() -> Any:
             return ReplicatedLinear(
-                each.size,
-                each.size,
+                SIZE,
+                SIZE,
                 bias=False,
                 quant_config=_quantization(each),
                 prefix=_LINEAR_PREFIX,
@@ -288,36 +284,23 @@ class KernelBench:
         layer = build()
         num_bytes, given = _fill(layer), Input()
         layer.quant_method.process_weights_after_loading(layer)
-        count = -(-bytes_beyond_caches() // num_bytes) if each.size == WeightFormat().size else 1
+        count = -(-bytes_beyond_caches() // num_bytes)
         if each.copy:
             calls = _copies(layer, count, lambda: [lambda: layer(given.x)])
         else:
             calls = [lambda: layer(given.x), *(_built(build(), given) for _ in range(count - 1))]
 
         def prepare(rows: int) -> None:
-            given.x = torch.randn((rows, each.size), dtype=dtype)
+            given.x = torch.randn((rows, SIZE), dtype=dtype)
 
         return _rates(KernelPart.LINEAR, calls, num_bytes, prepare), _kernel(layer)
 
     def _experts(self, each: WeightFormat) -> tuple[list[float], str]:
-        from vllm.model_executor.layers.fused_moe import FusedMoEFactory
-
-        from vllm_heteroinfer.feed_forward.recording import describe_loaded
-
-        self._config.compilation_config.static_forward_context.clear()
-        runner = FusedMoEFactory(
-            num_experts=EXPERTS,
-            top_k=TOP_K,
-            hidden_size=HIDDEN,
-            intermediate_size=WIDTH,
-            quant_config=_quantization(each),
-            prefix=_EXPERTS_PREFIX,
-            params_dtype=torch.bfloat16,
-            renormalize=True,
+        layer, given = each.layer(EXPERTS, TOP_K, HIDDEN, WIDTH), ExpertsInput()
+        whole = sum(
+            math.prod(parameter.shape) * getattr(torch, parameter.dtype).itemsize
+            for parameter in layer.parameters.values()
         )
-        part = next(module for module in runner.modules() if type(module).__name__ == "RoutedExperts")
-        whole, given = sum(parameter.nbytes for parameter in part.parameters()), ExpertsInput()
-        layer = describe_loaded(part)
         every = OwnPart(
             columns=Span(total=WIDTH, first=0, end=WIDTH), experts=Span(total=EXPERTS, first=0, end=EXPERTS)
         )

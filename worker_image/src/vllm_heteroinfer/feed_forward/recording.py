@@ -71,10 +71,6 @@ class RemoteExperts:
         if not self._keeps:
             self.remove()
 
-    def adopt(self) -> None:
-        """Takes the parameters that the module has."""
-        self._shapes = dict(self.module.named_parameters(recurse=False))
-
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """The parameters by name."""
@@ -119,13 +115,6 @@ class Recording:
 
     def __init__(self, recipe: Recipe, tensors: Collection[str]) -> None:
         self.recipe, self.tensors = recipe, frozenset(tensors)
-
-
-def describe_loaded(module: Any) -> LayerRecipe:
-    """Returns the recipe of a layer that has its parameters, without the places of its values."""
-    experts = RemoteExperts(module, module.quant_method, keeps=True)
-    experts.adopt()
-    return experts.describe({})
 
 
 def describe_dummy(layers: Mapping[int, RemoteExperts]) -> Recipe:
