@@ -70,8 +70,7 @@ def ask(profile: ModelProfile, situation: Situation) -> Planned:
     spec = parse_spec({"model": {"uri": "pvc://models/m"}, **situation.spec})
     request = GroupRequest(spec=spec, profile=profile, served_name="m", model_path="/model")
     features = {role.name: situation.features for role in spec.roles}
-    without = frozenset() if AMX in situation.features else frozenset(features)
-    return make_plan(request, Inventory(cpu_features=features, without_amx=without))
+    return make_plan(request, Inventory(cpu_features=features))
 
 
 def _answer(profile: ModelProfile, situation: Situation) -> tuple[str, list[str]]:

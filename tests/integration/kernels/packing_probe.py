@@ -10,14 +10,14 @@ from tests.integration.kernels.reverting import revert
 from tests.integration.served_models.quantized import CONFIGS, GROUP
 from tests.shapes.kernels import cpu_with
 from vllm_heteroinfer.kernels.weight_bytes import weight_bytes
-from vllm_heteroinfer.patches import cpu_packing
+from vllm_heteroinfer.patches import cpu_coded, cpu_packing
 
 INPUTS, OUTPUTS, EXPERTS = 1024, 512, 4
 GROUPS = (32, 64, 128)
 
 
-def packed_bytes() -> list[tuple[str, int, bool, str, float]]:
-    """Returns format, group, whether for AMX, the kind of layer, and its bytes, of those that were loaded.
+def packed_bytes() -> list[tuple[str, int, str, float]]:
+    """Returns format, group, the kind of layer, and its bytes, of those that were loaded.
 
     By the layers that vLLM builds of a checkpoint's configuration, as a CPU rank packs them.
     """
@@ -25,22 +25,21 @@ def packed_bytes() -> list[tuple[str, int, bool, str, float]]:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     cpu_packing.install()
+    cpu_coded.install()
     found = []
     with set_default_torch_dtype(torch.bfloat16):
-        for name, group, amx in product(
-            (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4), GROUPS, kernels_of_4_bits()
-        ):
-            config, prefix = build_config(name, group), f"{name.name}.{group}.{amx}"
-            with cpu_with(amx=amx):
-                linear = ReplicatedLinear(
-                    INPUTS, OUTPUTS, bias=False, quant_config=config, prefix=f"{prefix}.up_proj"
-                )
-                found.append((name.value, group, amx, "linear", part_of_loaded(linear)))
-                if amx and group == GROUP:  # as experts alone are served
-                    found.append(
-                        (name.value, group, amx, "experts", part_of_loaded(build_experts(config, prefix)))
-                    )
+        for name, group in product((SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4), GROUPS):
+            config, prefix = build_config(name, group), f"{name.name}.{group}"
+            linear = ReplicatedLinear(
+                INPUTS, OUTPUTS, bias=False, quant_config=config, prefix=f"{prefix}.up_proj"
+            )
+            found.append((name.value, group, "linear", part_of_loaded(linear)))
+            if True in kernels_of_4_bits() and group == GROUP:  # as experts alone are served
+                with cpu_with(amx=True):
+                    experts = build_experts(config, prefix)
+                    found.append((name.value, group, "experts", part_of_loaded(experts)))
     revert("cpu_packing")
+    revert("cpu_coded")
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract.model import Scheme, SchemeName
-from heteroinfer_operator.planning.packing import WeightKernels, packed_part
+from heteroinfer_operator.planning.packing import packed_for_amx, packed_part
 from tests.integration.kernels.instructions import SETS, of_this_cpu
 from tests.integration.kernels.probe_answers import ask, ask_forked
 from tests.seams import VLLM_VERSION
@@ -122,13 +122,13 @@ def test_four_bits_are_packed_in_slices_to_the_same_bytes() -> None:
 
 
 def test_four_bits_have_the_bytes_that_plans_count() -> None:
-    """By layers that vLLM builds of each format; for AMX any CPU with AVX-512 can pack."""
+    """By layers that vLLM builds of each format; for AMX any CPU with AVX-512 can pack experts."""
     found = ask_forked(PROBE, "packed_bytes")
-    assert len(found) == (21 if "avx512f" in of_this_cpu() else 9)
-    for name, group, amx, kind, part in found:
+    assert len(found) == (12 if "avx512f" in of_this_cpu() else 9)
+    for name, group, kind, part in found:
         scheme = Scheme(name=SchemeName(name), bits=4, group=group)
-        counted = packed_part(scheme, WeightKernels.AMX if amx else WeightKernels.AVX512)
-        assert part == pytest.approx(float(counted), rel=1e-4), (name, group, amx, kind)
+        counted = packed_for_amx(scheme) if kind == "experts" else packed_part(scheme)
+        assert part == pytest.approx(float(counted), rel=1e-4), (name, group, kind)
 
 
 def test_norms_of_eager_ranks_are_sums_written_out() -> None:

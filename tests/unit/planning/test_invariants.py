@@ -85,7 +85,6 @@ INVENTORIES = st.builds(
     | st.sets(st.sampled_from(["r0", "r1"])).map(lambda roles: dict.fromkeys(roles, "why")),
     host_memory_bytes=st.just({}) | st.just({f"r{i}": 64 * GIB for i in range(4)}),
     gpu_memory_bytes=st.just({}) | st.just({f"r{i}": 24 * GIB for i in range(4)}),
-    without_amx=st.frozensets(st.sampled_from(["r0", "r1", "r2"])),
 )
 
 

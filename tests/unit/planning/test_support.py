@@ -193,7 +193,7 @@ def test_feed_forward_ranks_take_experts_on_any_cpu(name: str) -> None:
         ({"scheme": Scheme(name=SchemeName.INT4, bits=8)}, "no CPU kernel for this format"),
         ({"scheme": Scheme(name=SchemeName.GPTQ, bits=4, group=16)}, "groups of a multiple of 32"),
         ({"scheme": Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=64)}, "in FP8 blocks of 128"),
-        ({"scheme": Scheme(name=SchemeName.INT4, bits=4, group=512)}, "supports multiples of 512 only"),
+        ({"scheme": Scheme(name=SchemeName.INT4, bits=4, group=1024)}, "supports multiples of 1024 only"),
     ],
 )
 def test_feed_forward_ranks_refuse_only_what_their_kernels_cannot_compute(

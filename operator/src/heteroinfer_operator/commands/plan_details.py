@@ -110,9 +110,9 @@ def _stage_sum(planned: Planned, stage: int) -> str:
     first, end = ranks[0].first_layer, ranks[0].end_layer
     budget = planned.budgets[stage].tightest(sizes, first, end)
     rank = next(rank for rank in ranks if rank.role == budget.role)
-    layers = sizes.layers(first, end, budget.kernels)
+    layers = sizes.layers(first, end, budget.device)
     tables = rank.weight_bytes - layers - sizes.encoder_bytes
-    packed = f" packed for {budget.kernels}" if layers != sizes.layers(first, end) else ""
+    packed = " packed" if layers != sizes.layers(first, end) else ""
     parts = [f"{count(rank.num_layers, 'layer')} {format_bytes(layers)}{packed}"]
     if tables:
         names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))

@@ -17,7 +17,6 @@ from heteroinfer_operator.planning.feed_forward import (
 )
 from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 from heteroinfer_operator.planning.memory import Sizes
-from heteroinfer_operator.planning.packing import WeightKernels
 from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_support
 from heteroinfer_operator.vllm_support.quantization import in_bf16
 
@@ -75,5 +74,4 @@ def _of_feed_forward(profile: ModelProfile, engine: EngineSettings) -> str:
 
 def _whole(profile: ModelProfile, engine: EngineSettings, device: Device) -> int:
     sizes = Sizes.of(profile, engine, 1, batches=1)
-    kernels = WeightKernels.GPU if device is Device.GPU else WeightKernels.AMX
-    return sizes.needed(0, profile.num_layers, kernels) + sizes.tables(0, 1, device)
+    return sizes.needed(0, profile.num_layers, device) + sizes.tables(0, 1, device)

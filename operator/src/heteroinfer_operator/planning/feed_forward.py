@@ -23,7 +23,7 @@ from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
-from heteroinfer_operator.planning.packing import filled_part, packed_part, packing_copies
+from heteroinfer_operator.planning.packing import packed_part
 from heteroinfer_operator.planning.prediction import Load, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
 from heteroinfer_operator.planning.topology import Topology
@@ -343,28 +343,24 @@ def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> S
 def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
     """Returns the bytes of a feed-forward rank's weights, in its kernels' form."""
     sizes = _sizes(remote, engine, rank).layer_bytes
-    return ceil(sum(sizes[index] * _packed(remote, index)[0] for index in remote.layers))
-
-
-def _packed(remote: Remote, index: int) -> tuple[Fraction, int]:
-    """Returns a layer's packed size relative to its bytes, and the additional copies while it is packed."""
-    kind, scheme = remote.profile.layer(index), remote.profile.scheme
-    if not (kind.experts_quantized or kind.quantized_bytes):
-        return filled_part(kind), 1
-    return packed_part(scheme), packing_copies(scheme)
+    packed = packed_part(remote.profile.scheme)
+    kinds = ((index, remote.profile.layer(index)) for index in remote.layers)
+    parts = {index: packed if kind.experts_quantized or kind.quantized_bytes else 1 for index, kind in kinds}
+    return ceil(sum(sizes[index] * part for index, part in parts.items()))
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
     """Returns the most bytes that a feed-forward rank needs besides its packed weights.
 
-    While a layer is packed, the rank has two copies, in 4 bits up to four. After that the kernels keep inputs
-    and sums of the longest batch's rows, once for each expert of a row (kernels/source/experts.cpp).
+    While an MLP is packed, the rank has two copies of its layer; experts are read and packed one by one.
+    After that the kernels keep inputs and sums of the longest batch's rows, once for each expert of a row
+    (kernels/source/experts.cpp).
     """
     sizes = _sizes(remote, engine).layer_bytes
-    packing = max((sizes[index] * _packed(remote, index)[1] for index in remote.layers), default=0)
-    hidden, scratch = remote.profile.hidden_size, 0
+    hidden, packing, scratch = remote.profile.hidden_size, 0, 0
     for index in remote.layers:
         kind = remote.profile.layer(index)
+        packing = max(packing, 0 if kind.experts else sizes[index])
         rows = engine.max_num_batched_tokens * kind.experts_per_token
         bits = remote.profile.scheme.bits if kind.experts_quantized else 0
         total = kind.columns or kind.expert_bytes * 8 // (3 * hidden * (bits or 16))

@@ -14,7 +14,7 @@ from heteroinfer_contract.plan import Device, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, ResourceKey, RoleSpec, ShortageAction
 from heteroinfer_operator.errors import PlanError, PlanReason, Shortage
 from heteroinfer_operator.nodes.calibrations import Calibrations, slowest
-from heteroinfer_operator.nodes.cpu_features import labelled_features, measured_features, roles_without_amx
+from heteroinfer_operator.nodes.cpu_features import labelled_features, measured_features
 from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes
 from heteroinfer_operator.nodes.missing_capacity import explain, name_nodes
@@ -282,7 +282,6 @@ def _inventory(
         gpu_memory_bytes=memory,
         gpu_product=product,
         cpu_features=features,
-        without_amx=roles_without_amx(spec, [each.node for each in free_nodes], capacity.calibrations),
         calibration=measured,
         on_cpus=on_cpus,
     )
@@ -296,7 +295,6 @@ def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventor
     roles = [role.name for role in spec.roles]
     return Inventory(
         cpu_features=dict.fromkeys(roles, measured_features(machine)),
-        without_amx=roles_without_amx(spec, (), calibrations),
         calibration=dict.fromkeys(roles, machine),
     )
 

@@ -16,7 +16,6 @@ class Inventory:
         gpu_memory_bytes: memory of one GPU, by role; used if the role has no deviceMemory.
         gpu_product: product label of the GPUs, by role.
         cpu_features: features that the CPUs of all nodes of a role have, by role, if nodes are labelled.
-        without_amx: roles whose pods cannot be on a node with AMX, by labels or calibrations.
         calibration: measurements of the machines of a role, by role.
         host_memory_bytes: memory of one pod, by role; used if the role's resources have no memory.
     """
@@ -25,6 +24,5 @@ class Inventory:
     gpu_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     gpu_product: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cpu_features: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
-    without_amx: frozenset[str] = frozenset()
     calibration: Mapping[str, Calibration] = field(default_factory=lambda: MappingProxyType({}))
     host_memory_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -12,7 +12,6 @@ from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.memory import RankBudget, Sizes, StageBudget
-from heteroinfer_operator.planning.packing import WeightKernels
 from heteroinfer_operator.planning.topology import Topology
 
 _CPU_LAYER_COST = 2**40
@@ -87,7 +86,7 @@ def _check_explicit(layers: Sequence[int], budgets: Sequence[StageBudget], sizes
             )
         missing = rank.missing_bytes(sizes, end - count, end)
         if missing is not None and missing > 0:
-            have, span = rank.budget or 0, (end - count, end, rank.kernels)
+            have, span = rank.budget or 0, (end - count, end, rank.device)
             packs = sizes.loads_to_more(*span)
             raise PlanError(
                 f"stage {index} (role {rank.role}): {format_bytes(missing)} of memory is missing. "
@@ -160,7 +159,7 @@ def _least_layers(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
     return tuple(least)
 
 
-_Cost: TypeAlias = Callable[[Sizes, int, int, WeightKernels], int]
+_Cost: TypeAlias = Callable[[Sizes, int, int, Device], int]
 _MORE_MEMORY: Final = MappingProxyType(
     {
         Device.CPU: "Raise the role's resources.limits.memory",
@@ -184,7 +183,7 @@ def _rank_capacity(rank: RankBudget, sizes: Sizes, first: int, cost: _Cost) -> i
         return most
     # Costs grow with the count, so the number of counts within the bytes is the number of layers.
     counts = range(1, most + 1)
-    return bisect_right(counts, free_bytes, key=lambda count: cost(sizes, first, first + count, rank.kernels))
+    return bisect_right(counts, free_bytes, key=lambda count: cost(sizes, first, first + count, rank.device))
 
 
 def _shared_too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError | None:
@@ -224,7 +223,7 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError:
     ]
     missing = sizes.profile.num_layers - first
     size = sizes.tensor * max(
-        sizes.needed(first, sizes.profile.num_layers, rank.kernels)
+        sizes.needed(first, sizes.profile.num_layers, rank.device)
         for stage in budgets
         for rank in stage.ranks
     )
@@ -240,7 +239,7 @@ def _too_large(budgets: Sequence[StageBudget], sizes: Sizes) -> PlanError:
 def _least_too_large(stage: StageBudget, index: int, layers: tuple[int, int], sizes: Sizes) -> PlanError:
     """Returns the error of a stage that cannot hold `layers`, the fewest that it may have (first, end)."""
     rank, count = stage.neediest(sizes, *layers), layers[1] - layers[0]
-    have, span = rank.budget or 0, (*layers, rank.kernels)
+    have, span = rank.budget or 0, (*layers, rank.device)
     need = sizes.needed(*span) + rank.tables
     shorter = _SHORTER if sizes.loading(*span) + rank.tables <= have else ""
     packs = sizes.loads_to_more(*span)

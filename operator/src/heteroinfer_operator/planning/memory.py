@@ -20,18 +20,11 @@ from heteroinfer_operator.planning.gpu_floor import (
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import KvCache, build_kv_cache
-from heteroinfer_operator.planning.packing import (
-    WeightKernels,
-    bytes_beside,
-    filled_part,
-    packed_part,
-    packing_copies,
-)
+from heteroinfer_operator.planning.packing import bytes_while_packed, grown_bytes
 from heteroinfer_operator.planning.topology import Seat, Topology
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.architectures import TABLES_ON_EVERY_STAGE
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
-from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 RANK_OVERHEAD_BYTES: Final = 2**30
 """Host memory of a CPU rank without weights and KV cache: Python, torch and vLLM, activations."""
@@ -133,8 +126,7 @@ class Sizes:
         tensor: ranks of a stage.
         scale: bytes of the engine's element type per byte of the checkpoint, for plain weights.
         layer_bytes: stored weights of each layer on one rank, in bytes; a GPU holds them in this form.
-        quantized_bytes: part of `layer_bytes` in the model's scheme, which CPUs pack.
-        filling_bytes: zeros that CPUs add to the experts of each layer.
+        grown_bytes: bytes of each layer that a CPU holds besides `layer_bytes`; may be negative.
         packing_bytes: additional bytes while a CPU packs each layer.
         encoder_bytes: encoder on each rank, in bytes; 0 if it is not served.
         gpu_floor: bytes that a GPU holds besides weights and KV cache.
@@ -144,8 +136,7 @@ class Sizes:
     tensor: int
     scale: Fraction
     layer_bytes: tuple[int, ...]
-    quantized_bytes: tuple[int, ...]
-    filling_bytes: tuple[int, ...]
+    grown_bytes: tuple[int, ...]
     packing_bytes: tuple[int, ...]
     encoder_bytes: int
     gpu_floor: GpuFloor
@@ -163,66 +154,62 @@ class Sizes:
         text_only = EngineOptions.of(engine.extra_args).is_text_only
         linear = scale * online_quantization(engine.extra_args, element)
         sizes = tuple(zip(profile.layer_bytes, plain_bytes(profile), strict=True))
-        quantized = tuple(-(-(size - plain) // tensor) for size, plain in sizes)
+        packing = (bytes_while_packed(profile, kind, scale) / tensor for kind in profile.layers)
         return cls(
             profile=profile,
             tensor=tensor,
             scale=scale,
             layer_bytes=tuple(-int(-(plain * linear + (size - plain)) // tensor) for size, plain in sizes),
-            quantized_bytes=quantized,
-            filling_bytes=tuple(
-                ceil(kind.routed_bytes * (filled_part(kind, tensor) - 1) * scale / tensor)
-                for kind in profile.layers
+            grown_bytes=tuple(
+                ceil(grown_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
             ),
-            packing_bytes=_packing_bytes(profile, quantized, scale, tensor),
+            packing_bytes=tuple(max(ceil(each) - PACKED_IN_OVERHEAD_BYTES, 0) for each in packing),
             encoder_bytes=0 if text_only else int(profile.encoder_bytes * scale),
             gpu_floor=GpuFloor.of(profile, engine, tensor),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
         )
 
-    def layers(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+    def layers(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the bytes of the weights of layers first..end-1 on one rank, in its kernels' form."""
-        if kernels is WeightKernels.GPU:
-            return sum(self.layer_bytes[first:end])
-        added = sum(self.quantized_bytes[first:end]) * (packed_part(self.profile.scheme, kernels) - 1)
-        return sum(self.layer_bytes[first:end]) + sum(self.filling_bytes[first:end]) + ceil(added)
+        grown = sum(self.grown_bytes[first:end]) if device is Device.CPU else 0
+        return sum(self.layer_bytes[first:end]) + grown
 
     def cache(self, first: int, end: int) -> int:
         """Returns the bytes of KV cache of one full-length request in layers first..end-1 on one rank."""
         return self.kv.block_bytes(first, end) * self.kv.least_blocks
 
-    def packing(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+    def packing(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the additional bytes while the largest of layers first..end-1 is packed; 0 on GPUs.
 
         vLLM packs layers one by one after it has loaded all, and before it allocates the KV cache.
         Source: vllm/model_executor/model_loader/base_loader.py::BaseModelLoader@v0.32.0.
         """
-        return 0 if kernels is WeightKernels.GPU else max(self.packing_bytes[first:end], default=0)
+        return max(self.packing_bytes[first:end], default=0) if device is Device.CPU else 0
 
-    def loading(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+    def loading(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the peak bytes of layers first..end-1 on one rank before it has a KV cache.
 
         All layers are loaded in stored form before the first is packed, and all but the last are packed when
         that one is.
         """
-        most = max(self.layers(first, end), self.layers(first, end, kernels))
-        return most + self.packing(first, end, kernels)
+        most = max(self.layers(first, end), self.layers(first, end, device))
+        return most + self.packing(first, end, device)
 
-    def serving(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+    def serving(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the bytes of layers first..end-1 with KV cache for one full-length request on one rank."""
-        return self.layers(first, end, kernels) + self.cache(first, end)
+        return self.layers(first, end, device) + self.cache(first, end)
 
-    def needed(self, first: int, end: int, kernels: WeightKernels = WeightKernels.GPU) -> int:
+    def needed(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the least bytes that one rank needs for layers first..end-1.
 
         That is the larger of two sums: weights with KV cache for one full-length request, and the peak while
         layers are loaded and packed.
         """
-        return max(self.serving(first, end, kernels), self.loading(first, end, kernels))
+        return max(self.serving(first, end, device), self.loading(first, end, device))
 
-    def loads_to_more(self, first: int, end: int, kernels: WeightKernels) -> bool:
+    def loads_to_more(self, first: int, end: int, device: Device) -> bool:
         """Returns whether layers first..end-1 need more memory while they load than while they serve."""
-        return self.loading(first, end, kernels) > self.serving(first, end, kernels)
+        return self.loading(first, end, device) > self.serving(first, end, device)
 
     def tables(self, stage: int, num_stages: int, device: Device) -> int:
         """Returns the bytes of a stage besides layers on one rank: the embedding, the head, the encoder.
@@ -268,20 +255,6 @@ class Sizes:
         return -int(-size * self.scale // self.tensor)
 
 
-def _packing_bytes(
-    profile: ModelProfile, quantized: Sequence[int], scale: Fraction, tensor: int
-) -> tuple[int, ...]:
-    copies = packing_copies(profile.scheme) if profile.scheme.name in FOUR_BITS else 0
-    others = [
-        ceil(bytes_beside(profile.layer(index), profile.scheme, scale) / tensor)
-        for index in range(profile.num_layers)
-    ]
-    return tuple(
-        max(copies * in_scheme, other - PACKED_IN_OVERHEAD_BYTES, 0)
-        for in_scheme, other in zip(quantized, others, strict=True)
-    )
-
-
 def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
     """Returns the bytes of each layer's unquantized weights in the checkpoint."""
     if not profile.quantization:
@@ -310,7 +283,6 @@ class RankBudget:
     """Memory of one rank.
 
     Attributes:
-        kernels: kernels that its layers are packed for.
         budget: bytes for weights and KV cache, or None if unknown.
         tables: part of the budget that embedding and head take.
         beside: bytes that a GPU keeps free, if they bound the budget; otherwise 0.
@@ -318,7 +290,6 @@ class RankBudget:
 
     role: str
     device: Device
-    kernels: WeightKernels
     budget: int | None
     tables: int
     beside: int = 0
@@ -331,12 +302,12 @@ class RankBudget:
     def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
         """Returns the bytes that layers first..end-1 leave for KV cache, or None; may be negative."""
         free = self.free_bytes
-        return None if free is None else free - sizes.layers(first, end, self.kernels)
+        return None if free is None else free - sizes.layers(first, end, self.device)
 
     def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
         """Returns the bytes missing for layers first..end-1, or None if unknown; <= 0 if they fit."""
         free = self.free_bytes
-        return None if free is None else sizes.needed(first, end, self.kernels) - free
+        return None if free is None else sizes.needed(first, end, self.device) - free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,10 +329,6 @@ class StageBudget:
     def is_known(self) -> bool:
         """Whether the memory of any rank is known: a rank of unknown memory does not bound the stage."""
         return any(rank.budget is not None for rank in self.ranks)
-
-    def kernels_of(self, role: str) -> WeightKernels:
-        """Returns the kernels of a role's ranks in this stage."""
-        return next(rank.kernels for rank in self.ranks if rank.role == role)
 
     def tightest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
         """Returns the rank with the least memory left by layers first..end-1; unknown memory sorts last."""
@@ -407,7 +374,6 @@ def stage_budgets(
         return RankBudget(
             role=seat.placed.role.name,
             device=device,
-            kernels=_kernels(seat, inventory),
             budget=rank_budget(seat, inventory, floor),
             tables=sizes.tables(stage, len(stages), device),
             beside=floor if bounds else 0,
@@ -422,10 +388,3 @@ def stage_budgets(
 def _gpus_by_nccl(seats: Sequence[Seat]) -> int:
     """Returns the GPUs of a stage that use NCCL; a stage with CPU ranks uses the bridge instead."""
     return len(seats) if all(seat.placed.device is Device.GPU for seat in seats) else 1
-
-
-def _kernels(seat: Seat, inventory: Inventory) -> WeightKernels:
-    """Returns the kernels of a rank; those for AMX, which need the most memory, if a CPU may have AMX."""
-    if seat.placed.device is Device.GPU:
-        return WeightKernels.GPU
-    return WeightKernels.AVX512 if seat.placed.role.name in inventory.without_amx else WeightKernels.AMX

@@ -215,7 +215,7 @@ def _assign(
     ranks: list[RankAssignment] = []
     for rank, (stage, tensor_rank, seat) in enumerate(seats):
         first, end = ends[stage] - layers[stage], ends[stage]
-        weights = sizes.layers(first, end, budgets[stage].kernels_of(seat.placed.role.name))
+        weights = sizes.layers(first, end, seat.placed.device)
         ranks.append(
             RankAssignment(
                 rank=rank,

@@ -26,7 +26,6 @@ from heteroinfer_operator.cluster import PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.manifests.gang import choose_gang
 from heteroinfer_operator.nodes.calibrations import slowest
-from heteroinfer_operator.nodes.cpu_features import roles_without_amx
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode
@@ -45,7 +44,6 @@ from heteroinfer_operator.planning.gpu_floor import GpuFloor
 from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
 from heteroinfer_operator.planning.predicted_plan import PredictedPlan, find_sizes, predict_again
 from heteroinfer_operator.reconcile.reading import pods_by_group
-from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 WAITING_FOR_MODEL = "WaitingForModel"
 UNSCHEDULABLE: Final = "Unschedulable"
@@ -104,7 +102,7 @@ class GroupPlanner:
         """Plans a group by sizes alone, without capacity and nodes; raises the same as `make`."""
         request = self._known_request()
         gang = self._choose_gang(request.spec)
-        planned = make_plan(request, Inventory(without_amx=self._without_amx(request)))
+        planned = make_plan(request, Inventory())
         return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang))
 
     def make_again(self, group: int, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
@@ -183,17 +181,9 @@ class GroupPlanner:
                 self._problem = problem
             else:
                 text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
-                found = _find_problem(
-                    text, request.profile, request.served_name, request.model_path, self._without_amx(request)
-                )
+                found = _find_problem(text, request.profile, request.served_name, request.model_path)
                 self._problem = None if found is None else PlanError(found[0], reason=found[1])
         return self._problem
-
-    def _without_amx(self, request: GroupRequest) -> frozenset[str]:
-        """Roles whose nodes have CPUs without AMX, free or not; needed only for 4-bit models."""
-        if request.profile.scheme.name not in FOUR_BITS:
-            return frozenset()
-        return roles_without_amx(request.spec, self.observation.nodes or (), self.observation.calibrations)
 
     def _known_request(self) -> GroupRequest:
         if self.request is None:
@@ -244,7 +234,7 @@ class GroupPlanner:
 
 @lru_cache(maxsize=_MAX_ANSWERS)
 def _find_problem(
-    spec_text: str, profile: ModelProfile, served_name: str, model_path: str, without_amx: frozenset[str]
+    spec_text: str, profile: ModelProfile, served_name: str, model_path: str
 ) -> tuple[str, str] | None:
     """Finds why no plan exists even with unlimited capacity: message and reason, or None.
 
@@ -258,7 +248,7 @@ def _find_problem(
         model_path=model_path,
     )
     try:
-        make_plan(request, Inventory(without_amx=without_amx))
+        make_plan(request, Inventory())
     except PlanError as problem:
         return problem.message, problem.reason
     return None
