@@ -145,10 +145,14 @@ def create_authority(cluster: NodeCluster) -> Pki:
     return pki
 
 
-def wait_rollouts(cluster: NodeCluster, namespace: str) -> None:
-    """Waits until all Deployments of a namespace are available."""
-    every = ("--for=condition=Available", "deployment", "--all")
-    cluster.kubectl("wait", "-n", namespace, *every, "--timeout=180s", timeout_s=190)
+def wait_rollouts(cluster: NodeCluster, namespace: str, timeout_s: float = 180.0) -> None:
+    """Waits until all Deployments of a namespace are available; the error shows their pods and events."""
+    every = ("--for=condition=Available", "deployment", "--all", f"--timeout={timeout_s:.0f}s")
+    try:
+        cluster.kubectl("wait", "-n", namespace, *every, timeout_s=timeout_s + 10)
+    except ClusterError as error:
+        found = cluster.kubectl("get", "-n", namespace, "pods,events", "-o", "wide")
+        raise AssertionError(f"{error}\n{found}") from error
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +380,8 @@ def install_keda(cluster: NodeCluster) -> None:
                 if item["metadata"]["name"] == "keda-operator":
                     container["args"].append("--enable-webhook-patching=false")  # there is no webhook
         apply(cluster, kept)
-    wait_rollouts(cluster, KEDA)
+    # KEDA's operator makes the certificates. Its own pod and the adapter's start again until they see them.
+    wait_rollouts(cluster, KEDA, START_S)
 
 
 def apply(cluster: NodeCluster, objects: list[dict[str, Any]]) -> None:
