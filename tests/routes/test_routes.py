@@ -60,8 +60,6 @@ pytestmark = pytest.mark.timeout(1200)
 @pytest.fixture(scope="module")
 def groups(node_cluster: NodeCluster, model: tuple[Path, dict[str, Any]]) -> Resource:
     """examples/cpu-pair.yaml with two groups, and the API key as docs/user/expose.md#routes gives it."""
-    for tool in tools.ROUTES:
-        tools.ensure_built(tool)
     install(node_cluster)
     node_cluster.kubectl("create", "namespace", NAMESPACE)
     node_cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
