@@ -29,17 +29,17 @@ E2E: Final = "vllm:e2e_request_latency_seconds"
 
 
 def rate(metric: str, selector: str, by: str) -> str:
-    """Returns the rate of a counter per second, summed by labels."""
+    """Returns the PromQL expression for the rate of a counter per second, summed by labels."""
     return f"sum by ({by}) (rate({metric}{{{selector}}}[{WINDOW}]))"
 
 
 def mean(histogram: str, selector: str, by: str) -> str:
-    """Returns the mean of a histogram's observations."""
+    """Returns the PromQL expression for the mean of a histogram's observations."""
     return f"{rate(histogram + '_sum', selector, by)} / {rate(histogram + '_count', selector, by)}"
 
 
 def quantile(q: float, histogram: str, selector: str, by: str = "") -> str:
-    """Returns a quantile of a histogram's observations."""
+    """Returns the PromQL expression for a quantile of a histogram."""
     labels = ", ".join(filter(None, ("le", by)))
     return f"histogram_quantile({q:g}, {rate(histogram + '_bucket', selector, labels)})"
 

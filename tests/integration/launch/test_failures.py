@@ -278,7 +278,7 @@ def test_process_that_left_its_group_is_killed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("do", ["give_up", "idle"])
-def test_the_accused_ranks_own_word_is_named(tmp_path: Path, do: str) -> None:
+def test_the_failure_shows_the_blamed_ranks_own_error(tmp_path: Path, do: str) -> None:
     """Rank 0 accuses it first; rank 1 says a moment later what it was."""
     with tiny_group(tmp_path, do={0: do, 1: "raise_late"}) as group:
         group.start()

@@ -102,12 +102,12 @@ def test_follower_with_another_plan_is_refused_by_all(tmp_path: Path) -> None:
     for pod in group.pods:
         failure = pod.failure()
         assert (failure.reason, failure.pod) == (FailureReason.PLAN_MISMATCH, 1)
-        assert f"got plan {other.hash}, expected {group.plan.hash}" in failure.message
+        assert f"plan must be {group.plan.hash} (got {other.hash})" in failure.message
 
 
 @pytest.mark.parametrize(
     ("epoch", "group_uid", "difference"),
-    [(1, "uid-1", "got epoch 1, expected 2"), (2, "uid-0", "got group uid uid-0, expected uid-1")],
+    [(1, "uid-1", "epoch must be 2 (got 1)"), (2, "uid-0", "group uid must be uid-1 (got uid-0)")],
 )
 def test_a_stray_pod_is_refused_and_the_group_keeps_running(
     tmp_path: Path, epoch: int, group_uid: str, difference: str

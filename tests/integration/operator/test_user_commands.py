@@ -21,7 +21,7 @@ async def test_top_shows_resources_without_an_operator(
     await create_resource(server, namespace)
     shown = reported(control_plane.kubeconfig, "top", "-n", namespace, "--once")
     assert shown == (
-        f"{namespace}/tiny: no operator has acted on it yet. `heteroinfer check` finds out why\n"
+        f"{namespace}/tiny: no operator has acted on this resource yet. `heteroinfer check` finds out why\n"
     )
 
 
@@ -104,7 +104,7 @@ async def test_status_before_an_operator_acted(
     config = control_plane.kubeconfig
     shown = reported(config, "status", "tiny", "-n", namespace)
     assert shown.startswith(f"HeteroInference {namespace}/tiny\n")
-    assert "no operator has acted on it yet" in shown
+    assert "no operator has acted on this resource yet" in shown
     assert shown.endswith("Next step\n  find out whether an operator runs: heteroinfer check\n")
     code, _, errors = heteroinfer(config, "status", "none", "-n", namespace)
     assert code == 1

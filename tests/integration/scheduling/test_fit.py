@@ -242,7 +242,7 @@ async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
         assert 1 <= len(notes) <= of_scheduler + 1, said()
 
 
-async def test_a_drain_takes_one_rank_and_waits_with_the_others(
+async def test_a_drain_evicts_one_rank_and_the_budget_blocks_the_others(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:

@@ -24,8 +24,9 @@ def test_other_settings(model: Path, tmp_path: Path) -> None:
             assert child.process.wait(EXIT_TIMEOUT_S) == names.EXIT_RANK_FAILED, group.logs()
             text = child.log.read_text()
             for field, got, expected in (("dtype", "bfloat16", "float32"), ("block_size", "64", "32")):
-                assert f"rank 1 (pod 1, role role-1): {field}: got {got}, expected {expected}" in text
-            assert "as rank 0 has: every rank takes its settings from the plan" in text
+                words = f"{field} must be {expected}, as on rank 0 (got {got})"
+                assert f"rank 1 (pod 1, role role-1): {words}" in text
+            assert "Start all pods from one plan and one image" in text
 
 
 def test_other_model_at_the_same_path(model: Path, tmp_path: Path) -> None:
@@ -43,4 +44,4 @@ def test_other_model_at_the_same_path(model: Path, tmp_path: Path) -> None:
             assert failure.reason is FailureReason.CONFIG_MISMATCH
             assert failure.rank == 1
             assert "rank 1 (pod 1, role role-1): model: got" in failure.message
-            assert "mount the same files at spec.model in every pod" in failure.message
+            assert "Mount the same files at spec.model in all pods" in failure.message

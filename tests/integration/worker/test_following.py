@@ -37,8 +37,8 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("twice", "ran the model with [5, 5] tokens, expected [5] as announced"),
-        ("short", "ran the model with [4] tokens, expected [5] as announced"),
+        ("twice", "the model must run with [5] tokens, as announced (got [5, 5])"),
+        ("short", "the model must run with [5] tokens, as announced (got [4])"),
         ("more", "followed 2 announcements, but the leader made 3"),
     ],
 )

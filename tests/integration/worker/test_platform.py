@@ -114,7 +114,7 @@ def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -
     env = environment(plan, 0, **{names.ENV_HETEROGENEOUS_DEVICE: "gpu"})
     wrong = run_script(WORKER_PYTHON, SEEN, env=env, folder=tmp_path)
     assert wrong.lines == []
-    assert "got VLLM_HETEROGENEOUS_DEVICE='gpu', expected one of cpu, cuda" in wrong.errors
+    assert "VLLM_HETEROGENEOUS_DEVICE: must be one of cpu, cuda (got 'gpu')" in wrong.errors
 
 
 @pytest.mark.unhurried

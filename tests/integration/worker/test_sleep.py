@@ -87,7 +87,7 @@ def refuse_level_2(group: Group) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         group.post("/sleep?level=2", {})
     assert refused.value.code == 400
-    assert "got sleep level 2, expected 0 or 1" in refused.value.read().decode()
+    assert "sleep level must be 0 or 1 (got 2)" in refused.value.read().decode()
     assert ready(group, 0)
 
 

@@ -221,7 +221,8 @@ def test_an_integer_is_a_quantity() -> None:
             spec(model={"uri": "hf://a/b", "cache": {"claimName": "x", "accessMode": "ReadWriteMany"}}),
             (
                 "spec.model.cache.claimName: must be unset if storageClassName or accessMode is set, "
-                "which are for a new claim. Remove them, or replace claimName by size"
+                "which are for a new claim. Remove storageClassName and accessMode, or replace claimName by "
+                "size"
             ),
         ),
         (

@@ -84,7 +84,7 @@ def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
     ("ranks", "mode", "words"),
     [
         ((_rank(0),), Mode.FEED_FORWARD, "with 0 feed-forward ranks"),
-        ((_rank(0), _lane(1, 0)), Mode.PIPELINE, "none in any other"),
+        ((_rank(0), _lane(1, 0)), Mode.PIPELINE, "in no other mode"),
         ((_rank(0), _lane(1, 1)), Mode.FEED_FORWARD, "as number 1"),
         ((_rank(0), replace(_lane(1, 0), device=Device.GPU)), Mode.FEED_FORWARD, "got GPU"),
         ((_rank(0), replace(_lane(1, 0), pod=1, local_rank=0)), Mode.FEED_FORWARD, "in pod 1"),
@@ -94,11 +94,15 @@ def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
         ((_rank(0), _lane(1, 0, share=-1)), Mode.FEED_FORWARD, "got share -1"),
         ((_rank(0), _lane(1, 0), _lane(2, 1, share=BY_RATE)), Mode.FEED_FORWARD, "got share 0 beside 1"),
         ((_rank(0), _lane(1, 0, share=BY_RATE), _lane(2, 1)), Mode.FEED_FORWARD, "got share 1 beside 0"),
-        ((_rank(0), _lane(1, 0), _lane(2, 1, layers=(1, 5))), Mode.FEED_FORWARD, "other layers than rank 1"),
+        (
+            (_rank(0), _lane(1, 0), _lane(2, 1, layers=(1, 5))),
+            Mode.FEED_FORWARD,
+            "other values than on rank 1",
+        ),
         (
             (_rank(0), _lane(1, 0), replace(_lane(2, 1), feed_forward=WHOLE)),
             Mode.FEED_FORWARD,
-            "by_experts of one alone",
+            "layers and by_experts must be the same",
         ),
         (
             (replace(_lane(0, 0), first_layer=0, end_layer=6), _rank(1)),

@@ -492,7 +492,7 @@ def test_gemma_3n_shares_keys_and_values_by_default(tmp_path: Path) -> None:
         ("Qwen3MoeForCausalLM", {"norm_topk_prob": False}, Routing.SOFTMAX),
     ],
 )
-def test_routing_that_a_config_does_not_name(
+def test_routing_comes_from_the_architecture_if_the_config_does_not_name_it(
     architecture: str, text: dict[str, Any], expected: Routing
 ) -> None:
     """What vLLM's class of each gives its router (vllm/model_executor/models@v0.32.0)."""

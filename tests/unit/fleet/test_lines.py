@@ -10,7 +10,7 @@ from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.fleet_reader import kv_use_of
 from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_line
-from heteroinfer_operator.fleet.screen import TOP_COLUMNS, build_rows, build_screen, waits
+from heteroinfer_operator.fleet.screen import TOP_COLUMNS, build_rows, build_screen, describe_waits
 
 KEY = ResourceKey(namespace="ml", name="llama")
 SEEN = datetime(2026, 11, 21, 8, 0, tzinfo=UTC).isoformat()
@@ -120,22 +120,22 @@ def test_json_has_the_same_values_without_empty_ones() -> None:
 
 
 def test_each_resource_that_is_not_ready_has_a_line() -> None:
-    assert list(waits([build_line(KEY, status(), {})])) == []
+    assert list(describe_waits([build_line(KEY, status(), {})])) == []
     waiting = build_line(KEY, status("False", "Starting"), {})
     new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus(), {})
-    assert list(waits([waiting, new])) == [
+    assert list(describe_waits([waiting, new])) == [
         "ml/llama: Starting: as it is",
-        "ml/new: no operator has acted on it yet. `heteroinfer check` finds out why",
+        "ml/new: no operator has acted on this resource yet. `heteroinfer check` finds out why",
     ]
 
 
-def test_a_resource_without_a_status_is_a_sentence_and_not_an_empty_row() -> None:
+def test_a_resource_without_a_status_is_shown_as_a_sentence() -> None:
     new = build_line(ResourceKey(namespace="ml", name="new"), HeteroInferenceStatus(), {})
     console = Console(width=200)
     with console.capture() as shown:
         console.print(build_screen([new], ""))
     assert shown.get().splitlines() == [
-        "ml/new: no operator has acted on it yet. `heteroinfer check` finds out why"
+        "ml/new: no operator has acted on this resource yet. `heteroinfer check` finds out why"
     ]
     with console.capture() as both:
         console.print(build_screen([new, build_line(KEY, status(), {})], ""))

@@ -137,7 +137,7 @@ def test_before_an_operator_acted_and_during_deletion_the_state_is_a_sentence() 
     found = summary()
     empty = parse_status({})
     new = ResourceSummary(manifest=found.manifest, status=empty, line=build_line(found.line.key, empty, {}))
-    assert "no operator has acted on it yet" in shown(new)
+    assert "no operator has acted on this resource yet" in shown(new)
     assert "heteroinfer check" in new.next_steps[0]
     found.manifest["metadata"]["deletionTimestamp"] = "2026-11-27T11:59:00Z"
     assert "being deleted" in shown(found)

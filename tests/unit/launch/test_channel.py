@@ -234,7 +234,7 @@ def test_closed_channel_is_seen(ends: tuple[RankChannel, RankReporter]) -> None:
 
 @pytest.mark.parametrize("env", [{}, {names.ENV_RANK_CHANNEL_FD: "x"}, {names.ENV_RANK_CHANNEL_FD: "999"}])
 def test_rank_without_supervisor_is_refused_in_words(env: dict[str, str]) -> None:
-    with pytest.raises(ContractError, match="ranks are started by `heteroinfer-worker`"):
+    with pytest.raises(ContractError, match="Start ranks with `heteroinfer-worker`"):
         RankReporter.from_env(env)
 
 
@@ -245,7 +245,7 @@ def test_lines_in_any_pieces() -> None:
 
 
 def test_endless_line_is_refused() -> None:
-    with pytest.raises(ContractError, match="does another program use this port"):
+    with pytest.raises(ContractError, match="another program uses this port"):
         LineBuffer().feed(b"x" * (MAX_LINE_BYTES + 1))
 
 

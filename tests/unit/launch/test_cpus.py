@@ -62,7 +62,7 @@ def test_three_ranks_on_two_nodes() -> None:
     )
 
 
-def test_one_hyper_thread_of_a_core() -> None:
+def test_a_rank_uses_one_hyper_thread_of_each_core() -> None:
     assert allocate(SMT, ranks=2, reserved=0) == (
         cpu_set(0, 1, 2, 3, nodes=(0,)),
         cpu_set(4, 5, 6, 7, nodes=(1,)),

@@ -21,12 +21,12 @@ HELLO = Hello(group_uid="u", epoch=1, plan_hash=PLAN.hash, pod=1)
     ("hello", "connected", "difference", "ends_group"),
     [
         (HELLO, {}, "", False),
-        (replace(HELLO, group_uid="v"), {}, "got group uid v, expected u", False),
-        (replace(HELLO, epoch=0), {}, "got epoch 0, expected 1", False),
-        (replace(HELLO, epoch=2), {}, "got epoch 2, expected 1", True),
-        (replace(HELLO, plan_hash="0"), {}, f"got plan 0, expected {PLAN.hash}", True),
-        (replace(HELLO, pod=0), {}, "got pod index 0, expected 1..1", True),
-        (replace(HELLO, pod=2), {}, "got pod index 2, expected 1..1", True),
+        (replace(HELLO, group_uid="v"), {}, "group uid must be u (got v)", False),
+        (replace(HELLO, epoch=0), {}, "epoch must be 1 (got 0)", False),
+        (replace(HELLO, epoch=2), {}, "epoch must be 1 (got 2)", True),
+        (replace(HELLO, plan_hash="0"), {}, f"plan must be {PLAN.hash} (got 0)", True),
+        (replace(HELLO, pod=0), {}, "pod index must be 1 to 1 (got 0)", True),
+        (replace(HELLO, pod=2), {}, "pod index must be 1 to 1 (got 2)", True),
         (HELLO, {1: "another"}, "pod 1 is already connected", False),
     ],
 )
@@ -269,7 +269,7 @@ def test_stat_of_a_process_with_an_ugly_name(
         ),
         (-11, "was killed by SIGSEGV while Ready"),
         (-99, "was killed by signal 99 while Ready"),
-        (0, "exited with code 0 while Ready, but must keep running. Read its log"),
+        (0, "exited with code 0 while Ready, but must run as long as the group. See its log"),
         (None, "ended while Ready (exit code unknown)"),
     ],
 )

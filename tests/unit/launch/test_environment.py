@@ -105,7 +105,7 @@ def test_gpu_rank_sees_its_own_device_only(listed: str | None, expected: str) ->
 
 def test_pod_with_too_few_gpus_is_refused() -> None:
     with pytest.raises(
-        ContractError, match=r"got CUDA_VISIBLE_DEVICES='4', expected at least 2 GPUs in pod 1"
+        ContractError, match=r"CUDA_VISIBLE_DEVICES must list at least 2 GPUs in pod 1 \(got '4'\)"
     ):
         rank_environment(PLAN, FOLLOWER, PLAN.ranks[3], {"CUDA_VISIBLE_DEVICES": "4"}, HOST)
 

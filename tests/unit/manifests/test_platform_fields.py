@@ -8,7 +8,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
 from heteroinfer_operator.cluster import CreateObject
-from heteroinfer_operator.kube.child_errors import refused_words
+from heteroinfer_operator.kube.child_errors import refusal_message
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
@@ -132,9 +132,9 @@ def test_a_model_in_an_image_is_a_volume() -> None:
         assert mounts(pod)["/model"] == "model"
     said = 'Pod "x" is invalid: spec.volumes[2]: Required value: must specify a volume type'
     advice = "This cluster does not support image volumes"
-    assert advice in refused_words(CreateObject(manifest=model_pod(changed)), said)
-    assert advice not in refused_words(CreateObject(manifest=model_pod(changed)), "denied")
-    assert advice not in refused_words(CreateObject(manifest=model_pod(RESOURCE.spec)), said)
+    assert advice in refusal_message(CreateObject(manifest=model_pod(changed)), said)
+    assert advice not in refusal_message(CreateObject(manifest=model_pod(changed)), "denied")
+    assert advice not in refusal_message(CreateObject(manifest=model_pod(RESOURCE.spec)), said)
 
 
 def test_security_contexts_are_the_installations() -> None:

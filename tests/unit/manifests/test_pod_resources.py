@@ -7,7 +7,7 @@ import pytest
 from heteroinfer_operator.api import HeteroInferenceSpec, Resources, parse_spec
 from heteroinfer_operator.cluster import CreateObject, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.kube.child_errors import refused_words
+from heteroinfer_operator.kube.child_errors import refusal_message
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.identity import Owner
@@ -112,11 +112,11 @@ def test_wrong_settings_name_what_is_wrong(text: str, said: str) -> None:
 def test_a_refusal_names_the_field_that_mends_it(said: str, advice: str) -> None:
     spec = spec_of()
     pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
-    assert advice in refused_words(CreateObject(manifest=pod), said)
+    assert advice in refusal_message(CreateObject(manifest=pod), said)
 
 
 def test_a_policy_of_others_is_no_quota() -> None:
     spec = spec_of()
     pod = build_model_pod(spec, OWNER, ClusterAddressing().model(spec, OWNER), IMAGES)
     said = 'admission webhook "validate.kyverno.svc" denied the request: pods must specify the label team'
-    assert refused_words(CreateObject(manifest=pod), said).endswith(said)
+    assert refusal_message(CreateObject(manifest=pod), said).endswith(said)

@@ -34,7 +34,7 @@ class Watched:
         assert cache is not None
         self.version += 1
         metadata = {**stored["metadata"], "resourceVersion": str(self.version)}
-        cache._take(kind, {**stored, "metadata": metadata})
+        cache._apply_event(kind, {**stored, "metadata": metadata})
 
     def names(self, *, owner: Owner = OWNER, epoch: int = 7) -> frozenset[str]:
         return self.state.never_placed.names(owner, {0: epoch})

@@ -139,7 +139,7 @@ def test_an_encoder_that_no_gpu_may_run_is_refused(name: str) -> None:
     for refused in (spec(roles[0]), spec(*roles, parallelism={"stageOrder": "AsListed"})):
         message = refusal(name, refused)
         assert "first stage is on a CPU" in message
-        assert "Give it a GPU role and leave parallelism.stageOrder out, or serve text only" in message
+        assert "Add a GPU role and remove parallelism.stageOrder, or serve text only" in message
 
 
 def test_a_first_stage_with_too_few_layers_for_an_encoder_is_refused() -> None:

@@ -221,7 +221,7 @@ def test_options_that_no_plan_accepts_are_refused_before_the_model_is_known(allo
     problem = allowed.find_forbidden(spec)
     assert problem is not None
     assert problem.reason == "RefusedArgument"
-    assert problem.message.startswith("engine.args: got '--seed=1'")
+    assert problem.message.startswith("engine.args: '--seed=1' is refused")
 
 
 def test_the_end_of_options_marker_is_refused() -> None:

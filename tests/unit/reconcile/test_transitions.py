@@ -100,7 +100,7 @@ def test_the_first_check_with_an_answer_decides_a_condition() -> None:
             "stopping_at_rest",
             "serves_spec",
             "stalled_while_none_failed",
-            "group_refused",
+            "object_refused",
             "group_down",
             "rolling_out",
         ],

@@ -194,9 +194,9 @@ def test_any_answer_of_a_model_pod(answer: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("num_kv_heads",), 0, "ModelProfile.num_kv_heads: got 0, expected at least 1"),
-        (("layer_bytes",), [1, 2], "ModelProfile.layer_bytes: got 2 layers, expected num_layers 8"),
-        (("head_bytes",), -1, "ModelProfile.head_bytes: got -1, expected at least 0"),
+        (("num_kv_heads",), 0, "ModelProfile.num_kv_heads: must be at least 1 (got 0)"),
+        (("layer_bytes",), [1, 2], "ModelProfile.layer_bytes: must have num_layers (8) entries (got 2)"),
+        (("head_bytes",), -1, "ModelProfile.head_bytes: must be at least 0 (got -1)"),
     ],
 )
 def test_an_impossible_profile_is_reported(path: tuple[str, ...], value: object, message: str) -> None:

@@ -47,7 +47,7 @@ from heteroinfer_operator.reconcile.budget import (
     Budget,
     Spending,
     Window,
-    is_pod,
+    creates_pod,
     max_pods,
     wanted_pods,
 )
@@ -317,7 +317,7 @@ class World:
             return NOT_ANSWERED, "no answer"
         if words := self._refused(action) or self._over_quota(action):
             return OBJECT_REFUSED, words
-        if is_pod(action) and self._is_taken(action):
+        if creates_pod(action) and self._is_taken(action):
             return NAME_TAKEN, "a pod of this name has another owner"
         if words := self.holds.get(subject(action, "demo"), ""):
             return NAME_HELD, words
@@ -377,7 +377,7 @@ class World:
         """Records an action, and checks its limit."""
         kinds = {PatchStatus: "status writes", RecordEvent: "events", CreateObject: "pods"}
         kind = kinds.get(type(action))
-        if kind is None or (kind == "pods" and not is_pod(action)):
+        if kind is None or (kind == "pods" and not creates_pod(action)):
             return
         within, most = BOUNDS[kind]
         # After a clock step back, earlier times are not comparable.
@@ -390,7 +390,7 @@ class World:
 
     def _changed(self, action: Write) -> str:
         """Returns the message about an object that differs from the written one, or ""."""
-        if is_pod(action):
+        if creates_pod(action):
             assert isinstance(action, CreateObject)
             name = action.manifest["metadata"]["name"]
             return f"pod {name} was changed when it was created" if name in self.strangers else ""
@@ -425,7 +425,7 @@ class World:
 
     def _over_quota(self, action: Write) -> str:
         """Returns the message of a quota that refuses a pod, or ""; a dry run does not check quotas."""
-        full = is_pod(action) and self.quota_is_full()
+        full = creates_pod(action) and self.quota_is_full()
         return "exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9" if full else ""
 
     def idle_actions(self) -> list[Action]:
@@ -604,11 +604,11 @@ class World:
 
 def _as_sent(actions: Sequence[Action]) -> list[Action]:
     """Orders actions like their requests: the first pod of each group precedes all others."""
-    pods = [action for action in actions if is_pod(action)]
+    pods = [action for action in actions if creates_pod(action)]
     scopes = [action.scopes if isinstance(action, CreateObject) else frozenset() for action in pods]
     firsts = [pod for index, pod in enumerate(pods) if scopes[index] not in scopes[:index]]
     in_order = iter([*firsts, *(pod for pod in pods if pod not in firsts)])
-    return [next(in_order) if is_pod(action) else action for action in actions]
+    return [next(in_order) if creates_pod(action) else action for action in actions]
 
 
 def _is_ours(pod: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:

@@ -28,12 +28,12 @@ def test_every_difference_is_named_with_rank_pod_and_role() -> None:
         fingerprint.compare(plan(), [SETTINGS, SETTINGS, {**SETTINGS, "block_size": 64, "model": "xyz"}])
     assert caught.value.rank == 2
     text = str(caught.value)
-    assert "rank 2 (pod 1, role role-1): block_size: got 64, expected 32 as rank 0 has" in text
-    assert "model: got xyz, expected abc as rank 0 has: mount the same files" in text
+    assert "rank 2 (pod 1, role role-1): block_size must be 32, as on rank 0 (got 64)" in text
+    assert "model must be abc, as on rank 0 (got xyz). Mount the same files" in text
 
 
 def test_a_setting_that_one_side_does_not_know_is_a_difference() -> None:
-    with pytest.raises(fingerprint.ConfigMismatchError, match="new_setting: got None, expected 1"):
+    with pytest.raises(fingerprint.ConfigMismatchError, match="new_setting must be 1, as on rank 0"):
         fingerprint.compare(plan(), [{**SETTINGS, "new_setting": 1}, SETTINGS, SETTINGS])
 
 

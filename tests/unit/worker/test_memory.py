@@ -174,5 +174,5 @@ def test_levels_of_sleep(level: int) -> None:
 
 @pytest.mark.parametrize("level", [2, -1, 3])
 def test_levels_that_a_group_does_not_have(level: int) -> None:
-    with pytest.raises(ValueError, match=rf"got sleep level {level}, expected 0 or 1: .*set spec.suspend"):
+    with pytest.raises(ValueError, match=rf"sleep level must be 0 or 1 \(got {level}\): .*set spec.suspend"):
         check_level(level)

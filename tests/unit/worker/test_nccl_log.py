@@ -2,13 +2,13 @@
 
 import pytest
 
-from vllm_heteroinfer.distributed.nccl_log import NcclLog, find_ways
+from vllm_heteroinfer.distributed.nccl_log import NcclLog, find_transports
 
 LINE = "node-0:193:1176 [0] NCCL INFO "
 
 
 @pytest.mark.parametrize(
-    ("said", "ways"),
+    ("said", "used_transports"),
     [
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read", {"nccl_p2p"}),
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", {"nccl_p2p"}),
@@ -21,22 +21,22 @@ LINE = "node-0:193:1176 [0] NCCL INFO "
         ("Channel 01/0 : 1[0] -> 0[0] via NETWORK", set()),
     ],
 )
-def test_finds_each_way(said: str, ways: set[str]) -> None:
-    assert find_ways(f"{LINE}{said}\n") == ways
+def test_finds_each_way(said: str, used_transports: set[str]) -> None:
+    assert find_transports(f"{LINE}{said}\n") == used_transports
 
 
 def test_reads_the_log_file_that_the_environment_names() -> None:
     env: dict[str, str] = {}
     log = NcclLog.begin(env)
     assert log is not None
-    assert log.ways() == frozenset()
+    assert log.used_transports() == frozenset()
     assert env["NCCL_DEBUG"] == "INFO"
     with open(env["NCCL_DEBUG_FILE"], "w") as file:  # as NCCL opens it, once
         for way in ("P2P/CUMEM", "P2P/CUMEM", "NET/IB/0"):
             file.write(f"{LINE}Channel 00/0 : 0[0] -> 1[1] via {way}\n")
             file.flush()
-        assert log.ways() == {"nccl_p2p", "nccl_net_ib"}
-    assert log.ways() == {"nccl_p2p", "nccl_net_ib"}
+        assert log.used_transports() == {"nccl_p2p", "nccl_net_ib"}
+    assert log.used_transports() == {"nccl_p2p", "nccl_net_ib"}
 
 
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "NCCL_DEBUG_FILE"])

@@ -26,7 +26,7 @@ def test_a_wrong_heterogeneous_device_is_an_error(device: str, monkeypatch: pyte
     monkeypatch.setenv(names.ENV_PLAN, "{}")
     monkeypatch.setenv(names.ENV_HETEROGENEOUS_DEVICE, device)
     with pytest.raises(
-        SystemExit, match=f"got VLLM_HETEROGENEOUS_DEVICE='{device}', expected one of cpu, cuda"
+        SystemExit, match=rf"VLLM_HETEROGENEOUS_DEVICE: must be one of cpu, cuda \(got '{device}'"
     ):
         vllm_heteroinfer.platform_plugin()
 

@@ -206,7 +206,7 @@ class Calibration(codec.JsonValue):
 
     @property
     def hash(self) -> str:
-        """Short hash that identifies this calibration, for people and names."""
+        """Short hash of this calibration, for messages and for names of objects."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     @property
@@ -279,7 +279,8 @@ class Calibration(codec.JsonValue):
         codec.at_most(MAX_ENTRIES, "Calibration.hardware", sets=len(self.hardware.instruction_sets))
         if not any(each.node == ALL_NODES for each in self.readings):
             raise ContractError(
-                f"Calibration.readings: got none of node {ALL_NODES} (all nodes), expected at least one"
+                f"Calibration.readings: must contain a reading of node {ALL_NODES} (all nodes). Measure "
+                "again with heteroinfer-worker calibrate"
             )
         for reading in self.readings:
             _check_rates("MemoryReading", bytes_per_s=reading.bytes_per_s)

@@ -23,6 +23,13 @@ T = TypeVar("T")
 MAX_INT: Final = 2**53
 """Largest absolute value; readers of JSON that use doubles would change larger numbers."""
 _SHOWN_CHARS: Final = 200
+_KIND_NAMES: Final[Mapping[Any, str]] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
+_SAME_VERSION: Final = "Use the same version of operator and worker"
 
 
 def to_json(value: Any) -> str:
@@ -155,7 +162,7 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         return _decode(inner, raw, where)
     if origin is tuple:
         if not isinstance(raw, list | tuple):
-            raise ContractError(f"{where}: got {type(raw).__name__}, expected a list")
+            raise ContractError(f"{where}: must be a list (got {_shown(raw)})")
         item = typing.get_args(kind)[0]
         return tuple(_decode(item, value, f"{where}[{i}]") for i, value in enumerate(raw))
     if dataclasses.is_dataclass(kind):
@@ -164,8 +171,8 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         try:
             return kind(raw)
         except ValueError as error:
-            expected = ", ".join(str(choice.value) for choice in kind)
-            raise ContractError(f"{where}: got {_shown(raw)}, expected one of {expected}") from error
+            choices = ", ".join(str(choice.value) for choice in kind)
+            raise ContractError(f"{where}: must be one of {choices} (got {_shown(raw)})") from error
     return _decode_scalar(kind, raw, where)
 
 
@@ -173,11 +180,11 @@ def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) <= MAX_INT:
         return float(raw)
     if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
-        raise ContractError(f"{where}: got {_shown(raw)}, expected {kind.__name__}")
+        raise ContractError(f"{where}: must be {_KIND_NAMES[kind]} (got {_shown(raw)})")
     if isinstance(raw, float) and not math.isfinite(raw):
-        raise ContractError(f"{where}: got {raw}, expected a finite number")
+        raise ContractError(f"{where}: must be a finite number (got {raw})")
     if isinstance(raw, int) and abs(raw) > MAX_INT:
-        raise ContractError(f"{where}: got a number of {raw.bit_length()} bits, expected at most {MAX_INT}")
+        raise ContractError(f"{where}: must be at most {MAX_INT} (got a number of {raw.bit_length()} bits)")
     # JSON can escape a lone surrogate, but UTF-8 cannot encode it.
     return raw.encode(errors="replace").decode() if isinstance(raw, str) else raw
 
@@ -190,14 +197,14 @@ def at_least(least: float, where: str, **values: float) -> None:
     """
     for name, value in values.items():
         if value < least:
-            raise ContractError(f"{where}.{name}: got {value}, expected at least {least}")
+            raise ContractError(f"{where}.{name}: must be at least {least} (got {value})")
 
 
 def at_most(most: float, where: str, **values: float) -> None:
     """Checks that numbers of a decoded value are at most `most`; raises ContractError."""
     for name, value in values.items():
         if value > most:
-            raise ContractError(f"{where}.{name}: got {value}, expected at most {most}")
+            raise ContractError(f"{where}.{name}: must be at most {most} (got {value})")
 
 
 def _shown(raw: Any) -> str:
@@ -207,15 +214,15 @@ def _shown(raw: Any) -> str:
 
 def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
     if not isinstance(raw, Mapping):
-        raise ContractError(f"{where}: got {type(raw).__name__}, expected an object")
+        raise ContractError(f"{where}: must be an object (got {_shown(raw)})")
     fields = _fields_of(kind)
     unknown = sorted(set(raw) - {field.name for field in fields})
     if unknown:
-        raise ContractError(f"{where}: unknown field {_shown(unknown[0])}; written by another version?")
+        raise ContractError(f"{where}: unknown field {_shown(unknown[0])}. {_SAME_VERSION}")
     values: dict[str, Any] = {}
     for field in fields:
         if field.name in raw:
             values[field.name] = _decode(field.kind, raw[field.name], f"{where}.{field.name}")
         elif field.needed:
-            raise ContractError(f"{where}: field {field.name!r} is missing; written by another version?")
+            raise ContractError(f"{where}: field {field.name!r} is missing. {_SAME_VERSION}")
     return kind(**values)

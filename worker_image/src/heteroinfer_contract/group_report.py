@@ -99,7 +99,7 @@ class GroupReport(codec.JsonValue):
             MAX_WORLD_SIZE, "GroupReport", ranks=len(self.ranks), missing_pods=len(self.missing_pods)
         )
         if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
-            raise ContractError("GroupReport.ranks: expected ranks 0..n-1 in order")
+            raise ContractError("GroupReport.ranks: must be ranks 0..n-1 in order")
         for rank in self.ranks:
             rank.check()
         for name in ("loaded_bytes", "total_bytes"):

@@ -127,5 +127,7 @@ class FetchedModel(codec.JsonValue):
         """Checks the properties that every reader relies on; raises ContractError that names the field."""
         codec.at_least(0, "FetchedModel", size_bytes=self.size_bytes)
         if not is_commit(self.commit):
-            raise ContractError(f"FetchedModel.commit: got {self.commit[:80]!r}, expected a commit's hash")
+            raise ContractError(
+                f"FetchedModel.commit: must be the hash of a commit (got {self.commit[:80]!r})"
+            )
         self.profile.check()

@@ -143,8 +143,8 @@ class ModelProfile(codec.JsonValue):
             codec.at_least(0, "ModelProfile", **{f"{part}_bytes": getattr(self, f"{part}_bytes")})
         if len(self.layer_bytes) != self.num_layers:
             raise ContractError(
-                f"ModelProfile.layer_bytes: got {len(self.layer_bytes)} layers, expected num_layers "
-                f"{self.num_layers}"
+                f"ModelProfile.layer_bytes: must have num_layers ({self.num_layers}) entries "
+                f"(got {len(self.layer_bytes)})"
             )
         codec.at_least(0, "ModelProfile", layer_bytes=min(self.layer_bytes))
         for index in self.kind_of_layer:

@@ -171,13 +171,13 @@ class Plan(codec.JsonValue):
                 their stage.
         """
         if [r.rank for r in self.ranks] != list(range(len(self.ranks))) or not self.ranks:
-            raise ContractError("Plan.ranks: expected ranks 0..world_size-1 in order")
+            raise ContractError("Plan.ranks: must be ranks 0..world_size-1 in order")
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
         codec.at_least(1, "Plan", **{f"{name}_parallel_size": size for name, size in sizes.items()})
         if self.tensor_parallel_size * self.pipeline_parallel_size != len(self.stage_ranks):
             raise ContractError(
-                f"Plan: got {len(self.stage_ranks)} ranks, expected tensor_parallel_size "
-                f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size}"
+                f"Plan.ranks: number of ranks must be tensor_parallel_size {self.tensor_parallel_size} x "
+                f"pipeline_parallel_size {self.pipeline_parallel_size} (got {len(self.stage_ranks)})"
             )
         self._check_pods()
         for rank in self.stage_ranks:
@@ -286,12 +286,12 @@ class Plan(codec.JsonValue):
         pods = self.pods
         of_stages = [pod for pod, _ in groupby(self.stage_ranks, key=lambda rank: rank.pod)]
         if [pod.index for pod in pods] != list(range(len(pods))) or of_stages != sorted(set(of_stages)):
-            raise ContractError("Plan.ranks: expected pods 0..n-1, each with adjacent ranks")
+            raise ContractError("Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent")
         for pod in pods:
             for local_rank, rank in enumerate(pod.ranks):
                 if rank.local_rank != local_rank:
                     raise ContractError(
-                        f"Plan.ranks[{rank.rank}]: got local_rank {rank.local_rank}, expected {local_rank}"
+                        f"Plan.ranks[{rank.rank}].local_rank: must be {local_rank} (got {rank.local_rank})"
                     )
 
     def _check_assignment(self, rank: RankAssignment) -> None:
@@ -299,25 +299,25 @@ class Plan(codec.JsonValue):
         where = f"Plan.ranks[{rank.rank}]"
         if (rank.stage, rank.tensor_rank) != (stage, tensor_rank):
             raise ContractError(
-                f"{where}: got stage {rank.stage}, tensor_rank {rank.tensor_rank}, "
-                f"expected {stage}, {tensor_rank}"
+                f"{where}: stage and tensor_rank must be {stage} and {tensor_rank} "
+                f"(got {rank.stage} and {rank.tensor_rank})"
             )
         before = self.ranks[(stage - 1) * self.tensor_parallel_size].end_layer if stage else 0
         same_stage = self.ranks[stage * self.tensor_parallel_size]
         if rank.first_layer != before or not before < rank.end_layer == same_stage.end_layer:
             raise ContractError(
-                f"{where}: got layers {rank.first_layer}..{rank.end_layer}, expected them to begin at "
-                f"{before}, where the stage before ends, and to be the same in the whole stage"
+                f"{where}: layers must begin at {before}, the end of the stage before, and be the same on "
+                f"all ranks of the stage (got {rank.first_layer}..{rank.end_layer})"
             )
 
     def _check_feed_forward(self) -> None:
         own = self.ranks[len(self.stage_ranks) :]
         if any(rank.feed_forward is None for rank in own):
-            raise ContractError("Plan.ranks: expected feed-forward ranks after all others")
+            raise ContractError("Plan.ranks: feed-forward ranks must come after all others")
         if bool(own) != (self.mode is Mode.FEED_FORWARD):
             raise ContractError(
-                f"Plan: got mode {self.mode} with {len(own)} feed-forward ranks, expected some in mode "
-                f"{Mode.FEED_FORWARD} and none in any other"
+                f"Plan.ranks: a plan must have feed-forward ranks in mode {Mode.FEED_FORWARD} and in no "
+                f"other mode (got {len(own)} in mode {self.mode})"
             )
         for rank in own:
             self._check_share(rank)
@@ -326,39 +326,40 @@ class Plan(codec.JsonValue):
         where, share = f"Plan.ranks[{rank.rank}]", rank.feed_forward
         assert share is not None
         if not 0 <= rank.stage < self.pipeline_parallel_size:
-            raise ContractError(f"{where}: got stage {rank.stage}, expected one of the plan's")
+            raise ContractError(f"{where}.stage: must be one of the plan's stages (got {rank.stage})")
         served = self.stage(rank.stage)[0]
         peers = self.feed_forward_ranks(rank.stage)
         if rank.device is not Device.CPU or rank.pod != served.pod or rank.tensor_rank != peers.index(rank):
             raise ContractError(
-                f"{where}: got {rank.device} in pod {rank.pod} as number {rank.tensor_rank}, expected CPU in "
-                f"pod {served.pod}, which holds stage {rank.stage}, as number {peers.index(rank)}"
+                f"{where}: feed-forward rank {peers.index(rank)} of stage {rank.stage} must be a CPU rank in "
+                f"pod {served.pod}, the stage's pod, with tensor_rank {peers.index(rank)} (got "
+                f"{rank.device}, pod {rank.pod}, tensor_rank {rank.tensor_rank})"
             )
         layers = share.layers
         ordered = bool(layers) and list(layers) == sorted(set(layers))
         if not ordered or layers[0] < served.first_layer or layers[-1] >= served.end_layer:
             raise ContractError(
-                f"{where}: got layers {list(layers)}, expected some of {served.first_layer}.."
-                f"{served.end_layer - 1}, ascending"
+                f"{where}: layers must be from {served.first_layer} to {served.end_layer - 1}, ascending "
+                f"(got {list(layers)})"
             )
         if (rank.first_layer, rank.end_layer) != (layers[0], layers[-1] + 1):
             raise ContractError(
-                f"{where}: got first_layer {rank.first_layer}, end_layer {rank.end_layer}, expected "
-                f"{layers[0]}, {layers[-1] + 1}"
+                f"{where}: first_layer and end_layer must be {layers[0]} and {layers[-1] + 1} (got "
+                f"{rank.first_layer} and {rank.end_layer})"
             )
         first = peers[0].feed_forward
         assert first is not None
         by_rate = first.share == BY_RATE
         if share.share < 0 or by_rate != (share.share == BY_RATE):
             raise ContractError(
-                f"{where}: got share {share.share} beside {first.share} of rank {peers[0].rank}, expected "
-                f"{BY_RATE} (by measured rate) of all feed-forward ranks of stage {rank.stage}, or at least "
-                "1 of each"
+                f"{where}: share must be {BY_RATE} (by measured rate) on all feed-forward ranks of stage "
+                f"{rank.stage}, or at least 1 on each (got {share.share}, and {first.share} on rank "
+                f"{peers[0].rank})"
             )
         if (layers, share.by_experts) != (first.layers, first.by_experts):
             raise ContractError(
-                f"{where}: got other layers than rank {peers[0].rank}, or by_experts of one alone, expected "
-                f"the same for all feed-forward ranks of stage {rank.stage}"
+                f"{where}: layers and by_experts must be the same on all feed-forward ranks of stage "
+                f"{rank.stage} (got other values than on rank {peers[0].rank})"
             )
 
 

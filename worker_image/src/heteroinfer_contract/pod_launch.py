@@ -132,12 +132,12 @@ class PodLaunch:
             codec.at_most(MAX_SECONDS, "PodLaunch", **{name: getattr(self, name)})
         if self.startup_timeout_s <= 0:
             raise ContractError(
-                f"PodLaunch.startup_timeout_s: got {self.startup_timeout_s}, expected more than 0"
+                f"PodLaunch.startup_timeout_s: must be above 0 (got {self.startup_timeout_s})"
             )
         for index, address in enumerate(self.addresses):
             where = f"{names.ENV_ADDRESSES}[{index}]"
             if not address.host:
-                raise ContractError(f"{where}.host: got none, expected a name or an address")
+                raise ContractError(f"{where}.host: must be a name or an address (got none)")
             for field in dataclasses.fields(address):
                 if field.name != "host":
                     codec.at_least(1, where, **{field.name: getattr(address, field.name)})

@@ -18,39 +18,40 @@ PLAN_OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "--revision": "set spec.model.revision",
         "--dtype": "set spec.engine.dtype",
         "--max-model-len": "set spec.engine.maxModelLen",
-        "--max-num-batched-tokens": "leave it to the plan: it must be equal on GPU and CPU ranks",
-        "--max-num-scheduled-tokens": "leave it to the plan: it must be equal on GPU and CPU ranks",
-        "--max-num-seqs": "leave it to the plan: it must be equal on GPU and CPU ranks",
-        "--block-size": "leave it to the plan: it must be equal on GPU and CPU ranks",
-        "--seed": "leave it to the plan: it must be equal on every rank",
+        "--max-num-batched-tokens": "remove it: the plan sets the same value on GPU and CPU ranks",
+        "--max-num-scheduled-tokens": "remove it: the plan sets the same value on GPU and CPU ranks",
+        "--max-num-seqs": "remove it: the plan sets the same value on GPU and CPU ranks",
+        "--block-size": "remove it: the plan sets the same value on GPU and CPU ranks",
+        "--seed": "remove it: the plan sets the same value on all ranks",
         "--tensor-parallel-size": "set spec.parallelism.tensor",
         "--pipeline-parallel-size": "set spec.parallelism.pipeline",
         "--kv-cache-memory-bytes": "set the memory of the role's pods; the plan gives each rank its KV cache",
         "--gpu-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV cache",
         "--device-memory-utilization": "set spec.roles[].deviceMemory; the plan gives each rank its KV cache",
-        "--num-gpu-blocks-override": "set the memory of the role's pods; the plan gives out the KV cache",
+        "--num-gpu-blocks-override": "set the memory of the role's pods; the plan gives each rank its KV "
+        "cache",
         "--enforce-eager": "set spec.engine.eager",
         "--no-enforce-eager": "set spec.engine.eager",
-        "--distributed-executor-backend": "leave it out: HeteroInfer's executor runs the group",
-        "--worker-cls": "leave it out: the role's device chooses the worker",
-        "--scheduler-cls": "leave it out: HeteroInfer's scheduler decides what is in flight",
+        "--distributed-executor-backend": "remove it: a group needs HeteroInfer's executor",
+        "--worker-cls": "remove it: the role's device chooses the worker",
+        "--scheduler-cls": "remove it: a group needs HeteroInfer's scheduler",
         "--nnodes": "set spec.roles[].pods",
-        "--node-rank": "leave it out: the plan numbers the ranks",
-        "--master-addr": "leave it out: the plan knows the leader",
+        "--node-rank": "remove it: the plan numbers the ranks",
+        "--master-addr": "remove it: the plan contains the leader's address",
         "--master-port": "set spec.network.rendezvousPort",
-        "--headless": "leave it out: followers run ranks only",
-        "--host": "leave it out: the pod's address is used",
+        "--headless": "remove it: the supervisor starts each pod's processes",
+        "--host": "remove it: the server listens on the pod's address",
         "--port": "set spec.engine.port",
-        "--uds": "leave it out: the group is reached by its Service",
+        "--uds": "remove it: clients reach the group through its Service",
         "--device-ids": "set spec.roles[].ranksPerPod; each rank gets its device from the plan",
-        "--numa-bind": "leave it out: the pod's CPUs are shared out by its supervisor",
-        "--no-numa-bind": "leave it out: the pod's CPUs are shared out by its supervisor",
-        "--numa-bind-nodes": "leave it out: the pod's CPUs are shared out by its supervisor",
-        "--numa-bind-cpus": "leave it out: the pod's CPUs are shared out by its supervisor",
+        "--numa-bind": "remove it: the pod's supervisor binds ranks to CPUs",
+        "--no-numa-bind": "remove it: the pod's supervisor binds ranks to CPUs",
+        "--numa-bind-nodes": "remove it: the pod's supervisor binds ranks to CPUs",
+        "--numa-bind-cpus": "remove it: the pod's supervisor binds ranks to CPUs",
         "--distributed-timeout-seconds": "set spec.startup.timeout",
         "--cpu-distributed-timeout-seconds": "set spec.startup.timeout",
         "--config": "write the options of the file into spec.engine.args, so that they can be checked",
-        "--mm-processor-cache-type": "leave it out: ranks of a group share no memory between pods",
+        "--mm-processor-cache-type": "remove it: pods of a group share no memory",
     }
 )
 """Option of vLLM 0.32.0 -> what to set in the resource instead."""
@@ -70,18 +71,18 @@ MULTIMODAL_CPU_FIRST: Final = Unsupported(
     feature="a multimodal model whose first stage is on a CPU",
     options=(),
     why="vLLM runs the encoder on the first rank only, and its CPU encoder is untested in a group",
-    remedy="give it a GPU role and leave parallelism.stageOrder out, or add --language-model-only",
+    remedy="add a GPU role and remove parallelism.stageOrder, or add --language-model-only",
 )
 TENSOR_CPU_FIRST: Final = Unsupported(
     feature="a stage shared by GPU and CPU ranks whose first rank is on a CPU",
     options=(),
-    why="the first rank samples for all and leads the warm-up, which on a GPU runs more than on a CPU",
+    why="the first rank samples for all ranks and leads the warm-up, and the warm-up of a GPU has more steps",
     remedy="list the GPU roles first, or set parallelism.stageOrder: Auto",
 )
 MIXED_STAGE_IN_PIPELINE: Final = Unsupported(
     feature="a stage shared by GPU and CPU ranks in pipeline mode",
     options=(),
-    why="its collectives sit inside the forward pass, so that CUDA graphs would be lost unasked",
+    why="its collectives are inside the forward pass, so GPU ranks could not use CUDA graphs",
     remedy="set spec.parallelism.mode: Tensor, or give each stage one device",
 )
 
@@ -90,15 +91,16 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
         feature="asynchronous scheduling",
         options=("--async-scheduling",),
         # vllm/config/vllm.py (its issue 45014) and vllm/platforms/cpu.py::check_and_update_config@v0.32.0
-        why="vLLM forbids it across pipeline stages with the model runner that CPUs have, and turns it off "
-        "on CPU ranks, whose inputs then differ from a GPU rank's: sampled tokens stay on the device there",
-        remedy="leave it out",
+        why="vLLM's model runner for CPUs does not support it across pipeline stages. vLLM disables it on "
+        "CPU ranks, so their inputs would differ from those of GPU ranks, where sampled tokens stay on the "
+        "device",
+        remedy="remove it",
     ),
     Unsupported(
         feature="speculative decoding",
         options=("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens"),
         why="draft tokens across pipeline stages are untested",
-        remedy="leave it out",
+        remedy="remove it",
     ),
     Unsupported(
         feature="data parallelism inside a group",
@@ -123,39 +125,39 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
     Unsupported(
         feature="expert parallelism",
         options=("--enable-expert-parallel", "--enable-eplb", "--enable-elastic-ep"),
-        why="experts over GPU and CPU ranks need collectives that are not built yet",
-        remedy="leave it out: each stage holds its layers' experts",
+        why="it needs collectives between GPU and CPU ranks that HeteroInfer does not have yet",
+        remedy="remove it: each stage holds the experts of its layers",
     ),
     Unsupported(
         feature="context parallelism",
         options=("--decode-context-parallel-size", "--prefill-context-parallel-size"),
-        why="its collectives between GPU and CPU ranks are not built yet",
-        remedy="leave it out",
+        why="it needs collectives between GPU and CPU ranks that HeteroInfer does not have yet",
+        remedy="remove it",
     ),
     Unsupported(
         feature="dual-batch overlap",
         options=("--enable-dbo", "--ubatch-size"),
-        why="vLLM has none on CPUs",
-        remedy="leave it out",
+        why="vLLM does not support it on CPUs",
+        remedy="remove it",
     ),
     Unsupported(
         feature="LoRA adapters",
         options=("--enable-lora", "--lora-modules", "--default-mm-loras"),
-        why="each rank reads an adapter from its own pod's files while requests run, nothing compares them, "
-        "and vLLM's CPU kernels for it are untested over stages",
+        why="each rank reads an adapter from the files of its own pod while requests run, and nothing "
+        "compares these files; vLLM's CPU kernels for adapters are untested across stages",
         remedy="merge the adapter into the model",
     ),
     Unsupported(
         feature="KV transfer and offloading",
         options=("--kv-transfer-config", "--kv-offloading-size", "--kv-events-config"),
         why="connectors are untested with ranks on different devices",
-        remedy="leave it out",
+        remedy="remove it",
     ),
     Unsupported(
         feature="encoder disaggregation",
         options=("--ec-transfer-config", "--ec-manager-config"),
         why="connectors are untested with ranks on different devices",
-        remedy="leave it out",
+        remedy="remove it",
     ),
     Unsupported(
         feature="pooling models",
@@ -173,18 +175,18 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
         feature="Ray",
         options=("--ray-workers-use-nsight", "--no-ray-workers-use-nsight"),
         why="HeteroInfer starts and watches the ranks itself",
-        remedy="leave it out",
+        remedy="remove it",
     ),
     Unsupported(
         feature="vLLM's own fault tolerance and weight transfer",
         options=("--enable-fault-tolerance", "--fault-tolerance-config", "--weight-transfer-config"),
-        why="a group is restarted as a whole by its operator",
-        remedy="leave it out",
+        why="the operator restarts a group as a whole",
+        remedy="remove it",
     ),
     Unsupported(
         feature="diffusion language models",
         options=("--diffusion-config",),
-        why="they feed tokens back between stages in another way",
+        why="they return tokens from the last stage to the first in another way",
         remedy="serve the model with plain vLLM",
     ),
     Unsupported(
@@ -197,8 +199,8 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
             "--ssl-ciphers",
             "--enable-ssl-refresh",
         ),
-        why="its supervisor and the kubelet ask it for its health by HTTP",
-        remedy="leave it out, and let a gateway in front of the Service speak TLS",
+        why="the supervisor and the kubelet check the API server's health by HTTP",
+        remedy="remove it, and end TLS at a gateway in front of the Service",
     ),
     MULTIMODAL_CPU_FIRST,
     TENSOR_CPU_FIRST,
@@ -206,7 +208,7 @@ UNSUPPORTED: Final[tuple[Unsupported, ...]] = (
 )
 """All unsupported features; only this list decides."""
 _REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {option: (f"{option} belongs to the plan", remedy) for option, remedy in PLAN_OWNED.items()}
+    {option: (f"the plan sets {option}", remedy) for option, remedy in PLAN_OWNED.items()}
     | {
         option: (f"{entry.feature} is not supported ({entry.why})", entry.remedy)
         for entry in UNSUPPORTED
@@ -231,7 +233,8 @@ class RefusedArg:
     remedy: str
 
     def __str__(self) -> str:
-        return f"engine.args: got {self.given!r}, but {self.reason}: {self.remedy}"
+        remedy = self.remedy[0].upper() + self.remedy[1:]
+        return f"engine.args: {self.given!r} is refused: {self.reason}. {remedy}"
 
 
 def find_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
@@ -242,9 +245,9 @@ def find_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
 def refusal_of(given: GivenOption) -> RefusedArg | None:
     """Finds the first refused option that vLLM's parser may take an argument for."""
     if not given.name.strip("-") and given.arg != "--":
-        return RefusedArg(option="", given=given.arg, reason="it names no option", remedy="take it out")
+        return RefusedArg(option="", given=given.arg, reason="it names no option", remedy="remove it")
     if given.path and given.value is None:  # vLLM would use the plan's next argument as its value
-        return RefusedArg(option="", given=given.arg, reason="it has no value", remedy="give it one")
+        return RefusedArg(option="", given=given.arg, reason="it has no value", remedy="add a value")
     option = next(filter(given.may_be, _REFUSED), None)
     if option is None:
         return None

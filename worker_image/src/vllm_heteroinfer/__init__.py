@@ -30,7 +30,7 @@ def platform_plugin() -> str | None:
     device = os.environ.get(names.ENV_HETEROGENEOUS_DEVICE, "")
     if device not in _PLATFORMS:
         raise SystemExit(
-            f"got {names.ENV_HETEROGENEOUS_DEVICE}={device!r}, expected one of {', '.join(_PLATFORMS)}; "
-            "the supervisor sets it for each process that it starts"
+            f"{names.ENV_HETEROGENEOUS_DEVICE}: must be one of {', '.join(_PLATFORMS)} (got {device!r}). "
+            "Start ranks with `heteroinfer-worker`: its supervisor sets the variable"
         )
     return _PLATFORMS[device]

@@ -17,9 +17,9 @@ class KeyReference(Model):
     """A key of a Secret or a ConfigMap of the same namespace."""
 
     name: ObjectName
-    """Name of the object."""
+    """Name of the Secret or ConfigMap."""
     key: KeyOfObject
-    """Key in the object."""
+    """Key in the Secret or ConfigMap."""
 
 
 class EnvSource(Model):

@@ -72,7 +72,7 @@ class ModelCache(Model):
             reason=RuleReason.FORBIDDEN,
             cel="!has(self.claimName) || !(has(self.storageClassName) || has(self.accessMode))",
             message="must be unset if storageClassName or accessMode is set, which are for a new claim",
-            fix="Remove them, or replace claimName by size",
+            fix="Remove storageClassName and accessMode, or replace claimName by size",
             holds=lambda cache: (
                 cache.claim_name is None or (cache.storage_class_name or cache.access_mode) is None
             ),

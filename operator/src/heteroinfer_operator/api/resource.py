@@ -155,7 +155,9 @@ def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
         return _as_stored(HeteroInferenceSpec, raw)
     except ValidationError:  # perhaps because of a field that this version does not know
         pass
-    return _parse(HeteroInferenceSpec, _known_only(raw, HeteroInferenceSpec), "spec", context=AS_STORED)
+    return _parse(
+        HeteroInferenceSpec, _without_unknown_fields(raw, HeteroInferenceSpec), "spec", context=AS_STORED
+    )
 
 
 def parse_life(raw: Mapping[str, Any]) -> LifeSpec:
@@ -163,7 +165,7 @@ def parse_life(raw: Mapping[str, Any]) -> LifeSpec:
 
     A field that cannot be read gets its default.
     """
-    life = _salvage(LifeSpec, raw)
+    life = _parse_stored(LifeSpec, raw)
     return life if raw.get("replicas") is not None else life.changed(replicas=1)
 
 
@@ -173,7 +175,7 @@ def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
     A value that cannot be read, because another version wrote it or it was damaged, is dropped alone: the
     field, or the list entry if a required field is affected.
     """
-    return _salvage(HeteroInferenceStatus, raw or {})
+    return _parse_stored(HeteroInferenceStatus, raw or {})
 
 
 def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]:
@@ -193,20 +195,20 @@ def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]
     return value, ""
 
 
-def _salvage(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
+def _parse_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
     try:
         return _as_stored(cls, {key: raw[key] for key in _fields(cls) if key in raw})
     except ValidationError:  # rare; the code below takes ten times as long
         pass
-    value = _known_only(_without_nulls(raw, cls), cls)
+    value = _without_unknown_fields(_without_nulls(raw, cls), cls)
     while True:
         try:
             return cls.model_validate_json(json.dumps(value), context=AS_STORED)
         except ValidationError as error:
-            lost = {_deepest(value, problem) for problem in _causes(error)}
+            lost = {_path_to_drop(value, problem) for problem in _causes(error)}
         if () in lost:
             return cls()
-        for path in sorted(lost, key=_last_first):
+        for path in sorted(lost, key=_removal_order):
             _remove(value, path)
 
 
@@ -215,7 +217,7 @@ def _as_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
     return cls.model_validate_json(_text(raw, cls), context=AS_STORED, by_alias=True, by_name=False)
 
 
-def _deepest(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ...]:
+def _path_to_drop(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ...]:
     """Returns the path of the value to drop because of a problem: the parent, if a field is missing."""
     path = problem["loc"][:-1] if problem["type"] == "missing" else problem["loc"]
     found: list[str | int] = []
@@ -232,7 +234,7 @@ def _has_item(value: Any, index: str | int) -> bool:
     return isinstance(value, list) and isinstance(index, int) and index < len(value)
 
 
-def _last_first(path: Sequence[str | int]) -> tuple[Any, ...]:
+def _removal_order(path: Sequence[str | int]) -> tuple[Any, ...]:
     """Sort key that removes later list entries and inner values first, so that other paths stay valid."""
     return tuple((-part, "") if isinstance(part, int) else (0, part) for part in path)
 
@@ -246,14 +248,16 @@ def _remove(value: Any, path: Sequence[str | int]) -> None:
     del value[last]
 
 
-def _known_only(raw: object, cls: type[Model] | None) -> Any:
+def _without_unknown_fields(raw: object, cls: type[Model] | None) -> Any:
     """Returns JSON values without the fields that `cls` does not know."""
     if isinstance(raw, Mapping):
         if cls is None:
             return dict(raw)
         fields = _fields(cls)
-        return {key: _known_only(value, fields[key]) for key, value in raw.items() if key in fields}
-    return [_known_only(value, cls) for value in raw] if isinstance(raw, list | tuple) else raw
+        return {
+            key: _without_unknown_fields(value, fields[key]) for key, value in raw.items() if key in fields
+        }
+    return [_without_unknown_fields(value, cls) for value in raw] if isinstance(raw, list | tuple) else raw
 
 
 def parse_resources(raw: Mapping[str, Any], where: str) -> Resources:

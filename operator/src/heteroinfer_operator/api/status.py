@@ -204,7 +204,8 @@ class FailureStatus(StatusModel):
     counted: bool = True
     """Whether the failure counts towards restart.maxRestarts. Evictions, drains and preemptions do not."""
     served: bool = True
-    """Whether the epoch had served. Failures of epochs that never served count regardless of their age."""
+    """Whether the epoch served requests before it failed. If not, the failure counts towards
+    restart.maxRestarts regardless of its age."""
 
 
 class RankEntry(StatusModel):
@@ -240,7 +241,7 @@ class KvLimit(StrEnum):
 
 
 class KvStatus(StatusModel):
-    """KV cache of a group, under older names."""
+    """Fields of kvCache under their older names. Read kvCache."""
 
     blocks: Count
     """See kvCache.blocks."""
@@ -328,7 +329,7 @@ class GroupStatus(StatusModel):
     next_epoch_time: Time | None = None
     """Time of the next start."""
     restarts: Count = 0
-    """Number of restarts because of failures that count."""
+    """Number of restarts after failures that count towards restart.maxRestarts."""
     after_failure: bool = False
     """Whether the previous epoch failed. Its reason is the reason of Ready until the group serves again."""
     served_time: Time | None = None
@@ -370,7 +371,7 @@ class RetiredGroup(StatusModel):
     revision: Hash | None = None
     """Revision of the spec with which the group last ran."""
     restarts: Count = 0
-    """Number of restarts because of failures that count."""
+    """Number of restarts after failures that count towards restart.maxRestarts."""
     next_epoch_time: Time | None = None
     """Earliest time of the next start."""
     failures: Annotated[

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         nearest = find_nearest(draft, hardware, mode)
         if not nearest and error.reason not in _SHORT_OF:
             raise
-        _report(name, hardware, error, nearest)
+        _print_shortage(name, hardware, error, nearest)
         return PlanExit.DOES_NOT_FIT
     planned = replace(planned, notes=(*planned.notes, *notes))
     summary = describe_summary(planned, name, not_measured=calibrations.missing)
@@ -173,7 +173,7 @@ def _check(name: str, model: dict[str, Any]) -> HeteroInference:
     return parse_resource({"metadata": {"name": name}, "spec": spec})
 
 
-def _report(name: str, hardware: GivenHardware, error: PlanError, nearest: Sequence[Nearest]) -> None:
+def _print_shortage(name: str, hardware: GivenHardware, error: PlanError, nearest: Sequence[Nearest]) -> None:
     """Prints how much is missing, and the nearest hardware that fits."""
     lines = [f"error: {name} does not fit {hardware}: {error.message}"]
     if nearest:

@@ -68,7 +68,7 @@ class GroupLayout:
         """Host memory of a GPU's pod, feed-forward ranks excluded."""
         if self.mode is not Mode.FEED_FORWARD:
             return f"{_GPU_POD_GIB}Gi"
-        return _mebi(min(_GPU_POD_GIB * GIB, parse_bytes(self.hardware.cpu_memory) // 4))
+        return _rounded_size(min(_GPU_POD_GIB * GIB, parse_bytes(self.hardware.cpu_memory) // 4))
 
     @property
     def feed_forward_cpus(self) -> int:
@@ -78,7 +78,7 @@ class GroupLayout:
     @property
     def feed_forward_memory(self) -> str:
         """Host memory of the feed-forward rank."""
-        return _mebi(parse_bytes(self.hardware.cpu_memory) - parse_bytes(self.own_memory))
+        return _rounded_size(parse_bytes(self.hardware.cpu_memory) - parse_bytes(self.own_memory))
 
     @property
     def has_cpu_role(self) -> bool:
@@ -168,7 +168,7 @@ def _resources(cpus: int, memory: str) -> dict[str, Any]:
     return {"requests": {"cpu": str(cpus), "memory": memory}, "limits": {"memory": memory}}
 
 
-def _mebi(size: int) -> str:
+def _rounded_size(size: int) -> str:
     """Returns a size rounded down to Mi, in Gi if it is a whole number of Gi."""
     return f"{size // GIB}Gi" if size % GIB == 0 else f"{size // 2**20}Mi"
 

@@ -140,14 +140,17 @@ def _roles(layout: GroupLayout, planned: Planned) -> list[str]:
                 f'      requests: {{cpu: "{hardware.cpus}", memory: {hardware.cpu_memory}}}',
                 "more cores read weights faster, up to the node's memory bandwidth",
             ),
-            _line(f"      limits: {{memory: {hardware.cpu_memory}}}", _held(planned, "cpu")),
+            _line(f"      limits: {{memory: {hardware.cpu_memory}}}", _describe_bytes(planned, "cpu")),
         ]
     if hardware.gpus:
         lines += [
             "  - name: gpu",
             "    device: GPU",
             *([_line(f"    pods: {hardware.gpus}", "one GPU each")] if hardware.gpus > 1 else []),
-            _line(f"    deviceMemory: {hardware.gpu_memory}", f"memory of one GPU; {_held(planned, 'gpu')}"),
+            _line(
+                f"    deviceMemory: {hardware.gpu_memory}",
+                f"memory of one GPU; {_describe_bytes(planned, 'gpu')}",
+            ),
             _line("    resources:", "host memory and cores of a GPU's pod; adjust them to your nodes"),
             f'      requests: {{cpu: "{layout.own_cpus}", memory: {layout.own_memory}}}',
             f"      limits: {{memory: {layout.own_memory}}}",
@@ -159,12 +162,14 @@ def _roles(layout: GroupLayout, planned: Planned) -> list[str]:
                 "      ranks: 1", "one per NUMA node of the host is fastest; divide cpu and memory among them"
             ),
             f'      cpu: "{layout.feed_forward_cpus}"',
-            _line(f"      memory: {layout.feed_forward_memory}", _held(planned, "gpu", remote=True)),
+            _line(
+                f"      memory: {layout.feed_forward_memory}", _describe_bytes(planned, "gpu", remote=True)
+            ),
         ]
     return lines
 
 
-def _held(planned: Planned, role: str, *, remote: bool = False) -> str:
+def _describe_bytes(planned: Planned, role: str, *, remote: bool = False) -> str:
     """Returns the bytes that the fullest rank of a role takes."""
     ranks = [r for r in planned.plan.ranks if r.role == role and (r.feed_forward is not None) is remote]
     return f"the plan uses {format_bytes(max(r.weight_bytes + r.kv_cache_bytes for r in ranks))}"

@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(settings)
     if arguments.keep_calibration is not None:
-        asyncio.run(_keep(settings, arguments))
+        asyncio.run(_keep_calibration(settings, arguments))
         return EXIT_OK
 
     def build_decide(operator_key: bytes | None) -> Decide:
@@ -153,7 +153,7 @@ def _check(settings: InstallationSettings) -> int:
     return EXIT_FAILED if problems else EXIT_OK
 
 
-async def _keep(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
+async def _keep_calibration(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
     if not settings.calibration_config_map:
         raise CalibrationError("HETEROINFER_CALIBRATION_CONFIG_MAP: must be the name of a ConfigMap")
     try:

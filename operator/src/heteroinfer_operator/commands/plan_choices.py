@@ -33,21 +33,23 @@ class _Difference:
 
 
 def describe_choices(planned: Planned) -> tuple[str, ...]:
-    """Returns the next cheaper choices, the next with more concurrency and the next faster, one line each."""
+    """Describes the next cheaper, more concurrent and faster plans, a line each."""
     fewer = (
-        f"fewer pods: {words}, {_compare(other, planned).words}" for words, other in _with_fewer(planned)
+        f"fewer pods: {words}, {_differences(other, planned).words}" for words, other in _with_fewer(planned)
     )
-    faster = (f"faster: {words}, {_compare(other, planned).words}" for words, other in _with_more(planned))
+    faster = (
+        f"faster: {words}, {_differences(other, planned).words}" for words, other in _with_more(planned)
+    )
     return (*fewer, *_save_memory(planned), *_more_concurrency(planned), *faster, *_moved_layers(planned))
 
 
 def describe_waste(planned: Planned) -> tuple[str, ...]:
-    """Returns the pods and roles that gain nothing, one line each."""
-    found = [(words, _compare(other, planned)) for words, other in _with_fewer(planned)]
+    """Describes the pods and roles that make the group no faster or larger, a line each."""
+    found = [(words, _differences(other, planned)) for words, other in _with_fewer(planned)]
     return tuple(f"fewer pods: {words}, {change.words}" for words, change in found if change.costs_nothing)
 
 
-def _compare(other: Planned, planned: Planned) -> _Difference:
+def _differences(other: Planned, planned: Planned) -> _Difference:
     steps_s = [predict(each.plan, each.rates).step_s for each in (other, planned)]
     step, step_now = map(duration, steps_s)
     room, room_now = (f"{sequences_at_once(each):,.1f}" for each in (other, planned))
@@ -67,10 +69,10 @@ def _with_fewer(planned: Planned) -> Iterator[tuple[str, Planned]]:
     spec = planned.request.spec
     for role in _free_roles(spec):
         if role.pods > 1:
-            other = _plan_again(planned, _with_pods(spec, role, role.pods - 1))
+            other = _plan_of(planned, _with_pods(spec, role, role.pods - 1))
             words = f"with {count(role.pods - 1, 'pod')} of role {role.name} instead of {role.pods}"
         elif len(spec.roles) > 1:
-            other = _plan_again(planned, _with_pods(spec, role, 0))
+            other = _plan_of(planned, _with_pods(spec, role, 0))
             words = f"without role {role.name}"
         else:
             continue
@@ -85,7 +87,7 @@ def _with_more(planned: Planned) -> Iterator[tuple[str, Planned]]:
     for role in _free_roles(spec):
         if role.device is not Device.GPU:
             continue
-        other = _plan_again(planned, _with_pods(spec, role, role.pods + 1))
+        other = _plan_of(planned, _with_pods(spec, role, role.pods + 1))
         if other is not None and predict(other.plan, other.rates).step_s <= (1 - _MIN_GAIN) * step_s:
             yield f"with {role.pods + 1} pods of role {role.name} instead of {role.pods}", other
 
@@ -108,7 +110,7 @@ def _with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroIn
     return spec.changed(roles=tuple(changed(spec.roles)))
 
 
-def _plan_again(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
+def _plan_of(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
     """Returns the plan of another spec, or None if it has no plan."""
     try:
         return make_plan(replace(planned.request, spec=spec), planned.inventory)
@@ -171,12 +173,12 @@ def _more_concurrency(planned: Planned) -> Iterator[str]:
     layers = [rank.num_layers for rank in stages]
     layers[tight] -= 1
     layers[other] += 1
-    found = _plan_again(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
+    found = _plan_of(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
     if found is None or sequences_at_once(found) < (1 + _MIN_GAIN) * sequences_at_once(planned):
         return
     yield (
         f"more concurrency: with one layer moved from stage {tight} (role {stages[tight].role}) to stage "
-        f"{other} (role {stages[other].role}), {_compare(found, planned).words}"
+        f"{other} (role {stages[other].role}), {_differences(found, planned).words}"
     )
 
 

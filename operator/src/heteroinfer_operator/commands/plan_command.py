@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan, or why there is none, and all that is refused. Returns the exit code."""
+    """Prints the plan, or the errors that prevent it, and every refused setting. Returns the exit code."""
     answer = _answer(arguments)
     sys.stdout.write(_render(answer, arguments))
     file = arguments.chart_values
@@ -148,9 +148,9 @@ def run(arguments: argparse.Namespace) -> int:
     if answer.exit_code is PlanExit.DOES_NOT_FIT and answer.name:
         problem = f"error: {answer.name} does not fit"
     by_policy = answer.refused_by_policy
-    for what, errors in ((problem, answer.errors), (f"refused by an operator with {policy}", by_policy)):
+    for prefix, errors in ((problem, answer.errors), (f"refused by an operator with {policy}", by_policy)):
         for line in (line for error in errors for line in error.message.splitlines()):
-            sys.stderr.write(f"{printable(f'{what}: {line}')}\n")
+            sys.stderr.write(f"{printable(f'{prefix}: {line}')}\n")
     return answer.exit_code
 
 

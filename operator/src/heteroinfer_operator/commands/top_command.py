@@ -79,20 +79,20 @@ async def _show(arguments: argparse.Namespace) -> None:
         if not console.is_terminal:
             console.width = _WIDTH_OF_FILES
         if arguments.once or not console.is_terminal:
-            console.print(build_screen(await look(), _note(leaders)))
+            console.print(build_screen(await look(), _source_note(leaders)))
             return
         with LiveTable(console=console, auto_refresh=False, screen=True) as table:
             lines: list[ResourceLine] = []
             while True:
                 try:
-                    lines, note = await look(), _note(leaders)
+                    lines, note = await look(), _source_note(leaders)
                 except ApiError as error:  # the API server may be restarting: keep the last values
                     note = f"not up to date: {error.message}"
                 table.update(build_screen(lines, note), refresh=True)
                 await asyncio.sleep(INTERVAL_S)
 
 
-def _note(leaders: LeaderReader) -> str:
+def _source_note(leaders: LeaderReader) -> str:
     if not leaders.problem:
         return ""
     return f"some values come from the stored status and may be up to a minute old, because {leaders.problem}"

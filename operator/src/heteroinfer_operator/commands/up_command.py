@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     handler = RichHandler(console=console, show_path=False)
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    with _folders(arguments.log_dir) as (scratch, log_dir):
+    with _pod_folders(arguments.log_dir) as (scratch, log_dir):
         local = LocalOptions(
             worker_python=worker_python,
             scratch=scratch,
@@ -124,7 +124,7 @@ def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
 
 
 @contextmanager
-def _folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
+def _pod_folders(log_dir: Path | None) -> Iterator[tuple[Path, Path]]:
     """Yields the pods' scratch folder and the folder of logs. Removes temporary ones after a success."""
     with tempfile.TemporaryDirectory(prefix="heteroinfer-", dir=_short_temporary_folder()) as scratch:
         if log_dir is not None:

@@ -52,7 +52,7 @@ async def _print_versions(arguments: argparse.Namespace) -> None:
     client = own_version()
     as_text = arguments.output == "text"
     if as_text:
-        _say(f"client    {client}")
+        _print_line(f"client    {client}")
     if arguments.client:
         if not as_text:
             write_value({"client": client}, arguments.output)
@@ -92,11 +92,11 @@ async def _read_installation(server: ApiServer) -> _Installation:
 def _print_installation(found: _Installation) -> None:
     for operator in found.operators:
         pods = f"{operator.ready} of {operator.replicas} ready"
-        _say(f"operator  {operator.version}  {operator.name}, {pods}")
+        _print_line(f"operator  {operator.version}  {operator.name}, {pods}")
     if not found.operators and not found.problems:
-        _say("operator  none found")
+        _print_line("operator  none found")
     if found.crd is not None:
-        _say(f"CRD       {found.crd}")
+        _print_line(f"CRD       {found.crd}")
 
 
 def _unreadable(name: str, error: ApiError) -> str:
@@ -106,5 +106,5 @@ def _unreadable(name: str, error: ApiError) -> str:
     return f"{name}: {error.message}. Ask an administrator to run `heteroinfer version`"
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{printable(line)}\n")

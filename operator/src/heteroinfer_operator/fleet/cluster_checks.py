@@ -15,7 +15,7 @@ from heteroinfer_operator.fleet.installations import (
     read_operators,
 )
 from heteroinfer_operator.kube import rights
-from heteroinfer_operator.kube.gangs import ask_gangs
+from heteroinfer_operator.kube.gangs import find_served_gangs
 from heteroinfer_operator.kube.installation import resource_problem
 from heteroinfer_operator.kube.paths import NODE, Kind
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer
@@ -171,7 +171,9 @@ class _ClusterReader:
         return judge_cpu_labels(await self._read_nodes())
 
     async def gang_scheduler(self) -> CheckAnswer:
-        found = [gang.value for gang, served in (await ask_gangs(self._server)).items() if served is True]
+        found = [
+            gang.value for gang, served in (await find_served_gangs(self._server)).items() if served is True
+        ]
         if found:
             return CheckState.OK, ", ".join(found)
         return CheckState.NOTE, (
@@ -257,7 +259,8 @@ def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) ->
     if down:
         return CheckState.FAILED, "; ".join(down)
     skew = [
-        f"{each.name} is {each.version}, the CRD is {crd_version}. Upgrade the chart that installs the CRD"
+        f"{each.name} has version {each.version}, but the CRD has version {crd_version}. Upgrade the chart "
+        "that installs the CRD"
         for each in operators
         if UNKNOWN_VERSION not in {crd_version, each.version} and each.version != crd_version
     ]
@@ -297,7 +300,7 @@ def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     ]
     if without:
         return CheckState.WARNING, (
-            f"{_nodes(len(without))} with GPUs ({_some(without)}) {_lack(without)} the label "
+            f"{_nodes(len(without))} with GPUs ({_first_names(without)}) {_nodes_without(without)} the label "
             f"{DEFAULT_GPU_RESOURCE}.memory. Install GPU feature discovery, or set roles[].deviceMemory"
         )
     return CheckState.OK, f"the memory of GPUs is known on {_nodes(len(with_gpus))}"
@@ -313,8 +316,9 @@ def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     ]
     if without:
         return CheckState.WARNING, (
-            f"{_nodes(len(without))} ({_some(without)}) {_lack(without)} labels {CPUID_LABEL}*, so plans do "
-            "not know whether their CPUs have AMX or AVX-512. Install node-feature-discovery"
+            f"{_nodes(len(without))} ({_first_names(without)}) {_nodes_without(without)} labels "
+            f"{CPUID_LABEL}*, so plans do not know whether their CPUs have AMX or AVX-512. Install "
+            "node-feature-discovery"
         )
     return CheckState.OK, f"the features of CPUs are known on {_nodes(len(usable))}"
 
@@ -364,10 +368,10 @@ def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-def _lack(nodes: Sequence[str]) -> str:
+def _nodes_without(nodes: Sequence[str]) -> str:
     return "lacks" if len(nodes) == 1 else "lack"
 
 
-def _some(found: Sequence[str], most: int = 3) -> str:
+def _first_names(found: Sequence[str], most: int = 3) -> str:
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return f"{', '.join(found[:most])}{more}"

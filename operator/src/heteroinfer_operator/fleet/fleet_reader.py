@@ -90,16 +90,18 @@ class LeaderReader:
         """Reads the reports of all leaders, by resource and group index, without leaders that are silent."""
         self.problem = ""
         asked = [(stored, group) for stored in resources for group in stored.status.groups if group.members]
-        answers = await asyncio.gather(*(self._ask(stored, group) for stored, group in asked))
+        answers = await asyncio.gather(*(self._read_leader(stored, group) for stored, group in asked))
         live: dict[ResourceKey, dict[int, Live]] = {}
         for (stored, group), answer in zip(asked, answers, strict=True):
             live.setdefault(stored.key, {})[group.index] = answer
         return live
 
-    async def _ask(self, stored: Stored, group: GroupStatus) -> Live:
+    async def _read_leader(self, stored: Stored, group: GroupStatus) -> Live:
         leader = group.members[0].pod
         async with self._slots:
-            text = await self._get(stored.key.namespace, leader, names.DEFAULT_HEALTH_PORT, names.PATH_GROUP)
+            text = await self._get_from_pod(
+                stored.key.namespace, leader, names.DEFAULT_HEALTH_PORT, names.PATH_GROUP
+            )
             if text is None:
                 return Live()
             try:
@@ -109,10 +111,10 @@ class LeaderReader:
                 return Live()
             if not report.ready:
                 return Live(report=report)
-            metrics = await self._get(stored.key.namespace, leader, stored.api_port, "/metrics")
+            metrics = await self._get_from_pod(stored.key.namespace, leader, stored.api_port, "/metrics")
         return Live(report=report, kv_use=kv_use_of(metrics or ""))
 
-    async def _get(self, namespace: str, pod: str, port: int, path: str) -> str | None:
+    async def _get_from_pod(self, namespace: str, pod: str, port: int, path: str) -> str | None:
         try:
             async with asyncio.timeout(PROXY_TIMEOUT_S):
                 return await self._server.get_text(POD.path(namespace, f"{pod}:{port}", f"proxy{path}"))

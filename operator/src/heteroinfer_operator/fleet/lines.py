@@ -164,7 +164,7 @@ def build_line(
         message=ready.message if ready else "",
         groups=(status.summary.groups if status.summary else None) or "",
         lines=tuple(
-            _group(
+            _group_line(
                 group,
                 live.get(group.index, Live()),
                 predictions.get(group.plan_hash or ""),
@@ -175,13 +175,13 @@ def build_line(
     )
 
 
-def _group(group: GroupStatus, live: Live, predicted: PlanStatus | None, plan: Plan | None) -> GroupLine:
+def _group_line(group: GroupStatus, live: Live, predicted: PlanStatus | None, plan: Plan | None) -> GroupLine:
     # To a caller without the group's key, a leader reports epoch 0. The name of its pod has the epoch.
     fits = live.report is not None and live.report.epoch in {0, group.epoch}
     report = live.report if fits else None
     reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
     predicted_ms = {rank.rank: rank.predicted_step_ms for rank in predicted.ranks} if predicted else {}
-    ranks = _ranks(group) if plan is None else _planned_ranks(group, plan)
+    ranks = _rank_lines(group) if plan is None else _planned_ranks(group, plan)
     return GroupLine(
         index=group.index,
         epoch=group.epoch,
@@ -195,13 +195,13 @@ def _group(group: GroupStatus, live: Live, predicted: PlanStatus | None, plan: P
         calibration=(predicted.calibration if predicted else None) or "",
         failure=group.failures[-1] if group.failures else None,
         ranks=tuple(
-            replace(_reported(rank, reported.get(rank.rank)), predicted_ms=predicted_ms.get(rank.rank))
+            replace(_with_report(rank, reported.get(rank.rank)), predicted_ms=predicted_ms.get(rank.rank))
             for rank in ranks
         ),
     )
 
 
-def _ranks(group: GroupStatus) -> Iterable[RankLine]:
+def _rank_lines(group: GroupStatus) -> Iterable[RankLine]:
     """Yields the ranks in a status, with their last known times."""
     for entry in group.members:
         yield RankLine(
@@ -228,7 +228,7 @@ def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
         )
 
 
-def _reported(line: RankLine, reported: RankStatus | None) -> RankLine:
+def _with_report(line: RankLine, reported: RankStatus | None) -> RankLine:
     """Adds the leader's report about a rank, if there is one."""
     if reported is None:
         return line

@@ -29,14 +29,14 @@ _CAPTION: Final = (
 
 
 def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType:
-    """Builds the table, a line for each resource that waits, and a note on the source of the values.
+    """Builds the table, a line for each resource that describe_waits, and a note on the source of the values.
 
     A resource that no operator has acted on gets only its line: a row of the table would be empty.
     """
     if not resources:
         return Text("no HeteroInference here; -A looks in all namespaces")
     rows = [row for resource in resources if resource.is_seen for row in build_rows(resource)]
-    lines = (*waits(resources), *predictions(resources), *([note] if note else ()))
+    lines = (*describe_waits(resources), *describe_predictions(resources), *([note] if note else ()))
     texts = [Text(printable(line)) for line in lines]
     return Group(build_table(rows, TOP_COLUMNS), *texts) if rows else Group(*texts)
 
@@ -71,8 +71,8 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
     yield {
         "name": f"  group {group.index} epoch {group.epoch}",
         "phase": group.phase,
-        "step": _tenths(max(steps_ms, default=None)),
-        "predicted": _tenths(group.predicted_ms),
+        "step": _one_decimal(max(steps_ms, default=None)),
+        "predicted": _one_decimal(group.predicted_ms),
         "kv": _kv(group),
         "restarts": str(group.restarts),
         "last failure": group.culprit,
@@ -86,33 +86,34 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
             "layers": rank.layers or "",
             "phase": rank.phase,
             "steps": "" if rank.steps is None else str(rank.steps),
-            "step": _tenths(rank.step_ms),
-            "compute": _tenths(rank.compute_ms),
-            "wait": _tenths(rank.wait_ms),
-            "predicted": _tenths(rank.predicted_ms),
-            "seen": _tenths(rank.seen_s),
+            "step": _one_decimal(rank.step_ms),
+            "compute": _one_decimal(rank.compute_ms),
+            "wait": _one_decimal(rank.wait_ms),
+            "predicted": _one_decimal(rank.predicted_ms),
+            "seen": _one_decimal(rank.seen_s),
         }
 
 
-def waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
+def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
     """Yields a line for each resource that is not Ready: the reason, and the messages of its groups."""
     for resource in resources:
         if not resource.is_seen:
-            yield f"{resource.key}: no operator has acted on it yet. `heteroinfer check` finds out why"
+            yield f"{resource.key}: no operator has acted on this resource yet. `heteroinfer check` finds "
+            "out why"
         elif resource.ready != "True":
             reported = {group.message for group in resource.lines if group.message}
             words = "; ".join(sorted(reported) or filter(None, [resource.message]))
             yield f"{resource.key}: {resource.reason}{words and f': {words}'}"
 
 
-def predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields a line for each resource with the rates behind its predictions."""
+def describe_predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
+    """Yields a line for each resource with the rates behind its describe_predictions."""
     for resource in resources:
         for made_of in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
             yield f"{resource.key}: predicted by {made_of}"
 
 
-def _tenths(value: float | None) -> str:
+def _one_decimal(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 

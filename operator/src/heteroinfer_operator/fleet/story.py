@@ -105,7 +105,7 @@ def _story(pod: PodView, ranks: tuple[int, ...], *, culprit: bool) -> PodStory:
         name=pod.name,
         title=f"{pod.name}: {who}, role {role}{where}, {_state(pod)}",
         prefix=f"{who} {role}".strip(),
-        ended=_ended(pod),
+        ended=_describe_end(pod),
         culprit=culprit,
     )
 
@@ -120,7 +120,7 @@ def _state(pod: PodView) -> str:
     return "ready" if pod.ready else pod.phase
 
 
-def _ended(pod: PodView) -> str:
+def _describe_end(pod: PodView) -> str:
     if pod.termination is None:
         return ""
     ended = pod.termination

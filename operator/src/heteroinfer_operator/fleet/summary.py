@@ -50,13 +50,13 @@ class ResourceSummary:
     line: ResourceLine
 
     @property
-    def rests(self) -> bool:
+    def wants_no_group(self) -> bool:
         """Whether the user wants no group now."""
         return bool(self._spec.get("suspend")) or self._spec.get("replicas") == 0
 
     @property
     def unexpected_conditions(self) -> tuple[Condition, ...]:
-        """The conditions that differ from those of a resource which serves, or rests."""
+        """The conditions that differ from those of a resource which serves, or wants_no_group."""
         return tuple(each for each in self.status.conditions if not self._is_expected(each))
 
     @property
@@ -70,7 +70,7 @@ class ResourceSummary:
         return spec
 
     def dump(self) -> dict[str, Any]:
-        """Returns JSON values, in the status's own spelling."""
+        """Returns JSON values, with the names of the status's fields."""
         return {
             **self.line.dump(),
             "generation": self.manifest["metadata"].get("generation"),
@@ -107,8 +107,8 @@ class ResourceSummary:
         if condition.type == ConditionType.PROGRESSING:
             return condition.status is ConditionStatus.FALSE and not condition.message
         if condition.status is ConditionStatus.UNKNOWN or condition.status is ConditionStatus.FALSE:
-            rests = self.rests and condition.type in _NOT_AT_REST
-            return condition.type not in _WANTED_TRUE or rests
+            wants_no_group = self.wants_no_group and condition.type in _NOT_AT_REST
+            return condition.type not in _WANTED_TRUE or wants_no_group
         return True
 
     def _overview(self, now: datetime, *, verbose: bool) -> Iterable[tuple[str, ...]]:
@@ -135,7 +135,7 @@ class ResourceSummary:
         if self.manifest["metadata"].get("deletionTimestamp"):
             return "being deleted"
         if not self.line.is_seen:
-            return "no operator has acted on it yet"
+            return "no operator has acted on this resource yet. `heteroinfer check` finds out why"
         states = (("Available", self.line.available), ("Ready", self.line.ready))
         words = ", ".join(
             {"True": kind, "False": f"not {kind}"}.get(state, f"{kind} unknown") for kind, state in states

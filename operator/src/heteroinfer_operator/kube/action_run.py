@@ -34,8 +34,8 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.child_errors import (
     ChildError,
     finalizer_set_each_time,
-    refused_words,
-    unanswered_words,
+    refusal_message,
+    unanswered_message,
 )
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.dry_runs import DryRuns
@@ -111,7 +111,7 @@ class ActionRun:
         self._generation = kept.generation
         self._version = self._resource.resource_version
         self._finalizers = self._resource.finalizers
-        self._epochs = {_epoch(pod.labels) for pod in observation.pods}
+        self._epochs = {_group_and_epoch(pod.labels) for pod in observation.pods}
         self._launched: dict[Subject, UnderWay] = {}
         self._status_s: float | None = None
         self._conflict: ConflictError | None = None
@@ -137,7 +137,7 @@ class ActionRun:
                 await self._run_stage(stage)
             for action in actions:
                 if isinstance(action, TryObjects) and self._acting.may(action):
-                    await self._attempt(action, self._try_objects(action))
+                    await self._try_action(action, self._try_objects(action))
         finally:
             self._is_finished = True
             self._acting.end()
@@ -154,9 +154,9 @@ class ActionRun:
         self._kept.promises.enter_context(self._context.cluster_state.promising(pods))
 
     async def _try_objects(self, action: TryObjects) -> None:
-        await self._context.dry_runs.find(self._resource, action, patience_s=self._left_s())
+        await self._context.dry_runs.find(self._resource, action, patience_s=self._remaining_s())
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
 
     # Writes to the resource itself. The status comes first, because it depends on no other write.
@@ -171,13 +171,13 @@ class ActionRun:
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
         if not statuses and self._kept.status_tries.are_under_way:  # an attempt may still be stored
             self._kept.status_tries.cancel()
-            self._hold([PatchStatus(status={}, resource_version="")])
+            self._block_until_written([PatchStatus(status={}, resource_version="")])
             self._status_s = STATUS_AGAIN_S
         elif not statuses:  # the stored status is up to date
             self._context.callbacks.status_written(self._resource.key, True)
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
         if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # send nothing and count nothing
-            self._hold(writes)
+            self._block_until_written(writes)
             self._status_s = wait_s
             return not statuses
         due = [action for action in writes if self._acting.may(action)]
@@ -187,7 +187,7 @@ class ActionRun:
         self._kept.status_tries.add(task)
         await asyncio.wait({task}, timeout=self._context.patience_s)
         if not task.done():
-            self._hold(due)
+            self._block_until_written(due)
             self._not_written(self._kept.status_tries.wait_s())
         elif not task.cancelled():
             task.result()
@@ -197,7 +197,7 @@ class ActionRun:
         self._context.callbacks.status_written(self._resource.key, False)
         self._status_s = again_s
 
-    def _hold(self, actions: Iterable[Write]) -> None:
+    def _block_until_written(self, actions: Iterable[Write]) -> None:
         for action in actions:
             self._acting.conflicted(action)
 
@@ -209,18 +209,18 @@ class ActionRun:
                 else:
                     await self._remove_finalizer()
             except ConflictError as error:
-                self._note_conflict(action, error)
+                self._record_conflict(action, error)
                 break
             except ChildError as error:
-                self._refused(action, error.reason, error.message)
+                self._record_refusal(action, error.reason, error.message)
             except ApiError as error:
                 if not error.is_refusal:
                     logger.warning("%s: status not written: %s", self._resource.key, error.message)
-                    self._hold(actions)
+                    self._block_until_written(actions)
                     self._not_written(_RETRY_STATUS_S)
                     return
                 self._context.callbacks.status_written(self._resource.key, False)
-                self._refused(action, OBJECT_REFUSED, refused_words(action, error.said))
+                self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.said))
             else:
                 self._current().done(action)
                 self._kept.status_tries.cancel(but=asyncio.current_task())
@@ -276,7 +276,7 @@ class ActionRun:
         pods: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
         for action in stage:
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name:
-                if (found := self._take_pod(action)) is not None:
+                if (found := self._start_pod_create(action)) is not None:
                     pods.setdefault((found.scopes, _epoch_of(found)), []).append(found)
             elif self._may_start(action):
                 started[self._launch([action], self._run_one(action))] = [action]
@@ -284,14 +284,14 @@ class ActionRun:
             started[self._launch(batch, self._create_pods(batch))] = []
         if not started:
             return
-        await asyncio.wait(started, timeout=self._left_s())
+        await asyncio.wait(started, timeout=self._remaining_s())
         for task, actions in started.items():
             if not task.done():
-                self._note_under_way(actions)
+                self._block_dependents(actions)
             elif not task.cancelled():
                 task.result()
 
-    def _take_pod(self, action: CreateObject) -> CreateObject | None:
+    def _start_pod_create(self, action: CreateObject) -> CreateObject | None:
         """Returns the create action of a pod if it may start now. Remembers the pod's manifest."""
         name, epoch = action.manifest["metadata"]["name"], _epoch_of(action)
         if (POD.name, name) in self._kept.under_way:
@@ -308,15 +308,15 @@ class ActionRun:
         if not self._acting.may(action):
             return False
         if subject(action, self._resource.key.name) in self._kept.under_way:
-            self._note_under_way([action])
+            self._block_dependents([action])
             return False
         return True
 
-    def _note_under_way(self, actions: Iterable[Write]) -> None:
+    def _block_dependents(self, actions: Iterable[Write]) -> None:
         """Blocks objects that depend on an object whose write has no answer yet."""
         for action in actions:
             if isinstance(action, CreateObject | ApplyObject):
-                self._refused(action, NOT_ANSWERED, unanswered_words(action, _UNDER_WAY))
+                self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, _UNDER_WAY))
 
     def _launch(self, actions: Sequence[Write], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = self._start(work, f"writes of {self._resource.key}")
@@ -324,10 +324,10 @@ class ActionRun:
             epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""
             found = subject(action, self._resource.key.name)
             self._launched[found] = self._kept.under_way[found] = UnderWay(task, scopes_of(action), epoch)
-        task.add_done_callback(lambda _: self._answered(actions))
+        task.add_done_callback(lambda _: self._unblock(actions))
         return task
 
-    def _answered(self, actions: Iterable[Write]) -> None:
+    def _unblock(self, actions: Iterable[Write]) -> None:
         for action in actions:
             found = subject(action, self._resource.key.name)
             if self._kept.under_way.get(found) is self._launched.get(found):  # not a later attempt
@@ -340,7 +340,9 @@ class ActionRun:
 
         If a policy or a webhook refuses or changes the first pod, it would do the same with all others.
         """
-        first = self._epochs.isdisjoint({_epoch(creates[0].manifest["metadata"].get("labels") or {})})
+        first = self._epochs.isdisjoint(
+            {_group_and_epoch(creates[0].manifest["metadata"].get("labels") or {})}
+        )
         alone, together = (creates[:1], creates[1:]) if first else ((), creates)
         for create in alone:
             if not await self._run_one(create):
@@ -355,37 +357,39 @@ class ActionRun:
         """Runs an action on a child; returns whether it succeeded."""
         match action:
             case CreateObject():
-                work = self._in_slot(self._context.objects.create(self._resource, self._kept, action))
+                work = self._run_in_slot(self._context.objects.create(self._resource, self._kept, action))
             case ApplyObject():
-                work = self._in_slot(self._context.objects.apply(self._resource, self._kept, action.manifest))
+                work = self._run_in_slot(
+                    self._context.objects.apply(self._resource, self._kept, action.manifest)
+                )
             case DeleteObject():
                 work = self._context.objects.delete(self._resource, self._kept, action)
             case _:
                 raise AssertionError(f"{action} does not write a child")
         try:
-            return await self._attempt(action, work)
+            return await self._try_action(action, work)
         finally:
-            self._answered([action])
+            self._unblock([action])
 
-    async def _in_slot(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_in_slot(self, work: Coroutine[Any, Any, None]) -> None:
         async with self._kept.slots:
             await work
 
-    async def _attempt(self, action: Write, work: Coroutine[Any, Any, None]) -> bool:
+    async def _try_action(self, action: Write, work: Coroutine[Any, Any, None]) -> bool:
         """Awaits an action; returns whether it succeeded. Records why it failed."""
         try:
             await work
         except ConflictError as error:
-            self._note_conflict(action, error)
+            self._record_conflict(action, error)
         except ChildError as error:
-            self._refused(action, error.reason, error.message)
+            self._record_refusal(action, error.reason, error.message)
         except ApiError as error:
             if error.is_refusal:
-                self._refused(action, OBJECT_REFUSED, refused_words(action, error.said))
+                self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.said))
             else:
-                self._unanswered(action, error)
+                self._record_unanswered(action, error)
         except HeteroInferError as error:
-            self._unanswered(action, error)
+            self._record_unanswered(action, error)
         else:
             self._current().done(action)
             return True
@@ -396,15 +400,15 @@ class ActionRun:
             self._kept.acting.now = datetime.now(UTC)
         return self._kept.acting
 
-    def _note_conflict(self, action: Write, error: ConflictError) -> None:
+    def _record_conflict(self, action: Write, error: ConflictError) -> None:
         self._current().conflicted(action)
         self._conflict = self._conflict or error
 
-    def _unanswered(self, action: Write, error: HeteroInferError) -> None:
-        logger.warning("%s: %s", self._resource.key, unanswered_words(action, error.message))
-        self._refused(action, NOT_ANSWERED, unanswered_words(action, error.message[:300]))
+    def _record_unanswered(self, action: Write, error: HeteroInferError) -> None:
+        logger.warning("%s: %s", self._resource.key, unanswered_message(action, error.message))
+        self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, error.message[:300]))
 
-    def _refused(self, action: Write, reason: str, message: str) -> None:
+    def _record_refusal(self, action: Write, reason: str, message: str) -> None:
         if (
             self._generation != self._kept.generation
         ):  # the spec changed since: earlier refusals no longer count
@@ -441,11 +445,11 @@ def _stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
 def _kind(action: Write) -> str:
     if isinstance(action, DeleteObject):
         return "delete"
-    is_pod = isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
-    return "pod" if is_pod else "child"
+    creates_pod = isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
+    return "pod" if creates_pod else "child"
 
 
-def _epoch(labels: Any) -> tuple[str, str]:
+def _group_and_epoch(labels: Any) -> tuple[str, str]:
     return labels.get(names.LABEL_GROUP, ""), labels.get(names.LABEL_EPOCH, "")
 
 

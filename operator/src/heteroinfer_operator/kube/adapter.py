@@ -113,9 +113,9 @@ class KubeCluster:
             pods = self._cluster_state.pods(key, resource.uid)
             shown = {pod.view.name for pod in pods}
             pods += [pod for pod in unlabelled if pod.view.name not in shown]
-            if not (may_look_again and _vanished(known, pods)):
+            if not (may_look_again and _has_vanished(known, pods)):
                 break
-        unmade = self._unmade(resource, status, (pod.view.name for pod in pods))
+        unmade = self._never_created(resource, status, (pod.view.name for pod in pods))
         return ResourceObservation(
             resource=resource,
             pods=self._pending.explain(resource, pods),
@@ -136,10 +136,12 @@ class KubeCluster:
             unasked=unmade.unasked(),
             never_placed=self._never_placed(resource, status, (pod.view.name for pod in pods)),
             kept_in=self._cluster_state.kept_in(key.namespace),
-            neighbours=self._neighbours(resource, pods),
+            neighbours=self._users_of_claim(resource, pods),
         )
 
-    def _neighbours(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[Neighbour, ...] | None:
+    def _users_of_claim(
+        self, resource: ResourceView, pods: Sequence[PodRecord]
+    ) -> tuple[Neighbour, ...] | None:
         """Returns the other users of the claim of the model cache, if a fetch may start now."""
         fetches = any(pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH for pod in pods)
         claim = "" if fetches else claim_to_clean(resource)
@@ -168,7 +170,7 @@ class KubeCluster:
         if (kept := self._kept.pop(key, None)) is not None:
             kept.cancel()
 
-    def _unmade(
+    def _never_created(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
     ) -> UnmadePods:
         """Returns the pods that the operator decided to create and that never existed."""
@@ -219,7 +221,7 @@ def _with_complete_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
     return [replace(pod, view=view) for pod, view in views if view is not None]
 
 
-def _vanished(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
+def _has_vanished(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
     """Returns whether a pod disappeared without being deleted: it may only have lost its label."""
     names_after = {pod.view.name for pod in after}
     return any(pod.view.gone_by is None and pod.view.name not in names_after for pod in before)

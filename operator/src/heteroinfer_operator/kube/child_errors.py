@@ -37,10 +37,10 @@ class ChildError(HeteroInferError):
     """A child cannot be stored as wanted, for a reason of `refusals`. The operator tries again later."""
 
 
-def refused_words(action: Action, said: str) -> str:
+def refusal_message(action: Action, said: str) -> str:
     """Returns the message of a refused write: the object, the API server's words and a known fix."""
     advice = _image_volume_advice(action, said) or _resources_advice(action, said)
-    return f"the API server refuses {_written(action)}: {said}" + (f". {advice}" if advice else "")
+    return f"the API server refuses {_describe_write(action)}: {said}" + (f". {advice}" if advice else "")
 
 
 def _resources_advice(action: Action, said: str) -> str:
@@ -81,12 +81,12 @@ def _image_volume_advice(action: Action, said: str) -> str:
     )
 
 
-def unanswered_words(action: Action, why: str) -> str:
+def unanswered_message(action: Action, why: str) -> str:
     """Returns the message of a write without an answer, which the operator tries again."""
-    return f"the API server has not answered the write of {_written(action)} ({why}). Trying again"
+    return f"the API server has not answered the write of {_describe_write(action)} ({why}). Trying again"
 
 
-def _written(action: Action) -> str:
+def _describe_write(action: Action) -> str:
     match action:
         case CreateObject() | ApplyObject():
             return f"{action.manifest['kind']} {action.manifest['metadata']['name']}"

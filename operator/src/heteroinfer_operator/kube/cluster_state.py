@@ -113,12 +113,12 @@ class ClusterState:
         def build_pods(scope: str | None) -> WatchCache[PodRecord]:
             return WatchCache(
                 server,
-                _ours(POD, scope),
+                _our_collection(POD, scope),
                 trim=trim.pod_record,
                 changed=pod_changed,
                 index=lambda pod: pod.key,
-                trim_unreadable=trim.unreadable_pod,
-                failing=functools.partial(self._touch_pods, scope),
+                trim_metadata=trim.unreadable_pod,
+                failing=functools.partial(self._wake_for_failed_pods, scope),
                 deleted=self.never_placed.note_deleted,
             )
 
@@ -126,7 +126,7 @@ class ClusterState:
             return {
                 scope: WatchCache(
                     server,
-                    _ours(kind, scope),
+                    _our_collection(kind, scope),
                     trim=trim.child_record,
                     changed=touch,
                     index=lambda child: child.key,
@@ -136,8 +136,8 @@ class ClusterState:
 
         self._pods = {scope: build_pods(scope) for scope in scopes}
         self._children = {kind: build_children(kind) for kind in CHILDREN}
-        self._isolating = IsolatingPolicies(server, scopes, self._touch_namespace)
-        self._gangs = GangSchedulers(server, build_children, changed=self._touch_all)
+        self._isolating = IsolatingPolicies(server, scopes, self._wake_namespace)
+        self._gangs = GangSchedulers(server, build_children, changed=self._wake_all)
         self._nodes: WatchCache[NodeView] | None = None
         self._requests: WatchCache[PodRequests] | None = None
         # Not part of `all`: nothing waits for this cache, and the operator works without the right to read
@@ -299,7 +299,7 @@ class ClusterState:
                         await cache.synced.wait()
         self._ready.add(scope)
         self._some_ready.set()
-        self._touch_namespace(scope)
+        self._wake_namespace(scope)
 
     def _needed(self, scope: str | None) -> list[WatchCache[Any]]:
         """Returns the caches that decisions in a scope need."""
@@ -307,10 +307,10 @@ class ClusterState:
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
         return [self.resources.of(scope), self._pods[scope], *children, *capacity]
 
-    def _touch_all(self) -> None:
-        self._touch_namespace(None)
+    def _wake_all(self) -> None:
+        self._wake_namespace(None)
 
-    def _touch_namespace(self, namespace: str | None) -> None:
+    def _wake_namespace(self, namespace: str | None) -> None:
         for key in sorted(self.resources.keys()):
             if namespace in (None, key.namespace):
                 self._touched(key)
@@ -339,7 +339,7 @@ class ClusterState:
         created = self._creations.moment(view.uid) or view.created
         return replace(pod, view=replace(view, gone_by=gone_by, created=created))
 
-    def _touch_pods(self, scope: str | None) -> None:
+    def _wake_for_failed_pods(self, scope: str | None) -> None:
         """Wakes the resources of a scope whose pod watch fails: their leaders may know more."""
         for key in sorted({pod.key for pod in self._pods[scope].values()}):
             self._touched(key)
@@ -428,11 +428,11 @@ class ClusterState:
         """
         waiting = self._requests.under("") if self._requests is not None else []
         stored = [pod.promise for pod in waiting if pod.promise is not None]
-        known = {promise.demand.name: promise.demand for promise in stored if self._holds(promise)}
+        known = {promise.demand.name: promise.demand for promise in stored if self._is_reserved(promise)}
         ours = {demand.name: demand for demand in self._promises.values()}
         return tuple({**ours, **known}.values())
 
-    def _holds(self, promise: PodPromise) -> bool:
+    def _is_reserved(self, promise: PodPromise) -> bool:
         since = self._promised_since.get(promise.uid)
         in_time = since is not None and self._clock() - since < PROMISE_S
         return in_time and self.resources.uid(promise.owner.key) == promise.owner.uid
@@ -496,7 +496,7 @@ class ClusterState:
         self._nodes_changed()
 
 
-def _ours(kind: Kind, scope: str | None) -> Collection:
+def _our_collection(kind: Kind, scope: str | None) -> Collection:
     return Collection(
         label=f"{kind.plural} of {scope or 'all namespaces'}",
         path=kind.path(scope),

@@ -14,7 +14,7 @@ from typing import Final
 from heteroinfer_contract.background import start_task
 from heteroinfer_operator.cluster import CreateObject, Manifest, ResourceKey, ResourceView, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.kube.child_errors import ChildError, not_answered, refused_words
+from heteroinfer_operator.kube.child_errors import ChildError, not_answered, refusal_message
 from heteroinfer_operator.kube.server import CONFLICT, ApiError
 from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED
 
@@ -67,7 +67,7 @@ class DryRuns:
                 done yet, in which case the caller must call again.
         """
         tried = self._tried.get(resource.key)
-        if tried is None or not self._is_asked_for(tried, resource, action):
+        if tried is None or not self._is_same_request(tried, resource, action):
             tried = self._start(resource, action)
         await asyncio.wait({tried.task}, timeout=patience_s)
         if not tried.task.done():
@@ -86,28 +86,28 @@ class DryRuns:
         if tried is not None:
             tried.task.cancel()
 
-    def _is_asked_for(self, tried: _Tried, resource: ResourceView, action: TryObjects) -> bool:
+    def _is_same_request(self, tried: _Tried, resource: ResourceView, action: TryObjects) -> bool:
         same = (tried.uid, tried.revision) == (resource.uid, action.revision)
         return same and not (tried.task.done() and self._clock() - tried.since_s > HOLDS_S)
 
     def _start(self, resource: ResourceView, action: TryObjects) -> _Tried:
         if (before := self._tried.pop(resource.key, None)) is not None:
             before.task.cancel()
-        task = start_task(self._try(action), name=f"dry run of {resource.key}", failed=_report)
+        task = start_task(self._dry_run_all(action), name=f"dry run of {resource.key}", failed=_report)
         started = self._tried[resource.key] = _Tried(resource.uid, action.revision, self._clock(), task)
         return started
 
-    async def _try(self, action: TryObjects) -> None:
+    async def _dry_run_all(self, action: TryObjects) -> None:
         for manifest in action.manifests:
             async with self._slots:
-                await self._try_one(manifest)
+                await self._dry_run(manifest)
 
-    async def _try_one(self, manifest: Manifest) -> None:
+    async def _dry_run(self, manifest: Manifest) -> None:
         try:
             await self._try_create(manifest)
         except ApiError as error:
             if error.blames_object:
-                words = refused_words(CreateObject(manifest=manifest), error.said)
+                words = refusal_message(CreateObject(manifest=manifest), error.said)
                 raise ChildError(words, reason=OBJECT_REFUSED) from error
             # The plan's ConfigMap may exist already, because another revision has the same plan.
             if not error.is_refusal and error.status != CONFLICT:

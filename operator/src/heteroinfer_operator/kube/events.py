@@ -37,7 +37,7 @@ MINUTE_S: Final = 60.0
 FLUSH_S: Final = 0.5
 """How long a stopping process waits for unwritten events."""
 
-_Same = tuple[str, str, str, bool]
+_Identity = tuple[str, str, str, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,19 +75,19 @@ class EventRecorder:
         self._clock = clock
         self._waiting: deque[tuple[ResourceView, RecordEvent]] = deque()
         self._workers: set[asyncio.Task[None]] = set()
-        self._at_work: set[_Same] = set()
+        self._at_work: set[_Identity] = set()
         self._recent: dict[str, deque[float]] = {}
         """Times of each resource's new events in the last minute, by uid."""
-        self._seen: OrderedDict[_Same, _Series] = OrderedDict()
+        self._seen: OrderedDict[_Identity, _Series] = OrderedDict()
         self._ending: dict[str, float] = {}
         """Time of the API server's refusal, by namespace that is being deleted."""
 
     def record(self, resource: ResourceView, event: RecordEvent) -> None:
         """Queues an event. An identical event within WINDOW_S only increments the count."""
-        same, now = _same(resource, event), self._clock()
-        if self._is_ending(resource.key.namespace, now):
+        same, now = _identity(resource, event), self._clock()
+        if self._is_being_deleted(resource.key.namespace, now):
             return
-        if any(_same(*each) == same for each in self._waiting):  # an identical event is already queued
+        if any(_identity(*each) == same for each in self._waiting):  # an identical event is already queued
             return
         known = same in self._seen or same in self._at_work
         if len(self._waiting) >= MAX_WAITING_EVENTS or not (known or self._is_within_rate(resource.uid, now)):
@@ -126,7 +126,7 @@ class EventRecorder:
     async def _work(self) -> None:
         while self._waiting:
             resource, event = self._waiting.popleft()
-            same = _same(resource, event)
+            same = _identity(resource, event)
             if same in self._at_work:  # an identical event is being written
                 continue
             self._at_work.add(same)
@@ -135,9 +135,9 @@ class EventRecorder:
             finally:
                 self._at_work.discard(same)
 
-    async def _write(self, resource: ResourceView, event: RecordEvent, same: _Same) -> None:
+    async def _write(self, resource: ResourceView, event: RecordEvent, same: _Identity) -> None:
         now = self._clock()
-        if self._is_ending(resource.key.namespace, now):
+        if self._is_being_deleted(resource.key.namespace, now):
             return
         series = self._seen.pop(same, None)
         try:
@@ -158,7 +158,7 @@ class EventRecorder:
         while len(self._seen) > MAX_REMEMBERED_EVENTS:
             self._seen.popitem(last=False)
 
-    def _is_ending(self, namespace: str, now: float) -> bool:
+    def _is_being_deleted(self, namespace: str, now: float) -> bool:
         self._ending = {name: said for name, said in self._ending.items() if now - said < ENDING_S}
         return namespace in self._ending
 
@@ -203,7 +203,7 @@ class EventRecorder:
         }
 
 
-def _same(resource: ResourceView, event: RecordEvent) -> _Same:
+def _identity(resource: ResourceView, event: RecordEvent) -> _Identity:
     return resource.uid, event.reason, event.message, event.warning
 
 

@@ -43,13 +43,13 @@ Caches: TypeAlias = dict[str | None, WatchCache[ChildRecord]]
 """Caches of one kind, by scope."""
 
 
-async def ask_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
-    """Checks for each gang scheduler whether the cluster serves its API, or returns the error."""
+async def find_served_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
+    """Returns for each gang scheduler whether the cluster serves its API, or the error of the request."""
     answers = await asyncio.gather(*(_is_served(server, gang) for gang in _SIGNS))
     return dict(zip(_SIGNS, answers, strict=True))
 
 
-async def ask_unknown(server: ApiServer) -> tuple[str, ...]:
+async def find_unknown_versions(server: ApiServer) -> tuple[str, ...]:
     """Returns the API versions of gang schedulers that the cluster serves but this operator does not support.
 
     Raises:
@@ -143,8 +143,8 @@ class GangSchedulers:
             while True:
                 failed, self._failed = self._failed.is_set(), asyncio.Event()
                 with contextlib.suppress(ApiError):  # only a message uses `unknown`
-                    self.unknown = await ask_unknown(self._server)
-                self._update(await ask_gangs(self._server))
+                    self.unknown = await find_unknown_versions(self._server)
+                self._update(await find_served_gangs(self._server))
                 if failed or self._unanswered:
                     await asyncio.sleep(retry_s)
                     retry_s = min(2 * retry_s, MAX_RETRY_S)
@@ -171,7 +171,7 @@ class GangSchedulers:
             if is_served is False and gang in self._tasks:
                 logger.warning("the cluster no longer serves the API of gang scheduler %s", gang)
                 self._tasks.pop(gang).cancel()
-                self._lose(gang)
+                self._stop_following(gang)
         self._check_known()
 
     def _start(self, gang: Gang) -> None:
@@ -183,7 +183,7 @@ class GangSchedulers:
                 exc_info=error,
             )
             del self._tasks[gang]
-            self._lose(gang)
+            self._stop_following(gang)
             self._failed.set()
 
         self._tasks[gang] = start_task(self._follow(gang), name=f"objects of {gang}", failed=failed)
@@ -207,7 +207,7 @@ class GangSchedulers:
             self._check_known()
             self._changed()
 
-    def _lose(self, gang: Gang) -> None:
+    def _stop_following(self, gang: Gang) -> None:
         self.kinds = {kind: caches for kind, caches in self.kinds.items() if kind != GANG_CHILDREN.get(gang)}
         if gang in self.found:
             self.found -= {gang}

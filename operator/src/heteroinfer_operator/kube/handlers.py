@@ -43,11 +43,11 @@ def build_settings() -> kopf.OperatorSettings:
 
 
 def build_registry(configuration: client.Configuration, announce: Announce) -> kopf.OperatorRegistry:
-    """Builds the handlers.
+    """Builds kopf's handlers.
 
-    kopf calls `announce` in its own thread, with each added, changed or deleted resource and its
-    resourceVersion. It does not announce changes of the status, because the operator itself writes the status
-    and reads the answer. It does not announce changes of labels and annotations, because no decision reads
+    A handler runs in kopf's own thread. It calls `announce` with each added, changed or deleted resource and
+    its resourceVersion. It ignores changes of the status: the operator wrote the status itself and has read
+    the API server's answer. It also ignores changes of labels and annotations, because no decision uses
     them.
     """
     registry = kopf.OperatorRegistry()

@@ -96,17 +96,18 @@ class LeaderClient:
         await self._client.close()
 
     async def observe(self, pods: Iterable[PodRecord], *, anew: bool = False) -> dict[int, GroupReport]:
-        """Returns the leaders' reports by group index.
+        """Returns the reports of the groups' leaders, by group index.
 
-        - If a group has lost a pod, its leader gets no request: it may not answer any more, and the decision
-          about the group must not wait.
+        - If a group has lost a pod, its leader gets no request. The leader may no longer answer, and the
+          decision about the group must not wait.
         - If a pod of the group is not Ready, its leader gets a request each time, with a short timeout. The
           group may sleep, and only the leader reports that.
-        - After a request that timed out, the leader gets no other request within KEEP_S. Otherwise a
-          reconcile would wait for each leader of a cluster in which pods cannot be reached.
+        - After a request that timed out, the leader gets no other request within KEEP_S. Otherwise each
+          reconcile would wait for all leaders if the operator cannot reach pods.
 
         Args:
-            anew: request a report from each leader after ASK_AGAIN_S, because the pods' watch fails.
+            anew: request new reports after ASK_AGAIN_S instead of KEEP_S, because the watch of the pods
+                fails.
         """
         known = tuple(pods)
         ended = {_group(pod) for pod in known if pod.view.ended}
@@ -116,7 +117,10 @@ class LeaderClient:
         }
         self._forget_old()
         answers = await asyncio.gather(
-            *(self._ask(pod, ready=_group(pod) not in unready, anew=anew) for pod in leaders.values())
+            *(
+                self._fetch_report(pod, ready=_group(pod) not in unready, anew=anew)
+                for pod in leaders.values()
+            )
         )
         return {index: status for index, status in zip(leaders, answers, strict=True) if status is not None}
 
@@ -149,9 +153,11 @@ class LeaderClient:
             leaders = list(self._watched.values())
             for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
                 tried = leaders[first : first + MAX_TESTED_AT_ONCE]
-                await asyncio.gather(asyncio.sleep(WATCH_S), *(self._try(pod, changed) for pod in tried))
+                await asyncio.gather(
+                    asyncio.sleep(WATCH_S), *(self._test_connection(pod, changed) for pod in tried)
+                )
 
-    async def _try(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
+    async def _test_connection(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
         uid, tried_s = pod.view.uid, self._clock()
         for _ in range(SURE_TRIES):
             if await is_reached(pod.ip, pod.health_port, timeout_s=TRY_S):
@@ -179,7 +185,7 @@ class LeaderClient:
             if uid in self._answered and _led_group(pod) is not None and _epoch(pod) not in unready:
                 self._watched[uid] = pod
 
-    def _note(self, pod: PodRecord, asked_s: float, answer: _Answer) -> None:
+    def _record_answer(self, pod: PodRecord, asked_s: float, answer: _Answer) -> None:
         uid = pod.view.uid
         if answer.status is not None:
             self._answered[uid] = pod.key
@@ -210,7 +216,7 @@ class LeaderClient:
         self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered}
         self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
 
-    async def _ask(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
+    async def _fetch_report(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
         """Returns a leader's report: the cached report while it is valid, otherwise a new one."""
         kept = self._answers.get(pod.view.uid)
         if kept is not None and kept.ready is ready and (ready or kept.silent):
@@ -219,7 +225,7 @@ class LeaderClient:
                 return kept.status
         asked_s = self._clock()
         answer = await self._fetch(pod, ready=ready)
-        self._note(pod, asked_s, answer)
+        self._record_answer(pod, asked_s, answer)
         if ready or answer.silent:
             self._answers[pod.view.uid] = answer
         return answer.status
@@ -246,7 +252,7 @@ class LeaderClient:
         except NO_ANSWER as error:
             logger.debug("%s: pod %s sent no report: %r", pod.key, pod.view.name, error)
             if isinstance(error, ContractError | UnicodeDecodeError):
-                self._note_invalid_report(pod, error)
+                self._record_invalid_report(pod, error)
             silent, unreached = isinstance(error, TimeoutError), is_unreached(error)
             return _Answer(self._clock(), None, silent=silent, unreached=unreached, ready=ready)
 
@@ -262,7 +268,7 @@ class LeaderClient:
             key.of_epoch(int(epoch)) if key and group_key_secret(group, key) == pod.view.key_secret else None
         )
 
-    def _note_invalid_report(self, pod: PodRecord, error: Exception) -> None:
+    def _record_invalid_report(self, pod: PodRecord, error: Exception) -> None:
         if pod.view.uid not in self._ignored:
             self._ignored[pod.view.uid] = self._clock()
             text = f"pod {pod.view.name}: ignoring its invalid report: {error}"

@@ -82,7 +82,7 @@ class LeaderLease:
                 version = stored["metadata"]["resourceVersion"] if stored else ""
                 if version != seen:
                     seen, seen_at = version, self._clock()
-                if self._free(stored, self._clock() - seen_at) and await self._take(stored):
+                if self._is_free(stored, self._clock() - seen_at) and await self._take(stored):
                     return
                 if stored and stored["spec"].get("holderIdentity", "") != holder:
                     holder = stored["spec"].get("holderIdentity", "")
@@ -102,7 +102,7 @@ class LeaderLease:
             await asyncio.sleep(pause_s)
             left_s = self._left_s()
             if left_s <= 0:  # the process was paused; not even a renewal may be sent
-                raise self._lost(f"not renewed in {self._terms.deadline_s:g} s")
+                raise self._lost_error(f"not renewed in {self._terms.deadline_s:g} s")
             pause_s = min(self._terms.renew_s, RETRY_S)
             try:
                 # One renewal may hang forever although the API server would answer the next.
@@ -111,7 +111,7 @@ class LeaderLease:
                 pause_s = self._terms.renew_s
             except TimeoutError as error:
                 if self._left_s() <= 0:
-                    raise self._lost(f"not renewed in {self._terms.deadline_s:g} s") from error
+                    raise self._lost_error(f"not renewed in {self._terms.deadline_s:g} s") from error
                 logger.warning("lease %s not renewed: no answer. Trying again", self._terms.name)
             except ApiError as error:
                 logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, error.message)
@@ -138,9 +138,9 @@ class LeaderLease:
         self._held = await self._read()
         holder = self._held["spec"].get("holderIdentity", "") if self._held else ""
         if holder != self._terms.identity:
-            raise self._lost(f"{holder or 'no process'} holds it now")
+            raise self._lost_error(f"{holder or 'no process'} holds it now")
 
-    def _lost(self, why: str) -> LeaseLostError:
+    def _lost_error(self, why: str) -> LeaseLostError:
         self._held = None
         return LeaseLostError(f"lease {self._terms.name}: {why}; this process stops working")
 
@@ -170,7 +170,7 @@ class LeaderLease:
                 raise
             return None
 
-    def _free(self, stored: dict[str, Any] | None, unchanged_s: float) -> bool:
+    def _is_free(self, stored: dict[str, Any] | None, unchanged_s: float) -> bool:
         if stored is None or not stored["spec"].get("holderIdentity"):
             return True
         return unchanged_s > max(float(stored["spec"].get("leaseDurationSeconds", 0)), self._terms.duration_s)

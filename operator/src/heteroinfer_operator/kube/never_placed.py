@@ -40,7 +40,9 @@ class NeverPlaced:
             epochs: stored epoch of each group, by group index.
         """
         known = self._pods.pop(owner.key, {})
-        kept = {name: uid for name, uid in known.items() if uid == owner.uid and _lasts(owner, name, epochs)}
+        kept = {
+            name: uid for name, uid in known.items() if uid == owner.uid and _is_current(owner, name, epochs)
+        }
         if kept:
             self._pods[owner.key] = kept
         return frozenset(kept)
@@ -50,6 +52,6 @@ class NeverPlaced:
         self._pods.pop(key, None)
 
 
-def _lasts(owner: Owner, name: str, epochs: Mapping[int, int]) -> bool:
+def _is_current(owner: Owner, name: str, epochs: Mapping[int, int]) -> bool:
     place = find_place(owner, name)
     return place is not None and place[1] >= epochs.get(place[0], 0)

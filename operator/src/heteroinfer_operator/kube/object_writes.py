@@ -54,7 +54,7 @@ class ObjectWrites:
             if error.api_reason == ALREADY_EXISTS and action.may_exist:
                 return
             if error.api_reason == ALREADY_EXISTS:
-                await self._meet(resource, kind, name, action.manifest)
+                await self._adopt_existing(resource, kind, name, action.manifest)
             raise ConflictError(error.message) from error
         if kind is SECRET:  # the operator may not list Secrets, so no cache holds them
             return
@@ -78,7 +78,7 @@ class ObjectWrites:
                 raise
             if error.api_reason == ALREADY_EXISTS:
                 try:
-                    met = await self._meet(resource, POD, name, manifest)
+                    met = await self._adopt_existing(resource, POD, name, manifest)
                 except ChildError:
                     kept.unmade.settle(name.name)
                     raise
@@ -118,7 +118,7 @@ class ObjectWrites:
         kind, name = _address(manifest)
         child = self._cluster_state.child(kind, name) if kind is not POD else None
         if child is None or child.owner_uid != resource.uid:
-            uid = await self._meet(resource, kind, name, manifest)
+            uid = await self._adopt_existing(resource, kind, name, manifest)
         else:
             uid = str(child.stored["metadata"]["uid"])
         drift = find_drift(child.stored, manifest) if child is not None else _LOST_LABELS
@@ -144,7 +144,7 @@ class ObjectWrites:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
         raise child_errors.changed(f"{kind.name} {name}", drift)
 
-    async def _meet(
+    async def _adopt_existing(
         self, resource: ResourceView, kind: Kind, name: NamespacedName, manifest: Manifest
     ) -> str:
         """Reads an object that the cache does not show and adds it to the cache.
@@ -193,11 +193,11 @@ class ObjectWrites:
                 raise
             self._cluster_state.note_gone(kind, name, action.uid)
             return
-        self._note_deleted(kind, name, action.uid, stored)
+        self._record_deletion(kind, name, action.uid, stored)
         if kind is not POD and kept.written.note(kind.name, action.name, None, kept.acting.now):
             raise child_errors.created_each_time(f"{kind.name} {action.name}")
 
-    def _note_deleted(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
+    def _record_deletion(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
         # If the kubelet deletes the pod at the same time, the answer has no resourceVersion: the pod is gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}

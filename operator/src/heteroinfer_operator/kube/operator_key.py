@@ -37,23 +37,23 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
     """
     while True:
         try:
-            return await _ensure(server, namespace, name, former)
+            return await _find_or_create(server, namespace, name, former)
         except ApiError as error:
             if error.status != CONFLICT:
                 raise
             await asyncio.sleep(RETRY_S)  # another replica was faster: use its key
 
 
-async def _ensure(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
-    own = await _find(server, namespace, name)
-    older = await _find(server, namespace, former) if former else None
+async def _find_or_create(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
+    own = await _read_secret(server, namespace, name)
+    older = await _read_secret(server, namespace, former) if former else None
     if older is not None and _is_made_by_operator(older):  # belongs to a release of another name
         older = None
     own_key, older_key = _key_in(own, f"{namespace}/{name}"), _key_in(older, f"{namespace}/{former}")
     key = older_key or own_key or os.urandom(KEY_BYTES)
     data = {"data": {DATA_KEY: base64.b64encode(key).decode()}}
     if own is None:
-        await server.create(SECRET.path(namespace), {**_empty(namespace, name), **data})
+        await server.create(SECRET.path(namespace), {**_secret_without_key(namespace, name), **data})
     elif own_key != key:
         await server.update(SECRET.path(namespace, name), {**own, **data})
     if older is not None and older_key != key:
@@ -71,7 +71,7 @@ async def _ensure(server: ApiServer, namespace: str, name: str, former: str) -> 
     return key
 
 
-def _empty(namespace: str, name: str) -> dict[str, Any]:
+def _secret_without_key(namespace: str, name: str) -> dict[str, Any]:
     """Builds the Secret without its key.
 
     It has no label of the Helm release, because tools delete objects by such labels.
@@ -90,7 +90,7 @@ def _is_made_by_operator(stored: Mapping[str, Any]) -> bool:
     return bool(labels.get(names.LABEL_MANAGED_BY) == names.MANAGER)
 
 
-async def _find(server: ApiServer, namespace: str, name: str) -> dict[str, Any] | None:
+async def _read_secret(server: ApiServer, namespace: str, name: str) -> dict[str, Any] | None:
     try:
         return await server.get(SECRET.path(namespace, name))
     except ApiError as error:

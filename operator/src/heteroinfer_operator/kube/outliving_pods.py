@@ -52,10 +52,10 @@ class LeftPods:
             return
         for delete in decide_left_pods(pods, self._cluster_state.nodes(), datetime.now(UTC)):
             if delete.uid not in self._deletions:
-                self._begin(key, delete)
+                self._start_deletion(key, delete)
         self._timers[key] = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._wake, key)
 
-    def _begin(self, key: ResourceKey, delete: DeleteObject) -> None:
+    def _start_deletion(self, key: ResourceKey, delete: DeleteObject) -> None:
         task = start_task(self._delete(key, delete), name=f"pod {delete.name}", failed=_report)
         self._deletions[delete.uid] = task
         task.add_done_callback(lambda _: self._deletions.pop(delete.uid, None))

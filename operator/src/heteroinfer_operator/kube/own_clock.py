@@ -87,23 +87,23 @@ class OwnClock:
         if stamp is None:
             self._seen.pop(key, None)
         elif key not in self._seen or self._seen[key].stamp != stamp:
-            moment = _later(self._clock(), later_s)
+            moment = _add_seconds(self._clock(), later_s)
             self._seen[key] = _Seen(stamp, moment, self._monotonic_s() + later_s)
 
     def moment(self, key: str) -> datetime | None:
-        """Returns the time of the event by this process's clock, or None without a timestamp for `key`."""
+        """Returns when the event happened by this process's clock, or None without a timestamp for `key`."""
         seen = self._seen.get(key)
         if seen is None:
             return None
         # The wall clock may have been set since `note`. The monotonic clock gives the event's time by the new
         # setting. Without such a change, each call returns the same time: both clocks differ by microseconds.
-        moment = _later(self._clock(), seen.at_s - self._monotonic_s())
+        moment = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
         if abs(moment - seen.moment) > _CLOCK_WAS_SET_BY:
             self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)
         return seen.moment
 
 
-def _later(moment: datetime, seconds: float) -> datetime:
+def _add_seconds(moment: datetime, seconds: float) -> datetime:
     """Adds seconds to a moment, within the range of datetime."""
     try:
         return moment + timedelta(seconds=seconds)

@@ -102,7 +102,7 @@ class PendingPods:
         self._waiting: dict[ResourceKey, _WaitingPods] = {}
 
     def explain(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[PodView, ...]:
-        """Returns decisions' views of the pods, with the known reasons for their waits."""
+        """Returns the pods, with the known reasons why they wait."""
         now_s = self._clock()
         pending = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
         mounting = [pod for pod in pods if _is_prepared(pod.view)]
@@ -121,11 +121,12 @@ class PendingPods:
         silent = bool(mounting) or any(not pod.view.unschedulable for pod in pending)
         waiting.next_s = AGAIN_S if suspects or late else SILENT_S if silent else None
         claims = {(CLAIM.name, name) for pod in suspects for name in pod.claims}
-        self._ask(resource, waiting, claims | {(POD.name, pod.name) for pod in late}, now_s)
+        self._start_requests(resource, waiting, claims | {(POD.name, pod.name) for pod in late}, now_s)
         words = {subject: each.words for subject, each in waiting.asked.items() if each.words}
         waits = {pod.view.uid for pod in suspects}
         return tuple(
-            _explained(pod, words) if pod.view.uid in waits else _with_mounts(pod.view, words) for pod in pods
+            _with_cause(pod, words) if pod.view.uid in waits else _with_mounts(pod.view, words)
+            for pod in pods
         )
 
     def look_again_s(self, key: ResourceKey) -> float | None:
@@ -139,7 +140,7 @@ class PendingPods:
             for each in waiting.asked.values():
                 each.task.cancel()
 
-    def _ask(
+    def _start_requests(
         self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_KindAndName], now_s: float
     ) -> None:
         for subject in waiting.asked.keys() - subjects:
@@ -149,11 +150,11 @@ class PendingPods:
             if asked is not None and (not asked.task.done() or now_s - asked.at_s < AGAIN_S):
                 continue
             words = asked.words if asked is not None else ""
-            work = self._find(resource.key, waiting, subject)
+            work = self._find_cause(resource.key, waiting, subject)
             task = start_task(work, name=" ".join(subject), failed=_report)
             waiting.asked[subject] = _Asked(now_s, task, words)
 
-    async def _find(self, key: ResourceKey, waiting: _WaitingPods, subject: _KindAndName) -> None:
+    async def _find_cause(self, key: ResourceKey, waiting: _WaitingPods, subject: _KindAndName) -> None:
         kind, name = subject
         if kind == CLAIM.name:
             words = await self._claim_reason(key.namespace, name)
@@ -215,7 +216,7 @@ def _why_not_mounted(events: Sequence[Mapping[str, Any]], namespace: str) -> str
     if (missing := _MISSING.search(as_text(newest.get("note"), "note"))) is not None:
         what = f"{_KINDS[missing[1]]} {printable(missing[2])[:253]}"
         return f"{what} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
-    return _quote(newest)
+    return _quote_event(newest)
 
 
 def _may_wait(pod: PodRecord, seen_s: float) -> bool:
@@ -228,7 +229,7 @@ def _may_wait(pod: PodRecord, seen_s: float) -> bool:
     return bool(_NAMES_CLAIM.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
 
 
-def _explained(pod: PodRecord, words: Mapping[_KindAndName, str]) -> PodView:
+def _with_cause(pod: PodRecord, words: Mapping[_KindAndName, str]) -> PodView:
     known = [words[CLAIM.name, name] for name in pod.claims if (CLAIM.name, name) in words]
     if not known:
         return pod.view
@@ -238,10 +239,10 @@ def _explained(pod: PodRecord, words: Mapping[_KindAndName, str]) -> PodView:
 def _newest(events: Sequence[Mapping[str, Any]]) -> str:
     """Quotes the newest warning, else the newest event; "" without events."""
     found = sorted(events, key=lambda event: (event.get("type") == "Warning", _time(event)))
-    return _quote(found[-1]) if found else ""
+    return _quote_event(found[-1]) if found else ""
 
 
-def _quote(event: Mapping[str, Any]) -> str:
+def _quote_event(event: Mapping[str, Any]) -> str:
     source = as_object(event.get("deprecatedSource"), "deprecatedSource")
     who = as_text(event.get("reportingController"), "reportingController") or as_text(
         source.get("component"), "component"

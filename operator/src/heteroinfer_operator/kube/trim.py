@@ -73,7 +73,7 @@ class ResourceRecord:
 
     @property
     def view(self) -> ResourceView:
-        """The resource as decisions see it."""
+        """The fields of the resource that decisions use."""
         return resource_view(json.loads(self.text))
 
 
@@ -159,7 +159,7 @@ def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRe
 
 
 def resource_view(stored: Manifest) -> ResourceView:
-    """Builds a decision's view of a HeteroInference."""
+    """Returns the fields of a HeteroInference that decisions use."""
     metadata = _metadata(stored)
     return ResourceView(
         key=ResourceKey(
@@ -331,7 +331,7 @@ def find_key_secret(stored: Manifest) -> str:
 
 
 def _metadata_view(stored: Manifest) -> PodView:
-    """Builds a view of a pod from its metadata only."""
+    """Returns the fields of a pod that decisions use, from its metadata only."""
     metadata = _metadata(stored)
     return PodView(
         name=as_name(metadata.get("name"), "name"),
@@ -345,7 +345,7 @@ def _metadata_view(stored: Manifest) -> PodView:
 
 
 def pod_view(stored: Manifest) -> PodView:
-    """Builds a decision's view of a pod."""
+    """Returns the fields of a pod that decisions use."""
     status = _status(stored)
     conditions = _conditions(status)
     ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
@@ -460,7 +460,7 @@ def _still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
 
 
 def node_view(stored: Manifest) -> NodeView:
-    """Builds a decision's view of a node, without the requests of its pods."""
+    """Returns the fields of a node that decisions use, without the requests of its pods."""
     status, spec, metadata = _status(stored), _spec(stored), _metadata(stored)
     ready = _conditions(status).get("Ready", {})
     # The node controller sets Unknown when the kubelet is silent. The kubelet itself sets False.
@@ -511,14 +511,14 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
     if node:
         priority = as_integer(spec.get("priority"), "priority")
         return PodRequests(node=node, requests={**effective_requests(spec), PODS: 1.0}, priority=priority)
-    owner = _maker(stored)
+    owner = _owning_resource(stored)
     if owner is None or "deletionTimestamp" in metadata or _gates(spec):
         return None
     kept = PodPromise(uid=as_name(metadata.get("uid"), "uid"), owner=owner, demand=promise(stored))
     return PodRequests(node="", requests={}, promise=kept)
 
 
-def _maker(stored: Manifest) -> Owner | None:
+def _owning_resource(stored: Manifest) -> Owner | None:
     """Returns the owning resource if label, owner reference and name of the pod agree, or None."""
     key, uid = label_key(stored), owner_uid(stored)
     if key is None or not uid:

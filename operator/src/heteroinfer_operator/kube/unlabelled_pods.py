@@ -106,14 +106,14 @@ class UnlabelledPods:
         gone = (known.gone & said.keys()) - seen - there
         asked = sorted((said.keys() - seen - gone) | there)
         known.forget_questions(but=asked)
-        await self._ask(resource, known, asked)
-        answers = (_answer(resource, known, name, said.get(name)) for name in asked)
+        await self._request_pods(resource, known, asked)
+        answers = (_pod_from_answer(resource, known, name, said.get(name)) for name in asked)
         pods = [found for found in answers if found is not None]
         known.there = frozenset(pod.view.name for pod in pods)
         known.gone = (gone | set(asked) - known.there) & said.keys()
         return pods
 
-    async def _ask(self, resource: ResourceView, known: _Known, names: Sequence[str]) -> None:
+    async def _request_pods(self, resource: ResourceView, known: _Known, names: Sequence[str]) -> None:
         """Requests pods and waits for patience_s. A later answer wakes the resource."""
 
         def answered(question: Question) -> None:
@@ -165,15 +165,17 @@ class UnlabelledPods:
             known.forget_questions()
 
 
-def _answer(resource: ResourceView, known: _Known, name: str, rank: RankEntry | None) -> PodRecord | None:
+def _pod_from_answer(
+    resource: ResourceView, known: _Known, name: str, rank: RankEntry | None
+) -> PodRecord | None:
     question = known.questions[name]
     if not question.done():
-        return _unknown(resource, name, rank, "the API server has not answered yet")
+        return _record_from_status(resource, name, rank, "the API server has not answered yet")
     del known.questions[name]
     if question.cancelled():
-        return _unknown(resource, name, rank, "the operator cancelled its request")
+        return _record_from_status(resource, name, rank, "the operator cancelled its request")
     error = question.exception()
-    return question.result() if error is None else _unknown(resource, name, rank, str(error)[:300])
+    return question.result() if error is None else _record_from_status(resource, name, rank, str(error)[:300])
 
 
 def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
@@ -184,7 +186,7 @@ def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
     return trim.label_key(stored) == key and not any(owner.get("controller") for owner in owners)
 
 
-def _unknown(resource: ResourceView, name: str, rank: RankEntry | None, why: str) -> PodRecord:
+def _record_from_status(resource: ResourceView, name: str, rank: RankEntry | None, why: str) -> PodRecord:
     """Builds the record of a pod from its name and its status entry alone.
 
     Args:

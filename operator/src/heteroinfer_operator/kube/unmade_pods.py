@@ -39,7 +39,7 @@ class UnmadePods:
     _wanted: dict[str, _UnmadePod] = field(default_factory=dict)
 
     def names(self) -> frozenset[str]:
-        """Returns the names of the pods that never existed, as far as the API server has answered."""
+        """Returns the names of the pods that never existed, according to the API server's answers so far."""
         return frozenset(self._wanted)
 
     def unasked(self) -> frozenset[str]:

@@ -108,7 +108,7 @@ class WatchCache(Generic[T]):
     numbers). So a watch that lags behind cannot undo `note_written`.
 
     If `trim` cannot read an object, the cache logs that once, and leaves the object out or keeps the value of
-    `trim_unreadable`. No answer of an API server ends a cache: it lists again after any error.
+    `trim_metadata`. No answer of an API server ends a cache: it lists again after any error.
 
     Attributes:
         synced: set after the first full list.
@@ -117,7 +117,7 @@ class WatchCache(Generic[T]):
         trim: converts an object to its value; None for objects that do not belong here.
         changed: called with the value before and after each change of a value.
         index: key by which `under` finds values; None without an index.
-        trim_unreadable: value for an object whose `trim` raised UnreadableError; None leaves the object out.
+        trim_metadata: value for an object whose `trim` raised UnreadableError; None leaves the object out.
         failing: called when a list or watch fails after a success.
         deleted: called with the last value of an object that the watch reports as deleted. An object that
             loses the label of the collection is reported in the same way.
@@ -131,7 +131,7 @@ class WatchCache(Generic[T]):
         trim: Callable[[Manifest], T | None],
         changed: Callable[[T | None, T | None], None],
         index: Callable[[T], Hashable] | None = None,
-        trim_unreadable: Callable[[Manifest], T | None] = lambda stored: None,
+        trim_metadata: Callable[[Manifest], T | None] = lambda stored: None,
         failing: Callable[[], None] = lambda: None,
         deleted: Callable[[T], None] = lambda value: None,
     ) -> None:
@@ -141,7 +141,7 @@ class WatchCache(Generic[T]):
         self._trim = trim
         self._changed = changed
         self._index = index
-        self._trim_unreadable = trim_unreadable
+        self._trim_metadata = trim_metadata
         self._failing = failing
         self._deleted = deleted
         self._reported: dict[NamespacedName, str] = {}
@@ -216,13 +216,13 @@ class WatchCache(Generic[T]):
         value = self._read(written)
         if value is not None and written.version > version_number(self._version):
             entry = _Entry(written.uid, written.version, value, time.monotonic())
-            self._put(written.name, entry)
+            self._store(written.name, entry)
 
     def note_gone(self, name: NamespacedName, uid: str) -> None:
         """Removes an object that is gone according to the API server. Keeps an object with another uid."""
         kept = self._entries.get(name)
         if kept is not None and kept.uid == uid:
-            self._drop(name)
+            self._remove(name)
 
     async def run(self) -> None:
         """Lists and watches until cancelled. Logs errors and tries again."""
@@ -284,11 +284,11 @@ class WatchCache(Generic[T]):
             return self._trim(stored.body)
         except UnreadableError as error:
             self._report_unreadable(stored.name, stored.uid, error)
-            return self._read_metadata(stored)
+            return self._metadata_only(stored)
 
-    def _read_metadata(self, stored: _StoredObject) -> T | None:
+    def _metadata_only(self, stored: _StoredObject) -> T | None:
         try:
-            return self._trim_unreadable(stored.body)
+            return self._trim_metadata(stored.body)
         except UnreadableError:  # already reported
             return None
 
@@ -347,7 +347,7 @@ class WatchCache(Generic[T]):
         self._replace(listed, version_number(version))
         self._reported = {name: uid for name, uid in self._reported.items() if name in seen}
         self._version, self._broke_off = version, False
-        self._note_answer()
+        self._record_answer()
         self.synced.set()
 
     def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
@@ -357,12 +357,12 @@ class WatchCache(Generic[T]):
             entry = self._entries[name]
             since = entry.unconfirmed_since
             if since is None or entry.version <= version or now - since > UNCONFIRMED_S:
-                self._drop(name)
+                self._remove(name)
         for name, entry in listed.items():
             kept = self._entries.get(name)
             ours = kept is not None and kept.unconfirmed_since is not None and kept.version > version
             if not ours:
-                self._put(name, entry, always=True)
+                self._store(name, entry, always=True)
 
     async def _follow(self) -> None:
         query: dict[str, str | int] = {
@@ -375,21 +375,21 @@ class WatchCache(Generic[T]):
         try:
             async with asyncio.timeout(None) as self._following:
                 async for event in self._server.watch(self.collection.path, query):
-                    self._note_answer()
-                    self._take(event["type"], event["object"])
-                self._note_answer()  # the server itself ended the watch
+                    self._record_answer()
+                    self._apply_event(event["type"], event["object"])
+                self._record_answer()  # the server itself ended the watch
         except TimeoutError:
             pass  # relist() ended it
         finally:
             self._following = None
 
-    def _note_answer(self) -> None:
+    def _record_answer(self) -> None:
         self._last_answer_at, self._problem = time.monotonic(), None
 
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_answer_at
 
-    def _take(self, kind: object, body: object) -> None:
+    def _apply_event(self, kind: object, body: object) -> None:
         """Applies an event of the watch.
 
         Raises:
@@ -410,20 +410,20 @@ class WatchCache(Generic[T]):
         if kept is None or not _is_newer(kept.version, stored.version):
             value = self._read(stored) if kind != _DELETED else None
             if value is None:
-                self._drop(stored.name)
+                self._remove(stored.name)
             else:
-                self._put(stored.name, _Entry(stored.uid, stored.version, value))
+                self._store(stored.name, _Entry(stored.uid, stored.version, value))
             if kind == _DELETED:
-                self._note_deleted(stored)
+                self._record_deletion(stored)
         self._version = stored.body["metadata"]["resourceVersion"]
 
-    def _note_deleted(self, last: _StoredObject) -> None:
+    def _record_deletion(self, last: _StoredObject) -> None:
         with contextlib.suppress(UnreadableError):  # its last value is unknown
             value = self._trim(last.body)
             if value is not None:
                 self._deleted(value)
 
-    def _put(self, name: NamespacedName, entry: _Entry[T], *, always: bool = False) -> None:
+    def _store(self, name: NamespacedName, entry: _Entry[T], *, always: bool = False) -> None:
         kept = self._entries.get(name)
         if kept is not None and _is_newer(kept.version, entry.version) and not always:
             return
@@ -435,18 +435,18 @@ class WatchCache(Generic[T]):
             return
         self._entries[name] = entry
         before = kept.value if kept else None
-        self._file(name, before, entry.value)
+        self._update_index(name, before, entry.value)
         # After a defect it is unknown which changes were reported, so report all changes again.
         if before != entry.value or self._broke_off:
             self._changed(before, entry.value)
 
-    def _drop(self, name: NamespacedName) -> None:
+    def _remove(self, name: NamespacedName) -> None:
         kept = self._entries.pop(name, None)
         if kept is not None:
-            self._file(name, kept.value, None)
+            self._update_index(name, kept.value, None)
             self._changed(kept.value, None)
 
-    def _file(self, name: NamespacedName, before: T | None, after: T | None) -> None:
+    def _update_index(self, name: NamespacedName, before: T | None, after: T | None) -> None:
         if self._index is None:
             return
         if before is not None:

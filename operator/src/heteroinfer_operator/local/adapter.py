@@ -139,7 +139,7 @@ class LocalCluster:
     def request_deletion(self) -> None:
         """Begins to delete the resource and its pods. `gone` is set when they are deleted."""
         self._deleting = True
-        self._written()
+        self._increment_version()
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Reads the resource, its children and this machine; None if the resource is deleted.
@@ -224,13 +224,13 @@ class LocalCluster:
                 if action.resource_version != str(self._version):
                     raise ConflictError(f"{self.key} has changed since it was observed")
                 self._status = action.status
-                self._written()
+                self._increment_version()
             case RemoveFinalizer():
                 pass  # resources have no such finalizer here
             case RecordEvent():
                 self._on_event(action)
 
-    def _written(self) -> None:
+    def _increment_version(self) -> None:
         """Notes a write of the resource, so that older decisions conflict with it."""
         self._version += 1
         self._on_change()
@@ -333,9 +333,11 @@ class LocalCluster:
             ready = await self._reports.is_ready(LOOPBACK, port, path, timeout_s=limit_s)
             group, fetch = None, None
             if pod.leads:
-                group = await _or_none(self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s))
+                group = await _answer_or_none(
+                    self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s)
+                )
             if pod.fetches:
-                fetch = await _or_none(self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s))
+                fetch = await _answer_or_none(self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s))
             if pod.termination is None:  # the pod may have ended during the probe
                 changed = (ready, _readiness(group)) != (pod.ready, _readiness(pod.group_report))
                 pod.ready, pod.group_report, pod.fetch = ready, group, fetch
@@ -358,7 +360,7 @@ class LocalCluster:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _or_none(answer: Awaitable[T]) -> T | None:
+async def _answer_or_none(answer: Awaitable[T]) -> T | None:
     """Returns an answer, or None if the pod does not answer: it is starting, busy or ending."""
     try:
         return await answer

@@ -79,7 +79,7 @@ class LocalAddressing:
 
     def _hub_model(self, spec: HeteroInferenceSpec) -> ModelSource:
         if self._fetch_port is None:
-            self._fetch_port = self._take(1)
+            self._fetch_port = self._reserve_ports(1)
         fetch = ModelFetch(
             repository=hub_repository(spec),
             revision=spec.model.revision or DEFAULT_REVISION,
@@ -120,14 +120,14 @@ class LocalAddressing:
         return PodAddress(
             host=LOOPBACK,
             api_port=self._api_port + group,
-            health_port=self._take(1),
-            control_port=self._take(1),
-            rendezvous_port=self._take(1),
-            executor_port=self._take(1),
-            metrics_port=self._take(num_ranks),
+            health_port=self._reserve_ports(1),
+            control_port=self._reserve_ports(1),
+            rendezvous_port=self._reserve_ports(1),
+            executor_port=self._reserve_ports(1),
+            metrics_port=self._reserve_ports(num_ranks),
         )
 
-    def _take(self, size: int) -> int:
+    def _reserve_ports(self, size: int) -> int:
         """Takes `size` consecutive free ports, which no later call takes; returns the first."""
         for _ in range(_ATTEMPTS):
             first = self._rng.choice(_PORTS)

@@ -104,7 +104,7 @@ def parse_pod(
     pod.only(manifest, _POD_FIELDS, "")
     spec = manifest["spec"]
     pod.only(
-        {key: value for key, value in spec.items() if not _is_met_here(key, value, node_labels)},
+        {key: value for key, value in spec.items() if not _holds_on_this_machine(key, value, node_labels)},
         _SPEC_FIELDS,
         "spec",
     )
@@ -156,14 +156,14 @@ def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
     return max(1, (own - reserved) // max(1, cpu_ranks))
 
 
-def _instead_of(kind: str) -> str:
+def _volume_remedy(kind: str) -> str:
     """Returns the remedy for a volume of this kind."""
     if kind in ("persistentVolumeClaim", "image"):
         return "Name the model's folder with --model-dir"
     return "Remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
 
 
-def _is_met_here(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
+def _holds_on_this_machine(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
     """Whether a field only excludes nodes that differ from this machine, whose GPUs are not shared."""
     if field == "nodeSelector":
         return bool(value.items() <= node_labels.items())
@@ -220,17 +220,20 @@ class _FieldReader:
                 host_paths[volume["name"]] = (volume["hostPath"]["path"], f"spec.volumes[{index}].hostPath")
             elif "emptyDir" not in volume:
                 kind = next(iter(set(volume) - {"name"}), "")
-                self.refuse(f"spec.volumes[{index}].{kind}", _instead_of(kind))
+                self.refuse(f"spec.volumes[{index}].{kind}", _volume_remedy(kind))
         for mount in spec["containers"][0].get("volumeMounts", ()):
             path, field = host_paths.get(mount["name"], (mount["mountPath"], ""))
             if mount["name"] not in host_paths and mount["mountPath"] not in _SHARED_FOLDERS:
                 self.refuse(
                     f"spec.containers[0].volumeMounts[{mount['name']}]",
-                    "Remove it from the role's template, or use a cluster: pods have no mounts here",
+                    "Remove it from the role's template, or use a cluster: pods of `heteroinfer up` have no "
+                    "mounts",
                 )
             if path != mount["mountPath"]:
                 self.refuse(
-                    field, f"Path {path} cannot be mounted at {mount['mountPath']}: pods have no mounts here"
+                    field,
+                    f"Path {path} cannot be mounted at {mount['mountPath']}: pods of `heteroinfer up` have "
+                    "no mounts. Use the path itself, or a cluster",
                 )
 
     def env(self, variables: Sequence[Manifest]) -> dict[str, str]:

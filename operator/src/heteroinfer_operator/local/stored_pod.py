@@ -67,7 +67,7 @@ class StoredPod:
         return self.labels.get(names.LABEL_LEADER) == "true"
 
     def view(self, node: str) -> PodView:
-        """Returns the pod as decisions read it."""
+        """Returns the fields of the pod that decisions use."""
         phase = "Running"
         if self.termination is not None:
             phase = "Succeeded" if self.termination.exit_code == 0 else "Failed"

@@ -34,8 +34,8 @@ def find_worker_python(option: Path | None, env: Mapping[str, str] = os.environ)
     """
     for source, named in (("--worker-python", option), (ENV_WORKER_PYTHON, env.get(ENV_WORKER_PYTHON))):
         if named:
-            return _named(source, Path(named))
-    looked_at = list(_beside())
+            return _python_of(source, Path(named))
+    looked_at = list(_pythons_beside())
     for path in looked_at:
         if os.access(path, os.X_OK):
             return path
@@ -48,7 +48,7 @@ def find_worker_python(option: Path | None, env: Mapping[str, str] = os.environ)
     )
 
 
-def _named(source: str, path: Path) -> Path:
+def _python_of(source: str, path: Path) -> Path:
     path = path.absolute()  # not resolved: the python of an environment is a link to a file elsewhere
     if not os.access(path, os.X_OK) or path.is_dir():
         raise WorkerPythonError(
@@ -58,6 +58,6 @@ def _named(source: str, path: Path) -> Path:
     return path
 
 
-def _beside() -> Iterator[Path]:
+def _pythons_beside() -> Iterator[Path]:
     parents = (Path(sys.prefix).parent, Path.cwd())
     return (parent / WORKER_ENVIRONMENT / "bin" / "python" for parent in dict.fromkeys(parents))

@@ -69,7 +69,11 @@ def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Is
     rules = [{"to": [{"podSelector": {"matchLabels": ours}}]}, _dns()]
     name = identity.group_service(group.owner, group.index)
     return [
-        _egress(identity.group_metadata(group, f"{name}-egress-{_hash(each)}"), _both(ours, each), rules)
+        _egress(
+            identity.group_metadata(group, f"{name}-egress-{_hash(each)}"),
+            _combined_selector(ours, each),
+            rules,
+        )
         for each in _selectors(isolation, pods)
     ]
 
@@ -97,7 +101,11 @@ def build_fetch_policies(
             "spec": asked,
         },
         *(
-            _egress(identity.metadata(owner, f"{name}-egress-{_hash(each)}", {}), _both(ours, each), rules)
+            _egress(
+                identity.metadata(owner, f"{name}-egress-{_hash(each)}", {}),
+                _combined_selector(ours, each),
+                rules,
+            )
             for each in _selectors(isolation, [_fetch_labels(spec, owner)])
         ),
     ]
@@ -135,8 +143,8 @@ def _dns() -> Manifest:
     return {"ports": [{"protocol": kind, "port": port} for port in _DNS_PORTS for kind in ("UDP", "TCP")]}
 
 
-def _both(ours: Mapping[str, str], other: Manifest) -> Manifest:
-    """Returns the selector of pods that have the labels `ours` and match another selector."""
+def _combined_selector(ours: Mapping[str, str], other: Manifest) -> Manifest:
+    """Returns the selector of pods that have the labels `ours` and match the selector `other`."""
     expressions = other.get("matchExpressions") or ()
     labels = {**(other.get("matchLabels") or {}), **ours}
     return {"matchLabels": labels, **({"matchExpressions": list(expressions)} if expressions else {})}
@@ -145,12 +153,14 @@ def _both(ours: Mapping[str, str], other: Manifest) -> Manifest:
 def _selectors(isolation: Isolation, pods: Sequence[Mapping[str, str]]) -> list[Manifest]:
     """Returns the selectors that may match one of these pods, at most _MAX_SELECTORS."""
     found = [each for each in isolation.selectors if any(_may_select(each, own) for own in pods)]
-    return sorted(found, key=lambda each: any(_unknown(each, own) for own in pods))[:_MAX_SELECTORS]
+    return sorted(found, key=lambda each: any(_has_unknown_labels(each, own) for own in pods))[
+        :_MAX_SELECTORS
+    ]
 
 
 def _widest(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Drops selectors that select only pods of another, wider selector."""
-    terms = [{json.dumps(term) for term in _terms(each)} for each in selectors]
+    terms = [{json.dumps(term) for term in _selector_terms(each)} for each in selectors]
     if set() in terms:
         return [{}]
     alone = {term for own in terms if len(own) == 1 for term in own}
@@ -174,7 +184,7 @@ def _merged(selectors: Sequence[Manifest]) -> list[Manifest]:
     return others
 
 
-def _terms(selector: Manifest) -> list[tuple[str, str, list[str]]]:
+def _selector_terms(selector: Manifest) -> list[tuple[str, str, list[str]]]:
     terms = [(key, "In", [value]) for key, value in (selector.get("matchLabels") or {}).items()]
     return terms + [
         (term.get("key", ""), term.get("operator", ""), term.get("values") or [])
@@ -182,8 +192,8 @@ def _terms(selector: Manifest) -> list[tuple[str, str, list[str]]]:
     ]
 
 
-def _unknown(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    return any(key not in labels for key, _, _ in _terms(selector))
+def _has_unknown_labels(selector: Manifest, labels: Mapping[str, str]) -> bool:
+    return any(key not in labels for key, _, _ in _selector_terms(selector))
 
 
 def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
@@ -193,7 +203,7 @@ def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
     """
     return all(
         key not in labels or _holds(operator, values, labels[key])
-        for key, operator, values in _terms(selector)
+        for key, operator, values in _selector_terms(selector)
     )
 
 

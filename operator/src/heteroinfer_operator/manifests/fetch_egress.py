@@ -61,13 +61,13 @@ class FetchEgress:
                 if parts.get(key) is not None
             }
         except ValueError as error:
-            raise _bad(str(error)) from error
+            raise _settings_error(str(error)) from error
         except TypeError as error:
-            raise _bad(f"must have lists ports, cidrs and except (got {text[:200]!r})") from error
+            raise _settings_error(f"must have lists ports, cidrs and except (got {text[:200]!r})") from error
         found = cls(**given)
         for port in found.ports:
             if type(port) is not int or not 1 <= port <= 65535:
-                raise _bad(f"ports: must be whole numbers from 1 to 65535 (got {port!r})")
+                raise _settings_error(f"ports: must be whole numbers from 1 to 65535 (got {port!r})")
         for cidr in (*found.cidrs, *found.excepted):
             _network(cidr)
         return found
@@ -91,9 +91,9 @@ class FetchEgress:
 
     def describe_closed(self, spec: HeteroInferenceSpec) -> str:
         """Describes the variables of a spec whose port is closed or unknown, with the fix; "" for none."""
-        return "; ".join(self._closed(spec))
+        return "; ".join(self._describe_closed_variables(spec))
 
-    def _closed(self, spec: HeteroInferenceSpec) -> Iterator[str]:
+    def _describe_closed_variables(self, spec: HeteroInferenceSpec) -> Iterator[str]:
         opened = ", ".join(map(str, self.ports)) or "none"
         for variable in spec.engine.env:
             if variable.name.upper() not in _WAYS_OUT or variable.value == "":
@@ -120,7 +120,7 @@ def _network(cidr: object) -> _Network:
             raise ValueError
         return ip_network(cidr, strict=False)
     except ValueError as error:
-        raise _bad(f"must have address ranges such as 10.0.0.0/8 (got {cidr!r})") from error
+        raise _settings_error(f"must have address ranges such as 10.0.0.0/8 (got {cidr!r})") from error
 
 
 def _is_within(part: _Network, whole: _Network) -> bool:
@@ -139,7 +139,7 @@ def _port_of(url: str) -> int | None:
     return port or _PORTS.get(parts.scheme)
 
 
-def _bad(message: str) -> HeteroInferError:
+def _settings_error(message: str) -> HeteroInferError:
     return HeteroInferError(
         f"HETEROINFER_FETCH_EGRESS (fetchEgress of the chart): {message}. Correct it",
         reason=FailureReason.BAD_SETTINGS.value,

@@ -38,5 +38,5 @@ def build_key_variable(group: GroupRef, key: GroupKey) -> dict[str, Any]:
 
 
 def group_key_secret(group: GroupRef, key: GroupKey) -> str:
-    """Returns the name of the Secret of a group's key, which contains the key's fingerprint."""
+    """Returns the name of the Secret with a group's key; the name contains the key's fingerprint."""
     return f"{group.owner.key.name}-{group.index}-key-{key.fingerprint}"

@@ -273,7 +273,7 @@ def model_claim(owner: Owner, cache: ModelCache) -> str:
 
 
 def is_model_claim_of(key: ResourceKey, claim: str) -> bool:
-    """Whether a claim's name is a name that `model_claim` gives for a resource."""
+    """Returns whether `model_claim` can give this name to a claim of a resource."""
     return claim.startswith(_model_claim_prefix(key))
 
 

@@ -46,7 +46,7 @@ class PodResources:
         try:
             parts = read_json_parts(text, _PARTS)
         except ValueError as error:
-            raise _bad(str(error)) from error
+            raise _settings_error(str(error)) from error
         return cls(**{name: _read(name, part) for name, part in parts.items() if part is not None})
 
     def of_model_pod(self, spec: HeteroInferenceSpec, *, fetches: bool) -> dict[str, Any]:
@@ -97,11 +97,11 @@ def _with_defaults(own: Amounts | None, defaults: Amounts | None, bound: Amounts
 
 def _read(name: str, part: object) -> Resources:
     if not isinstance(part, Mapping):
-        raise _bad(f"{name}: must be an object with requests and limits")
+        raise _settings_error(f"{name}: must be an object with requests and limits")
     try:
         return parse_resources(_with_texts(part), name)
     except SpecError as error:
-        raise _bad("; ".join(error.problems)) from error
+        raise _settings_error("; ".join(error.problems)) from error
 
 
 def _with_texts(part: Any) -> Any:
@@ -112,7 +112,7 @@ def _with_texts(part: Any) -> Any:
     return str(part) if is_number else part
 
 
-def _bad(message: str) -> HeteroInferError:
+def _settings_error(message: str) -> HeteroInferError:
     return HeteroInferError(
         f"{_ENV} (podResources of the chart): {message}. Correct it", reason=FailureReason.BAD_SETTINGS.value
     )

@@ -53,13 +53,13 @@ class PodSecurity:
         try:
             parts = read_json_parts(text, _PARTS)
         except ValueError as error:
-            raise _bad(text) from error
+            raise _settings_error(text) from error
         if not all(isinstance(part, dict) for part in parts.values()):
-            raise _bad(text)
+            raise _settings_error(text)
         return cls(**parts)
 
 
-def _bad(text: str) -> HeteroInferError:
+def _settings_error(text: str) -> HeteroInferError:
     return HeteroInferError(
         f"HETEROINFER_POD_SECURITY (workerPods of the chart): must be a JSON object with the objects "
         f"{' and '.join(_PARTS)} (got {text[:200]!r}). Correct it",

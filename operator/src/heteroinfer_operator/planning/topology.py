@@ -96,7 +96,7 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: boo
     if topology.has_mixed_stage and any(_is_cpu_first(stage) for stage in stages):
         refused = TENSOR_CPU_FIRST
         raise PlanError(
-            f"roles: {refused.feature} is not supported, because {refused.why}; {refused.remedy}",
+            f"roles: {refused.feature} is not supported: {refused.why}. Fix: {refused.remedy}",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     return topology

@@ -58,7 +58,7 @@ def _find_outdated(
 
 
 def _objects(context: Context, revision: Revision, status: GroupStatus) -> tuple[Manifest, ...]:
-    """Builds the objects that a group's next epoch needs: among its pods, one pod of each role."""
+    """Builds the objects that a group's next epoch needs, but only one pod of each role."""
     planned = context.planner.make_for_any_nodes()
     plan = planned.plan
     next_epoch = transitions.asked_for(status, plan_hash=plan.hash)

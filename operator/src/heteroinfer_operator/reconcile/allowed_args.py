@@ -209,58 +209,58 @@ def find_unlisted(
     """
     for given in given_options(args):
         if refusal_of(given) is None:
-            unlisted = _refuse(given, more, remote_code)
+            unlisted = _find_refusal(given, more, remote_code)
             if unlisted is not None:
                 yield unlisted
 
 
-def _refuse(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
+def _find_refusal(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
     if any(map(given.may_be, OFFLOADING.options)):
-        return _error(given.arg, OFFLOADING.why, OFFLOADING.remedy)
+        return _refusal_error(given.arg, OFFLOADING.why, OFFLOADING.remedy)
     if more is None:
         return None
     if given.option == REMOTE_CODE and not given.path:
-        return None if remote_code or given.is_taken_back else _remote_code(given)
+        return None if remote_code or given.is_taken_back else _remote_code_error(given)
     if given.option in more:
         return None
     if given.option not in ALLOWED_ARGS:
         known = next((entry for entry in WHY if given.option in entry.options), None)
         why, remedy = (known.why, known.remedy) if known is not None else (_NOT_LISTED, _IN_FULL)
-        return _error(given.arg, why, remedy)
-    return _refuse_value(given, remote_code)
+        return _refusal_error(given.arg, why, remedy)
+    return _find_value_refusal(given, remote_code)
 
 
-def _refuse_value(given: GivenOption, remote_code: bool) -> PlanError | None:
-    if (uncounted := _refuse_uncounted(given)) is not None:
+def _find_value_refusal(given: GivenOption, remote_code: bool) -> PlanError | None:
+    if (uncounted := _find_uncounted_memory(given)) is not None:
         return uncounted
     inside = _read_json(given.value)
     deep = {*given.path, *_keys(inside)}
     if not remote_code and REMOTE_CODE.removeprefix("--").replace("-", "_") in deep:
-        return _remote_code(given)
+        return _remote_code_error(given)
     keys = KEYS.get(given.option)
     if keys is None:
         return None
     if not given.path and not isinstance(inside, Mapping):
-        return _error(given.arg, "has no JSON object as its value", "Add a JSON object")
+        return _refusal_error(given.arg, "has no JSON object as its value", "Add a JSON object")
     odd = next((key for key in given.path[:1] or tuple(inside) if key not in keys), None)
     if odd is None:
         return None
-    return _error(
+    return _refusal_error(
         f"{given.option}.{odd}",
         "is not an allowed key of this option",
         f"Remove it. Allowed keys are {', '.join(sorted(keys))}",
     )
 
 
-def _refuse_uncounted(given: GivenOption) -> PlanError | None:
+def _find_uncounted_memory(given: GivenOption) -> PlanError | None:
     """Refuses a value that makes ranks need memory that the plan does not count."""
     shown, values = f"{given.option} {given.value}", VALUES.get(given.option)
     if values is not None and given.value not in values:
         remedy = f"Set one of {', '.join(sorted(values))}"
-        return _error(shown, "creates a KV cache that the plan cannot count", remedy)
+        return _refusal_error(shown, "creates a KV cache that the plan cannot count", remedy)
     if given.option == "--max-logprobs" and not _is_up_to(given.value, MAX_LOGPROBS):
         why = "lets each client use memory that the plan does not count"
-        return _error(shown, why, f"Set a number from 0 to {MAX_LOGPROBS}")
+        return _refusal_error(shown, why, f"Set a number from 0 to {MAX_LOGPROBS}")
     return None
 
 
@@ -268,13 +268,13 @@ def _is_up_to(value: str | None, most: int) -> bool:
     return value is not None and value.isascii() and value.isdecimal() and int(value[:9]) <= most
 
 
-def _remote_code(given: GivenOption) -> PlanError:
+def _remote_code_error(given: GivenOption) -> PlanError:
     remedy = "Remove it, or install the chart with allowRemoteCode=true"
-    return _error(given.arg, "runs the model's own code", remedy, reason=_REMOTE_CODE_REASON)
+    return _refusal_error(given.arg, "runs the model's own code", remedy, reason=_REMOTE_CODE_REASON)
 
 
-def _error(given: str, why: str, remedy: str, *, reason: str = _UNLISTED_REASON) -> PlanError:
-    return PlanError(f"engine.args: got {given!r}, which {why}. {remedy}", reason=reason)
+def _refusal_error(given: str, why: str, remedy: str, *, reason: str = _UNLISTED_REASON) -> PlanError:
+    return PlanError(f"engine.args: {given!r} is refused: it {why}. {remedy}", reason=reason)
 
 
 def _read_json(text: str | None) -> Any:

@@ -156,15 +156,15 @@ class Spending:
 
     def __post_init__(self) -> None:
         """Counts the pods to create for each group."""
-        pods = [action for action in self.actions if is_pod(action)]
+        pods = [action for action in self.actions if creates_pod(action)]
         self._pods = Counter(action.scopes for action in pods if isinstance(action, CreateObject))
 
     def spend(self, action: Action) -> float:
         """Counts an action if it may run now, and returns 0.0; otherwise returns the wait in seconds."""
         budget, now = self.budget, self.now
         match action:
-            case CreateObject() if is_pod(action):
-                return self._count("pods", budget.pods, self._pods_wait(action.scopes))
+            case CreateObject() if creates_pod(action):
+                return self._count("pods", budget.pods, self._wait_of_pods(action.scopes))
             case PatchStatus(status=status):
                 wait = budget.status_wait(status, now)
                 if not wait:
@@ -172,7 +172,7 @@ class Spending:
                 return self._count("status writes", budget.status_writes, wait)
         return 0.0
 
-    def _pods_wait(self, scopes: frozenset[str]) -> timedelta:
+    def _wait_of_pods(self, scopes: frozenset[str]) -> timedelta:
         """Time that the pods of a group must wait; once one pod may be created, all may."""
         if scopes in self._granted:
             self._reserved = max(self._reserved - 1, 0)
@@ -193,7 +193,7 @@ class Spending:
 
     def give_back(self, action: Action) -> None:
         """Removes a pod from the count because it was not created."""
-        if is_pod(action):
+        if creates_pod(action):
             self.budget.pods.take_back()
 
     def end(self) -> None:
@@ -231,8 +231,8 @@ class Spending:
         )
 
 
-def is_pod(action: Action) -> bool:
-    """Checks whether an action creates a pod."""
+def creates_pod(action: Action) -> bool:
+    """Returns whether an action creates a pod."""
     return isinstance(action, CreateObject) and action.manifest["kind"] == _POD
 
 
@@ -243,13 +243,13 @@ def _digest(status: Manifest) -> bytes:
         found = [each for each in conditions if isinstance(each, Mapping)]
         kept = [{key: value for key, value in each.items() if key != "lastTransitionTime"} for each in found]
         status = {**status, "conditions": kept}
-    return hashlib.sha256(json.dumps(_plain(status), sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(_whole_numbers_as_integers(status), sort_keys=True).encode()).digest()
 
 
-def _plain(value: Any) -> Any:
+def _whole_numbers_as_integers(value: Any) -> Any:
     """Converts whole numbers to integers: the API server stores 2.0 as 2."""
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _whole_numbers_as_integers(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_whole_numbers_as_integers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -26,8 +26,8 @@ def claim_to_clean(resource: ResourceView) -> str:
 
     The check is cheap because each reconcile runs it.
     """
-    uri = _at(resource.spec, "model", "uri")
-    settled = _at(resource.status, "model", "phase") == ModelPhase.READY.value
+    uri = _value_at(resource.spec, "model", "uri")
+    settled = _value_at(resource.status, "model", "phase") == ModelPhase.READY.value
     is_current = resource.status.get("observedGeneration") == resource.generation
     if not (isinstance(uri, str) and uri.startswith(HUB_SCHEME)) or (settled and is_current):
         return ""
@@ -35,23 +35,23 @@ def claim_to_clean(resource: ResourceView) -> str:
         spec = parse_stored_spec(resource.spec)
     except SpecError:
         return ""
-    return "" if _keep(spec) is None else _claim(resource, spec)
+    return "" if _commits_to_keep(spec) is None else _claim(resource, spec)
 
 
 def find_cleanup(
     spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime
 ) -> CacheCleanup | None:
     """Finds the commits that a fetch must keep in its cache; None if the commits in use are unknown."""
-    keep = _keep(spec)
+    keep = _commits_to_keep(spec)
     if keep is None or observation.neighbours is None:
         return None
     claim = _claim(observation.resource, spec)
-    if any(_waits(each.resource, spec.model.uri, claim) for each in observation.neighbours):
+    if any(_may_need_another_commit(each.resource, spec.model.uri, claim) for each in observation.neighbours):
         return None
     try:
-        in_use = _use(observation.resource, observation.objects, claim)
+        in_use = _commits_in_use(observation.resource, observation.objects, claim)
         for each in observation.neighbours:
-            in_use |= _use(each.resource, each.objects, claim)
+            in_use |= _commits_in_use(each.resource, each.objects, claim)
     except (_UnknownUseError, ValueError, RecursionError):
         return None
     return CacheCleanup(keep=keep, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
@@ -69,7 +69,7 @@ def _claim(resource: ResourceView, spec: HeteroInferenceSpec) -> str:
     return cache.claim_name or identity.model_claim(Owner(key=resource.key, uid=resource.uid), cache)
 
 
-def _keep(spec: HeteroInferenceSpec) -> int | None:
+def _commits_to_keep(spec: HeteroInferenceSpec) -> int | None:
     """Number of commits that stay, or None if a fetch may not remove commits."""
     cache = spec.model.cache
     if cache is None or not identity.is_hub_model(spec):
@@ -77,32 +77,32 @@ def _keep(spec: HeteroInferenceSpec) -> int | None:
     return cache.keep or (DEFAULT_KEEP if cache.size is not None else None)
 
 
-def _use(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
+def _commits_in_use(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
     """Collects the commits that a resource, its plans and its revisions name.
 
     Raises:
         _UnknownUseError: the resource may use any commit of the claim.
         ValueError, RecursionError: a plan or a revision cannot be read.
     """
-    found = {_at(resource.status, "model", "commit"), *_named_by_spec(resource.spec, claim)}
+    found = {_value_at(resource.status, "model", "commit"), *_commits_in_spec(resource.spec, claim)}
     for stored in objects:
         data = stored.get("data") or {} if stored["kind"] == "ConfigMap" else {}
         if text := data.get(REVISION_KEY):
             record = json.loads(text)
-            found.add(_at(record, "commit"))
-            found |= _named_by_spec(record.get("spec") if isinstance(record, Mapping) else None, claim)
+            found.add(_value_at(record, "commit"))
+            found |= _commits_in_spec(record.get("spec") if isinstance(record, Mapping) else None, claim)
         if text := data.get(names.PLAN_KEY):
-            path = _at(json.loads(text), "engine", "model")
+            path = _value_at(json.loads(text), "engine", "model")
             found |= set(path.split("/")) if isinstance(path, str) else set()
     return {commit for commit in found if is_commit(commit)}
 
 
-def _named_by_spec(spec: object, claim: str) -> set[Any]:
+def _commits_in_spec(spec: object, claim: str) -> set[Any]:
     """Collects the commits that a stored spec names; raises _UnknownUseError."""
-    if _has_volume_of(spec, claim):  # an argument of the engine may name any path in the volume
+    if _mounts_claim(spec, claim):  # an argument of the engine may name any path in the volume
         raise _UnknownUseError
-    found: set[Any] = {_at(spec, "model", "revision")}
-    uri = _at(spec, "model", "uri")
+    found: set[Any] = {_value_at(spec, "model", "revision")}
+    uri = _value_at(spec, "model", "uri")
     if isinstance(uri, str) and uri.startswith(f"{_CLAIM_SCHEME}{claim}/"):
         match = _COMMIT_OF_CLAIM.fullmatch(uri)
         if match is None:  # the path may be a link to any commit
@@ -111,29 +111,29 @@ def _named_by_spec(spec: object, claim: str) -> set[Any]:
     return found
 
 
-def _has_volume_of(spec: object, claim: str) -> bool:
+def _mounts_claim(spec: object, claim: str) -> bool:
     """Checks whether a role's template mounts a claim."""
     roles = spec.get("roles") if isinstance(spec, Mapping) else None
     for role in roles if isinstance(roles, list) else ():
         template = role.get("template") if isinstance(role, Mapping) else None
         volumes = template.get("volumes") if isinstance(template, Mapping) else None
         for volume in volumes if isinstance(volumes, list) else ():
-            if _at(volume, "persistentVolumeClaim", "claimName") == claim:
+            if _value_at(volume, "persistentVolumeClaim", "claimName") == claim:
                 return True
     return False
 
 
-def _waits(resource: ResourceView, uri: str, claim: str) -> bool:
-    """Checks whether a resource may use a commit of the model that its status does not name yet."""
-    named = _at(resource.spec, "model", "cache", "claimName")
+def _may_need_another_commit(resource: ResourceView, uri: str, claim: str) -> bool:
+    """Returns whether a resource may use a commit of the model that its status does not contain yet."""
+    named = _value_at(resource.spec, "model", "cache", "claimName")
     is_cached_here = named == claim if named else identity.is_model_claim_of(resource.key, claim)
-    if not is_cached_here or _at(resource.spec, "model", "uri") != uri:
+    if not is_cached_here or _value_at(resource.spec, "model", "uri") != uri:
         return False
     is_current = resource.status.get("observedGeneration") == resource.generation
-    return not (is_current and is_commit(_at(resource.status, "model", "commit")))
+    return not (is_current and is_commit(_value_at(resource.status, "model", "commit")))
 
 
-def _at(value: object, *path: str) -> Any:
+def _value_at(value: object, *path: str) -> Any:
     """Reads the text or number at a path of stored JSON, or None."""
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None

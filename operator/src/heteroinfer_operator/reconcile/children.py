@@ -88,20 +88,20 @@ def find_children(
         if revision is None:
             kept_groups.add(str(index))
         else:
-            wanted += _of_group(context, decision, revision)
+            wanted += _children_of_group(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         if decision.runs:  # keep it by name: a cluster may list one object under several API versions
             kept.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _shared_budget(context, decisions, by_group)
-    wanted += _plans(owner, decisions)
+    wanted += _plan_children(owner, decisions)
     for name, scopes in sorted(in_use.items()):
         kept.add(identity.revision_record(owner, name))
         if (found := context.revisions.get(name)) is not None:
             record = build_revision_record(owner, found.record)
             wanted.append(Child(manifest=record, scopes=frozenset(scopes)))
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
-    wanted += _of_resource(context, sorted(in_use), ports)
+    wanted += _children_of_resource(context, sorted(in_use), ports)
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
     if context.target.refusal is not None:  # a pod may still fetch the model of the previous spec
         kept.add(identity.client_service(owner))
@@ -126,7 +126,7 @@ def _revision_of(context: Context, decision: GroupDecision, pods: Sequence[PodVi
     return context.revisions.get(name or "")
 
 
-def _of_group(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
+def _children_of_group(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
     index = decision.status.index
     group = GroupRef(owner=context.owner, index=index)
     scopes = frozenset({group_scope(index)})
@@ -170,7 +170,7 @@ def _shared_budget(
     return [Child(manifest=manifest, last=True)]
 
 
-def _plans(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
+def _plan_children(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
     scopes: dict[str, set[str]] = {}
     plans = {}
     for decision in decisions:
@@ -184,7 +184,7 @@ def _plans(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
     ]
 
 
-def _of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
+def _children_of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
     """Builds the clients' Service, the claims of models, and the policies of a fetch pod."""
     spec = context.target.spec if context.target.refusal is None else None
     found: list[Child] = []
@@ -241,7 +241,7 @@ def decide_children(
         for manifest in by_name.values()
         if _is_forged(manifest, children.forged)
         or (
-            _spare(manifest, used_plans)
+            _is_unneeded(manifest, used_plans)
             and not _is_kept(manifest, children)
             and not (lacks_policy and manifest["kind"] == POLICY_KIND)
         )
@@ -298,7 +298,7 @@ def _write(child: Child, old: Manifest | None, signer: Signer) -> Action | None:
     return ApplyObject(manifest=as_made(old, manifest), scopes=child.scopes) if drift else None
 
 
-def _spare(manifest: Manifest, used_plans: Collection[str]) -> bool:
+def _is_unneeded(manifest: Manifest, used_plans: Collection[str]) -> bool:
     metadata = manifest["metadata"]
     labels = metadata.get("labels", {})
     return (

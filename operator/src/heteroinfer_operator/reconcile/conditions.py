@@ -40,7 +40,7 @@ ConditionCheck = Callable[[Life], ConditionAnswer | None]
 
 
 def life_conditions(life: Life) -> tuple[Condition, ...]:
-    """The conditions Available, Ready, Stalled, Progressing, Degraded and Failed."""
+    """Returns the conditions Available, Ready, Stalled, Progressing, Degraded and Failed."""
     return tuple(life.make(kind, *_answer(checks, life)) for kind, checks in CHECKS.items())
 
 
@@ -52,34 +52,34 @@ def _answer(checks: Sequence[ConditionCheck], life: Life) -> ConditionAnswer:
 
 
 def at_rest(life: Life) -> ConditionAnswer | None:
-    """The resource is suspended or scaled to zero."""
+    """Answer for a resource that is suspended or scaled to zero; otherwise None."""
     return ConditionAnswer(False, life.at_rest) if life.at_rest else None
 
 
 def clients_cut_off(life: Life) -> ConditionAnswer | None:
-    """Groups serve, but clients cannot reach any group."""
+    """Answer if groups serve but clients cannot reach any of them; otherwise None."""
     if not life.serving or life.unreachable is None:
         return None
     return ConditionAnswer(False, life.unreachable.reason, life.unreachable.message)
 
 
 def serves(life: Life) -> ConditionAnswer | None:
-    """A group serves."""
+    """Answer if a group serves; otherwise None."""
     return ConditionAnswer(True, "Serving", life.count) if life.serving else None
 
 
 def labels_lost(life: Life) -> ConditionAnswer | None:
-    """Pods of a group that would serve have lost labels."""
+    """Answer if a group does not serve only because its pods have lost labels; otherwise None."""
     return ConditionAnswer(False, LOST_LABEL, life.lost_labels) if life.lost_labels else None
 
 
 def leader_silent(life: Life) -> ConditionAnswer | None:
-    """The operator cannot reach the leader of a group that would serve."""
+    """Answer if the operator cannot reach the leader of a group whose pods are ready; otherwise None."""
     return ConditionAnswer(None, LEADER_SILENT, life.silent) if life.silent else None
 
 
 def down(life: Life) -> ConditionAnswer:
-    """The worst group does not serve."""
+    """Answer with the reason why the worst group does not serve."""
     return ConditionAnswer(False, _down_reason(life.worst), life.words)
 
 
@@ -87,14 +87,16 @@ def down(life: Life) -> ConditionAnswer:
 
 
 def stopping_at_rest(life: Life) -> ConditionAnswer | None:
-    """The resource is suspended or scaled to zero: it is ready once no pod is left."""
+    """Answer for a resource that is suspended or scaled to zero: it is ready once it has no pods."""
     if not life.at_rest:
         return None
-    return ConditionAnswer(not life.draining, "Stopping" if life.draining else life.at_rest, _going(life))
+    return ConditionAnswer(
+        not life.draining, "Stopping" if life.draining else life.at_rest, _why_pods_remain(life)
+    )
 
 
 def serves_spec(life: Life) -> ConditionAnswer | None:
-    """All wanted groups serve this spec."""
+    """Answer if all wanted groups run this spec: True, or the reason why clients cannot reach them."""
     if not life.serves_spec or life.lost_labels:
         return None
     if life.port_unreachable is not None:
@@ -103,15 +105,15 @@ def serves_spec(life: Life) -> ConditionAnswer | None:
 
 
 def stalled_while_none_failed(life: Life) -> ConditionAnswer | None:
-    """The user must act. The failure of a group has its own message."""
+    """Answer if the user must act, except after the failure of a group; otherwise None."""
     stalled = _stalled(life)
     if stalled is None or life.worst.phase is GroupPhase.FAILED:
         return None
     return ConditionAnswer(False, stalled.reason, stalled.message)
 
 
-def group_refused(life: Life) -> ConditionAnswer | None:
-    """A group waits because the API server refused an object that its pods need."""
+def object_refused(life: Life) -> ConditionAnswer | None:
+    """Answer if a group waits because the API server refused an object that its pods need."""
     if len(life.serving) >= life.wanted or life.worst.phase is not GroupPhase.PENDING:
         return None
     refused = next((each for each in life.refusals if each.scopes - {CLIENTS_SCOPE}), None)
@@ -123,12 +125,12 @@ def group_refused(life: Life) -> ConditionAnswer | None:
 
 
 def group_down(life: Life) -> ConditionAnswer | None:
-    """A group does not serve."""
+    """Answer if a group does not serve; otherwise None."""
     return down(life) if len(life.serving) < life.wanted else None
 
 
 def rolling_out(life: Life) -> ConditionAnswer:
-    """All groups serve, but some groups have an older revision."""
+    """Answer if all groups serve, but some have an older revision."""
     return ConditionAnswer(
         False, _ROLLING_OUT, life.rollout.message if life.rollout is not None else life.count
     )
@@ -138,14 +140,14 @@ def rolling_out(life: Life) -> ConditionAnswer:
 
 
 def problem_at_rest(life: Life) -> ConditionAnswer | None:
-    """The resource is suspended or scaled to zero. A spec that could not start is still reported."""
+    """Answer for a resource that is suspended or scaled to zero; reports a spec that could not start."""
     if not life.at_rest:
         return None
     return (_stalled(life) if life.problem is not None else None) or ConditionAnswer(False, life.at_rest)
 
 
 def group_failed(life: Life) -> ConditionAnswer | None:
-    """A group has used up its restarts."""
+    """Answer if a group has used up its restarts; otherwise None."""
     failed = next((group for group in life.groups if group.phase is GroupPhase.FAILED), None)
     if failed is None:
         return None
@@ -153,7 +155,7 @@ def group_failed(life: Life) -> ConditionAnswer | None:
 
 
 def spec_cannot_start(life: Life) -> ConditionAnswer | None:
-    """No epoch of the spec could start, and not all groups serve it already."""
+    """Answer if no epoch of the spec can start and some groups do not run it yet; otherwise None."""
     problem = life.problem
     if problem is None or problem.reason == WAITING_FOR_MODEL or life.serves_spec:
         return None
@@ -161,12 +163,12 @@ def spec_cannot_start(life: Life) -> ConditionAnswer | None:
 
 
 def labels_must_be_mended(life: Life) -> ConditionAnswer | None:
-    """Pods have lost labels, and the operator has no permission to change pods."""
+    """Answer if pods have lost labels, which the user must restore: the operator may not change pods."""
     return ConditionAnswer(True, LOST_LABEL, life.lost_labels) if life.lost_labels else None
 
 
 def not_stalled(life: Life) -> ConditionAnswer:
-    """No action of the user is needed."""
+    """Answer if the user need not act."""
     return ConditionAnswer(False, "NotStalled")
 
 
@@ -174,42 +176,42 @@ def not_stalled(life: Life) -> ConditionAnswer:
 
 
 def stopping(life: Life) -> ConditionAnswer | None:
-    """The resource is suspended or scaled to zero: its pods end."""
-    return ConditionAnswer(life.draining, life.at_rest, _going(life)) if life.at_rest else None
+    """Answer while the pods of a suspended or scaled-down resource end; otherwise None."""
+    return ConditionAnswer(life.draining, life.at_rest, _why_pods_remain(life)) if life.at_rest else None
 
 
 def child_refused(life: Life) -> ConditionAnswer | None:
-    """The API server refused an object that the resource needs."""
+    """Answer if the API server refused an object that the resource needs; otherwise None."""
     return (
         ConditionAnswer(False, life.refusals[0].reason, life.refusals[0].message) if life.refusals else None
     )
 
 
 def pod_held(life: Life) -> ConditionAnswer | None:
-    """A finalizer blocks a pod that is being deleted."""
+    """Answer if a finalizer blocks a pod that is being deleted; otherwise None."""
     return ConditionAnswer(False, HELD, life.held) if life.held else None
 
 
 def rollout_stuck(life: Life) -> ConditionAnswer | None:
-    """A rollout cannot continue until the user acts."""
+    """Answer if a rollout cannot continue until the user acts; otherwise None."""
     stuck = life.rollout is not None and life.rollout.stuck
     return ConditionAnswer(False, "RolloutStuck", life.rollout.message) if stuck and life.rollout else None
 
 
 def group_moves(life: Life) -> ConditionAnswer | None:
-    """A group starts or stops."""
+    """Answer while a group starts or stops; otherwise None."""
     at_ends = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
     moves = any(group.phase not in at_ends for group in life.groups)
-    return ConditionAnswer(True, _doing(life.worst), life.words) if moves else None
+    return ConditionAnswer(True, _phase_reason(life.worst), life.words) if moves else None
 
 
 def rollout_goes_on(life: Life) -> ConditionAnswer | None:
-    """A rollout is in progress."""
+    """Answer during a rollout; otherwise None."""
     return None if life.rollout is None else ConditionAnswer(True, _ROLLING_OUT, life.rollout.message)
 
 
 def settled(life: Life) -> ConditionAnswer:
-    """No change is in progress."""
+    """Answer if nothing changes."""
     return ConditionAnswer(False, "Settled")
 
 
@@ -217,13 +219,13 @@ def settled(life: Life) -> ConditionAnswer:
 
 
 def some_serve(life: Life) -> ConditionAnswer:
-    """Some groups serve, others do not."""
+    """Answer with the number of groups that do not serve."""
     reason = LEADER_SILENT if life.silent else life.worst.phase.value
     return ConditionAnswer(0 < len(life.serving) < life.wanted, reason, life.silent or life.words)
 
 
 def restarts_used_up(life: Life) -> ConditionAnswer:
-    """Whether a group has used up its restarts."""
+    """Answer: True if a group has used up its restarts, otherwise False."""
     failed = any(group.phase is GroupPhase.FAILED for group in life.groups)
     return (
         ConditionAnswer(True, _RESTARTS_USED_UP, life.words)
@@ -240,7 +242,7 @@ CHECKS: Final[Mapping[ConditionType, tuple[ConditionCheck, ...]]] = MappingProxy
             stopping_at_rest,
             serves_spec,
             stalled_while_none_failed,
-            group_refused,
+            object_refused,
             group_down,
             rolling_out,
         ),
@@ -265,7 +267,7 @@ def _stalled(life: Life) -> ConditionAnswer | None:
     return next((answer for check in _STALLS if (answer := check(life)) is not None), None)
 
 
-def _going(life: Life) -> str:
+def _why_pods_remain(life: Life) -> str:
     """Describes why pods of a suspended resource still exist, or ""."""
     return life.held or (ENDING if life.draining else "")
 
@@ -277,10 +279,10 @@ def _down_reason(worst: GroupStatus) -> str:
     is_down = worst.after_failure or worst.phase in {GroupPhase.FAILED, GroupPhase.WAITING}
     if is_down and worst.failures and not waits:
         return worst.failures[-1].reason
-    return _doing(worst)
+    return _phase_reason(worst)
 
 
-def _doing(group: GroupStatus) -> str:
+def _phase_reason(group: GroupStatus) -> str:
     """Reason for the group's phase; for a starting group its startup phase."""
     starts = group.phase is GroupPhase.STARTING and group.startup is not None
     return group.startup.phase.value if starts and group.startup else group.phase.value

@@ -62,11 +62,11 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
 
 def _first_cause(ended: Sequence[PodView]) -> EpochEnd:
     rungs: tuple[Iterable[EpochEnd | None], ...] = (
-        (_own_report(pod) for pod in ended),
-        (_disruption(pod) for pod in ended),
-        (_termination(pod) for pod in ended),
-        (_deletion(pod) for pod in ended),
-        (_peer_report(pod) for pod in ended),
+        (_end_from_own_report(pod) for pod in ended),
+        (_end_by_disruption(pod) for pod in ended),
+        (_end_by_termination(pod) for pod in ended),
+        (_end_by_deletion(pod) for pod in ended),
+        (_end_from_peer_report(pod) for pod in ended),
     )
     for rung in rungs:
         for epoch_end in rung:
@@ -82,7 +82,7 @@ def _failure_of(pod: PodView) -> Failure | None:
     return Failure.from_json(pod.termination.message) if pod.termination else None
 
 
-def _own_report(pod: PodView) -> EpochEnd | None:
+def _end_from_own_report(pod: PodView) -> EpochEnd | None:
     failure = _failure_of(pod)
     if failure is None or str(failure.pod) != pod.labels.get(names.LABEL_POD_INDEX):
         return None
@@ -96,7 +96,7 @@ def _own_report(pod: PodView) -> EpochEnd | None:
     )
 
 
-def _peer_report(pod: PodView) -> EpochEnd | None:
+def _end_from_peer_report(pod: PodView) -> EpochEnd | None:
     failure = _failure_of(pod)
     return None if failure is None else _from_failure(failure)
 
@@ -113,7 +113,7 @@ def _from_failure(failure: Failure) -> EpochEnd:
     )
 
 
-def _disruption(pod: PodView) -> EpochEnd | None:
+def _end_by_disruption(pod: PodView) -> EpochEnd | None:
     evicted = pod.reason in {"Evicted", "Preempting", NODE_LOST, "NodeShutdown", "Terminated"}
     if not pod.disrupted and not evicted:
         return None
@@ -126,7 +126,7 @@ def _disruption(pod: PodView) -> EpochEnd | None:
     )
 
 
-def _termination(pod: PodView) -> EpochEnd | None:
+def _end_by_termination(pod: PodView) -> EpochEnd | None:
     if pod.termination is None or _failure_of(pod) is not None:
         return None
     if pod.deleting and pod.termination.exit_code == 0:
@@ -142,10 +142,10 @@ def _termination(pod: PodView) -> EpochEnd | None:
 
 def describe_exit(pod: str, ended: ContainerTermination) -> str:
     """Describes how a pod's container ended."""
-    return f"pod {pod} ended with exit code {ended.exit_code} {ended.message[:300]}".strip()
+    return f"pod {pod} ended with exit code {ended.exit_code}: {ended.message[:300]}".rstrip(": ")
 
 
-def _deletion(pod: PodView) -> EpochEnd | None:
+def _end_by_deletion(pod: PodView) -> EpochEnd | None:
     if not pod.deleting:
         return None
     return EpochEnd(reason=POD_DELETED, message=f"pod {pod.name} was deleted")

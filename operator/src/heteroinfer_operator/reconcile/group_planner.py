@@ -99,7 +99,7 @@ class GroupPlanner:
         return replace(planned, node_assignment=self._hinted(planned.node_assignment, gang, group))
 
     def make_for_any_nodes(self) -> EpochPlan:
-        """Plans a group by sizes alone, without capacity and nodes; raises the same as `make`."""
+        """Plans a group without regard to nodes and free capacity; raises the same errors as `make`."""
         request = self._known_request()
         gang = self._choose_gang(request.spec)
         planned = make_plan(request, Inventory())

@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
 def find_lost(owner: Owner, pods: Sequence[PodView]) -> Loss | None:
     """Finds the first pod that lost a label, or else its owner; describes the effects and the fix."""
-    labels = next((Loss(pod.name, _describe(owner, pod)) for pod in pods if _lost(pod)), None)
+    labels = next((Loss(pod.name, _describe(owner, pod)) for pod in pods if _lost_selector_labels(pod)), None)
     owners = (Loss(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner)
     return labels or next(owners, None)
 
@@ -55,14 +55,14 @@ def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodVi
     )
 
 
-def _lost(pod: PodView) -> dict[str, str | None]:
+def _lost_selector_labels(pod: PodView) -> dict[str, str | None]:
     """Lost labels that a selector uses; the loss of other labels has no effect."""
     selecting = _OF_CLIENTS | _OF_GROUPS
     return {label: value for label, value in sorted(pod.lost_labels.items()) if label in selecting}
 
 
 def _describe(owner: Owner, pod: PodView) -> str:
-    lost = _lost(pod)
+    lost = _lost_selector_labels(pod)
     return older_statuses.lost_label(owner, pod.name, lost, effects=_effects(pod, frozenset(lost)))
 
 

@@ -137,7 +137,7 @@ def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequen
     if any(not pod.ended for pod in others):
         context = replace(context, progress=None)  # the progress may belong to another model
     pod = next((pod for pod in pods if pod.name == name), None)
-    decision = _start(context, kept) if pod is None else _look(context, kept, pod)
+    decision = _decide_start(context, kept) if pod is None else _decide_with_pod(context, kept, pod)
     return replace(decision, deletes=(*decision.deletes, *_deletes(context, others)))
 
 
@@ -167,7 +167,7 @@ def _profile(text: str) -> ModelProfile:
     return ModelProfile.from_json(text)
 
 
-def _start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
+def _decide_start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
     # The first inspection resolved the revision to a commit; later inspections use the same commit.
     source = context.source.of_revision(kept.commit)
     manifest = build_model_pod(
@@ -179,42 +179,49 @@ def _start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
         context.cleanup,
         security=context.pod_security,
     )
-    return replace(_on_its_way(context, kept, ""), creates=(CreateObject(manifest=manifest),))
+    return replace(_decide_while_working(context, kept, ""), creates=(CreateObject(manifest=manifest),))
 
 
-def _look(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+def _decide_with_pod(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
     if pod.termination is not None and not pod.deleting:
-        return _ended(context, kept, pod)
+        return _decide_after_end(context, kept, pod)
     look_again_s = context.node_loss.look_again_s([pod])
     if pod.deleting or context.node_loss.is_silent(pod):
-        going = _on_its_way(context, kept, f"pod {pod.name} is being deleted")
+        going = _decide_while_working(context, kept, f"pod {pod.name} is being deleted")
         return replace(going, deletes=context.node_loss.deletes([pod], grace_s=0), look_again_s=look_again_s)
     if pod.ended:
         why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
-        return _failed(context, kept, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {why or pod.phase}")
+        return _decide_after_failure(
+            context, kept, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {why or pod.phase}"
+        )
     if pod.waiting is not None and waits_in_vain(pod):
-        return _blocked(context, kept, pod, pod.waiting)
+        return _decide_while_blocked(context, kept, pod, pod.waiting)
     waits = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
     loss = find_lost(context.owner, [pod])
     damaged, lost = loss or (None, "")
     kept = kept.changed(damaged_pod=damaged)
-    decision = replace(_on_its_way(context, kept, "; ".join(filter(None, (waits, lost)))), lost_labels=lost)
+    decision = replace(
+        _decide_while_working(context, kept, "; ".join(filter(None, (waits, lost)))), lost_labels=lost
+    )
     if context.fetches and pod.started:
         look_again_s = min(look_again_s or _PROGRESS_EVERY_S, _PROGRESS_EVERY_S)
     return replace(decision, look_again_s=look_again_s)
 
 
-def _on_its_way(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDecision:
-    """Decides while a pod works. An earlier failure stays reported until the pod makes progress."""
+def _decide_while_working(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDecision:
+    """Decides while a pod reads the model.
+
+    The status shows an earlier failure until the pod makes progress.
+    """
     status, progress = _without_answer(context, kept), context.progress
     if progress is not None and progress.total_bytes:
-        done = _in_steps(progress)
+        done = _rounded_to_steps(progress)
         if done > (kept.bytes_done or 0):
             status = status.changed(failures=None, reason=None, message=None)
         status = status.changed(bytes_done=done, bytes_total=progress.total_bytes)
     if status.reason is not None:
         return ModelDecision(status=status, holds=False, reason=status.reason, message=status.message or "")
-    message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_share(status)}"
+    message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_progress_text(status)}"
     for word in (waits, progress.message if progress is not None else ""):
         message += f": {word}" if word else ""
     reason = "Fetching" if context.fetches else "Inspecting"
@@ -225,20 +232,22 @@ def _without_answer(context: ModelContext, kept: ModelStatus) -> ModelStatus:
     return kept.changed(phase=context.phase, profile=None, checked_time=None)
 
 
-def _in_steps(progress: FetchProgress) -> int:
+def _rounded_to_steps(progress: FetchProgress) -> int:
     """Rounds the finished bytes down to whole steps of the total."""
     parts = min(progress.done_bytes * _STEPS // progress.total_bytes, _STEPS)
     return -(-parts * progress.total_bytes // _STEPS)
 
 
-def _share(status: ModelStatus) -> str:
+def _progress_text(status: ModelStatus) -> str:
     if not status.bytes_total:
         return ""
     percent = 100 * (status.bytes_done or 0) // status.bytes_total
     return f": {percent} % of {format_bytes(status.bytes_total)}"
 
 
-def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView, waiting: Waiting) -> ModelDecision:
+def _decide_while_blocked(
+    context: ModelContext, kept: ModelStatus, pod: PodView, waiting: Waiting
+) -> ModelDecision:
     """Decides while the pod's container cannot be created; the kubelet retries."""
     reason, message = waiting
     if reason in _IMAGE_REASONS:
@@ -254,23 +263,27 @@ def _blocked(context: ModelContext, kept: ModelStatus, pod: PodView, waiting: Wa
     )
 
 
-def _ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+def _decide_after_end(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
     ended = pod.termination
     assert ended is not None
     if ended.exit_code == 0:
         try:
-            return _known(context, kept, pod, ended.message)
+            return _decide_with_answer(context, kept, pod, ended.message)
         except ContractError as error:
             reason = FailureReason.MODEL_NOT_READABLE.value
-            return _failed(context, kept, pod, reason, f"pod {pod.name} returned no valid result: {error}")
+            return _decide_after_failure(
+                context, kept, pod, reason, f"pod {pod.name} returned no valid result: {error}"
+            )
     failure = Failure.from_json(ended.message)
     if failure is not None:
-        return _failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
+        return _decide_after_failure(
+            context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}"
+        )
     reason = ended.reason if ended.reason == OOM_KILLED else _MODEL_POD_ENDED
-    return _failed(context, kept, pod, reason, describe_exit(pod.name, ended))
+    return _decide_after_failure(context, kept, pod, reason, describe_exit(pod.name, ended))
 
 
-def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
+def _decide_with_answer(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
     fetched = FetchedModel.from_json(answer) if context.fetches else None
     profile = ModelProfile.from_json(answer) if fetched is None else fetched.profile
     size_bytes = fetched.size_bytes if fetched is not None else None
@@ -307,7 +320,7 @@ def _known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) 
     )
 
 
-def _failed(
+def _decide_after_failure(
     context: ModelContext, kept: ModelStatus, pod: PodView, reason: str, message: str
 ) -> ModelDecision:
     """Decides after a failed attempt. The pod stays, with its log, until the next attempt is due."""

@@ -72,9 +72,7 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     because the free capacity of nodes changes all the time.
     """
     reported = {
-        _announced_as(before, each)
-        for each in before.conditions
-        if each.status is not ConditionStatus.UNKNOWN
+        _event_key(before, each) for each in before.conditions if each.status is not ConditionStatus.UNKNOWN
     }
     bad_if_false = {
         ConditionType.PLANNED.value,
@@ -85,11 +83,11 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
     refused = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
     refused += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
     # `lost_label_events` reports lost labels.
-    fresh = [c for c in refused if _announced_as(after, c) not in reported and c.reason != LOST_LABEL]
+    fresh = [c for c in refused if _event_key(after, c) not in reported and c.reason != LOST_LABEL]
     seen = {c.reason: c for c in fresh}
     return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
 
 
-def _announced_as(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
+def _event_key(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
     lasts = condition.reason in CAPACITY_REASONS
     return condition.type, condition.reason, None if lasts else status.update_revision

@@ -62,7 +62,7 @@ def build_next_status(
         worst=find_worst(wanted),
         wanted=context.replicas,
         draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
-        held=context.node_loss.find_held(observation.pods),
+        held=context.node_loss.find_finalizer_block(observation.pods),
         suspended=context.life.suspend,
         target=target.name,
         problem=context.problem,

@@ -55,7 +55,7 @@ class NodeLoss:
 
     def is_silent(self, pod: PodView) -> bool:
         """Checks whether the pod's node has sent no heartbeat for too long."""
-        given_up = self._given_up(pod)
+        given_up = self._lost_from(pod)
         return given_up is not None and given_up <= self.now
 
     def find_epoch_end(self, pods: Sequence[PodView]) -> EpochEnd | None:
@@ -63,7 +63,7 @@ class NodeLoss:
         pod = next((pod for pod in pods if self._is_orphan(pod)), None)
         if pod is None:
             return None
-        message = f"{self._describe(pod)}; the operator treats the pod as lost"
+        message = f"{self._describe_silence(pod)}; the operator treats the pod as lost"
         return EpochEnd(reason=NODE_LOST, message=message, counted=False)
 
     def deletes(
@@ -85,18 +85,18 @@ class NodeLoss:
 
     def look_again_s(self, pods: Sequence[PodView]) -> float | None:
         """Seconds until a pod may count as lost or as blocked, or None."""
-        moments = [self._given_up(pod) for pod in pods]
-        moments += [pod.gone_by for pod in pods if self._is_nowhere(pod) or pod.finalizers]
+        moments = [self._lost_from(pod) for pod in pods]
+        moments += [pod.gone_by for pod in pods if self._has_deleted_node(pod) or pod.finalizers]
         waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]
         return min((wait for wait in waits if wait > 0), default=None)
 
-    def message(self, pods: Sequence[PodView]) -> str:
-        """Describes the first pod that is on a silent node or does not end, or ""."""
-        silent = (self._describe(pod) for pod in pods if self._given_up(pod) is not None)
-        return next(silent, "") or self.find_held(pods) or find_still_running(pods)
+    def blocked_message(self, pods: Sequence[PodView]) -> str:
+        """Returns a message about the first pod that is on a silent node or does not end, or ""."""
+        silent = (self._describe_silence(pod) for pod in pods if self._lost_from(pod) is not None)
+        return next(silent, "") or self.find_finalizer_block(pods) or find_still_running(pods)
 
-    def find_held(self, pods: Sequence[PodView]) -> str:
-        """Describes the first pod that a finalizer blocks after its grace period, or ""."""
+    def find_finalizer_block(self, pods: Sequence[PodView]) -> str:
+        """Returns a message about the first pod that a finalizer blocks after its grace period, or ""."""
         held = [pod for pod in pods if pod.deleting and pod.finalizers and self._is_past_grace(pod)]
         if not held:
             return ""
@@ -106,18 +106,18 @@ class NodeLoss:
             "the finalizer must remove it"
         )
 
-    def _describe(self, pod: PodView) -> str:
+    def _describe_silence(self, pod: PodView) -> str:
         node = self.nodes.get(pod.node) if self.nodes else None
         if node is None:
             return f"node {pod.node} of pod {pod.name} no longer exists"
         since = node.unreachable_since
         return f"node {pod.node} of pod {pod.name} has sent no heartbeat since {since:%H:%M:%S} UTC"
 
-    def _given_up(self, pod: PodView) -> datetime | None:
+    def _lost_from(self, pod: PodView) -> datetime | None:
         node = self.nodes.get(pod.node) if self.nodes else None
         return None if node is None or node.unreachable_since is None else node.unreachable_since + self.after
 
-    def _is_nowhere(self, pod: PodView) -> bool:
+    def _has_deleted_node(self, pod: PodView) -> bool:
         """Checks whether a pod that is being deleted is bound to a node that does not exist."""
         return self.nodes is not None and pod.deleting and pod.node != "" and pod.node not in self.nodes
 
@@ -127,7 +127,7 @@ class NodeLoss:
         If the pod's node does not exist, the check waits for the end of the pod's grace period: the operator
         may only not have seen the node yet.
         """
-        return self.is_silent(pod) or (self._is_nowhere(pod) and self._is_past_grace(pod))
+        return self.is_silent(pod) or (self._has_deleted_node(pod) and self._is_past_grace(pod))
 
     def _is_past_grace(self, pod: PodView) -> bool:
         return pod.gone_by is not None and pod.gone_by <= self.now

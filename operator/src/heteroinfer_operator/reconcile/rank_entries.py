@@ -38,20 +38,24 @@ def with_rank_entries(
     before = {entry.rank: entry for entry in group.members}
     if plan is None:
         by_name = {pod.name: pod for pod in pods}
-        kept = [_of_pod(entry, by_name[entry.pod]) for entry in group.members if entry.pod in by_name]
+        kept = [_with_pod_state(entry, by_name[entry.pod]) for entry in group.members if entry.pod in by_name]
         return transitions.with_members(group, kept)
     by_index = {index_of(pod): pod for pod in pods}
     reported = report is not None and report.epoch == group.epoch and report.covers(plan)
     times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
-    due = _due(group, before, times, now)
+    due = _is_measurement_due(group, before, times, now)
     entries = []
     for rank in plan.ranks:
         pod = by_index.get(rank.pod)
         if pod is None:
             continue
-        entry = _of_pod(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
+        entry = _with_pod_state(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
         measured = times.get(rank.rank) if due else None
-        entries.append(_measured(entry, measured) if measured else _as_before(entry, before.get(rank.rank)))
+        entries.append(
+            _with_measurement(entry, measured)
+            if measured
+            else _with_earlier_measurement(entry, before.get(rank.rank))
+        )
     return transitions.with_ranks(
         group,
         entries,
@@ -60,12 +64,12 @@ def with_rank_entries(
     )
 
 
-def _of_pod(entry: RankEntry, pod: PodView) -> RankEntry:
+def _with_pod_state(entry: RankEntry, pod: PodView) -> RankEntry:
     return entry.changed(node=pod.node or None, started=has_run(pod), ready=pod.ready and not pod.ended)
 
 
 def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None) -> KvStatus | None:
-    """Size of the group's KV cache once every rank has reported; it changes only with the epoch."""
+    """Returns the size of the group's KV cache, or None until all ranks have reported it."""
     if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
     tightest = min(plan.ranks, key=lambda rank: reported[rank.rank].kv_room_blocks)
@@ -74,7 +78,7 @@ def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile
     return KvStatus(
         blocks=status.kv_blocks,
         block_tokens=plan.engine.block_size,
-        tokens=_kv_tokens(plan, status.kv_blocks, profile),
+        tokens=_tokens_of_blocks(plan, status.kv_blocks, profile),
         limiting_rank=tightest.rank,
         limiting_role=tightest.role,
         limited_by=KvLimit.MEMORY if short else KvLimit.PLAN,
@@ -82,8 +86,8 @@ def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile
     )
 
 
-def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
-    """Tokens that `blocks` blocks hold: each sequence takes blocks for every kind of layer."""
+def _tokens_of_blocks(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
+    """Returns the tokens that fit into `blocks` KV blocks; a sequence needs blocks for each kind of layer."""
     engine = plan.engine
     if profile is None:
         return blocks * engine.block_size
@@ -91,31 +95,31 @@ def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
     return build_kv_cache(profile, engine, tensor=tensor, batches=batches).tokens(blocks)
 
 
-def _due(
+def _is_measurement_due(
     group: GroupStatus, before: dict[int, RankEntry], times: dict[int, RankStatus], now: datetime
 ) -> bool:
     if not times or not any(status.steps for status in times.values()):
         return False
-    every = _NEW_SLOWEST_AFTER if _names_another(before, times) else _MEASURE_EVERY
+    every = _NEW_SLOWEST_AFTER if _has_new_slowest_rank(before, times) else _MEASURE_EVERY
     if group.measured_time is not None and now - group.measured_time < every:
         return False
-    return any(_moved(before.get(rank), status) for rank, status in times.items())
+    return any(_has_changed(before.get(rank), status) for rank, status in times.items())
 
 
-def _names_another(before: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
+def _has_new_slowest_rank(before: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
     """Checks whether a rank is clearly slower than the rank that is the slowest in the status."""
     slowest = max(times, key=lambda rank: times[rank].compute_s)
     named = max(before, key=lambda rank: before[rank].compute_ms or 0.0, default=slowest)
     return named in times and times[slowest].compute_s > (1 + _MOVED) * times[named].compute_s
 
 
-def _moved(entry: RankEntry | None, status: RankStatus) -> bool:
+def _has_changed(entry: RankEntry | None, status: RankStatus) -> bool:
     if entry is None or entry.compute_ms is None:
         return True
     return abs(status.compute_s * 1e3 - entry.compute_ms) > _MOVED * max(entry.compute_ms, 1e-3)
 
 
-def _measured(entry: RankEntry, status: RankStatus) -> RankEntry:
+def _with_measurement(entry: RankEntry, status: RankStatus) -> RankEntry:
     return entry.changed(
         step_ms=round(status.step_s * 1e3, 2),
         compute_ms=round(status.compute_s * 1e3, 2),
@@ -123,7 +127,7 @@ def _measured(entry: RankEntry, status: RankStatus) -> RankEntry:
     )
 
 
-def _as_before(entry: RankEntry, before: RankEntry | None) -> RankEntry:
+def _with_earlier_measurement(entry: RankEntry, before: RankEntry | None) -> RankEntry:
     if before is None:
         return entry
     return entry.changed(step_ms=before.step_ms, compute_ms=before.compute_ms, wait_ms=before.wait_ms)

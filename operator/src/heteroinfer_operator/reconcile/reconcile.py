@@ -112,7 +112,7 @@ def _decide(
     signer = Signer.of(options.operator_key, owner)
     kept = read_records(observation, status, signer, options.allowed)
     target = find_target(observation, status, owner, options, kept.records)
-    model = _model(observation, status, target, node_loss, options)
+    model = _decide_model(observation, status, target, node_loss, options)
     commit = model.status.commit if target.refusal is None else None
     revisions = find_revisions(kept.records, target, commit, owner, options)
     accepted = revisions.get(target.name or "") if target.refusal is None else None
@@ -156,7 +156,7 @@ def _decide(
         isolation=None if observation.kept_in is None else Isolation.of(options.egress, observation.kept_in),
         fetches=_fetches(observation, model),
     )
-    return _act(observation, status, context, model)
+    return _decide_actions(observation, status, context, model)
 
 
 def _fetches(observation: ResourceObservation, model: ModelDecision) -> bool:
@@ -185,7 +185,7 @@ def _replicas(asked: int | None, status: HeteroInferenceStatus, pods: Sequence[P
     return max([0, *living, *(group.index for group in status.groups)]) + 1
 
 
-def _model(
+def _decide_model(
     observation: ResourceObservation,
     status: HeteroInferenceStatus,
     target: Target,
@@ -194,7 +194,7 @@ def _model(
 ) -> ModelDecision:
     """Decides about the model; while the spec is refused, keeps the last result."""
     if target.refusal is not None or target.spec is None or target.source is None:
-        return _model_as_it_was(status, target)
+        return _last_model_decision(status, target)
     context = ModelContext(
         spec=target.spec,
         owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
@@ -217,7 +217,7 @@ def _model(
     return replace(decision, message="; ".join(filter(None, (decision.message, closed))))
 
 
-def _model_as_it_was(status: HeteroInferenceStatus, target: Target) -> ModelDecision:
+def _last_model_decision(status: HeteroInferenceStatus, target: Target) -> ModelDecision:
     before, problem = status.condition(ConditionType.MODEL_READY.value), target.refusal
     kept = status.model or ModelStatus()
     if problem is not None and not isinstance(problem, SpecError) and target.source is None:
@@ -228,7 +228,7 @@ def _model_as_it_was(status: HeteroInferenceStatus, target: Target) -> ModelDeci
     return ModelDecision(status=kept, holds=holds, reason=before.reason, message=before.message)
 
 
-def _act(
+def _decide_actions(
     observation: ResourceObservation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
 ) -> Decision:
     by_group, old = pods_by_group(observation.pods), known_groups(status)

@@ -23,7 +23,7 @@ from heteroinfer_operator.cluster import (
     TryObjects,
     Write,
 )
-from heteroinfer_operator.reconcile.budget import Spending, is_pod
+from heteroinfer_operator.reconcile.budget import Spending, creates_pod
 
 OBJECT_REFUSED: Final = "ObjectRefused"
 STATUS: Final = f"{names.KIND}/status"
@@ -118,7 +118,7 @@ def _jitter(action: Write, reason: str, kept_as: Subject, tries: int) -> float:
     Resources and groups that a quota refused at the same time must not retry at the same time: each would get
     only some of its pods, and would delete them again.
     """
-    if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not is_pod(action):
+    if reason != OBJECT_REFUSED or not isinstance(action, CreateObject) or not creates_pod(action):
         return 1.0
     seed = repr((action.manifest["metadata"].get("ownerReferences"), kept_as, tries))
     return 0.5 + hashlib.sha256(seed.encode()).digest()[0] / 510
@@ -194,7 +194,7 @@ class Acting:
             return True
         self._held_s.append(wait_s)
         self._block(action)
-        if is_pod(action):
+        if creates_pod(action):
             words = self.spending.describe_pods(scopes_of(action))
             self._note(action, TOO_MANY_PODS, words, retry_at=self.now + timedelta(seconds=wait_s))
         return False
@@ -222,7 +222,7 @@ class Acting:
         tries = before.tries + 1 if before is not None else 1
         delay = timedelta(seconds=_delay_s(found[0], reason, tries) * _jitter(action, reason, key, tries))
         # The operator does not recognize a changed pod as its own, so the whole group cannot start.
-        blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or is_pod(action)
+        blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or creates_pod(action)
         refusal = Refusal(
             kind=found[0],
             name=found[1],

@@ -22,7 +22,7 @@ def retire(
 ) -> tuple[RetiredGroup, ...]:
     """Entries for groups that no longer exist but whose failures still count."""
     groups = [group for index, group in sorted(known_groups(status).items()) if index not in present]
-    return tuple(_retired(group) for group in groups if _is_remembered(context, group))
+    return tuple(_reduce(group) for group in groups if _is_remembered(context, group))
 
 
 def _is_remembered(context: Context, group: GroupStatus) -> bool:
@@ -30,7 +30,7 @@ def _is_remembered(context: Context, group: GroupStatus) -> bool:
     return not is_replaced and restarts.still_count(group.failures, context.life.restart, context.now)
 
 
-def _retired(group: GroupStatus) -> RetiredGroup:
+def _reduce(group: GroupStatus) -> RetiredGroup:
     """Reduces a group to the values that count; keeps only the last failure's message to save space."""
     bare = tuple(failure.changed(message="") for failure in group.failures[:-1])
     return RetiredGroup(

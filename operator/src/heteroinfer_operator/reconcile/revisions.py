@@ -83,7 +83,7 @@ def find_target(
 
 
 def _name(spec: HeteroInferenceSpec, recorded: Collection[RevisionRecord], in_use: Collection[str]) -> str:
-    """Names the revision of a spec; reuses the name of a stored revision that needs the same pods."""
+    """Returns the name of a spec's revision; the same name as a stored revision that needs the same pods."""
     needed = identity.needs_pods(spec)
     same = {record.name for record in recorded if identity.needs_pods(record.spec) == needed}
     found = sorted(same & set(in_use)) or sorted(same)

@@ -72,7 +72,7 @@ def find_closing(
     name, pods = identity.shared_budget(context.owner), sum(len(by_group.get(i, ())) for i in serving)
     stored = [each for each in context.planner.observation.objects if each["metadata"]["name"] == name]
     refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
-    is_closed = any(each["kind"] == BUDGET_KIND and _least(each) >= pods for each in stored)
+    is_closed = any(each["kind"] == BUDGET_KIND and _min_available(each) >= pods for each in stored)
     return Closing(wanted=True, done=is_closed or refused)
 
 
@@ -80,7 +80,7 @@ def _may_go_on(context: Context) -> bool:
     return not context.target_failed and not context.waits_for_admission
 
 
-def _least(budget: Manifest) -> int:
+def _min_available(budget: Manifest) -> int:
     found = (budget.get("spec") or {}).get("minAvailable")
     return found if isinstance(found, int) else 0
 

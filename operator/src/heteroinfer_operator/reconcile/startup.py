@@ -54,7 +54,7 @@ def observe_startup(
     total = sum(rank.total_bytes for rank in report.ranks)
     before = old if old is not None and old.measured_time is not None else None
     if not total or (before is not None and _is_fresh(before, done, now)):
-        return status if before is None else _measured(status, before)
+        return status if before is None else _with_load_progress(status, before)
     return status.changed(bytes_done=done, bytes_total=total, measured_time=now)
 
 
@@ -79,7 +79,7 @@ def _is_fresh(before: StartupStatus, done: int, now: datetime) -> bool:
     return before.bytes_done == done or now - before.measured_time < _WRITE_EVERY
 
 
-def _measured(status: StartupStatus, before: StartupStatus) -> StartupStatus:
+def _with_load_progress(status: StartupStatus, before: StartupStatus) -> StartupStatus:
     return status.changed(
         bytes_done=before.bytes_done, bytes_total=before.bytes_total, measured_time=before.measured_time
     )
@@ -134,7 +134,7 @@ def describe_wait(pod: PodView) -> str:
 
 
 def waits_in_vain(pod: PodView) -> bool:
-    """Checks whether an error keeps the container from being created, for example a missing image."""
+    """Returns whether an error prevents the creation of the container, for example a missing image."""
     return pod.waiting is not None and not pod.started and pod.waiting.reason not in _NO_ERROR
 
 

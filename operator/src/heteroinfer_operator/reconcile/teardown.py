@@ -47,7 +47,7 @@ def _ending(
     observation: ResourceObservation, status: HeteroInferenceStatus, node_loss: NodeLoss
 ) -> HeteroInferenceStatus:
     generation, now = observation.resource.generation, node_loss.now
-    held = node_loss.find_held(observation.pods)
+    held = node_loss.find_finalizer_block(observation.pods)
     words = held or find_still_running(observation.pods) or ENDING
     reported = {
         ConditionType.AVAILABLE: False,

@@ -164,7 +164,7 @@ def is_expert_input(tensor: Tensor) -> bool:
 
 
 def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[int] = ()) -> Weights:
-    """Sums a model's weights by part.
+    """Returns the bytes of a model's tensors for each part: layers, embedding, head, encoders and tables.
 
     Args:
         num_layers: served layers; later layers are for speculation (multi-token prediction).

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write instead of stdout")
     parser.add_argument(
         "--limit",
-        type=_limit,
+        type=_limit_argument,
         default=LIMIT_S,
         metavar="SECONDS",
         help=f"time limit; measurements that do not fit are skipped; default: {LIMIT_S:g}",
@@ -39,16 +39,16 @@ def _end_when_asked() -> None:
 
     launch/cli.py has blocked the signal, so a SIGTERM from before this handler is not lost.
     """
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
     raise SystemExit(exit_code_of(number))
 
 
-def _limit(text: str) -> float:
+def _limit_argument(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

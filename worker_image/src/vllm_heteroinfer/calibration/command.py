@@ -124,14 +124,17 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
     own = tuple(cpu.id for cpu in cpus)
     found = [
         Measurement(
-            what="memory, all NUMA nodes", commands=(_reading(len(own), ALL_NODES),), cpus=own, env=_cpu()
+            what="memory, all NUMA nodes",
+            commands=(_reading_arguments(len(own), ALL_NODES),),
+            cpus=own,
+            env=_cpu(),
         )
     ]
     if len(by_node) > 1:
         found += [
             Measurement(
                 what=f"memory, NUMA node {node}",
-                commands=(_reading(len(ids), node, most=_NODE_POINTS),),
+                commands=(_reading_arguments(len(ids), node, most=_NODE_POINTS),),
                 cpus=tuple(ids),
                 env=_cpu(),
             )
@@ -152,7 +155,7 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
     return found
 
 
-def _reading(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ...]:
+def _reading_arguments(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ...]:
     counts = [cores]
     while counts[-1] > 1 and len(counts) < most:
         counts.append(max(counts[-1] // 2, 1))
@@ -198,7 +201,7 @@ def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> 
         at_end.callback(_end, processes, others)  # also runs if SIGTERM ends this process
         processes.extend(_start(measurement, (*command, *more)) for command in measurement.commands)
         output = at_end.enter_context(ProcessOutput(_pipes(processes, results, tails)))
-        late = not _ended(processes, output, limit_s)
+        late = not _is_ended(processes, output, limit_s)
         _end(processes, others)
         output.read_rest(_LAST_READ_S)
     codes = [process.returncode for process in processes]
@@ -218,10 +221,10 @@ def _pipes(
         assert process.stdout is not None
         assert process.stderr is not None
         yield process.stdout, results.take
-        yield process.stderr, functools.partial(_keep_last, tail)
+        yield process.stderr, functools.partial(_keep_line, tail)
 
 
-def _ended(processes: Sequence["subprocess.Popen[bytes]"], output: ProcessOutput, limit_s: float) -> bool:
+def _is_ended(processes: Sequence["subprocess.Popen[bytes]"], output: ProcessOutput, limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
     while any(process.poll() is None for process in processes):
         left_s = deadline - time.monotonic()
@@ -269,7 +272,7 @@ def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Pope
     )
 
 
-def _keep_last(tail: list[str], line: str) -> None:
+def _keep_line(tail: list[str], line: str) -> None:
     if line.strip():
         tail[:] = [line.strip()]
 

@@ -110,7 +110,7 @@ def _choose(tokens: int) -> torch.Tensor:
 
 
 def main(argv: list[str]) -> None:
-    """Reports a rate for each kernel. Kernels that most models use come first.
+    """Reports a rate for each kernel. Kernels that most models install_weights come first.
 
     Args:
         argv: number of threads, optionally the seconds in which measurements may begin, and the names of
@@ -126,15 +126,15 @@ def main(argv: list[str]) -> None:
     report_begun("vLLM's kernels")
     bench = KernelBench(threads)
     turn.attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
-    for part, scheme in _order():
+    for part, scheme in _kernels_in_order():
         if has_ours and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
-            continue  # ranks use our kernel for these layers, never vLLM's
+            continue  # ranks install_weights our kernel for these layers, never vLLM's
         what = f"{part} in {'bf16' if scheme is SchemeName.NONE else scheme}"
         turn.attempt(what, partial(bench.measure, part, scheme))
     bench.close()
 
 
-def _order() -> list[tuple[KernelPart, SchemeName]]:
+def _kernels_in_order() -> list[tuple[KernelPart, SchemeName]]:
     """Lists the kernels to measure, in the order of the formats."""
     return [(part, scheme) for scheme in FORMATS for part in (KernelPart.LINEAR, KernelPart.EXPERTS)]
 
@@ -172,7 +172,7 @@ def measure_ours(threads: int) -> None:
     """Reports the rate of our linear kernel.
 
     Raises:
-        KernelsUnavailableError: this machine cannot use the kernel.
+        KernelsUnavailableError: this machine cannot install_weights the kernel.
     """
     library, size = linear.prepare(), SIZE
     dense = torch.randn((size, size)).to(torch.bfloat16)
@@ -286,9 +286,9 @@ class KernelBench:
         layer.quant_method.process_weights_after_loading(layer)
         count = -(-bytes_beyond_caches() // num_bytes)
         if each.copy:
-            calls = _copies(layer, count, lambda: [lambda: layer(given.x)])
+            calls = _calls_with_copies(layer, count, lambda: [lambda: layer(given.x)])
         else:
-            calls = [lambda: layer(given.x), *(_built(build(), given) for _ in range(count - 1))]
+            calls = [lambda: layer(given.x), *(_packed_layer_call(build(), given) for _ in range(count - 1))]
 
         def prepare(rows: int) -> None:
             given.x = torch.randn((rows, SIZE), dtype=dtype)
@@ -319,14 +319,14 @@ class KernelBench:
         return _rates(KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=whole), held[0].method
 
 
-def _built(layer: Any, given: Input) -> Call:
+def _packed_layer_call(layer: Any, given: Input) -> Call:
     _fill(layer)
     layer.quant_method.process_weights_after_loading(layer)
     return lambda: layer(given.x)
 
 
-def _copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list[Call]:
-    """Returns calls for each copy of a packed layer's weights.
+def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list[Call]:
+    """Returns calls that read separate copies of a packed layer's weights, so that no cache serves them.
 
     Args:
         count: number of copies, including the layer's own weights.
@@ -335,20 +335,20 @@ def _copies(layer: Any, count: int, build: Callable[[], Sequence[Call]]) -> list
     parameters = [parameter for parameter in layer.parameters() if parameter.numel()]
     own = [parameter.data for parameter in parameters]
 
-    def use(copy: Sequence[torch.Tensor]) -> None:
+    def install_weights(copy: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(parameters, copy, strict=True):
             parameter.data = tensor
 
     def with_weights(copy: Sequence[torch.Tensor], call: Call) -> Call:
         def run() -> Any:
-            use(copy)
+            install_weights(copy)
             return call()
 
         return run
 
     found: list[Call] = []
     for copy in (own, *([each.clone() for each in own] for _ in range(count - 1))):
-        use(copy)
+        install_weights(copy)
         found += [with_weights(copy, call) for call in build()]
     return found
 

@@ -55,15 +55,15 @@ class LineReader:
         *whole, rest = chunk.split(b"\n")
         for part in whole:
             self._add(part)
-            self._give()
+            self._emit_line()
         self._add(rest)
         if not chunk and self._line:
-            self._give()
+            self._emit_line()
 
     def _add(self, part: bytes) -> None:
         self._line += part[: MAX_LINE_BYTES - len(self._line)]
 
-    def _give(self) -> None:
+    def _emit_line(self) -> None:
         line = self._line.decode(errors="replace")
         self._line.clear()
         self._take(line)

@@ -36,11 +36,11 @@ class NcclLog:
         env[_LEVEL], env[_FILE] = "INFO", f"/proc/{os.getpid()}/fd/{fd}"
         return cls(fd)
 
-    def ways(self) -> frozenset[str]:
-        """Returns the transports used so far, like `find_ways`; empty if NCCL is not used."""
-        return find_ways(os.pread(self._fd, _MAX_BYTES, 0).decode(errors="replace"))
+    def used_transports(self) -> frozenset[str]:
+        """Returns the transports that NCCL has used so far; empty if NCCL is not used."""
+        return find_transports(os.pread(self._fd, _MAX_BYTES, 0).decode(errors="replace"))
 
 
-def find_ways(log: str) -> frozenset[str]:
+def find_transports(log: str) -> frozenset[str]:
     """Finds the transports in a log of NCCL, such as `nccl_p2p`, `nccl_shm` or `nccl_net_socket`."""
     return frozenset("nccl_" + re.sub(r"[^a-z0-9]+", "_", way.lower()) for way in _WAY.findall(log))

@@ -112,7 +112,10 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
         engine, ordered = find_engine(), note_shutdown(client)
         watchers = [
             start_task(work, name="watcher", failed=lambda error: fail(error, reporter))
-            for work in (_watch(client, reporter, engine, ordered), _ask(client, reporter))
+            for work in (
+                _watch_engine(client, reporter, engine, ordered),
+                _call_engine_regularly(client, reporter),
+            )
         ]
         try:
             await generate_first_tokens(client)
@@ -120,7 +123,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
             shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         finally:
             if client.errored and not ordered.is_set():  # the watcher has not noticed the error yet
-                await _end_with(engine, reporter)
+                await _end_with_engine(engine, reporter)
         for watcher in watchers:
             watcher.cancel()
     # A request may never end once the engine is gone, and the server waits for all requests.
@@ -153,7 +156,7 @@ def find_engine() -> BaseProcess | None:
     return next((child for child in children if child.name.startswith("EngineCore")), None)
 
 
-async def _end_with(engine: BaseProcess | None, reporter: RankReporter) -> NoReturn:
+async def _end_with_engine(engine: BaseProcess | None, reporter: RankReporter) -> NoReturn:
     """Reports the engine's exit code and ends this process, which is useless without the engine."""
     deadline_s = time.monotonic() + _EXIT_CODE_WAIT_S
     while engine is not None and engine.exitcode is None and time.monotonic() < deadline_s:
@@ -182,7 +185,7 @@ def note_shutdown(client: "EngineClient") -> threading.Event:
     return ordered
 
 
-async def _watch(
+async def _watch_engine(
     client: "EngineClient", reporter: RankReporter, engine: BaseProcess | None, ordered: threading.Event
 ) -> None:
     """Starts the drain that the supervisor asks for; ends this process if the engine dies."""
@@ -194,10 +197,10 @@ async def _watch(
             reporter.drained()
         await asyncio.sleep(_WATCH_S)
     if not ordered.is_set():
-        await _end_with(engine, reporter)
+        await _end_with_engine(engine, reporter)
 
 
-async def _ask(client: "EngineClient", reporter: RankReporter) -> None:
+async def _call_engine_regularly(client: "EngineClient", reporter: RankReporter) -> None:
     """Calls the engine regularly, so that the supervisor notices if the engine does not answer.
 
     The engine answers between two steps without calling a rank, even while it sleeps

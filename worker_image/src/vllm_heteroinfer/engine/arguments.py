@@ -31,7 +31,7 @@ SCHEDULER = "vllm_heteroinfer.engine.scheduler.PipelineScheduler"
 
 
 def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
-    """Builds vLLM's arguments for `rank`: the user's first, then the plan's, which win.
+    """Builds vLLM's arguments for `rank`: the user's, then the plan's, which have priority.
 
     Raises:
         ContractError: a user's argument belongs to the plan or is not supported, or the plan needs a
@@ -76,8 +76,7 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
 def _scheduling(plan: Plan, rank: RankAssignment) -> list[str]:
     """Selects the scheduler: vLLM's asynchronous scheduler if one GPU holds all layers, otherwise ours."""
     if plan.schedules_ahead:
-        # A feed-forward rank uses its configuration only for the model. vLLM has no asynchronous scheduling
-        # on CPUs.
+        # Only the GPU rank schedules. A feed-forward rank needs a value that vLLM accepts on CPUs.
         return ["--async-scheduling" if rank.device is Device.GPU else "--no-async-scheduling"]
     return ["--no-async-scheduling", "--scheduler-cls", SCHEDULER]
 
@@ -116,7 +115,7 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
     args = parser.parse_args(arguments(plan, launch, rank))
     if args.model_tag is not None:
         raise ContractError(
-            f"engine.args: got {args.model_tag!r} without an option, expected options and their values. "
+            f"engine.args: each value must belong to an option (got {args.model_tag!r} without an option). "
             "Set the model in spec.model.uri"
         )
     choose_reader(plan, rank, args)
@@ -138,8 +137,8 @@ def choose_reader(plan: Plan, rank: RankAssignment, args: argparse.Namespace) ->
     asked = args.load_format
     if asked not in load_formats.FEED_FORWARD:
         raise ContractError(
-            f"engine.args: got --load-format {asked} in mode {plan.mode}, expected "
-            f"{' or '.join(load_formats.FEED_FORWARD)}: {load_formats.FEED_FORWARD_WHY}"
+            f"engine.args: --load-format must be {' or '.join(load_formats.FEED_FORWARD)} in mode "
+            f"{plan.mode} (got {asked}): {load_formats.FEED_FORWARD_WHY}"
         )
     if rank.device is Device.CPU and asked in load_formats.OF_GPUS:
         _logger.info("rank %d loads %s: %s is for GPUs only", rank.rank, load_formats.SAFETENSORS, asked)
@@ -168,7 +167,7 @@ def check_supported(plan: Plan, config: "VllmConfig") -> None:
 
 
 def _refusal(where: str, entry: Unsupported) -> str:
-    return f"{where}: got {entry.feature}, but {entry.why}: {entry.remedy}"
+    return f"{where}: {entry.feature} is not supported: {entry.why}. Fix: {entry.remedy}"
 
 
 def _Parser(base: Any) -> Any:  # noqa: N802 - returns a class's instance

@@ -65,7 +65,7 @@ class GroupExecutor(MultiprocExecutor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Only if one GPU holds all stages: vLLM's first model runner cannot do this across stages."""
+        """Returns whether vLLM may schedule a step ahead: only if one GPU holds all stages."""
         return Plan.from_env(os.environ).schedules_ahead
 
     def _init_executor(self) -> None:
@@ -124,7 +124,7 @@ class GroupExecutor(MultiprocExecutor):
         in flight.
         """
         if not has_news(scheduler_output):
-            return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
+            return _completed_future(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
         return super().execute_model(scheduler_output, non_block)
 
     def collective_rpc(  # noqa: PLR0913, PLR0917 - the signature is vLLM's
@@ -251,7 +251,7 @@ def has_news(scheduler_output: Any) -> bool:
     return any(bool(getattr(scheduler_output, field)) for field in _NEWS)
 
 
-def _done(result: Any) -> "Future[Any]":
+def _completed_future(result: Any) -> "Future[Any]":
     future: Future[Any] = Future()
     future.set_result(result)
     return future

@@ -33,19 +33,19 @@ async def generate_first_tokens(client: "EngineClient") -> None:
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     prompt: Any = {"prompt_token_ids": list(range(_PROMPT_TOKENS))}
     tokens = 0
-    with _uncounted(client):
+    with _without_metrics(client):
         async for output in client.generate(prompt, params, FIRST_REQUEST):
             tokens = len(output.outputs[0].token_ids)
     if tokens != _NEW_TOKENS:
         raise RuntimeError(
-            f"the group's own first request got {tokens} tokens, expected {_NEW_TOKENS}. "
+            f"the group's own first request must get {_NEW_TOKENS} tokens (got {tokens}). "
             "See the logs of the ranks"
         )
     _logger.info("the group generated its first %d tokens", tokens)
 
 
 @contextmanager
-def _uncounted(client: Any) -> Iterator[None]:
+def _without_metrics(client: Any) -> Iterator[None]:
     """Keeps a request out of vLLM's metrics.
 
     Source: vllm/v1/engine/async_llm.py::AsyncLLM._run_output_handler@v0.32.0, which records into the logger

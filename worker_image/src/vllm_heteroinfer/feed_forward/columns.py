@@ -54,21 +54,21 @@ def part_of(name: str, shape: Sequence[int], columns: Span) -> Part:
         return Part()
     if role in _DOWN and leaf == "bias":
         return Part(zero=not columns.once)
-    dim = _dim(role in _DOWN, leaf, len(shape)) if role else None
+    dim = _column_dimension(role in _DOWN, leaf, len(shape)) if role else None
     if dim is None:
         raise ContractError(
-            f"{name}: got a tensor that cannot be split over feed-forward ranks, expected one of a bf16, FP8 "
-            "block, AWQ, GPTQ, compressed-tensors int4 or MXFP4 checkpoint; use one feed-forward rank"
+            f"{name}: this tensor cannot be split over feed-forward ranks. Use feedForward.ranks: 1, or a "
+            "bf16, FP8 block, AWQ, GPTQ, compressed-tensors int4 or MXFP4 checkpoint"
         )
     if dim < 0 or (role in _DOWN and leaf in {"scales", "weight_scale"} and shape[dim] == 1):
         return Part()  # a scale per output applies to each rank's part of the sum
-    return _narrow(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
+    return _column_range(name, shape, dim, columns, blocks=2 if role in _HALVES else 1)
 
 
 _NEITHER: Final = -1
 
 
-def _dim(down: bool, leaf: str, dims: int) -> int | None:
+def _column_dimension(down: bool, leaf: str, dims: int) -> int | None:
     """Finds the dimension of the intermediate columns: _NEITHER if it has none, None if unknown."""
     if leaf == "bias":
         return 0
@@ -81,7 +81,7 @@ def _dim(down: bool, leaf: str, dims: int) -> int | None:
     return None
 
 
-def _narrow(name: str, shape: Sequence[int], dim: int, columns: Span, blocks: int) -> Part:
+def _column_range(name: str, shape: Sequence[int], dim: int, columns: Span, blocks: int) -> Part:
     size = shape[dim] // blocks
     start, end = size * columns.first, size * columns.end
     if start % columns.total or end % columns.total:

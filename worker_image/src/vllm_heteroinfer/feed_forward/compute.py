@@ -59,12 +59,12 @@ class OwnExperts:
 
 
 def computes(held: HeldParts, asks: AskTensors) -> dict[int, Compute]:
-    """Returns for each layer a function that computes an ask, given its number of rows."""
+    """Returns for each layer a function that answers an ask (a request for this layer) of some rows."""
     return {layer: compute_of(part, asks) for layer, part in held.parts.items()}
 
 
 def compute_of(part: Any, asks: AskTensors) -> Compute:
-    """Returns a function that computes an ask by a layer's part."""
+    """Returns a function that answers an ask, a request for a layer, with this rank's part of the layer."""
     return _mlp(part, asks) if isinstance(part, torch.nn.Module) else _experts(part, asks)
 
 

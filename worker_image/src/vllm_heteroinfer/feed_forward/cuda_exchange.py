@@ -210,7 +210,9 @@ def _load_nvrtc() -> Any:
             return ctypes.CDLL(candidate)
         except OSError as error:
             problems.append(str(error))
-    raise CudaError(f"got no libnvrtc ({'; '.join(problems)}), expected that of torch's packages; install it")
+    raise CudaError(
+        f"libnvrtc is not installed ({'; '.join(problems)}). Install the version of torch's packages"
+    )
 
 
 def _nvrtc_files() -> Iterator[str]:

@@ -140,10 +140,10 @@ class HostExchange:
             limit_ns,
         )
         if result:
-            self._raise(result, layer, live, limit_ns / 1e9)
+            self._raise_error(result, layer, live, limit_ns / 1e9)
         return out
 
-    def _raise(self, result: int, layer: int, rows: int, limit_s: float) -> None:
+    def _raise_error(self, result: int, layer: int, rows: int, limit_s: float) -> None:
         if result == slab_library.WAS_STOPPED:
             raise RuntimeError("the feed-forward slab was stopped: the group is ending")
         rank = self._lanes[abs(result) - 1].rank
@@ -157,8 +157,8 @@ def late_lane(rank: int, layer: int, rows: int, late_s: float) -> LaneError:
     """Returns the error that accuses a lane of no answer within `late_s` seconds."""
     return LaneError(
         rank,
-        f"feed-forward rank {rank}: got no answer in {late_s:.1f} s to layer {layer} with {rows} rows, "
-        "expected its part of the sum; look at its log",
+        f"feed-forward rank {rank}: sent no answer within {late_s:.1f} s for layer {layer} with {rows} rows. "
+        "See its log",
     )
 
 
@@ -166,8 +166,8 @@ def failed_lane(rank: int, layer: int, rows: int) -> LaneFailedError:
     """Returns the error that accuses a lane of a failed computation."""
     return LaneFailedError(
         rank,
-        f"feed-forward rank {rank}: its computation of layer {layer} with {rows} rows failed, and it has not "
-        "reported why; look at its log",
+        f"feed-forward rank {rank}: its computation of layer {layer} with {rows} rows failed, and it did not "
+        "report the cause. See its log",
     )
 
 
@@ -177,13 +177,17 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
     topk, dtype = 0 if ids is None else ids.shape[1], str(x.dtype).removeprefix("torch.")
     if rows > shape.max_rows or (hidden, topk, dtype) != (shape.hidden, shape.topk, shape.dtype):
         raise ValueError(
-            f"got {rows} rows of {hidden} {dtype} with {topk} experts, expected at most {shape.max_rows} of "
-            f"{shape.hidden} {shape.dtype} with {shape.topk}; this is a defect of HeteroInfer with this model"
+            f"feed-forward ask: must have at most {shape.max_rows} rows of {shape.hidden} {shape.dtype} with "
+            f"{shape.topk} experts (got {rows} rows of {hidden} {dtype} with {topk}). Report this defect of "
+            "HeteroInfer with this model"
         )
 
 
 def probe(asks: Any, shape: Shape, device: torch.device) -> None:
-    """Sends a test pattern that each lane returns; raises RuntimeError if the sum is wrong."""
+    """Sends a test pattern to all lanes, which return it.
+
+    Raises RuntimeError if the sum of answers is wrong.
+    """
     rows = min(shape.max_rows, 64)
     pattern = torch.arange(rows * shape.hidden) % 7 + 1  # sums of up to MAX_LANES are exact in bfloat16
     x = pattern.view(rows, shape.hidden).to(getattr(torch, shape.dtype)).to(device)
@@ -194,8 +198,9 @@ def probe(asks: Any, shape: Shape, device: torch.device) -> None:
     got = asks.ask(PROBE_LAYER, x, ids, weights, None)
     if not torch.equal(got, x * shape.lanes):
         raise RuntimeError(
-            f"the probe of {shape.lanes} feed-forward ranks came back wrong: is memory shared with this "
-            "device coherent? Restart the group, and report this if it comes again"
+            f"{shape.lanes} feed-forward ranks returned a wrong sum of the test pattern (perhaps this device "
+            "does not see writes of other processes to shared memory). Restart the group. If the error comes "
+            "again, report it"
         )
 
 
@@ -233,12 +238,12 @@ class Watch:
         judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
         while not self._ended.wait(WATCH_INTERVAL_S):
             self._slab.count_turn()
-            verdict = judge.look(self._look(), time.monotonic())
+            verdict = judge.look(self._observe_lanes(), time.monotonic())
             if verdict is not None:
                 self._fail(self._error(verdict))
                 return
 
-    def _look(self) -> Look:
+    def _observe_lanes(self) -> Look:
         slab = self._slab
         asked, gave_up = slab.asked, slab.failed
         views = [slab.lane(lane) for lane in range(len(self._lanes))]

@@ -68,8 +68,8 @@ class ExpertWeights:
         return self._read(expert, w13)
 
     def floats(self, expert: int, *, w13: bool) -> torch.Tensor:
-        """Returns the same of unquantized weights, [columns, inputs]."""
-        return self._outputs("w13_weight", expert) if w13 else self._inputs("w2_weight", expert)
+        """Returns this rank's part of unquantized weights, [columns, inputs]."""
+        return self._read_columns("w13_weight", expert) if w13 else self._read_inputs("w2_weight", expert)
 
     def bias(self, expert: int, *, w13: bool) -> torch.Tensor | None:
         """Returns this rank's bias of w13 or of w2; only one rank adds the bias of w2."""
@@ -77,13 +77,13 @@ class ExpertWeights:
         if not self._reader.has(name):
             return None
         if w13:
-            return self._outputs(name, expert)
+            return self._read_columns(name, expert)
         whole = self._reader.read(name, expert, (0, self._shape.hidden))
         return whole if self._shape.own.once else torch.zeros_like(whole)
 
     # Regions of parameters
 
-    def _outputs(self, name: str, expert: int, dim: int = 0, per: int = 1) -> torch.Tensor:
+    def _read_columns(self, name: str, expert: int, dim: int = 0, per: int = 1) -> torch.Tensor:
         """Reads this rank's columns of w13: gates, then ups.
 
         Args:
@@ -109,29 +109,29 @@ class ExpertWeights:
         parts = (read(own.first, own.end), read(half + own.first, half + own.end))
         return torch.cat(parts, dim)
 
-    def _inputs(self, name: str, expert: int, dim: int = 1, per: int = 1) -> torch.Tensor:
+    def _read_inputs(self, name: str, expert: int, dim: int = 1, per: int = 1) -> torch.Tensor:
         """Reads this rank's inputs of w2."""
         own = self._shape.own
         ranges: list[Range | None] = [None, None]
         ranges[dim] = (own.first // per, -(-own.end // per))
         return self._reader.read(name, expert, *ranges)
 
-    def _both(
+    def _read_columns_and_inputs(
         self, suffix: str, expert: int, w13: bool, per_column: int = 1, per_input: int = 1
     ) -> torch.Tensor:
         """Reads a parameter [columns, inputs] of w13 or w2."""
         if w13:
-            return self._outputs(f"w13_{suffix}", expert, 0, per_column)
-        return self._inputs(f"w2_{suffix}", expert, 1, per_input)
+            return self._read_columns(f"w13_{suffix}", expert, 0, per_column)
+        return self._read_inputs(f"w2_{suffix}", expert, 1, per_input)
 
-    def _sizes(self, w13: bool) -> tuple[int, int]:
+    def _columns_and_inputs(self, w13: bool) -> tuple[int, int]:
         """Returns columns and inputs of w13 or w2."""
         shape = self._shape
         wide = shape.own.count * (2 if shape.gated else 1)
         return (wide, shape.hidden) if w13 else (shape.hidden, shape.own.count)
 
     def _coded(self, form: Format, w13: bool, codes: torch.Tensor, **rest: torch.Tensor | None) -> Coded:
-        columns, inputs = self._sizes(w13)
+        columns, inputs = self._columns_and_inputs(w13)
         return Coded(format=form, columns=columns, inputs=inputs, codes=codes, **rest)
 
     # Formats
@@ -144,10 +144,12 @@ class ExpertWeights:
         if weight in _FLOATS or weight == torch.float32:
             return self._unquantized, str(weight).removeprefix("torch.")
         known = {
-            _FP8: self._fp8,
-            torch.int8: self._int8s,
-            torch.uint8: self._fp4,
-            torch.int32: self._packed if self._type("w13_weight_packed") else self._transposed,
+            _FP8: self._recognize_fp8,
+            torch.int8: self._recognize_int8,
+            torch.uint8: self._recognize_fp4,
+            torch.int32: self._recognize_packed
+            if self._type("w13_weight_packed")
+            else self._recognize_awq_or_gptq,
         }
         if weight not in known:
             raise self._refusal()
@@ -169,7 +171,7 @@ class ExpertWeights:
         shape = self._reader.shape(f"w13_{suffix}") if self._type(f"w13_{suffix}") else ()
         return len(shape) == 2 and shape[1] == 1 and shape[0] == self._reader.shape("w13_weight")[0]
 
-    def _fp8(self) -> tuple[Callable[[int, bool], Coded], str]:
+    def _recognize_fp8(self) -> tuple[Callable[[int, bool], Coded], str]:
         if self._type("w13_weight_scale") == torch.uint8:
             return self._mxfp8, "MXFP8"
         if self._per_column("weight_scale"):
@@ -201,15 +203,15 @@ class ExpertWeights:
 
     def block_scales(self, expert: int, *, w13: bool) -> torch.Tensor:
         """Returns the scales of this rank's blocks of 128 columns and 128 inputs, float32."""
-        return self._both(self._block_suffix, expert, w13, _BLOCK, _BLOCK)
+        return self._read_columns_and_inputs(self._block_suffix, expert, w13, _BLOCK, _BLOCK)
 
     def _bytes(self, expert: int, w13: bool) -> torch.Tensor:
         """Reads codes of 8 bits."""
-        return _rows(self._both("weight", expert, w13).view(torch.uint8))
+        return _rows(self._read_columns_and_inputs("weight", expert, w13).view(torch.uint8))
 
     def _fp8_block(self, expert: int, w13: bool) -> Coded:
         scales = self.block_scales(expert, w13=w13).repeat_interleave(_BLOCK // SHARED_COLUMNS, 0)
-        columns, _ = self._sizes(w13)
+        columns, _ = self._columns_and_inputs(w13)
         if w13 and self._shape.gated:  # each half is cut to its own columns
             half, blocks = len(scales) // 2, -(-columns // (2 * SHARED_COLUMNS))
             scales = torch.cat((scales[:blocks], scales[half : half + blocks]))
@@ -225,11 +227,11 @@ class ExpertWeights:
 
     def _column_scales(self, expert: int, w13: bool) -> torch.Tensor:
         if w13:
-            return self._outputs("w13_weight_scale", expert).contiguous()
+            return self._read_columns("w13_weight_scale", expert).contiguous()
         return self._reader.read("w2_weight_scale", expert).contiguous()
 
     def _fp8_tensor(self, expert: int, w13: bool) -> Coded:
-        columns, _ = self._sizes(w13)
+        columns, _ = self._columns_and_inputs(w13)
         given = self._reader.read("w13_weight_scale" if w13 else "w2_weight_scale", expert).float().view(-1)
         scales = given.repeat_interleave(columns // given.numel()).view(columns, 1)
         return self._coded(
@@ -238,10 +240,10 @@ class ExpertWeights:
 
     def _mxfp8(self, expert: int, w13: bool) -> Coded:
         form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=32)
-        scales = self._both("weight_scale", expert, w13, 1, 32).contiguous()
+        scales = self._read_columns_and_inputs("weight_scale", expert, w13, 1, 32).contiguous()
         return self._coded(form, w13, self._bytes(expert, w13), scales=scales)
 
-    def _int8s(self) -> tuple[Callable[[int, bool], Coded], str]:
+    def _recognize_int8(self) -> tuple[Callable[[int, bool], Coded], str]:
         if not self._per_column("weight_scale"):
             raise self._refusal()
         return self._int8, "int8"
@@ -255,7 +257,7 @@ class ExpertWeights:
             scales=scales,
         )
 
-    def _fp4(self) -> tuple[Callable[[int, bool], Coded], str]:
+    def _recognize_fp4(self) -> tuple[Callable[[int, bool], Coded], str]:
         scale = self._type("w13_weight_scale")
         groups = self._reader.shape("w13_weight_scale")[-1] if scale else 0
         if scale == torch.uint8 and groups * 32 >= self._shape.hidden:
@@ -266,29 +268,33 @@ class ExpertWeights:
 
     def _fp4_codes(self, expert: int, w13: bool) -> torch.Tensor:
         suffix = "weight" if self._type("w13_weight") else "weight_packed"
-        columns, inputs = self._sizes(w13)
-        return _rows(self._both(suffix, expert, w13, 1, 2)[:columns, : inputs // 2])
+        columns, inputs = self._columns_and_inputs(w13)
+        return _rows(self._read_columns_and_inputs(suffix, expert, w13, 1, 2)[:columns, : inputs // 2])
 
     def _mxfp4(self, expert: int, w13: bool) -> Coded:
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
-        columns, inputs = self._sizes(w13)
-        scales = self._both("weight_scale", expert, w13, 1, 32)[:columns, : -(-inputs // 32)].contiguous()
+        columns, inputs = self._columns_and_inputs(w13)
+        scales = self._read_columns_and_inputs("weight_scale", expert, w13, 1, 32)[
+            :columns, : -(-inputs // 32)
+        ].contiguous()
         return self._coded(form, w13, self._fp4_codes(expert, w13), scales=scales)
 
     def _nvfp4(self, expert: int, w13: bool) -> Coded:
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=16)
-        columns, _ = self._sizes(w13)
+        columns, _ = self._columns_and_inputs(w13)
         part = "w13" if w13 else "w2"
         divides = self._type("w13_weight_global_scale") is not None
         name = f"{part}_weight_global_scale" if divides else f"{part}_weight_scale_2"
         given = self._reader.read(name, expert).float().view(-1)
         factors = (1 / given if divides else given).repeat_interleave(columns // given.numel())
-        scales = self._both("weight_scale", expert, w13, 1, 16).contiguous().view(torch.uint8)
+        scales = (
+            self._read_columns_and_inputs("weight_scale", expert, w13, 1, 16).contiguous().view(torch.uint8)
+        )
         codes = self._fp4_codes(expert, w13)
         return self._coded(form, w13, codes, scales=scales, factors=factors.contiguous())
 
-    def _packed(self) -> tuple[Callable[[int, bool], Coded], str]:
-        """Recognizes compressed-tensors' int32 of codes of one column."""
+    def _recognize_packed(self) -> tuple[Callable[[int, bool], Coded], str]:
+        """Recognizes compressed-tensors' format: int32 words with codes of one column."""
         packed = self._reader.shape("w13_weight_packed")
         if packed[1] * _NIBBLES != self._shape.hidden or self._reader.has("w13_weight_g_idx"):
             raise self._refusal()
@@ -297,7 +303,10 @@ class ExpertWeights:
     def _int4_packed(self, expert: int, w13: bool) -> Coded:
         part = "w13" if w13 else "w2"
         group = self._group(self._reader.shape(f"{part}_weight_scale")[1], w13)
-        codes = _rows(self._both("weight_packed", expert, w13, 1, _NIBBLES)).view(torch.uint8) ^ _SIGNS
+        codes = (
+            _rows(self._read_columns_and_inputs("weight_packed", expert, w13, 1, _NIBBLES)).view(torch.uint8)
+            ^ _SIGNS
+        )
         scales = self._scales_by_group("weight_scale", expert, w13, group)
         zeros = None
         if self._reader.has(f"{part}_weight_zero_point"):
@@ -308,27 +317,27 @@ class ExpertWeights:
         return self._coded(form, w13, codes, scales=scales, zeros=zeros)
 
     def _zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
-        """Reads zero points that are packed along the columns, [columns / 8, groups], as codes less 8."""
+        """Reads zero points that are packed along the columns, [columns / 8, groups]; stored as value + 8."""
         if w13:
-            packed = self._outputs(name, expert, 0, _NIBBLES)
+            packed = self._read_columns(name, expert, 0, _NIBBLES)
         else:
-            packed = self._inputs(name, expert, 1, group) if group else self._reader.read(name, expert)
+            packed = self._read_inputs(name, expert, 1, group) if group else self._reader.read(name, expert)
         unpacked = _nibbles(packed.t().contiguous()).t()
         return (unpacked.to(torch.int8) - 8).contiguous()
 
     def _group(self, groups: int, w13: bool) -> int:
-        """Returns the inputs that share a scale; 0 if all do."""
+        """Returns the number of inputs that share a scale; 0 if all inputs do."""
         inputs = self._shape.hidden if w13 else self._shape.own.total
         return 0 if groups == 1 else inputs // groups
 
     def _scales_by_group(self, suffix: str, expert: int, w13: bool, group: int) -> torch.Tensor:
         if w13:
-            return self._outputs(f"w13_{suffix}", expert).contiguous()
+            return self._read_columns(f"w13_{suffix}", expert).contiguous()
         if not group:
             return self._reader.read(f"w2_{suffix}", expert).contiguous()
-        return self._inputs(f"w2_{suffix}", expert, 1, group).contiguous()
+        return self._read_inputs(f"w2_{suffix}", expert, 1, group).contiguous()
 
-    def _transposed(self) -> tuple[Callable[[int, bool], Coded], str]:
+    def _recognize_awq_or_gptq(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes AWQ (codes packed along the columns) and GPTQ (packed along the inputs)."""
         rows, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden
         if rows == hidden:
@@ -337,24 +346,24 @@ class ExpertWeights:
             return self._gptq, "int4 (GPTQ)"
         raise self._refusal()
 
-    def _by_groups(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
+    def _read_groups(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
         """Reads a parameter [groups, columns / per] of AWQ or GPTQ."""
         if w13:
-            return self._outputs(f"w13_{suffix}", expert, 1, per)
+            return self._read_columns(f"w13_{suffix}", expert, 1, per)
         if not group:
             return self._reader.read(f"w2_{suffix}", expert)
-        return self._inputs(f"w2_{suffix}", expert, 0, group)
+        return self._read_inputs(f"w2_{suffix}", expert, 0, group)
 
     def _awq(self, expert: int, w13: bool) -> Coded:
         group = self._group(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
         packed = (
-            self._outputs("w13_qweight", expert, 1, _NIBBLES)
+            self._read_columns("w13_qweight", expert, 1, _NIBBLES)
             if w13
-            else self._inputs("w2_qweight", expert, 0)
+            else self._read_inputs("w2_qweight", expert, 0)
         )
         codes = _nibbles(packed, _AWQ_ORDER).t().contiguous()
-        scales = self._by_groups("scales", expert, w13, group, 1).t().contiguous()
-        zeros = _nibbles(self._by_groups("qzeros", expert, w13, group, _NIBBLES), _AWQ_ORDER)
+        scales = self._read_groups("scales", expert, w13, group, 1).t().contiguous()
+        zeros = _nibbles(self._read_groups("qzeros", expert, w13, group, _NIBBLES), _AWQ_ORDER)
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=True)
         points = (zeros.t().to(torch.int8) - 8).contiguous()
         return self._coded(form, w13, _pairs(codes) ^ _SIGNS, scales=scales, zeros=points)
@@ -362,12 +371,12 @@ class ExpertWeights:
     def _gptq(self, expert: int, w13: bool) -> Coded:
         group = self._group(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
         packed = (
-            self._outputs("w13_qweight", expert, 1)
+            self._read_columns("w13_qweight", expert, 1)
             if w13
-            else self._inputs("w2_qweight", expert, 0, _NIBBLES)
+            else self._read_inputs("w2_qweight", expert, 0, _NIBBLES)
         )
         codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS
-        scales = self._by_groups("scales", expert, w13, group, 1).t().contiguous()
+        scales = self._read_groups("scales", expert, w13, group, 1).t().contiguous()
         # vLLM takes symmetric GPTQ alone, and ignores the zero points that its files have.
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group)
         return self._coded(form, w13, codes, scales=scales)
@@ -390,5 +399,5 @@ def _nibbles(packed: torch.Tensor, order: tuple[int, ...] = tuple(range(_NIBBLES
 
 
 def _pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Returns codes of 4 bits [rows, n] as [rows, n / 2], the first in the low half."""
+    """Packs 4-bit codes [rows, n] into bytes [rows, n / 2], the first code in the low half."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)

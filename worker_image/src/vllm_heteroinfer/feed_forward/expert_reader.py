@@ -35,8 +35,8 @@ class ExpertReader:
             if (found.num_bytes, found.digest) != (file.num_bytes, file.digest):
                 raise ContractError(
                     f"{found.path}: the file differs from the file of the rank with attention (got "
-                    f"{found.num_bytes} bytes and header {found.digest[:12]}, expected {file.num_bytes} and "
-                    f"{file.digest[:12]}). Give all pods of the group the same model folder"
+                    f"{found.num_bytes} bytes and header {found.digest[:12]} instead of {file.num_bytes} "
+                    f"bytes and {file.digest[:12]}). Give all pods of the group the same model folder"
                 )
 
     def layer(self, layer: LayerRecipe) -> "LayerReader":
@@ -92,7 +92,7 @@ class LayerReader:
         parts = [
             part
             for piece in self._pieces[name][expert]
-            if (part := _common(piece, expert, wanted)) is not None
+            if (part := _intersection(piece, expert, wanted)) is not None
         ]
         if len(parts) == 1 and parts[0][2] == size:
             found = self._view(*parts[0])
@@ -125,7 +125,9 @@ class LayerReader:
         return self._mapped.files[piece.file].view(offset, dtype, count, piece.strides[1:])
 
 
-def _common(piece: Piece, expert: int, wanted: Sequence[Range]) -> tuple[Piece, list[int], list[int]] | None:
+def _intersection(
+    piece: Piece, expert: int, wanted: Sequence[Range]
+) -> tuple[Piece, list[int], list[int]] | None:
     """Returns an expert's piece with the start and size of its region inside the wanted ranges."""
     start, count = [], []
     for (first, end), begin, length in zip(wanted, piece.start[1:], piece.size[1:], strict=True):

@@ -46,7 +46,7 @@ class Experts(Protocol):
     method: str
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-        """Writes each row's weighted sum of its experts into y; ids of no expert count nothing.
+        """Writes each row's weighted sum of its experts into y; an id that is not an expert adds nothing.
 
         Args:
             y: [rows, hidden], must not share memory with x.
@@ -57,7 +57,7 @@ class Experts(Protocol):
 
 
 def activation_of(recipe: LayerRecipe) -> Activation:
-    """Returns the activation; raises ContractError for one that no kernel computes."""
+    """Returns the activation; raises ContractError if no kernel supports it."""
     name = recipe.activation
     if name in {ALTERNATING, "swigluoai_uninterleave"}:
         return Activation(
@@ -102,7 +102,7 @@ def load(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Experts:
         alternate=recipe.activation == ALTERNATING,
     )
     weights = ExpertWeights(reader, shape)
-    library = _find()
+    library = _find_kernels()
     even = recipe.hidden % SHARED_COLUMNS == part.columns.count % SHARED_COLUMNS == 0
     biased = any(reader.has(name) for name in ("w13_bias", "w2_bias"))
     if library is None or dtype not in ELEMENTS or not even or weights.dense == torch.float32:
@@ -120,8 +120,8 @@ def load(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Experts:
     return _InAnyFormat(library, weights, part, activation, dtype, biased=biased)
 
 
-def _find() -> KernelLibrary | None:
-    """Returns the kernels; those for coded weights alone on a CPU without AVX-512F."""
+def _find_kernels() -> KernelLibrary | None:
+    """Returns the kernels; on a CPU without AVX-512F, only the kernels for coded weights."""
     with contextlib.suppress(KernelsUnavailableError):
         return linear.find() or register()
     return None
@@ -207,7 +207,7 @@ class _Floats:
         self._layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         self.num_bytes = 0
         for expert in range(part.experts.first, part.experts.end):
-            w13, w2 = (_kept(weights.floats(expert, w13=which)) for which in (True, False))
+            w13, w2 = (_copy_in_own_memory(weights.floats(expert, w13=which)) for which in (True, False))
             bias13, bias2 = (weights.bias(expert, w13=w) if biased else None for w in (True, False))
             self._layers.append((w13, w2, bias13, bias2))
             self.num_bytes += w13.nbytes + w2.nbytes
@@ -219,7 +219,7 @@ class _Floats:
             rows, choices = (ids == expert).nonzero(as_tuple=True)
             if not len(rows):
                 continue
-            inner = self._act(
+            inner = self._activate(
                 functional.linear(
                     x[rows].to(w13.dtype), w13, None if bias13 is None else bias13.to(w13.dtype)
                 )
@@ -228,7 +228,7 @@ class _Floats:
             total.index_add_(0, rows, out.float() * weights[rows, choices].unsqueeze(1))
         y.copy_(total)
 
-    def _act(self, sums: torch.Tensor) -> torch.Tensor:
+    def _activate(self, sums: torch.Tensor) -> torch.Tensor:
         how = self._activation
         gate, up = sums.chunk(2, -1) if how.gated else (sums, None)
         gate = gate.clamp(max=how.limit)
@@ -242,5 +242,5 @@ class _Floats:
         return made if up is None else made * (up.clamp(-how.limit, how.limit) + how.offset)
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return weight_memory.empty(tensor.shape, tensor.dtype).copy_(tensor)

@@ -17,10 +17,10 @@ def unfilled(model: Any, parts: Iterable[Any], filled: Collection[str]) -> list[
 
 
 def check(model: str, lacking: Collection[str]) -> None:
-    """Raises ContractError if weights are lacking."""
+    """Raises ContractError if weights are missing."""
     if lacking:
         others = f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
         raise ContractError(
-            f"{model}: got no weights for {min(lacking)}{others}, expected those of all columns "
-            "that config.json says; download the model again"
+            f"{model}: weights are missing for {min(lacking)}{others}, although config.json requires them. "
+            "Download the model again"
         )

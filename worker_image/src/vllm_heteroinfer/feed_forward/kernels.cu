@@ -1,35 +1,35 @@
-// Asking feed-forward ranks from a GPU's stream: two kernels a layer, captured into CUDA graphs.
+// CUDA kernels that let a GPU's stream use feed-forward ranks: two kernels per layer, captured into CUDA graphs.
 //
-// `ask` puts rows into the slab, which the device maps, and raises the ask's number; `get` spins until every
-// lane has answered, and sums their answers. The number counts up in device memory, so that a graph can be
-// replayed. Layout of the slab: slab.py; the host's side: kernels/source/feed_forward.cpp.
-// Compiled by NVRTC when a rank starts: no headers.
+// `ff_ask` writes rows into the slab, host memory that is mapped into the device, and raises the ask's number. `ff_get`
+// polls until every lane has answered, and sums the answers. The number counts up in device memory, so that a CUDA graph
+// can be replayed. slab.py has the layout of the slab, kernels/source/feed_forward.cpp the host's part.
+// NVRTC compiles this file when a rank starts, so it includes no headers.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
 
 struct alignas(8) State {  // device memory
-  u64 number;              // of the last ask
-  u64 arrived;             // number whose answers have all come, for the blocks that don't look at the host
-  u32 done;                // blocks of `ask` that have put their rows
-  u32 live;                // rows of the last ask, padding not counted
-  u32 bad;                 // whether the last ask got no answer
+  u64 number;              // number of the last ask
+  u64 arrived;             // last number that all lanes have answered: all blocks of `ff_get` but the first wait for it
+  u32 done;                // blocks of `ff_ask` that have written their rows
+  u32 live;                // rows of the last ask without padding
+  u32 bad;                 // 1 if the last ask failed
 };
 
 struct Params {
-  char* slab;  // mapped host memory, as the device sees it
+  char* slab;  // mapped host memory, as an address of the device
   State* state;
   const uint4* x;       // [rows, hidden]
-  const u32* ids;       // [rows, topk] int32, or null: an MLP
+  const u32* ids;       // [rows, topk] int32; null for an MLP
   const u32* weights;   // [rows, topk] float32
   uint4* out;           // [rows, hidden]
-  const unsigned char* padding;  // [rows], 1 for a row that nobody needs; padded rows are the last ones; or null
+  const unsigned char* padding;  // [rows], 1 for a padding row; padding rows come last. Null if there are none
   u64 x_offset, ids_offset, weights_offset, y_offset, y_stride;  // in bytes
-  u64 limit_ns;         // after which `get` gives up,
-  u32 rows, row_parts;  // parts of 16 bytes of a row
+  u64 limit_ns;         // `ff_get` gives up after this time,
+  u32 rows, row_parts;  // row_parts: 16-byte parts of a row
   u32 topk, layer, lanes, dtype;  // 0 float32, 1 bfloat16, 2 float16
-  u32 limit_turns;      // if the host's watch had so many turns meanwhile: a frozen pod has none, the device has
+  u32 limit_turns;      // if the host's watch also had this many turns: in a frozen pod it has none, but the GPU runs on
 };
 
 constexpr u64 kAsk = 128, kEnd = 384, kLanes = 512, kLaneBytes = 128;
@@ -52,7 +52,7 @@ __device__ void store_number(void* p, u64 v) {
 __device__ void store_word(void* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-__device__ uint4 load_part(const uint4* p) {  // past the caches: the host has written it since
+__device__ uint4 load_part(const uint4* p) {  // bypasses the caches, because the host wrote this memory
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -148,13 +148,13 @@ extern "C" __global__ void ff_ask(const Params p) {
   store_number(p.slab + kAsk, ++p.state->number);
 }
 
-// Returns whether the host has had as many turns as the limit has; without a watch (0) the clock alone decides.
+// Returns whether the host's watch had `limit_turns` turns. Without a watch (turns is 0) the clock alone decides.
 __device__ bool host_had_turns(const Params& p, u32 turns_before) {
   const u32 turns = load_word(p.slab + kTurns);
   return !turns || turns - turns_before >= p.limit_turns;
 }
 
-// Waits for every lane; returns 0 if all answered, else 1 + the lane that did not.
+// Waits for all lanes. Returns 0 if all have answered, otherwise 1 + the index of a lane that has not.
 __device__ u32 wait_for_lanes(const Params& p, u64 number) {
   const u64 start = clock_ns();
   u32 polls = 0, turns = 0;
@@ -180,7 +180,7 @@ extern "C" __global__ void ff_get(const Params p) {
       good = !late;
       if (late) {
         p.state->bad = 1;
-        if (!load_word(p.slab + kFailed)) {  // the first lane given up stays named
+        if (!load_word(p.slab + kFailed)) {  // keep the first lane that failed
           store_word(p.slab + kGivenUp, late);
           store_word(p.slab + kFailed, 1);
         }
@@ -203,12 +203,12 @@ extern "C" __global__ void ff_get(const Params p) {
     p.out[i] = i < live ? sum_parts(y, p.y_stride, p.lanes, i, p.dtype) : make_uint4(0, 0, 0, 0);
 }
 
-// Fills x with a pattern of the round, for the measurement and the check of many exchanges; see cuda.py.
+// Fills x with a pattern that depends on the number of the exchange, for measurements and checks; see cuda.py.
 extern "C" __global__ void ff_fill(u32* x, u64 words, const u64* number) {
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += (u64)gridDim.x * blockDim.x)
     x[i] = (u32)(*number * 2654435761ull + i);
 }
-// Counts words that are not as ff_fill left them.
+// Counts the words that differ from the pattern of ff_fill.
 extern "C" __global__ void ff_check(const u32* x, const u32* out, u64 words, u64* wrong) {
   u64 count = 0;
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += (u64)gridDim.x * blockDim.x)

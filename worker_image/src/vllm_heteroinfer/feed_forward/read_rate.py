@@ -47,7 +47,7 @@ def publish(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "De
     products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)
     store.put(_key("reads", rank), "")
     for lane in lanes:
-        store.get(_key("reads", lane), deadline, what=f"start of reading of rank {lane.rank}", rank=lane.rank)
+        store.get(_key("reads", lane), deadline, what=f"read measurement of rank {lane.rank}", rank=lane.rank)
     with torch.inference_mode():
         round_s = median_s(products, min_s=READING_S, max_s=READING_S)
     store.put(_key("rate", rank), str(round(PRODUCT_BYTES * len(products) / round_s)))

@@ -140,8 +140,8 @@ def replacing(layers: frozenset[int], *, records: bool) -> Iterator[RemoteParts]
     before = get_offloader()
     if type(before) is not NoopOffloader:
         raise ContractError(
-            f"engine.args: got vLLM's {type(before).__name__}, expected none in mode FeedForward: leave "
-            "--cpu-offload-gb and --offload-group-size out"
+            f"engine.args: vLLM's {type(before).__name__} cannot be used in mode FeedForward. Remove "
+            "--cpu-offload-gb and --offload-group-size"
         )
 
     original = RoutedExperts._get_quant_method

@@ -56,13 +56,15 @@ class Shape:
     def __post_init__(self) -> None:
         """Raises ContractError for a shape that cannot be laid out."""
         if self.dtype not in DTYPES:
-            raise ContractError(f"feed-forward: got dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
+            raise ContractError(f"feed-forward: dtype must be one of {', '.join(DTYPES)} (got {self.dtype})")
         if not 0 < self.lanes <= MAX_LANES:
-            raise ContractError(f"feed-forward: got {self.lanes} ranks, expected 1 to {MAX_LANES} a GPU rank")
+            raise ContractError(
+                f"feed-forward: ranks per GPU rank must be 1 to {MAX_LANES} (got {self.lanes})"
+            )
         if self.row_bytes % 16:
             raise ContractError(
-                f"feed-forward: got rows of {self.row_bytes} bytes, expected a multiple of 16: the hidden "
-                f"size {self.hidden} of this model is not supported; use spec.parallelism.mode: Pipeline"
+                f"feed-forward: a row must be a multiple of 16 bytes (got {self.row_bytes}: this model's "
+                f"hidden size is {self.hidden}). Use spec.parallelism.mode: Pipeline"
             )
 
     @property
@@ -144,8 +146,8 @@ class Slab:
         found = self._memory[: _HEADER.size]
         if found != shape.header():
             raise ContractError(
-                f"feed-forward slab: got header {_HEADER.unpack(found)}, expected "
-                f"{_HEADER.unpack(shape.header())}: start all pods from one image"
+                f"feed-forward slab: header must be {_HEADER.unpack(shape.header())} (got "
+                f"{_HEADER.unpack(found)}). Start all pods from one image"
             )
         self.shape, self.layout = shape, shape.layout
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -191,7 +193,7 @@ class Slab:
 
     @property
     def failed(self) -> bool:
-        """Returns whether the device gave up waiting for an answer."""
+        """Returns whether the device stopped waiting for an answer."""
         return bool(self._word(FAILED_OFFSET, "=I"))
 
     @property
@@ -223,7 +225,7 @@ class Slab:
         slab_library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
 
     def ring(self) -> None:
-        """Wakes the lanes, because asks of a step follow."""
+        """Wakes the lanes before the first ask of a step, so that they are awake in time."""
         slab_library.load().heteroinfer_ff_ring(ctypes.c_void_p(self.address))
 
 
@@ -291,7 +293,7 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     ours = dataclasses.replace(expected, topk=offer.shape.topk)
     if offer.shape != ours or offer.shape.topk < expected.topk:
         raise ContractError(
-            f"feed-forward lane {lane}: got a slab of {offer.shape}, expected {expected}; {SAME_MODEL}"
+            f"feed-forward lane {lane}: the slab's shape must be {expected} (got {offer.shape}). {SAME_MODEL}"
         )
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:

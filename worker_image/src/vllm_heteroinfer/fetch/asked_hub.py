@@ -48,7 +48,7 @@ class AskedHub:
         """
         answers = f"answers {status} for {self.model}{said and ': '}{said}"
         if status in _BUSY:
-            return self.away(answers)
+            return self.unavailable(answers)
         reason, what = FailureReason.MODEL_NOT_FOUND, f"{self.endpoint} {answers}"
         if code == "GatedRepo":
             reason = FailureReason.MODEL_ACCESS_DENIED
@@ -69,9 +69,9 @@ class AskedHub:
 
     def silence(self, error: Exception) -> FetchError:
         """Builds the error for a connection that failed or ended early."""
-        return self.away(f"does not answer ({type(error).__name__}: {self.clean(error)})")
+        return self.unavailable(f"does not answer ({type(error).__name__}: {self.clean(error)})")
 
-    def distrusted(self, error: Exception) -> FetchError:
+    def untrusted_certificate(self, error: Exception) -> FetchError:
         """Builds the error for an untrusted certificate of the hub or of a proxy."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
@@ -79,7 +79,7 @@ class AskedHub:
             f"{self.clean(error)}. To trust the authority, {self.trust}",
         )
 
-    def away(self, what: str) -> FetchError:
+    def unavailable(self, what: str) -> FetchError:
         """Builds the error for a hub that may answer later."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,

@@ -39,11 +39,11 @@ def remove_unused(model: Path, commit: str, cleanup: CacheCleanup) -> tuple[str,
         logger.info("the list of commits in use is over an hour old: no commit is removed")
         return ()
     try:
-        _remove_taken(model)
-        for folder in _rest(model, commit, cleanup.keep):
-            if folder.name not in cleanup.in_use and _take_away(folder, cleanup.listed_s - RECENT_S):
+        _delete_renamed(model)
+        for folder in _older_commits(model, commit, cleanup.keep):
+            if folder.name not in cleanup.in_use and _rename_for_removal(folder, cleanup.listed_s - RECENT_S):
                 removed.append(folder.name)  # noqa: PERF401 - keeps the commits that were removed before an error
-        _remove_taken(model)
+        _delete_renamed(model)
     except OSError as error:
         logger.warning("cannot remove unused commits from %s: %s. The commits stay", model, error)
     if removed:
@@ -51,12 +51,12 @@ def remove_unused(model: Path, commit: str, cleanup: CacheCleanup) -> tuple[str,
     return tuple(removed)
 
 
-def _remove_taken(model: Path) -> None:
+def _delete_renamed(model: Path) -> None:
     for folder in model.glob(f"{_REMOVING}*"):
         shutil.rmtree(folder)
 
 
-def _rest(model: Path, commit: str, keep: int) -> list[Path]:
+def _older_commits(model: Path, commit: str, keep: int) -> list[Path]:
     """Returns the complete commits other than the newest `keep` commits."""
     others = [
         (confirmed_s, folder)
@@ -68,7 +68,7 @@ def _rest(model: Path, commit: str, keep: int) -> list[Path]:
     return [folder for _, folder in newest_first[keep - 1 :]]
 
 
-def _take_away(folder: Path, before_s: float) -> bool:
+def _rename_for_removal(folder: Path, before_s: float) -> bool:
     """Renames the folder of a commit for removal, unless the commit is locked or was confirmed recently.
 
     Returns whether the folder was renamed.

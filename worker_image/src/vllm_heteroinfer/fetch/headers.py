@@ -46,7 +46,7 @@ def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
     named = any(file.path == INDEX_FILE for file in small)
     index = parse_index((folder / INDEX_FILE).read_bytes()) if named else None
     for file in weight_files(files, index):
-        _write_hollow(hub, commit, file, folder / file.path)
+        _write_header_only(hub, commit, file, folder / file.path)
     return read_profile(folder)
 
 
@@ -75,12 +75,13 @@ def ended_after(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _write_hollow(hub: HubReader, commit: str, file: FetchedFile, path: Path) -> None:
-    prefix = hub.front(commit, file, _LENGTH_BYTES)
+def _write_header_only(hub: HubReader, commit: str, file: FetchedFile, path: Path) -> None:
+    """Writes a sparse file with the header and the size of a safetensors file, and a hole as its weights."""
+    prefix = hub.first_bytes(commit, file, _LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
-    # The reader of the file refuses a header that is too long.
-    header = hub.front(commit, file, _LENGTH_BYTES + length) if length <= MAX_HEADER_BYTES else prefix
+    # `read_profile` refuses a file whose header is too long, so its length is enough.
+    header = hub.first_bytes(commit, file, _LENGTH_BYTES + length) if length <= MAX_HEADER_BYTES else prefix
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as hollow:
-        hollow.write(header)
-        hollow.truncate(max(file.size_bytes, len(header)))
+    with path.open("wb") as sparse_file:
+        sparse_file.write(header)
+        sparse_file.truncate(max(file.size_bytes, len(header)))

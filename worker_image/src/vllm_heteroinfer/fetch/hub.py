@@ -161,12 +161,14 @@ class HubModel:
             raise self._hub.offline() from error
         except httpx2.HTTPError as error:
             if is_distrusted(error):
-                raise self._hub.distrusted(error) from error
+                raise self._hub.untrusted_certificate(error) from error
             raise self._hub.silence(error) from error
         except OSError as error:
             if error.errno is not None:
                 raise  # the cache caused the error, not the hub
-            raise self._hub.away(f"did not send {self._hub.model}: {self._hub.clean(error)}") from error
+            raise self._hub.unavailable(
+                f"did not send {self._hub.model}: {self._hub.clean(error)}"
+            ) from error
         except errors.HFValidationError as error:
             said = f"{self._hub.model}: {self._hub.clean(error)}. Correct spec.model.uri"
             raise FetchError(FailureReason.MODEL_NOT_FOUND, said) from error

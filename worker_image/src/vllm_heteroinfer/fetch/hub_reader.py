@@ -89,12 +89,12 @@ class HubReader:
         if file.size_bytes > MAX_HEADER_BYTES:
             raise FetchError(
                 FailureReason.MODEL_NOT_READABLE,
-                f"{self._hub.model}: {file.path} has {file.size_bytes} bytes, expected at most "
-                f"{MAX_HEADER_BYTES}. Use another model",
+                f"{self._hub.model}: {file.path} must have at most {MAX_HEADER_BYTES} bytes (got "
+                f"{file.size_bytes}). Use another model",
             )
-        into.write_bytes(self.front(commit, file, file.size_bytes))
+        into.write_bytes(self.first_bytes(commit, file, file.size_bytes))
 
-    def front(self, commit: str, file: FetchedFile, size_bytes: int) -> bytes:
+    def first_bytes(self, commit: str, file: FetchedFile, size_bytes: int) -> bytes:
         """Reads the first `size_bytes` of a file, or the whole file if it is smaller.
 
         Raises:
@@ -105,33 +105,33 @@ class HubReader:
         if len(known) < size_bytes:
             wanted = max(size_bytes, min(FIRST_BYTES, file.size_bytes))
             url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
-            known = self._read(url, wanted, is_front=True)
+            known = self._read(url, wanted, is_first_part=True)
         if size_bytes < len(known):
             self._fronts[file.path] = known  # for the next call, which needs more bytes
         return known[:size_bytes]
 
-    def _read(self, url: str, max_bytes: int, *, is_front: bool = False) -> bytes:
+    def _read(self, url: str, max_bytes: int, *, is_first_part: bool = False) -> bytes:
         """Reads an answer; repeats the request if the hub is busy.
 
         Args:
-            max_bytes: limit for the answer; the exact size if `is_front`.
-            is_front: whether to request a range, the first bytes of a file.
+            max_bytes: limit for the answer; the exact size if `is_first_part`.
+            is_first_part: whether to request a range, the first bytes of a file.
         """
         if self._offline:
             raise self._hub.offline()
         for pause_s in _PAUSES_S:
             try:
-                return self._read_once(url, max_bytes, is_front)
+                return self._read_once(url, max_bytes, is_first_part)
             except FetchError as error:
                 if not error.may_heal:
                     raise
             time.sleep(pause_s)
-        return self._read_once(url, max_bytes, is_front)
+        return self._read_once(url, max_bytes, is_first_part)
 
-    def _read_once(self, url: str, max_bytes: int, is_front: bool) -> bytes:
+    def _read_once(self, url: str, max_bytes: int, is_first_part: bool) -> bytes:
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "heteroinfer"})  # noqa: S310 - the hub is the user's choice
-            if is_front:
+            if is_first_part:
                 request.add_header("Range", f"bytes=0-{max_bytes - 1}")
             if self._hub.token:
                 request.add_header("Authorization", f"Bearer {self._hub.token}")
@@ -144,10 +144,10 @@ class HubReader:
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             if is_distrusted(error):
-                raise self._hub.distrusted(error) from error
+                raise self._hub.untrusted_certificate(error) from error
             raise self._hub.silence(error) from error
-        if is_front and len(content) < max_bytes:
-            raise self._hub.away(f"sent {len(content)} of {max_bytes} bytes of {self._hub.clean(url)}")
+        if is_first_part and len(content) < max_bytes:
+            raise self._hub.unavailable(f"sent {len(content)} of {max_bytes} bytes of {self._hub.clean(url)}")
         return content
 
 
@@ -166,7 +166,7 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
         target = urlsplit(newurl)
         if target.scheme not in ("http", "https"):
             fp.close()
-            raise urllib.error.URLError(f"redirect to {target.scheme}://, expected http or https")
+            raise urllib.error.URLError(f"redirect to {target.scheme}:// refused: it must be http or https")
         redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         if redirected is not None and target[:2] != urlsplit(req.full_url)[:2]:
             redirected.remove_header("Authorization")

@@ -70,21 +70,21 @@ class FetchJob:
     ) -> None:
         self._source = source
         self._options = options
-        self._patience_s = options.patience_s
+        self._stall_limit_s = options.patience_s
         self._now_s = now_s
         self._store: ModelStore | None = None
         self._commit = ""
         self._wanted: tuple[FetchedFile, ...] = ()
-        self._message = "asking the hub"
-        self._moves = _Moves(now_s)
+        self._message = "counted_call the hub"
+        self._progress_clock = _ProgressClock(now_s)
 
     def find_stall(self) -> FetchError | None:
         """Returns an error if the hub has sent nothing for longer than `patience_s`, otherwise None.
 
         A call of the hub's client retries by itself and may never return, so `run` cannot end the call.
         """
-        silent_s = self._moves.silent_s(self._used_bytes())
-        if silent_s <= self._patience_s:
+        silent_s = self._progress_clock.silent_s(self._used_bytes())
+        if silent_s <= self._stall_limit_s:
             return None
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
@@ -120,17 +120,17 @@ class FetchJob:
                 done_bytes = self._used_bytes()
                 if done_bytes > max_bytes:
                     failures, max_bytes, moved_at = 0, done_bytes, self._now_s()
-                if self._now_s() - moved_at > self._patience_s:
+                if self._now_s() - moved_at > self._stall_limit_s:
                     raise
                 pause_s = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
                 failures += 1
                 self._message = f"{error}; trying again"
-                time.sleep(min(pause_s, self._patience_s))
+                time.sleep(min(pause_s, self._stall_limit_s))
 
     def _attempt(self) -> FetchedModel:
         complete = self._known_complete()
         if complete is None:
-            with self._moves.asking():
+            with self._progress_clock.counted_call():
                 commit, files = self._source.files()
             store = self._open(commit)
             self._message = ""
@@ -182,11 +182,11 @@ class FetchJob:
             if now_bytes > used_bytes:
                 used_bytes, moved_at = now_bytes, self._now_s()
             self._message = "another fetch of this model into the same cache is running; waiting for it"
-            if self._now_s() - moved_at > self._patience_s:
+            if self._now_s() - moved_at > self._stall_limit_s:
                 raise FetchError(
                     FailureReason.MODEL_CACHE_NOT_WRITABLE,
                     f"another fetch holds the lock of {store.folder.relative_to(store.cache)} and has "
-                    f"written nothing for {self._patience_s:.0f} s. Delete the pod of that fetch",
+                    f"written nothing for {self._stall_limit_s:.0f} s. Delete the pod of that fetch",
                 )
             polls += 1
             time.sleep(_LOCK_POLL_S)
@@ -216,16 +216,16 @@ class FetchJob:
         missing = sorted(store.missing(files), key=self._source.is_large, reverse=True)
         fetch_side_by_side(
             missing,
-            lambda file: self._fetch_one(store, file),
+            lambda file: self._fetch_file(store, file),
             at_once=FILES_AT_ONCE,
             share_lock=store.share_lock,
         )
 
-    def _fetch_one(self, store: ModelStore, file: FetchedFile) -> None:
+    def _fetch_file(self, store: ModelStore, file: FetchedFile) -> None:
         for _ in range(_WRONG_HASHES):
             part = store.open_part(file)
             try:
-                with self._moves.asking():
+                with self._progress_clock.counted_call():
                     self._source.fetch(self._commit, file, part)
             except OSError as error:
                 raise store.refusal(error) from error
@@ -238,7 +238,7 @@ class FetchJob:
         )
 
 
-class _Moves:
+class _ProgressClock:
     """Measures how long a running call of the source has delivered nothing. Thread-safe."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
@@ -249,7 +249,7 @@ class _Moves:
         self._moved_at_s = self._now_s()
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
+    def counted_call(self) -> Iterator[None]:
         """Counts a running call of the source. The start and the end of a call count as progress."""
         self._count(1)
         try:

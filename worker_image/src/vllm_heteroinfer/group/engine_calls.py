@@ -33,6 +33,6 @@ def check_level(level: int) -> None:
     """Raises ValueError, with a fix, if groups do not support a sleep level."""
     if level not in SLEEP_LEVELS:
         raise ValueError(
-            f"got sleep level {level}, expected {' or '.join(map(str, SLEEP_LEVELS))}: a group keeps its "
-            "weights in host memory while it sleeps. To free all memory, set spec.suspend: true"
+            f"sleep level must be {' or '.join(map(str, SLEEP_LEVELS))} (got {level}): a sleeping group "
+            "keeps its weights in host memory. To free all memory, set spec.suspend: true"
         )

@@ -34,10 +34,10 @@ _OF_A_DEVICE = frozenset({"enforce_eager", "async_scheduling"})
 """Settings that may differ between ranks of different devices. Only GPU ranks may schedule a step ahead."""
 _OF_ATTENTION = frozenset({"state_dtype", "kv_cache_dtype", "block_size", "prefix_caching"})
 """Settings of attention, which feed-forward ranks do not compute; vLLM chooses some of them by device."""
-SAME_MODEL = "mount the same files at spec.model in every pod"
+SAME_MODEL = "Mount the same files at spec.model in all pods"
 _REMEDIES = {
     "model": SAME_MODEL,
-    "vllm": "use one worker image for every role",
+    "vllm": "Use one worker image for all roles",
 }
 _FORMATS = {
     "auto_awq": "awq",
@@ -47,7 +47,7 @@ _FORMATS = {
     "gpt_oss_mxfp4": "mxfp4",
 }
 """Quantization method -> format (vllm/model_executor/layers/quantization/__init__.py@v0.32.0)."""
-_REMEDY = "every rank takes its settings from the plan: start all pods from one plan and one image"
+_REMEDY = "Start all pods from one plan and one image"
 
 Fingerprint = Mapping[str, Any]
 """Setting -> value; JSON scalars only."""
@@ -140,11 +140,14 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
             if got.get(field) != expected.get(field):
                 first = rank.rank if first is None else first
                 differences.append(
-                    f"rank {rank.rank} (pod {rank.pod}, role {rank.role}): {field}: got {got.get(field)}, "
-                    f"expected {expected.get(field)} as rank 0 has: {_REMEDIES.get(field, _REMEDY)}"
+                    f"rank {rank.rank} (pod {rank.pod}, role {rank.role}): {field} must be "
+                    f"{expected.get(field)}, as on rank 0 (got {got.get(field)}). "
+                    f"{_REMEDIES.get(field, _REMEDY)}"
                 )
     if first is not None:
-        raise ConfigMismatchError(first, "the ranks of this group do not agree: " + "; ".join(differences))
+        raise ConfigMismatchError(
+            first, "the ranks of this group have different settings: " + "; ".join(differences)
+        )
 
 
 def to_json(fingerprint: Fingerprint) -> str:
@@ -164,6 +167,6 @@ def compare_engine(plan: Plan, engine: Fingerprint, rank_0: Fingerprint) -> None
         if engine.get(field) != rank_0.get(field):
             raise ConfigMismatchError(
                 plan.ranks[0].rank,
-                f"the API server's engine: {field}: got {engine.get(field)}, expected {rank_0.get(field)} as "
-                f"rank 0 has: {_REMEDIES.get(field, _REMEDY)}",
+                f"the API server's engine: {field} must be {rank_0.get(field)}, as on rank 0 (got "
+                f"{engine.get(field)}). {_REMEDIES.get(field, _REMEDY)}",
             )

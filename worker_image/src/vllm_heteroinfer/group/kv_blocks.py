@@ -8,9 +8,10 @@ from heteroinfer_contract.printable import format_bytes
 
 
 def size_bytes(kv_cache_config: Any) -> int:
-    """Returns the size of the KV cache of vLLM's KVCacheConfig.
+    """Returns the bytes of the KV cache in vLLM's KVCacheConfig.
 
-    All tensors lie in one allocation (vllm/v1/worker/utils.py::allocate_kv_cache@v0.32.0).
+    All tensors share one allocation, and each contains the size of the whole allocation
+    (vllm/v1/worker/utils.py::allocate_kv_cache@v0.32.0).
     """
     return max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)
 

@@ -88,7 +88,7 @@ def _parse(text: str, pod: int) -> tuple[str, int]:
     match json.loads(text):
         case [str(host), int(port)]:
             return host, port
-    raise ContractError(f"got {text!r} as address of pod {pod}, expected a host and a port")
+    raise ContractError(f"address of pod {pod}: must be a host and a port (got {text!r})")
 
 
 def _reach(launch: PodLaunch, pod: int, host: str, port: int) -> None:

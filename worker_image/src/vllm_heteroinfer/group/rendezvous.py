@@ -39,7 +39,7 @@ def world_init_method(launch: PodLaunch) -> str:
     """
     global _registered  # noqa: PLW0603 - torch's table of schemes is global and accepts each scheme once
     if not _registered:
-        register_rendezvous_handler(WORLD_SCHEME, _meet)
+        register_rendezvous_handler(WORLD_SCHEME, _open_stores)
         _registered = True
     host = addresses.host_in_url(launch.leader.host)
     return f"{WORLD_SCHEME}://{host}:{launch.leader.rendezvous_port}"
@@ -48,7 +48,7 @@ def world_init_method(launch: PodLaunch) -> str:
 _registered = False
 
 
-def _meet(
+def _open_stores(
     url: str, timeout: timedelta = default_pg_timeout, **_: object
 ) -> Iterator[tuple[TCPStore, int, int]]:
     """Yields store, rank and world size.

@@ -150,7 +150,7 @@ class PackedWeight:
 
 
 def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int) -> int:
-    """Returns the bytes of a packed weight; raises ValueError if no kernel takes the format."""
+    """Returns the bytes of a packed weight; raises ValueError if no kernel supports the format."""
     native = form.build()
     size = int(library.calls.heteroinfer_coded_bytes(ctypes.addressof(native), columns, inputs))
     if not size:
@@ -200,7 +200,7 @@ def product(
     columns: int,
     inputs: int,
 ) -> torch.Tensor:
-    """Returns what `linear` does; `numbers` are the format's."""
+    """Computes the same as `linear`, from the format's `numbers`."""
     if torch.compiler.is_compiling():
         made: torch.Tensor = torch.ops.heteroinfer.coded_linear(x, packed, bias, numbers, columns, inputs)
         return made

@@ -118,7 +118,7 @@ def put(library: KernelLibrary, part: PackedPart, expert: int, weight: Coded, *,
 
 
 def by_turns(weight: Coded) -> Coded:
-    """Returns w13 with blocks of 32 gates and 32 ups in turn, the order that the kernels read."""
+    """Returns w13 with alternating blocks of 32 gates and 32 ups, the order that the kernels read."""
     if weight.columns % (2 * SHARED_COLUMNS):
         raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns}).")
 
@@ -136,7 +136,7 @@ def by_turns(weight: Coded) -> Coded:
 
 
 def rows_by_turns(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Returns rows of gates, then of ups, as blocks of gates and ups in turn."""
+    """Reorders rows (all gates, then all ups) into alternating blocks of gates and ups."""
     return rows.view(2, -1, block, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
 
 

@@ -10,7 +10,7 @@ MIN_SAMPLE_BYTES, MAX_SAMPLE_BYTES = 192 << 20, 768 << 20
 def bytes_beyond_caches(
     cpus: Iterable[int] | None = None, folder: Path = Path("/sys/devices/system/cpu")
 ) -> int:
-    """Bytes of weights that a round must read: twice the size of the largest caches of its cores.
+    """Returns the bytes that a measurement must read: twice the size of its cores' largest caches.
 
     The cores of one processor may have several such caches. Each caches its own part of the weights.
 

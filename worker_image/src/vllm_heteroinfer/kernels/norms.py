@@ -13,8 +13,8 @@ _VECTOR: Final = 32
 _MAX_AXES: Final = 3
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Reports whether `norm` supports these: contiguous bf16 rows on the CPU, a weight for each element."""
+def supports_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Returns whether `norm` supports x and weight: contiguous bf16 on the CPU, a weight for each element."""
     return (
         x.dtype is torch.bfloat16
         and weight.dtype is torch.bfloat16
@@ -39,14 +39,14 @@ def norm(library: KernelLibrary, x: torch.Tensor, weight: torch.Tensor, epsilon:
     return out
 
 
-def takes_both(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Reports whether `add_and_norm` supports these tensors."""
+def supports_add_and_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Returns whether `add_and_norm` supports these tensors."""
     return (
         residual.dtype is torch.bfloat16
         and residual.shape == x.shape
         and x.is_contiguous()
         and residual.is_contiguous()
-        and takes(x, weight)
+        and supports_norm(x, weight)
     )
 
 

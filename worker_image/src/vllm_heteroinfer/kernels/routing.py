@@ -85,9 +85,9 @@ class Chooser:
         self._routing, self._built = routing, routing._build()
         self._address = ctypes.addressof(self._built)
 
-    def takes(self, logits: torch.Tensor) -> bool:
+    def accepts(self, logits: torch.Tensor) -> bool:
         """Reports whether `choose` supports these logits."""
-        return takes_logits(logits, self._routing.experts)
+        return supports_logits(logits, self._routing.experts)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights (float32) and numbers (int32) of the chosen experts, the highest score first.
@@ -180,7 +180,7 @@ class Mixture:
         return y
 
 
-def takes_logits(logits: torch.Tensor, experts: int) -> bool:
+def supports_logits(logits: torch.Tensor, experts: int) -> bool:
     """Reports whether logits are [rows, experts], bf16 or float32, cpu, contiguous."""
     return (
         logits.ndim == 2
@@ -193,7 +193,7 @@ def takes_logits(logits: torch.Tensor, experts: int) -> bool:
 
 def _check_logits(logits: torch.Tensor, experts: int) -> int:
     """Checks logits and returns the number of their rows. Raises ValueError."""
-    if not takes_logits(logits, experts):
+    if not supports_logits(logits, experts):
         raise ValueError(
             f"logits must be [rows, {experts}] bf16 or float32, contiguous, on the CPU "
             f"(got {tuple(logits.shape)} {logits.dtype})."

@@ -81,7 +81,7 @@ class WeightMemory:
         _libc.madvise(tensor.data_ptr(), _whole_pages(tensor.nbytes), _MADV_COLLAPSE)
 
     def gather_all_pages(self) -> None:
-        """Has the kernel put all tensors of this memory into huge pages, if it can."""
+        """Asks the Linux kernel to move all tensors of this memory into huge pages, if possible."""
         for address, end in self._spans:
             _libc.madvise(address, end - address, _MADV_COLLAPSE)
 

@@ -262,10 +262,11 @@ def _check(plan: Plan, launch: PodLaunch) -> None:
     pods = len(plan.pods)
     if len(launch.addresses) != pods:
         raise ContractError(
-            f"{names.ENV_ADDRESSES}: got {len(launch.addresses)} addresses, expected {pods}, one for each pod"
+            f"{names.ENV_ADDRESSES}: must have {pods} addresses, one for each pod (got "
+            f"{len(launch.addresses)})"
         )
     if not 0 <= launch.pod_index < pods:
-        raise ContractError(f"{names.ENV_POD_INDEX}: got {launch.pod_index}, expected 0..{pods - 1}")
+        raise ContractError(f"{names.ENV_POD_INDEX}: must be 0 to {pods - 1} (got {launch.pod_index})")
 
 
 def _step_timeout_s(env: Mapping[str, str]) -> float:

@@ -50,13 +50,13 @@ class ControlClient:
         self._handlers = handlers
         self._key = key
         self._clock = clock
-        self._instance = uuid.uuid4().hex
+        self._process_id = uuid.uuid4().hex
         self._address = ""
         self._link: SupervisorLink | None = None
         self._group_age_s = 0.0
         self._leader_stopping = False
-        self._connecting_again = False
-        self._kept: list[Message] = []
+        self._reconnecting = False
+        self._sent_again: list[Message] = []
 
     async def connect(self) -> None:
         """Waits until the leader accepts this pod.
@@ -89,7 +89,7 @@ class ControlClient:
             epoch=self._launch.epoch,
             plan_hash=self._plan.hash,
             pod=self._launch.pod_index,
-            instance=self._instance,
+            instance=self._process_id,
         )
         try:
             async with asyncio.timeout(hello_timeout_s):
@@ -117,22 +117,22 @@ class ControlClient:
                     if message.verdict is not None:
                         self._handlers.on_verdict(message.verdict)
                         return
-                    self._take(message)
+                    self._handle(message)
             left = self._leader_stopping and not link.broke_off
-            self._connecting_again = True
-            if left or not await self._connect_again(link):
-                self._lost(link.how_it_ended)
+            self._reconnecting = True
+            if left or not await self._reconnect(link):
+                self._leader_lost(link.how_it_ended)
                 return
-            self._connecting_again = False
+            self._reconnecting = False
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if message.group_age_s is not None:
             self._group_age_s = message.group_age_s
         if message.stopping:
             self._leader_stopping = True
             self._handlers.on_stopping(0)
 
-    async def _connect_again(self, cut: SupervisorLink) -> bool:
+    async def _reconnect(self, cut: SupervisorLink) -> bool:
         """Reconnects to the leader, within its heartbeat limit. Returns whether it succeeded.
 
         If the leader's port refuses connections, its process has ended, so the attempts end too.
@@ -158,7 +158,7 @@ class ControlClient:
             else:
                 log.info("reconnected to the leader after %.1f s", cut.silent_for_s())
                 self._link = link
-                for message in self._kept:  # may have been lost with the old connection
+                for message in self._sent_again:  # may have been lost with the old connection
                     link.send(message)
                 return True
         return False
@@ -166,7 +166,7 @@ class ControlClient:
     def send(self, message: Message) -> None:
         """Sends a message to the leader. Evidence and a stop are sent again after a reconnect."""
         if message.evidence is not None or message.stopping:
-            self._kept.append(message)
+            self._sent_again.append(message)
         if self._link is not None:
             self._link.send(message)
 
@@ -181,7 +181,7 @@ class ControlClient:
 
     def misses_a_stopping_leader(self) -> bool:
         """Returns whether a leader that was asked to stop lost its connection: it ended, or will return."""
-        return self._leader_stopping and self._connecting_again
+        return self._leader_stopping and self._reconnecting
 
     def connected(self) -> bool:
         """Returns whether the leader's last heartbeat is within the heartbeat limit."""
@@ -194,7 +194,7 @@ class ControlClient:
     def check_silence(self) -> None:
         """Reports the leader if it was silent for too long."""
         if self._link is not None and self._link.left_s() < 0:
-            self._lost(self._link.describe_silence())
+            self._leader_lost(self._link.describe_silence())
 
     async def end(self) -> None:
         """Closes the link after all messages have left."""
@@ -202,7 +202,7 @@ class ControlClient:
             await self._link.flush()
             self._link.close()
 
-    def _lost(self, how: str) -> None:
+    def _leader_lost(self, how: str) -> None:
         if self._leader_stopping:
             self._handlers.on_left(0)
         else:

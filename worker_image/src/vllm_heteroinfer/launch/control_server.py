@@ -62,7 +62,7 @@ class ControlServer:
         self._verdict: Failure | None = None
         self._said_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers = ConnectionLimit(MAX_UNKNOWN_PEERS)
+        self._unknown_connections = ConnectionLimit(MAX_UNKNOWN_PEERS)
         self._sent_away = 0
         self._logged_at_s = -LOG_INTERVAL_S
 
@@ -99,18 +99,18 @@ class ControlServer:
 
     def beat(self) -> None:
         """Sends a heartbeat to every follower, with the age of this pod's news from the others."""
-        self._tell_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
+        self._send_to_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
 
     def tell_stopping(self) -> None:
         """Reports to every follower that this pod was asked to stop."""
         self._said_stopping = True
-        self._tell_all(Message(stopping=True))
+        self._send_to_all(Message(stopping=True))
 
     def check_silence(self) -> None:
         """Reports each follower that was silent for too long."""
         for pod, link in self._links.items():
             if pod not in self._away and link.left_s() < 0:
-                self._lost(pod, link.describe_silence())
+                self._pod_lost(pod, link.describe_silence())
 
     async def end(self, verdict: Failure | None, late_s: float) -> None:
         """Sends the verdict, if any, to all followers and closes the connections.
@@ -122,7 +122,7 @@ class ControlServer:
         """
         if verdict is not None:
             self._verdict = verdict
-            self._tell_all(Message(verdict=verdict))
+            self._send_to_all(Message(verdict=verdict))
             deadline_s = time.monotonic() + late_s
             while self.missing_pods() and time.monotonic() < deadline_s:
                 await asyncio.sleep(BEAT_INTERVAL_S / 4)
@@ -140,7 +140,7 @@ class ControlServer:
         for link in self._links.values():
             link.close()
 
-    def _tell_all(self, message: Message) -> None:
+    def _send_to_all(self, message: Message) -> None:
         for link in self._links.values():
             link.send(message)
 
@@ -155,23 +155,23 @@ class ControlServer:
             writer.close()  # the client has left already
             return
         try:
-            with self._strangers.holding(link.abort):
-                pod = await self._welcome(link)
+            with self._unknown_connections.holding(link.abort):
+                pod = await self._admit(link)
             if pod is not None:
-                await self._follow(pod, link)
+                await self._handle_follower(pod, link)
         except asyncio.CancelledError:
             pass  # end() closes the links; asyncio would log the cancellation as an error
         finally:
             link.close()
 
-    async def _welcome(self, link: SupervisorLink) -> int | None:
+    async def _admit(self, link: SupervisorLink) -> int | None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 if self._key is not None:
                     await link.prove_as_leader(self._key)
                 message = await link.receive()
         except (TimeoutError, ContractError) as error:
-            self._note_stranger(error)
+            self._log_stranger(error)
             return None
         if message is None or message.hello is None:
             return None
@@ -182,17 +182,17 @@ class ControlServer:
         if difference:
             await self._refuse(link, hello, difference, ends_group=ends_group)
             return None
-        self._take_in(hello, link)
+        self._accept_follower(hello, link)
         return hello.pod
 
-    def _note_stranger(self, error: Exception) -> None:
+    def _log_stranger(self, error: Exception) -> None:
         """Logs strangers, but only once in LOG_INTERVAL_S, so that they cannot fill the log."""
         self._sent_away += 1
         if time.monotonic() - self._logged_at_s > LOG_INTERVAL_S:
             self._logged_at_s = time.monotonic()
             log.warning("control port: refused %d connections so far; the last: %s", self._sent_away, error)
 
-    def _take_in(self, hello: Hello, link: SupervisorLink) -> None:
+    def _accept_follower(self, hello: Hello, link: SupervisorLink) -> None:
         old = self._links.get(hello.pod)
         self._links[hello.pod], self._instances[hello.pod] = link, hello.instance
         self._away.discard(hello.pod)
@@ -221,7 +221,7 @@ class ControlServer:
         if ends_group:
             self._handlers.on_evidence(Evidence(failure=failure))
 
-    async def _follow(self, pod: int, link: SupervisorLink) -> None:
+    async def _handle_follower(self, pod: int, link: SupervisorLink) -> None:
         """Handles a follower's messages. After a lost connection, waits for the follower to reconnect."""
         with contextlib.suppress(ContractError):
             while (message := await link.receive()) is not None:
@@ -235,10 +235,10 @@ class ControlServer:
         if self._links.get(pod) is link:
             self._away.add(pod)
             left = pod in self._stopping and not link.broke_off
-            if left or not await self._comes_again(pod, link):
-                self._lost(pod, link.how_it_ended)
+            if left or not await self._waits_for_reconnect(pod, link):
+                self._pod_lost(pod, link.how_it_ended)
 
-    async def _comes_again(self, pod: int, link: SupervisorLink) -> bool:
+    async def _waits_for_reconnect(self, pod: int, link: SupervisorLink) -> bool:
         """Waits for a follower to reconnect, within its heartbeat limit. Returns whether it did.
 
         If its health port refuses connections, its process has ended, so the wait ends too.
@@ -267,7 +267,7 @@ class ControlServer:
             asked.cancel()
         return self._links[pod] is not link
 
-    def _lost(self, pod: int, how: str) -> None:
+    def _pod_lost(self, pod: int, how: str) -> None:
         if pod in self._stopping:
             self._handlers.on_left(pod)
         else:

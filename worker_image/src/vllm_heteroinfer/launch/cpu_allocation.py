@@ -55,7 +55,7 @@ def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet,
         left = _without_reserved(units, reserved)
         count = sum(len(node) for node in left.values())
         if count >= ranks:
-            return _share_out(left, ranks, count // ranks)
+            return _distribute(left, ranks, count // ranks)
     return None
 
 
@@ -78,11 +78,11 @@ def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int
     return {node: [unit[0] for unit in own] for node, own in sorted(nodes.items()) if own}
 
 
-def _share_out(left: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
+def _distribute(left: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
     on_one_node = _most_on_one_node([len(cpus) for cpus in left.values()], ranks)
     if on_one_node >= WORTH_ONE_NODE * threads:
         threads = on_one_node
-        takes = (_take_from_one(left, threads) for _ in range(ranks))
+        takes = (_take_from_one_node(left, threads) for _ in range(ranks))
     else:
         takes = (_take_evenly(left, threads) for _ in range(ranks))
     return tuple(
@@ -99,7 +99,7 @@ def _most_on_one_node(sizes: Sequence[int], ranks: int) -> int:
     return next((n for n in range(max(sizes), 0, -1) if sum(size // n for size in sizes) >= ranks), 0)
 
 
-def _take_from_one(left: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
+def _take_from_one_node(left: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
     node = next(node for node, cpus in left.items() if len(cpus) >= threads)
     taken, left[node] = left[node][:threads], left[node][threads:]
     return taken

@@ -78,7 +78,7 @@ def rank_environment(
         ContractError: the pod has fewer GPUs than GPU ranks, or its number of threads is not valid.
     """
     base_env = _without_blank_threads(base_env)
-    env = {**base_env, **_fixed(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
+    env = {**base_env, **_device_settings(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
     if rank.device is Device.GPU:
         env[names.ENV_VISIBLE_GPUS] = _own_gpu(rank, base_env)
         return env
@@ -108,7 +108,7 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     """
     base_env = _without_blank_threads(base_env)
     device = plan.ranks[0].device
-    env = {**base_env, **_fixed(plan, device, host)}
+    env = {**base_env, **_device_settings(plan, device, host)}
     env.pop(names.ENV_RANK, None)
     if device is Device.CPU:
         env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
@@ -168,7 +168,7 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
     return gpu_ranks + (engine_cpus(host.usable_cpus) if hosts_engine else 0)
 
 
-def _fixed(plan: Plan, device: Device, host: Host) -> dict[str, str]:
+def _device_settings(plan: Plan, device: Device, host: Host) -> dict[str, str]:
     return {
         names.ENV_HETEROGENEOUS_DEVICE: "cuda" if device is Device.GPU else "cpu",
         # The model is on disk. vLLM must not download it if the path looks like a repository of a hub.
@@ -200,14 +200,14 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     devices = [device.strip() for device in listed.split(",") if device.strip()]
     if rank.local_rank >= len(devices):
         raise ContractError(
-            f"rank {rank.rank}: got {names.ENV_VISIBLE_GPUS}={listed!r}, expected at least "
-            f"{rank.local_rank + 1} GPUs in pod {rank.pod}. Give each pod of the role one GPU per rank"
+            f"rank {rank.rank}: {names.ENV_VISIBLE_GPUS} must list at least {rank.local_rank + 1} GPUs in "
+            f"pod {rank.pod} (got {listed!r}). Give each pod of the role one GPU per rank"
         )
     return devices[rank.local_rank]
 
 
 def _more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
-    """Whether the user set more threads than the rank has CPUs. Then threads would wait for each other."""
+    """Returns whether the user set more threads than the rank has CPUs; such threads wait for each other."""
     return (first_level(base_env) or 0) > len(cpu_set.cpus)
 
 

@@ -42,7 +42,7 @@ class LoopClock(TurnClock):
 def silence_limit_s(
     heartbeat_timeout_s: float, *, acknowledged: bool, own_late_s: float, peer_late_s: float
 ) -> float:
-    """Returns how long a peer may be silent before it is lost, in seconds.
+    """Returns for how many seconds a peer may be silent before it counts as lost.
 
     A machine that is gone or disconnected acknowledges nothing; then the heartbeat limit applies. Otherwise
     the supervisor may be stopped or get no CPU. If recent turns were late, the next may be later,

@@ -141,35 +141,37 @@ class PodProcesses:
         env = {**first.env, names.ENV_FORK_FD: str(theirs.fileno())}
         await self._start_one(replace(first, env=env), theirs)
         for each in forked:
-            await self._ask_for(each, first, cpus)
+            await self._request_fork(each, first, cpus)
         with contextlib.suppress(OSError):
             self._forks.end_requests()
-        asyncio.get_running_loop().add_reader(self._forks.fileno(), self._take_forks, self._forks)
+        asyncio.get_running_loop().add_reader(self._forks.fileno(), self._adopt_forks, self._forks)
 
     async def _start_one(self, wanted: "_Wanted", *theirs: socket.socket) -> None:
         """Starts a process that inherits the sockets `theirs`, without blocking the event loop.
 
         Closes this process's copies of the sockets.
         """
-        process = await self._starts.call(lambda: self._keep(_start(wanted, theirs)))
-        self._hear(process)
+        process = await self._starts.call(lambda: self._store_process(_start(wanted, theirs)))
+        self._listen_to(process)
         log.info("started %s as process %d", wanted.label, process.child.pid)
 
-    async def _ask_for(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
+    async def _request_fork(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
         """Asks the pod's first rank to fork a process. The rank answers after its imports."""
         forks = self._forks
         assert forks is not None
-        self._hear(await self._starts.call(lambda: self._keep(_ask(forks, wanted, first, cpus))))
+        self._listen_to(
+            await self._starts.call(lambda: self._store_process(_ask_for_fork(forks, wanted, first, cpus)))
+        )
 
-    def _keep(self, process: SupervisedProcess) -> SupervisedProcess:
+    def _store_process(self, process: SupervisedProcess) -> SupervisedProcess:
         """Stores a process. Runs on the starting thread, so kill() finds it even if start() was cancelled."""
         self._processes.append(process)
         return process
 
-    def _hear(self, process: SupervisedProcess) -> None:
+    def _listen_to(self, process: SupervisedProcess) -> None:
         asyncio.get_running_loop().add_reader(process.channel.fileno(), self._readable, process)
 
-    def _take_forks(self, forks: ForkClient) -> None:
+    def _adopt_forks(self, forks: ForkClient) -> None:
         """Reads the first rank's answers: adopts forked processes, and reports each failed fork."""
         for answer in forks.read():
             process = next(p for p in self._processes if p.child.label == answer.label)
@@ -215,7 +217,7 @@ class PodProcesses:
         self._draining = True
 
     def drained(self) -> bool:
-        """Whether all requests have ended: the API server reported this, or it does not run."""
+        """Whether all requests have ended: the API server reported this, or does not run."""
         api = self._api
         return api is None or api.report.drained or api.child.observe().state is ProcessState.ENDED
 
@@ -354,7 +356,9 @@ def _start(wanted: _Wanted, theirs: Sequence[socket.socket]) -> SupervisedProces
     return SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment)
 
 
-def _ask(forks: ForkClient, wanted: _Wanted, first: _Wanted, cpus: Sequence[int]) -> SupervisedProcess:
+def _ask_for_fork(
+    forks: ForkClient, wanted: _Wanted, first: _Wanted, cpus: Sequence[int]
+) -> SupervisedProcess:
     """Asks the pod's first rank to fork a process. The result has no process id yet."""
     channel, theirs = RankChannel.open_pair()
     read_fd, write_fd = os.pipe()

@@ -60,7 +60,9 @@ class GroupView:
         if asleep and not self.missing_pods:
             return f"asleep: rank {', '.join(asleep)}. To wake the group, POST /wake_up to the leader's API"
         waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
-        waits += [self._words(status) for status in self._not_ready() if status.pod not in self.missing_pods]
+        waits += [
+            self._describe_rank(status) for status in self._not_ready() if status.pod not in self.missing_pods
+        ]
         if not waits and not self.api_healthy:
             busy = self._busiest()
             of_rank = f", and rank {busy.rank} (pod {busy.pod}) is busy" if busy else ""
@@ -77,7 +79,7 @@ class GroupView:
         """
         if self.missing_pods:
             return self.missing_pods[0]
-        first = next(iter(self._by_suspicion()), None)
+        first = next(iter(self._most_suspicious_first()), None)
         if first is None:
             busy = None if self.api_healthy else self._busiest()
             return busy.pod if busy else None if self.api_healthy and self.engine_answers else 0
@@ -86,7 +88,7 @@ class GroupView:
     @property
     def rank(self) -> int | None:
         """The rank that the others wait for; None if they wait for a whole pod or the engine."""
-        first = next(iter(self._by_suspicion()), None)
+        first = next(iter(self._most_suspicious_first()), None)
         if first is None:
             busy = None if self.api_healthy or self.missing_pods else self._busiest()
             return busy.rank if busy else None
@@ -117,7 +119,7 @@ class GroupView:
             missing_pods=self.missing_pods,
         )
 
-    def _words(self, status: RankStatus) -> str:
+    def _describe_rank(self, status: RankStatus) -> str:
         text, beat = f"rank {status.rank} (pod {status.pod}) is {status.phase}", self._beat(status.rank)
         if beat.silent_s > SILENT_S:
             return f"{text} and has sent its supervisor nothing for {beat.silent_s:.0f} s"
@@ -126,7 +128,7 @@ class GroupView:
         for_rank = beat.waiting_for_rank
         return text if for_rank is None else f"{text} and waits for rank {for_rank}"
 
-    def _by_suspicion(self) -> list[RankStatus]:
+    def _most_suspicious_first(self) -> list[RankStatus]:
         """Returns the ranks that are not ready, the most likely cause first.
 
         First silent ranks, then ranks that do not wait for another unready rank, the one furthest behind

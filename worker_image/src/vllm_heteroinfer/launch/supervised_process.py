@@ -106,7 +106,7 @@ def failure_of(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessOb
         known, who = replace(known, exit_code=code), f"the engine (pod {pod})"
         return replace(known, message=f"{who} {describe_exit(code, RankPhase(process.report.phase))}")
     if process.reported is not None:
-        return _as_reported(process.reported, known, plan, who)
+        return _completed_report(process.reported, known, plan, who)
     if seen.state is ProcessState.STOPPED:
         reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
         return replace(known, reason=reason, message=f"{who} {STOPPED}")
@@ -118,7 +118,7 @@ def exit_reason(process: SupervisedProcess) -> FailureReason:
     return FailureReason.API_SERVER_EXITED if process.assignment is None else FailureReason.RANK_EXITED
 
 
-def _as_reported(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:
+def _completed_report(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:
     """Completes a process's own report with the supervisor's knowledge.
 
     A rank may name another rank as the culprit, for example if their settings differ. Then the failure
@@ -144,7 +144,7 @@ def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
     if exit_code is None:
         return f"ended {during} (exit code unknown)"
     if exit_code >= 0:
-        return f"exited with code {exit_code} {during}, but must keep running. Read its log"
+        return f"exited with code {exit_code} {during}, but must run as long as the group. See its log"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:

@@ -124,7 +124,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Supervises the pod until all its processes are gone. Returns the exit code."""
-        self._take_signals()
+        self._install_signal_handlers()
         tasks: list[asyncio.Task[None]] = []
         verdict: Failure | None = None
         try:
@@ -143,7 +143,7 @@ class Supervisor:
             await self._end(verdict)
         return names.EXIT_STOPPED if verdict is None else culprit.exit_code(verdict, self._launch.pod_index)
 
-    def _take_signals(self) -> None:
+    def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -300,7 +300,9 @@ class Supervisor:
 
     def _on_evidence(self, evidence: Evidence) -> None:
         failure = evidence.failure
-        if self._outcome.done() or _gist(evidence) in {_gist(known) for _, known in self._evidence}:
+        if self._outcome.done() or _duplicate_key(evidence) in {
+            _duplicate_key(known) for _, known in self._evidence
+        }:
             return
         log.warning("%s: %s", failure.reason, failure.message)
         self._evidence.append((time.monotonic() - evidence.age_s, evidence))
@@ -310,19 +312,19 @@ class Supervisor:
             self._client.send(Message(evidence=evidence))
         decides_alone = self._server is not None or leader_lost
         wait_s = GATHER_S if decides_alone else VERDICT_TIMEOUT_S
-        self._later(wait_s, self._decide)
+        self._call_later(wait_s, self._decide)
 
-    def _later(self, wait_s: float, act: Callable[[], None]) -> None:
+    def _call_later(self, wait_s: float, act: Callable[[], None]) -> None:
         """Calls `act` after `wait_s` seconds.
 
         Only time in which this process runs counts: messages may wait in the kernel for it to read them.
         """
-        self._at(self._awake_s() + wait_s, act)
+        self._call_at(self._awake_s() + wait_s, act)
 
-    def _at(self, awake_s: float, act: Callable[[], None]) -> None:
+    def _call_at(self, awake_s: float, act: Callable[[], None]) -> None:
         left_s = awake_s - self._awake_s()
         if left_s > 0:
-            asyncio.get_running_loop().call_later(left_s, self._at, awake_s, act)
+            asyncio.get_running_loop().call_later(left_s, self._call_at, awake_s, act)
         else:
             act()
 
@@ -331,7 +333,7 @@ class Supervisor:
         if self._outcome.done() or self._drained:
             return
         if self._misses_a_stopping_pod():  # the ranks of a pod that has left make other ranks fail
-            self._later(RETURN_POLL_S, self._decide)
+            self._call_later(RETURN_POLL_S, self._decide)
             return
         now_s = time.monotonic()
         self._conclude(culprit.blame([replace(e, age_s=now_s - seen_s) for seen_s, e in self._evidence]))
@@ -386,7 +388,7 @@ class Supervisor:
         if self._asked:
             self._stop()
         else:
-            self._later(STOP_GATHER_S, self._decide_stopped)
+            self._call_later(STOP_GATHER_S, self._decide_stopped)
 
     def _stop(self) -> None:
         if not self._outcome.done():
@@ -430,7 +432,7 @@ class Supervisor:
         if verdict is None:
             gone = await self._pod.stop(self._hurry)
         else:
-            await self._leave(verdict)
+            await self._write_termination_message(verdict)
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
             gone = await self._pod.kill()
         if not gone:
@@ -439,7 +441,7 @@ class Supervisor:
         self._health.close()
         log.info("ended")
 
-    async def _leave(self, verdict: Failure) -> None:
+    async def _write_termination_message(self, verdict: Failure) -> None:
         """Writes the failure to the termination message; does not wait long for a slow disk."""
         path, text = self._settings.termination_message_path, verdict.to_json()
         try:
@@ -495,7 +497,7 @@ class Supervisor:
             reason = self._not_ready_because()
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
             if self._guard is not None:
-                reason = _for_strangers(reason)
+                reason = _without_cause(reason)
             return HealthAnswer(status=status, body=reason or "ready")
         if path == names.PATH_GROUP and self._server is not None:
             return self._report(request.credentials)
@@ -515,18 +517,18 @@ class Supervisor:
         challenge = self._guard.admits(credentials, now_s)
         headers = {CHALLENGE_HEADER: f"{SCHEME} {self._guard.challenge(now_s)}"}
         if challenge is None:
-            message = _for_strangers(report.message)
+            message = _without_cause(report.message)
             report = replace(report, group_uid="", epoch=0, plan_hash="", message=message)
         else:
             headers[CODE_HEADER] = self._guard.vouch(challenge, f"{report.to_json()}\n")
         return HealthAnswer(status=HTTPStatus.OK, body=report.to_json(), content_type=kind, headers=headers)
 
 
-def _gist(evidence: Evidence) -> tuple[object, ...]:
+def _duplicate_key(evidence: Evidence) -> tuple[object, ...]:
     """Returns the key by which evidence is a duplicate; an accusation never duplicates an own report."""
     return evidence.failure.reason, evidence.failure.pod, evidence.failure.rank, evidence.accused
 
 
-def _for_strangers(words: str) -> str:
+def _without_cause(words: str) -> str:
     """Removes from a reason the cause of the group's end, which clients without the key must not see."""
     return _ENDING if words.startswith(_ENDING) else words

@@ -45,7 +45,7 @@ class SupervisorLink:
         self._lines = LineBuffer()
         self._queue: list[str] = []
         self._seal: Seal | None = None
-        self._note_heartbeat()
+        self._record_heartbeat()
         self.own_host = str((writer.get_extra_info("sockname") or ("",))[0])
         _set_options(writer, timeout_s)
 
@@ -105,19 +105,19 @@ class SupervisorLink:
             try:
                 chunk = await self._reader.read(65536)
             except OSError as error:
-                self._note_error(error)
+                self._record_error(error)
                 chunk = b""
             if not chunk:
                 return None
-            self._note_heartbeat()
+            self._record_heartbeat()
             self._queue = self._lines.feed(chunk)
         return self._queue.pop(0)
 
-    def _note_heartbeat(self) -> None:
+    def _record_heartbeat(self) -> None:
         self._last_heartbeat_at_s = time.monotonic()
         self._last_heartbeat_awake_s = self._clock.awake_s(self._last_heartbeat_at_s)
 
-    def _note_error(self, error: OSError) -> None:
+    def _record_error(self, error: OSError) -> None:
         # TCP_USER_TIMEOUT: the kernel of the peer's machine does not answer either, and it needs no process.
         self.broke_off = True
         self._unacknowledged = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)

@@ -83,13 +83,13 @@ def check_hello(
     is connected may connect again.
     """
     if hello.group_uid != launch.group_uid:
-        return f"got group uid {hello.group_uid}, expected {launch.group_uid}", False
+        return f"group uid must be {launch.group_uid} (got {hello.group_uid})", False
     if hello.epoch != launch.epoch:
-        return f"got epoch {hello.epoch}, expected {launch.epoch}", hello.epoch > launch.epoch
+        return f"epoch must be {launch.epoch} (got {hello.epoch})", hello.epoch > launch.epoch
     if hello.plan_hash != plan.hash:
-        return f"got plan {hello.plan_hash}, expected {plan.hash}", True
+        return f"plan must be {plan.hash} (got {hello.plan_hash})", True
     if not 0 < hello.pod < len(plan.pods):
-        return f"got pod index {hello.pod}, expected 1..{len(plan.pods) - 1}", True
+        return f"pod index must be 1 to {len(plan.pods) - 1} (got {hello.pod})", True
     if connected.get(hello.pod, hello.instance) != hello.instance:
         return f"pod {hello.pod} is already connected", False
     return "", False

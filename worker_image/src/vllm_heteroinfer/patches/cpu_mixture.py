@@ -22,34 +22,34 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
 from vllm_heteroinfer.kernels.linear_layers import is_wanted
-from vllm_heteroinfer.kernels.routing import ExpertChoice, Mixture, takes_logits
+from vllm_heteroinfer.kernels.routing import ExpertChoice, Mixture, supports_logits
 from vllm_heteroinfer.patches.cpu_experts import check_limit, library_of, packed_experts
 from vllm_heteroinfer.patches.cpu_router import routing_of
 from vllm_heteroinfer.patches.registry import CPU_MIXTURE
 from vllm_heteroinfer.patches.replacing import replace
 
-_HELD: Final = "heteroinfer_mixture"
-"""Attribute of vLLM's runner that keeps its `_Held`."""
+_CHOICE: Final = "heteroinfer_mixture"
+"""Attribute of vLLM's runner that keeps its `_KernelChoice`."""
 _PACKED_AXES: Final = 4
 """Axes of a weight packed by `linear.pack`. vLLM's own weights have two axes or none."""
 
 
 def install() -> None:
-    """Replaces vLLM's MoE forward by `_forwarding` in this process.
+    """Replaces vLLM's MoE forward by `_with_mixture_kernel` in this process.
 
     Does nothing if HETEROINFER_CPU_LINEAR=onednn.
     """
     if is_wanted(os.environ):
-        replace(CPU_MIXTURE, _forwarding)
+        replace(CPU_MIXTURE, _with_mixture_kernel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _KernelChoice:
     """The kernels chosen for a runner, and the state for which the choice is valid.
 
     Attributes:
         mixture: computes the layer; None if vLLM computes the layer.
-        weights: tensors whose raw pointers `mixture` holds: mapping that contains the tensor, its key, and
+        weights: tensors whose raw pointers `mixture` is_valid: mapping that contains the tensor, its key, and
             its address.
         methods: mapping that contains the `quant_method` of the runner's experts.
         method: that `quant_method`.
@@ -64,8 +64,8 @@ class _Held:
     hidden: int = 0
     logits_of: int = 0
 
-    def holds(self) -> bool:
-        """Whether the runner's weights are still at the same addresses, with the same method."""
+    def is_valid(self) -> bool:
+        """Returns whether the runner's weights are still at the same addresses, with the same method."""
         for owner, name, address in self.weights:
             tensor = owner.get(name)
             if tensor is None or tensor.data_ptr() != address:
@@ -73,7 +73,9 @@ class _Held:
         return self.methods.get("quant_method") is self.method
 
 
-def _forwarding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _with_mixture_kernel(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns a forward() that computes a layer in one call of our kernels, or calls vLLM's `original`."""
+
     def forward(
         self: Any,
         hidden_states: torch.Tensor,
@@ -83,16 +85,16 @@ def _forwarding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return original(self, hidden_states, router_logits, input_ids, shared_experts_input)
-        held = self.__dict__.get(_HELD)
-        if held is None or not held.holds():
-            held = self.__dict__[_HELD] = _find(self)
-        mixture, router = held.mixture, self.router
+        kept_choice = self.__dict__.get(_CHOICE)
+        if kept_choice is None or not kept_choice.is_valid():
+            kept_choice = self.__dict__[_CHOICE] = _choose_kernels(self)
+        mixture, router = kept_choice.mixture, self.router
         if (
             mixture is None
             or shared_experts_input is not None
             or router.capture_fn is not None
             or router._routing_replay_out is not None
-            or not _takes(held, hidden_states, router_logits)
+            or not _supports_inputs(kept_choice, hidden_states, router_logits)
         ):
             return original(self, hidden_states, router_logits, input_ids, shared_experts_input)
         return mixture.compute(hidden_states, router_logits)
@@ -100,19 +102,22 @@ def _forwarding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return forward
 
 
-def _takes(held: _Held, x: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Whether our kernels can read these inputs."""
+def _supports_inputs(kept_choice: _KernelChoice, x: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Returns whether our kernels support these inputs."""
     return (
         x.dtype is torch.bfloat16
         and x.ndim == 2
         and x.shape[0] > 0
-        and x.shape[1] == held.hidden
+        and x.shape[1] == kept_choice.hidden
         and x.stride(1) == 1
-        and (not held.logits_of or (len(logits) == len(x) and takes_logits(logits, held.logits_of)))
+        and (
+            not kept_choice.logits_of
+            or (len(logits) == len(x) and supports_logits(logits, kept_choice.logits_of))
+        )
     )
 
 
-def _find(runner: Any) -> _Held:
+def _choose_kernels(runner: Any) -> _KernelChoice:
     """Chooses the kernels for a runner, for its current weights."""
     part = runner.routed_experts
     methods = part._modules if "quant_method" in part._modules else part.__dict__
@@ -120,7 +125,7 @@ def _find(runner: Any) -> _Held:
     routing = _routing(runner) if _is_plain(runner) else None
     library, gate = library_of(part), runner.gate
     if library is None or routing is None or not (gate is None or _is_packed(gate)):
-        return _Held(mixture=None, methods=methods, method=method)
+        return _KernelChoice(mixture=None, methods=methods, method=method)
     experts = packed_experts(method.moe_kernel.fused_experts, part.w13_weight.data, part.w2_weight.data)
     mixture = Mixture(library, routing, experts, None if gate is None else gate.weight.data)
     owners: list[tuple[Any, str]] = [(part._parameters, "w13_weight"), (part._parameters, "w2_weight")]
@@ -128,7 +133,7 @@ def _find(runner: Any) -> _Held:
         owners.append((gate._parameters, "weight"))
     if routing.bias is not None:
         owners.append((runner.router.__dict__, "e_score_correction_bias"))
-    return _Held(
+    return _KernelChoice(
         mixture=mixture,
         weights=tuple((owner, name, owner[name].data_ptr()) for owner, name in owners),
         methods=methods,

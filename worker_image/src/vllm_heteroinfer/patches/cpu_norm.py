@@ -41,10 +41,10 @@ def _norming(library: KernelLibrary, original: Callable[..., Normed]) -> Callabl
             return original(self, x, residual)
         weight = self._parameters["weight"]
         if residual is None:
-            if not norms.takes(x, weight):
+            if not norms.supports_norm(x, weight):
                 return original(self, x)
             return norms.norm(library, x, weight, self.variance_epsilon)
-        if not norms.takes_both(x, residual, weight):
+        if not norms.supports_add_and_norm(x, residual, weight):
             return original(self, x, residual)
         norms.add_and_norm(library, x, residual, weight, self.variance_epsilon)
         return x, residual

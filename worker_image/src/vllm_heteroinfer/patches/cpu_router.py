@@ -73,7 +73,7 @@ def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Call
         if by_itself or scoring not in _SCORES:
             return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
         chooser = None if torch.compiler.is_compiling() else _chooser(self)
-        if chooser is not None and chooser.takes(router_logits):
+        if chooser is not None and chooser.accepts(router_logits):
             return chooser.choose(router_logits)
         # vLLM's routers for GPUs apply the factor only if there is a bias; otherwise the model applies it.
         factor = 1.0 if bias is None else self.routed_scaling_factor

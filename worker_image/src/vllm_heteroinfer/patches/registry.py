@@ -231,7 +231,6 @@ PATCHES: Final = (
 def build_refusal(patch: Patch, found: str, version: str) -> PatchError:
     """Builds the error for a vLLM `version` that has `found` instead of the patch's target."""
     return PatchError(
-        f"patch {patch.id}: got {found} in vLLM {version}, expected {patch.target}"
-        f"({', '.join(patch.parameters)}) as in {', '.join(patch.verified)}; install that version"
-        f"{patch.otherwise}"
+        f"patch {patch.id}: vLLM must have {patch.target}({', '.join(patch.parameters)}) as in "
+        f"{', '.join(patch.verified)} (got {found} in vLLM {version}). Install that version{patch.otherwise}"
     )

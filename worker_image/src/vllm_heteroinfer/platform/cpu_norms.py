@@ -15,13 +15,13 @@ _VECTOR: Final = 32
 """Rows must be a multiple of 32 elements: the operations read whole vectors of 8 or 16 elements."""
 
 
-def _takes(
+def _supports_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
     return variance_size is None and _is_whole(x, weight)
 
 
-def _takes_both(
+def _supports_add_and_norm(
     x: torch.Tensor,
     x_residual: torch.Tensor,
     weight: torch.Tensor | None,
@@ -36,7 +36,7 @@ def _is_whole(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     return weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
 
 
-@ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_takes)
+@ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports_norm)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
@@ -46,7 +46,7 @@ def rms_norm(
     return out
 
 
-@ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_takes_both, inplace=True)
+@ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_supports_add_and_norm, inplace=True)
 def fused_add_rms_norm(
     x: torch.Tensor,
     x_residual: torch.Tensor,

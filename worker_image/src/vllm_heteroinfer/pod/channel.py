@@ -41,8 +41,7 @@ def no_channel(got: str, error: Exception) -> ContractError:
         got: the environment variables that the process found, for the message.
     """
     return ContractError(
-        f"got {got}, expected the open channel of a supervisor ({error}); ranks are started by "
-        "`heteroinfer-worker`"
+        f"{got}: must be the open channel of a supervisor ({error}). Start ranks with `heteroinfer-worker`"
     )
 
 
@@ -430,7 +429,7 @@ class LineBuffer:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             raise ContractError(
-                f"got a line of more than {MAX_LINE_BYTES} bytes, expected a message of heteroinfer; "
-                "does another program use this port or descriptor?"
+                f"a message must have at most {MAX_LINE_BYTES} bytes (got a longer line). Check whether "
+                "another program uses this port or descriptor"
             )
         return [line.decode(errors="replace") for line in lines]

@@ -25,7 +25,7 @@ def first_level(env: Mapping[str, str]) -> int | None:
     numbers = _NUMBERS.fullmatch(text)
     if numbers is None:
         raise ContractError(
-            f"{names.ENV_OMP_THREADS}: got {text[:80]!r}, expected a number above 0, or several numbers "
-            "separated by commas. Correct it in spec.engine.env"
+            f"{names.ENV_OMP_THREADS}: must be a number above 0, or several numbers separated by commas (got "
+            f"{text[:80]!r}). Correct it in spec.engine.env"
         )
     return int(numbers[1])

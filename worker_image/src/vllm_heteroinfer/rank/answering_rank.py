@@ -174,8 +174,8 @@ class Lane:
         if layer == PROBE_LAYER:
             return self._echo
         raise ContractError(
-            f"feed-forward rank {self._context.rank.rank}: got an ask for layer {layer}, expected one of "
-            f"{sorted(self._computes)}"
+            f"feed-forward rank {self._context.rank.rank}: an ask must be for a layer of| "
+            f"{sorted(self._computes)} (got {layer})"
         )
 
     def _echo(self, rows: int) -> None:

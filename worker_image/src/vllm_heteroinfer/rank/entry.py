@@ -84,7 +84,7 @@ def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssign
     text = env.get(names.ENV_RANK, "")
     if not text.isdecimal() or int(text) >= plan.world_size:
         raise ContractError(
-            f"got {names.ENV_RANK}={text!r}, expected 0..{plan.world_size - 1}; ranks are started by "
+            f"{names.ENV_RANK}: must be 0 to {plan.world_size - 1} (got {text!r}). Start ranks with "
             "`heteroinfer-worker`"
         )
     rank = plan.ranks[int(text)]

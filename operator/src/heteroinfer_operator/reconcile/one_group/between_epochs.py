@@ -86,8 +86,8 @@ def _find_pod_refusal(
 
 def next_revision(context: Context, status: GroupStatus) -> str | None:
     """Name of the revision that a group's next epoch uses, or None if no revision can start now."""
-    own = _own(context, status)
-    if own is None or not _keeps_own(context, status):
+    own = _last_revision_and_plan(context, status)
+    if own is None or not _keeps_last_revision(context, status):
         return context.target.name if context.problem is None else None
     return own[0].name
 
@@ -102,7 +102,7 @@ def _waits_for_admission(context: Context, status: GroupStatus, revision: str | 
     return not context.admission.unanswered or status.revision != revision
 
 
-def _keeps_own(context: Context, status: GroupStatus) -> bool:
+def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
     """Checks whether a group keeps its revision because the target cannot start or has already failed.
 
     A group of the target revision waits while the model is inspected again: a change of the model may have
@@ -114,7 +114,7 @@ def _keeps_own(context: Context, status: GroupStatus) -> bool:
     return not (same and problem.reason == WAITING_FOR_MODEL)
 
 
-def _own(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
+def _last_revision_and_plan(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
     """The revision and plan that a group last used, or None unless both are still stored."""
     revision = context.revisions.get(status.revision or "")
     plan = context.plans.get(status.plan_hash or "")
@@ -130,8 +130,8 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
     Raises:
         HeteroInferError: neither is available now.
     """
-    own = _own(context, status)
-    if own is None or not _keeps_own(context, status):
+    own = _last_revision_and_plan(context, status)
+    if own is None or not _keeps_last_revision(context, status):
         if context.problem is not None:
             raise context.problem
         planned = context.planner.make(status.index)
@@ -153,7 +153,8 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
             status=transitions.not_planned(status, message=problem.message, startup=begun), refusal=problem
         )
     plan, refusal = planned.plan, context.refusal_of(status.index)
-    # The epoch begins with the first request for a pod, and that waits for the objects that pods need.
+    # An epoch begins when the operator first asks the API server for one of its pods. The operator does so
+    # only after the objects that pods need exist.
     waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # Pods that the operator never saw may have been created and may have run.
     follows = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)

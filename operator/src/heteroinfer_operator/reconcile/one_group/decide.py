@@ -63,7 +63,7 @@ def decide_group(
     )
     # Without pods, members that never ran prove an epoch only if its plan or revision is still stored.
     has_members = had_run(status) or (status.members and made.is_known)
-    if not current and not has_members and not (unmade and _goes_on(context, status, made)):
+    if not current and not has_members and not (unmade and _can_still_start(context, status, made)):
         return decide_between_epochs(context, _not_begun(context, status), pods, starts_after)
     if is_forgotten:
         status = transitions.made_with(status, revision=made.revision_name, plan_hash=made.plan_hash)
@@ -99,7 +99,7 @@ def _not_begun(context: Context, status: GroupStatus) -> GroupStatus:
     return transitions.not_begun(status) if first in context.unasked else status
 
 
-def _goes_on(context: Context, status: GroupStatus, made: Made) -> bool:
+def _can_still_start(context: Context, status: GroupStatus, made: Made) -> bool:
     """Checks whether an epoch without any pod so far can still start with its revision and plan."""
     has_all = made.plan is not None and made.revision is not None and context.refusal_of(status.index) is None
     return has_all and made.revision_name == next_revision(context, status)

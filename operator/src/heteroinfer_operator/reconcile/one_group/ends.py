@@ -28,18 +28,21 @@ def find_epoch_end(epoch: BegunEpoch) -> EpochEnd | None:
 
 
 def pod_ended(epoch: BegunEpoch) -> EpochEnd | None:
-    """A pod that had run has ended."""
+    """End of an epoch in which a pod ended after it had run; otherwise None."""
     return find_end_of_pods(epoch.pods)
 
 
 def node_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """The node of a pod is lost."""
+    """End of an epoch that has a pod on a lost node; otherwise None."""
     pods = [pod for pod in epoch.pods if not startup.is_rejected(pod)]
     return epoch.context.node_loss.find_epoch_end(pods)
 
 
 def held_by_kueue(epoch: BegunEpoch) -> EpochEnd | None:
-    """Under Kueue, a pod ended before it ever ran: Kueue keeps its name, so it cannot be replaced alone."""
+    """End of an epoch under Kueue in which a pod ended before it ran; otherwise None.
+
+    Kueue keeps the name of such a pod, so the operator cannot replace the pod alone.
+    """
     if gang_of(epoch.pods) is not Gang.KUEUE or not epoch.spare:
         return None
     spare = epoch.spare
@@ -52,14 +55,14 @@ def held_by_kueue(epoch: BegunEpoch) -> EpochEnd | None:
 
 
 def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
-    """A pod that had run no longer exists."""
+    """End of an epoch in which a pod that had run no longer exists; otherwise None."""
     present = {pod.name for pod in epoch.pods}
     gone = [pod for pod in had_run(epoch.status) if pod not in present]
     return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone") if gone else None
 
 
 def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """A pod or its container must be created, and the plan or the revision for it is gone."""
+    """End of an epoch that needs a pod or container, but whose plan or revision is lost; otherwise None."""
     made = epoch.made
     to_be_made = epoch.missing and (made.plan is None or made.revision is None)
     waiting = next((pod.name for pod in epoch.pods if not has_run(pod)), "") if made.plan is None else ""
@@ -74,7 +77,7 @@ def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
 
 
 def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """A pod or its container must be created, but the operator no longer has the key of the other pods.
+    """End of an epoch that needs a pod or container, but whose key the operator no longer has.
 
     The operator's own key has changed, and the group's key is derived from it. A container would wait
     indefinitely for the Secret with the old key; a pod with the new key could not join the others.
@@ -96,7 +99,7 @@ def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
 
 
 def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
-    """A spare pod must be created again, but would get another image than the other pods have.
+    """End of an epoch that needs a pod again, but whose image differs from the other pods' image.
 
     The operator's default images change with an upgrade of the chart. Pods that an older version created do
     not record their images.

@@ -24,10 +24,14 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
     start = None
     if not ready and not asleep:
         start = startup.observe_startup(before.startup, current, report, whole=not missing, now=context.now)
-    silent = context.node_loss.message(current)
+    silent = context.node_loss.blocked_message(current)
     message = silent or (_how_to_wake(current) if asleep else None)
     if start is not None:
-        message = _unplaced(current) or silent or startup.describe(start, current, report, len(made.pods))
+        message = (
+            _describe_unplaced_pods(current)
+            or silent
+            or startup.describe(start, current, report, len(made.pods))
+        )
     over = {index_of(pod) for pod in current if startup.is_over_unrun(pod)}
     # The operator creates the next pod of this name only after it has seen that the name is free.
     counted = over & set(before.rejected_pods)
@@ -62,8 +66,8 @@ def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecisio
         events=_events(before, status, newly_stuck, spare),
         runs=True,
         plan=made.plan,
-        unplaced=_unplaced(current),
-        defaulted=_defaulted(current),
+        unplaced=_describe_unplaced_pods(current),
+        defaulted=_describe_default_resources(current),
         gang_object=gang,
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
@@ -114,7 +118,7 @@ def _how_to_wake(pods: Sequence[PodView]) -> str:
     return f"asleep. To wake it, send POST /wake_up to the API of pod {leader.name} (kubectl port-forward)"
 
 
-def _defaulted(pods: Sequence[PodView]) -> str:
+def _describe_default_resources(pods: Sequence[PodView]) -> str:
     """Describes the resources that a LimitRange gave the pods of each role, or ""."""
     given = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
     return "; ".join(
@@ -124,7 +128,7 @@ def _defaulted(pods: Sequence[PodView]) -> str:
     )[:MAX_TEXT]
 
 
-def _unplaced(pods: Sequence[PodView]) -> str:
+def _describe_unplaced_pods(pods: Sequence[PodView]) -> str:
     return next(
         (
             f"pod {pod.name} is not placed: {pod.unschedulable}"[:MAX_TEXT]

@@ -86,7 +86,7 @@ class BegunEpoch:
 
     @property
     def spare(self) -> list[PodView]:
-        """Pods that never ran and never will; new pods may take their names now."""
+        """Pods that never ran and never will, and that the operator may replace now."""
         return startup.find_spare(self.pods, self.context.now, replace_after_s=self.replace_after_s)
 
 

@@ -31,7 +31,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
     return GroupDecision(
         status=transitions.stopped(
             status,
-            message=context.node_loss.find_held(pods) or find_still_running(pods) or message,
+            message=context.node_loss.find_finalizer_block(pods) or find_still_running(pods) or message,
             has_pods=bool(pods),
             had_epoch=had_epoch,
         ),
@@ -42,7 +42,7 @@ def stop_group(context: Context, status: GroupStatus, pods: Sequence[PodView], m
 
 def replace_group(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> GroupDecision:
     """Stops a group so that the new revision can replace it."""
-    message = context.node_loss.message(pods) or "replaced by the new revision"
+    message = context.node_loss.blocked_message(pods) or "replaced by the new revision"
     return GroupDecision(
         status=transitions.replaced(status, revision=context.target.name, message=message),
         deletes=context.node_loss.deletes(pods, grace_s=None, after_status=True),
@@ -78,7 +78,7 @@ def end_epoch(
             status,
             failures,
             for_good=failed,
-            held=context.node_loss.message(pods),
+            held=context.node_loss.blocked_message(pods),
             next_epoch_time=restarts.next_epoch_time(failures, context.life.restart),
         ),
         deletes=context.node_loss.deletes(
@@ -97,7 +97,9 @@ def go_on_stopping(
         status = transitions.failed(status, held=find_still_running(pods))
         pods = [pod for pod in pods if not _has_logs(pod)]
     else:
-        status = transitions.stopping(status, message=context.node_loss.message(pods) or status.message)
+        status = transitions.stopping(
+            status, message=context.node_loss.blocked_message(pods) or status.message
+        )
     return GroupDecision(
         status=status,
         deletes=context.node_loss.deletes(pods, grace_s=ENDED_EPOCH_GRACE_S, after_status=True),

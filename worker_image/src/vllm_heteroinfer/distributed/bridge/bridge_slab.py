@@ -143,9 +143,9 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
         if process_group.index == 0:
             fd, offer = _create(len(process_group.ranks))
         offer = gather_values(offer, cpu_group)[0]
-        attempt = _attempt(offer, process_group, device)
+        attempt = _try_to_map(offer, process_group, device)
         seen = gather_values((attempt.nonce, attempt.error), cpu_group)
-        verdicts = gather_values(_verdict(attempt, seen, process_group), cpu_group)
+        verdicts = gather_values(_own_problem(attempt, seen, process_group), cpu_group)
     finally:
         if fd >= 0:
             os.close(fd)
@@ -175,7 +175,7 @@ def _create(num_ranks: int) -> tuple[int, _SlabOffer]:
     return fd, _SlabOffer(name=name, pid=os.getpid(), fd=fd)
 
 
-def _attempt(offer: _SlabOffer, process_group: ProcessGroupRanks, device: torch.device) -> _Attempt:
+def _try_to_map(offer: _SlabOffer, process_group: ProcessGroupRanks, device: torch.device) -> _Attempt:
     attempt = _Attempt(error=offer.error)
     if offer.error:
         return attempt
@@ -203,7 +203,7 @@ def _open(offer: _SlabOffer, num_ranks: int) -> BridgeSlab:
         os.close(fd)
 
 
-def _verdict(attempt: _Attempt, seen: list[tuple[bytes, str]], process_group: ProcessGroupRanks) -> str:
+def _own_problem(attempt: _Attempt, seen: list[tuple[bytes, str]], process_group: ProcessGroupRanks) -> str:
     """Returns this rank's problem, or "" if it can read every rank's nonce."""
     here = f"rank {process_group.own_rank}"
     if attempt.error or attempt.slab is None:

@@ -136,7 +136,8 @@ class SharedMemoryLink:
             raise PeerLostError(
                 rank,
                 waited,
-                f"process group {self._process_group.group}: rank {rank} published nothing",
+                f"process group {self._process_group.group}: rank {rank} wrote no data to the shared memory. "
+                f"See the log of rank {rank}",
                 awaited=awaited,
             )
         if reported:

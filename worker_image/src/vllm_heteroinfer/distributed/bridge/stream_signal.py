@@ -40,7 +40,9 @@ class StreamSignal:
         except RuntimeError as error:
             raise OSError(str(error)) from error
         if words[proof_word] != wanted:
-            raise OSError(f"{device} did not write a test word: got {words[proof_word]}, expected {wanted}")
+            raise OSError(
+                f"{device} did not write a test word: it must be {wanted} (got {words[proof_word]})"
+            )
 
     def write(self, word: int, value: int) -> None:
         """Queues the write of the word with index `word` on the current stream.

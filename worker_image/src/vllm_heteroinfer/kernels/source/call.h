@@ -1,4 +1,4 @@
-// What calls of several kinds share: memory that grows, rows in groups, and which kernel takes them.
+// Parts that several kinds of calls share: a buffer, groups of rows, the choice of a kernel, and lists of tasks.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace heteroinfer {
 
-// Grows, never shrinks: no allocation once the largest batch has been seen.
+// A buffer that grows and never shrinks: after the largest batch, no call allocates memory.
 class Buffer {
  public:
   ~Buffer() { std::free(data_); }
@@ -33,10 +33,10 @@ class Buffer {
 
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
-// The rows of a call, in groups that a kernel multiplies at once.
+// The rows of a call, divided into groups. A kernel multiplies one group at a time.
 struct Rows {
   Rows(const Kernel& kernel, long m) : Rows(m, kernel.max_rows, &kernel == &kAmx) {}
-  // Tiles are cheapest full; vectors cheapest in equal groups.
+  // AMX tiles are cheapest if they are full, vectors if all groups have the same size.
   Rows(long m, long most, bool full) : m(m), groups(ceil_div(m, most)) {
     each = full ? std::min(m, most) : ceil_div(m, groups);
     groups = ceil_div(m, each);
@@ -46,16 +46,17 @@ struct Rows {
   long m, groups, each = 0;
 };
 
-// The kernel for m rows, how many positions it reads at once, and how far it prefetches; all as tuned. For FP8 weights
-// it is the one of AVX-512F where the CPU lacks AVX512-VBMI.
+// The kernel for m rows, its number of streams (see linear.h) and its prefetch distance, as tuned. For FP8 weights on a
+// CPU without AVX512-VBMI, the kernel is the one for AVX-512F.
 struct Choice {
   const Kernel* kernel;
   int streams, prefetch;
 };
 Choice choose_kernel(long m, bool fp8 = false);
 
-// Tasks [first, end) of a list that nobody has taken: one thread takes from the front, in order, others from the back.
-// Threads begin with equal runs, and are not equally fast: some share a core, or its memory, with other work.
+// The remaining tasks [first, end) of a thread's run. The owner takes tasks from the front in order, other threads from
+// the back. All runs start with the same size, but some threads are slower, because they share a core or memory with
+// other work.
 class alignas(64) Run {
  public:
   explicit Run(long first = 0, long end = 0) : both_(pack(first, end)) {}
@@ -64,7 +65,8 @@ class alignas(64) Run {
     const uint64_t both = both_.load(std::memory_order_relaxed);
     return end(both) - first(both);
   }
-  // Takes what `count` says of how many are left and of where they are taken from; returns them, or none.
+  // Takes count(first task, number of remaining tasks) tasks from the front. Returns (first, number); number is 0 if none
+  // remain. take_back does the same at the back.
   template <class Count>
   std::pair<long, long> take_front(Count count) {
     uint64_t both = both_.load(std::memory_order_relaxed);
@@ -93,10 +95,10 @@ class alignas(64) Run {
   std::atomic<uint64_t> both_;
 };
 
-// Takes one task.
+// A `count` that takes one task at a time.
 inline long one_task(long, long) { return 1; }
 
-// Calls compute(first, how many) for what a thread takes of its own run.
+// Takes tasks of the thread's own run until it is empty, and calls compute(first, number) for them.
 template <class Count, class Compute>
 void take_own(Run& run, Count count, Compute compute) {
   for (;;) {
@@ -106,7 +108,7 @@ void take_own(Run& run, Count count, Compute compute) {
   }
 }
 
-// The same for what it takes of others', of whose run has most left, until no run has anything.
+// Takes tasks of other threads, from the fullest run each time, until all runs are empty.
 template <class Count, class Compute>
 void take_others(Run* runs, long thread, long threads, Count count, Compute compute) {
   for (;;) {

@@ -7,17 +7,17 @@ using namespace heteroinfer;
 
 namespace {
 
-constexpr long kFewRows = 64;              // up to here threads take single blocks, or parts of one
-constexpr long kBandRows = 128;            // beyond, that share one read of a block
-constexpr long kPassRows = 1024;           // of which inputs are packed at once
-constexpr long kTasks = 256;               // that a matrix is split into if its inputs allow that
-constexpr long kPartUnits = 32;            // of a part of a block, at least
-constexpr long kSerialBytes = 64 << 10;    // of weights: below, waking the team takes longer
+constexpr long kFewRows = 64;              // for up to this many rows, a thread takes single blocks or parts of a block
+constexpr long kBandRows = 128;            // with more rows, this many share one read of a block
+constexpr long kPassRows = 1024;           // the inputs of this many rows are packed at once
+constexpr long kTasks = 256;               // number of tasks per matrix, if its inputs suffice
+constexpr long kPartUnits = 32;            // minimum units in a part of a block
+constexpr long kSerialBytes = 64 << 10;    // smaller weights use one thread: waking the others takes longer
 constexpr long kWidened = 4;               // units that are widened into the first cache for tiles
 
 thread_local Buffer inputs_buffer, input_sums_buffer, results_buffer, block_buffer, wide_buffer, runs_buffer;
 
-// Multiplies by tiles what is widened before: all rows for each part of a block that shares a scale.
+// Widens weights and multiplies them by tiles: all rows, for one part of a block with a common scale at a time.
 void multiply_widened(const CodedChoice& choice, const Rows& rows, const PackedRows& inputs, const Layout& layout,
                       const CodedStream& stream, long first, long end, float* c) {
   const auto widen = choice.kernel->widen[layout.format.code];
@@ -70,7 +70,7 @@ void pack_tile_rows(void* out, float* sums, const void* x, long, long ldx, int r
     }
 }
 
-// Where a code of column and k of a unit goes: a byte, or a nibble of it.
+// The place of the code of (column, k) in a unit: a byte, or one nibble of it.
 struct Place {
   long byte;
   int shift;
@@ -129,7 +129,8 @@ float* zeroed(Buffer& buffer, long count) {
   return static_cast<float*>(std::memset(memory, 0, bytes));
 }
 
-// Parts of blocks are tasks: how many parts depends on the shape alone, so that the threads change no bit.
+// The tasks are parts of blocks. Their number depends on the shape alone, so the number of threads does not affect the
+// result.
 void linear_few(const Call& call, bool serial) {
   const Layout& layout = call.layout;
   const long group_units = std::max(1L, layout.format.group / kUnit), rows = call.rows.m, blocks = layout.blocks;
@@ -230,7 +231,7 @@ void heteroinfer::multiply_coded(const CodedChoice& choice, const Rows& rows, co
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Bytes of the packed form of w[n][k]; 0 for a format that no kernel takes.
+// Returns the size in bytes of the packed w[n][k], or 0 if no kernel supports the format.
 long heteroinfer_coded_bytes(const Format* format, long n, long k) {
   const long group = format->group;
   if (format->code < 0 || format->code >= kCodes || format->scale < 0 || format->scale > kColumnE4m3) return 0;
@@ -239,14 +240,14 @@ long heteroinfer_coded_bytes(const Format* format, long n, long k) {
   return Layout(*format, n, k).bytes();
 }
 
-// Packs w[n][k] (row stride ldw in bytes; codes of 4 bits as two a byte, the first in its low half) into `out`, which
-// nobody has written to yet. `scales` are [n][groups] of the format's type, or [blocks][groups] if a block shares them;
-// `zeros` [n][groups], int8, or null; `factors` [n] float32 of scales in e4m3.
+// Packs w[n][k] into `out`, which must be untouched memory. ldw is w's row stride in bytes; two 4-bit codes share a byte,
+// the first in its lower half. `scales`: [n][groups] of the format's type, or [blocks][groups] if a block has one scale.
+// `zeros`: [n][groups] int8, or null. `factors`: [n] float32, for scales in e4m3.
 void heteroinfer_coded_pack(uint8_t* out, const Format* format, const uint8_t* w, long ldw, const void* scales,
                             const int8_t* zeros, const float* factors, long n, long k) {
   const Layout layout(*format, n, k);
   const Places places(format->code);
-  const long given = format->group ? ceil_div(k, format->group) : 1;  // groups of `scales`
+  const long given = format->group ? ceil_div(k, format->group) : 1;  // groups in `scales`
   const long each = layout.scale_bytes / (format->scale == kBlockF32 ? 1 : kColumns);
   const long code_bytes = format->code <= kF16 ? 2 : 1;
   const bool nibbles = format->code >= kInt4;
@@ -285,7 +286,8 @@ void heteroinfer_coded_pack(uint8_t* out, const Format* format, const uint8_t* w
   }
 }
 
-// y[m][n] (row stride ldy) = x[m][k] (row stride ldx) * packed w + bias[n] (or null), all of one kind of element.
+// y[m][n] (row stride ldy) = x[m][k] (row stride ldx) * packed w + bias[n]. x, y and bias have the same element type; bias
+// may be null.
 void heteroinfer_coded_linear(void* y, long ldy, const void* x, long ldx, long element, const uint8_t* w,
                               const Format* format, const void* bias, long m, long n, long k) {
   const long each = element == kElementF32 ? 4 : 2;
@@ -298,7 +300,7 @@ void heteroinfer_coded_linear(void* y, long ldy, const void* x, long ldx, long e
     const char* own = static_cast<const char*>(x) + from * ldx * each;
     Call call{choice, layout, rows_of(kernel, some), {own, nullptr}, w, static_cast<char*>(y) + from * ldy * each,
               element, ldy, static_cast<const char*>(bias)};
-    // Packing one row changes nothing where inputs are read as pairs.
+    // If inputs are read as pairs, a single row is already in packed order.
     if (some != 1 || kernel.x_bytes != 2 || k % kUnit || format->zeros) {
       const size_t bytes = static_cast<size_t>(some * layout.units * kUnit * kernel.x_bytes);
       char* inputs = static_cast<char*>(inputs_buffer.reserve(bytes));

@@ -1,4 +1,4 @@
-// Coded weights by AVX2, FMA and F16C: decoded to float32, for any element of the inputs.
+// Coded weights with AVX2, FMA and F16C: decodes to float32, for inputs of any element type.
 #include <immintrin.h>
 
 #include "coded.h"
@@ -93,7 +93,7 @@ struct Lanes {
     const I code = from_bytes(from);
     return as_float({e4m3(code.a), e4m3(code.b)});
   }
-  // Of 16-byte lanes of a and b: interleaved lower or upper halves.
+  // Interleaves the lower or upper halves of each 16-byte lane of a and b.
   INLINE F interleave_low(F a, F b) { return {_mm256_unpacklo_ps(a.a, b.a), _mm256_unpacklo_ps(a.b, b.b)}; }
   INLINE F interleave_high(F a, F b) { return {_mm256_unpackhi_ps(a.a, b.a), _mm256_unpackhi_ps(a.b, b.b)}; }
   // Lanes 0 and 2 of a, then of b; or lanes 1 and 3.

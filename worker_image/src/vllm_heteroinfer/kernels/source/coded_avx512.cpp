@@ -1,4 +1,4 @@
-// Coded weights by AVX-512F: decoded to float32, for any element of the inputs.
+// Coded weights with AVX-512F: decodes to float32, for inputs of any element type.
 #include <immintrin.h>
 
 #include "coded.h"

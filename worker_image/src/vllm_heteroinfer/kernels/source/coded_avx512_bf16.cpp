@@ -1,4 +1,4 @@
-// Coded weights by AVX512-BF16: decoded to pairs of bf16, which is exact, by tables of AVX512-BW and -VBMI.
+// Coded weights with AVX512-BF16: decodes exactly to pairs of bf16, with tables of AVX512-BW and AVX512-VBMI.
 #include <immintrin.h>
 
 #include "coded.h"
@@ -42,7 +42,7 @@ constexpr uint16_t widen_integer(unsigned value) {
   return static_cast<uint16_t>(exponent << 7 | (value & 127));
 }
 
-// bf16 of the 128 codes without a sign, in two bytes.
+// bf16 of the 128 codes without sign, as two tables of bytes.
 template <bool Float>
 struct ByteTable {
   constexpr ByteTable() : low(), high() {
@@ -58,11 +58,11 @@ struct ByteTable {
 template <bool Float>
 constexpr ByteTable<Float> kByteTable;
 
-// Codes of 8 bits, in the order of `fp8_offset`.
+// 8-bit codes in the order of `fp8_offset`.
 template <bool Float>
 struct PairBytes : PairInOrder {
   static constexpr int kLine = 64, kPairs = 1;
-  PairBytes()  // written out, or it would be compiled for any CPU
+  PairBytes()  // has a body: a defaulted constructor would be compiled for any CPU
       : low0(_mm512_loadu_si512(kByteTable<Float>.low)),
         low1(_mm512_loadu_si512(kByteTable<Float>.low + 64)),
         high0(_mm512_loadu_si512(kByteTable<Float>.high)),
@@ -72,7 +72,7 @@ struct PairBytes : PairInOrder {
     const __m512i raw = _mm512_loadu_si512(w), size = Float ? raw : _mm512_abs_epi8(raw);
     const __m512i low = _mm512_permutex2var_epi8(low0, size, low1);
     __m512i high = _mm512_or_si512(_mm512_permutex2var_epi8(high0, size, high1), _mm512_and_si512(raw, sign));
-    if (!Float)  // -128 is no number of 7 bits
+    if (!Float)  // -128 does not fit into 7 bits
       high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(raw, sign), _mm512_set1_epi32(static_cast<int>(0xc3c3c3c3u)));
     out[0][0] = _mm512_unpacklo_epi8(low, high);
     out[0][1] = _mm512_unpackhi_epi8(low, high);
@@ -80,13 +80,13 @@ struct PairBytes : PairInOrder {
   const __m512i low0, low1, high0, high1, sign;
 };
 
-// bf16 of the 16 codes of 4 bits, twice: a look-up takes 5 bits of a word.
+// bf16 of the 16 4-bit codes, twice, because a look-up uses 5 bits of a word.
 constexpr uint16_t kInt4Words[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
 constexpr uint16_t kFp4Words[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
-// Nibble N of a word is of pair N / 2 and half N % 2.
+// Nibble N of a word belongs to pair N / 2, half N % 2.
 template <const uint16_t (&Table)[16]>
 struct PairNibbles : PairInOrder {
   static constexpr int kLine = 64, kPairs = 2;
@@ -122,7 +122,7 @@ void widen_unit(uint16_t* out, const uint8_t* w, const uint8_t* ahead, long firs
   }
 }
 
-// Inputs are bf16 already.
+// The inputs are bf16 already.
 void pack_pairs(void* out, float* sums, const void* x, long, long ldx, int rows, long k, long first, long end) {
   const auto* from = static_cast<const uint16_t*>(x);
   auto* to = static_cast<int32_t*>(out) + first * kUnitPairs * rows;

@@ -1,4 +1,4 @@
-// How calls multiply coded weights: which kernel takes the rows, and what it does with a block.
+// Calls with coded weights: the choice of a kernel, and the multiplication of blocks.
 #pragma once
 
 #include <cstring>
@@ -11,19 +11,19 @@ namespace heteroinfer {
 struct CodedChoice {
   const CodedKernel* kernel;
   const RowsKernel* rows;
-  int streams;  // blocks that few rows read at once
+  int streams;  // number of blocks that are read at once for few rows
   int prefetch;  // distance in units; 0 for none
 };
-// The kernel for m rows of these elements; as tuned.
+// The kernel for m rows of this code and element type, as tuned.
 CodedChoice choose_coded(long code, long element, long m);
 
-// Tiles, of which AVX512-BF16 widens the weights.
+// The AMX kernel. It multiplies weights that the AVX512-BF16 kernel widens.
 CodedKernel coded_amx();
 
-// The rows of a call, in groups of the kernel's.
+// The rows of a call, in groups for this kernel.
 inline Rows rows_of(const CodedKernel& kernel, long m) { return Rows(m, kernel.max_rows, kernel.full); }
 
-// Packed inputs of rows: those of a group follow the ones before it.
+// The packed inputs of all groups of rows, one group after another.
 struct PackedRows {
   const char* x;
   const float* sums;  // null without zero points
@@ -33,11 +33,11 @@ struct PackedRows {
   }
 };
 
-// c[count][m][32] += x * w over the units [first, end) of `count` blocks; several blocks are for one group of rows.
+// c[count][m][32] += x * w over the units [first, end) of `count` blocks. Several blocks require a single group of rows.
 void multiply_coded(const CodedChoice& choice, const Rows& rows, const PackedRows& inputs, const Layout& layout,
                     const CodedStream* streams, int count, long first, long end, float* c);
 
-// How many blocks are read at once where `left` are left.
+// Number of blocks to read at once if `left` remain.
 inline int coded_at_once(const CodedChoice& choice, const Rows& rows, long left) {
   long most = rows.groups > 1 || rows.m > 4 ? 1 : choice.streams;
   while (most > left) most /= 2;

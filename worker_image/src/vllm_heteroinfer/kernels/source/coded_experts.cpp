@@ -1,8 +1,9 @@
 // Routed experts with coded weights: y[row] = sum over j of weight[row][j] * (down(act(gate(x), up(x))) + bias) of expert
 // ids[row][j].
 //
-// As experts.cpp: all blocks of all chosen experts are one list, of which each thread takes a run and then parts of others'
-// runs; a block is never split. An expert with many rows is in the list once for each band of its rows.
+// As in experts.cpp, all blocks of all chosen experts form one list. Each thread computes a run of the list, then takes
+// blocks from the runs of other threads. A block is never split. An expert with many rows is in the list several times,
+// once for each band of its rows.
 #include "coded_call.h"
 
 #include <omp.h>
@@ -11,16 +12,16 @@ using namespace heteroinfer;
 
 namespace {
 
-constexpr long kBandRows = 128;     // of an expert, that share one read of a block
-constexpr long kRowsOfABlock = 32;  // that make a block cost about twice as much as one row does
-constexpr long kInputBytes = 4;     // of a packed input, at most
+constexpr long kBandRows = 128;     // rows of an expert that share one read of a block
+constexpr long kRowsOfABlock = 32;  // with this many rows a block costs about twice as much as with one
+constexpr long kInputBytes = 4;     // maximum size of a packed input
 constexpr long kMostChoices = 256;
 constexpr long kStrip = 256;        // columns of the result that a task sums up
 
 thread_local Buffer plan_buffer, inputs_buffer, input_sums_buffer, middle_buffer, middle_sums_buffer, gates_buffer,
     downs_buffer, rows_buffer, block_buffer;
 
-// Rows of a chosen expert; `first` is their first position in the list of (row, choice) by expert.
+// Rows of a chosen expert. `first` is the position of its first row in the list of (row, choice) sorted by expert.
 struct Chosen {
   long expert, first;
   CodedChoice choice;
@@ -33,22 +34,22 @@ struct Group {
   long group;
 };
 
-// As kernels/coded_experts.py has it.
+// Same fields as in kernels/coded_experts.py.
 struct Layer {
-  const uint8_t *w13, *w2;  // packed weights of all experts; w13 in blocks of gates and ups in turn if gated
+  const uint8_t *w13, *w2;  // packed weights of all experts; in a gated w13, blocks of gates and ups alternate
   Format format13, format2;
-  const float *bias13, *bias2;  // [experts][columns of w13, in their packed order], [experts][hidden]; or null
+  const float *bias13, *bias2;  // [experts][columns of w13, in packed order], [experts][hidden]; or null
   long experts, hidden, inner, element;
   Activation activation;
 };
 
-// One of the two products of every chosen expert.
+// One of the two matrix products, for all chosen experts.
 struct Product {
   const uint8_t* w;
   Layout layout;
   char* inputs;
   float* input_sums;  // null without zero points
-  float* results;     // position -> columns of whole blocks
+  float* results;     // position -> columns, padded to whole blocks
   long width() const { return layout.blocks * kColumns; }
   long row_bytes() const { return layout.units * kUnit * kInputBytes; }
   const uint8_t* block(const Chosen& chosen, long block) const {
@@ -57,7 +58,7 @@ struct Product {
   PackedRows rows(const Chosen& chosen) const {
     return {inputs + chosen.first * row_bytes(), input_sums ? input_sums + chosen.first * layout.units : nullptr};
   }
-  // Packs elements [count][layout.k] of a group.
+  // Packs the elements [count][layout.k] of a group of rows.
   void pack(const Group& group, const void* elements, long element) const {
     const Chosen& chosen = *group.chosen;
     const CodedKernel& kernel = *chosen.choice.kernel;
@@ -98,7 +99,7 @@ void multiply_all(const Chosen* chosen, long chosen_count, const Product& produc
   take_others(runs, thread, threads, others, [&](long at, long count) { multiply_some(chosen, product, at, count, at); });
 }
 
-// Makes runs of blocks of the list of all, so that each costs as much as any other.
+// Divides the list of all blocks into runs of equal cost.
 void make_runs(const Chosen* chosen, long count, long blocks, Run* runs, long parts) {
   long total = 0, which = 0, before = 0, first = 0;
   for (long i = 0; i < count; i++) total += chosen[i].cost() * blocks;
@@ -123,8 +124,8 @@ T* take(char*& memory, long count) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// y[m][hidden] (row stride ldy) from x[m][hidden] (row stride ldx), of the layer's elements; weights[m][topk] float32 and
-// ids[m][topk]; an id that is no expert counts nothing. inner is a multiple of 32.
+// y[m][hidden] (row stride ldy) from x[m][hidden] (row stride ldx), both of the layer's element type. weights: [m][topk]
+// float32. ids: [m][topk]; an id that is not an expert adds nothing. inner is a multiple of 32.
 void heteroinfer_coded_experts(const Layer* layer, void* y, long ldy, const void* x, long ldx, const float* weights,
                                const int32_t* ids, long m, long topk) {
   if (m <= 0) return;
@@ -149,14 +150,14 @@ void heteroinfer_coded_experts(const Layer* layer, void* y, long ldy, const void
   for (long e = 0; e < experts; e++)
     for (long first = starts[e]; first < starts[e + 1]; first += kBandRows) {
       const long rows = std::min(kBandRows, starts[e + 1] - first);
-      // Both products take the same kernel, unless one has codes that it lacks.
+      // Both products use the same kernel, unless it does not support the code of one of them.
       const bool halves = layer->format13.code == kF16 || layer->format2.code == kF16;
       const CodedChoice choice = choose_coded(halves ? long{kF16} : layer->format13.code, element, rows);
       const Chosen& one = *new (chosen + chosen_count++) Chosen{e, first, choice, rows_of(*choice.kernel, rows)};
       for (long g = 0; g < one.rows.groups; g++) groups[group_count++] = {&one, g};
     }
   const long positions = starts[experts];
-  for (long i = 0; i < choices; i++) {  // `starts` become ends
+  for (long i = 0; i < choices; i++) {  // now `starts` become ends
     const bool counts = ids[i] >= 0 && ids[i] < experts;
     position[i] = counts ? starts[ids[i]]++ : -1;
     if (counts) row[position[i]] = i / topk;

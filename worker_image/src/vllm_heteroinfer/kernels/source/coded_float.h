@@ -1,10 +1,10 @@
-// Decoders of codes to float32, for instruction sets that multiply those. Included after `Lanes`.
+// Decoders of codes to float32, for instruction sets without bf16 products. Included after `Lanes`.
 
 struct FloatDot {
   struct Input {
     float even, odd;
   };
-  struct Weights {  // of 16 columns
+  struct Weights {  // weights of 16 columns
     Lanes::F even, odd;
   };
   INLINE Lanes::F add(Lanes::F sum, const Weights& w, const Input& in) {
@@ -12,8 +12,8 @@ struct FloatDot {
   }
 };
 
-// A decoder makes of a line of kLine bytes the weights of kPairs pairs of inputs, 32 columns each, multiplied by 1 / kGain.
-// Its columns may be in an order of its own, of which `order` makes the right one.
+// A decoder turns a line of kLine bytes into the weights of kPairs pairs of inputs for 32 columns, multiplied by 1 / kGain.
+// The columns may be permuted; `order` restores their order.
 struct InOrder {
   INLINE void order(Lanes::F&, Lanes::F&) {}
 };
@@ -29,7 +29,7 @@ struct FloatBf16 : InOrder {
   }
 };
 
-// A pair of inputs has 16 columns of the even one, 16 of the odd one, and the same of the other 16 columns.
+// A pair of inputs: 16 columns of the even input, 16 of the odd input, then the same for the other 16 columns.
 struct FloatF16 : InOrder {
   static constexpr int kLine = 128, kPairs = 1;
   static constexpr float kGain = 1;
@@ -38,7 +38,8 @@ struct FloatF16 : InOrder {
   }
 };
 
-// As float16, of which e4m3 has the form but for a factor of 256: denormal ones as well. NaN is not made: `poison` is.
+// Decodes e4m3 as float16, which has the same form except for a factor of 256, also for denormal numbers. float16 yields
+// no NaN here; the header's NaN markers do.
 struct FloatFp8 {
   static constexpr int kLine = 64, kPairs = 1;
   static constexpr float kGain = 256.0f;
@@ -74,7 +75,7 @@ struct FloatInt8 {
   }
 };
 
-// A nibble N and N + 4 of a lane are the even and odd input of pair N / 2 and half N % 2.
+// Nibbles N and N + 4 of a lane are the even and the odd input of pair N / 2, half N % 2.
 struct FloatInt4 : InOrder {
   static constexpr int kLine = 64, kPairs = 2;
   static constexpr float kGain = Lanes::kInt4Gain;

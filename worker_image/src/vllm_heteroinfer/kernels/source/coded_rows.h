@@ -1,7 +1,7 @@
-// The loop over rows and blocks of coded weights that all instruction sets share. Included by each after its
-// `#pragma GCC target` and its `Lanes`, so that all of it is compiled for that set.
+// The loop over rows and blocks of coded weights for all instruction sets. Each set includes this file after its
+// `#pragma GCC target` and its `Lanes`, so that the loop is compiled for that set.
 
-// Scales of 16 of a block's columns in a group.
+// Scales of 16 columns of a block in one group.
 INLINE Lanes::F scales_of(const uint8_t* block, const Layout& layout, long group, int half) {
   const uint8_t* at = block + layout.scales + group * layout.scale_bytes;
   switch (layout.format.scale) {
@@ -95,7 +95,7 @@ static void multiply_blocks(float* c, const CodedStream* streams, const CodedInp
 template <class Dot, class Decoder, int R>
 static void multiply_some(float* c, const CodedStream* streams, int count, const CodedInputs& inputs,
                           const Layout& layout, long first, long end, long distance) {
-  constexpr int kMost = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // more sums would not stay in registers
+  constexpr int kMost = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // more sums would not fit into registers
   const int some = count < kMost ? count : kMost;
   for (; count > 0; count -= some, streams += some, c += some * R * 32) switch (some) {
       case 4: multiply_blocks<Dot, Decoder, R, kMost>(c, streams, inputs, layout, first, end, distance); break;
@@ -104,7 +104,7 @@ static void multiply_some(float* c, const CodedStream* streams, int count, const
     }
 }
 
-// By a table over 1 to Most rows.
+// Selects the function for 1 to Most rows from a table.
 template <class Dot, class Decoder, int Most, int R = 1>
 static void multiply_coded(float* c, int rows, const CodedStream* streams, int count, const CodedInputs& inputs,
                            const Layout& layout, long first, long end, long distance) {
@@ -118,7 +118,7 @@ static void multiply_coded(float* c, int rows, const CodedStream* streams, int c
   }
 }
 
-// What is left to do where codes were widened and multiplied by another kernel; of FP8 that makes NaN itself.
+// Scales the sums after another kernel has multiplied widened codes. That kernel handles NaN in FP8 itself.
 [[maybe_unused]] static void add_scaled_rows(float* c, const float* part, int rows, const uint8_t* block, const Layout& layout, long group,
                             const float* sums) {
   for (int h = 0; h < 2; h++) {

@@ -1,4 +1,4 @@
-// Elements of inputs and outputs, and what is done with sums of rows. Included inside a namespace after a
+// Elements of inputs and outputs, and operations on sums of rows. Included inside a namespace after a
 // `#pragma GCC target` and `Lanes`.
 
 INLINE float half_to_float(uint16_t half) {
@@ -25,14 +25,14 @@ INLINE uint16_t float_to_half(float value) {
   uint32_t half;
   if (size > 0x7f800000u)
     half = 0x7e00;
-  else if (size >= 0x477ff000u)  // 65520 and more
+  else if (size >= 0x477ff000u)  // 65520 and more round to infinity
     half = 0x7c00;
   else if (size >= 0x38800000u)
     half = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
   else {
     float magnitude;
     __builtin_memcpy(&magnitude, &size, 4);
-    magnitude += 0.5f;  // whose last bit is 2^-24
+    magnitude += 0.5f;  // the last bit of the sum is 2^-24
     __builtin_memcpy(&half, &magnitude, 4);
     half -= 0x3f000000u;
   }
@@ -83,7 +83,7 @@ static void store_elements(void* y, long element, long ldy, const float* c, long
 typedef float Wide __attribute__((vector_size(32)));
 typedef int32_t WideInts __attribute__((vector_size(32)));
 
-// e to the x, as `exponential` of linear_avx512.cpp.
+// e to the x, as in `exponential` of linear_avx512.cpp.
 INLINE Wide wide_exponential(Wide x) {
   const Wide low = Wide{} - 104.0f, high = Wide{} + 89.0f;
   x = x < low ? low : x;
@@ -106,7 +106,7 @@ INLINE Wide sigmoid(Wide x) {
   return x != x ? x : made;
 }
 
-// Phi(x), the normal distribution: by Abramowitz and Stegun 7.1.26, within 1e-7.
+// Phi(x), the normal distribution, by Abramowitz and Stegun 7.1.26, within 1e-7.
 INLINE Wide normal(Wide x) {
   const Wide z = (Wide)((WideInts)x & 0x7fffffff) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
   const Wide poly =

@@ -1,14 +1,16 @@
-// Routed experts of a mixture, bf16 or FP8: y[row] = sum over j of weight[row][j] * down(silu(gate(x)) * up(x)) of expert ids[row][j].
+// Routed experts of a mixture in bf16 or FP8: y[row] = sum over j of weight[row][j] * down(silu(gate(x)) * up(x)) of expert
+// ids[row][j].
 //
-// A step reads the weights of the chosen experts once, and everything here serves that stream, as in linear.h:
-//   - w13 of an expert is packed as a linear weight whose blocks of 32 columns are gate and up in turn, w2 as
-//     one of hidden columns; experts lie one after another.
-//   - All blocks of all chosen experts are one list, of which threads get equal runs: a block is never split, and
-//     the last unit of an expert prefetches the first of the next. Who has done its run takes from the ends of others':
-//     threads are not equally fast, since some share a core, or its memory, with other work.
-//   - Rows are gathered and packed for each expert; sums stay float32 until the activation and until the end.
-//   - FP8 is widened to bf16 as it is read, which is exact, and its scales go to float32 sums of 128 k. A thread reads several
-//     blocks at once there, not several positions of one: scales differ along k.
+// A step reads the weights of the chosen experts once. As in linear.h, everything serves this stream:
+//   - An expert's w13 is packed as a linear weight in which blocks of 32 gate columns and 32 up columns alternate. Its w2
+//     is packed as a linear weight of hidden columns. The experts follow each other.
+//   - All blocks of all chosen experts form one list, divided into equal runs, one for each thread. A block is never
+//     split. While a thread reads the last unit of an expert, it prefetches the first unit of the next. A thread that
+//     has finished its run takes blocks from the ends of other runs, because some threads are slower: they share a core
+//     or memory with other work.
+//   - Rows are gathered and packed for each expert. Sums stay in float32 up to the activation, and up to the end.
+//   - FP8 is widened exactly to bf16 as it is read. Scales multiply float32 sums of 128 k. For FP8 a thread reads several
+//     blocks at once instead of several positions of one block, because scales change along k.
 #include "call.h"
 
 #include <omp.h>
@@ -19,24 +21,24 @@ using namespace heteroinfer;
 
 namespace {
 
-constexpr long kRowsOfABlock = 64;  // of one expert, that make its units cost about twice as much as one row does
-constexpr long kInputBytes = 4;    // at most, of a packed input
+constexpr long kRowsOfABlock = 64;  // with this many rows of one expert a unit costs about twice as much as with one
+constexpr long kInputBytes = 4;    // maximum size of a packed input
 
-constexpr long kSerialLogits = 4096;  // that one thread chooses from sooner than others wake up
+constexpr long kSerialLogits = 4096;  // for up to this many logits, one thread is done before the others wake up
 
-constexpr int kWideBlocks = 2;  // that are widened into the first cache in turn, where they prefetch a unit of scales each
+constexpr int kWideBlocks = 2;  // blocks that are widened into the first cache in turn; meanwhile each prefetches its next 128 k
 
 thread_local Buffer plan_buffer, inputs_buffer, hidden_buffer, gates_buffer, downs_buffer, rows_buffer, sums_buffer;
 thread_local Buffer wide_buffer;
 
-// The rows of one chosen expert; `first` is its first position in the list of (row, choice) by expert.
+// The rows of a chosen expert. `first` is the position of its first row in the list of (row, choice) sorted by expert.
 struct Chosen {
   Chosen(long expert, long first, long m, bool fp8)
       : expert(expert), first(first), choice(choose_kernel(m, fp8)), rows(*choice.kernel, m), cost(kRowsOfABlock + m) {}
   long expert, first;
   Choice choice;
   Rows rows;
-  long cost;  // of a block, in relation to others
+  long cost;  // cost of a block, relative to others
 };
 
 struct Group {
@@ -44,28 +46,28 @@ struct Group {
   long group;
 };
 
-// What a call decides before its threads start.
+// The plan of a call, made before its threads start.
 struct Call {
   const uint16_t* x;
   long ldx, hidden, inner, topk;
   const Chosen* chosen;
-  long experts;         // that are chosen
-  const Group* groups;  // of all of them
+  long experts;         // number of chosen experts
+  const Group* groups;  // groups of rows of all chosen experts
   long group_count;
   const long* row;    // position -> row
-  const long* position;  // row * topk + j -> position; -1 for a choice that counts nothing
+  const long* position;  // row * topk + j -> position; -1 for a choice that adds nothing
   char* inputs;       // position -> packed x
   char* middle;       // position -> packed input of w2
   float* gates;       // position -> 2 * inner sums
   float* downs;       // position -> hidden sums
 };
 
-// One of the two products of every chosen expert.
+// One of the two matrix products, for all chosen experts.
 struct Product {
-  const void* w;        // of all experts
-  const float* scales;  // of all experts, [rows of scales][for each 128 k]; null for bf16
+  const void* w;        // weights of all experts
+  const float* scales;  // scales of all experts, [rows of scales][one for each 128 k]; null for bf16
   long columns, k;
-  bool gated;  // columns are gate and up in turn by blocks, their scales those of all gates, then of all ups
+  bool gated;  // blocks of gate and up columns alternate; the scales of all gates come before those of all ups
   const char* inputs;
   float* sums;  // position -> columns
   bool direct;  // `inputs` of a single row are x itself
@@ -91,7 +93,7 @@ const char* group_inputs(const Call& call, const Product& product, const Chosen&
   return product.inputs + chosen.first * product.k * kInputBytes + at * chosen.choice.kernel->x_bytes;
 }
 
-// c[m][32] = x * w of a block; its end prefetches the start of `next`.
+// c[m][32] = x * w of a block. Near its end it prefetches the start of `next`.
 void multiply_block(const Call& call, const Product& product, const Chosen& chosen, long block, const uint16_t* next,
                     float* c) {
   const Kernel& kernel = *chosen.choice.kernel;
@@ -133,7 +135,7 @@ struct Item {
   long chosen, block;
 };
 
-// c[count][m][32] = x * w of FP8 blocks that follow each other; their ends prefetch the start of `next`.
+// c[count][m][32] = x * w of consecutive FP8 blocks. Near their ends they prefetch the start of `next`.
 void multiply_fp8(const Call& call, const Product& product, const Chosen& chosen, long block, long count, Item next,
                   float* c) {
   const Kernel& kernel = *chosen.choice.kernel;
@@ -171,7 +173,7 @@ void multiply_fp8(const Call& call, const Product& product, const Chosen& chosen
     }
 }
 
-// How many FP8 blocks are read at once, of those that are left of an expert.
+// Number of FP8 blocks to read at once if `left` of the expert remain.
 long blocks_at_once(const Chosen& chosen, long left) {
   long most = chosen.choice.streams;
   if (chosen.rows.m > chosen.choice.kernel->fp8->rows) most = std::min<long>(most, kWideBlocks);
@@ -179,7 +181,7 @@ long blocks_at_once(const Chosen& chosen, long left) {
   return most;
 }
 
-// Makes runs of blocks of the list of all, so that each costs as much as any other.
+// Divides the list of all blocks into runs of equal cost.
 void make_runs(const Call& call, long blocks, Run* runs, long parts) {
   long total = 0, chosen = 0, before = 0, first = 0;
   for (long i = 0; i < call.experts; i++) total += call.chosen[i].cost * blocks;
@@ -193,7 +195,7 @@ void make_runs(const Call& call, long blocks, Run* runs, long parts) {
   }
 }
 
-// Computes `count` blocks of one expert, from `at` of the list; what follows is likely read next.
+// Computes `count` blocks of one expert, starting at position `at` of the list. `following` is probably read next.
 void multiply_some(const Call& call, const Product& product, long at, long count, long following) {
   const long blocks = product.blocks(), block = at % blocks;
   const Chosen& chosen = call.chosen[at / blocks];
@@ -230,7 +232,7 @@ void multiply_all(const Call& call, const Product& product, Run* runs, long thre
   });
 }
 
-// Packs the rows of a group as its kernel reads them: x, or the activations of its sums.
+// Packs the rows of a group for its kernel: x, or the activations of the first product's sums.
 void pack_inputs(const Call& call, const Group& group) {
   const Chosen& chosen = *group.chosen;
   if (as_it_is(chosen)) return;
@@ -268,11 +270,11 @@ T* take(char*& memory, long count) {
   return taken;
 }
 
-// What a layer does with a row, but for the logits.
+// A layer's parameters for a row, except the logits.
 struct Layer {
-  const void *w13, *w2;                   // as `heteroinfer_experts` takes them
+  const void *w13, *w2;                   // in the form that `heteroinfer_experts` takes
   const float *scales13, *scales2;
-  const uint16_t* gate;  // packed weight [experts][hidden] of the router; null where logits are given
+  const uint16_t* gate;  // packed router weight [experts][hidden]; null if the caller passes logits
   long hidden, inner;
   Routing routing;
 };
@@ -287,7 +289,7 @@ extern "C" {
 void heteroinfer_linear(uint16_t* y, long ldy, const uint16_t* x, long ldx, const uint16_t* w, const uint16_t* bias,
                         long m, long n, long k);
 
-// weights[m][topk] and ids[m][topk] of the experts chosen for each row, by logits[m][experts], bf16 or float32.
+// Writes weights[m][topk] and ids[m][topk] of the experts chosen for each row, from logits[m][experts] in bf16 or float32.
 void heteroinfer_choose_experts(float* weights, int32_t* ids, const void* logits, int bf16, const Routing* routing,
                                 long m) {
   const long row_bytes = routing->experts * (bf16 ? 2 : 4);
@@ -305,17 +307,17 @@ void heteroinfer_choose_experts(float* weights, int32_t* ids, const void* logits
   for (long row = 0; row < m; row++) choose(row);
 }
 
-// y[m][hidden] (row stride ldy) from x[m][hidden] (row stride ldx); ids[m][topk] of `experts`, others count nothing;
-// weights[m][topk]. w13: for each expert a packed weight of 2 * inner columns, gate and up in turn by blocks of 32;
-// w2: for each expert a packed weight [hidden][inner]. hidden and inner are multiples of 32. With scales both weights are
-// FP8: scales13[experts][2 * ceil(inner / 128)][ceil(hidden / 128)] of all gates, then of all ups, and
-// scales2[experts][ceil(hidden / 128)][ceil(inner / 128)]; null for bf16.
+// y[m][hidden] (row stride ldy) from x[m][hidden] (row stride ldx). ids: [m][topk]; an id that is not an expert adds
+// nothing. weights: [m][topk]. w13: for each expert a packed weight of 2 * inner columns, in which blocks of 32 gates and
+// 32 ups alternate. w2: for each expert a packed weight [hidden][inner]. hidden and inner are multiples of 32. With scales
+// both weights are FP8: scales13[experts][2 * ceil(inner / 128)][ceil(hidden / 128)], all gates before all ups, and
+// scales2[experts][ceil(hidden / 128)][ceil(inner / 128)]. The scales are null for bf16.
 void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, const void* w13, const void* w2,
                          const float* scales13, const float* scales2, const float* weights, const int32_t* ids,
                          long m, long topk, long experts, long hidden, long inner) {
   if (m <= 0) return;
   const long choices = m * topk, most_threads = omp_get_max_threads();
-  // The plan: positions of (row, choice) by expert, the chosen experts, their groups of rows, who reads what.
+  // The plan: positions of (row, choice) by expert, the chosen experts, their groups of rows, and the runs of the threads.
   const size_t bytes = (static_cast<size_t>(experts) + 1) * sizeof(long) + static_cast<size_t>(choices) * 2 * sizeof(long) +
                        static_cast<size_t>(std::min(experts, choices)) * sizeof(Chosen) +
                        static_cast<size_t>(choices) * sizeof(Group) + 2 * static_cast<size_t>(most_threads) * sizeof(Run) + 7 * 64;
@@ -339,7 +341,7 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
     for (long g = 0; g < one.rows.groups; g++) groups[group_count++] = {&one, g};
   }
   const long positions = starts[experts];
-  for (long i = 0; i < choices; i++) {  // `starts` become ends
+  for (long i = 0; i < choices; i++) {  // now `starts` become ends
     const bool counts = ids[i] >= 0 && ids[i] < experts;
     position[i] = counts ? starts[ids[i]]++ : -1;
     if (counts) row[position[i]] = i / topk;
@@ -389,8 +391,8 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
   }
 }
 
-// A layer's routed experts from the hidden states on: logits, choice, sum; by the functions above, in turn. `logits` are
-// [m][experts], bf16 or float32, or null where the layer has a gate.
+// Computes a layer's routed experts from its hidden states: logits, choice and sum, by the functions above. `logits` are
+// [m][experts] in bf16 or float32, or null if the layer has a gate.
 void heteroinfer_mixture(const Layer* layer, uint16_t* y, long ldy, const uint16_t* x, long ldx, const void* logits,
                          int bf16, long m) {
   if (m <= 0) return;

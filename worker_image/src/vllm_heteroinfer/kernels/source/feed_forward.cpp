@@ -1,9 +1,9 @@
-// The feed-forward slab from the host: asking and answering, with bounded waits. Layout: feed_forward/slab.py.
+// The host's part of the feed-forward slab: asks and answers with bounded waits. feed_forward/slab.py has the layout.
 //
-// One asker (the rank with attention), up to kMaxLanes answerers (feed-forward ranks). An ask is a
-// number that counts up: payload first, then the number. Each lane answers with the same number. x needs
-// one slot only, since the next ask comes after every lane has answered. A GPU asks and reads answers from its
-// kernels (feed_forward/kernels.cu); then only `ring` is called here on its side.
+// The asker is the rank with attention. Up to kMaxLanes feed-forward ranks, the lanes, answer it. An ask is a number that
+// counts up: the asker writes the payload first, then the number. Each lane answers with the same number. x needs only one
+// slot, because the next ask comes after every lane has answered. A GPU asks and reads answers in its own kernels
+// (feed_forward/kernels.cu); its host calls only `ring` here.
 
 #include <cerrno>
 #include <climits>
@@ -31,17 +31,17 @@ struct alignas(128) Bell {
   uint32_t steps;
 };
 struct alignas(128) End {
-  uint32_t stop, failed;  // `failed`: the device gave up an ask
-  uint32_t turns;         // of the asking host's watch; they stand still while its pod is frozen
-  uint32_t given_up;      // 1 + the lane that the device waited for when it gave up
+  uint32_t stop, failed;  // failed: the device gave up an ask
+  uint32_t turns;         // turns of the asking host's watch; the count stops while its pod is frozen
+  uint32_t given_up;      // 1 + the lane for which the device waited when it gave up
 };
 struct alignas(128) Lane {
   uint64_t answered;
   int32_t status;
-  uint32_t sleeps;  // whether the asker sleeps on `answered`'s low word (it may be a host)
+  uint32_t sleeps;  // whether the asker sleeps on the low word of `answered` (only a host can sleep)
   unsigned char nonce[16];
-  uint64_t busy_ns, idle_ns, asks, rows, experts;  // counters, written by the lane
-  uint64_t seen;                                   // number that the lane works on
+  uint64_t busy_ns, idle_ns, asks, rows, experts;  // counters; the lane writes them
+  uint64_t seen;                                   // number of the ask that the lane works on
 };
 struct Slab {
   unsigned char header[128];
@@ -80,17 +80,17 @@ void store(T* word, T value) {
 bool stopped(const Slab* slab) { return load(&slab->end.stop) != 0; }
 
 constexpr int kPollsPerClock = 64;
-// Two looks at the clock that are further apart than the nap between them and this: the process had no turn.
+// If two readings of the clock are further apart than the nap between them plus this time, the process got no CPU.
 constexpr uint64_t kTurnNs = 5000000u;
-// What a wait that missed a turn gets once: the other side may have its next turn after ours.
+// After a wait without CPU, the limit grows by this time, once: the other side may get its CPU later than this process.
 constexpr uint64_t kGraceNs = 50000000u;
 
-// Spins, then sleeps on a futex of which a wake may or may not come, in naps that grow: a GPU wakes nobody.
-// The limit counts no time in which this process had no turn (frozen pod, suspended machine, no CPU).
+// Spins, then sleeps on a futex in naps that grow. A wake may never come, because a GPU cannot wake a futex. The limit
+// does not count time in which this process got no CPU (frozen pod, suspended machine, busy CPU).
 struct Waiter {
   Waiter(uint64_t spin_ns, uint64_t limit_ns, uint64_t idle_since_ns = 0)
       : start(now_ns()), since(idle_since_ns ? idle_since_ns : start), spin(spin_ns), limit(limit_ns), looked(start) {}
-  // Returns false once the limit is reached. `sleeps`, if any, says while this process needs a wake.
+  // Returns false once the limit is reached. `sleeps`, if not null, is 1 while this process needs a wake.
   bool wait(const void* word, uint32_t value, uint32_t* sleeps = nullptr) {
     if (++polls % kPollsPerClock && waited < spin) {
       _mm_pause();
@@ -106,7 +106,7 @@ struct Waiter {
     look(nap + kTurnNs);
     return true;
   }
-  // Counts the time since the last look, of which this process asked for at most `due`.
+  // Counts the time since the last call. The process asked to sleep for at most `due` of it.
   void look(uint64_t due) {
     const uint64_t now = now_ns(), gap = now - looked;
     if (gap > due && !missed) {
@@ -181,7 +181,7 @@ void sum_lanes(const char* slab, const Layout& layout, char* out, uint64_t eleme
 }
 
 uint64_t count_experts(const int32_t* ids, uint64_t n) {
-  uint64_t seen[64] = {}, count = 0;  // 4,096 experts
+  uint64_t seen[64] = {}, count = 0;  // one bit for each of 4,096 experts
   for (uint64_t i = 0; i < n; i++) {
     const uint32_t id = static_cast<uint32_t>(ids[i]) & 4095;
     count += ids[i] >= 0 && !(seen[id >> 6] >> (id & 63) & 1);
@@ -195,14 +195,14 @@ uint64_t count_experts(const int32_t* ids, uint64_t n) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Waits of an answerer end so.
+// Results of an answerer's wait.
 enum { kAsked = 1, kNothing = 0, kStopped = -1 };
 
-// Waits for the ask after the last one answered; fills layer and rows. Returns one of the above.
+// Waits for the ask that follows the last answered one, and sets layer and rows. Returns a result from above.
 int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit_ns, uint32_t* layer, uint32_t* rows) {
   Slab* slab = static_cast<Slab*>(memory);
   Lane& own = slab->lanes[lane];
-  // Since the last ask or ring, over several calls: an idle lane must not spin anew in each.
+  // Time of the last ask or ring, kept across calls: an idle lane must not spin again in each call.
   static thread_local uint64_t idle_since = 0;
   if (!idle_since) idle_since = now_ns();
   Waiter waiter(spin_ns, limit_ns, idle_since);
@@ -222,7 +222,7 @@ int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit
       own.idle_ns += now_ns() - waiter.start;
       return kNothing;
     }
-    // A ring means work within microseconds: spin again.
+    // After a ring, an ask follows within microseconds: spin again.
     if (load(&slab->bell.rung) != rung) {
       idle_since = now_ns();
       waiter.since = idle_since;
@@ -231,7 +231,7 @@ int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit
   }
 }
 
-// Answers what `next` returned; y is in the slab. A status other than 0 ends the asker's step.
+// Answers the ask that `next` returned; y is in the slab. A nonzero status ends the asker's step.
 void heteroinfer_ff_answer(void* memory, int lane, int32_t status, uint32_t rows, const int32_t* ids, uint32_t topk,
                            uint64_t busy_ns) {
   Slab* slab = static_cast<Slab*>(memory);
@@ -242,11 +242,11 @@ void heteroinfer_ff_answer(void* memory, int lane, int32_t status, uint32_t rows
   own.experts += ids ? count_experts(ids, static_cast<uint64_t>(rows) * topk) : rows != 0;
   store(&own.status, status);
   store(&own.answered, own.seen);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // the number before the look whether somebody sleeps
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // store the number before reading `sleeps`
   if (load(&own.sleeps)) wake(&own.answered);
 }
 
-// Says that asks will follow: lanes that sleep are awake by then.
+// Announces asks, so that sleeping lanes wake up in time.
 void heteroinfer_ff_ring(void* memory) {
   Slab* slab = static_cast<Slab*>(memory);
   __atomic_fetch_add(&slab->bell.rung, 1, __ATOMIC_ACQ_REL);
@@ -254,7 +254,7 @@ void heteroinfer_ff_ring(void* memory) {
   wake(&slab->bell.rung);
 }
 
-// Ends every wait on this slab, now and later.
+// Ends every wait on this slab, now and in future.
 void heteroinfer_ff_stop(void* memory) {
   Slab* slab = static_cast<Slab*>(memory);
   store(&slab->end.stop, 1u);
@@ -262,9 +262,9 @@ void heteroinfer_ff_stop(void* memory) {
   for (Lane& lane : slab->lanes) wake(&lane.answered);
 }
 
-// Asks from the host and waits for every lane: out[rows][hidden] is the sum of their answers.
-// ids and weights may be null (an MLP). Returns 0; else 1 + lane: that lane is late; -1 - lane: it
-// answered with a status; INT_MIN: stopped.
+// Asks from the host and waits for every lane. out[rows][hidden] becomes the sum of their answers. ids and weights may be
+// null (an MLP). Returns 0; 1 + lane if that lane is late; -1 - lane if that lane answered with a status; INT_MIN if
+// the slab was stopped.
 int heteroinfer_ff_exchange(void* memory, const Layout* layout, uint32_t layer, uint32_t rows, const void* x,
                             const int32_t* ids, const float* weights, void* out, uint64_t spin_ns, uint64_t limit_ns) {
   Slab* slab = static_cast<Slab*>(memory);
@@ -298,8 +298,8 @@ int heteroinfer_ff_exchange(void* memory, const Layout* layout, uint32_t layer, 
   return 0;
 }
 
-// For tests of the protocol: asks `count` times with rows of a pattern and checks that every lane
-// echoes them. Returns the number of asks whose answer was right; stops at the first other one.
+// For tests of the protocol: asks `count` times with patterned rows and checks that every lane echoes them. Stops at the
+// first wrong answer. Returns the number of right answers.
 uint64_t heteroinfer_ff_stress(void* memory, const Layout* layout, uint64_t count, uint32_t max_rows, uint64_t spin_ns,
                                uint64_t limit_ns) {
   char* base = static_cast<char*>(memory);
@@ -320,8 +320,8 @@ uint64_t heteroinfer_ff_stress(void* memory, const Layout* layout, uint64_t coun
   return count;
 }
 
-// Answers with what was asked, until stopped: the other side of `stress`, and of the exchange's measurement.
-// With `skip` > 0 every so many-th answer is wrong, so that a test sees the check fail.
+// Echoes each ask until stopped: the other side of `stress`, and of the exchange's measurement. With `skip` > 0 every
+// skip-th answer is wrong, so that a test can see the check fail.
 uint64_t heteroinfer_ff_echo(void* memory, const Layout* layout, int lane, uint64_t spin_ns, uint64_t skip) {
   char* base = static_cast<char*>(memory);
   uint32_t layer = 0, rows = 0;

@@ -1,5 +1,5 @@
-// As vector_rows.h for FP8 weights, which are widened to bf16 on the way. Widen::pair(w, first, second) makes bf16 of
-// a pair of k: 16 columns, then 16 more, as `Dot::of` takes them.
+// vector_rows.h for FP8 weights, which are widened to bf16 in registers. Widen::pair(w, first, second) produces the bf16
+// of a pair of k: first for 16 columns, second for the next 16, in the form that `Dot::of` takes.
 
 template <class Dot, class Widen, int R, int S>
 static void multiply_fp8_rows(float* c, const Fp8Stream* streams, const void* inputs, long units, long distance) {
@@ -45,7 +45,7 @@ static void multiply_fp8_rows(float* c, const Fp8Stream* streams, const void* in
 template <class Dot, class Widen, int R>
 static void multiply_fp8_streams(float* c, const Fp8Stream* streams, int count, const void* x, long units,
                                  long distance) {
-  constexpr int kMost = R <= 2 ? 4 : 2;  // more sums would not stay in registers, beside what widens
+  constexpr int kMost = R <= 2 ? 4 : 2;  // more sums would not fit into registers beside the tables for widening
   const int some = count < kMost ? count : kMost;
   for (; count > 0; count -= some, streams += some, c += some * R * 32) switch (some) {
       case 4: multiply_fp8_rows<Dot, Widen, R, kMost>(c, streams, x, units, distance); break;

@@ -1,5 +1,5 @@
-// 16 lanes of 32 bits by AVX-512F. Included after a `#pragma GCC target`, inside a namespace. By the compiler's own vectors
-// where they become one instruction.
+// 16 lanes of 32 bits with AVX-512F. Included inside a namespace after a `#pragma GCC target`. Uses the compiler's vector
+// types if an operation becomes one instruction.
 typedef float F16L __attribute__((vector_size(64)));
 typedef int32_t I16L __attribute__((vector_size(64)));
 typedef uint32_t U16L __attribute__((vector_size(64)));
@@ -36,7 +36,7 @@ struct Lanes {
   INLINE I shr(I a) { return a >> N; }
   INLINE I both(I a, uint32_t b) { return a & (I{} + b); }
   INLINE I either(I a, I b) { return a | b; }
-  // float32 of the float16 that lie in the lower or upper half of a register, or in memory.
+  // float32 of the float16 in the lower or upper half of a register, or in memory.
   INLINE F lower_halves(I a) { return (F)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)a)); }
   INLINE F upper_halves(I a) { return (F)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)a, 1)); }
   INLINE F from_f16(const void* from) { return (F)_mm512_cvtph_ps(read<__m256i>(from)); }
@@ -55,7 +55,7 @@ struct Lanes {
     made = size == 127 ? U16L{} + 0x7fc00000u : made;
     return (F)(made | (code & 128) << 24);
   }
-  // Of 16-byte lanes of a and b: interleaved lower or upper halves.
+  // Interleaves the lower or upper halves of each 16-byte lane of a and b.
   INLINE F interleave_low(F a, F b) { return __builtin_shuffle(a, b, I16L{0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}); }
   INLINE F interleave_high(F a, F b) { return __builtin_shuffle(a, b, I16L{2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31}); }
   // Lanes 0 and 2 of a, then of b; or lanes 1 and 3.

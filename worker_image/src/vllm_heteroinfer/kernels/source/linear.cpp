@@ -1,7 +1,7 @@
-// The plain C interface: which kernel, who computes what, and the sum of what threads share.
+// The C interface of linear layers: the choice of a kernel, the work of each thread, and the sums of split blocks.
 //
-// OpenMP is torch's own: this library is linked without libgomp, and its GOMP_* symbols are those
-// of the one that torch has loaded. A second pool of threads would spin against the first.
+// OpenMP is torch's own. This library is linked without libgomp, and its GOMP_* symbols resolve to the libgomp that torch
+// has loaded. A second pool of threads would spin against the first.
 #include "call.h"
 #include "coded_call.h"
 
@@ -19,18 +19,18 @@ namespace {
 enum Path { kPathAvx512 = 0, kPathAvx512Bf16 = 1, kPathAmx = 2, kPathAvx2 = 3, kPaths = 4 };
 const Kernel* const kKernels[] = {&kAvx512, &kAvx512Bf16, &kAmx};
 
-constexpr long kFewRows = 64;            // up to here threads share single blocks
-constexpr long kAmxRows = 4;             // from here on tiles beat vectors
-constexpr long kAmxCodedRows = 5;        // the same of coded weights, which are widened for tiles
-constexpr long kSerialBytes = 64 << 10;  // of weights: below, waking the team takes longer
-constexpr long kChunkUnits = 16;         // of weights that several groups of rows read in turn: 32 KiB
-constexpr long kSharedChunkUnits = 8;    // where they prefetch the next chunk meanwhile: half of the first cache
-constexpr long kManyRows = 256;          // that share one read of a chunk of weights
+constexpr long kFewRows = 64;            // for up to this many rows, threads share single blocks
+constexpr long kAmxRows = 4;             // from this many rows on, tiles are faster than vectors
+constexpr long kAmxCodedRows = 5;        // the same for coded weights, which must be widened for tiles
+constexpr long kSerialBytes = 64 << 10;  // smaller weights use one thread: waking the others takes longer
+constexpr long kChunkUnits = 16;         // units of weights that several groups of rows read in turn: 32 KiB
+constexpr long kSharedChunkUnits = 8;    // the same if they prefetch the next chunk meanwhile: half of the first cache
+constexpr long kManyRows = 256;          // rows that share one read of a chunk of weights
 constexpr long kManyBlocks = 4;          // blocks of columns that share one read of the inputs
 constexpr long kHugePage = 2 << 20;
 
 int available = 0;  // bits of Path
-bool widens = false;  // AVX512-VBMI
+bool widens = false;  // the CPU has AVX512-VBMI
 int forced_path = -1, forced_streams = -1, forced_prefetch = -1;
 
 thread_local Buffer inputs_buffer, parts_buffer, sums_buffer, runs_buffer;
@@ -43,7 +43,7 @@ struct Call {
   const uint16_t* w;
   const uint16_t* bias;
   const char* inputs;
-  long n, blocks, units;  // columns, blocks of them, units of a block
+  long n, blocks, units;  // columns; blocks of columns; units in a block
   int streams, prefetch;
 
   const uint16_t* weights(long block, long unit) const { return w + (block * units + unit) * kUnitElements; }
@@ -64,7 +64,7 @@ struct Piece {
   bool whole(const Call& call) const { return first == 0 && end == call.units; }
 };
 
-// Units [first, end) over all blocks, of one thread.
+// The units [first, end) of one thread, counted over all blocks.
 struct Range {
   Range(const Call& call, long thread, long threads)
       : first(call.blocks * call.units * thread / threads), end(call.blocks * call.units * (thread + 1) / threads) {}
@@ -75,7 +75,7 @@ struct Range {
   long first, end;
 };
 
-// c[m][32] += x * w for a piece; while it reads, it prefetches what follows, then `next`.
+// c[m][32] += x * w for a piece. Prefetches the piece's own weights, then the start of `next`.
 void multiply_piece(const Call& call, const Piece& piece, const Piece& next, float* c) {
   const Kernel& kernel = *call.kernel;
   const long length = piece.end - piece.first, streams = length < call.streams ? 1 : call.streams;
@@ -89,7 +89,7 @@ void multiply_piece(const Call& call, const Piece& piece, const Piece& next, flo
     for (long group = 0; group < call.rows.groups; group++) {
       float* sums = c + call.rows.first(group) * kColumns;
       for (long at = from; at < to;) {
-        // Two runs at most: one that prefetches this piece's own weights, one the next piece's.
+        // At most two runs: the first prefetches this piece's own weights, the second those of the next piece.
         const bool own = at < each - distance;
         const long until = own ? std::min(to, each - distance) : to;
         for (long s = 0; s < streams; s++) {
@@ -117,12 +117,12 @@ void multiply_piece(const Call& call, const Piece& piece, const Piece& next, flo
     }
 }
 
-// A thread's first and last piece may be part of a block; each has a slot in `parts`.
+// The first and the last piece of a thread may be a part of a block. Each has its own slot in `parts`.
 float* part(float* parts, const Call& call, long thread, bool first) {
   return parts + (thread * 2 + (first ? 0 : 1)) * call.rows.m * kColumns;
 }
 
-// Computes a piece: a whole block is stored, of another one the sums are kept.
+// Computes a piece. Stores a whole block in y; keeps the sums of a part in `kept`.
 void compute_piece(const Call& call, const Piece& piece, const Piece& next, float* kept, float* sums) {
   const bool whole = piece.whole(call);
   float* c = whole ? sums : kept;
@@ -131,7 +131,7 @@ void compute_piece(const Call& call, const Piece& piece, const Piece& next, floa
   if (whole) call.store(piece.block, c, 0, static_cast<int>(call.rows.m));
 }
 
-// A thread's range, of which others may take whole blocks; then whole blocks of others'.
+// Computes a thread's range, from which other threads may take whole blocks, then takes whole blocks of other threads.
 void few_rows(const Call& call, Run* runs, float* parts, float* sums, long thread, long threads) {
   const Range range(call, thread, threads);
   const long units = call.units, last = range.end / units * units;
@@ -150,7 +150,7 @@ void few_rows(const Call& call, Run* runs, float* parts, float* sums, long threa
   });
 }
 
-// Whoever has the start of a split block adds up what the following threads have of it.
+// The thread that has the start of a split block adds the parts of the following threads to it.
 void join_parts(const Call& call, float* parts, long thread, long threads) {
   const Range range(call, thread, threads);
   if (range.first == range.end) return;
@@ -167,8 +167,8 @@ void join_parts(const Call& call, float* parts, long thread, long threads) {
   call.store(block, total, 0, static_cast<int>(call.rows.m));
 }
 
-// Rows [first_group, end_group) x blocks [first_block, end_block), chunk by chunk of k: a chunk of
-// weights stays in the first cache for all rows, the rows' inputs in the second for all blocks.
+// Computes rows [first_group, end_group) x blocks [first_block, end_block), chunk by chunk of k. A chunk of weights stays
+// in the first cache for all rows, and the rows' inputs stay in the second cache for all blocks.
 void many_rows(const Call& call, float* sums, long first_group, long end_group, long first_block, long end_block) {
   const long first_row = call.rows.first(first_group);
   const long rows = call.rows.first(end_group - 1) + call.rows.count(end_group - 1) - first_row;
@@ -189,7 +189,7 @@ void many_rows(const Call& call, float* sums, long first_group, long end_group, 
     call.store(block, sums + rows * kColumns * (block - first_block), first_row, static_cast<int>(rows));
 }
 
-// Runs with nothing in them.
+// Runs without tasks.
 Run* empty_runs(long count) {
   auto* runs = static_cast<Run*>(runs_buffer.reserve(static_cast<size_t>(count) * sizeof(Run)));
   for (long i = 0; i < count; i++) new (runs + i) Run;
@@ -260,11 +260,11 @@ void ask_for_huge_pages(void* memory, long bytes) {
   const auto start = reinterpret_cast<uintptr_t>(memory);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t end = (start + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice only
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice: an error has no effect
 }
 
-// Each thread touches first what it will read later, so that it lies in its own NUMA node. `offset(column, k)` is
-// where an element of a unit goes.
+// Writes first to the memory that the same thread will read later, so that the kernel places it in the thread's NUMA node.
+// `offset(column, k)` is the position of an element in a unit.
 template <class Element, class Offset>
 void pack(Element* out, const Element* w, long ldw, long n, long k, Offset offset) {
   const long blocks = ceil_div(n, kColumns), units = ceil_div(k, kUnit);
@@ -307,8 +307,9 @@ CodedChoice heteroinfer::choose_coded(long code, long element, long m) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Finds out what this CPU has; to be called once, before anything else. `allowed` are the bits that may be used. Returns
-// bits: 1 AVX512F, 2 AVX512-BF16, 4 AMX-BF16, 8 AVX2 with FMA and F16C, 16 AVX512-VBMI; 0 if nothing here can run.
+// Detects the instruction sets of this CPU; call it once, before all other functions. `allowed` has the bits that may be
+// used. Returns their sum: 1 AVX512F, 2 AVX512-BF16, 4 AMX-BF16, 8 AVX2 with FMA and F16C, 16 AVX512-VBMI; 0 if no kernel
+// of this library can run.
 int heteroinfer_init(int allowed) {
   __builtin_cpu_init();
   available = 0;
@@ -326,11 +327,11 @@ int heteroinfer_init(int allowed) {
   return available | widens << kPaths;
 }
 
-// Name of what multiplies m rows.
+// Name of the kernel that multiplies m rows.
 const char* heteroinfer_kernel(long m) { return kKernels[choose(m)]->name; }
 
-// For measurements and tests: a path (0, 1, 2, and 3 of coded weights), streams (1, 2, 4) and a prefetch distance in units (for FP8, in 128 k)
-// instead of the defaults; -1 is the default. Returns 0 if this CPU cannot do that.
+// For measurements and tests: sets a path (0, 1, 2, and 3 for coded weights), the streams (1, 2, 4) and the prefetch
+// distance in units (for FP8, in 128 k). -1 restores the default. Returns 0 if this CPU does not support them.
 int heteroinfer_tune(int path, int streams, int prefetch) {
   if (path >= kPaths || (path >= 0 && !(available >> path & 1))) return 0;
   if (streams == 0 || streams == 3 || streams > kMaxStreams) return 0;
@@ -340,18 +341,18 @@ int heteroinfer_tune(int path, int streams, int prefetch) {
   return 1;
 }
 
-// How many threads a call uses.
+// Number of threads that a call uses.
 int heteroinfer_threads() { return omp_get_max_threads(); }
 
-// Elements of the packed form of w[n][k].
+// Number of elements of the packed w[n][k].
 long heteroinfer_packed_elements(long n, long k) {
   return ceil_div(n, kColumns) * kColumns * (ceil_div(k, kUnit) * kUnit);
 }
 
-// To be called for memory that several weights will be packed into: pages may have parts of two.
+// Prepares memory into which several weights will be packed: a page may have parts of two weights.
 void heteroinfer_ask_for_huge_pages(void* memory, long bytes) { ask_for_huge_pages(memory, bytes); }
 
-// Packs w[n][k] (row stride ldw) into `out`, which nobody has written to yet.
+// Packs w[n][k] (row stride ldw) into `out`, which must be untouched memory.
 void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k) {
   pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + column * 2 + i % 2; });
 }
@@ -361,7 +362,7 @@ void heteroinfer_pack_fp8(uint8_t* out, const uint8_t* w, long ldw, long n, long
   pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + fp8_offset(column, i % 2); });
 }
 
-// y[m][n] (row stride ldy) = x[m][k] (row stride ldx) * packed w + bias[n] (or null); all bf16.
+// y[m][n] (row stride ldy) = x[m][k] (row stride ldx) * packed w + bias[n]; all bf16, and bias may be null.
 void heteroinfer_linear(uint16_t* y, long ldy, const uint16_t* x, long ldx, const uint16_t* w, const uint16_t* bias,
                         long m, long n, long k) {
   if (m <= 0 || n <= 0) return;
@@ -371,7 +372,7 @@ void heteroinfer_linear(uint16_t* y, long ldy, const uint16_t* x, long ldx, cons
             streams, prefetch};
   const bool serial = call.blocks * call.units * kUnitElements * 2 <= kSerialBytes;
   if (m == 1 && kernel.x_bytes == 2 && k % kUnit == 0) {
-    call.inputs = reinterpret_cast<const char*>(x);  // packing one row changes nothing
+    call.inputs = reinterpret_cast<const char*>(x);  // a single row is already in packed order
   } else {
     const size_t bytes = static_cast<size_t>(m * call.units * kUnit) * static_cast<size_t>(kernel.x_bytes);
     char* inputs = static_cast<char*>(inputs_buffer.reserve(bytes));

@@ -1,4 +1,4 @@
-// AMX: tiles of 16 rows x 32 k times 32 k x 16 columns. Pays from several rows on.
+// AMX: multiplies tiles of 16 rows x 32 k by tiles of 32 k x 16 columns. It is faster than vectors from several rows on.
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,7 +21,7 @@ struct __attribute__((packed)) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles: 0, 1 sums of rows 0-15 (columns 0-15, 16-31); 2, 3 of rows 16-31; 4, 5 inputs; 6, 7 weights.
+// Tiles: 0, 1 sums of rows 0-15 (columns 0-15, 16-31); 2, 3 sums of rows 16-31; 4, 5 inputs; 6, 7 weights.
 thread_local int configured_rows = 0;
 
 void configure(int rows) {
@@ -94,7 +94,7 @@ void pack_rows(void* out, const uint16_t* x, long ldx, int rows, long k, long fi
     }
 }
 
-// Others (oneDNN) configure the tiles for themselves: nothing may be taken over from them.
+// Other libraries (oneDNN) configure the tiles for themselves, so each call must set its own configuration.
 void enter() { configured_rows = 0; }
 
 void leave() {

@@ -1,4 +1,4 @@
-// AVX-512F: bf16 is the upper half of a float32, so a shift or a mask makes one of it.
+// AVX-512F: bf16 is the upper half of a float32, so a shift or a mask converts it.
 #include <immintrin.h>
 
 #include "linear.h"
@@ -9,7 +9,7 @@
 namespace heteroinfer {
 namespace {
 
-// Of 16 elements, by the compiler's own vectors.
+// 16 elements, as the compiler's own vector types.
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
@@ -43,8 +43,8 @@ struct Dot {
 };
 
 struct Widen {
-  // float32 of each fourth FP8 number: its exponent moves from a bias of 7 to one of 127, and what is denormal
-  // becomes so by a subtraction that is exact.
+  // float32 of every fourth FP8 number. The bias of the exponent changes from 7 to 127, and an exact subtraction makes
+  // denormal numbers right.
   template <int Byte>
   static inline __attribute__((always_inline)) Bits of_byte(Bits raw) {
     const Bits size = (Byte == 3 ? raw >> 4 : raw << (20 - 8 * (Byte % 3))) & 0x07f00000u;
@@ -78,8 +78,8 @@ inline Floats load(const float* from) {
   return to;
 }
 
-// e to the x by a polynomial of degree 6 after x = n ln 2 + r: within 2e-7 of it, denormal below -87.4, 0 below -104,
-// infinity above 88.8.
+// e to the x, by a polynomial of degree 6 with x = n ln 2 + r. The relative error is below 2e-7. The result is denormal
+// below -87.4, 0 below -104, and infinity above 88.8.
 inline Floats exponential(Floats x) {
   const Floats low = Floats{} - 104.0f, high = Floats{} + 89.0f;
   x = x < low ? low : x;
@@ -93,7 +93,7 @@ inline Floats exponential(Floats x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  // By halves of n, since 2^n may be no normal number.
+  // Multiplies by 2^(n/2) twice, since 2^n may not be a normal number.
   const Ints exponent = (Ints)shifted - (Ints)(Floats{} + kMagic), half = exponent >> 1;
   return (Floats)((Ints)p + (half << 23)) * (Floats)((exponent - half + 127) << 23);
 }
@@ -142,7 +142,7 @@ inline void store_rounded(uint16_t* to, Floats value) {
   __builtin_memcpy(to, &halves, sizeof(halves));
 }
 
-// 1 / sqrt of the mean of n squares, of which each lane has every 16th.
+// 1 / sqrt of the mean of n squares. Lane i of the argument has the sum of every 16th square from i on.
 inline float inverse_root(Floats squares, long n, float epsilon) {
   for (int half = 8; half; half /= 2)
     for (int i = 0; i < half; i++) squares[i] += squares[i + half];
@@ -194,7 +194,7 @@ void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16,
   Floats sums = {};
   for (long e = 0; e < padded; e += 16) {
     const Floats x = load(scores + e);
-    // Between NaN's bits and what is shifted in there may be a number.
+    // `exponential` shifts bits and may turn NaN into a number. NaN is restored here.
     Floats score = routing.sigmoid ? 1.0f / (1.0f + exponential(-x)) : exponential(x - top);
     const Floats inner = routing.sigmoid ? x : x - top;
     score = inner != inner ? inner : score;

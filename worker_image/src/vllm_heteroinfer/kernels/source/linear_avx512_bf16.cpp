@@ -1,5 +1,5 @@
-// AVX512-BF16: one instruction multiplies 16 x 2 pairs and adds them to 16 float32 sums. FP8 weights are widened by
-// two look-ups of AVX512-VBMI, one for each byte of a bf16.
+// AVX512-BF16: one instruction multiplies 16 x 2 pairs and adds them to 16 float32 sums. Two look-ups of AVX512-VBMI
+// widen FP8 weights to bf16, one for each byte.
 #include <immintrin.h>
 
 #include "linear.h"
@@ -42,7 +42,7 @@ namespace {
 
 #include "fp8_rows.h"
 
-// bf16 of the 128 FP8 numbers without a sign, in two bytes.
+// bf16 of the 128 FP8 numbers without sign, as two tables of bytes.
 struct Table {
   constexpr Table() : low(), high() {
     for (unsigned code = 0; code < 128; code++) {
@@ -56,7 +56,7 @@ struct Table {
 constexpr Table kTable;
 
 struct Widen {
-  Widen()  // written out, or it would be compiled for any CPU
+  Widen()  // has a body: a defaulted constructor would be compiled for any CPU
       : low0(_mm512_loadu_si512(kTable.low)),
         low1(_mm512_loadu_si512(kTable.low + 64)),
         high0(_mm512_loadu_si512(kTable.high)),

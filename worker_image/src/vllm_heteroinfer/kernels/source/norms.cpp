@@ -1,4 +1,4 @@
-// RMS norms of bf16 rows. Few rows are computed by one thread: others would wake up for longer than it takes.
+// RMS norms of bf16 rows. One thread computes few rows, because waking other threads would take longer.
 #include "linear.h"
 
 using namespace heteroinfer;
@@ -30,7 +30,7 @@ void heteroinfer_norm(uint16_t* y, const uint16_t* x, const uint16_t* weight, lo
   });
 }
 
-// residual[rows][n] += x[rows][n], and x = its norm.
+// residual[rows][n] += x[rows][n], and x = the norm of the sum.
 void heteroinfer_add_and_norm(uint16_t* x, uint16_t* residual, const uint16_t* weight, long rows, long n,
                               float epsilon) {
   each_row(rows, n, [&](long row) { add_and_norm_row(x + row * n, residual + row * n, weight, n, epsilon); });

@@ -1,12 +1,12 @@
-// The loop over rows and streams that both vector instruction sets share. Included by each after
-// its `#pragma GCC target`, with `Dot` as a parameter, so that all of it is compiled for that set.
+// The loop over rows and streams for both vector instruction sets. Each set includes this file after its
+// `#pragma GCC target`, with `Dot` as a parameter, so that the loop is compiled for that set.
 //
-// Dot::Input is what `pack_rows` makes of two neighbouring k of a row, Dot::Weights what a load of
-// 16 columns x 2 k becomes and Dot::of(words) the same of a register, Dot::add(sum, weights, input) a step of 16 columns.
+// `Dot::Input` is the packed form of two adjacent k of a row. `Dot::Weights` is the register form of 16 columns x 2 k;
+// `Dot::of(words)` makes it from a register. `Dot::add(sum, weights, input)` multiplies 16 columns.
 
 template <class Dot, int R, int S>
 static void multiply_rows(float* c, const Stream* streams, long units) {
-  // Few rows: sums of their own for each stream, or the chain of additions is too long.
+  // With few rows, each stream has its own sums, because one long chain of additions would be too slow.
   constexpr int A = R * S <= 8 ? S : 1;
   __m512 sum[A][R][2];
   for (int a = 0; a < A; a++)

@@ -110,8 +110,8 @@ def follow(
             expected = [value] if event is Event.FORWARD else []
             if ran != expected:
                 raise FollowError(
-                    f"{phase}: ran the model with {ran} tokens, expected {expected} as announced; this is a "
-                    "defect of HeteroInfer with this model, use spec.parallelism.mode: Pipeline"
+                    f"{phase}: the model must run with {expected} tokens, as announced (got {ran}). Report "
+                    "this defect of HeteroInfer with this model, and use spec.parallelism.mode: Pipeline"
                 )
     if count != value:
         raise FollowError(f"{phase}: followed {count} announcements, but the leader made {value}")

@@ -50,7 +50,7 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """Warms up like the mixin, and reports the transport of tensors between GPUs."""
         times = super().compile_or_warm_up_model()
-        for way in sorted(self._nccl_log.ways()) if self._nccl_log else ():
+        for way in sorted(self._nccl_log.used_transports()) if self._nccl_log else ():
             self.context.metrics.travels("ranks", way)
         return times
 

@@ -179,7 +179,7 @@ class GroupWorkerMixin:
         """Samples on the last stage. Other stages do nothing."""
         if self._step_tokens is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
-        with self._call_of_step(), self._seeds(self.model_runner):
+        with self._call_of_step(), self._hidden_generators(self.model_runner):
             with self.mode.sampling(self.model_runner, grammar_output) as mask:
                 output = super().sample_tokens(mask)  # type: ignore[misc]
             if isinstance(output, AsyncModelRunnerOutput):
@@ -198,7 +198,8 @@ class GroupWorkerMixin:
         metrics.waited(communicators.take_wait_s())
         metrics.leave()
 
-    def _seeds(self, runner: Any) -> AbstractContextManager[None]:
+    def _hidden_generators(self, runner: Any) -> AbstractContextManager[None]:
+        """Hides random generators whose samples are discarded: vLLM cannot rewind a CPU generator."""
         if self.context.rank.device is Device.GPU:
             return nullcontext()
         return sampling.without_discarded_seeds(runner.input_batch, runner.discard_request_mask.np)

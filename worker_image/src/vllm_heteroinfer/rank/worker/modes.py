@@ -81,6 +81,6 @@ class PipelineHops(RankMode):
         )
         if theirs != ours:
             raise RuntimeError(
-                f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}; "
+                f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}. "
                 f"{SAME_MODEL}"
             )
