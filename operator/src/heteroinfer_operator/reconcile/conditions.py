@@ -57,7 +57,7 @@ def at_rest(life: Life) -> ConditionAnswer | None:
 
 
 def clients_cut_off(life: Life) -> ConditionAnswer | None:
-    """Answer if groups serve but clients cannot reach any of them; otherwise None."""
+    """Answer if groups serve but clients cannot reach any group; otherwise None."""
     if not life.serving or life.unreachable is None:
         return None
     return ConditionAnswer(False, life.unreachable.reason, life.unreachable.message)
@@ -168,7 +168,7 @@ def labels_must_be_mended(life: Life) -> ConditionAnswer | None:
 
 
 def not_stalled(life: Life) -> ConditionAnswer:
-    """Answer if the user need not act."""
+    """Answer if no action of the user is needed."""
     return ConditionAnswer(False, "NotStalled")
 
 
