@@ -7,8 +7,8 @@ Each line is a format on an instruction set, and each cell is the median of the 
 stream (a sum over 256 MiB by the same threads) just before the kernel. The share is of the smaller of the
 stream and the rate that the instruction's own peak allows (`instruction_peak`, measured in the same run). The
 weights are many times as large as the caches. `--experts` measures a layer of EXPERTS experts, of which each
-token takes CHOICES, and counts each chosen expert once. vLLM's kernel for int4 without zero points follows if
-this CPU has AVX-512. Needs the worker's Python.
+token takes CHOICES, and counts each chosen expert once. vLLM's kernels for bf16 follow, and with AVX-512
+those for int4 without zero points. Needs the worker's Python.
 """
 
 import argparse
@@ -141,6 +141,34 @@ class VllmBench:
         return len(self._weights) * COLUMNS * INPUTS * self.weight_bytes / seconds / 1e9, rows
 
 
+class VllmFloatBench:
+    """vLLM's kernel for bf16 on any CPU: oneDNN's product of a weight that is packed for it."""
+
+    weight_bytes = 2.0
+
+    def __init__(self) -> None:
+        import torch
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()  # registers the operations for this CPU
+        self._torch = torch
+        count = int(WEIGHT_BYTES // (COLUMNS * INPUTS * self.weight_bytes)) + 1
+        ops = torch.ops._C
+        dense = torch.randn(COLUMNS, INPUTS).to(torch.bfloat16)
+        self._handlers = [
+            torch.tensor(ops.create_onednn_mm_handler(dense.clone().t(), 32), dtype=torch.int64)
+            for _ in range(count)
+        ]
+
+    def rate(self, rows: int) -> tuple[float, float]:
+        """Returns GB/s of weights read, once over all of them, and the rows of each weight."""
+        x = self._torch.randn(rows, INPUTS).to(self._torch.bfloat16)
+        out = self._torch.empty(rows, COLUMNS, dtype=x.dtype)
+        product = self._torch.ops._C.onednn_mm
+        seconds = timed(lambda: [product(out, x, None, handler) for handler in self._handlers])
+        return len(self._handlers) * COLUMNS * INPUTS * self.weight_bytes / seconds / 1e9, rows
+
+
 def stream(words: Any) -> float:
     """Returns GB/s of a sum over memory."""
     return float(words.nbytes / timed(words.sum) / 1e9)
@@ -228,11 +256,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             print(line(bench, f"{name} {path}", words, rows, options.rounds, by_rows), flush=True)
         library.calls.heteroinfer_tune(-1, -1, -1)
-    if "avx512f" in library.coded_paths and not options.experts and options.dtype == "bf16":
+    if options.experts or options.dtype != "bf16":
+        return
 
-        def of_vllm(_: float) -> float:
-            return max(peaks.values())
+    def of_vllm(_: float) -> float:
+        return max(peaks.values())
 
+    print(line(VllmFloatBench(), "bf16 of vLLM", words, rows, options.rounds, of_vllm), flush=True)
+    if "avx512f" in library.coded_paths:
         print(line(VllmBench(), "int4 128 of vLLM", words, rows, options.rounds, of_vllm), flush=True)
 
 

@@ -1,5 +1,6 @@
 """What the kernels make of experts with coded weights; as `coded_probe`, of which the argument is."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -43,47 +44,72 @@ def exact_activation(sums: torch.Tensor, activation: Activation) -> torch.Tensor
     return made * (up.clamp(-activation.limit, activation.limit) + activation.offset)
 
 
-def error(case: dict[str, Any], seed: int) -> float:
-    """Returns the worst error, as a share of what roundings may make."""
-    draw = torch.Generator().manual_seed(seed)
-    library, dtype, form = prepare(), TYPES[case["dtype"]], FORMATS[case["format"]]
-    activation, experts = ACTIVATIONS[case["activation"]], case["experts"]
-    rows, hidden, inner, topk = (case[name] for name in ("rows", "hidden", "inner", "topk"))
-    wide = 2 * inner if activation.gated else inner
-    w13 = [draw_coded(draw, form, wide, hidden) for _ in range(experts)]
-    w2 = [draw_coded(draw, form, hidden, inner) for _ in range(experts)]
-    parts = [empty_part(library, form, experts, *shape) for shape in ((wide, hidden), (hidden, inner))]
-    for expert in range(experts):
-        put(library, parts[0], expert, w13[expert], gated=activation.gated)
-        put(library, parts[1], expert, w2[expert], gated=False)
-    biases = [None, None]
-    if case["bias"]:
-        biases = [torch.randn(experts, columns, generator=draw) for columns in (wide, hidden)]
-    size = widen(w13[0]).std() * hidden**0.5
-    x = (torch.randn(rows, hidden, generator=draw) / size).to(dtype)
-    ids = torch.rand(rows, experts, generator=draw).topk(topk, -1).indices.to(torch.int32).contiguous()
-    ids[torch.rand(rows, topk, generator=draw) < 0.1] = -1
-    weights, y = torch.rand(rows, topk, generator=draw), torch.empty(rows, hidden, dtype=dtype)
-    layer = CodedExperts(library, parts[0], parts[1], activation, dtype=dtype, biases=biases)
-    torch.set_num_threads(case["threads"])
-    tune(case)
-    layer.compute(y, x, weights, ids)
-    tune({})
-    exact, allowed = torch.zeros(rows, hidden).double(), torch.zeros(rows, hidden).double()
-    dense = [(widen(a), widen(b)) for a, b in zip(w13, w2, strict=True)]
-    for row in range(rows):
-        for j in range(topk):
-            expert = int(ids[row, j])
+class Layer:
+    """A layer of experts, its inputs and its routing, at random but for the seed."""
+
+    def __init__(self, case: dict[str, Any], seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        library, form = prepare(), FORMATS[case["format"]]
+        self.case, self.dtype, self.activation = case, TYPES[case["dtype"]], ACTIVATIONS[case["activation"]]
+        rows, hidden, inner, topk, experts = (
+            case[name] for name in ("rows", "hidden", "inner", "topk", "experts")
+        )
+        wide = 2 * inner if self.activation.gated else inner
+        self.w13 = [draw_coded(draw, form, wide, hidden) for _ in range(experts)]
+        self.w2 = [draw_coded(draw, form, hidden, inner) for _ in range(experts)]
+        self.parts = [
+            empty_part(library, form, experts, *shape) for shape in ((wide, hidden), (hidden, inner))
+        ]
+        for expert in range(experts):
+            put(library, self.parts[0], expert, self.w13[expert], gated=self.activation.gated)
+            put(library, self.parts[1], expert, self.w2[expert], gated=False)
+        self.biases: list[torch.Tensor | None] = [None, None]
+        if case["bias"]:
+            self.biases = [torch.randn(experts, columns, generator=draw) for columns in (wide, hidden)]
+        size = widen(self.w13[0]).std() * hidden**0.5
+        self.x = (torch.randn(rows, hidden, generator=draw) / size).to(self.dtype)
+        self.ids = (
+            torch.rand(rows, experts, generator=draw).topk(topk, -1).indices.to(torch.int32).contiguous()
+        )
+        self.ids[torch.rand(rows, topk, generator=draw) < 0.1] = -1
+        self.weights = torch.rand(rows, topk, generator=draw)
+        self.y = torch.empty(rows, hidden, dtype=self.dtype)
+
+    def compute(self) -> torch.Tensor:
+        """Returns what the kernels make of it, in `y`."""
+        layer = CodedExperts(
+            prepare(), self.parts[0], self.parts[1], self.activation, dtype=self.dtype, biases=self.biases
+        )
+        torch.set_num_threads(self.case["threads"])
+        tune(self.case)
+        layer.compute(self.y, self.x, self.weights, self.ids)
+        tune({})
+        return self.y
+
+    def errors(self) -> torch.Tensor:
+        """Returns the worst error of each row of `y`, as a share of what roundings may make."""
+        exact = torch.zeros(self.y.shape, dtype=torch.float64)
+        allowed = torch.zeros(self.y.shape, dtype=torch.float64)
+        dense = [(widen(a), widen(b)) for a, b in zip(self.w13, self.w2, strict=True)]
+        for row, choice in itertools.product(*map(range, self.ids.shape)):
+            expert = int(self.ids[row, choice])
             if expert < 0:
                 continue
-            added = [0 if each is None else each[expert].double() for each in biases]
-            inputs = exact_activation(dense[expert][0] @ x[row].double() + added[0], activation)
-            share = float(weights[row, j])
+            added = [0 if each is None else each[expert].double() for each in self.biases]
+            inputs = exact_activation(dense[expert][0] @ self.x[row].double() + added[0], self.activation)
+            share = float(self.weights[row, choice])
             exact[row] += share * (dense[expert][1] @ inputs + added[1])
             allowed[row] += share * (dense[expert][1].abs() @ (inputs.abs() + 2.0**-10))
-    rounding = ROUNDING[case["dtype"]]
-    limit = exact.abs() * rounding + allowed * (rounding + 2.0**-14) + 1e-5
-    return float(((y.double() - exact).abs() / limit).nan_to_num(torch.inf).max())
+        rounding = ROUNDING[self.case["dtype"]]
+        limit = exact.abs() * rounding + allowed * (rounding + 2.0**-14) + 1e-5
+        return ((self.y.double() - exact).abs() / limit).nan_to_num(torch.inf).max(1).values
+
+
+def error(case: dict[str, Any], seed: int) -> float:
+    """Returns the worst error, as a share of what roundings may make."""
+    layer = Layer(case, seed)
+    layer.compute()
+    return float(layer.errors().max())
 
 
 def products(question: dict[str, Any]) -> Any:

@@ -214,7 +214,7 @@ void linear_many(const Call& call) {
 }  // namespace
 
 CodedKernel heteroinfer::coded_amx() {
-  CodedKernel kernel = {"amx_bf16", 32, 2, true, pack_tile_rows, {}, {}};
+  CodedKernel kernel = {"amx_bf16", 32, 2, true, pack_tile_rows, {}, {}, {}};
   for (int code = 0; code < kCodes; code++) kernel.widen[code] = kCodedAvx512Bf16.widen[code];
   return kernel;
 }
@@ -222,6 +222,12 @@ CodedKernel heteroinfer::coded_amx() {
 void heteroinfer::multiply_coded(const CodedChoice& choice, const Rows& rows, const PackedRows& inputs, const Layout& layout,
                                  const CodedStream* streams, int count, long first, long end, float* c) {
   const auto multiply = choice.kernel->multiply[layout.format.code];
+  if (const auto multiply_all = choice.kernel->multiply_all[layout.format.code]; multiply_all && rows.m > kStreamRows) {
+    for (int s = 0; s < count; s++)
+      multiply_all(c + s * rows.m * kColumns, rows.m, rows.each, streams[s], {inputs.x, inputs.sums}, layout, first, end,
+                   choice.prefetch);
+    return;
+  }
   if (!multiply) return multiply_widened(choice, rows, inputs, layout, streams[0], first, end, c);
   for (long group = 0; group < rows.groups; group++)
     multiply(c + rows.first(group) * kColumns, rows.count(group), streams, count,

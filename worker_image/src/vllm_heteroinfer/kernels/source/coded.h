@@ -20,6 +20,7 @@ enum Element { kElementBf16, kElementF16, kElementF32 };  // element types of in
 enum ActivationKind { kSwish, kGelu, kGeluTanh, kRelu2 };
 
 constexpr long kUnitPairs = kUnit / 2;
+constexpr int kStreamRows = 4;  // that read several blocks at once
 
 struct Format {
   long code, scale, group;  // group: number of inputs with a common scale, a multiple of 16; 0 for all inputs
@@ -73,6 +74,10 @@ struct Activation {
 using MultiplyCoded = void (*)(float* c, int rows, const CodedStream* streams, int count, const CodedInputs& inputs,
                                const Layout& layout, long first, long end, long distance);
 
+// c[rows][32] += x * w over the units [first, end) of a block; groups of `each` rows have their inputs after each other.
+using MultiplyAllRows = void (*)(float* c, long rows, long each, const CodedStream& stream, const CodedInputs& inputs,
+                                 const Layout& layout, long first, long end, long distance);
+
 struct CodedKernel {
   const char* name;
   int max_rows;  // maximum rows of a `multiply`
@@ -85,6 +90,8 @@ struct CodedKernel {
   MultiplyCoded multiply[kCodes];
   // Writes a unit as bf16 in the order of linear layers: pairs [first, end), and zeros for the others.
   void (*widen[kCodes])(uint16_t* out, const uint8_t* w, const uint8_t* ahead, long first, long end);
+  // For more than kStreamRows: decodes a block once for all rows. Null: `multiply` takes groups of them in turn.
+  MultiplyAllRows multiply_all[kCodes];
 };
 
 // Operations on float32 sums for one instruction set.

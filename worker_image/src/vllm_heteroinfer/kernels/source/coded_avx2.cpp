@@ -81,17 +81,13 @@ struct Lanes {
     const I code = from_bytes(from);
     return as_float({e8m0(code.a), e8m0(code.b)});
   }
-  INLINE __m256i e4m3(__m256i code) {
-    const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
-    const __m256i small = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f)));
-    __m256i made = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32(120 << 23));
-    made = _mm256_blendv_epi8(made, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(8), size));
-    made = _mm256_blendv_epi8(made, _mm256_set1_epi32(0x7fc00000), _mm256_cmpeq_epi32(size, _mm256_set1_epi32(127)));
-    return _mm256_or_si256(made, _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(128)), 24));
-  }
+  // Through float16, which has e4m3's form but for a factor of 256.
   INLINE F from_e4m3(const void* from) {
-    const I code = from_bytes(from);
-    return as_float({e4m3(code.a), e4m3(code.b)});
+    const __m256i codes = _mm256_cvtepi8_epi16(read<__m128i>(from));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+    const __m256i size = _mm256_and_si256(codes, _mm256_set1_epi16(127));
+    const __m256i nan = _mm256_cmpeq_epi16(size, _mm256_set1_epi16(127));
+    return mul(of_halves(_mm256_or_si256(halves, _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)))), set1(256.0f));
   }
   // Interleaves the lower or upper halves of each 16-byte lane of a and b.
   INLINE F interleave_low(F a, F b) { return {_mm256_unpacklo_ps(a.a, b.a), _mm256_unpacklo_ps(a.b, b.b)}; }
@@ -121,16 +117,366 @@ struct Lanes {
 #include "coded_float.h"
 #include "coded_rows.h"
 
-constexpr int kRows = 3;
+// A decoder gives the weights of a half of a line of kLine bytes, kPairs pairs of inputs, to take(pair, parity, quarter, w):
+// w are those of 8 columns times 1 / kGain, and 16 registers hold few, so each is taken as soon as it is made. A half
+// has two of the four quarters of the columns, half and half + 2,
+// which may be in an order of the decoder's own; `order` makes that of the columns.
+#define TAKE(...) [&](int pair, int parity, int quarter, __m256 w) __attribute__((always_inline)) { __VA_ARGS__ }
+
+INLINE __m256 of_lower(__m256i halves) { return _mm256_cvtph_ps(_mm256_castsi256_si128(halves)); }
+INLINE __m256 of_upper(__m256i halves) { return _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)); }
+INLINE __m256 of_top(__m256i a, int bits) {  // float32 of the integer in the highest bits; 0 where others are zeros
+  return _mm256_cvtepi32_ps(bits ? _mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(~0u << (32 - bits)))) : a);
+}
+
+struct InColumnOrder {
+  INLINE void order(__m256 (&)[4]) {}
+};
+
+struct QuartersBf16 : InColumnOrder {
+  static constexpr int kLine = 128, kPairs = 1;
+  static constexpr float kGain = 1;
+  template <class Take>
+  INLINE void half(const uint8_t* w, int half, Take take) {
+#pragma GCC unroll 2
+    for (int q = half; q < 4; q += 2) {
+      const __m256i raw = Lanes::read<__m256i>(w + 32 * q);
+      take(0, 0, q, _mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)));
+      take(0, 1, q, _mm256_castsi256_ps(_mm256_and_si256(raw, _mm256_set1_epi32(static_cast<int>(0xffff0000u)))));
+    }
+  }
+};
+
+struct QuartersF16 : InColumnOrder {
+  static constexpr int kLine = 128, kPairs = 1;
+  static constexpr float kGain = 1;
+  template <class Take>
+  INLINE void half(const uint8_t* w, int half, Take take) {
+#pragma GCC unroll 2
+    for (int q = half; q < 4; q += 2)
+#pragma GCC unroll 2
+      for (int parity = 0; parity < 2; parity++)
+        take(0, parity, q, _mm256_cvtph_ps(Lanes::read<__m128i>(w + q / 2 * 64 + parity * 32 + q % 2 * 16)));
+  }
+};
+
+// `Ordered` costs an instruction a half.
+template <bool Ordered>
+struct QuartersFp8 {
+  static constexpr int kLine = 64, kPairs = 1;
+  static constexpr float kGain = FloatFp8::kGain;
+  template <class Take>
+  INLINE void half(const uint8_t* w, int half, Take take) {
+    const __m256i kept = _mm256_set1_epi16(static_cast<short>(0xbf80));
+    __m256i raw = Lanes::read<__m256i>(w + 32 * half);
+    if (Ordered) raw = _mm256_permute4x64_epi64(raw, 0xd8);
+    const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(raw, 8), 1), kept);
+    take(0, 0, half, of_lower(even));
+    take(0, 0, half + 2, of_upper(even));
+    const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(raw, 1), kept);
+    take(0, 1, half, of_lower(odd));
+    take(0, 1, half + 2, of_upper(odd));
+  }
+  INLINE void order(__m256 (&q)[4]) {
+    if (Ordered) return;
+    const __m256 a = q[0], b = q[2], c = q[1], d = q[3];
+    q[0] = _mm256_permute2f128_ps(a, b, 0x20), q[1] = _mm256_permute2f128_ps(c, d, 0x20);
+    q[2] = _mm256_permute2f128_ps(a, b, 0x31), q[3] = _mm256_permute2f128_ps(c, d, 0x31);
+  }
+};
+
+struct QuartersInt8 {
+  static constexpr int kLine = 64, kPairs = 1;
+  static constexpr float kGain = FloatInt8::kGain;
+  template <class Take>
+  INLINE void half(const uint8_t* w, int half, Take take) {
+    const __m256i raw = Lanes::read<__m256i>(w + 32 * half);
+    take(0, 0, half, of_top(_mm256_slli_epi32(raw, 24), 0));
+    take(0, 0, half + 2, of_top(_mm256_slli_epi32(raw, 8), 8));
+    take(0, 1, half, of_top(_mm256_slli_epi32(raw, 16), 8));
+    take(0, 1, half + 2, of_top(raw, 8));
+  }
+  INLINE void order(__m256 (&q)[4]) {
+    const __m256 a = q[0], b = q[1], c = q[2], d = q[3];
+    q[0] = _mm256_unpacklo_ps(a, c), q[1] = _mm256_unpacklo_ps(b, d);
+    q[2] = _mm256_unpackhi_ps(a, c), q[3] = _mm256_unpackhi_ps(b, d);
+  }
+};
+
+// Nibble N of a lane is of parity N / 4, pair N / 2 % 2 and half N % 2.
+struct QuartersInt4 : InColumnOrder {
+  static constexpr int kLine = 64, kPairs = 2;
+  static constexpr float kGain = FloatInt4::kGain;
+  template <class Take>
+  INLINE void half(const uint8_t* w, int half, Take take) {
+    const __m256i raw = Lanes::read<__m256i>(w + 32 * half);
+    take(0, 0, half, of_top(_mm256_slli_epi32(raw, 28), 0));
+    take(0, 0, half + 2, of_top(_mm256_slli_epi32(raw, 24), 4));
+    take(0, 1, half, of_top(_mm256_slli_epi32(raw, 12), 4));
+    take(0, 1, half + 2, of_top(_mm256_slli_epi32(raw, 8), 4));
+    take(1, 0, half, of_top(_mm256_slli_epi32(raw, 20), 4));
+    take(1, 0, half + 2, of_top(_mm256_slli_epi32(raw, 16), 4));
+    take(1, 1, half, of_top(_mm256_slli_epi32(raw, 4), 4));
+    take(1, 1, half + 2, of_top(raw, 4));
+  }
+};
+
+// By a table of bytes: twice a value is an integer.
+struct QuartersFp4 : InColumnOrder {
+  static constexpr int kLine = 64, kPairs = 2;
+  static constexpr float kGain = 0x1p-25f;
+  template <class Take>
+  INLINE void half(const uint8_t* w, int half, Take take) {
+    const __m256i table = _mm256_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,  //
+                                           0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    const __m256i raw = Lanes::read<__m256i>(w + 32 * half), nibbles = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_shuffle_epi8(table, _mm256_and_si256(raw, nibbles));
+    const __m256i high = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibbles));
+    take(0, 0, half, of_top(_mm256_slli_epi32(low, 24), 0));
+    take(0, 0, half + 2, of_top(_mm256_slli_epi32(high, 24), 0));
+    take(0, 1, half, of_top(_mm256_slli_epi32(low, 8), 8));
+    take(0, 1, half + 2, of_top(_mm256_slli_epi32(high, 8), 8));
+    take(1, 0, half, of_top(_mm256_slli_epi32(low, 16), 8));
+    take(1, 0, half + 2, of_top(_mm256_slli_epi32(high, 16), 8));
+    take(1, 1, half, of_top(low, 8));
+    take(1, 1, half + 2, of_top(high, 8));
+  }
+};
+
+INLINE void prefetch(const uint8_t* at, long bytes) {
+  for (long line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(at) + line, _MM_HINT_T0);
+}
+
+// Where the units of a block are, and those that are read `distance` later.
+struct Reader {
+  const uint8_t *block, *next;
+  const Layout& layout;
+  long first, end, distance;
+  const uint8_t* at(long unit) const { return block + layout.header + unit * layout.unit_bytes; }
+  const uint8_t* ahead(long unit) const {
+    const long later = unit + distance;
+    return later < end ? at(later) : next + layout.header + (later - end + first) * layout.unit_bytes;
+  }
+  // Of a group that begins in a unit.
+  void prefetch_header(long unit) const {
+    const long bytes = layout.group_pairs ? layout.zeros / layout.units : 0, later = unit + distance;
+    if (bytes) prefetch((later < end ? block + later * bytes : next + (later - end + first) * bytes), bytes);
+  }
+};
+
+// Scales and zero points of the four quarters of a group of a block.
+struct Scales {
+  __m256 scale[4], zero[4];
+  INLINE Scales of(const uint8_t* block, const Layout& layout, long group, float gain) {
+    Scales made;
+    for (int h = 0; h < 2; h++) {
+      const Lanes::F scale = Lanes::mul(scales_of(block, layout, group, h), Lanes::set1(gain));
+      Lanes::F zero = Lanes::zero();
+      if (layout.format.zeros)
+        zero = Lanes::mul(Lanes::from_int8(block + layout.zeros + group * kColumns + h * 16), Lanes::set1(-1.0f / gain));
+      made.scale[2 * h] = scale.a, made.scale[2 * h + 1] = scale.b;
+      made.zero[2 * h] = zero.a, made.zero[2 * h + 1] = zero.b;
+    }
+    return made;
+  }
+};
+
+// c[32] += scale * (sum - zero * inputs_sum).
+INLINE void add_quarter(float* c, __m256 sum, const Scales& scales, int q, const float* inputs_sum) {
+  if (inputs_sum) sum = _mm256_fmadd_ps(scales.zero[q], _mm256_set1_ps(*inputs_sum), sum);
+  _mm256_storeu_ps(c + 8 * q, _mm256_fmadd_ps(sum, scales.scale[q], _mm256_loadu_ps(c + 8 * q)));
+}
+
+INLINE void poison(float* c, const uint8_t* block, const Layout& layout) {
+  for (int q = 0; q < 4; q++)
+    _mm256_storeu_ps(c + 8 * q, _mm256_add_ps(_mm256_loadu_ps(c + 8 * q),
+                                              Lanes::read<__m256>(block + layout.poison + 32 * q)));
+}
+
+constexpr int kRows = 6;      // at once: with 16 columns they take 12 registers
+constexpr long kWidened = 4;  // units that are decoded into the first cache
+
+// Units of a block that share a scale, in parts that fit into the first cache.
+struct Part {
+  long group, pair, stop;
+};
+INLINE Part part_at(const Layout& layout, long pair, long end) {
+  const long last = end * kUnitPairs, group = layout.group_pairs ? pair / layout.group_pairs : 0;
+  long stop = (pair / kUnitPairs + kWidened) * kUnitPairs;
+  if (layout.group_pairs && (group + 1) * layout.group_pairs < stop) stop = (group + 1) * layout.group_pairs;
+  return {group, pair, stop < last ? stop : last};
+}
+
+// Sums of the inputs of R rows over a part; null without zero points.
+INLINE const float* sums_of(float* to, const Layout& layout, const float* sums, const Part& part, long rows) {
+  if (!layout.format.zeros) return nullptr;
+  for (long r = 0; r < rows; r++) to[r] = 0;
+  for (long unit = part.pair / kUnitPairs; unit * kUnitPairs < part.stop; unit++)
+    for (long r = 0; r < rows; r++) to[r] += sums[unit * rows + r];
+  return to;
+}
+
+// Calls line(first pair, codes) for each line of a part.
+template <class Decoder, class Line>
+INLINE void each_line(const Reader& reader, const Part& part, bool prefetches, Line line) {
+  for (long pair = part.pair; pair < part.stop;) {
+    const long unit = pair / kUnitPairs, until = (unit + 1) * kUnitPairs < part.stop ? (unit + 1) * kUnitPairs : part.stop;
+    const long offset = pair % kUnitPairs / Decoder::kPairs * Decoder::kLine;
+    const uint8_t *w = reader.at(unit) + offset, *ahead = reader.ahead(unit) + offset;
+    if (prefetches) reader.prefetch_header(unit);
+    for (; pair < until; pair += Decoder::kPairs, w += Decoder::kLine, ahead += Decoder::kLine) {
+      if (prefetches) prefetch(ahead, Decoder::kLine);
+      line(pair, w);
+    }
+  }
+}
+
+// Few rows, in registers: one row takes all columns at once, more take half of them.
+template <class Decoder, int R>
+static void multiply_few(float* c, const CodedStream& stream, const CodedInputs& inputs, const Layout& layout, long first,
+                         long end, long distance) {
+  const Reader reader{stream.block, stream.next, layout, first, end, distance};
+  const float* x = &static_cast<const FloatDot::Input*>(inputs.x)->even;
+  for (long pair = first * kUnitPairs; pair < end * kUnitPairs;) {
+    const Part part = part_at(layout, pair, end);
+    __m256 total[R][4];
+    if constexpr (R == 1) {
+      __m256 sums[2][4];  // apart, or the chain of additions is too long
+      for (int parity = 0; parity < 2; parity++)
+        for (int q = 0; q < 4; q++) sums[parity][q] = _mm256_setzero_ps();
+      each_line<Decoder>(reader, part, true, [&](long at, const uint8_t* codes) __attribute__((always_inline)) {
+        const float* in = x + at * 2;
+        const auto take = TAKE(sums[parity][quarter] = _mm256_fmadd_ps(w, _mm256_broadcast_ss(in + pair * 2 + parity),
+                                                                       sums[parity][quarter]););
+        Decoder::half(codes, 0, take);
+        Decoder::half(codes, 1, take);
+      });
+      for (int q = 0; q < 4; q++) total[0][q] = _mm256_add_ps(sums[0][q], sums[1][q]);
+    } else {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        __m256 sums[R][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+        each_line<Decoder>(reader, part, !half, [&](long at, const uint8_t* codes) __attribute__((always_inline)) {
+          const float* in = x + at * 2 * R;
+          Decoder::half(codes, half, [&](int pair, int parity, int quarter, __m256 w) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++)
+              sums[r][quarter / 2] =
+                  _mm256_fmadd_ps(w, _mm256_broadcast_ss(in + (pair * R + r) * 2 + parity), sums[r][quarter / 2]);
+          });
+        });
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) total[r][half] = sums[r][0], total[r][half + 2] = sums[r][1];
+      }
+    }
+    float of_rows[R];
+    const float* sums = sums_of(of_rows, layout, inputs.sums, part, R);
+    const Scales scales = Scales::of(stream.block, layout, part.group, Decoder::kGain);
+    for (int r = 0; r < R; r++) {
+      Decoder::order(total[r]);
+      for (int q = 0; q < 4; q++) add_quarter(c + r * kColumns, total[r][q], scales, q, sums ? sums + r : nullptr);
+    }
+    pair = part.stop;
+  }
+  for (int r = 0; r < R && layout.format.code == kFp8; r++) poison(c + r * kColumns, stream.block, layout);
+}
+
+template <class Decoder, int R = 1>
+static void multiply_few(float* c, int rows, const CodedStream* streams, int count, const CodedInputs& inputs,
+                         const Layout& layout, long first, long end, long distance) {
+  if constexpr (R < kStreamRows)
+    if (rows > R)
+      return multiply_few<Decoder, R + 1>(c, rows, streams, count, inputs, layout, first, end, distance);
+  for (int s = 0; s < count; s++)
+    multiply_few<Decoder, R>(c + s * R * kColumns, streams[s], inputs, layout, first, end, distance);
+}
+
+// c[R][32] += scale * (x * w) over `pairs` pairs of decoded weights [pair][parity][32], of `Quarters` quarters from `from` on.
+template <int R, int Quarters>
+INLINE void multiply_wide(float* c, const float* w, const FloatDot::Input* x, long pairs, const Scales& scales, int from,
+                          const float* sums) {
+  __m256 total[R][Quarters];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int q = 0; q < Quarters; q++) total[r][q] = _mm256_setzero_ps();
+  const float* in = &x->even;
+  for (long pair = 0; pair < pairs; pair++, w += 2 * kColumns, in += 2 * R)
+#pragma GCC unroll 2
+    for (int parity = 0; parity < 2; parity++) {
+      __m256 own[Quarters];
+#pragma GCC unroll 4
+      for (int q = 0; q < Quarters; q++) own[q] = _mm256_load_ps(w + parity * kColumns + (from + q) * 8);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        const __m256 each = _mm256_broadcast_ss(in + r * 2 + parity);
+#pragma GCC unroll 4
+        for (int q = 0; q < Quarters; q++) total[r][q] = _mm256_fmadd_ps(own[q], each, total[r][q]);
+      }
+    }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int q = 0; q < Quarters; q++)
+      add_quarter(c + r * kColumns, total[r][q], scales, from + q, sums ? sums + r : nullptr);
+}
+
+template <int R = 1>
+static void multiply_wide(float* c, long rows, const float* w, const FloatDot::Input* x, long pairs, const Scales& scales,
+                          const float* sums) {
+  if constexpr (R < kRows)
+    if (rows > R) return multiply_wide<R + 1>(c, rows, w, x, pairs, scales, sums);
+  constexpr int kQuarters = R <= 2 ? 4 : 2;
+  for (int from = 0; from < 4; from += kQuarters) multiply_wide<R, kQuarters>(c, w, x, pairs, scales, from, sums);
+}
+
+// Many rows: each weight of a block is decoded once, into the first cache.
+template <class Decoder>
+static void multiply_all(float* c, long rows, long each, const CodedStream& stream, const CodedInputs& inputs,
+                         const Layout& layout, long first, long end, long distance) {
+  alignas(64) float wide[kWidened * kUnitElements];
+  const Reader reader{stream.block, stream.next, layout, first, end, distance};
+  for (long pair = first * kUnitPairs; pair < end * kUnitPairs;) {
+    const Part part = part_at(layout, pair, end);
+    each_line<Decoder>(reader, part, true, [&](long at, const uint8_t* codes) __attribute__((always_inline)) {
+      float* to = wide + (at - part.pair) * 2 * kColumns;
+      __m256 line[Decoder::kPairs][2][4];
+      const auto take = TAKE(line[pair][parity][quarter] = w;);
+      Decoder::half(codes, 0, take);
+      Decoder::half(codes, 1, take);
+#pragma GCC unroll 2
+      for (int p = 0; p < Decoder::kPairs; p++)
+#pragma GCC unroll 2
+        for (int parity = 0; parity < 2; parity++, to += kColumns) {
+          Decoder::order(line[p][parity]);
+#pragma GCC unroll 4
+          for (int q = 0; q < 4; q++) _mm256_store_ps(to + 8 * q, line[p][parity][q]);
+        }
+    });
+    const Scales scales = Scales::of(stream.block, layout, part.group, Decoder::kGain);
+    for (long row = 0; row < rows; row += each) {
+      const long count = rows - row < each ? rows - row : each;
+      const auto* x = static_cast<const FloatDot::Input*>(inputs.x) + row * layout.units * kUnitPairs + part.pair * count;
+      float of_rows[kRows];
+      const float* sums = sums_of(of_rows, layout, inputs.sums + (layout.format.zeros ? row * layout.units : 0), part, count);
+      multiply_wide(c + row * kColumns, count, wide, x, part.stop - part.pair, scales, sums);
+    }
+    pair = part.stop;
+  }
+  for (long row = 0; row < rows && layout.format.code == kFp8; row++) poison(c + row * kColumns, stream.block, layout);
+}
 
 }  // namespace
 
 const CodedKernel kCodedAvx2 = {
     "avx2", kRows, 4, false, pack_float_rows,
-    {multiply_coded<FloatDot, FloatBf16, kRows>, multiply_coded<FloatDot, FloatF16, kRows>,
-     multiply_coded<FloatDot, FloatFp8, kRows>, multiply_coded<FloatDot, FloatInt8, kRows>,
-     multiply_coded<FloatDot, FloatInt4, kRows>, multiply_coded<FloatDot, FloatFp4, kRows>},
-    {}};
+    {multiply_few<QuartersBf16>, multiply_few<QuartersF16>, multiply_few<QuartersFp8<false>>, multiply_few<QuartersInt8>,
+     multiply_few<QuartersInt4>, multiply_few<QuartersFp4>},
+    {},
+    {multiply_all<QuartersBf16>, multiply_all<QuartersF16>, multiply_all<QuartersFp8<true>>, multiply_all<QuartersInt8>,
+     multiply_all<QuartersInt4>, multiply_all<QuartersFp4>}};
 const RowsKernel kRowsAvx2 = {add_scaled_rows, store_elements, activate_elements, weighted_elements};
 
 }  // namespace heteroinfer

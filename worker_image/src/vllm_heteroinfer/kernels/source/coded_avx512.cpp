@@ -23,6 +23,7 @@ const CodedKernel kCodedAvx512 = {
     {multiply_coded<FloatDot, FloatBf16, kRows>, multiply_coded<FloatDot, FloatF16, kRows>,
      multiply_coded<FloatDot, FloatFp8, kRows>, multiply_coded<FloatDot, FloatInt8, kRows>,
      multiply_coded<FloatDot, FloatInt4, kRows>, multiply_coded<FloatDot, FloatFp4, kRows>},
+    {},
     {}};
 const RowsKernel kRowsAvx512 = {add_scaled_rows, store_elements, activate_elements, weighted_elements};
 

@@ -154,7 +154,8 @@ const CodedKernel kCodedAvx512Bf16 = {
      multiply_coded<PairDot, PairBytes<false>, kRows>, multiply_coded<PairDot, PairNibbles<kInt4Words>, kRows>,
      multiply_coded<PairDot, PairNibbles<kFp4Words>, kRows>},
     {widen_unit<PairBf16>, nullptr, widen_unit<PairBytes<true>>, widen_unit<PairBytes<false>>,
-     widen_unit<PairNibbles<kInt4Words>>, widen_unit<PairNibbles<kFp4Words>>}};
+     widen_unit<PairNibbles<kInt4Words>>, widen_unit<PairNibbles<kFp4Words>>},
+    {}};
 
 }  // namespace heteroinfer
 

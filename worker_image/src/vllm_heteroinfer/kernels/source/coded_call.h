@@ -39,7 +39,7 @@ void multiply_coded(const CodedChoice& choice, const Rows& rows, const PackedRow
 
 // Number of blocks to read at once if `left` remain.
 inline int coded_at_once(const CodedChoice& choice, const Rows& rows, long left) {
-  long most = rows.groups > 1 || rows.m > 4 ? 1 : choice.streams;
+  long most = rows.groups > 1 || rows.m > kStreamRows ? 1 : choice.streams;
   while (most > left) most /= 2;
   return static_cast<int>(most);
 }

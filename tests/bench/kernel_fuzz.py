@@ -1,0 +1,305 @@
+"""Random layers with coded weights, linear and of experts, against float64.
+
+    .venv-worker/bin/python -m tests.bench.kernel_fuzz [--layers 1000 | --seconds 60] [--seed 1] [--first 0]
+        [--threads 2] [--asan] [--totals FILE]
+
+Weights, inputs and outputs lie against pages that the process must not touch, at their end or at their
+start. Layers have random formats, sizes, rows, threads, elements, activations, biases and settings of the
+kernels; some have inputs or scales that are denormal, huge, infinite or NaN. Prints the number of layers, and
+the worst error of each format with float32 inputs: of linear layers as a part of 2^-20 of the sum of the
+sizes of all products, of experts as a part of 2^-14 of it. An output beyond its limit ends the run with its
+case. Each layer has a seed of its own, so `--first` and `--layers` repeat it; a crash shows the last printed
+number. The file of `--totals` adds up runs. `--asan` builds the kernels with AddressSanitizer, and uses plain
+memory instead of pages. Needs the worker's Python.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+_PAGE: Final = 4096
+_ARENA: Final = 4 << 20
+"""Bytes between two guard pages."""
+_CANARY: Final = 0xA5
+_NEAR: Final = 256
+"""Bytes beside an output that must stay as they were."""
+_KINDS: Final = (
+    *("plain",) * 16,
+    *("denormal", "huge", "x inf", "x nan", "scale nan", "code nan"),
+)
+_WHOLE: Final = frozenset({"plain", "denormal", "huge"})
+"""Kinds of layers of which all outputs are numbers."""
+_ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "gpt-oss", "limited", "relu2")
+_ROWS: Final = (1, 1, 1, 2, 3, 4, 5, 6, 7, 12, 13, 30, 64, 65, 140)
+
+
+class Arena:
+    """Memory between two guard pages, for one tensor at a time."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+        libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        address = libc.mmap(None, _ARENA + 2 * _PAGE, 3, 0x22, -1, 0)
+        for guard in (address, address + _PAGE + _ARENA):
+            if libc.mprotect(guard, _PAGE, 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        self._memory = (ctypes.c_uint8 * _ARENA).from_address(address + _PAGE)
+
+    def place(self, tensor: Any, *, at_end: bool) -> Any:
+        """Returns a copy that ends, or begins, at a guard page; canaries lie on its other side."""
+        import torch
+
+        size = tensor.nbytes
+        if not size or size + _NEAR > _ARENA:
+            return tensor
+        start = _ARENA - size if at_end else 0
+        self._near = start - _NEAR if at_end else size
+        ctypes.memset(ctypes.addressof(self._memory) + self._near, _CANARY, _NEAR)
+        part = torch.frombuffer(self._memory, dtype=torch.uint8)[start : start + size]
+        return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def is_clean(self) -> bool:
+        """Returns whether nobody wrote beside the last tensor."""
+        return set(self._memory[self._near : self._near + _NEAR]) == {_CANARY}
+
+
+class Fuzz:
+    """Draws layers and compares them."""
+
+    def __init__(self, seed: int, *, guarded: bool) -> None:
+        from tests.integration.kernels.coded_probe import prepare
+        from tests.integration.kernels.coded_weights import FORMATS
+
+        self.seed, self._formats = seed, tuple(FORMATS)
+        self.library = prepare()
+        self._arenas = [Arena() for _ in range(4)] if guarded else []
+        self.worst: dict[str, dict[str, float]] = {"linear": {}, "experts": {}}
+
+    def draw(self, number: int, most_threads: int) -> dict[str, Any]:
+        """Returns the case of a layer; the same for the same number."""
+        draw = random.Random(f"{self.seed} {number}")
+        path = draw.choice(self.library.coded_paths)
+        any_element = path in {"avx512f", "avx2"}
+        case = {
+            "seed": draw.randrange(2**31),
+            "what": "experts" if draw.random() < 0.15 else "linear",
+            "format": draw.choice(self._formats),
+            "path": path,
+            "dtype": draw.choice(("bf16", "float16", "float32", "float32")) if any_element else "bf16",
+            "rows": draw.choice(_ROWS),
+            "streams": draw.choice((-1, 1, 2, 4)),
+            "prefetch": draw.choice((-1, 0, 1, 8)),
+            # Teams of several sizes take longer to start than small layers to compute.
+            "threads": 1 + number // 200 % most_threads,
+            "bias": draw.random() < 0.3,
+            "kind": draw.choice(_KINDS),
+            "at_end": draw.random() < 0.7,
+        }
+        if case["what"] == "experts":
+            experts = draw.choice((1, 2, 3, 5))
+            case |= {
+                "activation": draw.choice(_ACTIVATIONS),
+                "rows": min(case["rows"], 30),
+                "hidden": draw.choice((32, 64, 96, 160)),
+                "inner": draw.choice((32, 64, 96)),
+                "experts": experts,
+                "topk": draw.randint(1, min(experts, 3)),
+            }
+        else:
+            case |= {
+                "columns": draw.choice((1, 2, 31, 32, 33, 64, 96, 200, 1000 if draw.random() < 0.1 else 70)),
+                "inputs": draw.choice((2, 16, 30, 32, 48, 64, 96, 128, 160, 256, 416, 1024)),
+                "stride": draw.choice((0, 0, 3)),
+            }
+        return case
+
+    def check(self, case: dict[str, Any]) -> str:
+        """Computes a layer; returns what is wrong, or ""."""
+        return self._experts(case) if case["what"] == "experts" else self._linear(case)
+
+    def _place(self, tensors: Sequence[Any], case: dict[str, Any]) -> list[Any]:
+        if not self._arenas:
+            return list(tensors)
+        return [
+            each if each is None else arena.place(each, at_end=case["at_end"])
+            for arena, each in zip(self._arenas, tensors, strict=True)
+        ]
+
+    def _note(self, case: dict[str, Any], error: float) -> None:
+        found = self.worst[case["what"]]
+        if case["dtype"] == "float32":
+            found[case["format"]] = max(found.get(case["format"], 0.0), error)
+
+    def _linear(self, case: dict[str, Any]) -> str:
+        import torch
+
+        from tests.integration.kernels.coded_probe import Product, tune
+        from vllm_heteroinfer.kernels import coded
+
+        product = Product(case, case["seed"])
+        kind = _spoil(product, case)
+        packed = coded.pack(self.library, product.weight)
+        y = torch.full((case["rows"], case["columns"]), 7.0).to(product.x.dtype)
+        whole = product.x._base if product.x._base is not None else product.x
+        weights, x, y, bias = self._place((packed.packed, whole, y, product.bias), case)
+        native = packed.format.build()
+        torch.set_num_threads(case["threads"])
+        tune(case)
+        self.library.calls.heteroinfer_coded_linear(
+            *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), coded.ELEMENTS[x.dtype]),
+            *(weights.data_ptr(), ctypes.addressof(native), None if bias is None else bias.data_ptr()),
+            *(case["rows"], case["columns"], case["inputs"]),
+        )
+        tune({})
+        if self._arenas and not self._arenas[2].is_clean():
+            return "wrote beside its output"
+        if kind not in _WHOLE:
+            return "" if product.is_number_where_exact(y) else f"{kind}: other outputs are numbers"
+        error = product.error(y)
+        if kind == "plain":
+            self._note(case, error)
+        return "" if error <= 1 else f"error {error:.3g} of its limit"
+
+    def _experts(self, case: dict[str, Any]) -> str:
+        import torch
+
+        from tests.integration.kernels.coded_experts_probe import Layer
+
+        layer = Layer(case, case["seed"])
+        spoiled = case["rows"] // 2 if case["kind"] not in _WHOLE and case["rows"] > 1 else None
+        if spoiled is not None:
+            layer.x[spoiled, 5] = torch.nan if case["kind"] == "x nan" else torch.inf
+        parts = [part.packed for part in layer.parts]
+        parts[0], layer.x, layer.y, parts[1] = self._place((parts[0], layer.x, layer.y, parts[1]), case)
+        for part, packed in zip(layer.parts, parts, strict=True):
+            object.__setattr__(part, "packed", packed)
+        layer.compute()
+        if self._arenas and not self._arenas[2].is_clean():
+            return "wrote beside its output"
+        errors = layer.errors()
+        if spoiled is not None:  # no other row may see it
+            errors[spoiled] = 0
+        error = float(errors.max())
+        self._note(case, error)
+        return "" if error <= 1 else f"error {error:.3g} of its limit"
+
+
+def _spoil(product: Any, case: dict[str, Any]) -> str:
+    """Changes a drawn layer to its kind; returns "plain" if the layer can't be of that kind."""
+    import torch
+
+    kind, weight = case["kind"], product.weight
+    exact = case["path"] in {"avx512f", "avx2"}
+    if kind == "denormal" and exact and case["dtype"] != "float16":
+        product.x.mul_(2.0**-120)
+    elif kind == "huge" and case["dtype"] != "float16":
+        product.x.mul_(2.0**60)
+    elif kind == "x nan" or (kind == "x inf" and exact and weight.zeros is None):
+        product.x[-1, -1] = torch.nan if kind == "x nan" else torch.inf
+    elif kind == "scale nan" and weight.scales is not None:
+        floats = weight.scales.is_floating_point()
+        weight.scales[-1, -1] = torch.nan if floats else {5: 255, 6: 127}[int(weight.format.scale)]
+    elif kind == "code nan" and weight.format.code == 2:  # e4m3
+        weight.codes[-1, -1] = 255
+    else:
+        return "plain"
+    return str(kind)
+
+
+def build_with_asan(folder: Path) -> Path:
+    """Compiles the kernels with AddressSanitizer; returns the library."""
+    from vllm_heteroinfer.kernels import build
+
+    library = folder / "library.so"
+    extra = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g1")
+    running = []
+    for source in sorted(build.SOURCE.glob("*.cpp")):
+        made = folder / f"{source.stem}.o"
+        flags = [flag for flag in build.FLAGS if flag != "-O3"]
+        command = [build.COMPILER, *flags, "-O1", *extra, "-c", str(source), "-o", str(made)]
+        running.append(subprocess.Popen(command))
+    if any(process.wait() for process in running):
+        raise SystemExit("the kernels don't compile with AddressSanitizer")
+    objects = [str(file) for file in folder.glob("*.o")]
+    subprocess.run(
+        [build.COMPILER, "-shared", "-fsanitize=address", *objects, "-o", str(library)], check=True
+    )
+    return library
+
+
+def _run_with_asan(argv: Sequence[str]) -> int:
+    runtime = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        library = build_with_asan(Path(folder))
+        variables = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0"}
+        command = [sys.executable, "-m", "tests.bench.kernel_fuzz", *argv]
+        command += ["--plain-memory", "--library", str(library)]
+        return subprocess.run(command, check=False, env={**os.environ, **variables}).returncode
+
+
+def _add_up(path: Path, fuzz: Fuzz, layers: int) -> None:
+    known: dict[str, Any] = {"layers": 0, "linear": {}, "experts": {}}
+    if path.exists():
+        known = json.loads(path.read_text())
+    known["layers"] += layers
+    for what, worst in fuzz.worst.items():
+        for name, error in worst.items():
+            known[what][name] = max(known[what].get(name, 0.0), error)
+    path.write_text(json.dumps(known, indent=1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the worst errors; returns 1 if an output is beyond its limit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=0, help="number of layers; 0 for no limit")
+    parser.add_argument("--seconds", type=float, default=60.0, help="end after this time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first layer")
+    parser.add_argument("--threads", type=int, default=2, help="most threads of a layer")
+    parser.add_argument("--totals", type=Path, help="JSON file that adds up runs")
+    parser.add_argument("--library", type=Path, help="the kernels, if not the package's own")
+    parser.add_argument("--plain-memory", action="store_true", help="no pages that must not be touched")
+    parser.add_argument("--asan", action="store_true", help="build the kernels with AddressSanitizer")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(arguments)
+    if options.asan:
+        return _run_with_asan([each for each in arguments if each != "--asan"])
+    sys.argv[1:] = [str(options.library)] if options.library else []  # read by the probes
+    faulthandler.enable()
+    fuzz = Fuzz(options.seed, guarded=not options.plain_memory)
+    number, end = options.first, time.monotonic() + options.seconds
+    while time.monotonic() < end and not 0 < options.layers <= number - options.first:
+        case = fuzz.draw(number, options.threads)
+        if number % 1000 == options.first % 1000:
+            print(f"layer {number}", flush=True)
+        wrong = fuzz.check(case)
+        if wrong:
+            print(f"layer {number}: {wrong}: {case}")
+            return 1
+        number += 1
+    if options.totals:
+        _add_up(options.totals, fuzz, number - options.first)
+    print(f"{number - options.first} layers, {', '.join(fuzz.library.coded_paths)}")
+    for what, worst in fuzz.worst.items():
+        print(f"{what}: " + ", ".join(f"{name} {worst[name]:.2f}" for name in sorted(worst)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
