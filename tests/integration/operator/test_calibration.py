@@ -14,8 +14,9 @@ import yaml
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NODE, POD
 from heteroinfer_operator.kube.rights import AccessRule, missing_rights
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
+from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
-from heteroinfer_operator.planning.rates import CPU_DEFAULTS
+from heteroinfer_operator.planning.rates import cpu_defaults
 from heteroinfer_operator.version import own_version
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
@@ -46,7 +47,9 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
         for name in serving:
             await bind(server, namespace, name, node)
         before = (await status_of(server, namespace))["plans"][0]
-        assert before["calibration"] == f"role back: {CPU_DEFAULTS}; role front: {CPU_DEFAULTS}"
+        assert before["calibration"] == "; ".join(
+            f"role {name}: {cpu_defaults(AVX512_BF16)}" for name in ("back", "front")
+        )
 
         said = await keep_as_the_job_does(control_plane, installed, tmp_path)
         assert f"calibration {MEASURED.hash} of " in said

@@ -16,8 +16,9 @@ from heteroinfer_contract.calibration import Calibration, Versions
 from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.cli import main
 from heteroinfer_operator.local import calibration_file
+from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
-from heteroinfer_operator.planning.rates import CPU_DEFAULTS, GPU_UNKNOWN
+from heteroinfer_operator.planning.rates import GPU_UNKNOWN, cpu_defaults
 from tests.cluster.folders import REPOSITORY
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.cli.model_directory import write_model
@@ -107,7 +108,7 @@ def test_explain_adds_details_under_headings(
     for text in (
         "architecture LlamaForCausalLM, float32",
         "layers 0.1 MiB, by attention: 4 full",
-        f"role cpu: {CPU_DEFAULTS}",
+        f"role cpu: {cpu_defaults(AVX512_BF16)}",
         f"role gpu: {GPU_UNKNOWN}",
         "length 512 tokens (the default of engine.maxModelLen), the most that the model supports",
         "step at most 64 requests and 2,048 tokens",

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from heteroinfer_contract.calibration import GpuRate
+from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.planning import Inventory
 from heteroinfer_operator.planning.prediction import (
     STEP_OVERHEAD_S,
@@ -13,7 +14,7 @@ from heteroinfer_operator.planning.prediction import (
     forecast_first_token,
     predict,
 )
-from heteroinfer_operator.planning.rates import CPU_DEFAULTS, GPU_UNKNOWN
+from heteroinfer_operator.planning.rates import GPU_UNKNOWN, cpu_defaults
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 
@@ -115,7 +116,9 @@ def test_a_plan_without_rates_has_the_range_of_defaults() -> None:
 
 
 def test_defaults_name_their_rate_and_range() -> None:
-    assert CPU_DEFAULTS == ("defaults for CPUs (115 GB/s by 14 threads; may take 0.3 to 3 times as long)")
+    assert cpu_defaults(AVX512_BF16) == (
+        "defaults for CPUs with AVX-512 BF16 (115 GB/s by 14 threads; may take 0.3 to 3 times as long)"
+    )
     assert "3500 GB/s; may take 0.6 to 16 times as long" in GPU_UNKNOWN
     known = plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Tesla-T4"})).rates[0].source
     assert known == "defaults for Tesla-T4 (233 GB/s; may take 0.9 to 1.3 times as long)"

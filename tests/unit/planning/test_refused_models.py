@@ -54,7 +54,7 @@ def test_names_the_mode_that_runs_it_with_its_memory() -> None:
     assert "AMX is needed on CPUs for multi-head latent attention" in reason
     assert ways == (
         "model: these run it, at 8,192 tokens for one request: mode FeedForward, with a GPU of 6.72 GiB or "
-        "more and 53.88 GiB of host memory; GPU roles only, with 62.43 GiB in all"
+        "more and 53.02 GiB of host memory; GPU roles only, with 62.43 GiB in all"
     )
     assert feed_forward("GLM-4.7-Flash", "6.8Gi", "54Gi").plan
 

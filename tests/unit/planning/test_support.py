@@ -171,6 +171,12 @@ NO_AVX512 = Inventory(cpu_features={"cpu": frozenset(), "gpu": frozenset()})
 def test_linear_layers_of_any_format_run_on_any_cpu(name: str) -> None:
     planned = plan(spec(*MIXED), recorded_profiles()[name], NO_AVX512)
     assert not any("AVX-512" in note or "AMX" in note for note in planned.notes)
+    slow, fast = planned.rates[0], plan(spec(*MIXED), recorded_profiles()[name]).rates[0]
+    assert slow.source.startswith("defaults for CPUs with AVX2 (")
+    assert fast.source.startswith("defaults for CPUs with AVX-512 BF16 (")
+    assert slow.quantized_kernel is not None
+    assert fast.quantized_kernel is not None
+    assert slow.quantized_kernel.rate(16) < fast.quantized_kernel.rate(16)
 
 
 @pytest.mark.parametrize(

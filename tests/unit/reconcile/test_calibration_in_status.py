@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind
-from heteroinfer_operator.planning.rates import CPU_DEFAULTS
+from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
+from heteroinfer_operator.planning.rates import cpu_defaults
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -18,7 +19,9 @@ def served(calibrations: Calibrations) -> World:
 
 def test_without_a_calibration_the_status_reports_defaults() -> None:
     (plan,) = served(Calibrations()).status["plans"]
-    assert plan["calibration"] == f"role first: {CPU_DEFAULTS}; role second: {CPU_DEFAULTS}"
+    assert plan["calibration"] == "; ".join(
+        f"role {name}: {cpu_defaults(AVX512_BF16)}" for name in ("first", "second")
+    )
     assert plan["predictedStepMs"] > 0
 
 

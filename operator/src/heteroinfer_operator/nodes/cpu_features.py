@@ -1,6 +1,6 @@
 """CPU features of nodes, from labels and calibrations. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from heteroinfer_contract.calibration import Calibration
@@ -10,15 +10,35 @@ AMX: Final = "AMX"
 """CPU feature AMX: tiles and bf16. A CPU with AMX also has AVX-512."""
 AVX512: Final = "AVX-512"
 """CPU feature AVX-512: its foundation (AVX512F)."""
+AVX512_BF16: Final = "AVX-512 BF16"
+"""CPU feature AVX-512 with products in bf16, and permutations of bytes (AVX512VBMI)."""
+AVX2: Final = "AVX2"
+"""The instructions that every CPU of a rank has."""
 CPUID_LABEL: Final = "feature.node.kubernetes.io/cpu-cpuid."
 """Prefix of the labels that node feature discovery sets for CPUID names."""
-CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {AMX: ("AMXTILE", "AMXBF16"), AVX512: ("AVX512F",)}
+CPUID_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    AMX: ("AMXTILE", "AMXBF16"),
+    AVX512_BF16: ("AVX512BF16", "AVX512VBMI"),
+    AVX512: ("AVX512F",),
+}
 """CPUID names that a CPU needs for a feature, the most specific first."""
+
+
+def best_instructions(features: Iterable[str] | None) -> str:
+    """Returns the fastest instructions that our kernels have on CPUs with these features.
+
+    Unknown CPUs count as those with AVX512_BF16.
+    """
+    if features is None:
+        return AVX512_BF16
+    return next((each for each in CPUID_OF if each in features), AVX2)
 
 
 def measured_features(calibration: Calibration) -> frozenset[str]:
     """Returns the CPU features in a calibration."""
     found = {AMX} if calibration.has_amx else set()
+    if "avx512_bf16" in calibration.hardware.instruction_sets:
+        found.add(AVX512_BF16)
     return frozenset(found | ({AVX512} if calibration.has_avx512 else set()))
 
 

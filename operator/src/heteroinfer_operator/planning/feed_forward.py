@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Final
 
 from heteroinfer_contract import load_formats
-from heteroinfer_contract.calibration import Calibration, HopPath
+from heteroinfer_contract.calibration import HopPath
 from heteroinfer_contract.column_shares import share_experts, share_out
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
@@ -382,21 +382,12 @@ def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
         )
 
 
-def feed_forward_rates(
-    remote: Remote, engine: EngineSettings, calibration: Calibration | None = None
-) -> Rates:
-    """Returns the speed of each feed-forward rank while all of them compute."""
-    requests = {"cpu": remote.spec.cpu}
-    role = RoleSpec(name="feed-forward", device=Device.CPU, resources=Resources(requests=requests))
-    rates = cpu_rates(
-        role,
-        remote.profile,
-        engine,
-        leads=False,
-        together=remote.spec.ranks,
-        by_rate=True,
-        calibration=calibration,
-    )
+def feed_forward_rates(remote: Remote, engine: EngineSettings, role: str, inventory: Inventory) -> Rates:
+    """Returns the speed of each feed-forward rank of a role while all of them compute."""
+    own = RoleSpec(name=role, device=Device.CPU, resources=Resources(requests={"cpu": remote.spec.cpu}))
+    together = remote.spec.ranks
+    rates = cpu_rates(own, remote.profile, engine, inventory, leads=False, together=together, by_rate=True)
+    calibration = inventory.calibration.get(role)
     measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
     return rates if measured_s is None else replace(rates, exchange_s=measured_s)
 

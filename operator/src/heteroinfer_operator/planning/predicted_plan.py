@@ -37,7 +37,7 @@ def predict_ranks(
     seconds = [_seconds(rank, plan, sizes, rates[rank.rank]) for rank in in_stages]
     beside = plan.ranks[len(in_stages) :]
     if remote is not None and beside:
-        theirs = feed_forward_rates(remote, plan.engine, inventory.calibration.get(beside[0].role))
+        theirs = feed_forward_rates(remote, plan.engine, beside[0].role, inventory)
         rates += [theirs] * len(beside)
         seconds += [feed_forward_seconds(remote, plan.engine, theirs, Load())] * len(beside)
     timed = (replace(rank, predicted_step_s=each) for rank, each in zip(plan.ranks, seconds, strict=True))
@@ -47,17 +47,11 @@ def predict_ranks(
 def _rates(
     rank: RankAssignment, plan: Plan, role: RoleSpec, profile: ModelProfile, inventory: Inventory
 ) -> Rates:
-    calibration = inventory.calibration.get(role.name)
     if rank.device is Device.GPU:
-        return gpu_rates(inventory.gpu_product.get(role.name, ""), calibration, profile.scheme.name)
-    return cpu_rates(
-        role,
-        profile,
-        plan.engine,
-        leads=rank.pod == 0,
-        together=sum(1 for other in plan.stage(rank.stage) if other.pod == rank.pod),
-        calibration=calibration,
-    )
+        product, calibration = inventory.gpu_product.get(role.name, ""), inventory.calibration.get(role.name)
+        return gpu_rates(product, calibration, profile.scheme.name)
+    together = sum(1 for other in plan.stage(rank.stage) if other.pod == rank.pod)
+    return cpu_rates(role, profile, plan.engine, inventory, leads=rank.pod == 0, together=together)
 
 
 def _seconds(rank: RankAssignment, plan: Plan, sizes: Sizes, rates: Rates) -> float:

@@ -17,16 +17,23 @@ from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.pod_launch import engine_cpus
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.nodes.calibrations import describe
+from heteroinfer_operator.nodes.cpu_features import (
+    AMX,
+    AVX2,
+    AVX512,
+    AVX512_BF16,
+    best_instructions,
+    measured_features,
+)
+from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.quantity import gigabytes_per_s, parse_quantity
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 CPU_BYTES_PER_S: Final = 115e9
-"""Rate of all threads of a pod with our bf16 kernels: 110 to 120 GB/s with 14 threads of a 16-core Xeon with
+"""Rate at which all threads of a pod read memory: 110 to 120 GB/s with 14 threads of a 16-core Xeon with
 AVX512-BF16 and AMX (docs/user/benchmarks.md, 2026-11-21). More cores were not measured."""
 CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
 """Rate of one thread; fewer than 14 threads read proportionally less."""
-CPU_OPERATIONS_PER_S: Final = 2e12
-"""Operations of 16 cores in bf16 with AMX (2026-11-20)."""
 GPU_BYTES_PER_S: Final = 3500e9
 """Rate of reading weights on an H200 with CUDA graphs: 13.3 GB in 3.99 ms (vLLM 0.32.0, bf16, 2026-11-20)."""
 GPU_USED: Final = GPU_BYTES_PER_S / 4800e9
@@ -111,51 +118,63 @@ GPU_UNKNOWN_ERROR: Final = Error(
     most=GPU_NOMINAL["H200"].bytes_per_s / min(known.bytes_per_s for known in GPU_NOMINAL.values()),
 )
 """Range for an unknown GPU, which counts as an H200: from the fastest to the slowest GPU of the list."""
-CPU_DEFAULTS: Final = (
-    f"defaults for CPUs ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; may take {CPU_DEFAULTS_ERROR})"
-)
-"""Source of the rates of CPUs that were not measured, for people."""
 GPU_UNKNOWN: Final = (
     f"defaults for an H200, since the GPU is not known ({gigabytes_per_s(GPU_BYTES_PER_S)}; may "
     f"take {GPU_UNKNOWN_ERROR})"
 )
 """Source of the rates of an unknown GPU, for people."""
 
-CPU_PARTS: Final[Mapping[tuple[KernelPart, SchemeName], tuple[float, ...]]] = MappingProxyType(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionRates:
+    """The work of one thread of our kernels with one instruction set, if no memory limits it.
+
+    Attributes:
+        products: multiplications of weights with inputs per second, with many rows.
+        decoded: bytes of weights per second with one row, by format; `other` for formats that are not named.
+        plain: the same for unquantized linear layers, which vLLM computes without AVX-512.
+        plain_products: `products` of these.
+    """
+
+    products: float
+    decoded: Mapping[SchemeName, float]
+    other: float
+    plain: float
+    plain_products: float
+
+
+_FOUR_FLOATS: Final = (SchemeName.MXFP4, SchemeName.NVFP4)
+CPU_INSTRUCTIONS: Final[Mapping[str, InstructionRates]] = MappingProxyType(
     {
-        (KernelPart.LINEAR, SchemeName.NONE): (1.0, 0.98, 0.92, 0.43, 0.068),
-        (KernelPart.LINEAR, SchemeName.AWQ): (0.4, 0.33, 0.17, 0.11, 0.0165),
-        (KernelPart.LINEAR, SchemeName.GPTQ): (0.4, 0.33, 0.17, 0.11, 0.0165),
-        (KernelPart.LINEAR, SchemeName.INT4): (0.4, 0.33, 0.17, 0.11, 0.0165),
-        (KernelPart.LINEAR, SchemeName.FP8_BLOCK): (0.65, 0.38, 0.2, 0.13, 0.025),
-        (KernelPart.LINEAR, SchemeName.FP8_CHANNEL): (0.65, 0.38, 0.2, 0.13, 0.025),
-        (KernelPart.LINEAR, SchemeName.FP8_TENSOR): (0.65, 0.38, 0.2, 0.13, 0.025),
-        (KernelPart.LINEAR, SchemeName.INT8): (1.0,),
-        (KernelPart.EXPERTS, SchemeName.NONE): (1.0, 1.0, 1.0, 0.41, 0.15),
-        (KernelPart.EXPERTS, SchemeName.FP8_BLOCK): (0.85,),
-        (KernelPart.EXPERTS, SchemeName.AWQ): (0.65,),
-        (KernelPart.EXPERTS, SchemeName.GPTQ): (0.65,),
-        (KernelPart.EXPERTS, SchemeName.INT4): (0.65,),
-        (KernelPart.EXPERTS, SchemeName.MXFP4): (0.5,),
+        name: InstructionRates(
+            products=products * 1e9,
+            decoded={
+                **dict.fromkeys((SchemeName.NONE, SchemeName.INT8), wide * 1e9),
+                **dict.fromkeys(FOUR_BITS, int4 * 1e9),
+                **dict.fromkeys(_FOUR_FLOATS, fp4 * 1e9),
+            },
+            other=fp8 * 1e9,
+            plain=plain * 1e9,
+            plain_products=plain_products * 1e9,
+        )
+        for name, products, wide, fp8, int4, fp4, plain, plain_products in (
+            (AMX, 150, 33, 32, 18, 18, 33, 150),
+            (AVX512_BF16, 85, 33, 32, 18, 18, 33, 85),
+            (AVX512, 30, 31, 34, 16, 14, 31, 30),
+            (AVX2, 28, 19, 11, 7, 4.6, 5.9, 4.7),
+        )
     }
 )
-"""Rates of weights by part and format, relative to our bf16 kernels with one row: with one row, then with
-each of MORE_ROWS that has a value. Rows of experts are counted per expert.
+"""The work of a thread by instruction set: the slowest of similar formats counts.
 
-Measured with 13 threads of an H200's host, 2026-11-22 (docs/user/benchmarks.md). bf16 linear layers and
-experts with one row are the kernels alone (experts with 14 threads: bf16 84 to 106 GB/s, FP8 89 to 93, 4 bits
-61 to 80, MXFP4 45 to 51, when our bf16 kernels read 100). AWQ, FP8 in blocks and bf16 experts with many rows
-were derived from steps and first tokens of whole groups, so they include the rest of a layer. GPTQ and int4
-use the values of AWQ. FP8 per channel and per tensor use the values of FP8 in blocks. int8 was not
-measured."""
+AVX2: one thread of an EPYC of the 3rd generation, with one row in its caches and with 64 rows
+(`python -m tests.bench.kernels --busy`), and torch's product in bf16 (2026-11-27). AVX-512 and AVX-512 BF16: one thread of an EPYC of the 5th generation
+(docs/decisions/2026-11-27-coded-weights.md). AMX: products in bf16 with 512 rows and 13 threads of an H200's
+host (2026-11-22); with few rows as AVX-512 BF16, whose instructions it then uses. Other formats than bf16
+were not measured with AMX."""
 CPU_PLAIN_OTHER: Final = 60 / 115
 """Rate of element types other than bf16, relative to bf16, through vLLM's oneDNN: 57 to 60 GB/s
 (2026-11-20)."""
-CPU_INT4_FLOAT16: Final = 0.14
-"""Rate of 4 bits with float16, relative to bf16: 4.5 GB/s with 2 threads, in another kernel that vLLM
-chooses."""
-CPU_EXPERTS_OTHER: Final = 0.6
-"""Rate of experts in formats that were not measured, relative to bf16 experts."""
 _COMPUTING_ROWS: Final = 512
 """Number of rows from which a kernel takes longer to compute than to read."""
 EXCHANGE_S: Final = 20e-6
@@ -196,15 +215,23 @@ class Rates:
     experts_kernel: KernelRate | None = None
 
 
+def cpu_defaults(instructions: str) -> str:
+    """Returns the source of the rates of CPUs that were not measured, for people."""
+    return (
+        f"defaults for CPUs with {instructions} ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; may take "
+        f"{CPU_DEFAULTS_ERROR})"
+    )
+
+
 def cpu_rates(
     role: RoleSpec,
     profile: ModelProfile,
     engine: EngineSettings,
+    inventory: Inventory,
     *,
     leads: bool,
     together: int,
     by_rate: bool = False,
-    calibration: Calibration | None = None,
 ) -> Rates:
     """Returns the rates of one CPU rank: measured ones of its machine, otherwise defaults.
 
@@ -215,20 +242,24 @@ def cpu_rates(
         by_rate: whether these ranks share work by their rates, so that none waits for the slowest.
     """
     threads = compute_threads(role, leads=leads)
+    calibration = inventory.calibration.get(role.name)
     if calibration is not None:
         return _measured_cpu_rates(calibration, profile, engine, threads, together, by_rate=by_rate)
     pod = CPU_BYTES_PER_S / together
     ours = pod if threads is None else min(pod, threads * CPU_THREAD_BYTES_PER_S)
-    cores = 16.0 if threads is None else threads
-    operations = CPU_OPERATIONS_PER_S * min(cores / 16, 1.0) / (together if threads is None else 1)
-    kernels = [_default_kernel(*which, engine.dtype, ours) for which in _which(profile)]
-    return _rates_of(kernels, ours, operations, CPU_DEFAULTS, CPU_DEFAULTS_ERROR)
+    name = best_instructions(inventory.cpu_features.get(role.name))
+    default = _Defaults(
+        profile=profile, dtype=engine.dtype, known=CPU_INSTRUCTIONS[name], threads=threads or 16 / together
+    )
+    kernels = [default.kernel(*which, ours) for which in _which(profile)]
+    return _rates_of(kernels, ours, default.operations, cpu_defaults(name), CPU_DEFAULTS_ERROR)
 
 
 def _which(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
     """Returns part and format of plain weights, of quantized weights, and of experts."""
     name = profile.scheme.name
-    of_experts = name if any(kind.experts_quantized for kind in profile.layers) else SchemeName.NONE
+    quantized = any(kind.experts_quantized for kind in profile.layers)
+    of_experts = profile.experts_in.name if quantized else SchemeName.NONE
     return (
         (KernelPart.LINEAR, SchemeName.NONE),
         (KernelPart.LINEAR, name),
@@ -254,29 +285,41 @@ def _rates_of(
     )
 
 
-def _default_kernel(part: KernelPart, scheme: SchemeName, dtype: str, ours: float) -> KernelRate:
-    """Returns the default rate of a kernel; `ours` is the rate of our bf16 kernels in bytes per second."""
-    parts = _default_parts(part, scheme, dtype)
-    first, *more = (ours * each for each in parts)
-    return KernelRate(
-        part=part,
-        scheme=scheme,
-        dtype=dtype,
-        kernel="default",
-        threads=1,
-        bytes_per_s=first,
-        more_rows=tuple(more),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Defaults:
+    """Kernels that were not measured, by `threads` threads."""
 
+    profile: ModelProfile
+    dtype: str
+    known: InstructionRates
+    threads: float
 
-def _default_parts(part: KernelPart, scheme: SchemeName, dtype: str) -> tuple[float, ...]:
-    if part is KernelPart.EXPERTS:
-        return CPU_PARTS.get((part, scheme), (CPU_EXPERTS_OTHER,))
-    if dtype != "bfloat16" and scheme is SchemeName.NONE:
-        return (CPU_PLAIN_OTHER,)
-    if dtype != "bfloat16" and scheme in FOUR_BITS:
-        return (CPU_INT4_FLOAT16,)
-    return CPU_PARTS.get((part, scheme), (CPU_PLAIN_OTHER,))
+    @property
+    def operations(self) -> float:
+        return self.known.products * self.threads
+
+    def kernel(self, part: KernelPart, scheme: SchemeName, ours: float) -> KernelRate:
+        """Returns the default rate of a kernel; `ours` is the rate of memory in bytes per second."""
+        known, bits = self.known, 16
+        decoded, products = known.decoded.get(scheme, known.other), known.products
+        if scheme is not SchemeName.NONE:
+            own = self.profile.experts_in if part is KernelPart.EXPERTS else self.profile.scheme
+            bits = own.bits or 8
+        elif part is KernelPart.LINEAR:
+            decoded, products = known.plain, known.plain_products
+            if self.dtype != "bfloat16":
+                ours *= CPU_PLAIN_OTHER
+        one = min(ours, self.threads * decoded)
+        many = (self.threads * products * bits / 8 / rows for rows in MORE_ROWS)
+        return KernelRate(
+            part=part,
+            scheme=scheme,
+            dtype=self.dtype,
+            kernel="default",
+            threads=1,
+            bytes_per_s=one,
+            more_rows=tuple(min(one, each) for each in many),
+        )
 
 
 def _measured_cpu_rates(
@@ -300,18 +343,23 @@ def _measured_cpu_rates(
     alone = calibration.reading(used, of_nodes=fmean if on_all_nodes else min)
     ours = min(alone, calibration.reading(min(used * together, cores)) / together)
 
+    known = CPU_INSTRUCTIONS[best_instructions(measured_features(calibration))]
+    defaults = _Defaults(profile=profile, dtype=engine.dtype, known=known, threads=used)
+
     def find(part: KernelPart, name: SchemeName) -> KernelRate:
+        default = defaults.kernel(part, name, ours)
         kernel = calibration.kernel(part, name, engine.dtype)
         if kernel is None:
-            return _default_kernel(part, name, engine.dtype, ours)
-        first, *more = _default_parts(part, name, engine.dtype)
-        slower = kernel.more_rows or tuple(kernel.bytes_per_s * each / first for each in more)
+            return default
+        slower = kernel.more_rows or tuple(
+            kernel.bytes_per_s * each / default.bytes_per_s for each in default.more_rows
+        )
         of_reading, of_cores = ours / calibration.reading(kernel.threads), used / kernel.threads
         shares = [of_cores if rows >= _COMPUTING_ROWS else of_reading for rows in MORE_ROWS]
         scaled = tuple(rate * part for rate, part in zip(slower, shares, strict=False))
         return replace(kernel, bytes_per_s=kernel.bytes_per_s * of_reading, more_rows=scaled)
 
-    operations = calibration.operations_per_s or CPU_OPERATIONS_PER_S * min(cores / 16, 1.0)
+    operations = calibration.operations_per_s or known.products * cores
     kernels = [find(*which) for which in _which(profile)]
     return _rates_of(kernels, ours, operations * used / cores, describe(calibration), CPU_ERROR)
 
