@@ -130,7 +130,7 @@ def stranger(cluster: NodeCluster, operator: str) -> Iterator[str]:
         cluster.kubectl("delete", "pod", "-n", "default", "stranger", "--force", "--grace-period=0")
 
 
-def test_it_serves_without_reading_nodes(pair: Resource) -> None:
+def test_an_operator_without_rights_on_nodes_serves(pair: Resource) -> None:
     (group,) = pair.status["groups"]
     assert (group.get("failures", []), group["phase"]) == ([], "Ready")
     log = pair.cluster.kubectl("logs", "-n", SYSTEM, "-l", OPERATOR_LABELS, "--tail=-1")

@@ -91,7 +91,7 @@ def test_tokens_are_the_references(pair: Resource, model: tuple[Path, dict[str, 
     check_tokens(pair, model[1])
 
 
-def test_the_columns_tell_the_state(pair: Resource) -> None:
+def test_the_columns_show_the_state(pair: Resource) -> None:
     def row() -> dict[str, str]:
         header, values = pair.cluster.kubectl("get", "hinf", "-n", NAMESPACE, pair.name).splitlines()
         starts = [word.start() for word in re.finditer(r"\S+", header)]

@@ -86,7 +86,7 @@ def test_every_operation_is_what_torch_says(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_tensors_larger_than_a_part(group: Group) -> None:
+def test_tensors_larger_than_a_part_arrive_complete(group: Group) -> None:
     done = outcomes(group, "calls", calls=[call.to_json() for call in LARGE(len(group.devices))])
     assert len({one["digest"] for one in done}) == 1
     assert all(one["num_bytes"] > 100 << 20 for one in done)
@@ -164,7 +164,7 @@ def test_announcements_come_in_order_and_do_not_wait(group: Group) -> None:
 
 
 @pytest.mark.parametrize("share_host", PATHS.values(), ids=PATHS)
-def test_an_announcement_that_never_comes(share_host: bool) -> None:
+def test_names_the_rank_whose_announcement_never_comes(share_host: bool) -> None:
     with running(Group(share_host=share_host), "silence") as (first, second):
         second.next_event()
         reported = second.next_event()
@@ -174,7 +174,7 @@ def test_an_announcement_that_never_comes(share_host: bool) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_tensors_between_two_ranks(group: Group) -> None:
+def test_tensors_arrive_between_two_ranks(group: Group) -> None:
     assert [one["done"] for one in outcomes(group, "mail")] == [True] * len(group.devices)
 
 

@@ -67,7 +67,7 @@ def apply(cluster: Cluster, items: Iterable[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("file", [*ROUTES, *SCALED])
-def test_their_kinds_take_the_examples(with_crds: Cluster, file: str) -> None:
+def test_the_kinds_of_other_projects_accept_the_examples(with_crds: Cluster, file: str) -> None:
     found = documents(file)
     apply(with_crds, found)
     with pytest.raises(ClusterError, match="not declared in schema"):

@@ -241,6 +241,6 @@ def test_what_would_open_more_is_refused_at_apply(fields: dict[str, Any], words:
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_pods_take_is_taken(name: str, server: Server) -> None:
+def test_fields_that_pods_accept_are_accepted(name: str, server: Server) -> None:
     body = resource(TAKEN[name])
     assert said_by(server.create, body) == said_by(parse_resource, body) == ""

@@ -62,7 +62,7 @@ def agree(server: Server, body: dict[str, Any]) -> str:
     return "accepted"
 
 
-def test_good_resources(server: Server) -> None:
+def test_models_and_api_server_accept_good_resources(server: Server) -> None:
     seen: Counter[str] = Counter()
 
     @settings(max_examples=200, deadline=None, suppress_health_check=SHARED, phases=PHASES)
@@ -74,7 +74,7 @@ def test_good_resources(server: Server) -> None:
     assert seen["accepted"] > 50, seen
 
 
-def test_changed_resources(server: Server) -> None:
+def test_models_and_api_server_agree_on_changed_resources(server: Server) -> None:
     seen: Counter[str] = Counter()
 
     @settings(max_examples=600, deadline=None, suppress_health_check=SHARED, phases=PHASES)

@@ -64,7 +64,7 @@ def check(answer: dict[str, Any], most: float, cases: tuple[str, ...] = CASES) -
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_format(name: str, library: list[str]) -> None:
+def test_each_format_matches_the_reference(name: str, library: list[str]) -> None:
     answer = ask_forked(PROBE, name, "silu", *library)
     check(answer, ROUNDING.get(name, 2.0**-7))
     method, held = FORMATS[name]
@@ -72,25 +72,25 @@ def test_each_format(name: str, library: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "FP8 in blocks", "GPTQ", "NVFP4"])
-def test_a_cpu_without_avx512(name: str, library: list[str]) -> None:
+def test_experts_run_on_a_cpu_without_avx512(name: str, library: list[str]) -> None:
     answer = ask_forked(PROBE, name, "silu", *library, env={ENV_MAX_INSTRUCTIONS: "avx2"})
     check(answer, ROUNDING.get(name, 2.0**-7))
     assert answer["held"] == f"{FORMATS[name][1]} (avx2)"
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai", "relu2", "limit"])
-def test_each_activation(activation: str, library: list[str]) -> None:
+def test_each_activation_matches_the_reference(activation: str, library: list[str]) -> None:
     check(ask_forked(PROBE, "bfloat16", activation, *library), 2.0**-7)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "stacked and transposed"])
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_one_tensor_of_all_experts(name: str, layout: str, library: list[str]) -> None:
+def test_reads_one_tensor_with_all_experts(name: str, layout: str, library: list[str]) -> None:
     check(ask_forked(PROBE, name, layout, *library), ROUNDING.get(name, 2.0**-7))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "MXFP4 of gpt-oss"])
-def test_gpt_oss(name: str, library: list[str]) -> None:
+def test_experts_of_gpt_oss_match_the_reference(name: str, library: list[str]) -> None:
     """Gates and ups alternate, both projections have biases, and gpt-oss' own loader runs."""
     answer = ask_forked(PROBE, name, "gpt-oss", *library)
     check(answer, 2.0**-7)
@@ -98,7 +98,7 @@ def test_gpt_oss(name: str, library: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
-def test_sizes_that_no_kernel_takes(name: str, library: list[str]) -> None:
+def test_refuses_sizes_that_no_kernel_supports(name: str, library: list[str]) -> None:
     """Torch computes 80 columns with biases, which ranks cannot share in blocks of 32."""
     answer = ask_forked(PROBE, name, "odd", *library)
     check(answer, ROUNDING.get(name, 2.0**-7), ("one rank", "by experts"))

@@ -216,7 +216,7 @@ def test_a_hub_that_is_away_is_reported_and_waited_for(hub: HubServer, cache: Pa
     check_folder(hub, cache)
 
 
-def test_patience_ends(hub: HubServer, cache: Path) -> None:
+def test_a_fetch_fails_after_its_stall_limit(hub: HubServer, cache: Path) -> None:
     hub.refuse_with = 503
     with fetching(hub, cache, "--patience", "1") as fetch:
         failure = fetch.failure()
@@ -240,14 +240,14 @@ def test_a_hub_that_keeps_the_connection_and_sends_nothing(hub: HubServer, cache
 @pytest.mark.parametrize(
     "option", [("--health-port", "99999"), ("--health-port", "0"), ("--patience", "0"), ("--patience", "nan")]
 )
-def test_options_that_cannot_be(hub: HubServer, cache: Path, option: tuple[str, str]) -> None:
+def test_refuses_invalid_options_of_a_fetch(hub: HubServer, cache: Path, option: tuple[str, str]) -> None:
     with fetching(hub, cache, *option) as fetch:
         assert fetch.process.wait(60) == 2
     assert f"argument {option[0]}: must be " in fetch.said
     assert f"got {option[1]!r}" in fetch.said
 
 
-def test_nobody_listens(tmp_path: Path, cache: Path) -> None:
+def test_reports_a_hub_at_which_no_server_listens(tmp_path: Path, cache: Path) -> None:
     with HubServer() as gone:
         pass
     with fetching(gone, cache, "--patience", "1") as fetch:
@@ -366,7 +366,7 @@ def refuse(hub: HubServer, cache: Path, *arguments: str, **env: str) -> Fetch:
     return fetch
 
 
-def test_no_such_model(hub: HubServer, cache: Path) -> None:
+def test_reports_a_model_that_the_hub_does_not_have(hub: HubServer, cache: Path) -> None:
     hub.repositories["acme/other"] = hub.repositories.pop(MODEL)
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_NOT_FOUND
@@ -453,7 +453,7 @@ def test_bytes_that_come_slowly_are_news(hub: HubServer, cache: Path) -> None:
         fetch.wait_for(lambda progress: progress.done_bytes > 8 * SLOW_BYTES_PER_S)
 
 
-def test_a_model_without_safetensors(hub: HubServer, cache: Path) -> None:
+def test_refuses_a_model_without_safetensors(hub: HubServer, cache: Path) -> None:
     files = hub.repositories[MODEL].files
     hub.repositories[MODEL].files = {
         path: content for path, content in files.items() if not re.search(r"safetensors", path)

@@ -217,7 +217,7 @@ def test_a_connection_that_is_cut_gives_no_half_file(hub: HubServer, tmp_path: P
     assert f"sent {FIRST_BYTES} of " in str(error)
 
 
-def test_a_hub_that_is_away(hub: HubServer, tmp_path: Path) -> None:
+def test_reports_a_hub_that_does_not_answer(hub: HubServer, tmp_path: Path) -> None:
     hub.close()
     error = refused(hub, tmp_path)
     assert error.reason is FailureReason.MODEL_HUB_UNREACHABLE
@@ -229,7 +229,7 @@ def test_a_redirect_to_another_scheme_is_not_followed(hub: HubServer, tmp_path: 
     assert "redirect to ftp:// refused: it must be http or https" in str(refused(hub, tmp_path))
 
 
-def test_an_environment_that_forbids_hubs(hub: HubServer, tmp_path: Path) -> None:
+def test_offline_mode_refuses_hubs(hub: HubServer, tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE forbids requests to" in str(refused(hub, tmp_path, HF_HUB_OFFLINE="1"))
     assert hub.seen.requests == []
 

@@ -43,7 +43,7 @@ def draw_cases(name: str, path: str, count: int, seed: int) -> list[dict[str, An
 
 @pytest.mark.parametrize("path", CODED_SETS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_on_every_path(name: str, path: str, on_path: Asking) -> None:
+def test_every_format_matches_the_reference_on_every_path(name: str, path: str, on_path: Asking) -> None:
     cases = draw_cases(name, path, 26, seed=0)
     answer = on_path("products", cases=cases)
     wrong = [(error, case) for error, case in zip(answer["errors"], cases, strict=True) if not error <= 1.0]
@@ -102,7 +102,7 @@ SIXTEEN_BITS: Final = (
         *("mxfp4", "mxfp8", "nvfp4"),
     ],
 )
-def test_layers_of_vllm(name: str, layers: Asking) -> None:
+def test_layers_match_those_of_vllm(name: str, layers: Asking) -> None:
     found = layers("gaps", format=name)
     limits = {"bf16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-18}
     assert set(found) == set(limits) - ({"float32"} if name in SIXTEEN_BITS else set())

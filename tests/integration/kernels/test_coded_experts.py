@@ -41,7 +41,7 @@ def draw_cases(name: str, path: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", CODED_SETS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_and_activation(name: str, path: str, on_path: Asking) -> None:
+def test_every_format_and_activation_matches_the_reference(name: str, path: str, on_path: Asking) -> None:
     cases = draw_cases(name, path)
     answer = on_path("products", cases=cases)
     wrong = [(error, case) for error, case in zip(answer["errors"], cases, strict=True) if not error <= 1.0]

@@ -44,7 +44,7 @@ def draw_cases(weights: str, path: str | None, count: int, seed: int) -> list[di
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_every_path(weights: str, path: str, on_path: Asking) -> None:
+def test_every_path_matches_the_reference(weights: str, path: str, on_path: Asking) -> None:
     cases = draw_cases(weights, path, 65, seed=PATHS.index(path))
     answer = on_path("products", cases=cases)
     wrong = [(error, case) for error, case in zip(answer["errors"], cases, strict=True) if not error <= 1.0]
@@ -81,7 +81,7 @@ def test_weights_lie_in_memory_that_others_can_map(weights: str, kernels: Asking
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rows", [1, 3, 20])
-def test_every_number_of_fp8(rows: int, path: str, on_path: Asking) -> None:
+def test_every_fp8_number_is_decoded_exactly(rows: int, path: str, on_path: Asking) -> None:
     """Denormal ones and NaN too, whether they are widened in registers or for tiles."""
     answer = on_path("fp8_numbers", path=path, rows=rows)
     assert len(answer["numbers"]) == 256
@@ -92,7 +92,7 @@ def test_every_number_of_fp8(rows: int, path: str, on_path: Asking) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_gates_far_from_zero(path: str, on_path: Asking) -> None:
+def test_gates_far_from_zero_match_the_reference(path: str, on_path: Asking) -> None:
     answer = on_path("far_gates", path=path, gates=[-20.0, -86.0, -88.0, -200.0, -1e30, -3e38, 88.0, 1e38])
     assert answer["got"] == pytest.approx(answer["exact"], rel=2.0**-8, abs=1e-36)
 
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(weights: str, kernels: Asking) -> None:
     assert "n a multiple of 32" in said["odd"]
 
 
-def test_layers_of_vllm(usable: list[str]) -> None:
+def test_layers_match_those_of_vllm(usable: list[str]) -> None:
     """bf16 and FP8 experts are ours; what the kernels don't take is vLLM's, and all are right."""
     answer = ask_forked(LAYERS, "experts", *usable)
     kept = {"float32": False, "gelu": False, "bias": False}

@@ -80,13 +80,13 @@ def test_a_cpu_without_any_instructions_of_ours_is_refused() -> None:
         }
 
 
-def test_this_cpu_by_default(kernels: Asking) -> None:
+def test_the_default_path_matches_this_cpu(kernels: Asking) -> None:
     cases = draw_cases(None, 150, seed=1)
     check(kernels("products", cases=cases), cases)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path(path: str, on_path: Asking) -> None:
+def test_every_path_matches_the_reference(path: str, on_path: Asking) -> None:
     cases = draw_cases(path, 146, seed=PATHS.index(path))
     check(on_path("products", cases=cases), cases)
 
@@ -105,7 +105,7 @@ def test_the_emulation_matches_this_cpu(scale: float, kernels: Asking, emulation
     assert kernels("bits", cases=cases) == emulation("bits", cases=cases)
 
 
-def test_layers_of_a_real_model(kernels: Asking) -> None:
+def test_layers_of_a_real_model_match_vllm(kernels: Asking) -> None:
     """Llama's shapes, a little narrower; a head of 32000 and a router of 8 columns."""
     shapes = [(1536, 1024), (1024, 3584), (7168, 1024), (32000, 256), (8, 1024)]
     cases = [
@@ -116,7 +116,7 @@ def test_layers_of_a_real_model(kernels: Asking) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_infinities_rounding_and_denormals(path: str, on_path: Asking) -> None:
+def test_infinities_rounding_and_denormals_match_torch(path: str, on_path: Asking) -> None:
     """One term a sum: what IEEE makes of it, but that BF16 instructions take and give zeros for denormals."""
     weights = [math.nan, math.inf, -math.inf, 3.3e38, 1e-40, 2e-38, 1.2e-38, 0.0, 1.00390625, 1.01171875]
     answer = on_path("special", path=path, weights=weights, inputs=[1.0, 0.5, 3.0, -1.0, 1e-39])
@@ -145,11 +145,11 @@ def test_what_does_not_fit_is_refused(kernels: Asking) -> None:
     assert "(4, 32, 32, 2)" in said["inputs"]
 
 
-def test_under_torch_compile(kernels: Asking) -> None:
+def test_the_op_works_under_torch_compile(kernels: Asking) -> None:
     assert all(gap < 0.1 for gap in kernels("compiled")["gaps"])
 
 
-def test_one_pool_of_threads(usable: list[str]) -> None:
+def test_kernels_use_the_threads_of_torch(usable: list[str]) -> None:
     """Ours is torch's OpenMP: one library of it in the process, and no thread more than torch's own."""
     with asking(PROBE, *usable) as ask:
         answer = ask("threads", threads=3)

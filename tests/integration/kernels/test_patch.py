@@ -39,7 +39,7 @@ def test_it_applies_once_and_goes() -> None:
     assert all("HETEROINFER_CPU_LINEAR=onednn" in text for text in (missing, changed, newer))
 
 
-def test_linear_layers(usable: list[str]) -> None:
+def test_the_patch_serves_linear_layers(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "linear_layers", *usable)
     assert answer["served"] == [True, True, False, False]
     assert all(gap < ROUNDING for gap in answer["gaps"])

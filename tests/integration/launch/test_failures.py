@@ -29,7 +29,7 @@ def end_of(group: TinyGroup, death: float, limit_s: float = LIMIT_S) -> list[int
 
 @pytest.mark.parametrize("do", ["idle", "compute"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_killed_rank(tmp_path: Path, victim: int, do: str) -> None:
+def test_a_killed_rank_is_named_by_all_pods(tmp_path: Path, victim: int, do: str) -> None:
     with tiny_group(tmp_path, (1, 2), do=dict.fromkeys(range(3), do)) as group:
         group.start()
         group.wait_ready()
@@ -59,7 +59,7 @@ def test_killed_rank_with_2_gib_is_seen_before_its_memory_is_freed(tmp_path: Pat
     assert group.pods[0].failure().exit_code == -signal.SIGKILL
 
 
-def test_stopped_rank(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -126,7 +126,7 @@ def test_rank_that_leaves_without_a_word(tmp_path: Path) -> None:
     assert failure.last_log == "about to leave"
 
 
-def test_killed_api_server(tmp_path: Path) -> None:
+def test_a_killed_api_server_is_named(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()
@@ -137,7 +137,7 @@ def test_killed_api_server(tmp_path: Path) -> None:
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.API_SERVER_EXITED, 0, None)
 
 
-def test_stopped_api_server(tmp_path: Path) -> None:
+def test_a_stopped_api_server_is_named(tmp_path: Path) -> None:
     with tiny_group(tmp_path) as group:
         group.start()
         group.wait_ready()

@@ -91,14 +91,16 @@ async def see_the_end(server: ApiServer, namespace: str) -> None:
     await until("nothing is left", is_gone, COLLECTED_S)
 
 
-async def test_just_applied(server: ApiServer, namespace: str) -> None:
+async def test_kstatus_reports_progress_after_an_apply(server: ApiServer, namespace: str) -> None:
     """No operator has seen the object yet: without observedGeneration, kstatus would report it as done."""
     await create_resource(server, namespace)
     assert await kstatus(server, namespace) == IN_PROGRESS
     await server.delete(HETERO_INFERENCE.path(namespace, "tiny"), {})
 
 
-async def test_a_life(server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str) -> None:
+async def test_kstatus_matches_each_phase_of_a_resource(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
     installed = install()
     async with operator(installed.kubeconfig, tmp_path / "log", resync_seconds="1") as process:
         await process.working()

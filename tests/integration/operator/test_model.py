@@ -204,7 +204,7 @@ async def test_reports_a_missing_config_map_of_a_pod(
         assert await process.stop() == 0
 
 
-async def test_from_a_hub_to_ready(
+async def test_a_model_of_a_hub_becomes_ready(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     installed = install()

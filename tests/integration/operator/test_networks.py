@@ -49,7 +49,7 @@ async def outlive(server: ApiServer, namespace: str, pod: str, container: str) -
     )
 
 
-async def test_policies_families_and_sidecars(
+async def test_groups_run_with_policies_families_and_sidecars(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     kubeconfig = install().kubeconfig

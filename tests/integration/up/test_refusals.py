@@ -63,7 +63,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_wrong_spec(case: str, tmp_path: Path, model_dir: Path, port: str) -> None:
+def test_up_refuses_a_wrong_spec(case: str, tmp_path: Path, model_dir: Path, port: str) -> None:
     spec, words = SPECS[case]
     file = write(tmp_path, resource(model_dir, **spec))
     errors = _refused(tmp_path, ["-f", file, "--port", port])
@@ -77,14 +77,14 @@ def test_name_too_long_for_a_host_name(tmp_path: Path, model_dir: Path, port: st
     assert re.search(r"metadata: name must have at most 40 characters.*got 41", errors), errors
 
 
-def test_model_that_is_missing(tmp_path: Path, port: str) -> None:
+def test_up_refuses_a_missing_model(tmp_path: Path, port: str) -> None:
     missing = tmp_path / "no-model"
     errors = _refused(tmp_path, ["-f", write(tmp_path, resource(missing)), "--port", port])
     assert str(missing) in errors
     assert re.search(r"no such|not a directory|does not exist|missing", errors, re.IGNORECASE), errors
 
 
-def test_folder_that_is_no_model(tmp_path: Path, port: str) -> None:
+def test_up_refuses_a_folder_without_a_model(tmp_path: Path, port: str) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     file = write(tmp_path, resource(tmp_path / "elsewhere"))
@@ -92,7 +92,7 @@ def test_folder_that_is_no_model(tmp_path: Path, port: str) -> None:
     assert re.search(rf"{folder}.*config\.json", errors), errors
 
 
-def test_port_of_another_program(tmp_path: Path, model_dir: Path) -> None:
+def test_up_refuses_a_port_in_use(tmp_path: Path, model_dir: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -101,13 +101,13 @@ def test_port_of_another_program(tmp_path: Path, model_dir: Path) -> None:
     assert f"port {taken} on 127.0.0.1: another program uses it" in errors
 
 
-def test_worker_python_that_is_none(tmp_path: Path, model_dir: Path) -> None:
+def test_up_refuses_a_path_that_is_no_python(tmp_path: Path, model_dir: Path) -> None:
     file = write(tmp_path, resource(model_dir))
     errors = _refused(tmp_path, ["-f", file, "--worker-python", tmp_path / "python"])
     assert "is not a program. `make setup` creates" in errors
 
 
-def test_file_that_is_not_there(tmp_path: Path) -> None:
+def test_up_refuses_a_missing_file(tmp_path: Path) -> None:
     errors = _refused(tmp_path, ["-f", tmp_path / "none.yaml"])
     assert "none.yaml: No such file or directory" in errors
 

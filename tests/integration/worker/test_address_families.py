@@ -33,7 +33,7 @@ def serve(model: Path, reference: Reference, scratch: Path, *ranges: str) -> dic
     return seen
 
 
-def test_a_group_without_ipv4(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_a_group_serves_without_ipv4(model: Path, reference: Reference, tmp_path: Path) -> None:
     seen = serve(model, reference, tmp_path, IPV6)
     assert len(seen["answers"]) == 5
     assert all(seen["answers"].values()), seen

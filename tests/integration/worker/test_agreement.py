@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 EXIT_TIMEOUT_S = 240.0
 
 
-def test_other_settings(model: Path, tmp_path: Path) -> None:
+def test_names_settings_that_differ_between_ranks(model: Path, tmp_path: Path) -> None:
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     other = replace(plan, engine=replace(plan.engine, dtype="bfloat16", block_size=64))
     with start_ranks({0: plan, 1: other}, tmp_path, startup_timeout_s=EXIT_TIMEOUT_S) as group:

@@ -55,5 +55,5 @@ print('"done"')
 
 
 @pytest.mark.timeout(200)
-def test_engine_pause() -> None:
+def test_a_paused_engine_computes_nothing_until_it_resumes() -> None:
     assert run_script(WORKER_PYTHON, SCRIPT).answer() == "done"

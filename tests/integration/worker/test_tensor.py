@@ -96,7 +96,7 @@ def test_a_skipped_collective_is_named_by_both_sides(skipping: Skipping, referen
         check_cut_off(requests)
 
 
-def test_two_stages_of_two_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_two_stages_of_two_ranks_serve(model: Path, reference: Reference, tmp_path: Path) -> None:
     """The last of four ranks is killed while decoding: named by all."""
     plan = tensor_plan(model, layers=[3, 5], pods=[2, 2], **SMALL_STEPS)
     with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:

@@ -114,7 +114,7 @@ def check_metrics(group: Group) -> None:
     assert waits[0] < waits[1]
 
 
-def test_structured_output(group: Group) -> None:
+def test_structured_output_works_over_stages(group: Group) -> None:
     """JSON of a schema and one of a list, all at once, greedy and not: the last stage masks."""
     questions = [(kind, sampling) for kind in ("json", "choice") for sampling in (0, 1, 2, 3)]
     with ThreadPoolExecutor(len(questions)) as pool:
@@ -153,7 +153,7 @@ def ask(group: Group, kind: str, seed: int) -> str:
     return text
 
 
-def test_prefix_caching(group: Group) -> None:
+def test_prefix_caching_works_over_stages(group: Group) -> None:
     """A prompt that was read before is taken from the KV cache of every stage, with the same tokens."""
     prompt = [3 + i * 7 % 500 for i in range(200)]
     first = group.complete(prompt)

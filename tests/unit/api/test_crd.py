@@ -149,7 +149,7 @@ def test_every_rule_has_a_reason_and_names_its_field() -> None:
             assert ("fieldPath" in rule) != bool(of_object), (path, rule)
 
 
-def test_columns() -> None:
+def test_columns_show_the_fields_of_the_status() -> None:
     (version,) = build_crd()["spec"]["versions"]
     columns = version["additionalPrinterColumns"]
     assert [c["name"] for c in columns if not c.get("priority")] == [

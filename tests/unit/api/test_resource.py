@@ -83,7 +83,7 @@ def test_models_are_built_by_their_python_names() -> None:
 
 
 @pytest.mark.parametrize("amount", [-1, 1.5, True, 10**15, [1]])
-def test_another_number_is_no_quantity(amount: Any) -> None:
+def test_refuses_a_number_that_is_no_quantity(amount: Any) -> None:
     bad = cpu(resources={"limits": {"cpu": amount}})
     assert problems(spec(roles=[bad])).startswith("spec.roles[0].resources.limits.cpu")
 
@@ -92,7 +92,7 @@ def test_a_null_in_an_unknown_field_is_an_unknown_field() -> None:
     assert problems(spec(nothing=None)).startswith("spec.nothing: unknown field")
 
 
-def test_null_is_as_absent() -> None:
+def test_null_means_that_the_field_is_absent() -> None:
     assert parse_spec(spec(replicas=None, engine=None, restartedAt=None)) == parse_spec(spec())
 
 

@@ -50,7 +50,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     assert captured.err == ""
 
 
-def test_the_version_of_the_client(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_version_of_the_client(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0

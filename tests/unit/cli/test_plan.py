@@ -280,7 +280,9 @@ def test_reads_a_named_calibration_of_any_machine(
 # Bad input: each is one clear message and a non-zero exit code
 
 
-def test_world_size_does_not_match(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_ranks_that_do_not_match_the_stages(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path, model, parallelism={"tensor": 1, "pipeline": 3})
     assert error(capsys, "-f", file) == (
         f"error: {file}: spec.parallelism: tensor x pipeline must be the number of ranks, the sum of "
@@ -289,13 +291,15 @@ def test_world_size_does_not_match(tmp_path: Path, model: Path, capsys: pytest.C
     )
 
 
-def test_layers_do_not_sum_up(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_layers_that_do_not_add_up(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     roles = [{"name": "a", "device": "CPU", "layers": [1]}, {"name": "b", "device": "CPU", "layers": [2]}]
     file = write(tmp_path, model, roles=roles)
     assert error(capsys, "-f", file) == "error: roles: layers must add up to the model's 4 (got 3). Add 1\n"
 
 
-def test_unknown_field(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_an_unknown_field(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, model, engine={"maxModelLenght": 1})
     assert error(capsys, "-f", file) == (
         f"error: {file}: spec.engine.maxModelLenght: unknown field. "
@@ -303,7 +307,9 @@ def test_unknown_field(tmp_path: Path, model: Path, capsys: pytest.CaptureFixtur
     )
 
 
-def test_model_path_is_missing(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_a_missing_path_of_the_model(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(tmp_path, model / "nowhere")
     message = error(capsys, "-f", file)
     assert message.startswith(f"error: model.uri: {model}/nowhere: no such directory")
@@ -542,13 +548,15 @@ def test_a_missing_calibration_file_names_the_command_that_makes_it(
     )
 
 
-def test_the_name_is_too_long(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_a_name_that_is_too_long(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = Path(write(tmp_path, model))
     file.write_text(file.read_text().replace("name: llama", f"name: {'a' * 41}"))
     assert "metadata: name must have at most 40 characters" in error(capsys, "-f", str(file))
 
 
-def test_a_role_has_no_pods(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_a_role_without_pods(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, model, roles=[{"name": "cpu", "device": "CPU", "pods": 0}])
     assert error(capsys, "-f", file) == (
         f"error: {file}: spec.roles[0].pods: must be greater than or equal to 1 (got 0)\n"

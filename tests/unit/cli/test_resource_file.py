@@ -39,12 +39,12 @@ def test_a_file_may_have_documents_of_other_kinds(tmp_path: Path) -> None:
     assert load_document(str(file))["metadata"] == {"name": "llama"}
 
 
-def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_a_resource_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(GOOD))
     assert load_resource("-").metadata.name == "llama"
 
 
-def test_a_missing_file() -> None:
+def test_reports_a_missing_file() -> None:
     with pytest.raises(SpecError, match=r"^/nowhere\.yaml: No such file or directory. Name a file"):
         load_resource("/nowhere.yaml")
 

@@ -104,6 +104,8 @@ def test_an_egress_policy_isolates_what_a_pod_sends_and_nothing_else() -> None:
         ("DoesNotExist", [], False),
     ],
 )
-def test_the_operators_of_a_selector(operator: str, values: list[str], met: bool) -> None:
+def test_each_operator_of_a_selector_selects_the_right_pods(
+    operator: str, values: list[str], met: bool
+) -> None:
     term = {"key": "a", "operator": operator, "values": values}
     assert matches({"matchExpressions": [term]}, {"a": "x"}) is met

@@ -49,7 +49,7 @@ def test_models_that_agree_have_no_faults() -> None:
     assert not [name for name, found in recorded_profiles().items() if found.faults]
 
 
-def test_layer_types_that_are_unknown(tmp_path: Path) -> None:
+def test_names_unknown_layer_types(tmp_path: Path) -> None:
     types = ["full_attention"] * 27 + ["quantum_attention"]
     found = read(tmp_path, "Qwen3-0.6B", layer_types=types)
     assert found.faults == ("config.json has layer_types quantum_attention, whose memory no plan knows",)
@@ -95,7 +95,7 @@ def test_the_table_of_n_grams_is_not_a_layer() -> None:
     assert sum(found.layer_bytes) < 260e9
 
 
-def test_the_class_inside() -> None:
+def test_finds_the_class_of_the_language_model() -> None:
     assert of_2026("Kimi-K2.5").text_architecture == "DeepseekV3ForCausalLM"
     assert of_2026("Mistral-Small-4-119B").text_type == "mistral4"
     assert of_2026("Hy3-preview").text_type == ""

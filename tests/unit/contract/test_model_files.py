@@ -65,7 +65,7 @@ def write_model(
     return directory
 
 
-def test_single_file(tmp_path: Path) -> None:
+def test_reads_a_model_in_a_single_file(tmp_path: Path) -> None:
     profile = read_profile(write_model(tmp_path))
     assert profile.layer_bytes == tuple(2 * (HIDDEN * (HIDDEN + i) + HIDDEN) for i in range(LAYERS))
     assert (profile.embedding_bytes, profile.head_bytes, profile.other_bytes) == (256, 256, 16)
@@ -135,7 +135,9 @@ def test_nested_text_config_and_a_vision_tower(tmp_path: Path) -> None:
         ("torch_dtype", "auto", "BF16", "bfloat16"),
     ],
 )
-def test_dtype(tmp_path: Path, key: str, named: str | None, stored: str, expected: str) -> None:
+def test_reads_the_dtype_of_a_config(
+    tmp_path: Path, key: str, named: str | None, stored: str, expected: str
+) -> None:
     config = {**{k: v for k, v in CONFIG.items() if k != "torch_dtype"}, key: named}
     assert read_profile(write_model(tmp_path, config=config, dtype=stored)).dtype == expected
 
@@ -168,7 +170,7 @@ def test_scales_stay_in_their_own_dtype(tmp_path: Path) -> None:
         ({"torch_dtype": "auto"}, {}, "bfloat16"),
     ],
 )
-def test_dtype_of_a_nested_config(
+def test_reads_the_dtype_of_a_nested_config(
     tmp_path: Path, whole: dict[str, Any], text: dict[str, Any], expected: str
 ) -> None:
     sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "torch_dtype")}
@@ -210,7 +212,7 @@ def test_experts_of_images_beside_those_of_text(tmp_path: Path) -> None:
         ("ffn.experts.mlp.w1", {"ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}}),
     ],
 )
-def test_experts_in_one_tensor(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
+def test_counts_experts_in_one_tensor(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
     tensors = {**TENSORS, **{f"model.layers.{i}.{name}": [4 * HIDDEN] for i in range(LAYERS)}}
     kind = read_profile(write_model(tmp_path, config={**CONFIG, **config}, tensors=tensors)).layer(0)
     assert (kind.experts, kind.experts_per_token, kind.expert_bytes) == (4, 2, 2 * HIDDEN)
@@ -225,7 +227,7 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str, config: dict[str, Any]
         ("block_sparse_moe.input_linear.weight", False),
     ],
 )
-def test_gates_in_one_tensor(tmp_path: Path, name: str, together: bool) -> None:
+def test_counts_gates_and_ups_in_one_tensor(tmp_path: Path, name: str, together: bool) -> None:
     config = {**CONFIG, "num_local_experts": 4, "num_experts_per_tok": 2}
     tensors = {**TENSORS, **{f"model.layers.{i}.{name}": [4 * HIDDEN] for i in range(LAYERS)}}
     assert (
@@ -275,30 +277,30 @@ def test_quantization_beside_the_config_is_read(
     assert read_profile(within).quantization == "fp8"
 
 
-def test_path_is_missing(tmp_path: Path) -> None:
+def test_reports_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(ModelFilesError, match=r"nowhere: no such directory"):
         read_profile(tmp_path / "nowhere")
 
 
-def test_path_is_a_file(tmp_path: Path) -> None:
+def test_reports_a_file_in_place_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelFilesError, match=r"must be a directory that contains config.json"):
         read_profile(tmp_path / "file")
 
 
-def test_directory_is_not_a_model(tmp_path: Path) -> None:
+def test_reports_a_directory_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ModelFilesError, match=r"is not a model: config.json is missing \(found notes.txt\)"):
         read_profile(tmp_path)
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_reports_a_model_without_weights(tmp_path: Path) -> None:
     (write_model(tmp_path) / "model.safetensors").unlink()
     with pytest.raises(ModelFilesError, match=r"has no weights as \*.safetensors"):
         read_profile(tmp_path)
 
 
-def test_index_names_a_missing_shard(tmp_path: Path) -> None:
+def test_reports_a_missing_shard_of_the_index(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / INDEX_FILE).write_text(
         json.dumps({"weight_map": {"x": "model.safetensors", "y": "model-2.safetensors"}})
@@ -308,7 +310,7 @@ def test_index_names_a_missing_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 7, 20, -1])
-def test_cut_shard(tmp_path: Path, keep: int) -> None:
+def test_reports_an_incomplete_shard(tmp_path: Path, keep: int) -> None:
     path = write_model(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelFilesError, match=r"model.safetensors: .* \(.* \d+\b.*\)\. (Download|Finish)"):
@@ -337,7 +339,9 @@ def test_refuses_an_invalid_header(tmp_path: Path, header: bytes) -> None:
         ),
     ],
 )
-def test_config_does_not_fit(tmp_path: Path, field: str, value: object, message: str) -> None:
+def test_reports_a_config_that_contradicts_the_weights(
+    tmp_path: Path, field: str, value: object, message: str
+) -> None:
     write_model(tmp_path, config={**CONFIG, field: value})
     with pytest.raises(ModelFilesError, match=message):
         read_profile(tmp_path)
@@ -349,7 +353,7 @@ def test_refuses_a_config_that_is_not_json(tmp_path: Path) -> None:
         read_profile(tmp_path)
 
 
-def test_weights_of_no_known_dtype(tmp_path: Path) -> None:
+def test_refuses_weights_of_an_unknown_dtype(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "torch_dtype"}
     write_model(tmp_path, config=config, dtype="U8")
     with pytest.raises(
@@ -359,7 +363,7 @@ def test_weights_of_no_known_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "."])
-def test_file_without_permission(tmp_path: Path, name: str) -> None:
+def test_reports_a_file_that_the_user_cannot_read(tmp_path: Path, name: str) -> None:
     """Runs the reader as another user, since root reads everything."""
     path = write_model(tmp_path / "model") / name
     path.chmod(0)

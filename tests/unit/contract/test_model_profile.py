@@ -127,7 +127,7 @@ def test_values_narrower_than_keys_are_read() -> None:
     assert LayerKind(kv_width=256).head_sizes == (128, 128)
 
 
-def test_kinds_of_published_layers() -> None:
+def test_recognizes_the_layers_of_published_models() -> None:
     profiles = recorded_profiles()
     deepseek = profiles["DeepSeek-V3"].layer(3)
     assert (deepseek.attention, deepseek.kv_heads, deepseek.kv_width) == (AttentionKind.LATENT, 1, 576)
@@ -179,7 +179,7 @@ def _nested(tmp_path: Path, outer: dict[str, Any], key: str, prefix: str) -> Mod
     ("key", "prefix"),
     [("text_config", "language_model."), ("llm_config", "llm."), ("language_config", "language.")],
 )
-def test_nested_configs_and_prefixes(tmp_path: Path, key: str, prefix: str) -> None:
+def test_reads_nested_configs_and_prefixes(tmp_path: Path, key: str, prefix: str) -> None:
     profile = _nested(tmp_path, {"architectures": ["Some"]}, key, prefix)
     plain = read_profile(write_model(tmp_path / "plain"))
     assert replace(profile, architecture=plain.architecture) == plain
@@ -221,7 +221,7 @@ def test_consolidated_files_are_taken_where_both_are_there(tmp_path: Path) -> No
     assert (profile.head_bytes, profile.embedding_bytes, profile.max_position_embeddings) == (256, 256, 64)
 
 
-def test_a_head_called_output_layer(tmp_path: Path) -> None:
+def test_recognizes_a_head_called_output_layer(tmp_path: Path) -> None:
     tensors = {name.replace("lm_head", "transformer.output_layer"): size for name, size in TENSORS.items()}
     profile = read_profile(write_model(tmp_path, tensors=tensors))
     assert (profile.head_bytes, profile.tied_head, profile.other_bytes) == (256, False, 16)
@@ -318,7 +318,7 @@ def _block(heads_in_group: int | None) -> dict[str, Any]:
     return {"attention": {"no_op": heads_in_group is None, "n_heads_in_group": heads_in_group}, "ffn": {}}
 
 
-def test_heads_of_each_block(tmp_path: Path) -> None:
+def test_reads_the_heads_of_each_block(tmp_path: Path) -> None:
     blocks = [_block(None), _block(2), _block(4)]
     fields = {"model_type": "nemotron-nas", "num_key_value_heads": None, "block_configs": blocks}
     profile = read_profile(write_model(tmp_path, config={**CONFIG, **fields}))
@@ -327,7 +327,7 @@ def test_heads_of_each_block(tmp_path: Path) -> None:
     assert profile.num_kv_heads == 2
 
 
-def test_a_block_without_any_weights(tmp_path: Path) -> None:
+def test_a_block_without_weights_has_no_bytes(tmp_path: Path) -> None:
     empty = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
     fields = {"model_type": "nemotron-nas", "block_configs": [_block(2), empty, _block(4)]}
     tensors = {name: sizes for name, sizes in TENSORS.items() if ".layers.1." not in name}
@@ -353,7 +353,7 @@ def test_key_and_value_heads_in_a_models_own_words(
     assert {kind.kv_heads for kind in _kinds(tmp_path, **fields)} == {heads}
 
 
-def test_two_attentions_a_layer(tmp_path: Path) -> None:
+def test_counts_two_attentions_per_layer(tmp_path: Path) -> None:
     fields = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_layers": LAYERS}
     kinds = _kinds(tmp_path, model_type="longcat_flash", **fields, num_hidden_layers=2 * LAYERS)
     assert [(kind.attention, kind.kv_width) for kind in kinds] == [(AttentionKind.LATENT, 1152)] * LAYERS
@@ -367,7 +367,7 @@ def test_latents_that_are_kept_as_keys_and_values(tmp_path: Path) -> None:
     }
 
 
-def test_full_attention_by_layer_numbers(tmp_path: Path) -> None:
+def test_finds_layers_with_full_attention_by_their_numbers(tmp_path: Path) -> None:
     kinds = _kinds(tmp_path, model_type="lfm2", full_attn_idxs=[1], conv_L_cache=3)
     full, linear = AttentionKind.FULL, AttentionKind.LINEAR
     assert [kind.attention for kind in kinds] == [linear, full, linear]
@@ -508,5 +508,5 @@ def test_routing_comes_from_the_architecture_if_the_config_does_not_name_it(
         ({"swiglu_limits": None, "swiglu_limit": 7.0}, False),
     ],
 )
-def test_limits_of_experts_activations(text: dict[str, Any], limited: bool) -> None:
+def test_reads_the_limits_of_the_experts_activations(text: dict[str, Any], limited: bool) -> None:
     assert has_limited_experts(text) is limited

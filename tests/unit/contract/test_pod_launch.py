@@ -21,7 +21,7 @@ from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
         {"addresses": (PodAddress(host="", health_port=1),)},
     ],
 )
-def test_a_launch_that_cannot_be(changed: dict[str, Any]) -> None:
+def test_refuses_an_invalid_launch(changed: dict[str, Any]) -> None:
     launch = PodLaunch(
         group="g", group_uid="u", epoch=1, pod_index=0, addresses=(PodAddress(host="127.0.0.1"),)
     )

@@ -25,5 +25,5 @@ def test_any_text_becomes_printable(text: str) -> None:
     ("size", "text"),
     [(0, "0.0 MiB"), (60 * 2**20, "60.0 MiB"), (2**30 // 10, "0.10 GiB"), (5 * 2**29, "2.50 GiB")],
 )
-def test_a_size_for_people(size: int, text: str) -> None:
+def test_formats_a_size_for_people(size: int, text: str) -> None:
     assert format_bytes(size) == text

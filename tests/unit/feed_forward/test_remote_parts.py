@@ -23,7 +23,7 @@ MLPS = RemoteParts(mlps={0, 2})
         ("audio_tower.layers.2.mlp.fc1.weight", False),
     ],
 )
-def test_mlps(tensor: str, elsewhere: bool) -> None:
+def test_finds_the_mlps_of_other_ranks(tensor: str, elsewhere: bool) -> None:
     assert MLPS.has(tensor) is elsewhere
 
 

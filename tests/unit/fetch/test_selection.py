@@ -29,7 +29,7 @@ def names(files: list[FetchedFile]) -> set[str]:
     return {file.path for file in files}
 
 
-def test_a_sharded_model() -> None:
+def test_selects_the_shards_of_a_model() -> None:
     files = listing(SHARDED)
     assert names(describing_files(files)) == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

@@ -133,7 +133,7 @@ def test_a_marker_that_is_not_a_file_is_ignored(store: ModelStore) -> None:
     assert read_marker(store.folder) is None
 
 
-def test_the_lock_is_for_one(store: ModelStore, tmp_path: Path) -> None:
+def test_only_one_fetch_holds_the_lock(store: ModelStore, tmp_path: Path) -> None:
     other = ModelStore(tmp_path, "acme/tiny", "abc")
     with store.try_lock() as first, other.try_lock() as second:
         assert (first, second) == (True, False)

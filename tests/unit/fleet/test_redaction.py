@@ -49,7 +49,7 @@ def test_texts_lose_tokens_and_passwords(text: str) -> None:
     assert LEFT_OUT in redact_text(text)
 
 
-def test_everything_else_stays() -> None:
+def test_redaction_keeps_all_other_text() -> None:
     text = "--max-num-batched-tokens 8192 of hf://org/model at http://127.0.0.1:8000/v1, hf_hub"
     assert redact_text(text) == text
     manifest = {
@@ -109,5 +109,5 @@ def test_words_that_only_resemble_secrets_stay(text: str) -> None:
     assert redact_text(text) == text
 
 
-def test_lines_after_an_option_stay() -> None:
+def test_redaction_keeps_lines_after_a_secret_option() -> None:
     assert redact_text("args --api-key hidden\nnext line") == f"args --api-key {LEFT_OUT} \nnext line"

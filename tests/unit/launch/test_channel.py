@@ -225,7 +225,7 @@ def test_no_half_line_is_ever_read(lines: list[str], pauses: set[int]) -> None:
     assert got == taken
 
 
-def test_closed_channel_is_seen(ends: tuple[RankChannel, RankReporter]) -> None:
+def test_notices_a_closed_channel(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
     reporter.close()
     channel.read()
@@ -238,13 +238,13 @@ def test_rank_without_supervisor_is_refused_in_words(env: dict[str, str]) -> Non
         RankReporter.from_env(env)
 
 
-def test_lines_in_any_pieces() -> None:
+def test_reads_lines_that_arrive_in_pieces() -> None:
     buffer = LineBuffer()
     pieces = [buffer.feed(bytes([byte])) for byte in "one\ntwö\n".encode()]
     assert [line for piece in pieces for line in piece] == ["one", "twö"]
 
 
-def test_endless_line_is_refused() -> None:
+def test_refuses_an_endless_line() -> None:
     with pytest.raises(ContractError, match="another program uses this port"):
         LineBuffer().feed(b"x" * (MAX_LINE_BYTES + 1))
 

@@ -27,7 +27,7 @@ def test_leaves_remaining_cores_free() -> None:
     assert allocate(ONE_NODE, ranks=3, reserved=0) == (cpu_set(0, 1), cpu_set(2, 3), cpu_set(4, 5))
 
 
-def test_each_rank_has_a_node() -> None:
+def test_each_rank_gets_its_own_numa_node() -> None:
     assert allocate(TWO_NODES, ranks=2, reserved=0) == (
         cpu_set(*range(8), nodes=(0,)),
         cpu_set(*range(8, 16), nodes=(1,)),
@@ -53,7 +53,7 @@ def test_one_rank_spans_nodes_rather_than_leave_half_of_the_machine() -> None:
     assert allocate(TWO_NODES, ranks=1, reserved=2) == (cpu_set(*range(1, 8), *range(9, 16), nodes=(0, 1)),)
 
 
-def test_three_ranks_on_two_nodes() -> None:
+def test_three_ranks_share_two_numa_nodes() -> None:
     """Whole nodes would leave each four of five threads: that is near enough."""
     assert allocate(TWO_NODES, ranks=3, reserved=0) == (
         cpu_set(0, 1, 2, 3, nodes=(0,)),
@@ -79,7 +79,7 @@ def test_both_hyper_threads_where_cores_are_too_few() -> None:
     assert allocate(two_cores, ranks=3, reserved=1) == (cpu_set(1), cpu_set(8), cpu_set(9))
 
 
-def test_too_few_cpus() -> None:
+def test_assigns_no_cpus_if_there_are_too_few() -> None:
     assert allocate(ONE_NODE, ranks=7, reserved=2) is None
 
 
@@ -88,7 +88,7 @@ def test_too_few_cpus() -> None:
     st.integers(1, 6),
     st.integers(0, 4),
 )
-def test_no_cpu_twice(cores: list[tuple[int, int]], ranks: int, reserved: int) -> None:
+def test_assigns_no_cpu_twice(cores: list[tuple[int, int]], ranks: int, reserved: int) -> None:
     cpus = [Cpu(id=i, core=core * 4 + node, node=node) for i, (core, node) in enumerate(cores)]
     cpu_sets = allocate(cpus, ranks=ranks, reserved=reserved)
     if cpu_sets is None:
@@ -104,7 +104,7 @@ def test_no_cpu_twice(cores: list[tuple[int, int]], ranks: int, reserved: int) -
 
 
 @pytest.mark.parametrize(("text", "ids"), [("0-2,8\n", [0, 1, 2, 8]), ("5\n", [5]), ("\n", [])])
-def test_kernel_lists(text: str, ids: list[int]) -> None:
+def test_parses_cpu_lists_of_the_kernel(text: str, ids: list[int]) -> None:
     assert parse_id_list(text) == ids
 
 
@@ -123,5 +123,5 @@ def test_topology_as_the_kernel_shows_it(tmp_path: Path) -> None:
     )
 
 
-def test_kernel_without_a_topology(tmp_path: Path) -> None:
+def test_each_cpu_is_a_core_if_the_kernel_reports_none(tmp_path: Path) -> None:
     assert observe_cpus([3, 4], tmp_path) == (Cpu(id=3, core=3), Cpu(id=4, core=4))

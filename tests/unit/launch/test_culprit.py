@@ -59,12 +59,14 @@ ENGINE = Failure(reason=FailureReason.API_SERVER_EXITED, message="exited with co
         ),
     ],
 )
-def test_weight(evidence: Evidence, weight: Weight) -> None:
+def test_weighs_evidence_by_its_nearness_to_the_cause(evidence: Evidence, weight: Weight) -> None:
     assert weigh(evidence) is weight
 
 
 @given(st.sampled_from(list(FailureReason)), st.text(max_size=40), st.text(max_size=40))
-def test_no_words_decide(reason: FailureReason, message: str, last_log: str) -> None:
+def test_the_text_of_an_error_does_not_decide_the_culprit(
+    reason: FailureReason, message: str, last_log: str
+) -> None:
     failure = Failure(reason=reason, message=message, last_log=last_log, rank=1, pod=1, exit_code=1)
     gloo = replace(failure, message="Connection closed by peer (gloo)", last_log="DistNetworkError: gloo")
     assert weigh(Evidence(failure=failure)) is weigh(Evidence(failure=gloo))
@@ -168,7 +170,7 @@ def test_oldest_of_equals_is_the_cause() -> None:
         (Failure(reason=FailureReason.POD_LOST, message="", pod=1), 0, names.EXIT_PEER_FAILED),
     ],
 )
-def test_exit_code(failure: Failure, own_pod: int, code: int) -> None:
+def test_the_exit_code_shows_whether_this_pod_is_to_blame(failure: Failure, own_pod: int, code: int) -> None:
     assert exit_code(failure, own_pod) == code
 
 
@@ -197,7 +199,7 @@ def silent(rank: int, silent_s: float) -> RankBeat:
         ([], None),
     ],
 )
-def test_stuck_rank(ranks: list[RankBeat], culprit: int | None) -> None:
+def test_names_the_rank_that_blocks_the_others(ranks: list[RankBeat], culprit: int | None) -> None:
     failure = blame_stuck(ranks, 300.0)
     assert (failure.rank if failure else None) == culprit
 
@@ -218,6 +220,8 @@ def test_stuck_rank(ranks: list[RankBeat], culprit: int | None) -> None:
         ),
     ],
 )
-def test_silent_rank(ranks: list[RankBeat], culprit: int | None, reason: FailureReason | None) -> None:
+def test_names_a_rank_that_sends_nothing(
+    ranks: list[RankBeat], culprit: int | None, reason: FailureReason | None
+) -> None:
     failure = blame_stuck(ranks, 300.0)
     assert (failure and failure.rank, failure and failure.reason) == (culprit, reason)

@@ -30,7 +30,9 @@ HELLO = Hello(group_uid="u", epoch=1, plan_hash=PLAN.hash, pod=1)
         (HELLO, {1: "another"}, "pod 1 is already connected", False),
     ],
 )
-def test_hello(hello: Hello, connected: dict[int, str], difference: str, ends_group: bool) -> None:
+def test_the_leader_refuses_followers_of_other_groups(
+    hello: Hello, connected: dict[int, str], difference: str, ends_group: bool
+) -> None:
     assert check_hello(hello, plan=PLAN, launch=LEADER, connected=connected) == (difference, ends_group)
 
 
@@ -191,7 +193,9 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
         ),
     ],
 )
-def test_readiness(view: GroupView, message: str, pod: int | None, rank: int | None) -> None:
+def test_a_group_is_ready_when_all_its_parts_are(
+    view: GroupView, message: str, pod: int | None, rank: int | None
+) -> None:
     assert (view.message, view.pod, view.rank) == (message, pod, rank)
     assert view.ready is not bool(message)
 
@@ -273,7 +277,7 @@ def test_stat_of_a_process_with_an_ugly_name(
         (None, "ended while Ready (exit code unknown)"),
     ],
 )
-def test_exit_in_words(code: int | None, words: str) -> None:
+def test_describes_an_exit(code: int | None, words: str) -> None:
     assert describe_exit(code, RankPhase.READY) == words
 
 
@@ -287,5 +291,5 @@ def test_exit_in_words(code: int | None, words: str) -> None:
         ("llama-0-e1-p0.llama-0.ns.svc", None),
     ],
 )
-def test_where_to_listen(host: str, listens: str | None) -> None:
+def test_chooses_the_address_to_listen_on(host: str, listens: str | None) -> None:
     assert bind_host(host) == listens

@@ -72,7 +72,7 @@ LEADER = PodLaunch(
 FOLLOWER = replace(LEADER, pod_index=1)
 
 
-def test_cpu_rank() -> None:
+def test_the_environment_of_a_cpu_rank() -> None:
     env = rank_environment(PLAN, LEADER, PLAN.ranks[1], {"HOME": "/tmp", "CUDA_VISIBLE_DEVICES": "0"}, HOST)
     assert env == {
         "HOME": "/tmp",
@@ -163,7 +163,9 @@ def test_threads_that_are_no_number_are_named(text: str) -> None:
         (8, 0.5, LEADER, 1),
     ],
 )
-def test_threads(count: int, quota: float | None, launch: PodLaunch, threads: int) -> None:
+def test_cpu_ranks_share_the_threads_of_a_pod(
+    count: int, quota: float | None, launch: PodLaunch, threads: int
+) -> None:
     host = replace(HOST, cpus=cpus(count), cpu_quota=quota)
     plan = replace(PLAN, ranks=tuple(replace(r, device=Device.CPU) for r in PLAN.ranks))
     assert threads_per_rank(plan, launch, host) == threads
@@ -268,20 +270,20 @@ def test_quota_v2_is_the_least_of_all_ancestors(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path, "0::/kubepods/pod1/box\n") == 2.5
 
 
-def test_quota_v2_in_a_container(tmp_path: Path) -> None:
+def test_reads_the_cpu_quota_of_cgroup_v2_in_a_container(tmp_path: Path) -> None:
     write(tmp_path / "cpu.max", "1600000 100000\n")
     assert cpu_quota(tmp_path, "0::/\n") == 16.0
 
 
 @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
-def test_quota_v1(tmp_path: Path, mount: str) -> None:
+def test_reads_the_cpu_quota_of_cgroup_v1(tmp_path: Path, mount: str) -> None:
     # The path is the host's; the container sees its own group at the root.
     write(tmp_path / mount / "cpu.cfs_quota_us", "150000\n")
     write(tmp_path / mount / "cpu.cfs_period_us", "100000\n")
     assert cpu_quota(tmp_path, "4:memory:/x\n3:cpu,cpuacct:/kubepods/pod1\n0::/\n") == 1.5
 
 
-def test_no_quota(tmp_path: Path) -> None:
+def test_finds_no_cpu_quota_without_a_limit(tmp_path: Path) -> None:
     write(tmp_path / "cpu" / "cpu.cfs_quota_us", "-1\n")
     write(tmp_path / "cpu" / "cpu.cfs_period_us", "100000\n")
     assert cpu_quota(tmp_path, "1:cpu:/\n0::/\n") is None

@@ -16,7 +16,7 @@ def connect(key: EpochKey = KEY) -> tuple[Seal, Seal]:
     return leader, check_reply(key, opening, codec.to_json(reply))
 
 
-def test_both_ends_of_a_connection() -> None:
+def test_both_ends_of_a_connection_accept_each_other() -> None:
     leader, follower = connect()
     for line in ("one", "two", "", "three with spaces"):
         assert follower.open(leader.seal(line)) == line

@@ -95,7 +95,7 @@ def test_pods_reach_their_group_and_dns_and_nothing_else() -> None:
     assert policy["metadata"]["labels"][names.LABEL_GROUP] == "0"
 
 
-def test_an_installation_decides() -> None:
+def test_the_installation_decides_which_pods_get_policies() -> None:
     assert group_policies({}, egress=Egress.NEVER) == []
     assert group_policies() == []
     [always] = group_policies(egress=Egress.ALWAYS)

@@ -40,7 +40,7 @@ def terminated(name: str, exit_code: int, message: str = "") -> dict[str, Any]:
     }
 
 
-def test_a_running_pod() -> None:
+def test_reads_the_fields_of_a_running_pod() -> None:
     record = trim.pod_record(
         stored_pod(phase="Running", podIP="10.0.0.1", conditions=[{"type": "Ready", "status": "True"}])
     )
@@ -193,7 +193,7 @@ def test_a_pod_that_is_being_deleted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["DisruptionTarget", "TerminationTarget"])
-def test_a_disrupted_pod(kind: str) -> None:
+def test_reads_the_reason_of_a_disrupted_pod(kind: str) -> None:
     condition = {"type": kind, "status": "True", "reason": "Preempted"}
     assert trim.pod_view(stored_pod(conditions=[condition])).disrupted == "Preempted"
     no_longer = {**condition, "status": "False"}
@@ -276,7 +276,7 @@ def test_a_node_counts_while_ready_and_not_cordoned(ready: str, cordoned: bool, 
     assert view.unreachable_since == silent_since
 
 
-def test_paths() -> None:
+def test_builds_the_paths_of_objects() -> None:
     assert POD.path() == "/api/v1/pods"
     assert POD.path("ns", "a", "status") == "/api/v1/namespaces/ns/pods/a/status"
     assert HETERO_INFERENCE.path("ns") == "/apis/heteroinfer.dev/v1alpha1/namespaces/ns/heteroinferences"

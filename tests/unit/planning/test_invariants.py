@@ -89,7 +89,9 @@ INVENTORIES = st.builds(
 
 
 @given(specs() | tensor_specs(), profiles(), INVENTORIES)
-def test_every_plan(parsed: HeteroInferenceSpec, model: ModelProfile, inventory: Inventory) -> None:
+def test_every_plan_holds_each_layer_and_rank_once(
+    parsed: HeteroInferenceSpec, model: ModelProfile, inventory: Inventory
+) -> None:
     try:
         planned = plan(parsed, model, inventory).plan
     except PlanError as error:

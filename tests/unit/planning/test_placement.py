@@ -366,7 +366,7 @@ def test_capacity_for_some_of_the_pods() -> None:
     )
 
 
-def test_memory_and_many_nodes() -> None:
+def test_places_pods_by_memory_on_many_nodes() -> None:
     words = reported([pod(memory=40 * 2**30, cpu=2)], *(node(f"n{i}") for i in range(9)))
     assert words == (
         "needs 1 pod (role cpu) with 40.00 GiB of memory, 2 CPUs; "
@@ -485,7 +485,7 @@ def test_equal_promised_pods_search_full_nodes_once(monkeypatch: pytest.MonkeyPa
         ({"key": "other", "operator": "Exists"}, False),
     ],
 )
-def test_tolerations(toleration: dict[str, str], *, matches: bool) -> None:
+def test_tolerations_allow_tainted_nodes(toleration: dict[str, str], *, matches: bool) -> None:
     assert tolerates([toleration], Taint(key="gpu", value="x")) is matches
 
 
@@ -503,7 +503,7 @@ def test_tolerations(toleration: dict[str, str], *, matches: bool) -> None:
         ({"key": "word", "operator": "Lt", "values": ["9"]}, False),
     ],
 )
-def test_required_node_affinity(expression: dict[str, Any], *, matches: bool) -> None:
+def test_respects_required_node_affinity(expression: dict[str, Any], *, matches: bool) -> None:
     required = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
     demand = pod_demand(
         "p", {}, {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}}

@@ -32,7 +32,7 @@ def test_the_listed_order_is_honoured() -> None:
     assert [r.role for r in ranks] == ["gpu", "cpu"]
 
 
-def test_pods_of_different_sizes() -> None:
+def test_pods_of_different_sizes_get_different_layers() -> None:
     parsed = spec(cpu(name="big", ranksPerPod=2), cpu(name="small"))
     ranks = plan(parsed).plan.ranks
     assert [(r.pod, r.local_rank, r.stage) for r in ranks] == [(0, 0, 0), (0, 1, 1), (1, 0, 2)]
@@ -104,7 +104,7 @@ def test_tensor_mode_over_both_devices_puts_the_gpu_first() -> None:
     ],
     ids=["same mix", "a device each", "one mixed", "layers given", "as listed"],
 )
-def test_stages_of_tensor_mode(roles: Any, parallelism: Any, stages: list[str]) -> None:
+def test_ranks_of_tensor_mode_split_each_stage(roles: Any, parallelism: Any, stages: list[str]) -> None:
     assert devices(plan(spec(*roles, parallelism={"mode": "Tensor", **parallelism})).plan) == stages
 
 
@@ -466,7 +466,7 @@ def test_batches_in_flight_are_a_setting() -> None:
     ("eager", "gpu_is_eager", "cpu_is_eager"),
     [("Auto", False, True), ("Always", True, True), ("Never", False, False)],
 )
-def test_eager(eager: str, gpu_is_eager: bool, cpu_is_eager: bool) -> None:
+def test_eager_applies_to_the_chosen_devices(eager: str, gpu_is_eager: bool, cpu_is_eager: bool) -> None:
     engine = plan(spec(gpu(), cpu(), engine={"eager": eager})).plan.engine
     assert (engine.eager_gpu, engine.eager_cpu) == (gpu_is_eager, cpu_is_eager)
 

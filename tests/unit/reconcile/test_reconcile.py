@@ -291,7 +291,7 @@ def test_a_new_revision_replaces_one_group_at_a_time(world: World) -> None:
     assert world.status["updatedReplicas"] == 2
 
 
-def test_suspend_and_resume(world: World) -> None:
+def test_a_resumed_resource_starts_again(world: World) -> None:
     world.serve()
     world.change_spec(suspend=True)
     world.settle()

@@ -80,7 +80,7 @@ def check_storable(world: World) -> None:
 @example(changed(FAILURE.to_json(), ("message",), "\ud800"))
 @example("[" * 100_000)
 @settings(max_examples=60, deadline=None)
-def test_any_termination_message(message: str) -> None:
+def test_any_termination_message_is_data(message: str) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.end_pod(world.workers()[0], message=message)
@@ -95,7 +95,7 @@ def test_any_termination_message(message: str) -> None:
 @example(changed(REPORT.to_json(), ("ranks", 0, "step_s"), float("nan")))
 @example(changed(REPORT.to_json(), ("ranks", 0, "rank"), 1))
 @settings(max_examples=60, deadline=None)
-def test_any_report_of_a_leader(said: str) -> None:
+def test_any_report_of_a_leader_is_data(said: str) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     try:
@@ -112,7 +112,7 @@ def test_any_report_of_a_leader(said: str) -> None:
 @pytest.mark.parametrize("number", [2**31, 2**40, 2**53, 2**63])
 @pytest.mark.parametrize("phase", [RankPhase.LOADING, RankPhase.READY])
 @pytest.mark.parametrize("name", ["loaded_bytes", "total_bytes", "steps", "kv_blocks", "kv_room_blocks"])
-def test_large_numbers_of_every_rank(name: str, phase: RankPhase, number: int) -> None:
+def test_large_numbers_of_ranks_end_no_reconcile(name: str, phase: RankPhase, number: int) -> None:
     """The status also contains sums and products of reported numbers."""
     world = World(spec=cpu_pair())
     world.serve()
@@ -133,7 +133,7 @@ def _ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("exit_code", [-257, 257, 300, 3221225477, -1073741819])
-def test_an_impossible_exit_code(exit_code: int) -> None:
+def test_an_impossible_exit_code_ends_no_reconcile(exit_code: int) -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.end_pod(world.workers()[0], exit_code=exit_code)

@@ -67,7 +67,7 @@ def test_every_spelling_of_an_owned_option_is_found(args: list[str]) -> None:
         ["--structured-outputs-config", '{"backend": "xgrammar"}'],
     ],
 )
-def test_other_options_are_taken(args: list[str]) -> None:
+def test_other_options_are_passed_to_vllm(args: list[str]) -> None:
     assert not list(find_refused(args))
 
 

@@ -33,7 +33,7 @@ def test_the_tightest_limit_of_all_ancestors_v2(tmp_path: Path) -> None:
     assert available_memory(tmp_path, "0::/pods/mine\n", MEMINFO) == 100_000 + 5_000
 
 
-def test_limit_v1_in_a_container(tmp_path: Path) -> None:
+def test_reads_the_memory_limit_of_cgroup_v1_in_a_container(tmp_path: Path) -> None:
     write(
         tmp_path / "memory",
         memory__limit_in_bytes="1000000\n",
@@ -73,7 +73,7 @@ def test_ranks_without_a_cache_share_memory_alike() -> None:
     assert shares == [Fraction(1, 2)] * 4
 
 
-def test_host_headroom() -> None:
+def test_host_headroom_is_the_smallest_limit() -> None:
     measured_headroom = headroom.host_headroom(
         available_bytes=1000 * MIB, share=Fraction(1, 4), activations_bytes=30 * MIB
     )
@@ -83,7 +83,7 @@ def test_host_headroom() -> None:
     )
 
 
-def test_gpu_headroom() -> None:
+def test_gpu_headroom_is_the_free_part_of_its_limit() -> None:
     measured_headroom = headroom.gpu_headroom(
         free_bytes=5000 * MIB,
         cached_bytes=0,
@@ -134,7 +134,7 @@ def test_no_headroom_at_all_is_an_error_in_words() -> None:
         headroom.grant(PLAN.ranks[2], 64 * MIB, headroom.KvHeadroom(size_bytes=-MIB, words="as measured"))
 
 
-def test_peak_of_a_run(tmp_path: Path) -> None:
+def test_measures_the_peak_of_a_run(tmp_path: Path) -> None:
     write(tmp_path, status="Name:\tpython\nVmHWM:\t  3072 kB\nVmRSS:\t  1024 kB\n", clear_refs="")
     peak = headroom.PeakOfRun(tmp_path)
     assert (tmp_path / "clear_refs").read_text() == "5"
@@ -168,7 +168,7 @@ def test_the_limiting_rank_is_named() -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_levels_of_sleep(level: int) -> None:
+def test_refuses_unsupported_levels_of_sleep(level: int) -> None:
     check_level(level)
 
 

@@ -21,7 +21,7 @@ LINE = "node-0:193:1176 [0] NCCL INFO "
         ("Channel 01/0 : 1[0] -> 0[0] via NETWORK", set()),
     ],
 )
-def test_finds_each_way(said: str, used_transports: set[str]) -> None:
+def test_finds_each_transport_in_the_log(said: str, used_transports: set[str]) -> None:
     assert find_transports(f"{LINE}{said}\n") == used_transports
 
 

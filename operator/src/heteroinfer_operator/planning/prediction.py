@@ -28,7 +28,7 @@ MIXTURE_LAUNCH_S: Final = 1.5e-3
 graphs, because kernels are then launched one by one. 24 layers took 45 ms for 512 tokens and 39 ms for 2,048
 (stock vLLM, H200, 2026-11-22; docs/user/benchmarks.md). 16 layers, four without experts, took 24 ms for 1,024
 tokens."""
-_MOST_CAPTURED: Final = 512
+_MAX_CAPTURED_REQUESTS: Final = 512
 """Tokens of the largest graph (vllm/config/compilation.py@v0.32.0: twice max_num_seqs, at most that)."""
 
 
@@ -317,7 +317,7 @@ def _compute_s(plan: Plan, sizes: Sizes, rates: Sequence[Rates], rank: RankAssig
 
 def _launch_s(plan: Plan, sizes: Sizes, rank: RankAssignment, load: Load) -> float:
     """Returns the seconds in which a GPU launches a mixture's kernels without a CUDA graph."""
-    captured = min(2 * plan.engine.max_num_seqs, _MOST_CAPTURED)
+    captured = min(2 * plan.engine.max_num_seqs, _MAX_CAPTURED_REQUESTS)
     if rank.device is not Device.GPU or load.requests * load.tokens <= captured:
         return 0.0
     # If feed-forward ranks have the experts of a layer, the GPU still launches that layer's other kernels.

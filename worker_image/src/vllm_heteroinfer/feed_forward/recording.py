@@ -29,7 +29,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import layer_of
 
 _logger = logging.getLogger(__name__)
 
-_MOST_VALUES: Final = 4096
+_MAX_RECORDED_VALUES: Final = 4096
 """Elements of a tensor that the loader computed; larger ones must be regions of a file."""
 _SHOWN: Final = 3
 _aten = torch.ops.aten
@@ -283,7 +283,7 @@ class Copies(TorchDispatchMode):
         if found is not None:
             self.remote.add(source.data_ptr())
             pieces.append(Piece(start, size, *found, dtype, strides))
-        elif source.device.type == "cpu" and source.numel() <= _MOST_VALUES:
+        elif source.device.type == "cpu" and source.numel() <= _MAX_RECORDED_VALUES:
             values = wide.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
             pieces.append(Piece(start, size, VALUES, 0, dtype, strides, values))
         else:

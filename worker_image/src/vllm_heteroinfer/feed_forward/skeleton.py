@@ -34,7 +34,7 @@ from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, WeightMemory
 
 _logger = logging.getLogger(__name__)
 
-_MOST_BYTES_OF_LOADED = 1.8
+_MAX_STORED_TO_LOADED = 1.8
 """Limit of packed bytes per checkpoint byte of quantized weights; more means that vLLM widened them.
 
 Weights of 4 bits in groups of 16 are packed to 1.7 times their size; FP8 in bf16 doubles."""
@@ -187,7 +187,7 @@ class SkeletonBuilder:
         """Raises ContractError if a quantized checkpoint was silently widened."""
         if self._config.quant_config is None or not self._loaded_bytes:
             return
-        if stored > _MOST_BYTES_OF_LOADED * self._loaded_bytes:
+        if stored > _MAX_STORED_TO_LOADED * self._loaded_bytes:
             raise ContractError(
                 f"{self._config.model_config.model}: got {stored} bytes of weights by {', '.join(methods)} "
                 f"from {self._loaded_bytes} of the checkpoint ({self._config.model_config.quantization}), "
