@@ -168,10 +168,10 @@ CPU_INSTRUCTIONS: Final[Mapping[str, InstructionRates]] = MappingProxyType(
 """The work of a thread by instruction set: the slowest of similar formats counts.
 
 AVX2: one thread of an EPYC of the 3rd generation, with one row in its caches and with 64 rows
-(`python -m tests.bench.kernels --busy`), and torch's product in bf16 (2026-11-27). AVX-512 and AVX-512 BF16: one thread of an EPYC of the 5th generation
-(docs/decisions/2026-11-27-coded-weights.md). AMX: products in bf16 with 512 rows and 13 threads of an H200's
-host (2026-11-22); with few rows as AVX-512 BF16, whose instructions it then uses. Other formats than bf16
-were not measured with AMX."""
+(`python -m tests.bench.kernels --busy`), and torch's product in bf16 (2026-11-27). AVX-512 and AVX-512 BF16:
+one thread of an EPYC of the 5th generation (docs/decisions/2026-11-27-coded-weights.md). AMX: products in
+bf16 with 512 rows and 13 threads of an H200's host (2026-11-22); with few rows as AVX-512 BF16, whose
+instructions it then uses. Other formats than bf16 were not measured with AMX."""
 CPU_PLAIN_OTHER: Final = 60 / 115
 """Rate of element types other than bf16, relative to bf16, through vLLM's oneDNN: 57 to 60 GB/s
 (2026-11-20)."""
