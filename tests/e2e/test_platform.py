@@ -300,6 +300,7 @@ def test_a_group_serves_a_model_from_an_image(
         "spec": {
             "model": {"uri": f"oci://{reference}#weights"},
             "engine": {"maxModelLen": 1024},
+            "parallelism": {"mode": "Pipeline"},
             "roles": [{"name": "cpu", "device": "CPU", "pods": 2, "resources": role}],
         },
     }

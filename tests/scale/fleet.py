@@ -37,6 +37,7 @@ def build_resource(number: int) -> dict[str, Any]:
         "spec": {
             "model": {"uri": "pvc://models/tiny"},
             "engine": {"dtype": "float32", "maxModelLen": 512},
+            "parallelism": {"mode": "Pipeline"},
             "roles": [
                 {"name": "cpu", "device": "CPU", "pods": 3, "resources": cpu},
                 {"name": "gpu", "device": "GPU", "pods": 1, "deviceMemory": "80Gi", "resources": cpu},

@@ -56,6 +56,7 @@ def ask(profile: ModelProfile, group: str, **fields: Any) -> Planned:
             "resources": {"requests": {"cpu": str(cpus)}, "limits": {"memory": memory}},
         },
     ]
+    fields["parallelism"] = {"mode": "Pipeline", **fields.get("parallelism", {})}
     spec = parse_spec({"model": {"uri": "pvc://models/m"}, "roles": roles, **fields})
     request = GroupRequest(spec=spec, profile=profile, served_name="m", model_path="/model")
     return make_plan(request, AMX_NODES)

@@ -43,6 +43,7 @@ _CPUS: Final = {
     "pods": 2,
     "resources": {"requests": {"cpu": "64"}, "limits": {"memory": "512Gi"}},
 }
+_PIPELINE: Final = {"parallelism": {"mode": "Pipeline"}}
 _AMX: Final = frozenset({AMX, AVX512})
 SITUATIONS: Final = (
     Situation(
@@ -57,10 +58,14 @@ SITUATIONS: Final = (
     ),
     Situation(
         title="pipeline",
-        spec={"roles": [{"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}, _CPUS]},
+        spec={"roles": [{"name": "gpu", "device": "GPU", "deviceMemory": "80Gi"}, _CPUS], **_PIPELINE},
         features=_AMX,
     ),
-    Situation(title="CPUs with AVX-512, without AMX", spec={"roles": [_CPUS]}, features=frozenset({AVX512})),
+    Situation(
+        title="CPUs with AVX-512, without AMX",
+        spec={"roles": [_CPUS], **_PIPELINE},
+        features=frozenset({AVX512}),
+    ),
 )
 _HEAD: Final = Path(__file__).parent / "situations.md"
 

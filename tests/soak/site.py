@@ -74,6 +74,7 @@ def _build(name: str, role: dict[str, Any], *, replicas: int) -> dict[str, Any]:
             "model": {"uri": "pvc://models/tiny"},
             "engine": {"dtype": "float32", "maxModelLen": 512},
             "replicas": replicas,
+            "parallelism": {"mode": "Pipeline"},
             "roles": [role],
             # Pods go so often that the default would soon be used up; the back-off is in force all the same.
             "restart": {"maxRestarts": 20, "window": "1m", "backoffMax": "20s"},

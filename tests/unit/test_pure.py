@@ -27,7 +27,8 @@ _PYDANTIC = frozenset(
     {
         "pydantic.AfterValidator", "pydantic.BaseModel", "pydantic.BeforeValidator", "pydantic.ConfigDict",
         "pydantic.Field", "pydantic.GetJsonSchemaHandler", "pydantic.PlainSerializer",
-        "pydantic.ValidationError", "pydantic.ValidationInfo", "pydantic.alias_generators",
+        "pydantic.ValidationError", "pydantic.ValidationInfo", "pydantic.WithJsonSchema",
+        "pydantic.alias_generators",
         "pydantic.json_schema", "pydantic.model_validator", "pydantic_core.CoreSchema",
         "pydantic_core.PydanticCustomError",
     }

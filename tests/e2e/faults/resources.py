@@ -23,7 +23,13 @@ def build_resource(name: str, **spec: Any) -> dict[str, Any]:
         "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
         "kind": names.KIND,
         "metadata": {"name": name},
-        "spec": {"model": {"uri": MODEL}, "engine": {"maxModelLen": 1024}, "roles": [role], **spec},
+        "spec": {
+            "model": {"uri": MODEL},
+            "engine": {"maxModelLen": 1024},
+            "parallelism": {"mode": "Pipeline"},
+            "roles": [role],
+            **spec,
+        },
     }
 
 

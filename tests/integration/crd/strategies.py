@@ -153,7 +153,12 @@ def _roles(draw: st.DrawFn) -> tuple[list[Json], Json]:
     world = sum(role["pods"] * role["ranksPerPod"] for role in roles)
     stages = world // tensor
     both = {"tensor": tensor, "pipeline": stages}
-    sizes = draw(st.sampled_from([{}, {"tensor": tensor}, {"pipeline": stages}, both]))
+    sizes: Json = dict(draw(st.sampled_from([{}, {"tensor": tensor}, {"pipeline": stages}, both])))
+    mode = draw(st.sampled_from([None, None, "Auto", "Pipeline", "Tensor", "FeedForward"]))
+    if mode is not None:
+        sizes["mode"] = mode
+    if draw(st.integers(0, 4)) == 0:
+        roles[0]["feedForward"] = {"cpu": "4", "memory": "8Gi"}
     return roles, sizes
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from heteroinfer_contract.plan import Mode
 from heteroinfer_operator.api import (
     Condition,
     ConditionStatus,
@@ -90,6 +91,7 @@ def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
     )
     summary = Summary(
         groups="1/1",
+        mode=Mode.FEED_FORWARD,
         gpu_ranks=1,
         cpu_ranks=2,
         step_ms="41.7",
@@ -106,18 +108,20 @@ def test_columns_show_the_status(cluster: Cluster, server: Server) -> None:
         "READY",
         "REASON",
         "GROUPS",
+        "MODE",
         "GPU",
         "CPU",
         "STEPMS",
         "SLOWESTRANK",
         "AGE",
     ]
-    assert row.split()[:10] == [
+    assert row.split()[:11] == [
         "columns",
         "True",
         "True",
         "AllGroupsReady",
         "1/1",
+        "FeedForward",
         "1",
         "2",
         "41.7",
@@ -139,7 +143,9 @@ def test_it_is_in_its_own_category_and_not_in_all(cluster: Cluster, server: Serv
 
 def test_fields_select_resources(cluster: Cluster, server: Server) -> None:
     server.create(resource("stopped", suspend=True), dry_run=False)
-    server.create(resource("of-a-claim", model={"uri": "pvc://claim/a"}), dry_run=False)
+    mode = {"mode": "Pipeline"}
+    of_claim = resource("of-a-claim", model={"uri": "pvc://claim/a"}, parallelism=mode)
+    server.create(of_claim, dry_run=False)
 
     def selected(field: str) -> list[str]:
         found = cluster.kubectl("get", "hinf", "--field-selector", field, "-o", "name").split()
@@ -148,7 +154,9 @@ def test_fields_select_resources(cluster: Cluster, server: Server) -> None:
     assert selected("spec.suspend=true") == ["stopped"]
     assert "stopped" not in selected("spec.suspend=false")
     assert selected("spec.model.uri=pvc://claim/a") == ["of-a-claim"]
-    assert {"stopped", "of-a-claim"} <= {*selected("spec.parallelism.mode=Pipeline")}
+    with_mode = selected("spec.parallelism.mode=Pipeline")
+    assert "of-a-claim" in with_mode
+    assert "stopped" not in with_mode, "a resource without a mode is stored without a mode"
 
 
 def test_a_refusal_names_the_field(cluster: Cluster) -> None:

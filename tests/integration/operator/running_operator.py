@@ -37,6 +37,7 @@ SPEC: dict[str, Any] = {
     "scheduling": {"gang": "Never"},
     "model": {"uri": "pvc://models/tiny", "servedName": "tiny"},
     "engine": {"dtype": "float32", "maxModelLen": 512},
+    "parallelism": {"mode": "Pipeline"},
     "roles": [
         {"name": "front", "device": "CPU", "pods": 1, "ranksPerPod": 1},
         {"name": "back", "device": "CPU", "pods": 1, "ranksPerPod": 1},

@@ -46,7 +46,13 @@ def this_node() -> NodeView:
 
 def plan(model: Path, dtype: str = "auto") -> Planned:
     """Returns the plan of a folder's model for two pods of one CPU rank; raises PlanError."""
-    engine = {"maxModelLen": LONGEST, "dtype": dtype}
-    spec = parse_spec({"model": {"uri": f"file://{model}"}, "engine": engine, "roles": [_ROLE]})
+    spec = parse_spec(
+        {
+            "model": {"uri": f"file://{model}"},
+            "engine": {"maxModelLen": LONGEST, "dtype": dtype},
+            "parallelism": {"mode": "Pipeline"},
+            "roles": [_ROLE],
+        }
+    )
     request = GroupRequest(spec=spec, profile=read_profile(model), served_name="tiny", model_path=str(model))
     return plan_group(request, Capacity(free_nodes=build_free_nodes([this_node()])))

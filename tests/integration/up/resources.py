@@ -18,6 +18,7 @@ def resource(model_dir: Path, **spec: Any) -> dict[str, Any]:
         "spec": {
             "model": {"uri": f"file://{model_dir}"},
             "engine": {"maxModelLen": 512},
+            "parallelism": {"mode": "Pipeline"},
             "roles": [CPU_ROLE],
             **spec,
         },

@@ -157,6 +157,7 @@ def test_columns_show_the_fields_of_the_status() -> None:
         "Ready",
         "Reason",
         "Groups",
+        "Mode",
         "GPU",
         "CPU",
         "StepMs",

@@ -30,9 +30,12 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
     [
         (
             spec(mode="Pipeline"),
-            "must be FeedForward if a role sets feedForward, and another mode if none does",
+            "must be FeedForward or Auto if a role sets feedForward, and another mode if none does",
         ),
-        (spec(own=None), "must be FeedForward if a role sets feedForward, and another mode if none does"),
+        (
+            spec(own=None),
+            "must be FeedForward or Auto if a role sets feedForward, and another mode if none does",
+        ),
         (spec(pods=2), "does not support several GPUs yet"),
         (spec(ranksPerPod=2), "does not support several GPUs yet"),
         (spec(layers=[4]), "Set feedForward.layers"),

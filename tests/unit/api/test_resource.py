@@ -52,10 +52,11 @@ def test_defaults_are_those_of_the_design() -> None:
         "8Gi",
     )
     assert (parsed.parallelism.mode, parsed.parallelism.stage_order, parsed.engine.dtype) == (
-        "Pipeline",
+        None,
         "Auto",
         "auto",
     )
+    assert parsed.planning.load is None
     assert (parsed.planning.on_gpu_shortage.action, parsed.planning.on_gpu_shortage.after) == ("Wait", "10m")
     assert (parsed.restart.max_restarts, parsed.restart.window, parsed.restart.backoff_max) == (5, "1h", "5m")
     assert (parsed.startup.timeout, parsed.drain_timeout, parsed.network.rendezvous_port) == (
@@ -163,7 +164,7 @@ def test_an_integer_is_a_quantity() -> None:
         ),
         (spec(roles=[cpu(layers=[1]), gpu()]), "spec.roles: must set layers in all roles or in none"),
         (
-            spec(parallelism={"tensor": 2}, roles=[cpu(pods=2)]),
+            spec(parallelism={"mode": "Pipeline", "tensor": 2}, roles=[cpu(pods=2)]),
             (
                 "spec.parallelism.tensor: must divide ranksPerPod of each role, because the ranks of a "
                 "stage share one pod (got 2). Make each ranksPerPod a multiple of tensor"

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
+from heteroinfer_contract.plan import Mode
+from heteroinfer_operator.api import HeteroInferenceSpec, ParallelismSpec, parse_spec
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests import identity
 
@@ -126,7 +127,8 @@ def test_what_platforms_need_is_taken() -> None:
 
 
 def test_a_field_that_is_not_set_makes_no_revision() -> None:
-    assert identity.revision(spec(nodeSelector={"a": "b"})) == "0200e8941a", "as 5ba4481 named it"
+    stored = spec(nodeSelector={"a": "b"}).changed(parallelism=ParallelismSpec(mode=Mode.PIPELINE))
+    assert identity.revision(stored) == "0200e8941a", "as 5ba4481 named it, with the CRD's default mode"
 
 
 @pytest.mark.parametrize(("template", "words"), REFUSED)

@@ -42,6 +42,7 @@ def model(tmp_path: Path) -> Path:
 def write(tmp_path: Path, directory: Path, **fields: Any) -> str:
     spec = {
         "model": {"uri": f"file://{directory}"},
+        "parallelism": {"mode": "Pipeline"},
         "roles": [{"name": "gpu", "device": "GPU"}, {"name": "cpu", "device": "CPU"}],
         **fields,
     }

@@ -8,10 +8,11 @@ import pytest
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.commands.plan_choices import describe_choices, describe_waste
 from heteroinfer_operator.commands.plan_details import describe_kv_cache, describe_memory, describe_model
-from heteroinfer_operator.commands.plan_figures import Figures, kv_blocks, sequences_at_once
+from heteroinfer_operator.commands.plan_figures import Figures, sequences_at_once
 from heteroinfer_operator.commands.plan_text import Shown, describe_plan
 from heteroinfer_operator.commands.plan_words import count, duration
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.concurrency import kv_blocks
 from heteroinfer_operator.planning.planner import Planned
 from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token, predict
 from tests.shapes.page import ask

@@ -47,7 +47,9 @@ def gpu(**fields: Any) -> dict[str, Any]:
 
 
 def spec(*roles: dict[str, Any], **fields: Any) -> HeteroInferenceSpec:
-    """Returns a spec with these roles."""
+    """Returns a spec with these roles, in mode Pipeline, or FeedForward if a role has its ranks."""
+    mode = "FeedForward" if any("feedForward" in role for role in roles) else "Pipeline"
+    fields["parallelism"] = {"mode": mode, **fields.get("parallelism", {})}
     return parse_spec({"model": {"uri": "hf://org/model"}, "roles": list(roles), **fields})
 
 

@@ -13,7 +13,7 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair, waits
 
 CLAIM = "PersistentVolumeClaim"
-REFUSED = {"parallelism": {"tensor": 3}}
+REFUSED = {"parallelism": {"mode": "Pipeline", "tensor": 3}}
 HUB = {"uri": "hf://org/model", "cache": {"size": "10Gi"}}
 
 
@@ -59,7 +59,7 @@ def test_a_refused_spec_deletes_no_claim(refused: dict[str, object]) -> None:
     world.change_spec(**refused)
     world.settle()
     assert CLAIM in kinds(world)
-    world.change_spec(**cpu_pair(model={**HUB, "cache": {"size": "20Gi"}}), parallelism={})
+    world.change_spec(**cpu_pair(model={**HUB, "cache": {"size": "20Gi"}}))
     world.settle()
     assert kinds(world).count(CLAIM) == 1  # the accepted spec does not need the other claim
 

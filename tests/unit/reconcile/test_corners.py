@@ -50,7 +50,7 @@ def group(world: World, index: int = 0) -> dict[str, Any]:
 REFUSED = [
     pytest.param({"model": {"uri": "hf://org/model"}}, id="a hub's model without a cache"),
     pytest.param({"engine": {"args": ["--seed=1"]}}, id="an argument of the plan's"),
-    pytest.param({"parallelism": {"tensor": 3}}, id="a shape that the schema refuses"),
+    pytest.param({"parallelism": {"mode": "Pipeline", "tensor": 3}}, id="a shape that the schema refuses"),
     pytest.param({"roles": []}, id="no roles"),
 ]
 

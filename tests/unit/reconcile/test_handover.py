@@ -22,7 +22,7 @@ FIRST, BEFORE = "0.1.0", "0.2.0-at-81a91cc"
 OF_BOTH = ("serving", "again", "failed", "backoff", "paused", "refused", "rolling", "unreadable", "noted")
 LEFT = {BEFORE: tuple(handover.STATES), FIRST: OF_BOTH}
 NEW_FIELDS = (
-    *("damagedPod", "notes", "kvCache", "maxModelLen", "images", "roles"),
+    *("damagedPod", "notes", "kvCache", "maxModelLen", "images", "roles", "mode"),
     *("stepMicroseconds", "predictedStepMicroseconds"),
 )
 READ_BACK = ("kubectl label", "kubectl patch")
@@ -83,6 +83,8 @@ def handed_over(
         left = json.loads(json.dumps(handover.to_json(handover.STATES[state]()), default=str))
         return left["status"], taken_back(packages, version)[state]
     left = json.loads(json.dumps(left_by(packages, version)[state]))
+    # The API server wrote the default of the older CRD into each object.
+    left["spec"].setdefault("parallelism", {}).setdefault("mode", "Pipeline")
     return json.loads(json.dumps(left["status"])), handover.taken(handover.from_json(left))
 
 

@@ -261,7 +261,7 @@ class GroupLife(RuleBasedStateMachine):
             + [{"engine": {"maxModelLen": n}} for n in (256, 512)]
             + [{"engine": {"port": 8123}}, {"startup": {"timeout": "20m"}}]
             + [{"model": {"uri": uri}} for uri in ("hf://org/model", "file:///models/tiny")]
-            + [{"parallelism": {"tensor": tensor}} for tensor in (1, 3)]
+            + [{"parallelism": {"mode": "Pipeline", "tensor": tensor}} for tensor in (1, 3)]
         )
     )
     def the_user_changes_the_spec(self, change: dict[str, object]) -> None:

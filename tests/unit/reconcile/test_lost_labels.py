@@ -146,7 +146,7 @@ def test_the_result_of_an_unlabelled_inspect_pod_counts() -> None:
 
 def test_reports_a_lost_label_together_with_other_problems(world: World) -> None:
     """Stalled reports the refused spec; another condition reports that no client reaches the group."""
-    world.change_spec(parallelism={"tensor": 3})
+    world.change_spec(parallelism={"mode": "Pipeline", "tensor": 3})
     world.relabel(LEADER, leader=None)
     decision = world.step()
     reported = {action.reason for action in decision.actions if isinstance(action, RecordEvent)}

@@ -105,6 +105,7 @@ def cpu_pair(**changes: Any) -> dict[str, Any]:
     role = {"device": "CPU", "pods": 1, "resources": {"limits": {"cpu": "4", "memory": "8Gi"}}}
     return {
         "model": {"uri": "file:///models/tiny"},
+        "parallelism": {"mode": "Pipeline"},
         "roles": [{"name": "first", **role}, {"name": "second", **role}],
         **changes,
     }

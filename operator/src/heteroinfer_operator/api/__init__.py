@@ -9,6 +9,12 @@ Pure: imports pydantic and the contract only.
 
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api.base import Model, StatusModel, ValidationRule, When
+from heteroinfer_operator.api.chosen_mode import (
+    ChosenMode,
+    candidate_modes,
+    infer_mode,
+    read_chosen_mode,
+)
 from heteroinfer_operator.api.condition import (
     Condition,
     ConditionStatus,
@@ -39,6 +45,7 @@ from heteroinfer_operator.api.spec import (
     MAX_ROLES,
     HeteroInferenceSpec,
     LifeSpec,
+    LoadSpec,
     NetworkSpec,
     ParallelismSpec,
     PlanningSpec,

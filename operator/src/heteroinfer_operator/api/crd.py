@@ -167,6 +167,7 @@ def _columns() -> list[dict[str, Any]]:
         column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
         column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
         column("Groups", ".status.summary.groups"),
+        column("Mode", ".status.summary.mode"),
         column("GPU", ".status.summary.gpuRanks", "integer"),
         column("CPU", ".status.summary.cpuRanks", "integer"),
         column("StepMs", ".status.summary.stepMs"),

@@ -4,9 +4,10 @@ Attribute docstrings become the descriptions in the CRD; `api/crd.py` adds the d
 """
 
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from heteroinfer_contract import names
 from heteroinfer_contract.plan import MAX_WORLD_SIZE, Mode
@@ -32,6 +33,8 @@ MAX_RANKS: Final = 4096
 """All groups together may have at most this many ranks: the status lists each rank, and etcd stores at most
 1.5 MiB per object."""
 MAX_RESTARTS: Final = 20
+MAX_TOKENS: Final = 16_777_216
+"""Tokens of the longest sequence that any field takes."""
 
 
 class StageOrder(StrEnum):
@@ -41,13 +44,29 @@ class StageOrder(StrEnum):
     AS_LISTED = "AsListed"
 
 
+AUTO_MODE: Final = "Auto"
+"""Value of parallelism.mode that means the same as no value."""
+
+
+def _none_if_auto(value: object) -> object:
+    return None if value == AUTO_MODE else value
+
+
 class ParallelismSpec(Model):
     """How the ranks share the model."""
 
-    mode: Mode = Mode.PIPELINE
-    """How the model is divided. Pipeline: each stage holds whole layers. Tensor: GPU and CPU ranks split each
-    layer. FeedForward: the GPU computes attention, and CPU ranks in its pod (roles[].feedForward) compute
-    experts and MLPs."""
+    # Until 0.1.0 the CRD had this default, and the API server wrote it into each object.
+    first_defaults = MappingProxyType({"mode": Mode.PIPELINE})
+
+    mode: Annotated[
+        Mode | None,
+        BeforeValidator(_none_if_auto),
+        WithJsonSchema({"type": "string", "enum": [AUTO_MODE, *(mode.value for mode in Mode)]}),
+    ] = None
+    """How the model is divided. Auto: the plan chooses the fastest mode that fits, once for each revision. It
+    may leave out CPU roles, or compute experts and MLPs with their resources. Pipeline: each stage holds
+    whole layers. Tensor: GPU and CPU ranks split each layer. FeedForward: the GPU computes attention, and CPU
+    ranks in its pod (roles[].feedForward) compute experts and MLPs. Default: Auto."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
     """Number of ranks in each stage. Default: chosen by the plan."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
@@ -79,9 +98,24 @@ class ShortageSpec(Model):
     added, CPUOnly takes effect at once."""
 
 
+class LoadSpec(Model):
+    """A typical load, for the choice of the mode."""
+
+    requests: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Number of requests that a group serves at the same time."""
+    prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1024
+    """Tokens of a prompt."""
+    output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 256
+    """Tokens that a request generates."""
+
+
 class PlanningSpec(Model):
     """How the operator plans a group."""
 
+    load: LoadSpec | None = None
+    """Typical load, for which parallelism.mode Auto compares the modes. A change counts from the next
+    revision on, such as after `heteroinfer restart`. Default: one request of 1,024 prompt tokens and 256
+    tokens of output."""
     on_gpu_shortage: ShortageSpec = Field(default=ShortageSpec(), alias="onGPUShortage")
     """Reaction to fewer GPUs than the roles need."""
 
@@ -164,6 +198,7 @@ class SchedulingSpec(Model):
     Default: none, so that a group may use any nodes."""
 
 
+_MODE_CEL: Final = f"(has(self.parallelism.mode) ? self.parallelism.mode : '{AUTO_MODE}')"
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
 RESERVED_PORTS: Final = (
     names.DEFAULT_HEALTH_PORT,
@@ -179,7 +214,7 @@ def _stages_fit_pods(spec: "HeteroInferenceSpec") -> bool:
     tensor = spec.parallelism.tensor
     return (
         tensor is None
-        or spec.parallelism.mode is Mode.TENSOR
+        or spec.parallelism.mode in (Mode.TENSOR, None)
         or all(r.ranks_per_pod % tensor == 0 for r in spec.roles)
     )
 
@@ -203,20 +238,23 @@ def _is_one_rank(spec: "HeteroInferenceSpec") -> bool:
 class HeteroInferenceSpec(Model):
     """Desired state: the model, the pods that serve it, and how they run."""
 
+    first_defaults = MappingProxyType({"parallelism": ParallelismSpec(mode=Mode.PIPELINE)})
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             field="parallelism.mode",
-            cel="(self.parallelism.mode == 'FeedForward') == self.roles.exists(r, has(r.feedForward))",
-            message="must be FeedForward if a role sets feedForward, and another mode if none does",
-            fix="Set both, or neither",
+            cel=f"{_MODE_CEL} == '{AUTO_MODE}' "
+            f"|| ({_MODE_CEL} == 'FeedForward') == self.roles.exists(r, has(r.feedForward))",
+            message="must be FeedForward or Auto if a role sets feedForward, and another mode if none does",
+            fix="Set both, or neither, or remove mode",
             holds=lambda spec: (
-                (spec.parallelism.mode is Mode.FEED_FORWARD)
+                spec.parallelism.mode is None
+                or (spec.parallelism.mode is Mode.FEED_FORWARD)
                 == any(role.feed_forward is not None for role in spec.roles)
             ),
         ),
         ValidationRule(
             field="parallelism.mode",
-            cel=f"self.parallelism.mode != 'FeedForward' || ({_WORLD_CEL} == 1 && !has(self.roles[0].layers) "
+            cel=f"{_MODE_CEL} != 'FeedForward' || ({_WORLD_CEL} == 1 && !has(self.roles[0].layers) "
             "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == 1) "
             "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
             message="FeedForward does not support several GPUs yet: there must be one role with pods 1, "
@@ -275,7 +313,7 @@ class HeteroInferenceSpec(Model):
         ),
         ValidationRule(
             field="parallelism.tensor",
-            cel="!has(self.parallelism.tensor) || self.parallelism.mode == 'Tensor' "
+            cel=f"!has(self.parallelism.tensor) || {_MODE_CEL} in ['Tensor', '{AUTO_MODE}'] "
             "|| self.roles.all(r, r.ranksPerPod % self.parallelism.tensor == 0)",
             message="must divide ranksPerPod of each role, because the ranks of a stage share one pod",
             fix="Make each ranksPerPod a multiple of tensor",

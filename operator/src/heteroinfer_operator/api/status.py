@@ -10,10 +10,10 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
-from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, Mode
 from heteroinfer_operator.api.base import ATOMIC, StatusModel, Text, Time, map_list
 from heteroinfer_operator.api.condition import MAX_CONDITIONS, Condition, StoredReason
-from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS, MAX_ROLES
+from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS, MAX_ROLES, MAX_TOKENS
 
 MAX_FAILURES: Final = MAX_RESTARTS + 1
 """Newest failures that the status keeps of a group: enough for the largest restart.maxRestarts."""
@@ -164,11 +164,13 @@ class PlanStatus(StatusModel):
 
     hash: Hash
     """Hash that identifies the plan."""
+    mode: Mode | None = None
+    """How the plan divides the model: parallelism.mode, or the mode that the plan chose."""
     world_size: Count
     """Number of ranks in a group."""
     eager_reason: Text | None = None
     """Reason why GPU ranks run without CUDA graphs, if the plan's layout forbids them."""
-    max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest sequence that the group serves, prompt and output together, in tokens."""
     images: Text | None = None
     """Worker images of the groups with this plan, separated by commas."""
@@ -385,6 +387,8 @@ class Summary(StatusModel):
 
     groups: Annotated[str, Field(max_length=16)] | None = None
     """Number of ready groups and of all groups, such as 1/2."""
+    mode: Mode | None = None
+    """Mode of the groups."""
     gpu_ranks: Count | None = None
     """Number of ranks in a group that compute on a GPU."""
     cpu_ranks: Count | None = None

@@ -36,6 +36,7 @@ from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.placement import FreeNode
 from heteroinfer_operator.nodes.priorities import preempting_priority
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
+from heteroinfer_operator.planning.mode_choice import ModeChoice, ModeOption
 from heteroinfer_operator.planning.prediction import predict
 
 _NODE_OF_OPTIONS = "(--gpus)"
@@ -266,7 +267,30 @@ def _plan_fields(planned: Planned) -> dict[str, Any]:
         "limitingRank": planned.limiting_rank,
         "nodes": {str(pod): node for pod, node in planned.node_assignment.nodes.items()},
         "predictedStepMs": _step_ms(planned),
+        **({} if planned.choice is None else {"modeChoice": _mode_fields(planned.choice)}),
         "rates": {rank.role: planned.rates[rank.rank].source for rank in planned.plan.ranks},
+    }
+
+
+def _mode_fields(choice: ModeChoice) -> dict[str, Any]:
+    def fields(option: ModeOption) -> dict[str, Any]:
+        figures = option.figures
+        if figures is None:
+            return {"mode": option.title, "reason": option.reason}
+        return {
+            "mode": option.title,
+            "loadSeconds": round(figures.total_s, 3),
+            "requestsAtOnce": figures.at_once,
+            "stepMs": round(figures.step.step_s * 1e3, 2),
+            "firstTokenMs": round(figures.first_token.step_s * 1e3, 1),
+            **({"reason": option.reason} if option.reason else {}),
+        }
+
+    return {
+        "load": choice.load.dump(),
+        "chosen": choice.chosen.dump(),
+        "options": [fields(option) for option in choice.options],
+        "gains": list(choice.gains),
     }
 
 

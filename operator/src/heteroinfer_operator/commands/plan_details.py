@@ -10,12 +10,12 @@ from heteroinfer_operator.aligned_rows import align_rows
 from heteroinfer_operator.commands.plan_figures import (
     Figures,
     describe_requests,
-    kv_blocks,
     longest_request,
     memory_limit,
     typical_context,
 )
 from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread
+from heteroinfer_operator.planning.concurrency import kv_blocks
 from heteroinfer_operator.planning.feed_forward import beside_weights_bytes
 from heteroinfer_operator.planning.first_token import waits_elsewhere
 from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS

@@ -1,12 +1,12 @@
 """Figures of a plan that its verdict, details and choices show: requests at once, tokens a second. Pure."""
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_operator.commands.plan_words import count
+from heteroinfer_operator.planning.concurrency import kv_blocks, requests_at_once, sequence_blocks
 from heteroinfer_operator.planning.first_token import waits_elsewhere
-from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.planner import Planned, block_capacities
 from heteroinfer_operator.planning.prediction import (
     Load,
@@ -54,8 +54,7 @@ class Figures:
         elsewhere = waits_elsewhere(plan, rates, planned.remote)
         engine = plan.engine
         short = min(_SHORT, engine.max_model_len)
-        held = max(kv_blocks(planned) - 1, 0)
-        short_requests = min(held // max(sequence_blocks(planned, short), 1), engine.max_num_seqs)
+        short_requests = requests_at_once(planned, short)
         load = Load(requests=max(short_requests, 1), context=short)
         prompt = typical_context(engine.max_model_len)
         chunk = min(prompt, engine.max_num_batched_tokens)
@@ -77,28 +76,9 @@ def typical_context(max_model_len: int) -> int:
     return _SHORT if max_model_len > _SHORT else max(max_model_len // 2, 1)
 
 
-def kv_blocks(planned: Planned) -> int:
-    """Returns the number of KV cache blocks, which is equal on all ranks."""
-    kv = planned.sizes.kv
-    found = [
-        rank.kv_cache_bytes // size
-        for rank in planned.plan.stage_ranks  # feed-forward ranks have no KV cache
-        if (size := kv.block_bytes(rank.first_layer, rank.end_layer))
-    ]
-    return min(found, default=0)
-
-
 def sequences_at_once(planned: Planned) -> float:
     """Returns how many requests of the maximum length the KV cache holds."""
     return max(kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
-
-
-def sequence_blocks(planned: Planned, tokens: int) -> int:
-    """Returns the KV cache blocks that one request of this many tokens takes."""
-    plan, sizes = planned.plan, planned.sizes
-    engine = replace(plan.engine, max_model_len=tokens)
-    kv = build_kv_cache(sizes.profile, engine, tensor=sizes.tensor, batches=plan.batches_at_once)
-    return kv.sequence_blocks
 
 
 def longest_request(planned: Planned) -> int | None:

@@ -19,6 +19,7 @@ from heteroinfer_operator.commands.plan_figures import (
     roles_of_unknown_memory,
 )
 from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread, three_digits
+from heteroinfer_operator.planning.mode_choice import ModeChoice, describe_load
 from heteroinfer_operator.planning.planner import Planned
 
 _HEADINGS: Final = ("RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP")
@@ -72,6 +73,7 @@ def describe_summary(
         *(f"{INDENT}{line}" for line in align_rows(figures)),
         "",
         *_rank_table(planned, with_nodes=shown.nodes),
+        *describe_modes(planned.choice),
         *_notes(planned, shown),
     ]
 
@@ -83,6 +85,8 @@ def describe_verdict(planned: Planned, name: str, refusals: int = 0) -> str:
     if refusals:
         fits += f", but the installation refuses {count(refusals, 'setting')} (see below)"
     words = f"{fits}: {describe_pods(planned.plan)}"
+    if planned.choice is not None:
+        words += ", chosen by the plan"
     if unknown:
         words += (
             f". Whether it fits is unknown: set {_memory_fields(planned, unknown)} of {name_roles(unknown)}"
@@ -104,6 +108,24 @@ def describe_pods(plan: Plan) -> str:
     if len(plan.ranks) != len(pods):
         kinds.append(count(len(plan.ranks), "rank"))
     return f"{count(len(pods), 'pod')} ({', '.join(kinds)}), mode {plan.mode}"
+
+
+def describe_modes(choice: ModeChoice | None) -> list[str]:
+    """Returns the modes that the plan compared, the chosen mode first; [] if the mode was given."""
+    if choice is None:
+        return []
+    rows: list[tuple[str, ...]] = [("MODE", "LOAD", "STEP", "FIRST TOKEN", "")]
+    for number, option in enumerate(choice.options):
+        figures, chosen = option.figures, "<- chosen" if number == 0 else ""
+        cells: tuple[str, ...] = ("-",) * 3
+        if figures is not None:
+            times = (figures.total_s, figures.step.step_s, figures.first_token.step_s)
+            cells = tuple(map(duration, times))
+        rows.append((option.title, *cells, chosen))
+    reasons = [f"{option.title}: {option.reason}" for option in choice.options if option.reason]
+    lines = [line for reason in reasons for line in reason.splitlines()]
+    heading = f"Modes, for {describe_load(choice.load)}:"
+    return ["", heading, *align_rows(rows), *lines, *(f"gain: {words}" for words in choice.gains)]
 
 
 def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> list[tuple[str, str]]:

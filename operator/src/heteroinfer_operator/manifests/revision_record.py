@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_contract.model_fetch import is_commit
-from heteroinfer_operator.api import HeteroInferenceSpec, parse_stored_spec
+from heteroinfer_operator.api import ChosenMode, HeteroInferenceSpec, parse_stored_spec, read_chosen_mode
 from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.identity import Owner
@@ -21,21 +21,25 @@ KEY: Final = "revision.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevisionRecord:
-    """A revision: its spec, and the commit of its model.
+    """A revision: its spec, the commit of its model, and its mode.
 
     Attributes:
         name: hash of the revision, as in the labels of its pods.
         commit: commit of a hub's model, or None.
+        chosen: mode that the plan chose, or None if the spec has a mode.
     """
 
     name: str
     spec: HeteroInferenceSpec
     commit: str | None = None
+    chosen: ChosenMode | None = None
 
 
 def build_revision_record(owner: Owner, record: RevisionRecord) -> dict[str, Any]:
     """Returns the immutable ConfigMap of a revision."""
     kept = {"spec": record.spec.dump(), "commit": record.commit}
+    if record.chosen is not None:
+        kept["mode"] = record.chosen.dump()
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -57,8 +61,12 @@ def read_revision_record(owner: Owner, stored: Mapping[str, Any]) -> RevisionRec
     try:
         kept = json.loads(text)
         spec, commit = parse_stored_spec(kept["spec"]), kept.get("commit")
+        chosen = read_chosen_mode(kept["mode"]) if "mode" in kept else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError):
         return None
     return RevisionRecord(
-        name=name.removeprefix(prefix), spec=spec, commit=commit if is_commit(commit) else None
+        name=name.removeprefix(prefix),
+        spec=spec,
+        commit=commit if is_commit(commit) else None,
+        chosen=chosen if spec.parallelism.mode is None else None,
     )

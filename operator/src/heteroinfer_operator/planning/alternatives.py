@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
+from typing import Final
 
 from heteroinfer_contract.model import Scheme
 from heteroinfer_contract.model_profile import ModelProfile
@@ -19,6 +20,9 @@ from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_support
 from heteroinfer_operator.vllm_support.quantization import in_bf16
+
+THESE_RUN_IT: Final = "model: these run it"
+"""Start of the line that `name_alternatives` returns."""
 
 
 def name_alternatives(
@@ -47,7 +51,7 @@ def name_alternatives(
             ways.append(f"mode Pipeline, with CPU roles of {memory} in all")
     gpus = format_bytes(int(_whole(profile, engine, Device.GPU) / GPU_USABLE))
     ways.append(f"GPU roles only, with {gpus} in all")
-    return f"model: these run it, at {engine.max_model_len:,} tokens for one request: {'; '.join(ways)}"
+    return f"{THESE_RUN_IT}, at {engine.max_model_len:,} tokens for one request: {'; '.join(ways)}"
 
 
 def _passes(check: Callable[[], object]) -> bool:

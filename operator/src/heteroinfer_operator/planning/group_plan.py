@@ -23,6 +23,7 @@ from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, obstacle
 from heteroinfer_operator.nodes.role_demand import role_demand
+from heteroinfer_operator.planning.auto_mode import plan_any_mode
 from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_plan
@@ -62,6 +63,12 @@ class Capacity:
             found = assign_nodes(demands, self.preempted(), key, self.others)
         return found
 
+    def copy(self) -> "Capacity":
+        """Returns the same capacity, for a plan that is only tried."""
+        if self.free_nodes is None:
+            return self
+        return replace(self, free_nodes=[replace(each, free=dict(each.free)) for each in self.free_nodes])
+
     def _can_preempt(self) -> bool:
         priority = self.priority
         return priority is not None and any(each.has_lower(priority) for each in self.free_nodes or ())
@@ -77,12 +84,20 @@ class Capacity:
 def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
     """Returns the plan of a group, with a node for each pod if nodes are known.
 
-    Takes the capacity of the pods from `capacity.free_nodes`.
+    Chooses the mode if the spec has none. Takes the capacity of the pods from `capacity.free_nodes`.
 
     Raises:
         Shortage: too little is free now; the message names the missing capacity of each node.
         PlanError: the group has no plan, even with more free capacity.
     """
+    if request.spec.parallelism.mode is not None:
+        return _plan_mode(request, capacity)
+    tried = plan_any_mode(request, lambda with_mode: _plan_mode(with_mode, capacity.copy()))
+    return replace(_plan_mode(tried.request, capacity), choice=tried.choice)
+
+
+def _plan_mode(request: GroupRequest, capacity: Capacity) -> Planned:
+    """Returns the plan of a spec with a mode; takes capacity and raises errors like plan_group."""
     if capacity.free_nodes is None:
         return make_plan(request, _anywhere(request.spec, capacity.calibrations))
     short = _short_roles(request.spec, capacity)

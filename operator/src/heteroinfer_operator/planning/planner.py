@@ -24,6 +24,7 @@ from heteroinfer_operator.planning.first_token import with_keep_alive
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
 from heteroinfer_operator.planning.memory import Sizes, StageBudget, host_tables, stage_budgets
+from heteroinfer_operator.planning.mode_choice import ModeChoice
 from heteroinfer_operator.planning.planned_modes import check_mode, choose_mode
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
@@ -60,6 +61,7 @@ class EpochPlan:
         on_cpus: the notes why GPU roles compute on CPUs, or "".
         node_assignment: nodes that the pods fit on, if nodes are known.
         missing: capacity that the pods will wait for once they exist, or "".
+        choice: how the plan chose the mode; None if the mode was given.
     """
 
     plan: Plan
@@ -68,6 +70,7 @@ class EpochPlan:
     on_cpus: str = ""
     node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
     missing: str = ""
+    choice: ModeChoice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,33 +95,35 @@ class Planned(EpochPlan):
 
 
 def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
-    """Returns the plan of a group. Equal arguments give an equal plan.
+    """Returns the plan of a group whose spec has a mode. Equal arguments give an equal plan.
 
     Raises:
         PlanError: the group has no plan; the message has the missing bytes or the wrong field.
     """
     spec, profile = request.spec, request.profile
+    asked = spec.parallelism.mode
+    assert asked is not None  # auto_mode.py has chosen a mode
     has_encoder = bool(profile.encoder) and not EngineOptions.of(spec.engine.args).is_text_only
     topology = lay_out(spec, inventory, has_encoder=has_encoder)
     _check_tensor(topology.tensor, profile)
     engine = engine_settings(
         spec,
         profile,
-        has_cpu=topology.has_cpu or spec.parallelism.mode is Mode.FEED_FORWARD,
+        has_cpu=topology.has_cpu or asked is Mode.FEED_FORWARD,
         has_mixed_stage=topology.has_mixed_stage,
         tensor=topology.tensor,
         served_name=request.served_name,
         model_path=request.model_path,
     )
     stages, first = len(topology.stages), topology.stages[0][0].placed.device
-    warnings = _check_model(request, topology, engine, inventory)
-    mode = choose_mode(spec.parallelism.mode, topology, profile, engine, inventory)
-    batches = batches_at_once(spec.parallelism.mode, stages, first)
+    warnings = _check_model(request, asked, topology, engine, inventory)
+    mode = choose_mode(asked, topology, profile, engine, inventory)
+    batches = batches_at_once(asked, stages, first)
     sizes = Sizes.of(mode.in_stages, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
     layers = choose_layers(spec, topology, budgets, sizes)
     without_times = Plan(
-        mode=spec.parallelism.mode,
+        mode=asked,
         tensor_parallel_size=topology.tensor,
         pipeline_parallel_size=stages,
         ranks=(*_assign(topology, layers, budgets, sizes, engine), *mode.ranks_beside()),
@@ -143,14 +148,14 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
 
 
 def _check_model(
-    request: GroupRequest, topology: Topology, engine: EngineSettings, inventory: Inventory
+    request: GroupRequest, mode: Mode, topology: Topology, engine: EngineSettings, inventory: Inventory
 ) -> tuple[str, ...]:
     """Refuses a model that no memory can serve. Returns notes for the user, one line each.
 
     Raises:
         PlanError: the message has every reason, and the ways that would run.
     """
-    profile, mode = request.profile, request.spec.parallelism.mode
+    profile = request.profile
     stages, first = len(topology.stages), topology.stages[0][0].placed.device
     cpus = {role: inventory.cpu_features.get(role) for role in topology.cpu_roles}
 

@@ -12,9 +12,11 @@ from typing import Final, TypeAlias
 
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.plan import Device, EngineSettings, Plan, RankAssignment
+from heteroinfer_operator.planning.collectives import collectives_s, eager_s
 from heteroinfer_operator.planning.kv_cache import state_bytes, token_bytes
 from heteroinfer_operator.planning.memory import Sizes, plain_bytes
 from heteroinfer_operator.planning.rates import CPU_DEFAULTS_ERROR, GPU_ERROR, GPU_UNKNOWN_ERROR, Error, Rates
+from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
 
 STEP_OVERHEAD_S: Final = 2.1e-3
 """Between a step's answer and the next call: scheduling, sampling, messages (docs/user/benchmarks.md)."""
@@ -76,6 +78,11 @@ def _slowest(parts: Iterable[Prediction]) -> Prediction:
     )
 
 
+def _at_least(part: Prediction, seconds: float) -> Prediction:
+    """Returns the part, or a longer time that something else takes meanwhile."""
+    return _slowest((part, _within(seconds, GPU_ERROR))) if seconds else part
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
@@ -94,8 +101,9 @@ def predict(plan: Plan, rates: Sequence[Rates] = ()) -> Prediction:
     step = _overhead(plan)
     for stage in range(plan.pipeline_parallel_size):
         # A stage waits for its feed-forward ranks in each of their layers.
-        for ranks in (plan.stage(stage), plan.feed_forward_ranks(stage)):
-            step += _slowest(map(within, ranks))
+        step += _at_least(_slowest(map(within, plan.stage(stage))), eager_s(plan, stage))
+        step += _slowest(map(within, plan.feed_forward_ranks(stage)))
+        step += _within(collectives_s(plan, stage), GPU_ERROR)
     return step
 
 
@@ -292,8 +300,16 @@ def _stages(
     def compute(rank: RankAssignment) -> Prediction:
         return _within(_compute_s(plan, sizes, rates, rank, load), rates[rank.rank].error)
 
+    rows = load.requests * load.tokens
+    row_bytes = sizes.profile.hidden_size * ELEMENT_BYTES[plan.engine.dtype]
+
+    def collectives(stage: int) -> Prediction:
+        return _within(collectives_s(plan, stage, rows * row_bytes), GPU_ERROR)
+
     return [
-        _slowest(compute(rank) for rank in plan.stage(stage)) + remote
+        _at_least(_slowest(map(compute, plan.stage(stage))), eager_s(plan, stage))
+        + remote
+        + collectives(stage)
         for stage in range(plan.pipeline_parallel_size)
     ]
 

@@ -171,7 +171,7 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
     return int(tensor)
 
 
-def _check_role(role: RoleSpec, tensor: int, mode: Mode) -> None:
+def _check_role(role: RoleSpec, tensor: int, mode: Mode | None) -> None:
     if mode is Mode.PIPELINE and role.ranks_per_pod % tensor:
         raise PlanError(
             f"role {role.name}: ranksPerPod must be a multiple of the {tensor} ranks per stage, because the "

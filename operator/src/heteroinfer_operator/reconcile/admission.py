@@ -61,6 +61,7 @@ def _objects(context: Context, revision: Revision, status: GroupStatus) -> tuple
     """Builds the objects that a group's next epoch needs, but only one pod of each role."""
     planned = context.planner.make_for_any_nodes()
     plan = planned.plan
+    revision = revision.with_mode(None if planned.choice is None else planned.choice.chosen)
     next_epoch = transitions.asked_for(status, plan_hash=plan.hash)
     first = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
     creates = decide_creates(

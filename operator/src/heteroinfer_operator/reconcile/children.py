@@ -95,11 +95,11 @@ def find_children(
             kept.add(gang_name(context.epoch_ref(decision.status)))
     wanted += _shared_budget(context, decisions, by_group)
     wanted += _plan_children(owner, decisions)
-    for name, scopes in sorted(in_use.items()):
-        kept.add(identity.revision_record(owner, name))
-        if (found := context.revisions.get(name)) is not None:
-            record = build_revision_record(owner, found.record)
-            wanted.append(Child(manifest=record, scopes=frozenset(scopes)))
+    target = context.revisions.get(context.target.name or "")
+    if target is not None and target.chosen is not None:  # the mode outlives the groups
+        in_use.setdefault(target.name, set())
+    kept |= {identity.revision_record(owner, name) for name in in_use}
+    wanted += _record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
     wanted += _children_of_resource(context, sorted(in_use), ports)
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
@@ -130,14 +130,15 @@ def _children_of_group(context: Context, decision: GroupDecision, revision: Revi
     index = decision.status.index
     group = GroupRef(owner=context.owner, index=index)
     scopes = frozenset({group_scope(index)})
+    spec = revision.spec_of_pods(context.options.pod_resources)
     found = [
         Child(manifest=build_group_service(group), scopes=scopes),
-        Child(manifest=build_network_policy(revision.spec, group), scopes=scopes),
+        Child(manifest=build_network_policy(spec, group), scopes=scopes),
     ]
     if context.isolation is not None:
-        policies = build_group_egress(revision.spec, group, context.isolation)
+        policies = build_group_egress(spec, group, context.isolation)
         found += [Child(manifest=policy, scopes=scopes) for policy in policies]
-    pods = sum(role.pods for role in revision.spec.roles)
+    pods = sum(role.pods for role in spec.roles)
     if pods > 1 and index < context.replicas == 1:
         stands_still = decision.status.stuck_pods or decision.unplaced
         spares_start = decision.status.phase is not GroupPhase.SLEEPING and not stands_still
@@ -168,6 +169,16 @@ def _shared_budget(
     spared = (len(sizes) > 1 or len(awake) == 1) and not context.closing.wanted
     manifest = build_shared_budget(context.owner, min_available=max(sum(sizes) - spared, 0))
     return [Child(manifest=manifest, last=True)]
+
+
+def _record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[Child]:
+    """Builds the records of revisions; a record is immutable, so it waits until the mode is known."""
+    found = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
+    return [
+        Child(manifest=build_revision_record(context.owner, revision.record), scopes=frozenset(scopes))
+        for revision, scopes in found
+        if revision is not None and revision.has_mode
+    ]
 
 
 def _plan_children(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:

@@ -30,6 +30,8 @@ def start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, 
             message=f"{who}: creating {len(plan.pods)} pods for {plan.world_size} ranks",
         )
     ]
+    if planned.choice is not None:
+        reported.append(RecordEvent(reason="ModeChosen", message=f"mode {planned.choice}"[:1000]))
     if planned.on_cpus:
         reported.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
     if planned.hybrid_not_needed:
@@ -58,7 +60,7 @@ def decide_creates(
     group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
-        spec=context.options.pod_resources.complete_roles(revision.spec),
+        spec=revision.spec_of_pods(context.options.pod_resources),
         group=group,
         plan=plan,
         kept_as=status.plan_hash or "",

@@ -16,6 +16,7 @@ from heteroinfer_contract.calibration import Calibration
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Plan
 from heteroinfer_operator.api import (
+    ChosenMode,
     GroupStatus,
     HeteroInferenceSpec,
     HeteroInferenceStatus,
@@ -66,6 +67,7 @@ class GroupPlanner:
         shortage_age_s: how long GPUs have been missing; None if waiting cannot help.
         hints: whether pods name the node that the planner found for them; False on a single machine.
         groups: number of wanted groups.
+        chosen: mode that this planner chose for a spec without a mode, or None.
     """
 
     request: GroupRequest | None
@@ -74,6 +76,7 @@ class GroupPlanner:
     shortage_age_s: float | None
     hints: bool = True
     groups: int = 1
+    chosen: ChosenMode | None = field(init=False, default=None)
     _free_nodes: Sequence[FreeNode] | None = field(init=False, default=None)
     _problem: PlanError | None = field(init=False, default=None)
     _asked: bool = field(init=False, default=False)
@@ -96,6 +99,8 @@ class GroupPlanner:
             planned = plan_group(request, self._capacity(request.spec, gang, group))
         except Shortage as shortage:
             raise self._with_promises(shortage) from None
+        if planned.choice is not None:  # the other groups of this revision use the same mode
+            self.chosen, self.request = planned.choice.chosen, planned.request
         return replace(planned, node_assignment=self._hinted(planned.node_assignment, gang, group))
 
     def make_for_any_nodes(self) -> EpochPlan:
@@ -103,7 +108,7 @@ class GroupPlanner:
         request = self._known_request()
         gang = self._choose_gang(request.spec)
         planned = make_plan(request, Inventory())
-        return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang))
+        return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang), choice=planned.choice)
 
     def make_again(self, group: int, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
         """Reuses the plan of a group's last epoch for its next epoch; raises the same as `make`.

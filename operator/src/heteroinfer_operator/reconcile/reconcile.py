@@ -76,6 +76,7 @@ from heteroinfer_operator.reconcile.revisions import (
     find_revisions,
     find_target,
     read_records,
+    with_modes_of_plans,
 )
 from heteroinfer_operator.reconcile.rollout import decide_wanted, find_closing
 from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
@@ -115,6 +116,10 @@ def _decide(
     model = _decide_model(observation, status, target, node_loss, options)
     commit = model.status.commit if target.refusal is None else None
     revisions = find_revisions(kept.records, target, commit, owner, options)
+    plans = kept_plans(
+        observation, signer, options.allowed, [revision.spec for revision in revisions.values()]
+    )
+    revisions = with_modes_of_plans(revisions, observation.pods, plans, options.pod_resources)
     accepted = revisions.get(target.name or "") if target.refusal is None else None
     replicas = _replicas(life.replicas, status, observation.pods)
     planner = GroupPlanner(
@@ -141,9 +146,7 @@ def _decide(
         records_signed_by=kept.signed_by(signer, status, revisions),
         signer=signer,
         forged=(*kept.forged, *forged_plans(observation, signer)),
-        plans=kept_plans(
-            observation, signer, options.allowed, [revision.spec for revision in revisions.values()]
-        ),
+        plans=plans,
         planner=planner,
         node_loss=node_loss,
         first_epoch=options.first_epoch(resource.resource_version, now),
@@ -173,7 +176,7 @@ def _group_request(
         return None
     served_name = revision.spec.model.served_name or key.name
     path = revision.source.path
-    spec = options.pod_resources.complete_roles(revision.spec)
+    spec = revision.spec_of_pods(options.pod_resources)
     return GroupRequest(spec=spec, profile=profile, served_name=served_name, model_path=path)
 
 
@@ -242,6 +245,7 @@ def _decide_actions(
     context = replace(context, admission=find_admission(context, observation, old, by_group))
     context = replace(context, closing=find_closing(context, old, by_group))
     wanted = decide_wanted(context, old, by_group, observation.groups)
+    context = context.with_chosen_mode()
     unwanted = [
         stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: scaled down")
         for index, pods in sorted(by_group.items())

@@ -1,7 +1,7 @@
 """The shared input of all parts of one reconcile. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
@@ -110,6 +110,14 @@ class Context:
         """Whether groups must wait for the dry run of the target revision."""
         asked = self.admission.asks is not None or self.admission.unanswered
         return asked and self.admission.problem is None
+
+    def with_chosen_mode(self) -> "Context":
+        """Returns the context with the mode that the planner has chosen for the target since."""
+        name = self.target.name
+        if self.planner.chosen is None or name is None:
+            return self
+        decided = self.revisions[name].with_mode(self.planner.chosen)
+        return replace(self, revisions={**self.revisions, name: decided})
 
     def epoch_ref(self, status: GroupStatus) -> EpochRef:
         """Reference to the current epoch of a group."""

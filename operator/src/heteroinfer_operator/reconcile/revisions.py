@@ -1,15 +1,24 @@
 """The revision that the spec asks for, and the stored revisions of running groups. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import HeteroInferenceSpec, HeteroInferenceStatus, parse_spec, parse_stored_spec
+from heteroinfer_contract.plan import Plan
+from heteroinfer_operator.api import (
+    ChosenMode,
+    HeteroInferenceSpec,
+    HeteroInferenceStatus,
+    infer_mode,
+    parse_spec,
+    parse_stored_spec,
+)
 from heteroinfer_operator.cluster import PodView, ResourceObservation
 from heteroinfer_operator.errors import HeteroInferError, PlanError, SpecError
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ModelSource
 from heteroinfer_operator.manifests.identity import Owner
+from heteroinfer_operator.manifests.pod_resources import PodResources
 from heteroinfer_operator.manifests.revision_record import RevisionRecord, read_revision_record
 from heteroinfer_operator.manifests.signer import Signer
 from heteroinfer_operator.reconcile.allowed import Allowed
@@ -22,18 +31,35 @@ class Revision:
 
     Attributes:
         name: hash, as in the labels of the pods.
+        spec: the spec as the user wrote it.
         commit: commit of a model from a hub, or None.
+        chosen: mode that the plan chose; None if the spec has a mode, or if no plan was made yet.
     """
 
     name: str
     spec: HeteroInferenceSpec
     source: ModelSource
     commit: str | None = None
+    chosen: ChosenMode | None = None
+
+    def spec_of_pods(self, defaults: PodResources) -> HeteroInferenceSpec:
+        """Returns the spec with default resources, with the chosen mode and with only its roles."""
+        complete = defaults.complete_roles(self.spec)
+        return complete if self.chosen is None else self.chosen.apply_to(complete)
+
+    @property
+    def has_mode(self) -> bool:
+        """Whether the mode is known."""
+        return self.chosen is not None or self.spec.parallelism.mode is not None
+
+    def with_mode(self, chosen: ChosenMode | None) -> "Revision":
+        """Returns the revision with a mode, if it has none yet."""
+        return self if self.has_mode else replace(self, chosen=chosen)
 
     @property
     def record(self) -> RevisionRecord:
         """The record that the operator stores."""
-        return RevisionRecord(name=self.name, spec=self.spec, commit=self.commit)
+        return RevisionRecord(name=self.name, spec=self.spec, commit=self.commit, chosen=self.chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,10 +222,36 @@ def find_revisions(
         except PlanError:
             continue  # the installation has allowed this model before, but no longer does
         kept = Revision(
-            name=record.name, spec=record.spec, source=source.at(record.commit), commit=record.commit
+            name=record.name,
+            spec=record.spec,
+            source=source.at(record.commit),
+            commit=record.commit,
+            chosen=record.chosen,
         )
-        current = found.get(record.name, kept)
+        current = found.get(record.name, kept).with_mode(record.chosen)
         if current.commit is None:
             current = replace(current, source=current.source.at(record.commit), commit=record.commit)
         found[record.name] = current
+    return found
+
+
+def with_modes_of_plans(
+    revisions: Mapping[str, Revision],
+    pods: Iterable[PodView],
+    plans: Mapping[str, Plan],
+    defaults: PodResources,
+) -> Mapping[str, Revision]:
+    """Adds the modes of revisions whose record is lost, from the plans of their pods.
+
+    The status does not serve: between epochs it names the next revision beside the last plan.
+    """
+    found = dict(revisions)
+    for pod in pods:
+        revision = found.get(pod.labels.get(names.LABEL_REVISION, ""))
+        plan = plans.get(pod.labels.get(names.LABEL_PLAN, ""))
+        if revision is None or plan is None or revision.has_mode:
+            continue
+        roles = {rank.role for rank in plan.ranks}
+        chosen = infer_mode(defaults.complete_roles(revision.spec), sorted(roles), plan.mode)
+        found[revision.name] = revision.with_mode(chosen)
     return found

@@ -21,6 +21,7 @@ def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatu
     step = predict(plan) if predicted is None else predicted.step
     return PlanStatus(
         hash=plan.hash,
+        mode=plan.mode,
         predicted_step_ms=round(step.step_s * 1e3, 2),
         predicted_step_microseconds=round(step.step_s * 1e6),
         max_model_len=plan.engine.max_model_len,
@@ -59,6 +60,7 @@ def summary(
     predicted_ms = next(predicted, None)
     return Summary(
         groups=f"{serving}/{wanted}",
+        mode=None if plan is None else plan.mode,
         gpu_ranks=None if plan is None else sum(rank.device is Device.GPU for rank in plan.ranks),
         cpu_ranks=None if plan is None else sum(rank.device is Device.CPU for rank in plan.ranks),
         step_microseconds=None if step_ms is None else round(step_ms * 1e3),

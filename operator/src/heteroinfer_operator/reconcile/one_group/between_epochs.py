@@ -136,9 +136,10 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
             raise context.problem
         planned = context.planner.make(status.index)
         assert context.target.name is not None  # an unreadable spec is a `context.problem`, raised above
-        return context.revisions[context.target.name], planned, planned.plan.hash
+        target = context.revisions[context.target.name].with_mode(context.planner.chosen)
+        return target, planned, planned.plan.hash
     revision, plan = own
-    spec = context.options.pod_resources.complete_roles(revision.spec)
+    spec = revision.spec_of_pods(context.options.pod_resources)
     planned = context.planner.make_again(status.index, spec, plan)
     return revision, planned, status.plan_hash or plan.hash
 
@@ -180,7 +181,7 @@ def _start(context: Context, status: GroupStatus) -> GroupDecision:
         runs=True,
         plan=plan,
         new_plan=plan if plan_hash == plan.hash else None,
-        notes=planned.notes,
+        notes=planned.notes if planned.choice is None else (*planned.notes, str(planned.choice)),
         unplaced=planned.missing,
         gang_object=gang_object(context, revision, status, plan, planned.node_assignment.gang),
     )

@@ -40,7 +40,8 @@ class Made:
         if plan is not None:
             count = len(plan.pods)
         elif revision is not None:
-            count = sum(role.pods for role in revision.spec.roles)
+            spec = revision.spec_of_pods(context.options.pod_resources)
+            count = sum(role.pods for role in spec.roles)
         else:
             count = max(index_of(pod) for pod in current) + 1 if current else 0
         return cls(

@@ -1,0 +1,31 @@
+"""The requests that the KV cache of a plan holds at once. Pure."""
+
+from dataclasses import replace
+
+from heteroinfer_operator.planning.kv_cache import build_kv_cache
+from heteroinfer_operator.planning.planner import Planned
+
+
+def kv_blocks(planned: Planned) -> int:
+    """Returns the number of KV cache blocks, which is equal on all ranks."""
+    kv = planned.sizes.kv
+    found = [
+        rank.kv_cache_bytes // size
+        for rank in planned.plan.stage_ranks  # feed-forward ranks have no KV cache
+        if (size := kv.block_bytes(rank.first_layer, rank.end_layer))
+    ]
+    return min(found, default=0)
+
+
+def sequence_blocks(planned: Planned, tokens: int) -> int:
+    """Returns the KV cache blocks that one request of this many tokens takes."""
+    plan, sizes = planned.plan, planned.sizes
+    engine = replace(plan.engine, max_model_len=tokens)
+    kv = build_kv_cache(sizes.profile, engine, tensor=sizes.tensor, batches=plan.batches_at_once)
+    return kv.sequence_blocks
+
+
+def requests_at_once(planned: Planned, tokens: int) -> int:
+    """Returns how many requests of this many tokens run at once."""
+    held = max(kv_blocks(planned) - 1, 0)  # vLLM keeps one block for itself
+    return min(held // max(sequence_blocks(planned, tokens), 1), planned.plan.engine.max_num_seqs)

@@ -1,0 +1,125 @@
+"""A spec without a mode: its revision, the modes that it may get, and the spec of a mode."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.plan import Mode
+from heteroinfer_operator.api import (
+    ChosenMode,
+    FeedForwardSpec,
+    HeteroInferenceSpec,
+    candidate_modes,
+    infer_mode,
+    parse_spec,
+    parse_stored_spec,
+)
+from heteroinfer_operator.errors import SpecError
+from heteroinfer_operator.manifests import identity
+
+OWN = {"cpu": "14", "memory": "64Gi"}
+
+
+def role(name: str, cpu: str = "16", memory: str = "64Gi", **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "device": name.upper()[:3],
+        "resources": {"requests": {"cpu": cpu, "memory": memory}},
+        **fields,
+    }
+
+
+def spec(*roles: dict[str, Any], **fields: Any) -> HeteroInferenceSpec:
+    return parse_spec({"model": {"uri": "pvc://models/m"}, "roles": list(roles), **fields})
+
+
+def titles(*roles: dict[str, Any]) -> list[str]:
+    return [each.title for each in candidate_modes(spec(*roles))[0]]
+
+
+def test_auto_is_the_same_as_no_mode_and_another_revision_than_the_former_default() -> None:
+    absent, auto, stored = (
+        spec(role("cpu"), **fields)
+        for fields in ({}, {"parallelism": {"mode": "Auto"}}, {"parallelism": {"mode": "Pipeline"}})
+    )
+    assert absent == auto
+    assert absent.parallelism.mode is None
+    assert identity.revision(absent) == identity.revision(auto) != identity.revision(stored)
+    assert identity.first_revision(absent) != identity.first_revision(stored)
+
+
+def test_a_stored_spec_keeps_its_mode_and_its_absence() -> None:
+    for fields in ({}, {"parallelism": {"mode": "Tensor"}}):
+        parsed = spec(role("cpu"), **fields)
+        assert parse_stored_spec(parsed.dump()) == parsed
+
+
+def test_a_role_may_offer_feed_forward_ranks_without_a_mode() -> None:
+    assert spec(role("gpu", feedForward=OWN)).parallelism.mode is None
+    with pytest.raises(SpecError, match="must be FeedForward or Auto"):
+        spec(role("gpu", feedForward=OWN), parallelism={"mode": "Pipeline"})
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ([role("gpu")], ["Pipeline"]),
+        ([role("cpu")], ["Pipeline"]),
+        ([role("cpu", pods=2)], ["Pipeline", "Tensor"]),
+        ([role("gpu", ranksPerPod=2)], ["Pipeline", "Tensor"]),
+        ([role("gpu"), role("cpu")], ["GPU only", "FeedForward", "Pipeline", "Tensor"]),
+        ([role("gpu", feedForward=OWN)], ["GPU only", "FeedForward"]),
+        ([role("gpu", feedForward=OWN), role("cpu")], ["GPU only", "FeedForward", "Pipeline", "Tensor"]),
+        ([role("gpu", pods=2), role("cpu")], ["GPU only", "GPU only, mode Tensor", "Pipeline", "Tensor"]),
+        ([role("cpu", feedForward=OWN)], ["FeedForward", "Pipeline"]),
+    ],
+)
+def test_the_modes_that_roles_allow(roles: list[dict[str, Any]], expected: list[str]) -> None:
+    assert titles(*roles) == expected
+
+
+def moved(*roles: dict[str, Any]) -> tuple[FeedForwardSpec | None, str]:
+    modes, refused = candidate_modes(spec(*roles))
+    return next((each.feed_forward for each in modes if each.mode is Mode.FEED_FORWARD), None), refused
+
+
+def test_feed_forward_ranks_get_what_cpu_roles_offer_and_no_more() -> None:
+    own, _ = moved(role("gpu"), role("cpu", cpu="16", memory="64Gi", pods=2, ranksPerPod=2))
+    assert own == FeedForwardSpec(ranks=4, cpu="8", memory="32768Mi")
+    own, _ = moved(role("gpu"), role("cpu", cpu="7", memory="10Gi"), role("cpus", cpu="4", memory="5Gi"))
+    assert own == FeedForwardSpec(ranks=2, cpu="5500m", memory="7680Mi")
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ([role("gpu"), {"name": "cpu", "device": "CPU"}], "needs requests of cpu in role cpu"),
+        ([role("gpu"), role("cpu", pods=16)], "supports at most 15 CPU ranks"),
+        ([role("gpu", pods=2), role("cpu")], "needs one GPU rank (the roles have 2)"),
+        ([role("gpu")], "needs CPUs and memory in the GPU's pod"),
+    ],
+)
+def test_why_nothing_is_moved(roles: list[dict[str, Any]], words: str) -> None:
+    own, refused = moved(*roles)
+    assert own is None
+    assert words in refused
+
+
+def test_the_spec_of_a_mode_has_only_the_roles_that_it_uses() -> None:
+    given = spec(role("gpu"), role("cpu"))
+    for each in candidate_modes(given)[0]:
+        resolved = each.apply_to(given)
+        assert resolved.parallelism.mode is each.mode
+        only_gpu = each.gpu_only or each.mode is Mode.FEED_FORWARD
+        assert [own.name for own in resolved.roles] == (["gpu"] if only_gpu else ["gpu", "cpu"])
+        assert (resolved.roles[0].feed_forward is not None) is (each.mode is Mode.FEED_FORWARD)
+
+
+def test_the_mode_of_a_lost_record_follows_from_the_plan() -> None:
+    given = spec(role("gpu"), role("cpu"))
+    assert infer_mode(given, ["gpu"], Mode.PIPELINE) == ChosenMode(mode=Mode.PIPELINE, gpu_only=True)
+    assert infer_mode(given, ["cpu", "gpu"], Mode.TENSOR) == ChosenMode(mode=Mode.TENSOR)
+    feed_forward = infer_mode(given, ["gpu"], Mode.FEED_FORWARD)
+    assert feed_forward is not None
+    assert feed_forward.feed_forward == FeedForwardSpec(ranks=1, cpu="16", memory="65536Mi")
+    assert infer_mode(given, ["other"], Mode.PIPELINE) is None
