@@ -224,8 +224,20 @@ def record(published: Published, how: Layout, path: Path) -> tuple[Recipe, str]:
     with replacing(frozenset({0}), records=True) as remote:
         module = build(published, how)
     files = MappedFiles()
-    recipe, _ = record_load(str(path.parent), files, remote.experts, lambda: load(module, how, path, files))
-    return Recipe.from_text(recipe.to_text()), type(remote.experts[0].method).__name__
+    given = config(published, path.parent)
+    recipe, _ = record_load(given, files, remote, lambda: load(module, how, path, files))
+    return Recipe.from_text(recipe.to_text()), recipe.layers[0].method
+
+
+def config(published: Published, folder: Path) -> Any:
+    """Returns what a recording takes from vLLM's configuration."""
+    model = SimpleNamespace(
+        model=str(folder),
+        dtype=published.dtype,
+        hf_config=SimpleNamespace(),
+        hf_text_config=SimpleNamespace(),
+    )
+    return SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
 
 
 def differing(reader: LayerReader, module: Any) -> list[str]:

@@ -425,20 +425,6 @@ def router() -> Any:
     return gaps
 
 
-def mlp_names() -> dict[str, str]:
-    """Returns what of a layer feed-forward ranks may have, by the prefix of its MLP."""
-    from vllm.model_executor.models.llama import LlamaMLP
-
-    from vllm_heteroinfer.feed_forward.remote import mlp_name
-
-    found = {}
-    for prefix in ("model.layers.0.mlp", "audio_tower.layers.0.mlp", "whisper_encoder.layers.0.mlp"):
-        layer = torch.nn.Module()
-        layer.mlp = LlamaMLP(INPUTS, INPUTS, "silu", prefix=prefix)
-        found[prefix] = mlp_name(layer)
-    return found
-
-
 def packing() -> dict[str, Any]:
     """4-bit weights packed in slices are those packed at once, and take less memory meanwhile."""
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
@@ -517,7 +503,7 @@ def packing() -> dict[str, Any]:
 QUESTIONS = {
     f.__name__: f
     for f in (
-        *(linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms, mlp_names),
+        *(linear_layers, heads, patch, without, onednn_alone, experts, rope, router, norms),
         *(choice, mixture, patched_norms, packing, packed_bytes, attention),
     )
 }

@@ -40,8 +40,15 @@ LAYER = LayerRecipe(
 
 def test_a_recipe_is_equal_after_its_text() -> None:
     file = RecipeFile(name="model.safetensors", num_bytes=4096, digest="00")
-    recipe = Recipe(layers={3: LAYER}, files=(file,))
+    recipe = Recipe(layers={3: LAYER}, dtype="bfloat16", max_rows=64, unit=32, files=(file,))
     assert Recipe.from_text(recipe.to_text()) == recipe
+    assert (recipe.hidden, recipe.topk) == (8, 1)
+
+
+def test_layers_of_a_recipe_have_rows_of_one_size() -> None:
+    layers = {3: LAYER, 4: replace(LAYER, topk=0)}
+    with pytest.raises(ContractError, match=r"must have rows of one size \(got \[\(8, 0\), \(8, 1\)\]"):
+        Recipe(layers=layers, dtype="bfloat16", max_rows=64, unit=32).topk  # noqa: B018 - it checks
 
 
 def test_experts_without_all_values_are_named() -> None:
@@ -50,6 +57,17 @@ def test_experts_without_all_values_are_named() -> None:
     def having(*pieces: Piece) -> LayerRecipe:
         weight = replace(LAYER.parameters["w13_weight"], pieces=pieces)
         return replace(LAYER, parameters={"w13_weight": weight})
+
+    bias = ExpertParameter(shape=(2, 8), dtype="bfloat16")
+    one = replace(bias, pieces=(Piece((0, 0), (1, 8), 0, 0, "bfloat16", (0, 1)),))
+    for name, parameter, topk, lacking in (
+        ("w13_bias", bias, 1, []),  # vLLM creates biases for checkpoints without them
+        ("w13_bias", one, 1, ["w13_bias of expert 1"]),
+        ("w13_bias", bias, 0, ["w13_bias of expert 0", "w13_bias of expert 1"]),
+        ("w13_qzeros", bias, 1, ["w13_qzeros of expert 0", "w13_qzeros of expert 1"]),
+        ("w13_input_scale", one, 1, []),
+    ):
+        assert missing(replace(LAYER, topk=topk, parameters={name: parameter})) == lacking
 
     assert missing(having(*GATES, UPS[0])) == ["w13_weight of expert 1"]
     assert missing(having(*GATES)) == ["w13_weight of expert 0", "w13_weight of expert 1"]

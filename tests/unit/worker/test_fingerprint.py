@@ -65,15 +65,14 @@ def test_eager_may_differ_by_device_only() -> None:
         fingerprint.compare(base, [SETTINGS, SETTINGS, graphs])
 
 
-def test_feed_forward_ranks_may_differ_in_settings_of_attention() -> None:
-    """VLLM chooses types of states and sizes of blocks by device."""
+def test_feed_forward_ranks_compare_only_the_models_files() -> None:
+    """They have no configuration of vLLM, and take their settings from the asking rank's recipe."""
     both = feed_forward_plan(Path("/model"), num_layers=1, remote=[0])
-    other = {**SETTINGS, "block_size": 16, "state_dtype": "float32"}
-    fingerprint.compare(both, [SETTINGS, other])
-    with pytest.raises(fingerprint.ConfigMismatchError, match="block_size"):
-        fingerprint.compare(plan(), [SETTINGS, SETTINGS, other])
-    with pytest.raises(fingerprint.ConfigMismatchError, match="dtype: got bfloat16"):
-        fingerprint.compare(both, [SETTINGS, {**other, "dtype": "bfloat16"}])
+    fingerprint.compare(both, [SETTINGS, {"model": SETTINGS["model"]}])
+    with pytest.raises(fingerprint.ConfigMismatchError, match="block_size must be 32, as on rank 0 .got None."):
+        fingerprint.compare(plan(), [SETTINGS, SETTINGS, {"model": SETTINGS["model"]}])
+    with pytest.raises(fingerprint.ConfigMismatchError, match="model must be abc, as on rank 0 .got xyz."):
+        fingerprint.compare(both, [SETTINGS, {"model": "xyz"}])
 
 
 def test_a_model_is_its_files(tmp_path: Path) -> None:

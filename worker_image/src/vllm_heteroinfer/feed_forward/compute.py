@@ -1,7 +1,7 @@
 """Computes a layer's part on a CPU; input and output are in the slab. Imports torch, not vLLM."""
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -60,25 +60,12 @@ class OwnExperts:
 
 def computes(held: HeldParts, asks: AskTensors) -> dict[int, Compute]:
     """Returns for each layer a function that answers an ask (a request for this layer) of some rows."""
-    return {layer: compute_of(part, asks) for layer, part in held.parts.items()}
 
+    def compute_of(part: Experts) -> Compute:
+        def compute(rows: int) -> None:
+            x, ids, weights, y = asks.of(rows)
+            part.compute(y, x, weights, ids)
 
-def compute_of(part: Any, asks: AskTensors) -> Compute:
-    """Returns a function that answers an ask, a request for a layer, with this rank's part of the layer."""
-    return _mlp(part, asks) if isinstance(part, torch.nn.Module) else _experts(part, asks)
+        return compute
 
-
-def _experts(part: Experts, asks: AskTensors) -> Compute:
-    def compute(rows: int) -> None:
-        x, ids, weights, y = asks.of(rows)
-        part.compute(y, x, weights, ids)
-
-    return compute
-
-
-def _mlp(part: Any, asks: AskTensors) -> Compute:
-    def compute(rows: int) -> None:
-        x, _, _, y = asks.of(rows)
-        y.copy_(part(x))
-
-    return compute
+    return {layer: compute_of(part) for layer, part in held.parts.items()}

@@ -342,7 +342,7 @@ class ExpertWeights:
         rows, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden
         if rows == hidden:
             return self._awq, "int4 (AWQ)"
-        if rows * _NIBBLES == hidden and not self._reader.has("w13_g_idx"):
+        if rows * _NIBBLES == hidden:
             return self._gptq, "int4 (GPTQ)"
         raise self._refusal()
 
@@ -369,7 +369,12 @@ class ExpertWeights:
         return self._coded(form, w13, _pairs(codes) ^ _SIGNS, scales=scales, zeros=points)
 
     def _gptq(self, expert: int, w13: bool) -> Coded:
-        group = self._group(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
+        part = "w13" if w13 else "w2"
+        group = self._group(self._reader.shape(f"{part}_scales")[0], w13)
+        if self._reader.has(f"{part}_g_idx"):
+            order = self._reader.read(f"{part}_g_idx", expert)
+            if group and not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // group):
+                raise self._refusal()  # act-order
         packed = (
             self._read_columns("w13_qweight", expert, 1)
             if w13

@@ -1,4 +1,4 @@
-"""Reads parameters of experts from the checkpoint's files by a recipe. Imports torch."""
+"""Reads parameters of experts and MLPs from the checkpoint's files by a recipe. Imports torch."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class ExpertReader:
         """Maps the files.
 
         Raises:
-            ContractError: a file differs from the file of the rank that wrote the recipe.
+            ContractError: a file is not whole, or differs from the file of the rank that wrote the recipe.
         """
         self._mapped, self._dummy = MappedFiles(), recipe.dummy
         for file in recipe.files:
@@ -38,6 +38,11 @@ class ExpertReader:
                     f"{found.num_bytes} bytes and header {found.digest[:12]} instead of {file.num_bytes} "
                     f"bytes and {file.digest[:12]}). Give all pods of the group the same model folder"
                 )
+
+    def check_unchanged(self) -> None:
+        """Raises ContractError if a file changed since it was mapped."""
+        for file in self._mapped.files:
+            file.check_unchanged()
 
     def layer(self, layer: LayerRecipe) -> "LayerReader":
         """Returns a reader of a layer's parameters."""

@@ -8,14 +8,18 @@ import hashlib
 import json
 import math
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward.recipe import contiguous_strides
 
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Largest header, the limit of the safetensors library."""
 _HEADER_LENGTH: Final = 8
 """Bytes in front of the header; they contain its length."""
 _TYPES: Final = {
@@ -46,24 +50,62 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Maps the file; raises OSError if that fails."""
+        """Maps the file and checks its header; raises ContractError if the file is not whole."""
         self.path = path
-        with path.open("rb") as file:
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        length = int.from_bytes(self._memory[:_HEADER_LENGTH], "little")
-        header = self._memory[_HEADER_LENGTH : _HEADER_LENGTH + length]
-        self.digest = hashlib.sha256(header).hexdigest()
-        self._header: dict[str, Any] = json.loads(header)
-        self._data = _HEADER_LENGTH + length
+        try:
+            with path.open("rb") as file:
+                self._state = _state(os.fstat(file.fileno()))
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
+            raise ContractError(f"{path}: {_reason(error)}. Download the model again") from error
         self.num_bytes = len(self._memory)
+        length = int.from_bytes(self._memory[:_HEADER_LENGTH], "little")
+        self._data = _HEADER_LENGTH + length
+        if not 0 < length <= min(MAX_HEADER_BYTES, self.num_bytes - _HEADER_LENGTH):
+            raise self._invalid(f"its header has {length} of {self.num_bytes} bytes")
+        header = self._memory[_HEADER_LENGTH : self._data]
+        self.digest = hashlib.sha256(header).hexdigest()
+        try:
+            found = json.loads(header)
+            entries = [(name, entry) for name, entry in found.items() if name != "__metadata__"]
+            self._entries = sorted((self._entry(*each) for each in entries), key=lambda entry: entry[1])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+
+    def _entry(self, name: str, entry: Any) -> tuple[str, int, torch.dtype, list[int]]:
+        """Returns name, first byte, type and shape of a tensor, whose bytes the file must have."""
+        shape, dtype, (start, end) = list(entry["shape"]), _TYPES.get(entry["dtype"]), entry["data_offsets"]
+        if dtype is None:
+            raise self._invalid(f"tensor {name} has the type {entry['dtype']}, which is not supported")
+        size = math.prod(shape) * dtype.itemsize
+        if min(0, *shape, start) < 0 or end - start != size or self._data + end > self.num_bytes:
+            raise self._invalid(
+                f"tensor {name} {entry['dtype']} {shape} has bytes {start} to {end} of "
+                f"{self.num_bytes - self._data}"
+            )
+        return name, self._data + start, dtype, shape
+
+    def _invalid(self, problem: str) -> ContractError:
+        return ContractError(
+            f"{self.path}: not a whole safetensors file: {problem}. Download the model again"
+        )
+
+    def check_unchanged(self) -> None:
+        """Raises ContractError if somebody wrote to the file since it was mapped, or replaced it."""
+        try:
+            same = _state(self.path.stat()) == self._state
+        except OSError:
+            same = False
+        if not same:
+            raise ContractError(
+                f"{self.path}: the file changed while this rank read it. Keep the model's files as they are "
+                "until the group is ready"
+            )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields name and tensor in the order of the file."""
-        entries = [(name, entry) for name, entry in self._header.items() if name != "__metadata__"]
-        for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"][0]):
-            shape, dtype = entry["shape"], _TYPES[entry["dtype"]]
-            start = self._data + entry["data_offsets"][0]
+        for name, start, dtype, shape in self._entries:
             yield name, self.view(start, dtype, shape, contiguous_strides(shape))
 
     def view(
@@ -109,3 +151,11 @@ class MappedFiles:
             return None
         start, number = self._addresses[at]
         return (number, address - start) if address < start + self.files[number].num_bytes else None
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or "the file is empty"

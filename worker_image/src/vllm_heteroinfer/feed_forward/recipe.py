@@ -1,7 +1,7 @@
-"""The recipe of a stage's experts: the regions of files that fill their parameters. PURE.
+"""The recipe of a stage's experts and MLPs: the regions of files that fill their parameters. PURE.
 
 The rank with attention writes the recipe, because only that rank builds the model's class. Feed-forward ranks
-read the experts by the recipe and need neither the class nor the names of tensors.
+read the experts by the recipe and need neither the class, nor its configuration, nor the names of tensors.
 """
 
 import base64
@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from heteroinfer_contract.errors import ContractError
@@ -57,9 +57,11 @@ class ExpertParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecipe:
-    """A layer's experts.
+    """A layer's experts, or its MLP.
 
     Attributes:
+        experts: 1 for an MLP.
+        topk: experts per row; 0 for an MLP, whose rows all choose its expert.
         activation: value of vLLM's MoEActivation.
         limit: largest gate, and largest size of an up value; None without a limit.
         alpha: factor in the sigmoid of the gate; None for the activation's own.
@@ -72,11 +74,11 @@ class LayerRecipe:
     hidden: int
     inner: int
     activation: str
-    limit: float | None
-    alpha: float | None
-    beta: float | None
     method: str
     parameters: Mapping[str, ExpertParameter]
+    limit: float | None = None
+    alpha: float | None = None
+    beta: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,21 +97,47 @@ class RecipeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The experts that feed-forward ranks compute for a rank with attention.
+    """What feed-forward ranks compute for a rank with attention.
 
     Attributes:
-        layers: layers with experts; empty if all remote parts are MLPs.
+        dtype: type of rows and answers, such as "bfloat16".
+        max_rows: rows of the longest ask.
+        unit: columns of an expert or MLP that must stay together.
         dummy: whether the weights are random numbers (`--load-format dummy`).
     """
 
-    layers: Mapping[int, LayerRecipe] = field(default_factory=dict)
+    layers: Mapping[int, LayerRecipe]
+    dtype: str
+    max_rows: int
+    unit: int
     files: Sequence[RecipeFile] = ()
     dummy: bool = False
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a row in all layers."""
+        return self._row[0]
+
+    @property
+    def topk(self) -> int:
+        """Experts of a row in all layers; 0 for MLPs."""
+        return self._row[1]
+
+    @property
+    def _row(self) -> tuple[int, int]:
+        """Elements and experts of a row. A slab needs equal rows, so ContractError if layers differ."""
+        rows = {(layer.hidden, layer.topk) for layer in self.layers.values()}
+        if len(rows) != 1:
+            raise ContractError(
+                f"feed-forward ranks: layers must have rows of one size (got {sorted(rows)} as elements and "
+                "experts of a row, 0 experts for an MLP). Give feed-forward ranks layers of one kind"
+            )
+        return rows.pop()
 
     def to_text(self) -> str:
         """Returns the recipe as compressed text for the group's store."""
         document = {
-            "dummy": self.dummy,
+            **{name: getattr(self, name) for name in ("dtype", "max_rows", "unit", "dummy")},
             "files": [asdict(file) for file in self.files],
             "layers": {str(number): _layer_to_json(layer) for number, layer in self.layers.items()},
         }
@@ -120,11 +148,9 @@ class Recipe:
     def from_text(cls, text: str) -> "Recipe":
         """Reads the text of `to_text`."""
         document = json.loads(zlib.decompress(base64.b64decode(text)))
-        return cls(
-            dummy=document["dummy"],
-            files=tuple(RecipeFile(**file) for file in document["files"]),
-            layers={int(number): _layer_from_json(layer) for number, layer in document["layers"].items()},
-        )
+        files = tuple(RecipeFile(**file) for file in document.pop("files"))
+        layers = {int(number): _layer_from_json(layer) for number, layer in document.pop("layers").items()}
+        return cls(layers=layers, files=files, **document)
 
 
 def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
@@ -207,11 +233,13 @@ def place(
 def missing(layer: LayerRecipe) -> list[str]:
     """Returns the parameters and experts of a layer that get no value, or only a part of their values.
 
-    Biases, zero points and scales of inputs do not count: some checkpoints of a format have none.
+    Biases of experts may lack as a whole: vLLM creates them for some checkpoints that have none. The kernels
+    do not read scales of inputs.
     """
     found = []
     for name, parameter in layer.parameters.items():
-        if not is_needed(name):
+        without = "bias" in name and layer.topk and not parameter.pieces
+        if without or any(part in name for part in ("input", "shape", "g_idx")):
             continue
         filled = [0] * layer.experts
         for piece in parameter.pieces:
@@ -225,8 +253,3 @@ def missing(layer: LayerRecipe) -> list[str]:
             if count < most or 2 * most <= full  # a method may pad its parameters
         ]
     return found
-
-
-def is_needed(name: str) -> bool:
-    """Returns whether experts cannot be computed without a parameter."""
-    return not any(part in name for part in ("bias", "input", "shape", "g_idx", "zero"))

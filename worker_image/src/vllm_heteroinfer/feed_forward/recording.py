@@ -1,20 +1,25 @@
-"""Records which parts of the checkpoint fill the experts of remote layers. Imports vLLM.
+"""Records which parts of the checkpoint fill the experts and MLPs of remote layers. Imports vLLM.
 
 vLLM's own method of each remote layer creates its parameters on the meta device. The model's own
 `load_weights` then reads once from tensors that share the memory of the files. Copies are recorded, not done.
 """
 
 import bisect
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heteroinfer_contract.column_shares import unit_of
 from heteroinfer_contract.errors import ContractError
-from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
+from heteroinfer_contract.model.scheme import find_quantization
+from vllm_heteroinfer.feed_forward.file_tensors import MappedFile, MappedFiles
 from vllm_heteroinfer.feed_forward.recipe import (
     VALUES,
     ExpertParameter,
@@ -25,7 +30,7 @@ from vllm_heteroinfer.feed_forward.recipe import (
     missing,
     place,
 )
-from vllm_heteroinfer.feed_forward.remote_parts import layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter, RemotePart, layer_of
 
 _logger = logging.getLogger(__name__)
 
@@ -43,10 +48,10 @@ class RemoteExperts:
         method: vLLM's method for the format, which creates the parameters.
     """
 
-    def __init__(self, module: Any, method: Any, *, keeps: bool) -> None:
-        """Takes whether the module keeps the parameters until `remove`."""
-        self.module, self.method, self._keeps = module, method, keeps
-        self._shapes: dict[str, Any] = {}
+    def __init__(self, module: Any, method: Any) -> None:
+        self.module, self.method = module, method
+        self._asking: Any = None
+        self.targets: dict[str, RecordedParameter] = {}
 
     def create(self, **sizes: Any) -> None:
         """Creates the parameters on the meta device; those with a few values per expert on the CPU.
@@ -67,22 +72,22 @@ class RemoteExperts:
                 real = torch.Tensor._make_subclass(type(parameter), small, False)
                 real.__dict__.update(parameter.__dict__)
                 self.module._parameters[name] = parameter = real
-            self._shapes[name] = parameter
-        if not self._keeps:
-            self.remove()
+            self.targets[name] = RecordedParameter(parts=(parameter,), shape=parameter.shape)
 
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The parameters by name."""
-        return self._shapes
+    def begin(self) -> None:
+        """Gives the module the method that created the parameters, which loaders ask for the format."""
+        self._asking = self.module.quant_method
+        _set_method(self.module, self.method)
 
-    def remove(self) -> None:
-        """Removes the parameters from the module."""
-        for name in self._shapes:
+    def end(self) -> None:
+        """Removes the parameters, and gives the module back the method that asks feed-forward ranks."""
+        if self._asking is not None:
+            _set_method(self.module, self._asking)
+        for name in self.targets:
             self.module._parameters.pop(name, None)
 
-    def describe(self, pieces: Mapping[str, list[Piece]]) -> LayerRecipe:
-        """Returns the layer's recipe."""
+    def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
+        """Returns the layer's recipe with these parameters."""
         module, config = self.module, self.module.moe_config
         return LayerRecipe(
             experts=int(module.local_num_experts),
@@ -90,18 +95,11 @@ class RemoteExperts:
             hidden=int(module.hidden_size),
             inner=int(config.intermediate_size_per_partition),
             activation=module.activation.value,
+            method=type(self.method).__name__,
+            parameters=parameters,
             limit=_number(module.swiglu_limit, config.swiglu_limit),
             alpha=_number(module.swiglu_alpha, config.swiglu_alpha),
             beta=_number(module.swiglu_beta, config.swiglu_beta),
-            method=type(self.method).__name__,
-            parameters={
-                name: ExpertParameter(
-                    shape=tuple(each.shape),
-                    dtype=str(each.dtype).removeprefix("torch."),
-                    pieces=tuple(pieces.get(name, ())),
-                )
-                for name, each in self._shapes.items()
-            },
         )
 
 
@@ -117,30 +115,31 @@ class Recording:
         self.recipe, self.tensors = recipe, frozenset(tensors)
 
 
-def describe_dummy(layers: Mapping[int, RemoteExperts]) -> Recipe:
-    """Returns a recipe without files, for random weights."""
-    return Recipe(layers={layer: experts.describe({}) for layer, experts in layers.items()}, dummy=True)
+def describe_dummy(config: Any, layers: Mapping[int, RemotePart]) -> Recipe:
+    """Returns a recipe without files, for random weights.
+
+    Args:
+        config: vLLM's configuration.
+    """
+    return _recipe(config, {layer: _describe(part) for layer, part in layers.items()}, dummy=True)
 
 
-def record(model: Any, loader: Any, model_config: Any, layers: Mapping[int, RemoteExperts]) -> Recording:
+def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart]) -> Recording:
     """Runs the model's `load_weights` over the files' tensors of remote layers and records the copies.
 
     Args:
         loader: vLLM's DefaultModelLoader.
-        layers: experts of the remote layers by layer.
+        config: vLLM's configuration.
+        layers: parts of the remote layers by layer.
 
     Raises:
-        ContractError: the checkpoint is not in safetensors files, an expert gets no value, or the loader
-            computes values of a remote expert.
+        ContractError: the checkpoint is not in safetensors files, a parameter gets no value, or the loader
+            computes values of a remote part.
     """
     files = MappedFiles()
     names: dict[int, str] = {}
-    recipe, copies = record_load(
-        model_config.model,
-        files,
-        layers,
-        lambda: model.load_weights(_tensors(loader, model, model_config, files, frozenset(layers), names)),
-    )
+    tensors = _tensors(loader, model, config.model_config, files, frozenset(layers), names)
+    recipe, copies = record_load(config, files, layers, lambda: model.load_weights(tensors))
     starts = sorted(names)
     remote = _names_at(copies.remote, starts, names)
     own = _names_at(copies.own, starts, names)
@@ -148,7 +147,7 @@ def record(model: Any, loader: Any, model_config: Any, layers: Mapping[int, Remo
     if untaken:
         _logger.warning(
             "%s: no layer takes %d tensors of the checkpoint: %s",
-            model_config.model,
+            config.model_config.model,
             len(untaken),
             ", ".join(untaken[:_SHOWN]),
         )
@@ -156,31 +155,64 @@ def record(model: Any, loader: Any, model_config: Any, layers: Mapping[int, Remo
 
 
 def record_load(
-    model: str, files: MappedFiles, layers: Mapping[int, RemoteExperts], load: Callable[[], object]
+    config: Any, files: MappedFiles, layers: Mapping[int, RemotePart], load: Callable[[], object]
 ) -> tuple[Recipe, "Copies"]:
     """Calls `load`, which loads tensors of `files` into the remote layers, and records its copies.
-
-    Args:
-        model: folder of the files.
 
     Raises:
         ContractError: as in `record`.
     """
-    copies = Copies(files, layers)
-    remote_methods = {layer: experts.module.quant_method for layer, experts in layers.items()}
-    for experts in layers.values():
-        _set_method(experts.module, experts.method)
-    try:
+    model, copies = config.model_config.model, Copies(files, layers)
+    with contextlib.ExitStack() as stack:
+        for part in layers.values():
+            part.begin()
+            stack.callback(part.end)
         with torch.no_grad(), copies:
             load()
-    finally:
-        for layer, experts in layers.items():
-            _set_method(experts.module, remote_methods[layer])
     if copies.problems:
         raise ContractError(f"{model}: {copies.problems[0]}; use spec.parallelism.mode: Pipeline")
-    recipe = _recipe(Path(model), files, copies, layers)
-    _check(model, recipe)
-    return recipe, copies
+    described = {
+        layer: _describe(part, {name: copies.pieces.get((layer, name), []) for name in part.targets})
+        for layer, part in layers.items()
+    }
+    for number, layer in described.items():
+        if lacking := missing(layer):
+            others = f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
+            raise ContractError(
+                f"{model}: layer {number}: the checkpoint has no values for {lacking[0]}{others}. Download "
+                "the model again"
+            )
+    return _recipe(config, described, files.files), copies
+
+
+def _describe(part: RemotePart, pieces: Mapping[str, Sequence[Piece]] = MappingProxyType({})) -> LayerRecipe:
+    return part.describe(
+        {
+            name: ExpertParameter(
+                shape=tuple(target.shape),
+                dtype=str(target.parts[0].dtype).removeprefix("torch."),
+                pieces=tuple(pieces.get(name, ())),
+            )
+            for name, target in part.targets.items()
+        }
+    )
+
+
+def _recipe(
+    config: Any, layers: Mapping[int, LayerRecipe], files: Sequence[MappedFile] = (), *, dummy: bool = False
+) -> Recipe:
+    model, root = config.model_config, Path(config.model_config.model)
+    return Recipe(
+        layers=layers,
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_rows=config.scheduler_config.max_num_batched_tokens,
+        unit=unit_of(find_quantization(vars(model.hf_config), vars(model.hf_text_config))),
+        files=tuple(
+            RecipeFile(name=os.path.relpath(file.path, root), num_bytes=file.num_bytes, digest=file.digest)
+            for file in files
+        ),
+        dummy=dummy,
+    )
 
 
 def _set_method(module: Any, method: Any) -> None:
@@ -201,30 +233,30 @@ def _tensors(
     names: dict[int, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields tensors that may belong to remote layers, under their names in the checkpoint."""
-    root = Path(model_config.model)
-    source = loader.Source(
+    primary = loader.Source(
         model_config.model,
         model_config.revision,
         fall_back_to_pt=getattr(model, "fall_back_to_pt_during_load", True),
         allow_patterns_overrides=getattr(model, "allow_patterns_overrides", None),
     )
-    found = loader._prepare_weights(
-        source.model_or_path,
-        source.subfolder,
-        source.revision,
-        source.fall_back_to_pt,
-        source.allow_patterns_overrides,
-    )
-    if not found[2]:
-        raise ContractError(
-            f"{root}: the weights must be in safetensors files for mode FeedForward (got "
-            f"{sorted(found[1])[:1]}). Convert them, or use spec.parallelism.mode: Pipeline"
+    for source in (primary, *getattr(model, "secondary_weights", ())):
+        _, paths, in_safetensors, _ = loader._prepare_weights(
+            source.model_or_path,
+            source.subfolder,
+            source.revision,
+            source.fall_back_to_pt,
+            source.allow_patterns_overrides,
         )
-    for path in sorted(found[1]):
-        for name, tensor in files.add(Path(path)).tensors():
-            if tensor.numel() and _may_belong(name, layers):
-                names[tensor.data_ptr()] = name
-                yield name, tensor
+        if not in_safetensors:
+            raise ContractError(
+                f"{source.model_or_path}: the weights must be in safetensors files for mode FeedForward (got "
+                f"{sorted(paths)[:1]}). Convert them, or use spec.parallelism.mode: Pipeline"
+            )
+        for path in sorted(paths):
+            for name, tensor in files.add(Path(path)).tensors():
+                if tensor.numel() and _may_belong(source.prefix + name, layers):
+                    names[tensor.data_ptr()] = source.prefix + name
+                    yield source.prefix + name, tensor
 
 
 def _may_belong(name: str, layers: Collection[int]) -> bool:
@@ -235,21 +267,24 @@ def _may_belong(name: str, layers: Collection[int]) -> bool:
 
 
 class Copies(TorchDispatchMode):
-    """Records copies from files to parameters of experts, and leaves out all other copies from files.
+    """Records copies from files to parameters of remote parts, and leaves out all other copies from files.
 
     Attributes:
         pieces: (layer, parameter) -> its pieces.
-        remote: addresses of tensors that experts of remote layers take.
+        remote: addresses of tensors that remote parts take.
         own: addresses of tensors that this rank's own parameters take.
     """
 
-    def __init__(self, files: MappedFiles, layers: Mapping[int, RemoteExperts]) -> None:
+    def __init__(self, files: MappedFiles, layers: Mapping[int, RemotePart]) -> None:
         super().__init__()
         self._files = files
-        self._targets: dict[int, tuple[int, str, torch.Tensor]] = {}
-        for layer, experts in layers.items():
-            for name, parameter in experts.parameters.items():
-                self._targets[parameter.untyped_storage()._cdata] = (layer, name, parameter)
+        self._targets: dict[int, tuple[int, str, Sequence[int], int]] = {}
+        for layer, part in layers.items():
+            for name, target in part.targets.items():
+                first = 0
+                for each in target.parts:
+                    self._targets[each.untyped_storage()._cdata] = (layer, name, target.shape, first)
+                    first += each.numel()
         self.pieces: dict[tuple[int, str], list[Piece]] = {}
         self.remote: set[int] = set()
         self.own: set[int] = set()
@@ -273,10 +308,10 @@ class Copies(TorchDispatchMode):
             if found is not None:
                 self.own.add(source.data_ptr())
             return target
-        layer, name, parameter = known
+        layer, name, shape, first = known
         wide = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
         start, size, strides = place(
-            parameter.shape, target.storage_offset(), target.shape, target.stride(), wide.stride()
+            shape, first + target.storage_offset(), target.shape, target.stride(), wide.stride()
         )
         dtype = str(source.dtype).removeprefix("torch.")
         pieces = self.pieces.setdefault((layer, name), [])
@@ -288,37 +323,12 @@ class Copies(TorchDispatchMode):
             pieces.append(Piece(start, size, VALUES, 0, dtype, strides, values))
         else:
             self.problems.append(
-                f"layer {layer}: the model's loader computes {name} of the experts, so feed-forward ranks "
-                "cannot read it from the checkpoint"
+                f"layer {layer}: the model's loader computes {name}, so feed-forward ranks cannot read it "
+                "from the checkpoint"
             )
         if target.device.type != "meta":
             target.copy_(source)
         return target
-
-
-def _recipe(root: Path, files: MappedFiles, copies: Copies, layers: Mapping[int, RemoteExperts]) -> Recipe:
-    described = {}
-    for layer, experts in layers.items():
-        own = {name: copies.pieces.get((layer, name), []) for name in experts.parameters}
-        described[layer] = experts.describe(own)
-    return Recipe(
-        layers=described,
-        files=tuple(
-            RecipeFile(name=str(file.path.relative_to(root)), num_bytes=file.num_bytes, digest=file.digest)
-            for file in files.files
-        ),
-    )
-
-
-def _check(model: str, recipe: Recipe) -> None:
-    for number, layer in recipe.layers.items():
-        lacking = missing(layer)
-        if lacking:
-            others = f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
-            raise ContractError(
-                f"{model}: layer {number}: the checkpoint has no values for {lacking[0]}{others}. Download "
-                "the model again"
-            )
 
 
 def _number(*values: Any) -> float | None:

@@ -8,7 +8,6 @@ Source: vllm/model_executor/layers/fused_moe/routed_experts.py::RoutedExperts._g
 vllm/model_executor/models/utils.py::make_layers@v0.32.0.
 """
 
-import inspect
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,14 +16,13 @@ import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from heteroinfer_contract.errors import ContractError
-from heteroinfer_contract.model.weights import is_of_encoder
+from vllm_heteroinfer.feed_forward.mlps import RecordedMlp
 from vllm_heteroinfer.feed_forward.recording import RemoteExperts
-from vllm_heteroinfer.feed_forward.remote_parts import MLP_NAMES, RemoteParts, layer_of
+from vllm_heteroinfer.feed_forward.remote_parts import RemotePart, layer_of
 
 
 class Asks(Protocol):
@@ -67,13 +65,15 @@ def _ask(layer: int, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.T
 class RemoteMethod(FusedMoEMethodBase):
     """A layer's routed experts, computed by feed-forward ranks."""
 
-    def __init__(self, moe: Any, layer: int, experts: RemoteExperts) -> None:
+    def __init__(self, moe: Any, layer: int, experts: RemoteExperts, *, records: bool) -> None:
         super().__init__(moe)
-        self._layer, self._experts = layer, experts
+        self._layer, self._experts, self._records = layer, experts, records
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Creates parameters without memory, for the recording of their values' places."""
         self._experts.create(*args, **kwargs)
+        if not self._records:
+            self._experts.end()
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Returns None, because this rank has no weights of the experts."""
@@ -101,18 +101,6 @@ class RemoteMethod(FusedMoEMethodBase):
         return _ask(self._layer, x.contiguous(), topk_ids.to(torch.int32).contiguous(), weights.contiguous())
 
 
-class RemoteMlp(torch.nn.Module):
-    """A dense layer's MLP, computed by feed-forward ranks."""
-
-    def __init__(self, layer: int) -> None:
-        super().__init__()
-        self._layer = layer
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns the MLP of hidden states, [rows, hidden]."""
-        return torch.ops.vllm.heteroinfer_feed_forward(hidden_states, self._layer)
-
-
 def _feed_forward(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
     return _ask(layer, hidden_states.contiguous(), None, None)
 
@@ -123,20 +111,20 @@ def _feed_forward_fake(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 @contextmanager
-def replacing(layers: frozenset[int], *, records: bool) -> Iterator[RemoteParts]:
+def replacing(layers: frozenset[int], *, records: bool) -> Iterator[dict[int, RemotePart]]:
     """Replaces the feed-forward parts of `layers` in a model that is built inside the context.
 
     Args:
-        records: whether `recording.record` follows, which needs the experts' parameters in the model.
+        records: whether `recording.record` follows, which needs the parameters in the model.
 
     Yields:
-        The replaced parts; complete once the model is built.
+        The replaced parts by layer; complete once the model is built.
 
     Raises:
-        ContractError: the user also enabled an offloader of vLLM.
+        ContractError: the user enabled an offloader of vLLM, or feed-forward ranks cannot compute a layer.
     """
     _register_op()
-    found = RemoteParts()
+    found: dict[int, RemotePart] = {}
     before = get_offloader()
     if type(before) is not NoopOffloader:
         raise ContractError(
@@ -151,16 +139,22 @@ def replacing(layers: frozenset[int], *, records: bool) -> Iterator[RemoteParts]
         layer = layer_of(prefix)
         if layer not in layers or layer is None:
             return method
-        found.add_experts(layer, RemoteExperts(module, method, keeps=records))
-        return RemoteMethod(moe_config, layer, found.experts[layer])
+        if layer in found:  # both might ask
+            raise ContractError(
+                f"layer {layer}: got two sets of routed experts, expected one; leave it to the GPU, or use "
+                "spec.parallelism.mode: Pipeline"
+            )
+        experts = found[layer] = RemoteExperts(module, method)
+        return RemoteMethod(moe_config, layer, experts, records=records)
 
-    def swap(index: int, layer: torch.nn.Module) -> None:
-        # If a layer has experts and a dense MLP (Gemma-4), the MLP stays.
-        if index in layers and index not in found.experts and (name := mlp_name(layer)):
-            setattr(layer, name, RemoteMlp(index))
-            found.mlps.add(index)
+    def replace_mlp(index: int, layer: torch.nn.Module) -> None:
+        # If a layer has experts and a dense MLP (Gemma-4), the MLP stays. An encoder has layers, too.
+        if index in layers and index not in found and (mlp := RecordedMlp.find(index, layer)):
+            found[index] = mlp
+            if not records:
+                mlp.end()
 
-    set_offloader(VisitingOffloader(swap))
+    set_offloader(VisitingOffloader(replace_mlp))
     RoutedExperts._get_quant_method = ask_others
     try:
         yield found
@@ -184,26 +178,6 @@ class VisitingOffloader(NoopOffloader):
             self._visit(index, layer)
             built.append(layer)
         return built
-
-
-def mlp_name(layer: torch.nn.Module) -> str:
-    """Returns the name of a dense layer's MLP that maps hidden states to hidden states; "" if it has none."""
-    for name in MLP_NAMES:
-        mlp = getattr(layer, name, None)
-        if not isinstance(mlp, torch.nn.Module) or any(isinstance(m, RoutedExperts) for m in mlp.modules()):
-            continue
-        # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0).
-        if any(is_of_encoder(m.prefix) for m in mlp.modules() if isinstance(m, LinearBase)):
-            continue
-        needed = [
-            parameter
-            for parameter in list(inspect.signature(type(mlp).forward).parameters.values())[1:]
-            if parameter.default is inspect.Parameter.empty
-            and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        if len(needed) == 1:
-            return name
-    return ""
 
 
 def _register_op() -> None:

@@ -1,17 +1,16 @@
-"""Feed-forward parts that other ranks compute, and their checkpoint tensors. PURE."""
+"""Feed-forward parts that other ranks compute, while the asking rank builds its model. PURE."""
 
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model.weights import is_of_encoder
 from heteroinfer_contract.plan import Mode, Plan, RankAssignment
+from vllm_heteroinfer.feed_forward.recipe import ExpertParameter, LayerRecipe
 
-_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)$")
-MLP_NAMES: Final = ("mlp", "feed_forward")
-"""Names of a dense layer's MLP from hidden states to hidden states, in vLLM 0.32.0's models."""
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def layer_of(name: str) -> int | None:
@@ -20,45 +19,44 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-@dataclass(slots=True, kw_only=True)
-class RemoteParts:
-    """Parts of a rank's model that other ranks compute; collected during the build of the model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedParameter:
+    """A parameter of the recipe.
 
     Attributes:
-        experts: layer -> its routed experts (`recording.RemoteExperts`), which other ranks compute.
-        mlps: dense layers whose MLP other ranks compute.
+        parts: tensors of the model that fill the parameter one after another.
+        shape: of the parameter. The first dimension counts experts.
     """
 
-    experts: dict[int, Any] = field(default_factory=dict)
-    mlps: set[int] = field(default_factory=set)
-
-    def add_experts(self, layer: int, experts: Any) -> None:
-        """Adds a layer's routed experts; raises ContractError for a second set, since both might ask."""
-        if layer in self.experts:
-            raise ContractError(
-                f"layer {layer}: got two sets of routed experts, expected one; leave it to the GPU, or use "
-                "spec.parallelism.mode: Pipeline"
-            )
-        self.experts[layer] = experts
-
-    def has(self, tensor: str) -> bool:
-        """Returns whether a tensor of the checkpoint belongs to an MLP that other ranks compute."""
-        found = _LAYER.search(tensor)
-        if found is None or is_of_encoder(tensor):
-            return False
-        layer, rest = int(found[1]), found[2]
-        # Mistral's own files name an MLP feed_forward even if the module has another name.
-        return layer in self.mlps and rest.startswith(tuple(f"{name}." for name in MLP_NAMES))
+    parts: tuple[Any, ...]
+    shape: Sequence[int]
 
 
-def check_found(remote: RemoteParts, wanted: Iterable[int], model: str) -> None:
+class RemotePart(Protocol):
+    """A remote layer's experts or MLP."""
+
+    @property
+    def targets(self) -> Mapping[str, RecordedParameter]:
+        """The parameters without memory, by the names of experts' parameters."""
+
+    def begin(self) -> None:
+        """Prepares the model for its loader, whose copies to `targets` are recorded."""
+
+    def end(self) -> None:
+        """Removes the parameters from the model, so that the part has no weights in this rank."""
+
+    def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
+        """Returns the layer's recipe with these parameters."""
+
+
+def check_found(found: Iterable[int], wanted: Iterable[int], model: str) -> None:
     """Raises ContractError unless every planned layer has a part that other ranks can compute."""
-    missing = sorted(set(wanted) - set(remote.experts) - remote.mlps)
+    missing = sorted(set(wanted) - set(found))
     if missing:
         raise ContractError(
             f"{model}: got feed-forward ranks for layers {missing}, expected layers with routed experts of "
-            f"vLLM's RoutedExperts, or with an MLP named {' or '.join(MLP_NAMES)}; leave these layers to the "
-            "GPU, or use spec.parallelism.mode: Pipeline"
+            "vLLM's RoutedExperts, or with an MLP of vLLM's linear layers; leave these layers to the GPU, or "
+            "use spec.parallelism.mode: Pipeline"
         )
 
 
@@ -71,15 +69,6 @@ def check_plan(plan: Plan) -> None:
             f"got {plan.tensor_parallel_size} x {plan.pipeline_parallel_size} ranks with attention in mode "
             f"{Mode.FEED_FORWARD}, expected one: several GPUs with feed-forward ranks are not built yet; use "
             "one GPU rank, or spec.parallelism.mode: Pipeline"
-        )
-
-
-def check_one_size(hidden: Collection[int], topk: Collection[int]) -> None:
-    """Raises ContractError if layers differ in elements or experts per row; a slab needs equal rows."""
-    if len(hidden) > 1 or len(topk) > 1:
-        raise ContractError(
-            f"got layers with rows of {sorted(hidden)} elements and {sorted(topk)} experts a row, "
-            "expected one size of both; give feed-forward ranks layers of one kind"
         )
 
 

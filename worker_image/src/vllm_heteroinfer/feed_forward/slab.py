@@ -20,6 +20,7 @@ import torch
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import slab_library
+from vllm_heteroinfer.feed_forward.recipe import Recipe
 from vllm_heteroinfer.group.fingerprint import SAME_MODEL
 
 MAGIC: Final = 0x464F_4657_4545_4446
@@ -113,6 +114,18 @@ class Shape:
 
 def _pages(num_bytes: int) -> int:
     return -(-num_bytes // 4096) * 4096
+
+
+def shape_of(recipe: Recipe, epoch: int, lanes: int) -> Shape:
+    """Returns the shape of the slab through which a recipe's layers are computed."""
+    return Shape(
+        epoch=epoch,
+        hidden=recipe.hidden,
+        topk=recipe.topk,
+        max_rows=recipe.max_rows,
+        dtype=recipe.dtype,
+        lanes=lanes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

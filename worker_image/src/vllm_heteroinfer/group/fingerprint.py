@@ -32,8 +32,6 @@ _SMALL_FILES = (
 
 _OF_A_DEVICE = frozenset({"enforce_eager", "async_scheduling"})
 """Settings that may differ between ranks of different devices. Only GPU ranks may schedule a step ahead."""
-_OF_ATTENTION = frozenset({"state_dtype", "kv_cache_dtype", "block_size", "prefix_caching"})
-"""Settings of attention, which feed-forward ranks do not compute; vLLM chooses some of them by device."""
 SAME_MODEL = "Mount the same files at spec.model in all pods"
 _REMEDIES = {
     "model": SAME_MODEL,
@@ -71,8 +69,8 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
 
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     return {
+        **of_files(model.model),
         "vllm": vllm.__version__.split("+")[0],  # the CPU and the CUDA build of one version agree
-        "model": of_model(Path(model.model)) if Path(model.model).is_dir() else model.model,
         "revision": model.revision,
         "architecture": ",".join(model.architectures),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -93,6 +91,11 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
         "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
         "layer_partition": layer_partition,
     }
+
+
+def of_files(model: str) -> dict[str, Any]:
+    """Returns the settings of a feed-forward rank, which takes the others from the asking rank's recipe."""
+    return {"model": of_model(Path(model)) if Path(model).is_dir() else model}
 
 
 def quantized_format(method: str | None) -> str | None:
@@ -135,7 +138,7 @@ def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
         for field in sorted(expected.keys() | got.keys()):
             if field in _OF_A_DEVICE and not same_device:
                 continue
-            if field in _OF_ATTENTION and rank.feed_forward is not None:
+            if rank.feed_forward is not None and field not in got:
                 continue
             if got.get(field) != expected.get(field):
                 first = rank.rank if first is None else first

@@ -1,13 +1,14 @@
-"""A feed-forward rank: loads its columns of experts and MLPs, and answers asks until its group ends.
+"""A feed-forward rank: loads its part of experts or MLPs, and answers asks until its group ends.
 
-The rank has no attention, KV cache or scheduler. Asks arrive only through the slab (shared memory with the
-rank that has attention). Imports vLLM.
+The rank has no attention, KV cache or scheduler, and no configuration of vLLM. Asks arrive only through the
+slab (shared memory with the rank that has attention). Imports torch, not vLLM.
 """
 
 import ctypes
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
@@ -19,12 +20,10 @@ from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.feed_forward import read_rate, slab_library
 from vllm_heteroinfer.feed_forward.compute import Compute, OwnExperts, Views, computes
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
-from vllm_heteroinfer.feed_forward.held import HeldParts, hold_experts
+from vllm_heteroinfer.feed_forward.held import HeldParts, hold
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
-from vllm_heteroinfer.feed_forward.skeleton import SkeletonBuilder
-from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect
-from vllm_heteroinfer.patches import cpu_coded, cpu_linear, cpu_packing
+from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect, shape_of
 from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.lane_meter import LaneMeter
@@ -37,64 +36,49 @@ FAILED: Final = 1
 """Status of an answer whose computation raised."""
 
 
-def serve(context: RankContext, config: Any) -> NoReturn:
-    """Loads this rank's weights, reports the rank as ready, and answers asks.
+def serve(context: RankContext) -> NoReturn:
+    """Loads this rank's weights by the recipe, reports the rank as ready, and answers asks.
 
     Raises:
-        ContractError: feed-forward ranks cannot compute this model.
+        ContractError: feed-forward ranks cannot compute this model, or a file is not as the recipe says.
         TimeoutError: the asking rank did not offer its slab before the start-up deadline.
         PeerGoneError: the asking rank stopped the slab.
         RuntimeError: a computation failed.
     """
-    share = context.rank.feed_forward
-    assert share is not None
-    reporter, own_bytes = context.reporter, context.rank.weight_bytes
-    reporter.phase(RankPhase.LOADING, 0, own_bytes)
-    lanes = context.plan.feed_forward_ranks(context.rank.stage)
-    shares = read_rate.agreed_shares(context.plan, context.rank, context.store, context.startup)
-    held = _load(context, config, shares)
+    plan, rank, reporter = context.plan, context.rank, context.reporter
+    assert rank.feed_forward is not None
+    reporter.phase(RankPhase.LOADING, 0, rank.weight_bytes)
+    lanes = plan.feed_forward_ranks(rank.stage)
+    shares = read_rate.agreed_shares(plan, rank, context.store, context.startup)
+    asking = served_rank(plan, rank).rank
+    start = time.perf_counter()
+    text = context.store.get(
+        recipe_key(asking), context.startup, what=f"recipe from rank {asking}", rank=asking
+    )
+    waited_s, start = time.perf_counter() - start, time.perf_counter()
+    recipe = Recipe.from_text(text)
+    held = hold(recipe, Path(plan.engine.model), rank.feed_forward, shares, rank.tensor_rank)
     context.metrics.weight_bytes.set(held.stored_bytes)
     reporter.phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
     _logger.info(
-        "feed-forward rank %d: %d layers by %s, %s",
-        context.rank.rank,
+        "feed-forward rank %d: %d layers by %s, %s; waited %.1f s for the recipe, then loaded in %.1f s",
+        rank.rank,
         len(held.parts),
         held.method,
         format_bytes(held.stored_bytes),
+        waited_s,
+        time.perf_counter() - start,
     )
-    Lane(context, config, held, lanes=len(lanes)).run()
-
-
-def _load(context: RankContext, config: Any, shares: tuple[int, ...]) -> HeldParts:
-    """Loads this rank's experts by the recipe of the rank that it serves, or the MLPs of a dense model."""
-    share, lane = context.rank.feed_forward, context.rank.tensor_rank
-    assert share is not None
-    asking = served_rank(context.plan, context.rank).rank
-    what = f"recipe of the experts from rank {asking}"
-    recipe = Recipe.from_text(context.store.get(recipe_key(asking), context.startup, what=what, rank=asking))
-    if recipe.layers:
-        return hold_experts(config, recipe, share, shares, lane)
-    cpu_linear.install()
-    cpu_coded.install()
-    cpu_packing.install()
-    return SkeletonBuilder(config, share, shares, lane).build()
+    Lane(context, shape_of(recipe, context.launch.epoch, len(lanes)), held).run()
 
 
 class Lane:
     """The answering side of the slab."""
 
-    def __init__(self, context: RankContext, config: Any, held: HeldParts, *, lanes: int) -> None:
+    def __init__(self, context: RankContext, shape: Shape, held: HeldParts) -> None:
         """Warms up, waits for the slab of the asking rank, and reports this rank as ready."""
         self._context, self._held = context, held
         self._number = context.rank.tensor_rank
-        shape = Shape(
-            epoch=context.launch.epoch,
-            hidden=held.hidden,
-            topk=held.topk,
-            max_rows=config.scheduler_config.max_num_batched_tokens,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            lanes=lanes,
-        )
         ask_s, row_s = self._warm_up(shape)
         asking = self._asking = served_rank(context.plan, context.rank).rank
         text = context.store.get(
@@ -102,7 +86,10 @@ class Lane:
         )
         self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
         slab = self._slab
-        views = Views(slab.x, slab.ids, slab.weights, slab.y[self._number])
+        # The asking rank writes no choices for MLPs: each row chooses the only expert.
+        ids = slab.ids if shape.topk else torch.zeros_like(slab.ids)
+        weights = slab.weights if shape.topk else torch.ones_like(slab.weights)
+        views = Views(slab.x, ids, weights, slab.y[self._number])
         asks = self._own(views, shape.max_rows)
         self._ids = asks.ids.data_ptr()
         self._computes = computes(held, asks)
@@ -118,7 +105,7 @@ class Lane:
             Seconds of the slowest layer with one row, and seconds per row of the largest batch.
         """
         dtype, rows, topk = getattr(torch, shape.dtype), shape.max_rows, max(1, shape.topk)
-        experts = max((part.count for part in self._held.parts.values()), default=1) if shape.topk else 1
+        experts = max(part.count for part in self._held.parts.values())
         own = self._held.own_experts
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
         views = Views(
@@ -145,7 +132,7 @@ class Lane:
         layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
         layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
         wait, answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
-        topk = self._held.topk
+        topk = self._slab.shape.topk
         ids = self._ids if topk else None
         spin_ns = spin_time_ns(os.environ)
         self._meter.start()

@@ -28,6 +28,7 @@ from vllm_heteroinfer.rank.preload import preload
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_heteroinfer.group.fingerprint import Fingerprint
     from vllm_heteroinfer.group.rendezvous import GroupStore
 
 _logger = logging.getLogger(__name__)
@@ -100,9 +101,8 @@ def run(
     reporter: RankReporter,
     fail: Callable[[BaseException], NoReturn],
 ) -> None:
-    """Builds this rank's configuration, compares it with other ranks, loads the model, and serves calls."""
-    from vllm_heteroinfer.engine import arguments
-    from vllm_heteroinfer.group import reach
+    """Compares this rank's settings with other ranks, loads its part of the model, and serves calls."""
+    from vllm_heteroinfer.group import fingerprint, reach
     from vllm_heteroinfer.group.rendezvous import GroupStore
     from vllm_heteroinfer.rank import step_metrics
 
@@ -118,7 +118,14 @@ def run(
             failed=fail,
         )
     store = GroupStore.host(launch, startup) if rank.rank == 0 else None
-    config = arguments.build_config(plan, launch, rank)
+    config: VllmConfig | None = None
+    if rank.feed_forward is None:
+        from vllm_heteroinfer.engine import arguments
+
+        config = arguments.build_config(plan, launch, rank)
+        ours = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
+    else:
+        ours = fingerprint.of_files(plan.engine.model)
     reporter.phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
     store.waits_for = reporter.waits_for
@@ -128,7 +135,7 @@ def run(
 
         prefer_nodes_or_warn(memory_nodes(os.environ))
         read_rate.publish(plan, rank, store, startup)
-    agree(plan, rank, config, store, startup)
+    agree(plan, rank, ours, store, startup)
     reach.check_pods(plan, launch, rank, store, startup)
 
     from vllm_heteroinfer.rank.context import RankContext
@@ -145,10 +152,10 @@ def run(
         fail=fail,
         memory_nodes=memory_nodes(os.environ),
     )
-    if rank.feed_forward is not None:
+    if config is None:
         from vllm_heteroinfer.rank.answering_rank import serve
 
-        serve(context, config)
+        serve(context)
     from vllm_heteroinfer.rank.rank_process import RankProcess
 
     RankProcess(config, context).worker_busy_loop()
@@ -169,7 +176,7 @@ def counts_metrics(env: Mapping[str, str]) -> bool:
 
 
 def agree(
-    plan: Plan, rank: RankAssignment, config: "VllmConfig", store: "GroupStore", startup: Deadline
+    plan: Plan, rank: RankAssignment, ours: "Fingerprint", store: "GroupStore", startup: Deadline
 ) -> None:
     """Publishes this rank's settings and compares the settings of all ranks.
 
@@ -179,7 +186,6 @@ def agree(
     """
     from vllm_heteroinfer.group import fingerprint
 
-    ours = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
     store.put(f"fingerprint/{rank.rank}", fingerprint.to_json(ours))
     fingerprints = [
         fingerprint.from_json(

@@ -21,8 +21,7 @@ class LaneMeter:
     def __init__(self, context: RankContext, slab: Slab, held: HeldParts) -> None:
         self._context, self._slab = context, slab
         self._lane = context.rank.tensor_rank
-        count = held.experts or len(held.parts)
-        self._expert_bytes = held.stored_bytes // max(1, count)
+        self._expert_bytes = held.stored_bytes // max(1, held.experts)
         self._before = slab.lane(self._lane)
         self._steps = slab.steps
         self._total_steps = 0

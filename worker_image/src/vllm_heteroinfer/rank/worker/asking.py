@@ -1,18 +1,16 @@
 """The mode of the rank with attention: it asks feed-forward ranks for parts of its model. Imports vLLM."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
 from vllm_heteroinfer.feed_forward.exchange import HostExchange, Watch, open_slab, probe
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
-from vllm_heteroinfer.feed_forward.remote_parts import check_one_size
-from vllm_heteroinfer.feed_forward.slab import Shape, Slab
+from vllm_heteroinfer.feed_forward.slab import Slab, shape_of
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker.rank_mode import ModelLoad, RankMode
 
@@ -20,12 +18,12 @@ _logger = logging.getLogger(__name__)
 
 
 class _RemoteLoad(ModelLoad):
-    """Records the experts of feed-forward ranks, and leaves their tensors out."""
+    """Records the parts of feed-forward ranks, and leaves their tensors out."""
 
     def __init__(
         self,
         config: Any,
-        found: remote_parts.RemoteParts,
+        found: Mapping[int, remote_parts.RemotePart],
         wanted: Collection[int],
         publish: Callable[[Recipe], None],
     ) -> None:
@@ -34,25 +32,20 @@ class _RemoteLoad(ModelLoad):
 
     def model_built(self, model: Any, loader: Any) -> None:
         """Records and publishes the recipe; raises ContractError if a remote part lacks weights."""
-        model_config, experts = self._config.model_config, self._found.experts
-        remote_parts.check_found(self._found, self._wanted, model_config.model)
-        if not experts:
-            self._publish(Recipe())
-            return
-        recorded = recording.record(model, loader, model_config, experts)
-        for each in experts.values():
-            each.remove()
+        remote_parts.check_found(self._found, self._wanted, self._config.model_config.model)
+        recorded = recording.record(model, loader, self._config, self._found)
         self._remote = recorded.tensors
         self._publish(recorded.recipe)
 
     def leaves_out(self, tensor: str) -> bool:
         """Returns whether only feed-forward ranks need a tensor."""
-        return tensor in self._remote or self._found.has(tensor)
+        return tensor in self._remote
 
 
 class Asking(RankMode):
     """The asking side of the slab. Created before the model is built."""
 
+    _recipe: Recipe
     _slab: Slab
     _watch: Watch
 
@@ -81,21 +74,22 @@ class Asking(RankMode):
             yield _RemoteLoad(self._config, found, self._layers, self._publish)
         if dummy:
             remote_parts.check_found(found, self._layers, self._context.plan.engine.model)
-            self._publish(recording.describe_dummy(found.experts))
+            self._publish(recording.describe_dummy(self._config, found))
 
     def _publish(self, recipe: Recipe) -> None:
+        self._recipe = recipe
         self._context.store.put(recipe_key(self._context.rank.rank), recipe.to_text())
 
     def model_loaded(self, runner: Any) -> None:
         """Opens the slab, waits until every lane can answer, and probes each lane once.
 
         Raises:
-            ContractError: layers differ in size, or a lane cannot open the slab.
+            ContractError: a lane cannot open the slab.
             TimeoutError: a lane was not ready before the start-up deadline.
             RuntimeError: a lane answered the probe with wrong values.
         """
         context = self._context
-        shape = self._shape(runner.get_model())
+        shape = shape_of(self._recipe, context.launch.epoch, len(self._lanes))
         slab, ready = open_slab(shape, context.rank, self._lanes, context.store, context.startup)
         exchange: remote.Asks
         if self._device.type == "cuda":
@@ -124,23 +118,3 @@ class Asking(RankMode):
     def check_steps(self) -> None:
         """Raises RuntimeError if an ask timed out; see `Watch.check_steps`."""
         self._watch.check_steps()
-
-    def _shape(self, model: torch.nn.Module) -> Shape:
-        config = self._config
-        hidden, topk = {int(config.model_config.get_hidden_size())}, {0}
-        parts = [
-            module
-            for module in model.modules()
-            if isinstance(module, RoutedExperts) and isinstance(module.quant_method, remote.RemoteMethod)
-        ]
-        if parts:
-            hidden, topk = {int(p.hidden_size) for p in parts}, {int(p.top_k) for p in parts}
-        check_one_size(hidden, topk)
-        return Shape(
-            epoch=self._context.launch.epoch,
-            hidden=hidden.pop(),
-            topk=topk.pop(),
-            max_rows=config.scheduler_config.max_num_batched_tokens,
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            lanes=len(self._lanes),
-        )

@@ -1,0 +1,90 @@
+"""Feed-forward ranks read and compute MLPs of each format by the recipe of vLLM's own loader."""
+
+from typing import Any
+
+import pytest
+
+from heteroinfer_contract.names import ENV_MAX_INSTRUCTIONS
+from tests.integration.feed_forward.test_experts import ROUNDING, library
+from tests.integration.kernels.probe_answers import ask_forked
+
+pytestmark = [pytest.mark.unhurried, pytest.mark.timeout(600)]
+
+__all__ = ["library"]  # the fixture
+
+PROBE = "tests.integration.feed_forward.mlps_probe"
+# Without NVFP4 of compressed-tensors, whose linear layers vLLM builds on GPUs alone.
+FORMATS = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "FP8 in blocks": "FP8 in blocks",
+    "FP8 per tensor": "FP8 per tensor",
+    "FP8 per channel": "FP8 per channel",
+    "int8 per channel": "int8",
+    "int4, groups of 32": "int4",
+    "int4, zero points": "int4",
+    "AWQ": "int4 (AWQ)",
+    "GPTQ": "int4 (GPTQ)",
+    "MXFP4, compressed-tensors": "MXFP4",
+    "MXFP8": "MXFP8",
+    "NVFP4": "NVFP4",
+}
+"""Our name of each format of linear layers that vLLM builds on a CPU, too."""
+KINDS = (
+    "float32; merged; silu; no",
+    "float32; merged; gelu_tanh; bias",
+    "float32; apart; gelu; bias",
+    "float32; ungated; relu2; bias",
+    "bfloat16; merged; gelu; bias",
+    "bfloat16; ungated; gelu_tanh; no",
+)
+
+
+def ask(cases: list[str], library: list[str], **env: str) -> dict[str, Any]:
+    answer: dict[str, Any] = ask_forked(PROBE, "".join(library), *cases, env=env)
+    return answer
+
+
+def check(name: str, answer: dict[str, Any]) -> None:
+    limit = ROUNDING.get(name.partition(";")[0], 2.0**-7)
+    assert answer["replaced"], name
+    assert len(answer["gaps"]) == 4
+    assert all(gap <= limit for gap in answer["gaps"].values()), (name, answer["gaps"])
+
+
+def test_each_format(library: list[str]) -> None:
+    answers = ask([f"{name}; merged; silu; no" for name in FORMATS], library)
+    for name, answer in answers.items():
+        check(name, answer)
+        assert answer["held"].rpartition(" (")[0] == FORMATS[name.partition(";")[0]]
+
+
+def test_a_cpu_without_avx512(library: list[str]) -> None:
+    names = ["bfloat16; merged; silu; no", "FP8 in blocks; merged; silu; no"]
+    for name, answer in ask(names, library, **{ENV_MAX_INSTRUCTIONS: "avx2"}).items():
+        check(name, answer)
+        assert answer["held"] == f"{name.partition(';')[0]} (avx2)"
+
+
+def test_each_structure(library: list[str]) -> None:
+    for name, answer in ask(list(KINDS), library).items():
+        check(name, answer)
+
+
+def test_an_mlp_that_computes_more_is_refused_with_the_reason(library: list[str]) -> None:
+    answers = ask(["refusals"], library)["refusals"]
+    for encoder in ("audio_tower.layers.0.mlp", "whisper_encoder.layers.0.mlp"):
+        assert answers.pop(encoder) == "none"
+    assert answers.pop("") == "found"
+    for changes, words in {
+        "input": "changes its input or output besides its linear layers",
+        "output": "changes its input or output besides its linear layers",
+        "norm": "has the parameter scale besides those of linear layers",
+        "limit": "has an activation that is none of silu, gelu, gelu_tanh, relu2",
+        "activation": "has an activation that is none of silu, gelu, gelu_tanh, relu2",
+    }.items():
+        text = answers.pop(changes)
+        assert "layer 3: feed-forward ranks need one MLP that computes down(act(gate) * up)" in text
+        assert words in text
+        assert "Leave this layer to the GPU" in text
+    assert not answers

@@ -1,0 +1,218 @@
+"""The MLP of a dense layer, recorded like a layer with one expert that all rows choose. Imports vLLM.
+
+A pass with known numbers finds the linear layers and the activation of an MLP. So the class does not matter,
+but the MLP must compute down(act(gate) * up) or down(act(up)).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.model.weights import is_of_encoder
+from vllm_heteroinfer.feed_forward.recipe import ExpertParameter, LayerRecipe
+from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter
+
+_ROWS: Final = 16
+_LARGE: Final = 30.0
+"""Factor of the second half of the rows, which shows an activation's limits."""
+_MAX_GAP: Final = 1e-3
+"""Largest distance from an activation, as a share of the largest value."""
+_ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda gate: functional.relu(gate).square(),
+}
+_Answered = tuple[Any, torch.Tensor, torch.Tensor]
+"""A linear layer, its input and its answer."""
+
+
+class _NoMlpError(Exception):
+    """A module is not an MLP that feed-forward ranks compute; the message contains the reason."""
+
+
+class RemoteMlp(torch.nn.Module):
+    """Replaces a dense layer's MLP, which feed-forward ranks compute."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns the MLP of hidden states, [rows, hidden]."""
+        return torch.ops.vllm.heteroinfer_feed_forward(hidden_states, self._layer)
+
+
+class RecordedMlp:
+    """The MLP of a remote layer while the model is built; its parameters have no memory."""
+
+    @classmethod
+    def find(cls, index: int, layer: torch.nn.Module) -> "RecordedMlp | None":
+        """Finds the MLP among the modules of a layer; None if no module could be one.
+
+        Raises:
+            ContractError: no module is an MLP that feed-forward ranks compute, or several are.
+        """
+        candidates = [(name, module) for name, module in layer.named_children() if _has_one_input(module)]
+        found, problems = [], []
+        for name, module in candidates:
+            try:
+                found.append(cls(index, layer, name, *_trace(module)))
+            except _NoMlpError as problem:
+                problems.append(f"; {name} ({type(module).__name__}) {problem}")
+        if candidates and len(found) != 1:
+            raise ContractError(
+                f"layer {index}: feed-forward ranks need one MLP that computes down(act(gate) * up) or "
+                f"down(act(up)) (got {len(found)} in {type(layer).__name__}{''.join(problems)}). Leave this "
+                "layer to the GPU, or use spec.parallelism.mode: Pipeline"
+            )
+        return found[0].without_memory() if found else None
+
+    def __init__(
+        self, index: int, layer: torch.nn.Module, name: str, activation: str, ups: list[Any], down: Any
+    ) -> None:
+        self._index, self._layer, self._name = index, layer, name
+        self._activation, self._ups, self._down = activation, ups, down
+
+    def without_memory(self) -> "RecordedMlp":
+        """Moves the parameters to the meta device. Returns this object."""
+        for linear in (*self._ups, self._down):
+            for name, parameter in list(linear.named_parameters(recurse=False)):
+                setattr(linear, name, to_meta_tensor(parameter))
+        self.targets = dict(self._find_targets())
+        return self
+
+    def _find_targets(self) -> Iterator[tuple[str, RecordedParameter]]:
+        """Yields the parameters under the names of experts' parameters."""
+        for name, parameter in self._down.named_parameters(recurse=False):
+            yield f"w2_{name}", RecordedParameter(parts=(parameter,), shape=(1, *parameter.shape))
+        for name, parameter in self._ups[0].named_parameters(recurse=False):
+            parts = tuple(getattr(linear, name) for linear in self._ups)
+            shape = (1, len(parts) * len(parameter), *parameter.shape[1:])
+            yield f"w13_{name}", RecordedParameter(parts=parts, shape=shape)
+
+    def begin(self) -> None:
+        """Prepares the model for its loader: the MLP is in the model already."""
+
+    def end(self) -> None:
+        """Replaces the MLP in the model."""
+        setattr(self._layer, self._name, RemoteMlp(self._index))
+
+    def describe(self, parameters: Mapping[str, ExpertParameter]) -> LayerRecipe:
+        """Returns the layer's recipe with these parameters."""
+        return LayerRecipe(
+            experts=1,
+            topk=0,
+            hidden=int(self._down.output_size),
+            inner=int(self._down.input_size),
+            activation=self._activation,
+            method=type(self._down.quant_method).__name__,
+            parameters=parameters,
+        )
+
+
+def _has_one_input(module: torch.nn.Module) -> bool:
+    """Returns whether a module has linear layers of a decoder, no experts, and one input."""
+    linears = [each for each in module.modules() if isinstance(each, LinearBase)]
+    # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0).
+    if not linears or any(is_of_encoder(each.prefix) for each in linears):
+        return False
+    needed = [
+        parameter
+        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    return len(needed) == 1 and not any(isinstance(each, RoutedExperts) for each in module.modules())
+
+
+def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
+    """Returns an MLP's activation, its gate and up layers (or the layer of both), and its down layer.
+
+    Raises:
+        _NoMlpError: the module computes something else.
+    """
+    linears = [module for module in mlp.modules() if isinstance(module, LinearBase)]
+    own = {f"{name}." for name, module in mlp.named_modules() if isinstance(module, LinearBase)}
+    for name, _ in mlp.named_parameters():
+        if not name.startswith(tuple(own)):
+            raise _NoMlpError(f"has the parameter {name} besides those of linear layers")
+    x, y, calls = _run(mlp, linears)
+    if not 1 < len(calls) == len(linears) <= 3:
+        raise _NoMlpError(f"calls {len(calls)} of {len(linears)} linear layers")
+    *ups, (down, inner, answer) = calls
+    if not all(taken is x for _, taken, _ in ups) or y is not answer:
+        raise _NoMlpError("changes its input or output besides its linear layers")
+    if any(linear.skip_bias_add and linear.has_bias for linear in linears):
+        raise _NoMlpError("adds a bias after a linear layer")
+    gated = sum(sums.shape[1] for _, _, sums in ups) == 2 * inner.shape[1]
+    orders = [ups, ups[::-1]] if len(ups) > 1 else [ups]
+    gap, activation, order = min(
+        (
+            (_gap(inner, compute, order, gated=gated), name, order)
+            for name, compute in _ACTIVATIONS.items()
+            for order in orders
+        ),
+        key=lambda found: found[0],
+    )
+    if gap > _MAX_GAP or (gated and activation == "relu2"):
+        raise _NoMlpError(f"has an activation that is none of {', '.join(_ACTIVATIONS)}")
+    found = [linear for linear, _, _ in order]
+    if len(found) > 1 and {name for each in found for name, _ in each.named_parameters()} - {
+        "weight",
+        "bias",
+    }:
+        raise _NoMlpError("has quantized gate and up in two linear layers")
+    return activation if gated else f"{activation}_no_mul", found, down
+
+
+def _run(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_Answered]]:
+    """Runs an MLP whose linear layers answer random numbers. Returns input, output and the layers' calls."""
+    draw, device = torch.Generator().manual_seed(0), torch.get_default_device()
+    calls: list[_Answered] = []
+
+    def numbers(width: int) -> torch.Tensor:
+        rows = torch.randn((2 * _ROWS, width), generator=draw, device="cpu", dtype=torch.float32)
+        rows[_ROWS:] *= _LARGE
+        return rows.to(device)
+
+    def answer(linear: Any, x: torch.Tensor) -> Any:
+        calls.append((linear, x, numbers(linear.output_size)))
+        return (calls[-1][2], None) if linear.return_bias else calls[-1][2]
+
+    x = numbers(linears[0].input_size)
+    for linear in linears:
+        linear.forward = partial(answer, linear)
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return x, mlp(x), calls
+    except Exception as error:
+        raise _NoMlpError(f"cannot compute float32: {error}") from error
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _gap(
+    inner: torch.Tensor,
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    ups: Sequence[_Answered],
+    *,
+    gated: bool,
+) -> float:
+    """Returns the distance of the down layer's input from an activation, as a share of the largest value."""
+    sums = torch.cat([each for _, _, each in ups], 1)
+    gate, up = sums.chunk(2, 1) if gated else (sums, sums.new_ones(()))
+    expected = compute(gate) * up
+    if expected.shape != inner.shape:
+        return torch.inf
+    halves = ((inner - expected).abs().view(2, -1), expected.abs().view(2, -1))
+    return float((halves[0].amax(1) / halves[1].amax(1)).max())
