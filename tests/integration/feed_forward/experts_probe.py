@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -338,6 +338,11 @@ def case(name: str, layout: str) -> dict[str, Any]:
 def main(arguments: str) -> None:
     """Answers in a process that is a rank of its own; `arguments` are format, layout and a library."""
     name, layout, *libraries = json.loads(arguments)
+    answer_as_rank(lambda: case(name, layout), *libraries)
+
+
+def answer_as_rank(answer: Callable[[], dict[str, Any]], *libraries: str) -> None:
+    """Prints an answer that is made where vLLM's process groups exist."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.platforms import current_platform
@@ -348,5 +353,5 @@ def main(arguments: str) -> None:
     with tempfile.TemporaryDirectory() as scratch, set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
         initialize_model_parallel(1)
-        print(json.dumps(case(name, layout)))
+        print(json.dumps(answer()))
         torch.distributed.destroy_process_group()

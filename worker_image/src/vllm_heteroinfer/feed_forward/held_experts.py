@@ -1,6 +1,7 @@
 """A layer's routed experts in the memory of a feed-forward rank. Imports torch, not vLLM."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, Protocol
@@ -37,11 +38,12 @@ class Experts(Protocol):
 
     Attributes:
         count: experts that this rank has.
-        num_bytes: bytes of the weights.
+        packed: tensors of the weights, of `num_bytes` in all.
         method: format and kernels, for the log.
     """
 
     count: int
+    packed: Sequence[torch.Tensor]
     num_bytes: int
     method: str
 
@@ -151,7 +153,8 @@ class _Swish:
                 of_w2.append(weights.block_scales(expert, w13=False))
         scales = None if dense else (torch.stack(of_w13).contiguous(), torch.stack(of_w2).contiguous())
         self._packed = PackedExperts(w13=w13, w2=w2, scales=scales)
-        self.num_bytes = w13.nbytes + w2.nbytes + sum(each.nbytes for each in scales or ())
+        self.packed: Sequence[torch.Tensor] = (w13, w2, *(scales or ()))
+        self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} ({', '.join(library.paths)})"
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
@@ -190,7 +193,8 @@ class _InAnyFormat:
         self._experts = CodedExperts(
             library, packed[True], packed[False], activation, dtype=dtype, biases=both
         )
-        self.num_bytes = sum(each.packed.nbytes for each in packed.values())
+        self.packed: Sequence[torch.Tensor] = [each.packed for each in packed.values()]
+        self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} ({', '.join(library.coded_paths)})"
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
@@ -205,12 +209,14 @@ class _Floats:
     ) -> None:
         self._activation, self.count = activation, part.experts.count
         self._layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
-        self.num_bytes = 0
+        tensors: list[torch.Tensor] = []
         for expert in range(part.experts.first, part.experts.end):
             w13, w2 = (_copy_in_own_memory(weights.floats(expert, w13=which)) for which in (True, False))
             bias13, bias2 = (weights.bias(expert, w13=w) if biased else None for w in (True, False))
             self._layers.append((w13, w2, bias13, bias2))
-            self.num_bytes += w13.nbytes + w2.nbytes
+            tensors += (w13, w2)
+        self.packed: Sequence[torch.Tensor] = tensors
+        self.num_bytes = sum(each.nbytes for each in self.packed)
         self.method = f"{weights.name} (torch)"
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:

@@ -25,7 +25,6 @@ from vllm_heteroinfer.patches.registry import (
     CPU_EXPERTS_APPLY,
     CPU_EXPERTS_PACKING,
     CPU_FP8_EXPERTS_APPLY,
-    CPU_FP8_EXPERTS_DEVICE,
     CPU_FP8_EXPERTS_PACKING,
 )
 from vllm_heteroinfer.patches.replacing import replace
@@ -46,14 +45,6 @@ def install() -> None:
         replace(CPU_FP8_EXPERTS_PACKING, partial(_packing_fp8, logged))
         replace(CPU_EXPERTS_APPLY, _applying)
         replace(CPU_FP8_EXPERTS_APPLY, _applying)
-        replace(CPU_FP8_EXPERTS_DEVICE, _offering)
-
-
-def _offering(original: Callable[[], bool]) -> Callable[..., bool]:
-    def supports_current_device(*_: Any) -> bool:
-        return linear.find() is not None or original()
-
-    return supports_current_device
 
 
 def library_of(layer: Any) -> KernelLibrary | None:

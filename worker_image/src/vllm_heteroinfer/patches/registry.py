@@ -81,12 +81,6 @@ CPU_FP8_EXPERTS_APPLY: Final = replace(
     CPU_EXPERTS_APPLY,
     target=f"{_EXPERTS}:CPUExpertsFp8.apply",
 )
-CPU_FP8_EXPERTS_DEVICE: Final = replace(
-    CPU_EXPERTS_PACKING,
-    target=f"{_EXPERTS}:CPUExpertsFp8._supports_current_device",
-    parameters=(),
-    why="vLLM offers FP8 experts only on CPUs with AMX, but our kernels need only AVX-512",
-)
 CPU_INT4_EXPERTS_PACKING: Final = Patch(
     id="cpu_packing",
     target="vllm.model_executor.layers.fused_moe.oracle.int_wna16:_process_weights_cpu",
@@ -131,6 +125,24 @@ CPU_CODED_SCALES: Final = Patch(
     verified=("0.32.0",),
     remove_when="vLLM keeps the scale of each joined layer",
     otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
+CPU_CODED_EXPERTS_CHOICE: Final = Patch(
+    id="cpu_coded_experts",
+    target="vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts.is_supported_config",
+    parameters=("cls", "moe_config", "weight_key", "activation_key", "activation_format"),
+    why=(
+        "vLLM's kernels for quantized experts on CPUs need AMX, and it has none for FP8 per channel and per "
+        "tensor, MXFP8 and NVFP4. Its methods ask this function before they create the experts' parameters"
+    ),
+    verified=("0.32.0",),
+    remove_when="vLLM lets a platform or a plugin add classes of experts",
+    otherwise=", or set HETEROINFER_CPU_LINEAR=onednn to serve without the patch",
+)
+CPU_CODED_EXPERTS_METHOD: Final = replace(
+    CPU_CODED_EXPERTS_CHOICE,
+    target="vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts._get_quant_method",
+    parameters=("self", "prefix", "quant_config", "moe_config"),
+    why="packs and computes these experts by our kernels, in every format that vLLM's methods load",
 )
 CPU_ROUTER: Final = Patch(
     id="cpu_router",
@@ -213,12 +225,13 @@ PATCHES: Final = (
     CPU_EXPERTS_APPLY,
     CPU_FP8_EXPERTS_PACKING,
     CPU_FP8_EXPERTS_APPLY,
-    CPU_FP8_EXPERTS_DEVICE,
     CPU_INT4_EXPERTS_PACKING,
     CPU_INT4_PACKING,
     CPU_INT4_PACKING_AMX,
     CPU_AWQ_PACKING,
     CPU_CODED_SCALES,
+    CPU_CODED_EXPERTS_CHOICE,
+    CPU_CODED_EXPERTS_METHOD,
     CPU_ROUTER,
     CPU_MIXTURE,
     CPU_NORM,

@@ -8,9 +8,11 @@ from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from heteroinfer_contract.cgroups import available_memory
+from vllm_heteroinfer.feed_forward import loaded_experts
 from vllm_heteroinfer.patches import (
     cpu_attention,
     cpu_coded,
+    cpu_coded_experts,
     cpu_experts,
     cpu_linear,
     cpu_mixture,
@@ -42,6 +44,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         cpu_linear.install()
         cpu_coded.install()
         cpu_experts.install()
+        cpu_coded_experts.install(loaded_experts.hold)
         cpu_packing.install()
         cpu_router.install()
         cpu_mixture.install()

@@ -1,0 +1,176 @@
+"""The patch `cpu_coded_experts`: CPU stages compute quantized experts by our kernels for coded weights.
+
+vLLM's methods create and load the parameters of every format, but find no kernel for most of them on CPUs.
+The patch offers them one, and packs and computes the experts by our kernels. The patch `cpu_experts` still
+computes FP8 in blocks on CPUs with AVX-512. Imports vLLM.
+Source: vllm/model_executor/layers/fused_moe/modular_kernel.py::FusedMoEExperts.is_supported_config@v0.32.0,
+.../routed_experts.py::RoutedExperts._get_quant_method.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from vllm_heteroinfer.kernels import coded, linear
+from vllm_heteroinfer.kernels.experts import BLOCK
+from vllm_heteroinfer.kernels.library import KernelsUnavailableError
+from vllm_heteroinfer.kernels.linear_layers import is_wanted
+from vllm_heteroinfer.patches.registry import CPU_CODED_EXPERTS_CHOICE, CPU_CODED_EXPERTS_METHOD
+from vllm_heteroinfer.patches.replacing import replace
+
+_logger = logging.getLogger(__name__)
+_OFFERED: Final = frozenset(
+    {
+        *("CPUExpertsFp8", "CPUExpertsMxfp4", "CPUExpertsInt4", "CPUExpertsInt8"),
+        *("Mxfp8EmulationTritonExperts", "Nvfp4QuantizationEmulationTritonExperts"),
+    }
+)
+"""vLLM's classes of CPU kernels; of formats without one, classes that keep parameters as in the file."""
+
+
+class StageExperts(Protocol):
+    """A layer's packed experts.
+
+    Attributes:
+        packed: tensors of the weights.
+        method: format and kernels, for the log.
+    """
+
+    packed: Sequence[torch.Tensor]
+    method: str
+
+    def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """Writes each row's weighted sum of its experts into y."""
+
+
+Hold = Callable[[Any, torch.dtype], StageExperts]
+"""Packs the loaded experts of a RoutedExperts for inputs of a dtype."""
+
+
+def install(hold: Hold) -> None:
+    """Replaces vLLM's choice of kernels for quantized experts in this process.
+
+    Does nothing if HETEROINFER_CPU_LINEAR=onednn, or without AVX2, FMA and F16C.
+    """
+    if not is_wanted(os.environ):
+        return
+    try:
+        coded.register()
+    except KernelsUnavailableError as error:
+        _logger.warning("vLLM's kernels compute quantized experts: %s", error)
+        return
+    logged: set[str] = set()
+    replace(CPU_CODED_EXPERTS_CHOICE, _offering)
+    replace(CPU_CODED_EXPERTS_METHOD, lambda original: _choosing(original, hold, logged))
+
+
+def _is_whole(config: Any) -> bool:
+    """Whether this rank has all columns of all experts of a layer."""
+    return {config.tp_size, config.ep_size, config.dp_size, config.pcp_size} == {1}
+
+
+def _offering(original: Callable[..., tuple[bool, str | None]]) -> Callable[..., tuple[bool, str | None]]:
+    def is_supported_config(
+        cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
+    ) -> tuple[bool, str | None]:
+        if cls.__name__ in _OFFERED and _is_whole(moe_config):
+            return True, None
+        return original(cls, moe_config, weight_key, activation_key, activation_format)
+
+    return is_supported_config
+
+
+def _choosing(
+    original: Callable[..., FusedMoEMethodBase], hold: Hold, logged: set[str]
+) -> Callable[..., FusedMoEMethodBase]:
+    def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+        method = original(self, prefix, quant_config, moe_config)
+        if (
+            isinstance(method, UnquantizedFusedMoEMethod)
+            or not _is_whole(moe_config)
+            or _is_of_cpu_experts(method, moe_config)
+        ):
+            return method
+        # vLLM's loader asks for the name of the class, and loaders of models for its base classes.
+        kind = type(method)
+        own = {name: each for name, each in vars(_CodedMethod).items() if not name.startswith("__")}
+        method.__class__ = type(kind.__name__, (kind,), {**own, "hold": (hold,), "logged": logged})
+        return method
+
+    return get_quant_method
+
+
+def _is_of_cpu_experts(method: Any, config: Any) -> bool:
+    """Whether the patch `cpu_experts` computes these experts: FP8 in blocks, SiLU, on AVX-512."""
+    blocks = getattr(method, "weight_block_size", None)
+    return (
+        linear.find() is not None
+        and blocks is not None
+        and list(blocks) == [BLOCK, BLOCK]
+        and config.activation == MoEActivation.SILU
+        and not config.swiglu_limit
+        and not config.has_bias
+    )
+
+
+class _CodedMethod:
+    """Packs and computes a layer's experts instead of a method of vLLM.
+
+    Its members go into a class below the method's own. As a base class it would change the layout of the
+    method, which exists already.
+    """
+
+    hold: tuple[Hold]
+    logged: set[str]
+    moe: Any
+    _experts: StageExperts
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Packs the experts in place of the parameters."""
+        self._experts = self.hold[0](layer, self.moe.in_dtype)
+        for name in list(layer._parameters):
+            del layer._parameters[name]
+        for number, tensor in enumerate(self._experts.packed):
+            layer.register_parameter(f"packed_{number}", torch.nn.Parameter(tensor, requires_grad=False))
+        if self._experts.method not in self.logged:
+            self.logged.add(self._experts.method)
+            _logger.info("CPU experts: %s", self._experts.method)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Returns None, because no kernel of vLLM computes these experts."""
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """The type that our kernels need: int32."""
+        return torch.int32
+
+    @property
+    def is_monolithic(self) -> bool:
+        """False: vLLM's router chooses the experts."""
+        return False
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns the sum of the chosen experts' answers, [rows, hidden], without shared experts."""
+        del shared_experts, shared_experts_input  # the runner computes them
+        weights = topk_weights.to(torch.float32)
+        if layer.apply_router_weight_on_input:
+            x = (x * weights).to(x.dtype)  # one expert a row
+            weights = torch.ones_like(weights)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        ids = topk_ids.to(torch.int32).contiguous()
+        self._experts.compute(y, x.contiguous(), weights.contiguous(), ids)
+        return y
