@@ -69,6 +69,8 @@ class MappedFile:
             found = json.loads(header)
             entries = [(name, entry) for name, entry in found.items() if name != "__metadata__"]
             self._entries = sorted((self._entry(*each) for each in entries), key=lambda entry: entry[1])
+        except ContractError:  # a ValueError, too
+            raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -77,7 +79,12 @@ class MappedFile:
         """Returns name, first byte, type and shape of a tensor, whose bytes the file must have."""
         shape, dtype, (start, end) = list(entry["shape"]), _TYPES.get(entry["dtype"]), entry["data_offsets"]
         if dtype is None:
-            raise self._invalid(f"tensor {name} has the type {entry['dtype']}, which is not supported")
+            raise ContractError(
+                f"{self.path}: feed-forward ranks do not read the type {entry['dtype']} of tensor {name}. "
+                "Use spec.parallelism.mode: Pipeline"
+            )
+        if any(type(number) is not int for number in (*shape, start, end)):
+            raise TypeError(f"tensor {name} has {shape} and bytes {start} to {end}, which must be integers")
         size = math.prod(shape) * dtype.itemsize
         if min(0, *shape, start) < 0 or end - start != size or self._data + end > self.num_bytes:
             raise self._invalid(
