@@ -71,8 +71,8 @@ def cache() -> Iterator[Path]:
 
 
 @pytest.fixture
-def installed(node_cluster: NodeCluster) -> Iterator[NodeCluster]:
-    install(node_cluster, *LIMITED)
+def installed(node_cluster: NodeCluster, hub: HubServer) -> Iterator[NodeCluster]:
+    install(node_cluster, *LIMITED, f"fetchEgress.ports={{{hub.port}}}")
     yield node_cluster
     node_cluster.kubectl(
         "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
