@@ -73,6 +73,8 @@ def _in_floats(bits: int, strategy: str, group: int, **more: Any) -> tuple[dict[
     return weights, {**weights, "dynamic": True}
 
 
+_LOUDER: Final = 4
+"""Factor of norms before drawn weights, which are smaller than those of the model."""
 DRAWN: Final[Mapping[str, Drawn]] = {
     "int4 with zero points": Drawn(
         config=_compressed(
@@ -183,7 +185,8 @@ def quantize(
     meant: Tensors = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        found[name], meant[name] = tensor, tensor.float()
+        louder = _LOUDER if drawn is not None and module.endswith("layernorm") else 1
+        found[name], meant[name] = tensor * louder, tensor.float() * louder
         if last == "weight" and module.endswith("_proj"):
             del found[name]
             parts, meant[name] = quantize_one(tensor.float())
