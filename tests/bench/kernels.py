@@ -142,7 +142,7 @@ class VllmBench:
 
 
 class VllmFloatBench:
-    """vLLM's kernel for bf16 on any CPU: oneDNN's product of a weight that is packed for it."""
+    """vLLM's kernel for bf16: oneDNN's product, or torch's where oneDNN has none for this CPU."""
 
     weight_bytes = 2.0
 
@@ -153,20 +153,28 @@ class VllmFloatBench:
         current_platform.import_kernels()  # registers the operations for this CPU
         self._torch = torch
         count = int(WEIGHT_BYTES // (COLUMNS * INPUTS * self.weight_bytes)) + 1
-        ops = torch.ops._C
         dense = torch.randn(COLUMNS, INPUTS).to(torch.bfloat16)
-        self._handlers = [
-            torch.tensor(ops.create_onednn_mm_handler(dense.clone().t(), 32), dtype=torch.int64)
-            for _ in range(count)
-        ]
+        self._products = [self._product(dense.clone()) for _ in range(count)]
+
+    def _product(self, weight: Any) -> Callable[[Any], Any]:
+        torch, ops = self._torch, self._torch.ops._C
+        try:
+            handler = torch.tensor(ops.create_onednn_mm_handler(weight.t(), 32), dtype=torch.int64)
+        except RuntimeError:
+            return lambda x: torch.nn.functional.linear(x, weight)
+
+        def product(x: Any) -> Any:
+            out = torch.empty(len(x), COLUMNS, dtype=x.dtype)
+            ops.onednn_mm(out, x, None, handler)
+            return out
+
+        return product
 
     def rate(self, rows: int) -> tuple[float, float]:
         """Returns GB/s of weights read, once over all of them, and the rows of each weight."""
         x = self._torch.randn(rows, INPUTS).to(self._torch.bfloat16)
-        out = self._torch.empty(rows, COLUMNS, dtype=x.dtype)
-        product = self._torch.ops._C.onednn_mm
-        seconds = timed(lambda: [product(out, x, None, handler) for handler in self._handlers])
-        return len(self._handlers) * COLUMNS * INPUTS * self.weight_bytes / seconds / 1e9, rows
+        seconds = timed(lambda: [product(x) for product in self._products])
+        return len(self._products) * COLUMNS * INPUTS * self.weight_bytes / seconds / 1e9, rows
 
 
 def stream(words: Any) -> float:
