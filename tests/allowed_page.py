@@ -9,8 +9,8 @@ from heteroinfer_operator.reconcile.allowed_args import (
     KEYS,
     MAX_LOGPROBS,
     OFFLOADING,
+    UNLISTED_OPTIONS,
     VALUES,
-    WHY,
 )
 from heteroinfer_operator.reconcile.allowed_env import ENV_BY_TOPIC
 from tests.cluster.folders import REPOSITORY
@@ -54,7 +54,7 @@ def _options() -> Iterator[str]:
     yield f"| `--max-logprobs` | 0 to {MAX_LOGPROBS} |\n"
     yield "### Refused options, and what to do instead\n"
     yield "| option | reason | instead |\n|---|---|---|"
-    for why in WHY:
+    for why in UNLISTED_OPTIONS:
         if why is not OFFLOADING:
             yield f"| {_names(why.options)} | {why.why} | {why.remedy} |"
     yield ""

@@ -164,12 +164,12 @@ class ResourceObservation:
         admitted: revisions whose objects passed a dry run; None if no API server checks objects.
         connecting_s: seconds for which this process has observed a group's ranks connect, by group index and
             epoch.
-        unmade: names of pods that the operator decided to create and that never existed. No create request
-            was sent yet, or it has no answer.
-        unasked: names in `unmade` for which no create request was sent.
+        never_created: names of pods that the operator decided to create and that never existed. No create
+            request was sent yet, or it has no answer.
+        never_requested: names in `never_created` for which no create request was sent.
         never_placed: names of pods that were deleted before they had a node, so they never ran.
-        kept_in: `podSelector` of each policy of other owners in the namespace that restricts egress; None
-        while
+        restricted_selectors: `podSelector` of each policy of other owners in the namespace that restricts
+        egress; None while
             unknown.
         neighbours: other resources that use the claim of the model's cache; None if they are unknown or not
             needed now.
@@ -191,10 +191,10 @@ class ResourceObservation:
     refusals: tuple["Refusal", ...] = ()
     admitted: frozenset[str] | None = None
     connecting_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    unmade: frozenset[str] = frozenset()
-    unasked: frozenset[str] = frozenset()
+    never_created: frozenset[str] = frozenset()
+    never_requested: frozenset[str] = frozenset()
     never_placed: frozenset[str] = frozenset()
-    kept_in: tuple[Manifest, ...] | None = ()
+    restricted_selectors: tuple[Manifest, ...] | None = ()
     neighbours: tuple[Neighbour, ...] | None = None
 
 
@@ -331,7 +331,7 @@ class Decision:
     """The result of one reconcile.
 
     Attributes:
-        actions: actions in order. `refusals.Acting` decides which actions a failed action blocks.
+        actions: actions in order. `refusals.ActionPermits` decides which actions a failed action blocks.
         look_again_s: seconds until the next reconcile without a change; None to wait for a change.
         connecting: group index and epoch of groups whose ranks are connecting.
     """

@@ -22,7 +22,7 @@ from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
 from heteroinfer_operator.kube.installation import list_resources, wait_for_resource
-from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
+from heteroinfer_operator.kube.kept_calibrations import StoredCalibrations
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.lease import LeaderLease, LeaseTerms
 from heteroinfer_operator.kube.operator_key import ensure_operator_key
@@ -112,7 +112,7 @@ class Operator:
                 self._health.standby = False
             async with asyncio.TaskGroup() as group:
                 if lease is not None:
-                    group.create_task(lease.hold(), name="lease")
+                    group.create_task(lease.keep_renewing(), name="lease")
                 await self._serve_resources(group, server, configuration)
         finally:
             if lease is not None:
@@ -137,7 +137,7 @@ class Operator:
             group.create_task(self._report_caches(cluster_state), name="state of the caches")
             await self._wait_ready(cluster_state)
             group.create_task(queue.run(), name="workers")
-            group.create_task(groups.watch(queue.add), name="leaders")
+            group.create_task(groups.test_connections(queue.add), name="leaders")
 
             def announce(key: ResourceKey, version: int) -> None:
                 # If the cache already has this version, it has added the resource to the queue.
@@ -199,12 +199,12 @@ class Operator:
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
         return cluster_state, queue
 
-    def _build_kept(self, server: ApiServer, *, changed: Callable[[], None]) -> KeptCalibrations | None:
+    def _build_kept(self, server: ApiServer, *, changed: Callable[[], None]) -> StoredCalibrations | None:
         settings = self._settings
         if not settings.calibration_config_map:
             return None
         name = NamespacedName(namespace=settings.namespace, name=settings.calibration_config_map)
-        return KeptCalibrations(server, name, version=own_version(), changed=changed)
+        return StoredCalibrations(server, name, version=own_version(), changed=changed)
 
     def _build_lease(self, server: ApiServer) -> LeaderLease | None:
         settings = self._settings
@@ -222,7 +222,7 @@ class Operator:
 
     def _require_lease(self) -> None:
         if self._lease is not None:
-            self._lease.require()
+            self._lease.require_held()
 
     async def _wait_ready(self, cluster_state: ClusterState) -> None:
         """Waits until one namespace is ready. During the wait /readyz reports the missing lists."""
@@ -238,14 +238,14 @@ class Operator:
         self._health.left_out = lambda: _left_out(cluster_state)
         reported: set[str] = set()
         while True:
-            failing = [cache for cache in cluster_state.all() if cache.is_failing]
+            failing = [cache for cache in cluster_state.awaited_caches() if cache.is_failing]
             for state, caches in (
                 ("unlisted", cluster_state.unsynced()),
                 ("failing", failing),
-                ("stale", cluster_state.stale()),
+                ("stale", cluster_state.stale_labels()),
             ):
                 self._metrics.caches.labels(state).set(len(caches))
-            unreadable = cluster_state.unreadable()
+            unreadable = cluster_state.errors_by_namespace()
             for namespace in sorted(unreadable.keys() - reported):
                 logger.error(
                     "namespace %s is not served: the operator cannot read it (%s). Grant the operator its "
@@ -283,7 +283,7 @@ class Operator:
 
     def _count_resync(self, cluster_state: ClusterState) -> None:
         """Notes a full resync. A resync with stale caches does not count, because it decided on old state."""
-        self._health.stale_caches = tuple(cluster_state.stale())
+        self._health.stale_caches = tuple(cluster_state.stale_labels())
         if self._health.stale_caches:
             logger.error(
                 "the resync does not count: nothing received for %s", some_of(self._health.stale_caches)
@@ -312,7 +312,7 @@ class Operator:
         kept = resources.keys()
         known = {key for key in kept if key.namespace not in listed.unread}
         for key in known - listed.resources.keys():
-            resources.doubt(key)
+            resources.mark_outdated(key)
         return known | listed.resources.keys()
 
     async def _resync_all(self, server: ApiServer, queue: WorkQueue, cluster_state: ClusterState) -> None:
@@ -338,11 +338,11 @@ class Operator:
 
 def _left_out(cluster_state: ClusterState) -> str:
     """Describes functions that are missing while the operator works, or ""."""
-    if unreadable := cluster_state.unreadable():
+    if unreadable := cluster_state.errors_by_namespace():
         return f"cannot read the namespaces {some_of(sorted(unreadable))}"
     if unlisted := cluster_state.unsynced():
         return f"waits for the first list of {some_of(unlisted)}"
-    if stale := cluster_state.stale():
+    if stale := cluster_state.stale_labels():
         return f"nothing was received for {some_of(stale)}"
     return ""
 

@@ -21,7 +21,7 @@ from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.adapter import KubeCluster
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.events import EventRecorder
-from heteroinfer_operator.kube.gangs import find_served_gangs
+from heteroinfer_operator.kube.gangs import detect_gangs
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, NODE, POD
 from heteroinfer_operator.kube.server import ApiServer
@@ -249,7 +249,7 @@ async def operator(kubeconfig: Path, log: Path, **settings: str) -> AsyncIterato
 
 async def served_gangs(server: ApiServer) -> set[Gang]:
     """Returns the gang schedulers whose API is served now."""
-    return {gang for gang, answer in (await find_served_gangs(server)).items() if answer is True}
+    return {gang for gang, answer in (await detect_gangs(server)).items() if answer is True}
 
 
 async def add_node(server: ApiServer, name: str, *taints: dict[str, str]) -> None:

@@ -154,13 +154,13 @@ async def test_a_missing_pod_is_read_once(server: ApiServer, namespace: str) -> 
         before = await act(watched, owner, *made)
         version = before.resource.resource_version
         await watched.cluster.run(before, [PatchStatus(status={"groups": [group]}, resource_version=version)])
-        ask = server.ask
+        ask = server.get_quickly
 
         async def note_and_ask(path: str) -> Any:
             asked.append(path)
             return await ask(path)
 
-        server.ask = note_and_ask  # type: ignore[method-assign]
+        server.get_quickly = note_and_ask  # type: ignore[method-assign]
         for count, name in enumerate(pods):
             await server.delete(POD.path(namespace, name), {"gracePeriodSeconds": 0})
             left = len(pods) - count - 1

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NODE, POD
-from heteroinfer_operator.kube.rights import AccessRule, missing_rights
+from heteroinfer_operator.kube.rights import AccessRule, find_missing_rights
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
@@ -169,7 +169,7 @@ async def rights_of(kubeconfig: Path, release: str) -> list[str]:
         ):
             for verb in VERBS:
                 rule = AccessRule(group="", resource=resource, verbs=(verb,), name=name)
-                if not await missing_rights(server, (rule,), release):
+                if not await find_missing_rights(server, (rule,), release):
                     found.append(f"{verb} {name}")
     finally:
         await server.close()

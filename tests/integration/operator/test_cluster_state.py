@@ -152,7 +152,7 @@ async def test_after_an_outage_with_410_the_list_replaces_the_cache(
         wire.cut()
         await direct.delete(POD.path("default", "ghosts-a"), {"gracePeriodSeconds": 0})
         await direct.create(POD.path("default"), pod(owner, "ghosts-c"))
-        watched.cluster_state.resources.doubt(owner.key)
+        watched.cluster_state.resources.mark_outdated(owner.key)
         with pytest.raises(ApiError, match="no answer"):
             await watched.cluster.observe(owner.key)
         # A new API server has no old events: continuing from the old version fails with 410 Gone.

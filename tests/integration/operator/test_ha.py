@@ -159,7 +159,7 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
         namespace=namespace, name="lease", identity="me", duration_s=3, renew_s=0.2, deadline_s=0.5
     )
     lease = LeaderLease(server, terms)
-    fenced = ApiServer(server.configuration, before_write=lease.require)
+    fenced = ApiServer(server.configuration, before_write=lease.require_held)
     owner = await create_resource(server, namespace)
     try:
         with pytest.raises(LeaseNotHeldError, match="Nothing was written"):
@@ -169,7 +169,7 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
 
         def late() -> bool:
             try:
-                lease.require()
+                lease.require_held()
             except LeaseNotHeldError:
                 return True
             return False
@@ -178,7 +178,7 @@ async def test_a_write_without_the_lease_is_not_sent(server: ApiServer, namespac
         with pytest.raises(LeaseNotHeldError):
             await fenced.delete(POD.path(namespace, "in-time"), {})
         with pytest.raises(LeaseLostError, match=r"not renewed in 0\.5 s"):
-            await lease.hold()
+            await lease.keep_renewing()
     finally:
         await fenced.close()
     stored = await server.get(LEASE.path(namespace, "lease"))
@@ -244,10 +244,10 @@ async def test_a_machine_loses_its_lease_while_it_sleeps(server: ApiServer, name
     )
     lease = LeaderLease(server, terms, clock=lambda: now_s)
     await lease.acquire()
-    lease.require()
+    lease.require_held()
     now_s += 3600.0
     with pytest.raises(LeaseNotHeldError, match="not renewed"):
-        lease.require()
+        lease.require_held()
 
 
 def test_the_lease_clock_advances_while_the_machine_sleeps() -> None:

@@ -24,7 +24,7 @@ from heteroinfer_operator.kube.leader_client import KEEP_S, UNREADY_TIMEOUT_S, W
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import group_key_secret
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
-from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
+from heteroinfer_operator.reconcile.silent_leaders import MIN_SILENT_S
 from heteroinfer_operator.report_client import MAX_REPORT_BYTES
 from tests.integration.operator.own_servers import stream_server
 from tests.ports import free_port
@@ -325,7 +325,7 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
     known = pod(port)
     try:
         async with serving(port) as leader, asyncio.TaskGroup() as group:
-            watch = group.create_task(client.watch(changed.put_nowait))
+            watch = group.create_task(client.test_connections(changed.put_nowait))
             assert await client.observe([known]) == {3: SAID}
             assert await client.observe([pod(1, uid="never reached")]) == {}
             await asyncio.sleep(2 * WATCH_S)
@@ -335,13 +335,13 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
                 before = time.monotonic()
                 assert await asyncio.wait_for(changed.get(), 5) == known.key
                 assert time.monotonic() - before < 2.1
-                assert client.silences([known])[3, 1] >= SILENT_S
+                assert client.silences([known])[3, 1] >= MIN_SILENT_S
                 await asyncio.sleep(2 * WATCH_S)
                 assert changed.empty(), "it is reported once"
             await leader.start(port)
             assert await asyncio.wait_for(changed.get(), 5) == known.key
             assert client.silences([known]) == {}
-            client.watch_only(known.key, [])
+            client.limit_tests_to(known.key, [])
             await leader.stop()
             await asyncio.sleep(2 * WATCH_S)
             assert changed.empty(), "a pod that is gone is not watched"
@@ -361,7 +361,7 @@ async def test_running_out_of_descriptors_neither_ends_the_watch_nor_blames_a_le
     try:
         assert await client.observe([known]) == {3: SAID}
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(client.watch(changed.put_nowait))
+            watch = group.create_task(client.test_connections(changed.put_nowait))
             with monkeypatch.context() as patch:
                 patch.setattr("heteroinfer_operator.report_client.socket.socket", no_socket)
                 await asyncio.sleep(2 * WATCH_S)
@@ -387,7 +387,7 @@ async def test_a_leader_that_was_busy_before_it_became_ready_is_watched() -> Non
     try:
         async with stream_server(take) as server, asyncio.TaskGroup() as group:
             port = server.sockets[0].getsockname()[1]
-            watch = group.create_task(client.watch(changed.put_nowait))
+            watch = group.create_task(client.test_connections(changed.put_nowait))
             assert await client.observe([pod(port, ready=False)]) == {}
             busy.set()
             assert await client.observe([pod(port)]) == {3: SAID}
@@ -406,12 +406,12 @@ async def test_silence_persists_while_another_pod_is_unready() -> None:
         async with serving(port):
             assert await client.observe([known, other]) == {3: SAID}
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(client.watch(lambda key: None))
+            watch = group.create_task(client.test_connections(lambda key: None))
             await asyncio.sleep(2.5 * WATCH_S)
             for pods in ([known, late], [known, other]):
-                client.watch_only(known.key, pods)
+                client.limit_tests_to(known.key, pods)
                 await client.observe(pods)
-            assert client.silences([known, other])[3, 1] >= SILENT_S
+            assert client.silences([known, other])[3, 1] >= MIN_SILENT_S
             watch.cancel()
     finally:
         await client.close()
@@ -425,7 +425,7 @@ async def test_silence_belongs_to_the_epoch_of_the_leader(leader: Leader) -> Non
             await client.observe([mine])
             await client.observe([other])
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(client.watch(lambda key: None))
+            watch = group.create_task(client.test_connections(lambda key: None))
             await asyncio.sleep(2.5 * WATCH_S)
             watch.cancel()
         assert list(client.silences([mine, other])) == [(3, 2)]

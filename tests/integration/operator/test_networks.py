@@ -105,4 +105,4 @@ async def test_the_api_server_takes_policies_of_fetches(server: ApiServer, names
     narrow = FetchEgress(ports=(3128,), cidrs=("10.0.0.0/8",), excepted=("10.1.0.0/16", "fe80::/10"))
     for allowed in (FetchEgress(), narrow, FetchEgress(ports=())):
         for policy in build_fetch_policies(RESOURCE.spec, owner, Isolation(selectors=({},)), allowed):
-            await server.try_create(NETWORK_POLICY.path(namespace), policy, {})
+            await server.dry_run_create(NETWORK_POLICY.path(namespace), policy, {})

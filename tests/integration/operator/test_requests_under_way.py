@@ -163,7 +163,7 @@ async def test_pods_are_created_in_parallel_and_each_once(behind: Behind) -> Non
     assert time.monotonic() - started < 19 * 2.0 / 3
     assert behind.proxy.count(r"/pods\?", "POST") == 20
     await is_woken(behind)
-    assert not (await behind.observe()).unmade
+    assert not (await behind.observe()).never_created
 
 
 async def _are(behind: Behind, count: int) -> bool:
@@ -176,8 +176,8 @@ async def test_the_first_pod_of_an_epoch_is_created_before_the_others(behind: Be
     await behind.run(*creates)
     observation = await behind.observe()
     assert [(r.name, r.reason) for r in observation.refusals] == [("tiny-0-7-0", "ObjectRefused")]
-    assert observation.unmade == {f"tiny-0-7-{index}" for index in range(1, 5)}
-    assert observation.unasked == observation.unmade
+    assert observation.never_created == {f"tiny-0-7-{index}" for index in range(1, 5)}
+    assert observation.never_requested == observation.never_created
     assert refused.hits == 1
 
 
@@ -188,15 +188,15 @@ async def test_an_unanswered_create_that_failed_is_repeated_later(behind: Behind
     assert again_s is not None
     assert again_s <= 1.0
     observation = await behind.observe()
-    assert observation.unmade == {f"tiny-0-7-{index}" for index in range(3)}
-    assert observation.unasked == {"tiny-0-7-1", "tiny-0-7-2"}
+    assert observation.never_created == {f"tiny-0-7-{index}" for index in range(3)}
+    assert observation.never_requested == {"tiny-0-7-1", "tiny-0-7-2"}
 
     async def made() -> bool:
         await behind.run(*creates)
         return await behind.pods() == [f"tiny-0-7-{index}" for index in range(3)]
 
     await until("all three pods are created", made)
-    assert not (await behind.observe()).unmade
+    assert not (await behind.observe()).never_created
 
 
 async def test_an_unanswered_create_that_succeeded_is_recognized(behind: Behind) -> None:
@@ -208,7 +208,7 @@ async def test_an_unanswered_create_that_succeeded_is_recognized(behind: Behind)
 
     async def seen() -> bool:
         await behind.run(create)
-        return not (await behind.observe()).unmade
+        return not (await behind.observe()).never_created
 
     await until("the operator knows that the pod was created", seen)
     assert [p.uid for p in (await behind.observe()).pods] == [stored["metadata"]["uid"]]
@@ -223,7 +223,7 @@ async def test_pods_wait_for_the_objects_that_they_need(behind: Behind) -> None:
     assert await behind.pods() == []
     observation = await behind.observe()
     assert [(r.kind, r.reason) for r in observation.refusals] == [("Service", "NotAnswered")]
-    assert observation.unasked == {"tiny-0-7-0"}
+    assert observation.never_requested == {"tiny-0-7-0"}
     await behind.run(service, pod(behind.owner, 0))
     assert slow.hits == 1, "it is pending"
     behind.proxy.heal()

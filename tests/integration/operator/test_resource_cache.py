@@ -191,5 +191,5 @@ async def test_a_recreated_resource_is_a_different_resource(server: ApiServer, n
         assert now.pods == (), "a pod of the deleted resource"
         stored = await server.get(HETERO_INFERENCE.path(namespace, "tiny"))
         assert stored["status"].get("replicas") != 2
-        watched.cluster_state.resources.doubt(owner.key)
+        watched.cluster_state.resources.mark_outdated(owner.key)
         assert (await observe(watched, owner)).resource.uid == again.uid

@@ -148,9 +148,9 @@ async def test_the_service_account_has_exactly_the_listed_permissions(
     try:
         name = f"{installed.release}-heteroinfer"
         own = rights.key_rules(f"{name}-operator-key", f"{name}-key")
-        assert await rights.missing_rights(account, own, installed.release) == []
+        assert await rights.find_missing_rights(account, own, installed.release) == []
         other = rights.key_rules("another")
-        assert len(await rights.missing_rights(account, other, installed.release)) == 2
+        assert len(await rights.find_missing_rights(account, other, installed.release)) == 2
     finally:
         await account.close()
 

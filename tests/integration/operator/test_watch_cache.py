@@ -217,13 +217,13 @@ async def test_non_numeric_versions_are_followed(scripted: ScriptedServer, runni
     await until("the second watch", lambda: len(scripted.watched_from) == 2)
     assert (running.get("a"), running.get("b")) == ("second", "v")
     assert scripted.watched_from == ["opaque-a", "x"]
-    running.cache.note_written({**stored("a", "opaque-z", "written")})
+    running.cache.store_written({**stored("a", "opaque-z", "written")})
     assert running.get("a") == "second", "the watch will show it"
     assert running.cache.has_seen(NamespacedName(namespace="ns", name="a"), 0)
 
 
 async def test_an_unreadable_answer_to_a_write_raises_only_declared_errors(running: RunningCache) -> None:
-    running.cache.note_written(stored("a", 99, 5))
+    running.cache.store_written(stored("a", 99, 5))
     assert running.get("a") is None
     with pytest.raises(UnreadableError):
-        running.cache.note_written({"kind": "Status"})
+        running.cache.store_written({"kind": "Status"})

@@ -8,7 +8,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.kube.gangs import find_unknown_versions
+from heteroinfer_operator.kube.gangs import find_unsupported_versions
 from heteroinfer_operator.kube.paths import COSCHEDULING_POD_GROUP, WORKLOAD
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.manifests.gang import build_gang_object
@@ -141,7 +141,7 @@ async def test_a_version_that_nobody_knows_is_named_and_not_used(
     apply_crds(plane, definition)
 
     async def is_named() -> bool:
-        return await find_unknown_versions(server) == (f"{group}/v9",)
+        return await find_unsupported_versions(server) == (f"{group}/v9",)
 
     try:
         await until("its discovery", is_named, timeout_s=30)

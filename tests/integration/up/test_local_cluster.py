@@ -184,7 +184,7 @@ async def test_a_task_that_raises_ends_the_run_with_its_pod_and_cause(tmp_path: 
         os.kill(pid, 9)
         with pytest.raises(LocalClusterError, match=r"pod p-0-1-0: .*RuntimeError\('a defect'\)"):
             await running.wait(lambda pods: False)
-        running.cluster._leftover = None  # `close` raises it, too
+        running.cluster._failure = None  # `close` raises it, too
 
 
 async def test_a_pod_that_does_not_start_gives_its_gpus_back(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from heteroinfer_contract.given_options import SHORT, given_options
 from heteroinfer_contract.refused_args import PLAN_OWNED, UNSUPPORTED, find_refused
-from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, VALUES, WHY
+from heteroinfer_operator.reconcile.allowed_args import ALLOWED_ARGS, KEYS, UNLISTED_OPTIONS, VALUES
 from heteroinfer_operator.reconcile.allowed_env import ALLOWED_ENV
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 from tests.integration.forked_script import run_script
@@ -201,7 +201,7 @@ def test_options_are_chosen_as_vllm_chooses_them() -> None:
 
 def test_allowed_options_are_options_of_vllm() -> None:
     options = set(ask(OPTIONS))
-    listed = {*ALLOWED_ARGS, *(option for entry in WHY for option in entry.options)}
+    listed = {*ALLOWED_ARGS, *(option for entry in UNLISTED_OPTIONS for option in entry.options)}
     assert listed <= options, "names that this vLLM does not have"
     known = set(ask(ENVIRONMENT))
     assert {name for name in ALLOWED_ENV if name.startswith("VLLM_")} <= known

@@ -237,7 +237,7 @@ def test_this_machines_calibration_is_read_and_named(
     tmp_path: Path, model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = of_this_machine()
-    calibration_file.write(own, cache)
+    calibration_file.write_calibration_file(own, cache)
     file = write(tmp_path, model)
     line = rates_line(capsys, "-f", file)
     assert (
@@ -269,7 +269,7 @@ def test_reads_a_named_calibration_of_any_machine(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, measured = write(tmp_path, model), tmp_path / "other.json"
-    calibration_file.write(CALIBRATION, measured)
+    calibration_file.write_calibration_file(CALIBRATION, measured)
     assert CALIBRATION.hash in rates_line(capsys, "-f", file, "--calibration", str(measured))
     for text in ("{}", "[1]", "nonsense"):
         measured.write_text(text)

@@ -51,7 +51,7 @@ def test_each_epoch_has_its_own_addresses() -> None:
         for port in _ports(address, len(pod.ranks))
     ]
     assert len(set(ports)) == len(ports)
-    assert addressing.current() == {0: second, 1: other_group}
+    assert addressing.current_addresses() == {0: second, 1: other_group}
 
 
 def test_the_first_group_gets_the_users_api_port() -> None:

@@ -10,7 +10,7 @@ from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceSta
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_line
 from heteroinfer_operator.fleet.screen import UP_COLUMNS, build_group_rows
-from heteroinfer_operator.reconcile.status_summary import plan_status
+from heteroinfer_operator.reconcile.status_summary import build_plan_status
 from heteroinfer_operator.up.console import Display
 from tests.unit.local.plans import plan
 
@@ -23,8 +23,8 @@ def _line(*ranks: RankStatus, epoch: int = 2) -> ResourceLine:
     report = GroupReport(
         group_uid="u", epoch=epoch, plan_hash=PLAN.hash, ready=False, message="", ranks=ranks
     )
-    entry = plan_status(PLAN).ranks[1].model_copy(update={"predicted_step_ms": 9.0})
-    plans = (plan_status(PLAN).model_copy(update={"ranks": (entry,)}),)
+    entry = build_plan_status(PLAN).ranks[1].model_copy(update={"predicted_step_ms": 9.0})
+    plans = (build_plan_status(PLAN).model_copy(update={"ranks": (entry,)}),)
     status = HeteroInferenceStatus(groups=(group,), plans=plans)
     return build_line(KEY, status, {0: Live(report=report)}, {PLAN.hash: PLAN})
 

@@ -11,7 +11,7 @@ from heteroinfer_contract import names
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
 from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.kube.isolating_policies import isolating_policy
+from heteroinfer_operator.kube.isolating_policies import read_isolating_policy
 from heteroinfer_operator.manifests.egress_policy import (
     Egress,
     Isolation,
@@ -214,8 +214,8 @@ def test_what_says_no_addresses_is_refused(text: str) -> None:
     ],
 )
 def test_a_closed_port_is_named_with_the_charts_value(spec: HeteroInferenceSpec, words: str) -> None:
-    kept_in = Isolation.of(Egress.AUTO, [{}])
-    said = describe_closed_ports(spec, OWNER, kept_in, FetchEgress())
+    restricted_selectors = Isolation.of(Egress.AUTO, [{}])
+    said = describe_closed_ports(spec, OWNER, restricted_selectors, FetchEgress())
     assert words in said
     assert bool(words) is bool(said) is ("fetchEgress.ports" in said)
     assert describe_closed_ports(spec, OWNER, Isolation(), FetchEgress()) == ""
@@ -226,9 +226,9 @@ def stored(**of_spec: object) -> dict[str, Any]:
 
 
 def test_a_policy_of_others_counts_if_it_is_about_egress() -> None:
-    kept_in = isolating_policy(stored(podSelector={}, policyTypes=["Ingress", "Egress"]))
-    assert kept_in is not None
-    assert kept_in.selector == {}
-    assert isolating_policy(stored(podSelector={}, policyTypes=["Ingress"])) is None
+    restricted_selectors = read_isolating_policy(stored(podSelector={}, policyTypes=["Ingress", "Egress"]))
+    assert restricted_selectors is not None
+    assert restricted_selectors.selector == {}
+    assert read_isolating_policy(stored(podSelector={}, policyTypes=["Ingress"])) is None
     with pytest.raises(UnreadableError, match="matchExpressions"):
-        isolating_policy(stored(podSelector={"matchExpressions": [7]}, policyTypes=["Egress"]))
+        read_isolating_policy(stored(podSelector={"matchExpressions": [7]}, policyTypes=["Egress"]))

@@ -24,7 +24,7 @@ class Caches:
         metadata = {**stored["metadata"], "resourceVersion": str(self.version)}
         classes = self.state._classes  # not part of `all`: nothing waits for it
         assert classes is not None
-        for cache in (*self.state.all(), classes):
+        for cache in (*self.state.awaited_caches(), classes):
             cache.synced.set()
             if cache.collection.path == path:
-                cache.note_written({**stored, "metadata": metadata})
+                cache.store_written({**stored, "metadata": metadata})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from heteroinfer_operator.cluster import CreateObject, PatchStatus, ResourceKey, ResourceView
 from heteroinfer_operator.reconcile.budget import Budget, Spending, Window, wanted_pods
-from heteroinfer_operator.reconcile.refusals import TOO_MANY_PODS, Acting
+from heteroinfer_operator.reconcile.refusals import TOO_MANY_PODS, ActionPermits
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -78,10 +78,10 @@ def test_the_pods_of_a_group_are_created_together_or_not_at_all() -> None:
     """A partly created group would be deleted and created again."""
     resource, budget = build_resource({"roles": [{"pods": 4}]}), Budget()
     pods = [create_pod(f"demo-{group}-1-{index}", group) for group in range(5) for index in range(4)]
-    acting = Acting("demo", (), NOW, Spending(budget, resource, pods, NOW))
-    created = [pod.manifest["metadata"]["name"] for pod in pods if acting.may(pod)]
+    permits = ActionPermits("demo", (), NOW, Spending(budget, resource, pods, NOW))
+    created = [pod.manifest["metadata"]["name"] for pod in pods if permits.may_run(pod)]
     assert created == [f"demo-{group}-1-{index}" for group in range(4) for index in range(4)]
-    (refusal,) = acting.known.values()
+    (refusal,) = permits.known.values()
     assert refusal.reason == TOO_MANY_PODS
     assert refusal.retry_at == NOW + MINUTE
     assert "at most 18 pods a minute for this resource (2 x 4 wanted + 10)" in refusal.message
@@ -91,18 +91,18 @@ def test_refused_pods_cost_no_budget() -> None:
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     for index in range(50):
         pod = create_pod(f"demo-0-{index}-0")
-        acting = Acting("demo", (), NOW, Spending(budget, resource, [pod], NOW))
-        assert acting.may(pod)
-        acting.refused(pod, "ObjectRefused", "exceeded quota")
+        permits = ActionPermits("demo", (), NOW, Spending(budget, resource, [pod], NOW))
+        assert permits.may_run(pod)
+        permits.record_refused(pod, "ObjectRefused", "exceeded quota")
 
 
 def test_unsent_pods_cost_no_budget() -> None:
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     for index in range(50):
         pod = create_pod(f"demo-0-{index}-0")
-        acting = Acting("demo", (), NOW, Spending(budget, resource, [pod], NOW))
-        assert acting.may(pod)
-        acting.unsent(pod)
+        permits = ActionPermits("demo", (), NOW, Spending(budget, resource, [pod], NOW))
+        assert permits.may_run(pod)
+        permits.record_unsent(pod)
 
 
 @pytest.mark.parametrize("stored", [1, 2, 3])
@@ -114,8 +114,8 @@ def test_own_statuses_stored_without_an_answer_do_not_count_as_another_operators
         resource = build_resource({}, statuses[index - stored])
         write = PatchStatus(status=statuses[index], resource_version="1")
         spending = Spending(budget, resource, [write], now)
-        assert Acting("demo", (), now, spending).may(write)
-        assert spending.find_other_writer() == ""
+        assert ActionPermits("demo", (), now, spending).may_run(write)
+        assert spending.describe_other_writer() == ""
 
 
 def test_numbers_that_the_api_server_formats_differently_do_not_count_as_another_operators() -> None:
@@ -127,16 +127,16 @@ def test_numbers_that_the_api_server_formats_differently_do_not_count_as_another
             status={"groups": [{"members": [{"stepMs": float(index)}]}]}, resource_version="1"
         )
         spending = Spending(budget, resource, [write], now)
-        assert Acting("demo", (), now, spending).may(write)
-        assert spending.find_other_writer() == ""
+        assert ActionPermits("demo", (), now, spending).may_run(write)
+        assert spending.describe_other_writer() == ""
 
 
 def test_a_group_larger_than_the_bound_is_created_if_the_budget_is_unused() -> None:
     """The group's revision is older than a spec with fewer pods."""
     resource, budget = build_resource({"roles": [{"pods": 1}]}), Budget()
     pods = [create_pod(f"demo-0-1-{index}") for index in range(40)]
-    acting = Acting("demo", (), NOW, Spending(budget, resource, pods, NOW))
-    assert all(acting.may(pod) for pod in pods)
+    permits = ActionPermits("demo", (), NOW, Spending(budget, resource, pods, NOW))
+    assert all(permits.may_run(pod) for pod in pods)
 
 
 def test_actions_that_depend_on_a_status_wait_with_it() -> None:
@@ -146,11 +146,11 @@ def test_actions_that_depend_on_a_status_wait_with_it() -> None:
     for index in range(3):
         status = PatchStatus(status={"replicas": index}, resource_version="1")
         pod = create_pod(f"demo-0-{index}-0")
-        acting = Acting("demo", (), NOW, Spending(budget, resource, [status, pod], NOW))
-        assert [acting.may(action) for action in (status, pod)] == [index < 2] * 2
-    assert acting.look_again_s() == 1.0
+        permits = ActionPermits("demo", (), NOW, Spending(budget, resource, [status, pod], NOW))
+        assert [permits.may_run(action) for action in (status, pod)] == [index < 2] * 2
+    assert permits.look_again_s() == 1.0
     assert held == ["status writes"]
-    assert Acting("demo", (), NOW, Spending(Budget(), resource, [], NOW)).may(status)
+    assert ActionPermits("demo", (), NOW, Spending(Budget(), resource, [], NOW)).may_run(status)
 
 
 def test_kept_decisions_hold_neither_the_resource_nor_the_actions() -> None:
@@ -159,12 +159,12 @@ def test_kept_decisions_hold_neither_the_resource_nor_the_actions() -> None:
     resource = build_resource({"roles": [{"pods": 1, "name": long}]}, {"groups": [{"message": long}]})
     status = PatchStatus(status={"replicas": 1}, resource_version="1")
     pod = create_pod(f"demo-0-1-{long}")
-    acting = Acting("demo", (), NOW, Spending(budget, resource, [status, pod], NOW))
-    assert acting.may(status)
-    assert acting.may(pod)
-    assert long in repr(acting)
-    acting.end()
-    assert long not in repr(acting)
-    acting.done(status)
-    acting.refused(pod, "ObjectRefused", "exceeded quota")
+    permits = ActionPermits("demo", (), NOW, Spending(budget, resource, [status, pod], NOW))
+    assert permits.may_run(status)
+    assert permits.may_run(pod)
+    assert long in repr(permits)
+    permits.release_inputs()
+    assert long not in repr(permits)
+    permits.record_success(status)
+    permits.record_refused(pod, "ObjectRefused", "exceeded quota")
     assert not budget.pods.wait(1, 1, NOW), "a refused pod costs nothing"

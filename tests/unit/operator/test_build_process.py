@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from heteroinfer_operator.cluster import Decision, PatchStatus, ResourceKey, ResourceObservation
-from heteroinfer_operator.reconcile.startup import LOOK_EVERY_S
+from heteroinfer_operator.reconcile.startup import CHECK_EVERY_S
 from heteroinfer_operator.seen_time import MAX_GAP_S
 from heteroinfer_operator.workqueue import build_process
 from tests.unit.operator.test_workqueue import OneResource
@@ -26,7 +26,7 @@ async def test_a_reconcile_gets_the_seconds_for_which_ranks_have_been_connecting
         passed_s += gap_s
         await process(KEY)
     assert seen == [{}, {(0, 7): 15.0}, {(0, 7): 35.0}, {(0, 7): 35.0 + MAX_GAP_S}]
-    assert MAX_GAP_S > LOOK_EVERY_S
+    assert MAX_GAP_S > CHECK_EVERY_S
     world.there = False
     await process(KEY)
     world.there = True

@@ -48,4 +48,7 @@ def test_text_that_is_not_json_raises(text: str) -> None:
 
 def test_answers_of_the_api_server_may_nest_deeply() -> None:
     deep = nested('{"f:a":', "}", "{}")
-    assert parse_answer("GET", f'{{"kind": "Pod", "metadata": {deep}}}', has=("kind",))["kind"] == "Pod"
+    assert (
+        parse_answer("GET", f'{{"kind": "Pod", "metadata": {deep}}}', required_keys=("kind",))["kind"]
+        == "Pod"
+    )

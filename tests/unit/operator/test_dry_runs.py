@@ -41,7 +41,7 @@ class Server:
         self.error = error
         self.asked = self.at_once = self.max_at_once = 0
 
-    async def try_create(self, manifest: Mapping[str, Any]) -> None:
+    async def dry_run_create(self, manifest: Mapping[str, Any]) -> None:
         self.asked += 1
         self.at_once += 1
         self.max_at_once = max(self.max_at_once, self.at_once)
@@ -66,14 +66,14 @@ async def until_known(find: Callable[[], Awaitable[None]]) -> None:
 
 async def test_reconciles_do_not_wait_for_a_slow_webhook() -> None:
     server = Server()
-    runs = DryRuns(server.try_create)
+    runs = DryRuns(server.dry_run_create)
     for _ in range(3):
         with pytest.raises(ChildError, match="waiting for the API server to validate"):
-            await runs.find(resource(), asks(), patience_s=0)
-    assert runs.admitted(resource()) == frozenset()
+            await runs.await_admission(resource(), asks(), patience_s=0)
+    assert runs.admitted_revisions(resource()) == frozenset()
     server.may.set()
-    await until_known(lambda: runs.find(resource(), asks(), patience_s=0))
-    assert runs.admitted(resource()) == {"r"}
+    await until_known(lambda: runs.await_admission(resource(), asks(), patience_s=0))
+    assert runs.admitted_revisions(resource()) == {"r"}
     assert server.asked == 2, "each object is sent once"
 
 
@@ -81,33 +81,33 @@ async def test_a_result_applies_to_one_uid_and_expires() -> None:
     now = 0.0
     server = Server()
     server.may.set()
-    runs = DryRuns(server.try_create, clock=lambda: now)
-    await runs.find(resource(), asks(), patience_s=5)
-    assert runs.admitted(resource()) == {"r"}
-    assert runs.admitted(resource(uid="another")) == frozenset()
+    runs = DryRuns(server.dry_run_create, clock=lambda: now)
+    await runs.await_admission(resource(), asks(), patience_s=5)
+    assert runs.admitted_revisions(resource()) == {"r"}
+    assert runs.admitted_revisions(resource(uid="another")) == frozenset()
     now = HOLDS_S + 1
-    assert runs.admitted(resource()) == frozenset()
+    assert runs.admitted_revisions(resource()) == frozenset()
 
 
 async def test_a_refusal_is_reported_once_and_requested_again() -> None:
     server = Server(ApiError("POST /pods", status=422, said="no such field"))
     server.may.set()
-    runs = DryRuns(server.try_create)
+    runs = DryRuns(server.dry_run_create)
     with pytest.raises(ChildError, match="refuses Pod demo-0: no such field"):
-        await runs.find(resource(), asks(), patience_s=5)
+        await runs.await_admission(resource(), asks(), patience_s=5)
     server.error = None
-    await runs.find(resource(), asks(), patience_s=5)
-    assert runs.admitted(resource()) == {"r"}
+    await runs.await_admission(resource(), asks(), patience_s=5)
+    assert runs.admitted_revisions(resource()) == {"r"}
 
 
 @pytest.mark.parametrize("status", [0, 429, 503])
 async def test_a_missing_answer_is_not_a_result_and_is_requested_again(status: int) -> None:
     server = Server(ApiError("POST /pods: no answer", status=status))
     server.may.set()
-    runs = DryRuns(server.try_create)
+    runs = DryRuns(server.dry_run_create)
     for tries in (1, 2):
         with pytest.raises(ChildError, match=r"waiting for the API server .*POST /pods: no answer"):
-            await runs.find(resource(), asks(), patience_s=5)
+            await runs.await_admission(resource(), asks(), patience_s=5)
         assert server.asked == tries
 
 
@@ -115,42 +115,42 @@ async def test_a_missing_answer_is_not_a_result_and_is_requested_again(status: i
 async def test_an_existing_name_or_a_failing_webhook_does_not_refuse_a_revision(status: int) -> None:
     server = Server(ApiError("POST /pods", status=status, said="failed calling webhook"))
     server.may.set()
-    runs = DryRuns(server.try_create)
-    await runs.find(resource(), asks(), patience_s=5)
-    assert runs.admitted(resource()) == {"r"}
+    runs = DryRuns(server.dry_run_create)
+    await runs.await_admission(resource(), asks(), patience_s=5)
+    assert runs.admitted_revisions(resource()) == {"r"}
 
 
 async def test_a_new_revision_does_not_wait_for_the_result_of_another() -> None:
     server = Server()
-    runs = DryRuns(server.try_create)
+    runs = DryRuns(server.dry_run_create)
     with pytest.raises(ChildError, match="waiting for the API server to validate"):
-        await runs.find(resource(), asks("old"), patience_s=0)
+        await runs.await_admission(resource(), asks("old"), patience_s=0)
     server.may.set()
-    await until_known(lambda: runs.find(resource(), asks("new"), patience_s=0))
-    assert runs.admitted(resource()) == {"new"}
+    await until_known(lambda: runs.await_admission(resource(), asks("new"), patience_s=0))
+    assert runs.admitted_revisions(resource()) == {"new"}
 
 
 async def test_dry_runs_of_many_resources_use_only_a_part_of_the_requests() -> None:
     server = Server()
-    runs = DryRuns(server.try_create)
+    runs = DryRuns(server.dry_run_create)
     names = [f"demo-{i}" for i in range(3 * AT_ONCE)]
     for name in names:
         with pytest.raises(ChildError, match="waiting for the API server to validate"):
-            await runs.find(resource(name), asks(), patience_s=0)
+            await runs.await_admission(resource(name), asks(), patience_s=0)
     server.may.set()
     for name in names:
-        await until_known(lambda name=name: runs.find(resource(name), asks(), patience_s=0))  # type: ignore[misc]
+        await until_known(lambda name=name: runs.await_admission(resource(name), asks(), patience_s=0))  # type: ignore[misc]
     assert server.max_at_once <= AT_ONCE
     assert server.asked == 2 * len(names)
 
 
 async def test_dry_runs_of_deleted_resources_are_forgotten() -> None:
     server = Server()
-    runs = DryRuns(server.try_create)
+    runs = DryRuns(server.dry_run_create)
     with pytest.raises(ChildError, match="waiting for the API server to validate"):
-        await runs.find(resource(), asks(), patience_s=0)
+        await runs.await_admission(resource(), asks(), patience_s=0)
     runs.forget(resource().key)
     server.may.set()
-    await until_known(lambda: runs.find(resource(), asks(), patience_s=0))
+    await until_known(lambda: runs.await_admission(resource(), asks(), patience_s=0))
     runs.forget(resource().key)
-    assert runs.admitted(resource()) == frozenset()
+    assert runs.admitted_revisions(resource()) == frozenset()

@@ -8,7 +8,7 @@ from heteroinfer_operator import errors
 from heteroinfer_operator.api import ConditionType
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.nodes.calibrations import CalibrationError, MeasuredKind
-from heteroinfer_operator.reconcile.life import condition
+from heteroinfer_operator.reconcile.life import build_condition
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 
@@ -19,7 +19,7 @@ def test_every_error_has_a_reason_that_a_condition_can_have() -> None:
     assert HeteroInferError in shown
     for each in shown:
         error = each("it failed")
-        made = condition(ConditionType.READY, False, error.reason, error.message, now=NOW, generation=1)
+        made = build_condition(ConditionType.READY, False, error.reason, error.message, now=NOW, generation=1)
         assert made.reason == error.reason
 
 

@@ -23,7 +23,7 @@ from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.manifests.service import build_client_service, build_group_service, client_ports
 from heteroinfer_operator.nodes.demand import PodDemand, Taint, selects_node, selects_pod, tolerates
 from heteroinfer_operator.nodes.node_view import NodeView
-from heteroinfer_operator.nodes.placement import Obstacle, build_free_nodes, lasting_obstacle
+from heteroinfer_operator.nodes.placement import Obstacle, build_free_nodes, find_lasting_obstacle
 from heteroinfer_operator.nodes.priorities import PriorityClassView, preempting_priority
 from heteroinfer_operator.stored_fields import UnreadableError, as_moment, version_number
 
@@ -209,7 +209,7 @@ def test_any_pod_is_read_or_left_out(stored: Manifest) -> None:
         check_types(record)
         check_types(record.view)
         assert isinstance(record.view.ended, bool)
-    known = read(trim.unreadable_pod, stored)
+    known = read(trim.unreadable_pod_record, stored)
     if known is not None:
         check_types(known.view)
         assert not known.view.ready
@@ -235,7 +235,7 @@ def use_promise(requests: trim.PodRequests | None) -> None:
     assert isinstance(tolerates(demand.tolerations, Taint(key="gpu")), bool)
     for term in (*demand.near, *demand.away):
         assert isinstance(selects_pod(term.get("labelSelector"), {"a": "b"}), bool)
-    assert isinstance(lasting_obstacle(demand, node), Obstacle | None)
+    assert isinstance(find_lasting_obstacle(demand, node), Obstacle | None)
     assert build_free_nodes([node], [demand])
 
 
@@ -295,7 +295,7 @@ def test_any_child_is_read_or_left_out(kind: str) -> None:
 
 @given(any_object(CONFIG_MAP))
 def test_any_config_map_of_calibrations_is_read_or_left_out(stored: Manifest) -> None:
-    entries = read(kept_calibrations.read_entries, stored)
+    entries = read(kept_calibrations.read_sorted_entries, stored)
     assert entries is None or all(isinstance(text, str) for entry in entries for text in entry)
 
 
@@ -321,7 +321,7 @@ def test_every_time_that_go_can_write_is_read(text: str) -> None:
 def test_a_grace_period_of_any_length_has_an_end(grace_s: int, now: datetime, passed_s: int) -> None:
     passed = [0.0]
     deletions = OwnClock(lambda: now, lambda: passed[0])
-    deletions.note("pod", "stamp", later_s=float(grace_s))
+    deletions.record("pod", "stamp", later_s=float(grace_s))
     passed[0] = float(passed_s)
     moment = deletions.moment("pod")
     assert moment is not None
@@ -338,29 +338,29 @@ def test_caches_accept_any_pod(stored: Manifest) -> None:
         nodes_changed=lambda: None,
     )
     written = {**stored, "apiVersion": "v1", "kind": "Pod"}
-    for cache in state.all():
+    for cache in state.awaited_caches():
         if cache.collection.path == "/api/v1/pods":
-            cache.note_written(written)
+            cache.store_written(written)
     for pod in state.pods(KEY, "owner"):
         assert pod.view.uid == "u"
     assert state.nodes() == ()
-    assert len(state.promised()) <= 1
+    assert len(state.reserved_demands()) <= 1
 
 
 def test_an_unreadable_pod_of_ours_exists_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
     """Without the pod its epoch would end. With its last known state a dead rank could seem Ready."""
     state = ClusterState(None, namespaces=(), touched=lambda key: None, nodes_changed=lambda: None)  # type: ignore[arg-type]  # as above
-    (cache,) = [each for each in state.all() if each.collection.label.startswith("pods of")]
+    (cache,) = [each for each in state.awaited_caches() if each.collection.label.startswith("pods of")]
     stored = copy.deepcopy(POD) | {"apiVersion": "v1", "kind": "Pod"}
     del stored["metadata"]["deletionTimestamp"], stored["status"]["containerStatuses"]
     del stored["status"]["initContainerStatuses"]
-    cache.note_written(stored)
+    cache.store_written(stored)
     (pod,) = state.pods(KEY, "owner")
     assert (pod.view.ready, pod.view.ended) == (True, False)
     for version in ("8", "9"):
         stored["metadata"]["resourceVersion"] = version
         stored["status"]["phase"] = ["Failed"]
-        cache.note_written(stored)
+        cache.store_written(stored)
     (pod,) = state.pods(KEY, "owner")
     assert (pod.view.ready, pod.view.ended, pod.view.phase) == (False, False, "Unknown")
     assert [line.levelname for line in caplog.records] == ["ERROR"], "one line for one object"

@@ -30,7 +30,7 @@ class Watched:
         )
 
     def event(self, kind: str, stored: dict[str, Any]) -> None:
-        cache = self.state.of(POD, "default")
+        cache = self.state.cache_of(POD, "default")
         assert cache is not None
         self.version += 1
         metadata = {**stored["metadata"], "resourceVersion": str(self.version)}
@@ -89,11 +89,11 @@ async def test_a_pod_is_not_known_if_its_last_state_has_a_node_or_may_have(
 
 
 async def test_the_end_of_an_older_pod_says_nothing_about_a_newer_one(watched: Watched) -> None:
-    cache = watched.state.of(POD, "default")
+    cache = watched.state.cache_of(POD, "default")
     assert cache is not None
     newer = pod(uid="next")
     newer["metadata"]["resourceVersion"] = "100"
-    cache.note_written(newer)
+    cache.store_written(newer)
     watched.event("DELETED", pod())
     assert not watched.names()
     assert cache.get(next(iter(cache._entries))) is not None

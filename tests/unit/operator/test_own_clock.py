@@ -86,9 +86,9 @@ def test_a_node_counts_as_lost_by_one_clock(skew_s: int, states: Sequence[tuple[
             known_since = stamp = None
         elif known_since is None:
             known_since, stamp = clocks.now, clocks.theirs()
-        silences.note("n", stamp)
+        silences.record("n", stamp)
         clocks.now += timedelta(seconds=seconds)
-        silences.note("n", stamp)  # seen again, like after a list
+        silences.record("n", stamp)  # seen again, like after a list
         view = NodeView(name="n", allocatable={}, unreachable_since=silences.moment("n"))
         loss = NodeLoss(nodes={"n": view}, after=AFTER, now=clocks.now)
         pod = PodView(name="p", uid="p", labels={}, created=START, node="n")
@@ -106,13 +106,13 @@ def test_caches_count_by_the_operators_clock(skew_s: float) -> None:
     )
     clocks = Clocks(skew_s)
     stamp = clocks.theirs()
-    caches = {cache.collection.label: cache for cache in state.all()}
+    caches = {cache.collection.label: cache for cache in state.awaited_caches()}
     key = ResourceKey(namespace="ns", name="llama")
 
     def moments(version: int, ready: str) -> tuple[datetime | None, datetime | None]:
         """Changes both objects; returns the start of the node's silence and the end of the pod's grace."""
-        caches["nodes"].note_written(node(version, ready, stamp))
-        caches["pods of all namespaces"].note_written(going_pod(version, stamp))
+        caches["nodes"].store_written(node(version, ready, stamp))
+        caches["pods of all namespaces"].store_written(going_pod(version, stamp))
         (view,), (pod,) = state.nodes() or (), state.pods(key, "owner")
         return view.unreachable_since, pod.view.gone_by
 
@@ -136,7 +136,7 @@ def test_a_pause_of_the_operator_does_not_count_as_silence_of_a_node() -> None:
 
     awake = AwakeClock(lambda: passed_s)
     silences = OwnClock(lambda: now, awake.awake_s)
-    silences.note("n", "since")
+    silences.record("n", "since")
     for _ in range(20):
         pass_time(AwakeClock.TICK_S)
         awake.awake_s()
@@ -151,7 +151,7 @@ def test_setting_the_clock_changes_no_wait(set_by: timedelta) -> None:
     """Once, setting the operator's clock made a node count as lost without any silence."""
     now, passed_s = START, 0.0
     silences = OwnClock(lambda: now, lambda: passed_s)
-    silences.note("n", "since")
+    silences.record("n", "since")
     for _ in range(3):
         now, passed_s = now + timedelta(milliseconds=10_003), passed_s + 10
         assert silences.moment("n") == START, "small differences of the clock do not change the time"

@@ -94,7 +94,7 @@ async def test_names_the_reason_why_a_volume_is_not_mounted(
     assert waiting is not None
     assert (waiting.reason, words in waiting.message) == (("FailedMount" if words else CREATING.reason), True)
     assert look.woken == ([KEY] if words else [])
-    assert look.pending.look_again_s(KEY) == AGAIN_S
+    assert look.pending.next_check_s(KEY) == AGAIN_S
 
 
 async def test_requests_events_of_one_pod_per_role_only_while_the_kubelet_prepares_it() -> None:
@@ -107,7 +107,7 @@ async def test_requests_events_of_one_pod_per_role_only_while_the_kubelet_prepar
     assert server.asked == questions * 2
     started = [replace(each, view=replace(each.view, started=True, waiting=None)) for each in pods]
     assert await look.at(100, *started) == [None] * 3
-    assert look.pending.look_again_s(KEY) is None
+    assert look.pending.next_check_s(KEY) is None
     pulling = Waiting("ImagePullBackOff", "x")
     assert await look.at(200, pod("a", waiting=pulling)) == [pulling]
     assert server.asked == questions * 2

@@ -14,7 +14,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD, PRIORITY_CLAS
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.nodes.demand import preferred_node
 from heteroinfer_operator.nodes.placement import build_free_nodes
-from heteroinfer_operator.reconcile.group_planner import describe_promises
+from heteroinfer_operator.reconcile.group_planner import describe_reserving_pods
 from tests.unit.operator.caches import Caches
 
 OWNER = Owner(key=ResourceKey(namespace="ns", name="llama"), uid="owner")
@@ -30,7 +30,7 @@ class PromiseCaches(Caches):
 
     @property
     def promised(self) -> list[str]:
-        return [demand.name for demand in self.state.promised()]
+        return [demand.name for demand in self.state.reserved_demands()]
 
 
 def waiting_pod(name: str = NAME, uid: str = "u", **spec: Any) -> dict[str, Any]:
@@ -117,10 +117,13 @@ def test_a_pod_with_a_preferred_node_is_counted_there_once(caches: PromiseCaches
 
     def free() -> dict[str, float]:
         nodes = caches.state.nodes() or ()
-        return {each.node.name: each.left("cpu") for each in build_free_nodes(nodes, caches.state.promised())}
+        return {
+            each.node.name: each.left("cpu")
+            for each in build_free_nodes(nodes, caches.state.reserved_demands())
+        }
 
     assert free() == {"a": 32, "b": 2}
-    with caches.state.promising([manifest_of("llama-0-7-1", hint)]):
+    with caches.state.reserving([manifest_of("llama-0-7-1", hint)]):
         assert free() == {"a": 2, "b": 2}, "both do not fit on b"
     assert free() == {"a": 32, "b": 2}
     caches.show(POD.path(), waiting_pod(nodeName="a"))
@@ -142,8 +145,11 @@ def test_counts_a_pod_that_will_preempt_on_its_node_before_it_is_stored(
     pod = manifest_of(NAME, hint_at("a"))
     kind = {"metadata": {"name": "high", "uid": "high"}, "value": value, "globalDefault": True}
     caches.show(PRIORITY_CLASS.path(), kind)
-    with caches.state.promising([pod]):
-        assert build_free_nodes(caches.state.nodes() or (), caches.state.promised())[0].is_overfull == counted
+    with caches.state.reserving([pod]):
+        assert (
+            build_free_nodes(caches.state.nodes() or (), caches.state.reserved_demands())[0].is_overfull
+            == counted
+        )
 
 
 def node_of(name: str) -> dict[str, Any]:
@@ -165,9 +171,11 @@ def manifest_of(name: str, affinity: Manifest) -> Manifest:
 
 
 def test_a_message_names_only_pods_of_the_readers_namespace() -> None:
-    assert describe_promises([], "ns") == ""
+    assert describe_reserving_pods([], "ns") == ""
     words = "some of the capacity is reserved for pods that are not scheduled yet: "
-    assert describe_promises(["ns/b", "ns/a"], "ns") == f"{words}a, b"
-    assert describe_promises(["other/secret"], "ns") == f"{words}1 pod of other namespaces"
+    assert describe_reserving_pods(["ns/b", "ns/a"], "ns") == f"{words}a, b"
+    assert describe_reserving_pods(["other/secret"], "ns") == f"{words}1 pod of other namespaces"
     many = [*(f"ns/p{index}" for index in range(5)), "other/secret", "other/hidden"]
-    assert describe_promises(many, "ns") == f"{words}p0, p1, p2, 2 more pods, 2 pods of other namespaces"
+    assert (
+        describe_reserving_pods(many, "ns") == f"{words}p0, p1, p2, 2 more pods, 2 pods of other namespaces"
+    )

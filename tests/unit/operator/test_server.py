@@ -82,14 +82,14 @@ def test_an_unavailable_api_server_refuses_nothing(status: int) -> None:
 def test_invalid_answers_raise_api_error(text: str | bytes) -> None:
     """Any other error ended the watch and with it the operator's process."""
     with pytest.raises(ApiError, match=r"GET /pods: the answer must be .*, got ") as caught:
-        parse_answer("GET /pods", text, has=("kind", "metadata"))
+        parse_answer("GET /pods", text, required_keys=("kind", "metadata"))
     assert not caught.value.is_refusal
     assert len(caught.value.message) < 600
 
 
 def test_a_valid_answer_is_parsed() -> None:
     answer = {"kind": "Pod", "metadata": {"name": "p"}}
-    assert parse_answer("GET /pods", json.dumps(answer), has=("kind", "metadata")) == answer
+    assert parse_answer("GET /pods", json.dumps(answer), required_keys=("kind", "metadata")) == answer
 
 
 async def test_a_pod_uses_no_proxy_to_the_api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_operator.kube.unmade_pods import UnmadePods
+from heteroinfer_operator.kube.unmade_pods import NeverCreatedPods
 
 
 def pod(name: str = "demo-0-7-1", *, plan: str = "p", hint: str = "") -> dict[str, Any]:
@@ -18,34 +18,34 @@ def pod(name: str = "demo-0-7-1", *, plan: str = "p", hint: str = "") -> dict[st
 
 
 def test_a_pod_is_unmade_from_the_decision_until_it_is_created_or_refused() -> None:
-    pods = UnmadePods()
+    pods = NeverCreatedPods()
     assert pods.names() == frozenset()
-    pods.want(pod())
+    pods.add(pod())
     assert pods.names() == {"demo-0-7-1"}
-    assert not pods.was_asked("demo-0-7-1")
-    pods.note_asked("demo-0-7-1")
-    assert pods.was_asked("demo-0-7-1")
+    assert not pods.is_requested("demo-0-7-1")
+    pods.record_request("demo-0-7-1")
+    assert pods.is_requested("demo-0-7-1")
     assert pods.names() == {"demo-0-7-1"}
-    pods.settle("demo-0-7-1")
+    pods.forget("demo-0-7-1")
     assert pods.names() == frozenset()
-    assert not pods.was_asked("demo-0-7-1")
+    assert not pods.is_requested("demo-0-7-1")
 
 
 def test_a_pod_is_created_from_its_first_manifest_while_plan_and_revision_are_the_same() -> None:
-    pods = UnmadePods()
-    pods.want(pod(hint="a"))
-    pods.note_asked("demo-0-7-1")
-    assert pods.want(pod(hint="")) == pod(hint="a")
-    assert pods.was_asked("demo-0-7-1")
-    assert pods.want(pod(plan="another")) == pod(plan="another")
-    assert not pods.was_asked("demo-0-7-1")
+    pods = NeverCreatedPods()
+    pods.add(pod(hint="a"))
+    pods.record_request("demo-0-7-1")
+    assert pods.add(pod(hint="")) == pod(hint="a")
+    assert pods.is_requested("demo-0-7-1")
+    assert pods.add(pod(plan="another")) == pod(plan="another")
+    assert not pods.is_requested("demo-0-7-1")
 
 
 def test_pods_of_epochs_that_are_over_are_forgotten() -> None:
-    pods = UnmadePods()
+    pods = NeverCreatedPods()
     for name in ("demo-0-7-1", "demo-0-8-1", "demo-0-9-1", "demo-1-7-1", "demo-10-7-1"):
-        pods.want(pod(name))
-    pods.note_asked("demo-0-8-1")
-    pods.forget_before({0: 8, 1: 7, 10: 8})
+        pods.add(pod(name))
+    pods.record_request("demo-0-8-1")
+    pods.forget_earlier_epochs({0: 8, 1: 7, 10: 8})
     assert pods.names() == {"demo-0-8-1", "demo-0-9-1", "demo-1-7-1"}
-    assert pods.unasked() == {"demo-0-9-1", "demo-1-7-1"}
+    assert pods.never_requested() == {"demo-0-9-1", "demo-1-7-1"}

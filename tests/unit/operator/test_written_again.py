@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from heteroinfer_operator.kube.kept import MAX_RESTORATIONS, WITHIN, WrittenAgain
+from heteroinfer_operator.kube.kept import CONSECUTIVE_WITHIN, MAX_RESTORATIONS, WrittenAgain
 
 NOW = datetime(2026, 5, 5, tzinfo=UTC)
 
@@ -18,7 +18,7 @@ def notes(manifests: list[dict[str, Any]], every: timedelta) -> list[bool]:
 
 
 def note(written: WrittenAgain, manifest: dict[str, Any], now: datetime) -> bool:
-    return written.note(manifest["kind"], manifest["metadata"]["name"], manifest, now)
+    return written.record_write(manifest["kind"], manifest["metadata"]["name"], manifest, now)
 
 
 def test_repeated_identical_writes_count_as_undone_by_others() -> None:
@@ -29,7 +29,7 @@ def test_repeated_identical_writes_count_as_undone_by_others() -> None:
 
 
 def test_writes_far_apart_are_not_consecutive() -> None:
-    assert not any(notes([policy()] * 20, WITHIN))
+    assert not any(notes([policy()] * 20, CONSECUTIVE_WITHIN))
 
 
 def test_another_manifest_restarts_the_count() -> None:
@@ -50,6 +50,8 @@ def test_setting_the_clock_back_restarts_the_count() -> None:
 
 def test_repeated_deletions_count_as_undone_by_others() -> None:
     written = WrittenAgain()
-    times = [written.note("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MAX_RESTORATIONS)]
+    times = [
+        written.record_write("NetworkPolicy", "demo-0-ranks", None, NOW) for _ in range(MAX_RESTORATIONS)
+    ]
     assert times == [False] * (MAX_RESTORATIONS - 1) + [True]
     assert not note(written, policy(), NOW), "writes and deletions are counted separately"

@@ -12,7 +12,13 @@ from heteroinfer_contract.calibration import Calibration, GpuRate, Hardware, Ker
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_operator.errors import PlanError, Shortage
-from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind, describe, read_kept, slowest
+from heteroinfer_operator.nodes.calibrations import (
+    Calibrations,
+    MeasuredKind,
+    describe_calibration,
+    read_stored_calibrations,
+    slowest,
+)
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import (
@@ -93,7 +99,7 @@ def test_names_the_source_of_rates() -> None:
     planned = plan(spec(gpu(layers=[30]), cpu(layers=[2])), inventory=MEASURED)
     assert CALIBRATION.hash in planned.rates[0].source
     assert CPU in planned.rates[0].source
-    assert "0.1.0" in describe(CALIBRATION)
+    assert "0.1.0" in describe_calibration(CALIBRATION)
     assert "defaults" in plan(spec(cpu())).rates[0].source
 
 
@@ -245,7 +251,7 @@ def test_any_number_in_a_calibration_is_refused_or_predicts_a_time() -> None:
             except ContractError:
                 continue
             taken += 1
-            assert describe(found)
+            assert describe_calibration(found)
             for role in (cpu(), gpu()):
                 assert math.isfinite(rank_s(role, Inventory(calibration={"cpu": found, "gpu": found}))), path
     assert taken > 20
@@ -255,8 +261,8 @@ def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
     kind = MeasuredKind(name="m7i", selector={KIND: "m7i.metal"}, calibration=CALIBRATION)
     entry = kind.to_entry()
     version = CALIBRATION.versions.heteroinfer
-    assert read_kept(entry, version) == (Calibrations(kinds=(kind,)), ())
-    found, (problem,) = read_kept(entry, "9.9.9")
+    assert read_stored_calibrations(entry, version) == (Calibrations(kinds=(kind,)), ())
+    found, (problem,) = read_stored_calibrations(entry, "9.9.9")
     assert found == Calibrations()
     why = (
         f"ignored, because HeteroInfer {version} measured it and this is 9.9.9. Default rates apply until a "
@@ -265,7 +271,7 @@ def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
     assert problem == f"m7i.json: {why} measures a node of this kind"
     # Another version may have written what this one cannot read.
     other = {"m7i.json": entry["m7i.json"].replace('"cores":', '"cores_of_then":').replace(version, "0.0.9")}
-    assert "HeteroInfer 0.0.9 measured it and this is" in read_kept(other, version)[1][0]
+    assert "HeteroInfer 0.0.9 measured it and this is" in read_stored_calibrations(other, version)[1][0]
     text = entry["m7i.json"]
     bad = {
         "a.json": "{",
@@ -274,7 +280,7 @@ def test_reads_stored_calibrations_and_reports_damaged_entries() -> None:
         "d.json": text.replace('"cores": 16', '"cores": 0'),
         "E_.json": text,
     }
-    found, problems = read_kept({**entry, **bad}, version)
+    found, problems = read_stored_calibrations({**entry, **bad}, version)
     assert found == Calibrations(kinds=(kind,))
     assert [problem.partition(":")[0] for problem in problems] == sorted(bad)
     assert all("Default rates apply. Remove this entry" in problem for problem in problems)

@@ -6,7 +6,7 @@ import pytest
 
 from heteroinfer_operator.planning.first_token import add_keep_alive
 from heteroinfer_operator.reconcile.allowed import Allowed
-from heteroinfer_operator.reconcile.reading import has_only
+from heteroinfer_operator.reconcile.reading import has_only_allowed_args
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 
 KEEP_ALIVE = ("--sse-keep-alive-interval", "15")
@@ -50,7 +50,9 @@ def test_a_context_of_a_million_tokens_is_planned_quickly() -> None:
 def test_a_plan_without_a_code_is_read_with_the_keep_alive_that_planning_adds() -> None:
     nothing = Allowed()
     given = ("--profiler-config", "{}")
-    assert not has_only(given, (), nothing)
+    assert not has_only_allowed_args(given, (), nothing)
     for args in (given, add_keep_alive(given)):
-        assert has_only(args, {given}, nothing)
-    assert not has_only((*given, "--sse-keep-alive-interval", "15", "--runner"), {given}, nothing)
+        assert has_only_allowed_args(args, {given}, nothing)
+    assert not has_only_allowed_args(
+        (*given, "--sse-keep-alive-interval", "15", "--runner"), {given}, nothing
+    )

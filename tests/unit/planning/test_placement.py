@@ -21,10 +21,10 @@ from heteroinfer_operator.nodes.demand import (
     tolerates,
 )
 from heteroinfer_operator.nodes.group_placement import assign_nodes
-from heteroinfer_operator.nodes.missing_capacity import explain
+from heteroinfer_operator.nodes.missing_capacity import describe_missing_capacity
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
-from heteroinfer_operator.nodes.placement import FreeNode, build_free_nodes, device_memory_mib, obstacle
+from heteroinfer_operator.nodes.placement import FreeNode, build_free_nodes, device_memory_mib, find_obstacle
 
 GPU = "nvidia.com/gpu"
 ZONE = "topology.kubernetes.io/zone"
@@ -237,7 +237,7 @@ def test_finds_a_node_exactly_if_one_fits(
         assert allowed(demands, tuple(by_name[name] for name in found.nodes), topology_key)
         assert found.domain == (by_name[found.nodes[0]].labels[ZONE] if topology_key else "")
     else:
-        assert explain(demands, free_nodes, topology_key)
+        assert describe_missing_capacity(demands, free_nodes, topology_key)
 
 
 NEAR = {"labelSelector": {"matchLabels": {"app": "x"}}, "topologyKey": ZONE}
@@ -331,7 +331,7 @@ def test_terms_are_about_the_namespaces_that_they_name(namespaces: dict[str, Any
     found = assign_nodes(app(2, away=(term,)), build_free_nodes([one]))
     assert (found is None) is apart
     if found is None:
-        words = explain(app(2, away=(term,)), build_free_nodes([one]))
+        words = describe_missing_capacity(app(2, away=(term,)), build_free_nodes([one]))
         assert "under their podAffinity and podAntiAffinity" in words
 
 
@@ -341,7 +341,7 @@ def test_terms_are_about_the_namespaces_that_they_name(namespaces: dict[str, Any
 def reported(demands: list[PodDemand], *nodes: NodeView, key: str = "") -> str:
     free_nodes = build_free_nodes(nodes)
     assert assign_nodes(demands, free_nodes, key) is None
-    return explain(demands, free_nodes, key)
+    return describe_missing_capacity(demands, free_nodes, key)
 
 
 def test_reports_missing_capacity_by_node() -> None:
@@ -437,7 +437,7 @@ def first_fit(nodes: list[NodeView], waiting: list[PodDemand]) -> list[dict[str,
     for demand in waiting:
         hinted = [free_node for free_node in free_nodes if free_node.node.name == demand.node]
         for free_node in (*hinted, *free_nodes):
-            if not obstacle(demand, free_node.node) and free_node.has(demand.requests):
+            if not find_obstacle(demand, free_node.node) and free_node.has(demand.requests):
                 free_node.take(demand.requests)
                 break
     return [free_node.free for free_node in free_nodes]
@@ -509,7 +509,7 @@ def test_respects_required_node_affinity(expression: dict[str, Any], *, matches:
         "p", {}, {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}}
     )
     labelled = node("n", labels={"gen": "8", "word": "x"})
-    assert (obstacle(demand, labelled) is None) is matches
+    assert (find_obstacle(demand, labelled) is None) is matches
 
 
 def test_five_hundred_nodes_cost_milliseconds() -> None:
@@ -520,7 +520,7 @@ def test_five_hundred_nodes_cost_milliseconds() -> None:
     began = time.process_time()
     assert assign_nodes(fits, build_free_nodes(nodes)) is not None
     assert assign_nodes(full, build_free_nodes(nodes)) is None
-    assert "and there is capacity for 500" in explain(full, build_free_nodes(nodes))
+    assert "and there is capacity for 500" in describe_missing_capacity(full, build_free_nodes(nodes))
     assert time.process_time() - began < 5.0
 
 

@@ -23,7 +23,7 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.reconcile import reconcile
-from heteroinfer_operator.reconcile.refusals import OF_CHILDREN
+from heteroinfer_operator.reconcile.refusals import REASONS_OF_CHILDREN
 from tests.unit.reconcile.damage import HIDING, Webhook, without_annotations
 from tests.unit.reconcile.world import OPTIONS, Objects, World, cpu_pair, waits
 
@@ -138,7 +138,7 @@ class GroupLife(RuleBasedStateMachine):
             return True
         said = parse_status(self.world.status)
         available = said.condition("Available")
-        was_said = available is not None and available.reason in OF_CHILDREN and said.endpoint is None
+        was_said = available is not None and available.reason in REASONS_OF_CHILDREN and said.endpoint is None
         refused = any((each.kind, each.name) == ("Service", "demo") for each in self.world.refusals)
         return not refused and not was_said
 

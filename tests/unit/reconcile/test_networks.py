@@ -30,35 +30,43 @@ def policies(world: World) -> list[str]:
 def test_egress_policies_exist_while_other_policies_restrict_egress(world: World) -> None:
     assert policies(world) == []
     pods = dict(world.pods)
-    world.kept_in = ({},)
+    world.restricted_selectors = ({},)
     world.settle()
     assert policies(world) == ["demo-0-ranks-egress"]
-    world.kept_in = ({"matchLabels": {names.LABEL_LEADER: "true"}}, {"matchLabels": {"app": "db"}})
+    world.restricted_selectors = (
+        {"matchLabels": {names.LABEL_LEADER: "true"}},
+        {"matchLabels": {"app": "db"}},
+    )
     world.settle()
     assert policies(world) == ["demo-0-ranks-egress"] * 2
-    world.kept_in = None  # an operator that has just started keeps the existing policies
+    world.restricted_selectors = None  # an operator that has just started keeps the existing policies
     world.settle()
     assert policies(world) == ["demo-0-ranks-egress"] * 2
-    world.kept_in = ()
+    world.restricted_selectors = ()
     world.settle()
     assert policies(world) == []
     assert world.pods == pods
 
 
-@pytest.mark.parametrize("kept_in", [({},), ({"matchLabels": {"team": "a"}}, {"matchLabels": {"team": "b"}})])
-def test_serving_pods_keep_an_egress_policy_until_the_new_one_exists(kept_in: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    "restricted_selectors", [({},), ({"matchLabels": {"team": "a"}}, {"matchLabels": {"team": "b"}})]
+)
+def test_serving_pods_keep_an_egress_policy_until_the_new_one_exists(
+    restricted_selectors: tuple[Any, ...],
+) -> None:
     def way_out(world: World) -> str:
         (found,) = (name for kind, name in world.objects if kind == POLICY and "-egress-" in name)
         return found
 
     world, later = (
-        World(spec=cpu_pair(), kept_in=each) for each in (({"matchLabels": {"team": "a"}},), kept_in)
+        World(spec=cpu_pair(), restricted_selectors=each)
+        for each in (({"matchLabels": {"team": "a"}},), restricted_selectors)
     )
     world.serve()
     later.settle()
     old, new = way_out(world), way_out(later)
     world.refuses = {(POLICY, new): "exceeded quota: policies"}
-    world.kept_in = kept_in
+    world.restricted_selectors = restricted_selectors
     for _ in range(4):
         world.advance_time(40)
         world.step()
@@ -70,7 +78,7 @@ def test_serving_pods_keep_an_egress_policy_until_the_new_one_exists(kept_in: tu
 
 
 def test_a_group_waits_for_its_egress_policy() -> None:
-    world = World(spec=cpu_pair(), kept_in=({},))
+    world = World(spec=cpu_pair(), restricted_selectors=({},))
     world.refuses = {(POLICY, "demo-0-ranks-egress-*"): "no policies here"}
     world.settle()
     world.answer_inspection()
@@ -80,7 +88,7 @@ def test_a_group_waits_for_its_egress_policy() -> None:
 
 
 def test_a_fetch_has_its_policies_for_the_whole_life_of_its_pod() -> None:
-    world = World(spec=cpu_pair(model=hub_model()), kept_in=({},))
+    world = World(spec=cpu_pair(model=hub_model()), restricted_selectors=({},))
     world.settle()
     assert [name for name in policies(world) if "fetch" in name] == ["demo-fetch", "demo-fetch-egress"]
     run_fetch(world)
@@ -98,7 +106,7 @@ def test_reports_policies_that_block_the_proxy_of_a_fetch() -> None:
     world = World(spec=cpu_pair(model=hub_model(), engine=engine))
     world.settle()
     assert "3128" not in world.message("ModelReady"), "no policy restricts it"
-    world.kept_in = ({},)
+    world.restricted_selectors = ({},)
     world.settle()
     assert "HTTPS_PROXY (engine.env) needs port 3128" in world.message("ModelReady")
     assert "fetchEgress.ports" in world.message("ModelReady")

@@ -7,7 +7,7 @@ import pytest
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import CreateObject, ResourceKey
 from heteroinfer_operator.manifests.identity import Owner
-from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED, Acting
+from heteroinfer_operator.reconcile.refusals import OBJECT_REFUSED, ActionPermits
 from tests.unit.reconcile.world import World, cpu_pair
 
 PODS_OF_A_GROUP = 2
@@ -80,11 +80,11 @@ def test_refused_pods_of_two_resources_retry_at_different_times() -> None:
         owner = Owner(key=ResourceKey(namespace="team", name="llama"), uid=uid)
         metadata = {"name": "llama-0-7-0", "ownerReferences": [owner.reference]}
         pod = CreateObject(manifest={"kind": "Pod", "metadata": metadata}, scopes=frozenset({"group-0"}))
-        acting = Acting("llama", (), World(spec={}).now)
+        permits = ActionPermits("llama", (), World(spec={}).now)
         for _ in range(12):
-            acting.refused(pod, OBJECT_REFUSED, "exceeded quota")
-            (refusal,) = acting.known.values()
-            found.append((refusal.retry_at - acting.now).total_seconds())
+            permits.record_refused(pod, OBJECT_REFUSED, "exceeded quota")
+            (refusal,) = permits.known.values()
+            found.append((refusal.retry_at - permits.now).total_seconds())
         return found[-12:]
 
     found: list[float] = []

@@ -3,7 +3,7 @@
 import pytest
 
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
-from heteroinfer_operator.reconcile.silent_leaders import SILENT_S
+from heteroinfer_operator.reconcile.silent_leaders import MIN_SILENT_S
 from tests.unit.reconcile.world import World, cpu_pair
 
 
@@ -17,11 +17,11 @@ def world() -> World:
 
 def test_a_silent_leader_makes_the_status_unknown_without_ending_its_group(world: World) -> None:
     workers = world.workers()
-    world.silences = {0: SILENT_S}
+    world.silences = {0: MIN_SILENT_S}
     world.step()
     assert world.condition("Available") == ("Unknown", "LeaderSilent")
     assert world.condition("Ready") == ("Unknown", "LeaderSilent")
-    world.silences = {0: 10 * SILENT_S}
+    world.silences = {0: 10 * MIN_SILENT_S}
     world.step()
     assert world.writes == [], "the message does not change with time"
     assert world.look_again_s is not None
@@ -34,7 +34,7 @@ def test_a_silent_leader_makes_the_status_unknown_without_ending_its_group(world
     assert world.workers() == workers
 
 
-@pytest.mark.parametrize("silent_s", [0.0, SILENT_S / 2])
+@pytest.mark.parametrize("silent_s", [0.0, MIN_SILENT_S / 2])
 def test_one_failed_connection_changes_nothing_but_causes_a_recheck(world: World, silent_s: float) -> None:
     world.silences = {0: silent_s}
     world.step()
@@ -47,7 +47,7 @@ def test_another_group_that_serves_keeps_the_resource_available() -> None:
     world = World(spec={**cpu_pair(), "replicas": 2})
     world.serve()
     world.reap()
-    world.silences = {1: SILENT_S}
+    world.silences = {1: MIN_SILENT_S}
     world.step()
     assert world.condition("Available") == ("True", "Serving")
     assert world.condition("Degraded") == ("True", "LeaderSilent")
@@ -55,7 +55,7 @@ def test_another_group_that_serves_keeps_the_resource_available() -> None:
 
 
 def test_an_ended_pod_takes_precedence_over_a_silent_leader(world: World) -> None:
-    world.silences = {0: SILENT_S}
+    world.silences = {0: MIN_SILENT_S}
     world.end_pod(world.workers()[1])
     world.step()
     assert world.condition("Available")[0] == "False"

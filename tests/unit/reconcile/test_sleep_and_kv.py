@@ -8,7 +8,7 @@ import pytest
 from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.model import AttentionKind, LayerKind
 from heteroinfer_contract.plan import Device, Mode, eager_reason
-from heteroinfer_operator.reconcile.status_summary import plan_status
+from heteroinfer_operator.reconcile.status_summary import build_plan_status
 from tests.unit.launch.test_environment import PLAN
 from tests.unit.reconcile.world import PROFILE, World, cpu_pair
 
@@ -199,7 +199,7 @@ def test_no_kv_cache_is_reported_before_every_rank_has_one(world: World) -> None
 
 
 def test_the_status_reports_why_gpu_ranks_run_eagerly() -> None:
-    assert plan_status(PLAN).eager_reason is None
+    assert build_plan_status(PLAN).eager_reason is None
     pair = [
         replace(
             PLAN.ranks[i],
@@ -216,5 +216,5 @@ def test_the_status_reports_why_gpu_ranks_run_eagerly() -> None:
     mixed = replace(
         PLAN, mode=Mode.TENSOR, tensor_parallel_size=2, pipeline_parallel_size=1, ranks=tuple(pair)
     )
-    assert plan_status(mixed).eager_reason == eager_reason(mixed)
-    assert "CUDA graph" in plan_status(mixed).dump()["eagerReason"]
+    assert build_plan_status(mixed).eager_reason == eager_reason(mixed)
+    assert "CUDA graph" in build_plan_status(mixed).dump()["eagerReason"]

@@ -8,7 +8,7 @@ import pytest
 
 from heteroinfer_operator.cluster import ApplyObject, CreateObject, Write
 from heteroinfer_operator.nodes.node_assignment import Gang
-from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, subject
+from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, OBJECT_REFUSED, kind_and_name
 from tests.unit.reconcile.world import OPTIONS, World, cpu_pair
 
 KINDS = {
@@ -29,7 +29,7 @@ class SlowGang(World):
     asked_for: set[str] = field(default_factory=set)
 
     def _why_refused(self, action: Write) -> tuple[str, str] | None:
-        found = subject(action, "demo")
+        found = kind_and_name(action, "demo")
         (gang,) = self.gangs
         if found[0] != KINDS[gang] or found in self.objects:
             return World._why_refused(self, action)
@@ -76,7 +76,7 @@ class Quota(World):
     made: list[str] = field(default_factory=list)
 
     def _why_refused(self, action: Write) -> tuple[str, str] | None:
-        found = subject(action, "demo")
+        found = kind_and_name(action, "demo")
         if isinstance(action, ApplyObject) and found[0] == "PodGroup":
             if found not in self.objects and self.others + sum(
                 kind == "PodGroup" for kind, _ in self.objects

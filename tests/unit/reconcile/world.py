@@ -48,7 +48,7 @@ from heteroinfer_operator.reconcile.budget import (
     Spending,
     Window,
     creates_pod,
-    max_pods,
+    max_pods_per_minute,
     wanted_pods,
 )
 from heteroinfer_operator.reconcile.refusals import (
@@ -59,9 +59,9 @@ from heteroinfer_operator.reconcile.refusals import (
     NAME_TAKEN,
     NOT_ANSWERED,
     OBJECT_REFUSED,
-    Acting,
-    asked_anew,
-    subject,
+    ActionPermits,
+    kind_and_name,
+    retry_revisions_now,
 )
 from heteroinfer_operator.seen_time import SeenTime
 
@@ -97,7 +97,7 @@ BOUNDS = {
     "status writes": (timedelta(seconds=1), 2),
     "events": (timedelta(minutes=1), 10),
 }
-"""Limits of a resource's actions by kind: a time and a number; `max_pods` gives the number of pods."""
+"""Limits of a resource's actions by kind: a time and a number; `max_pods_per_minute` limits pods."""
 
 
 def cpu_pair(**changes: Any) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class World:
         refuses_pods: why no pod may be created now, or "".
         quota_is_full: whether a quota has no room for another pod now.
         unanswered: kinds and name patterns that the API server does not answer now.
-        unmade: pods that this process decided to create but that never existed.
-        asked: the subset of `unmade` whose creates had no answer.
+        never_created: pods that this process decided to create but that never existed.
+        asked: the subset of `never_created` whose creates had no answer.
         never_placed: pods that the process saw vanish without a node.
         holds: names that objects in deletion still have, by kind and name, with the message.
         webhook: changes each stored object other than pods.
@@ -147,7 +147,7 @@ class World:
         gangs: gang schedulers of the cluster.
         served_too: additional API versions under which the cluster lists objects, by their version.
         look_again_s: seconds until the next check if no event comes.
-        kept_in: pod selectors of other egress policies in the namespace; None while unknown.
+        restricted_selectors: pod selectors of other egress policies in the namespace; None while unknown.
         passed_s: elapsed time by a clock that is never set; `now` may be set.
         connecting: time for which the operator has seen ranks of groups connect.
     """
@@ -185,7 +185,7 @@ class World:
     refuses_pods: str = ""
     quota_is_full: Callable[[], bool] = lambda: False
     unanswered: set[tuple[str, str]] = field(default_factory=set)
-    unmade: set[str] = field(default_factory=set)
+    never_created: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     never_placed: set[str] = field(default_factory=set)
     holds: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class World:
     silent: bool = False
     gangs: frozenset[Gang] = frozenset()
     served_too: Mapping[str, str] = field(default_factory=dict)
-    kept_in: tuple[Manifest, ...] | None = ()
+    restricted_selectors: tuple[Manifest, ...] | None = ()
     look_again_s: float | None = None
     passed_s: float = 0.0
     connecting: SeenTime[tuple[int, int]] = field(default_factory=SeenTime)
@@ -243,10 +243,10 @@ class World:
             admitted=self.admitted,
             gangs=self.gangs,
             connecting_s=self.connecting.look(self.passed_s),
-            unmade=frozenset(self.unmade),
-            unasked=frozenset(self.unmade - self.asked),
+            never_created=frozenset(self.never_created),
+            never_requested=frozenset(self.never_created - self.asked),
             never_placed=frozenset(self.never_placed),
-            kept_in=self.kept_in,
+            restricted_selectors=self.restricted_selectors,
         )
 
     def _shown_objects(self) -> tuple[dict[str, Any], ...]:
@@ -270,21 +270,21 @@ class World:
         self.writes = []
         self.budget.report = self.held_back.append
         spending = Spending(self.budget, observation.resource, decision.actions, self.now)
-        acting = Acting("demo", self.refusals, self.now, spending)
+        permits = ActionPermits("demo", self.refusals, self.now, spending)
         for action in _as_sent(decision.actions):
             if isinstance(action, RecordEvent):
                 self._record(action)
                 continue
             self._note_wanted(action)
-            if not acting.may(action):
+            if not permits.may_run(action):
                 continue
             if refused := self._why_refused(action):
-                acting.refused(action, *refused)
+                permits.record_refused(action, *refused)
             else:
-                self._do(action, acting)
-        self.refusals = tuple(acting.known.values())
+                self._do(action, permits)
+        self.refusals = tuple(permits.known.values())
         assert not self.calm or "pods" not in self.held_back
-        due = [wait for wait in (decision.look_again_s, acting.look_again_s()) if wait is not None]
+        due = [wait for wait in (decision.look_again_s, permits.look_again_s()) if wait is not None]
         self.look_again_s = min(due, default=None)
         self._meddle()
         return decision
@@ -314,46 +314,46 @@ class World:
             self.tried.append(action.revision)
             return NOT_ANSWERED, "waiting for the answer"
         if self._is_unanswered(action):
-            self.asked.add(subject(action, "demo")[1])
+            self.asked.add(kind_and_name(action, "demo")[1])
             return NOT_ANSWERED, "no answer"
         if words := self._refused(action) or self._over_quota(action):
             return OBJECT_REFUSED, words
         if creates_pod(action) and self._is_taken(action):
             return NAME_TAKEN, "a pod of this name has another owner"
-        if words := self.holds.get(subject(action, "demo"), ""):
+        if words := self.holds.get(kind_and_name(action, "demo"), ""):
             return NAME_HELD, words
         return None
 
-    def _do(self, action: Write, acting: Acting) -> None:
+    def _do(self, action: Write, permits: ActionPermits) -> None:
         """Runs an action that is not refused."""
         if isinstance(action, TryObjects):
             self.admitted = frozenset({action.revision})
         writes = not self._is_there(action)
-        was_there = subject(action, "demo") in self.objects
+        was_there = kind_and_name(action, "demo") in self.objects
         self._run(action)
         self._note_caused(action)
         if words := self._changed(action):
-            acting.refused(action, CHANGED_BY_OTHERS, words)
+            permits.record_refused(action, CHANGED_BY_OTHERS, words)
         elif writes and self._is_written_again(action):
             reason = CHANGED_BY_OTHERS if was_there else DELETED_BY_OTHERS
             reason = MADE_BY_OTHERS if isinstance(action, DeleteObject | RemoveFinalizer) else reason
-            acting.refused(action, reason, "somebody undoes it")
+            permits.record_refused(action, reason, "somebody undoes it")
         else:
-            acting.done(action)
+            permits.record_success(action)
         self.writes += [action] if writes else []
 
     def _note_wanted(self, action: Write) -> None:
-        kind, name = subject(action, "demo")
+        kind, name = kind_and_name(action, "demo")
         if kind != "Pod" or not isinstance(action, CreateObject):
             return
-        self.unmade.add(name)
+        self.never_created.add(name)
         if not self._is_unanswered(action) and (
             self._refused(action) or self._over_quota(action) or (kind, name) in self.holds
         ):
-            self.unmade.discard(name)
+            self.never_created.discard(name)
 
     def _is_unanswered(self, action: Write) -> bool:
-        kind, name = subject(action, "demo")
+        kind, name = kind_and_name(action, "demo")
         return any(_is_meant(found, kind, name) for found in self.unanswered)
 
     def live(self, seconds: float) -> int:
@@ -371,7 +371,7 @@ class World:
 
     def _is_taken(self, action: Write) -> bool:
         """Checks whether a foreign pod has the name of a pod to be created."""
-        name = subject(action, "demo")[1]
+        name = kind_and_name(action, "demo")[1]
         return name in self.strangers or (name in self.pods and self.pods[name].uid.startswith("forged"))
 
     def _note_caused(self, action: Action) -> None:
@@ -385,7 +385,7 @@ class World:
         moments = [moment for moment in self.caused.get(kind, ()) if self.now >= moment > self.now - within]
         self.caused[kind] = [*moments, self.now]
         if kind == "pods":
-            most = max_pods(wanted_pods(self.observe().resource))
+            most = max_pods_per_minute(wanted_pods(self.observe().resource))
         if kind != "events" or self.calm:  # EventRecorder drops further events
             assert len(moments) < most, f"{len(moments) + 1} {kind} within {within}"
 
@@ -404,13 +404,13 @@ class World:
         if self.written[0] != self.generation:
             self.written = self.generation, WrittenAgain()
         if isinstance(action, RemoveFinalizer):
-            return self.written[1].note(names.KIND, names.FINALIZER, None, self.now)
+            return self.written[1].record_write(names.KIND, names.FINALIZER, None, self.now)
         if isinstance(action, DeleteObject) and action.kind != "Pod":
-            return self.written[1].note(action.kind, action.name, None, self.now)
+            return self.written[1].record_write(action.kind, action.name, None, self.now)
         if not isinstance(action, ApplyObject | CreateObject) or action.manifest["kind"] in {"Pod", "Secret"}:
             return False
         kind, name = action.manifest["kind"], action.manifest["metadata"]["name"]
-        return self.written[1].note(kind, name, action.manifest, self.now)
+        return self.written[1].record_write(kind, name, action.manifest, self.now)
 
     def _refused(self, action: Write) -> str:
         """Returns the message of a refused action, or ""."""
@@ -418,7 +418,7 @@ class World:
             self.tried.append(action.revision)
             tried = (self._refused(CreateObject(manifest=manifest)) for manifest in action.manifests)
             return next(filter(None, tried), "")
-        kind, name = subject(action, "demo")
+        kind, name = kind_and_name(action, "demo")
         refused = [words for found, words in self.refuses.items() if _is_meant(found, kind, name)]
         if kind == "Pod" and isinstance(action, CreateObject):
             refused.append(self.refuses_pods)
@@ -431,18 +431,20 @@ class World:
 
     def idle_actions(self) -> list[Action]:
         """Returns the actions of a reconcile without any change; none in a world at rest."""
-        acting = Acting("demo", self.refusals, self.now)
+        permits = ActionPermits("demo", self.refusals, self.now)
         decided = reconcile(self.observe(), self.now, self.options).actions
         return [
             action
             for action in decided
-            if isinstance(action, RecordEvent) or (not self._is_there(action) and acting.may(action))
+            if isinstance(action, RecordEvent) or (not self._is_there(action) and permits.may_run(action))
         ]
 
     def _is_there(self, action: Write) -> bool:
         """Checks whether an action would create an existing object, which has no effect."""
         return (
-            isinstance(action, CreateObject) and action.may_exist and subject(action, "demo") in self.objects
+            isinstance(action, CreateObject)
+            and action.may_exist
+            and kind_and_name(action, "demo") in self.objects
         )
 
     def settle(self, reconciles: int = 10) -> None:
@@ -532,14 +534,14 @@ class World:
         self.spec = {**self.spec, **changes}
         self.generation += 1
         self.version += 1
-        self.refusals = asked_anew(self.refusals, self.now)
+        self.refusals = retry_revisions_now(self.refusals, self.now)
 
     def restart_operator(self) -> None:
         """Clears the operator's memory."""
         self.refusals, self.admitted, self.written = (), frozenset(), (0, WrittenAgain())
         self.budget, self.caused = Budget(), {}
         self.connecting = SeenTime()
-        self.unmade, self.never_placed = set(), set()
+        self.never_created, self.never_placed = set(), set()
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Returns status and reason of a condition."""
@@ -585,7 +587,7 @@ class World:
             self.objects[manifest["kind"], name] = {**manifest, "metadata": metadata}
             return
         assert name not in self.pods, f"pod {name} exists"
-        self.unmade.discard(name)
+        self.never_created.discard(name)
         self.never_placed.discard(name)
         self.created.append(name)
         stored = self.pod_webhook(manifest)

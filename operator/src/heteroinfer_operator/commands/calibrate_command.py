@@ -7,7 +7,7 @@ from pathlib import Path
 from heteroinfer_contract.calibration import ALL_NODES, Calibration
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.local import calibration_file, worker_python
-from heteroinfer_operator.nodes.calibrations import describe
+from heteroinfer_operator.nodes.calibrations import describe_calibration
 from heteroinfer_operator.quantity import gigabytes_per_s
 
 
@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     python = worker_python.find_worker_python(arguments.worker_python)
     sys.stderr.write(calibration_file.MEASURING)
     calibration = calibration_file.measure(python)
-    file = arguments.output or calibration_file.cache_folder() / calibration_file.FILE
-    calibration_file.write(calibration, file)
+    file = arguments.output or calibration_file.cache_folder() / calibration_file.FILE_NAME
+    calibration_file.write_calibration_file(calibration, file)
     for line in (*describe_all(calibration), f"wrote {file}"):
         sys.stdout.write(f"{printable(line)}\n")
     return 0
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe_all(calibration: Calibration) -> list[str]:
     """Describes a calibration, a line for each measurement; rates are in GB/s."""
-    lines = [describe(calibration)]
+    lines = [describe_calibration(calibration)]
     for reading in calibration.readings:
         where = "" if reading.node == ALL_NODES else f" of NUMA node {reading.node}"
         lines.append(

@@ -15,8 +15,8 @@ from heteroinfer_contract.printable import printable
 from heteroinfer_operator.commands.calibrate_command import describe_all
 from heteroinfer_operator.commands.printable_logs import JsonFormatter, PrintableFormatter
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.kube.installation import check
-from heteroinfer_operator.kube.kept_calibrations import keep
+from heteroinfer_operator.kube.installation import find_missing_parts
+from heteroinfer_operator.kube.kept_calibrations import write_calibration
 from heteroinfer_operator.kube.lease import LeaseLostError
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(settings: InstallationSettings) -> int:
-    problems = asyncio.run(check(settings))
+    problems = asyncio.run(find_missing_parts(settings))
     for problem in problems:
         sys.stdout.write(f"{printable(problem)}\n")
     sys.stdout.write(
@@ -163,7 +163,7 @@ async def _keep_calibration(settings: InstallationSettings, arguments: argparse.
     kind = MeasuredKind(
         name=check_kind(arguments.node_kind),
         selector=check_selector(selector),
-        calibration=calibration_file.read(arguments.keep_calibration),
+        calibration=calibration_file.read_calibration_file(arguments.keep_calibration),
     )
     measured, own = kind.calibration.versions.heteroinfer, own_version()
     if measured != own:
@@ -174,7 +174,7 @@ async def _keep_calibration(settings: InstallationSettings, arguments: argparse.
     name = NamespacedName(namespace=settings.namespace, name=settings.calibration_config_map)
     server = ApiServer(await load_configuration())
     try:
-        await keep(server, name, kind)
+        await write_calibration(server, name, kind)
     finally:
         await server.close()
     for line in (*describe_all(kind.calibration), f"stored in ConfigMap {name}: {kind.name}"):

@@ -47,10 +47,10 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
     if given == _NO_CALIBRATION:
         return Calibrations(missing="--calibration none")
     if given is not None:
-        return Calibrations(this_machine=calibration_file.read(Path(given)))
+        return Calibrations(this_machine=calibration_file.read_calibration_file(Path(given)))
     if other_machines:
         return Calibrations(missing="measure such a node and add --calibration FILE")
-    own, missing = calibration_file.read_own(calibration_file.cache_folder())
+    own, missing = calibration_file.read_own_calibration(calibration_file.cache_folder())
     return Calibrations(this_machine=own, missing=missing)
 
 

@@ -118,8 +118,10 @@ def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
     folder = cache_folder()
     if measure:
         sys.stderr.write(calibration_file.MEASURING)
-        calibration_file.write(calibration_file.measure(worker_python), folder / calibration_file.FILE)
-    own, missing = calibration_file.read_own(folder)
+        calibration_file.write_calibration_file(
+            calibration_file.measure(worker_python), folder / calibration_file.FILE_NAME
+        )
+    own, missing = calibration_file.read_own_calibration(folder)
     return Calibrations(this_machine=own, missing=missing)
 
 

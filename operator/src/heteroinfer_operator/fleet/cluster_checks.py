@@ -15,12 +15,12 @@ from heteroinfer_operator.fleet.installations import (
     read_operators,
 )
 from heteroinfer_operator.kube import rights
-from heteroinfer_operator.kube.gangs import find_served_gangs
+from heteroinfer_operator.kube.gangs import detect_gangs
 from heteroinfer_operator.kube.installation import resource_problem
 from heteroinfer_operator.kube.paths import NODE, Kind
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer
 from heteroinfer_operator.nodes.cpu_features import CPUID_LABEL
-from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM, other_platform
+from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM, describe_other_platform
 from heteroinfer_operator.settings import InstallationSettings
 
 MIN_KUBERNETES_VERSION: Final = (1, 30)
@@ -171,9 +171,7 @@ class _ClusterReader:
         return judge_cpu_labels(await self._read_nodes())
 
     async def gang_scheduler(self) -> CheckAnswer:
-        found = [
-            gang.value for gang, served in (await find_served_gangs(self._server)).items() if served is True
-        ]
+        found = [gang.value for gang, served in (await detect_gangs(self._server)).items() if served is True]
         if found:
             return CheckState.OK, ", ".join(found)
         return CheckState.NOTE, (
@@ -219,15 +217,15 @@ async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> l
     account = rights.ServiceAccount(namespace=namespace, name=operator.account)
     missing: list[str] = []
     for served in settings.watch_namespaces or (None,):
-        missing += await rights.missing_rights(server, rights.SERVED, served, account)
+        missing += await rights.find_missing_rights(server, rights.SERVED, served, account)
     if not settings.watch_namespaces:
-        missing += await rights.missing_rights(server, rights.CLUSTER, None, account)
+        missing += await rights.find_missing_rights(server, rights.CLUSTER, None, account)
     rules: tuple[rights.AccessRule, ...] = ()
     if settings.key_secret:
         rules += rights.key_rules(settings.key_secret, settings.former_key_secret)
     if settings.leader_election:
         rules += rights.lease_rules(settings.lease_name)
-    return missing + await rights.missing_rights(server, rules, namespace, account)
+    return missing + await rights.find_missing_rights(server, rules, namespace, account)
 
 
 def judge_kubernetes(major: str, minor: str, version: str) -> CheckAnswer:
@@ -308,7 +306,7 @@ def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
 
 def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     """Checks that nodes which can run the images are labelled with the features of their CPUs."""
-    usable = [node for node in nodes if not other_platform(IMAGE_PLATFORM, _labels(node))]
+    usable = [node for node in nodes if not describe_other_platform(IMAGE_PLATFORM, _labels(node))]
     if not usable:
         return CheckState.FAILED, "no node runs Linux on x86-64, the platform of the images"
     without = [

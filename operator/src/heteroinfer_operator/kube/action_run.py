@@ -40,17 +40,17 @@ from heteroinfer_operator.kube.child_errors import (
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
-from heteroinfer_operator.kube.kept import STATUS_AGAIN_S, Kept, UnderWay
+from heteroinfer_operator.kube.kept import STATUS_RETRY_S, PendingRequest, ResourceMemory
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer, RequestLane
 from heteroinfer_operator.reconcile.refusals import (
     NOT_ANSWERED,
     OBJECT_REFUSED,
-    Acting,
-    Subject,
+    ActionPermits,
+    KindAndName,
+    kind_and_name,
     scopes_of,
-    subject,
 )
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ PATIENCE_S: Final = 0.25
 
 Most requests are done within this time.
 """
-_RETRY_STATUS_S: Final = 0.5
+_STATUS_RETRY_PAUSE_S: Final = 0.5
 """Pause after a failed attempt to write a status."""
-_UNDER_WAY: Final = "the request was sent; waiting for the answer"
+_SENT: Final = "the request was sent; waiting for the answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,21 +99,23 @@ class ActionRun:
     """Runs the actions of one decision. Tracks the resourceVersion through its own writes.
 
     Args:
-        kept: state of the resource, after `begin`.
+        memory: state of the resource, after `begin`.
     """
 
-    def __init__(self, context: ActionContext, observation: ResourceObservation, kept: Kept) -> None:
+    def __init__(
+        self, context: ActionContext, observation: ResourceObservation, memory: ResourceMemory
+    ) -> None:
         self._context = context
         # A request may outlive its decision. It must not keep the spec and the status in memory until then.
         self._resource = observation.resource.without_fields()
-        self._kept = kept
-        self._acting = kept.acting
-        self._generation = kept.generation
+        self._memory = memory
+        self._permits = memory.permits
+        self._generation = memory.generation
         self._version = self._resource.resource_version
         self._finalizers = self._resource.finalizers
         self._epochs = {_group_and_epoch(pod.labels) for pod in observation.pods}
-        self._launched: dict[Subject, UnderWay] = {}
-        self._status_s: float | None = None
+        self._started_requests: dict[KindAndName, PendingRequest] = {}
+        self._status_retry_s: float | None = None
         self._conflict: ConflictError | None = None
         self._deadline_s = 0.0
         self._is_finished = False
@@ -128,35 +130,40 @@ class ActionRun:
             ConflictError: an object is in another state than the decision assumed.
         """
         try:
-            self._promise(actions)
+            self._reserve_capacity(actions)
             if await self._write_resource(actions):
                 for event in (action for action in actions if isinstance(action, RecordEvent)):
                     self._context.recorder.record(self._resource, event)
             self._deadline_s = asyncio.get_running_loop().time() + self._context.patience_s
-            for stage in _stages(actions):
+            for stage in _split_stages(actions):
                 await self._run_stage(stage)
             for action in actions:
-                if isinstance(action, TryObjects) and self._acting.may(action):
-                    await self._try_action(action, self._try_objects(action))
+                if isinstance(action, TryObjects) and self._permits.may_run(action):
+                    await self._run_and_record(action, self._try_objects(action))
         finally:
             self._is_finished = True
-            self._acting.end()
+            self._permits.release_inputs()
         if self._conflict is not None:
             raise self._conflict
-        waits = [self._acting.look_again_s(), self._status_s]
+        waits = [self._permits.look_again_s(), self._status_retry_s]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _promise(self, actions: Sequence[Action]) -> None:
-        """Reserves capacity for the pods of this decision until the next, before other resources decide."""
+    def _reserve_capacity(self, actions: Sequence[Action]) -> None:
+        """Reserves capacity for the pods of this decision until the next decision.
+
+        Other resources that decide in between then do not plan the same capacity.
+        """
         creates = [action.manifest for action in actions if isinstance(action, CreateObject)]
         pods = [manifest for manifest in creates if manifest["kind"] == POD.name]
-        self._kept.promises.close()
-        self._kept.promises.enter_context(self._context.cluster_state.promising(pods))
+        self._memory.promises.close()
+        self._memory.promises.enter_context(self._context.cluster_state.reserving(pods))
 
     async def _try_objects(self, action: TryObjects) -> None:
-        await self._context.dry_runs.find(self._resource, action, patience_s=self._remaining_s())
+        """Runs the dry run of a revision's objects for the rest of this reconcile's time."""
+        await self._context.dry_runs.await_admission(self._resource, action, patience_s=self._seconds_left())
 
-    def _remaining_s(self) -> float:
+    def _seconds_left(self) -> float:
+        """Returns the seconds that this reconcile may still wait for requests."""
         return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
 
     # Writes to the resource itself. The status comes first, because it depends on no other write.
@@ -169,39 +176,42 @@ class ActionRun:
         """
         statuses = [action for action in actions if isinstance(action, PatchStatus)]
         finalizers = [action for action in actions if isinstance(action, RemoveFinalizer)]
-        if not statuses and self._kept.status_tries.are_under_way:  # an attempt may still be stored
-            self._kept.status_tries.cancel()
-            self._block_until_written([PatchStatus(status={}, resource_version="")])
-            self._status_s = STATUS_AGAIN_S
+        if not statuses and self._memory.status_attempts.has_pending:  # an attempt may still be stored
+            self._memory.status_attempts.cancel()
+            self._record_conflicts([PatchStatus(status={}, resource_version="")])
+            self._status_retry_s = STATUS_RETRY_S
         elif not statuses:  # the stored status is up to date
             self._context.callbacks.status_written(self._resource.key, True)
         writes: list[PatchStatus | RemoveFinalizer] = [*statuses, *finalizers]
-        if writes and (wait_s := self._kept.status_tries.wait_s()) > 0:  # send nothing and count nothing
-            self._block_until_written(writes)
-            self._status_s = wait_s
+        if writes and (wait_s := self._memory.status_attempts.wait_s()) > 0:  # send nothing and count nothing
+            self._record_conflicts(writes)
+            self._status_retry_s = wait_s
             return not statuses
-        due = [action for action in writes if self._acting.may(action)]
+        due = [action for action in writes if self._permits.may_run(action)]
         if not due:
             return not statuses
-        task = self._start(self._write_in_turn(due), f"status of {self._resource.key}")
-        self._kept.status_tries.add(task)
+        task = self._start_task(self._write_one_by_one(due), f"status of {self._resource.key}")
+        self._memory.status_attempts.add(task)
         await asyncio.wait({task}, timeout=self._context.patience_s)
         if not task.done():
-            self._block_until_written(due)
-            self._not_written(self._kept.status_tries.wait_s())
+            self._record_conflicts(due)
+            self._report_unwritten_status(self._memory.status_attempts.wait_s())
         elif not task.cancelled():
             task.result()
         return not statuses or statuses[0] in due
 
-    def _not_written(self, again_s: float) -> None:
+    def _report_unwritten_status(self, again_s: float) -> None:
+        """Reports that the status is not written, and when to try again."""
         self._context.callbacks.status_written(self._resource.key, False)
-        self._status_s = again_s
+        self._status_retry_s = again_s
 
-    def _block_until_written(self, actions: Iterable[Write]) -> None:
+    def _record_conflicts(self, actions: Iterable[Write]) -> None:
+        """Blocks all actions that depend on these actions."""
         for action in actions:
-            self._acting.conflicted(action)
+            self._permits.record_conflict(action)
 
-    async def _write_in_turn(self, actions: Sequence[PatchStatus | RemoveFinalizer]) -> None:
+    async def _write_one_by_one(self, actions: Sequence[PatchStatus | RemoveFinalizer]) -> None:
+        """Writes status and finalizers one by one; stops after a conflict or without an answer."""
         for action in actions:
             try:
                 if isinstance(action, PatchStatus):
@@ -216,36 +226,40 @@ class ActionRun:
             except ApiError as error:
                 if not error.is_refusal:
                     logger.warning("%s: status not written: %s", self._resource.key, error.message)
-                    self._block_until_written(actions)
-                    self._not_written(_RETRY_STATUS_S)
+                    self._record_conflicts(actions)
+                    self._report_unwritten_status(_STATUS_RETRY_PAUSE_S)
                     return
                 self._context.callbacks.status_written(self._resource.key, False)
                 self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.said))
             else:
-                self._current().done(action)
-                self._kept.status_tries.cancel(but=asyncio.current_task())
+                self._current_permits().record_success(action)
+                self._memory.status_attempts.cancel(kept_task=asyncio.current_task())
                 self._context.callbacks.status_written(self._resource.key, True)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
 
     async def _patch_status(self, action: PatchStatus) -> None:
-        observed = action.resource_version == self._resource.resource_version
+        """Writes the status, if the stored version is the version that the decision used."""
+        is_observed_version = action.resource_version == self._resource.resource_version
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name, "status")
-        body = self._body({"status": action.status}, self._version if observed else action.resource_version)
-        await self._write(self._context.server.update(path, body, lane=RequestLane.STATUS))
+        body = self._build_body(
+            {"status": action.status}, self._version if is_observed_version else action.resource_version
+        )
+        await self._send_resource_write(self._context.server.update(path, body, lane=RequestLane.STATUS))
 
     async def _remove_finalizer(self) -> None:
-        wanted = tuple(f for f in self._finalizers if f != names.FINALIZER)
-        if wanted == self._finalizers:
+        """Removes the finalizer that earlier versions set."""
+        remaining = tuple(f for f in self._finalizers if f != names.FINALIZER)
+        if remaining == self._finalizers:
             return
         path = HETERO_INFERENCE.path(self._resource.key.namespace, self._resource.key.name)
-        body = self._body({"metadata": {"finalizers": list(wanted)}}, self._version)
-        await self._write(self._context.server.merge(path, body, lane=RequestLane.STATUS))
-        self._finalizers = wanted
-        if self._kept.written.note(names.KIND, names.FINALIZER, None, self._current().now):
+        body = self._build_body({"metadata": {"finalizers": list(remaining)}}, self._version)
+        await self._send_resource_write(self._context.server.merge(path, body, lane=RequestLane.STATUS))
+        self._finalizers = remaining
+        if self._memory.written.record_write(names.KIND, names.FINALIZER, None, self._current_permits().now):
             raise finalizer_set_each_time(self._resource)
 
-    def _body(self, fields: Manifest, version: str) -> Manifest:
+    def _build_body(self, fields: Manifest, version: str) -> Manifest:
         """Builds the request body. The API server refuses it if the resource has another version."""
         metadata = {
             **fields.get("metadata", {}),
@@ -257,57 +271,65 @@ class ActionRun:
         kind = {"apiVersion": HETERO_INFERENCE.api_version, "kind": HETERO_INFERENCE.name}
         return {**kind, **fields, "metadata": metadata}
 
-    async def _write(self, write: Coroutine[Any, Any, Manifest]) -> None:
-        """Sends a write of the resource and keeps its new version as the expected one."""
+    async def _send_resource_write(self, write: Coroutine[Any, Any, Manifest]) -> None:
+        """Sends a write of the resource, and stores the new version for the next write.
+
+        Raises:
+            ConflictError: the resource has another version, or is gone.
+        """
         try:
             stored = await write
         except ApiError as error:
             if error.status not in (CONFLICT, NOT_FOUND):
                 raise
-            self._context.cluster_state.resources.doubt(self._resource.key)
+            self._context.cluster_state.resources.mark_outdated(self._resource.key)
             raise ConflictError(error.message) from error
         self._version = stored["metadata"]["resourceVersion"]
-        self._context.cluster_state.resources.note_written(stored)
+        self._context.cluster_state.resources.store_written(stored)
 
     # Writes to children.
 
     async def _run_stage(self, stage: Sequence[Write]) -> None:
+        """Starts the writes of a stage and waits for them until the reconcile's time is over."""
         started: dict[asyncio.Task[object], Sequence[Write]] = {}
         pods: dict[tuple[frozenset[str], str], list[CreateObject]] = {}
         for action in stage:
             if isinstance(action, CreateObject) and action.manifest["kind"] == POD.name:
-                if (found := self._start_pod_create(action)) is not None:
-                    pods.setdefault((found.scopes, _epoch_of(found)), []).append(found)
+                if (found := self._prepare_pod_create(action)) is not None:
+                    pods.setdefault((found.scopes, _epoch_of_create(found)), []).append(found)
             elif self._may_start(action):
-                started[self._launch([action], self._run_one(action))] = [action]
+                started[self._start_writes([action], self._run_child_write(action))] = [action]
         for batch in pods.values():
-            started[self._launch(batch, self._create_pods(batch))] = []
+            started[self._start_writes(batch, self._create_pods(batch))] = []
         if not started:
             return
-        await asyncio.wait(started, timeout=self._remaining_s())
+        await asyncio.wait(started, timeout=self._seconds_left())
         for task, actions in started.items():
             if not task.done():
                 self._block_dependents(actions)
             elif not task.cancelled():
                 task.result()
 
-    def _start_pod_create(self, action: CreateObject) -> CreateObject | None:
-        """Returns the create action of a pod if it may start now. Remembers the pod's manifest."""
-        name, epoch = action.manifest["metadata"]["name"], _epoch_of(action)
-        if (POD.name, name) in self._kept.under_way:
+    def _prepare_pod_create(self, action: CreateObject) -> CreateObject | None:
+        """Returns the create of a pod with its first manifest, or None if it may not start now."""
+        name, epoch = action.manifest["metadata"]["name"], _epoch_of_create(action)
+        if (POD.name, name) in self._memory.pending_requests:
             return None
         if epoch:
-            action = replace(action, manifest=self._kept.unmade.want(action.manifest))
-        others = (each for each in self._kept.under_way.values() if each.epoch not in ("", epoch))
-        if any(action.scopes & each.scopes for each in others):  # pods of an earlier epoch
-            self._acting.conflicted(action)
+            action = replace(action, manifest=self._memory.never_created.add(action.manifest))
+        other_epochs = (
+            request for request in self._memory.pending_requests.values() if request.epoch not in ("", epoch)
+        )
+        if any(action.scopes & request.scopes for request in other_epochs):  # pods of an earlier epoch
+            self._permits.record_conflict(action)
             return None
-        return action if self._acting.may(action) else None
+        return action if self._permits.may_run(action) else None
 
     def _may_start(self, action: Write) -> bool:
-        if not self._acting.may(action):
+        """Reports whether a write may start now; False while an earlier write of its object has no answer."""
+        if not self._permits.may_run(action):
             return False
-        if subject(action, self._resource.key.name) in self._kept.under_way:
+        if kind_and_name(action, self._resource.key.name) in self._memory.pending_requests:
             self._block_dependents([action])
             return False
         return True
@@ -316,22 +338,30 @@ class ActionRun:
         """Blocks objects that depend on an object whose write has no answer yet."""
         for action in actions:
             if isinstance(action, CreateObject | ApplyObject):
-                self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, _UNDER_WAY))
+                self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, _SENT))
 
-    def _launch(self, actions: Sequence[Write], work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
-        task = self._start(work, f"writes of {self._resource.key}")
+    def _start_writes(
+        self, actions: Sequence[Write], work: Coroutine[Any, Any, object]
+    ) -> asyncio.Task[object]:
+        """Starts the writes as a task, and records them as pending requests."""
+        task = self._start_task(work, f"writes of {self._resource.key}")
         for action in actions:
-            epoch = _epoch_of(action) if isinstance(action, CreateObject) else ""
-            found = subject(action, self._resource.key.name)
-            self._launched[found] = self._kept.under_way[found] = UnderWay(task, scopes_of(action), epoch)
-        task.add_done_callback(lambda _: self._unblock(actions))
+            epoch = _epoch_of_create(action) if isinstance(action, CreateObject) else ""
+            found = kind_and_name(action, self._resource.key.name)
+            self._started_requests[found] = self._memory.pending_requests[found] = PendingRequest(
+                task, scopes_of(action), epoch
+            )
+        task.add_done_callback(lambda _: self._remove_requests(actions))
         return task
 
-    def _unblock(self, actions: Iterable[Write]) -> None:
+    def _remove_requests(self, actions: Iterable[Write]) -> None:
+        """Removes answered requests from the pending ones; wakes the resource after the reconcile."""
         for action in actions:
-            found = subject(action, self._resource.key.name)
-            if self._kept.under_way.get(found) is self._launched.get(found):  # not a later attempt
-                self._kept.under_way.pop(found, None)
+            found = kind_and_name(action, self._resource.key.name)
+            if self._memory.pending_requests.get(found) is self._started_requests.get(
+                found
+            ):  # not a later attempt
+                self._memory.pending_requests.pop(found, None)
         if self._is_finished:
             self._context.callbacks.wake(self._resource.key)
 
@@ -340,43 +370,44 @@ class ActionRun:
 
         If a policy or a webhook refuses or changes the first pod, it would do the same with all others.
         """
-        first = self._epochs.isdisjoint(
+        is_first = self._epochs.isdisjoint(
             {_group_and_epoch(creates[0].manifest["metadata"].get("labels") or {})}
         )
-        alone, together = (creates[:1], creates[1:]) if first else ((), creates)
-        for create in alone:
-            if not await self._run_one(create):
-                for unsent in together:
-                    self._current().unsent(unsent)
+        first_create, other_creates = (creates[:1], creates[1:]) if is_first else ((), creates)
+        for create in first_create:
+            if not await self._run_child_write(create):
+                for unsent in other_creates:
+                    self._current_permits().record_unsent(unsent)
                 return
         async with asyncio.TaskGroup() as group:
-            for create in together:
-                group.create_task(self._run_one(create))
+            for create in other_creates:
+                group.create_task(self._run_child_write(create))
 
-    async def _run_one(self, action: Write) -> bool:
+    async def _run_child_write(self, action: Write) -> bool:
         """Runs an action on a child; returns whether it succeeded."""
         match action:
             case CreateObject():
-                work = self._run_in_slot(self._context.objects.create(self._resource, self._kept, action))
+                work = self._run_in_slot(self._context.objects.create(self._resource, self._memory, action))
             case ApplyObject():
                 work = self._run_in_slot(
-                    self._context.objects.apply(self._resource, self._kept, action.manifest)
+                    self._context.objects.apply(self._resource, self._memory, action.manifest)
                 )
             case DeleteObject():
-                work = self._context.objects.delete(self._resource, self._kept, action)
+                work = self._context.objects.delete(self._resource, self._memory, action)
             case _:
                 raise AssertionError(f"{action} does not write a child")
         try:
-            return await self._try_action(action, work)
+            return await self._run_and_record(action, work)
         finally:
-            self._unblock([action])
+            self._remove_requests([action])
 
     async def _run_in_slot(self, work: Coroutine[Any, Any, None]) -> None:
-        async with self._kept.slots:
+        """Runs a create or an apply when one of the resource's slots is free."""
+        async with self._memory.slots:
             await work
 
-    async def _try_action(self, action: Write, work: Coroutine[Any, Any, None]) -> bool:
-        """Awaits an action; returns whether it succeeded. Records why it failed."""
+    async def _run_and_record(self, action: Write, work: Coroutine[Any, Any, None]) -> bool:
+        """Awaits an action, and records its success or failure. Returns whether it succeeded."""
         try:
             await work
         except ConflictError as error:
@@ -387,38 +418,42 @@ class ActionRun:
             if error.is_refusal:
                 self._record_refusal(action, OBJECT_REFUSED, refusal_message(action, error.said))
             else:
-                self._record_unanswered(action, error)
+                self._record_no_answer(action, error)
         except HeteroInferError as error:
-            self._record_unanswered(action, error)
+            self._record_no_answer(action, error)
         else:
-            self._current().done(action)
+            self._current_permits().record_success(action)
             return True
         return False
 
-    def _current(self) -> Acting:
+    def _current_permits(self) -> ActionPermits:
+        """Returns the permits, with the present time once the reconcile has ended."""
         if self._is_finished:
-            self._kept.acting.now = datetime.now(UTC)
-        return self._kept.acting
+            self._memory.permits.now = datetime.now(UTC)
+        return self._memory.permits
 
     def _record_conflict(self, action: Write, error: ConflictError) -> None:
-        self._current().conflicted(action)
+        """Blocks the dependents of an action, and keeps the first conflict to raise it later."""
+        self._current_permits().record_conflict(action)
         self._conflict = self._conflict or error
 
-    def _record_unanswered(self, action: Write, error: HeteroInferError) -> None:
+    def _record_no_answer(self, action: Write, error: HeteroInferError) -> None:
+        """Logs and records a write without an answer."""
         logger.warning("%s: %s", self._resource.key, unanswered_message(action, error.message))
         self._record_refusal(action, NOT_ANSWERED, unanswered_message(action, error.message[:300]))
 
     def _record_refusal(self, action: Write, reason: str, message: str) -> None:
+        """Records a refusal, and an event if it is new. Does nothing if the spec has changed since."""
         if (
-            self._generation != self._kept.generation
+            self._generation != self._memory.generation
         ):  # the spec changed since: earlier refusals no longer count
             return
-        news = self._current().refused(action, reason, message)
+        news = self._current_permits().record_refused(action, reason, message)
         if news is not None:
             event = RecordEvent(reason=reason, message=message[:1000], warning=True)
             self._context.recorder.record(self._resource, event)
 
-    def _start(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
+    def _start_task(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[object]:
         return start_task(work, name=name, failed=self._report)
 
     def _report(self, error: BaseException) -> None:
@@ -428,13 +463,13 @@ class ActionRun:
             logger.error("%s: a defect of the operator. Report it", self._resource.key, exc_info=error)
 
 
-def _stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
-    """Groups the actions on children into stages. Actions of one stage may run at the same time."""
+def _split_stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
+    """Splits the actions on children into stages. Actions of one stage may run at the same time."""
     stage: list[Write] = []
     for action in actions:
         if not isinstance(action, CreateObject | ApplyObject | DeleteObject):
             continue
-        if stage and _kind(stage[-1]) != _kind(action):
+        if stage and _stage_kind(stage[-1]) != _stage_kind(action):
             yield stage
             stage = []
         stage.append(action)
@@ -442,16 +477,18 @@ def _stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
         yield stage
 
 
-def _kind(action: Write) -> str:
+def _stage_kind(action: Write) -> str:
     if isinstance(action, DeleteObject):
         return "delete"
-    creates_pod = isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
-    return "pod" if creates_pod else "child"
+    is_pod_create = isinstance(action, CreateObject) and action.manifest["kind"] == POD.name
+    return "pod" if is_pod_create else "child"
 
 
 def _group_and_epoch(labels: Any) -> tuple[str, str]:
+    """Returns the group and the epoch in a pod's labels; "" for a missing label."""
     return labels.get(names.LABEL_GROUP, ""), labels.get(names.LABEL_EPOCH, "")
 
 
-def _epoch_of(action: CreateObject) -> str:
+def _epoch_of_create(action: CreateObject) -> str:
+    """Returns the epoch in the labels of the object to create, or ""."""
     return str((action.manifest["metadata"].get("labels") or {}).get(names.LABEL_EPOCH, ""))

@@ -20,7 +20,7 @@ from heteroinfer_operator.kube.action_run import PATIENCE_S, ActionContext, Acti
 from heteroinfer_operator.kube.cluster_state import ClusterState
 from heteroinfer_operator.kube.dry_runs import DryRuns
 from heteroinfer_operator.kube.events import EventRecorder
-from heteroinfer_operator.kube.kept import Kept
+from heteroinfer_operator.kube.kept import ResourceMemory
 from heteroinfer_operator.kube.leader_client import LeaderClient
 from heteroinfer_operator.kube.object_writes import ObjectWrites
 from heteroinfer_operator.kube.outliving_pods import LeftPods
@@ -29,10 +29,10 @@ from heteroinfer_operator.kube.pending_pods import PendingPods
 from heteroinfer_operator.kube.server import ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.kube.unlabelled_pods import LOOK_AGAIN_S, UnlabelledPods
-from heteroinfer_operator.kube.unmade_pods import UnmadePods
+from heteroinfer_operator.kube.unmade_pods import NeverCreatedPods
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.reconcile.cache_use import claim_to_clean
-from heteroinfer_operator.reconcile.reading import read_labels
+from heteroinfer_operator.reconcile.reading import with_implied_labels
 
 _READ_S: Final = 0.75
 """How long a reconcile waits for a resource whose cached copy is old."""
@@ -60,10 +60,10 @@ class KubeCluster:
         self._cluster_state = cluster_state
         self._groups = groups
         self._callbacks = callbacks or Callbacks()
-        self._kept: dict[ResourceKey, Kept] = {}
+        self._memories: dict[ResourceKey, ResourceMemory] = {}
         self._dry_runs = DryRuns(self._try_create)
         self._unlabelled = UnlabelledPods(server, wake=self._callbacks.wake)
-        self._left = LeftPods(server, cluster_state, wake=self._callbacks.wake)
+        self._left_pods = LeftPods(server, cluster_state, wake=self._callbacks.wake)
         self._pending = PendingPods(server, wake=self._callbacks.wake)
         self._context = ActionContext(
             server=server,
@@ -76,13 +76,13 @@ class KubeCluster:
         )
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
-        """Returns the cached resource and its children, or None if the resource is gone.
+        """Returns the observation of a resource from the caches, or None if the resource is gone.
 
         Raises:
             ApiError: the cached copy is known to be old, and the API server refused or did not answer.
         """
-        resource = await self._read(key)
-        self._left.look(key, self._cluster_state.resources.uid(key))
+        resource = await self._read_resource(key)
+        self._left_pods.delete_lost_pods(key, self._cluster_state.resources.uid(key))
         if resource is None:
             self._callbacks.observed(key, None)
             self._forget(key)
@@ -90,21 +90,21 @@ class KubeCluster:
             self._unlabelled.forget(key)
             self._cluster_state.never_placed.forget(key)
             self._pending.forget(key)
-            self._groups.watch_only(key, ())
+            self._groups.limit_tests_to(key, ())
             return None
         status = parse_status(resource.status)
         self._callbacks.observed(key, status)
-        unwatched = self._cluster_state.pods_unwatched(key)
+        unwatched = self._cluster_state.is_pod_watch_failing(key)
         # A pod may lose its label while this method waits for leaders. Then it looks for such pods again, at
         # most twice, because another client could change labels without end.
         for may_look_again in (True, True, False):
             known = self._cluster_state.pods(key, resource.uid)
             unlabelled = await self._unlabelled.find(resource, status, known)
             known += unlabelled
-            ours = _with_complete_labels(known)
-            self._groups.watch_only(key, ours)
+            labelled_pods = _with_implied_labels(known)
+            self._groups.limit_tests_to(key, labelled_pods)
             groups, fetch = await asyncio.gather(
-                self._groups.observe(ours, anew=unwatched), self._groups.observe_fetch(ours)
+                self._groups.observe(labelled_pods, anew=unwatched), self._groups.observe_fetch(labelled_pods)
             )
             for text in self._groups.take_invalid_reports(key):
                 event = RecordEvent(reason="ReportIgnored", message=text[:1000], warning=True)
@@ -113,33 +113,33 @@ class KubeCluster:
             pods = self._cluster_state.pods(key, resource.uid)
             shown = {pod.view.name for pod in pods}
             pods += [pod for pod in unlabelled if pod.view.name not in shown]
-            if not (may_look_again and _has_vanished(known, pods)):
+            if not (may_look_again and _has_vanished_pod(known, pods)):
                 break
-        unmade = self._never_created(resource, status, (pod.view.name for pod in pods))
+        never_created = self._update_never_created(resource, status, (pod.view.name for pod in pods))
         return ResourceObservation(
             resource=resource,
             pods=self._pending.explain(resource, pods),
             objects=tuple(child.stored for child in self._cluster_state.children(key, resource.uid)),
             nodes=self._cluster_state.nodes(),
-            promised=self._cluster_state.promised(),
+            promised=self._cluster_state.reserved_demands(),
             priority_classes=self._cluster_state.priority_classes(),
             gangs=self._cluster_state.gangs,
             unknown_gangs=self._cluster_state.unknown_gangs,
             groups=groups,
-            silences=self._groups.silences(ours),
+            silences=self._groups.silences(labelled_pods),
             pods_unwatched=unwatched,
             calibrations=self._cluster_state.calibrations,
             fetch=fetch,
-            refusals=self._kept_of(resource).refusals(resource),
-            admitted=self._dry_runs.admitted(resource),
-            unmade=unmade.names(),
-            unasked=unmade.unasked(),
-            never_placed=self._never_placed(resource, status, (pod.view.name for pod in pods)),
-            kept_in=self._cluster_state.kept_in(key.namespace),
-            neighbours=self._users_of_claim(resource, pods),
+            refusals=self._memory_of(resource).refusals(resource),
+            admitted=self._dry_runs.admitted_revisions(resource),
+            never_created=never_created.names(),
+            never_requested=never_created.never_requested(),
+            never_placed=self._update_never_placed(resource, status, (pod.view.name for pod in pods)),
+            restricted_selectors=self._cluster_state.restricted_selectors(key.namespace),
+            neighbours=self._find_other_cache_users(resource, pods),
         )
 
-    def _users_of_claim(
+    def _find_other_cache_users(
         self, resource: ResourceView, pods: Sequence[PodRecord]
     ) -> tuple[Neighbour, ...] | None:
         """Returns the other users of the claim of the model cache, if a fetch may start now."""
@@ -147,7 +147,7 @@ class KubeCluster:
         claim = "" if fetches else claim_to_clean(resource)
         return self._cluster_state.neighbours(resource.key, claim) if claim else None
 
-    async def _read(self, key: ResourceKey) -> ResourceView | None:
+    async def _read_resource(self, key: ResourceKey) -> ResourceView | None:
         """Returns the resource.
 
         Raises:
@@ -159,39 +159,53 @@ class KubeCluster:
         except TimeoutError as error:
             raise ApiError(f"{key}: no answer from the API server within {_READ_S:g} s") from error
 
-    def _kept_of(self, resource: ResourceView) -> Kept:
-        kept = self._kept.get(resource.key)
-        if kept is None or kept.uid != resource.uid:
+    def _memory_of(self, resource: ResourceView) -> ResourceMemory:
+        """Returns the memory of a resource; a new one if the resource is new."""
+        memory = self._memories.get(resource.key)
+        if memory is None or memory.uid != resource.uid:
             self._forget(resource.key)
-            kept = self._kept[resource.key] = Kept.of(resource, self._callbacks.held_back)
-        return kept
+            memory = self._memories[resource.key] = ResourceMemory.for_new_resource(
+                resource, self._callbacks.held_back
+            )
+        return memory
 
     def _forget(self, key: ResourceKey) -> None:
-        if (kept := self._kept.pop(key, None)) is not None:
-            kept.cancel()
+        """Cancels the requests of a gone resource, and removes its memory."""
+        if (memory := self._memories.pop(key, None)) is not None:
+            memory.cancel()
 
-    def _never_created(
+    def _update_never_created(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
-    ) -> UnmadePods:
-        """Returns the pods that the operator decided to create and that never existed."""
-        unmade = self._kept_of(resource).unmade
-        for name in shown:
-            unmade.settle(name)
-        unmade.forget_before({group.index: group.epoch for group in status.groups})
-        return unmade
+    ) -> NeverCreatedPods:
+        """Returns the pods that the operator decided to create and that never existed.
 
-    def _never_placed(
+        Existing pods, and pods of epochs that are over, are removed first.
+        """
+        never_created = self._memory_of(resource).never_created
+        for name in shown:
+            never_created.forget(name)
+        never_created.forget_earlier_epochs({group.index: group.epoch for group in status.groups})
+        return never_created
+
+    def _update_never_placed(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
     ) -> frozenset[str]:
+        """Returns the names of pods that were deleted before they had a node, so they never ran.
+
+        Existing pods, and pods of epochs that are over, are removed first.
+        """
         never_placed = self._cluster_state.never_placed
         for name in shown:  # also a pod that only lost its label, which a watch reports as deleted
-            never_placed.note_shown(resource.key, name)
+            never_placed.forget_shown(resource.key, name)
         owner = Owner(key=resource.key, uid=resource.uid)
         return never_placed.names(owner, {group.index: group.epoch for group in status.groups})
 
     async def _try_create(self, manifest: Manifest) -> None:
+        """Sends the dry run of one object."""
         kind, name = writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)
-        await self._server.try_create(kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER})
+        await self._server.dry_run_create(
+            kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
+        )
 
     async def run(self, observation: ResourceObservation, actions: Sequence[Action]) -> float | None:
         """Runs actions: the status first, then all others in order.
@@ -207,21 +221,21 @@ class KubeCluster:
             ConflictError: an object is in another state than the decision assumed.
         """
         key = observation.resource.key
-        kept = self._kept_of(observation.resource)
-        kept.begin(observation.resource, observation.refusals, actions)
-        again_s = await ActionRun(self._context, observation, kept).run_all(actions)
-        waits = [again_s, LOOK_AGAIN_S if self._unlabelled.are_there(key) else None]
-        waits.append(self._pending.look_again_s(key))
+        memory = self._memory_of(observation.resource)
+        memory.begin(observation.resource, observation.refusals, actions)
+        again_s = await ActionRun(self._context, observation, memory).run_all(actions)
+        waits = [again_s, LOOK_AGAIN_S if self._unlabelled.has_pods(key) else None]
+        waits.append(self._pending.next_check_s(key))
         return min((wait for wait in waits if wait is not None), default=None)
 
 
-def _with_complete_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
+def _with_implied_labels(pods: Sequence[PodRecord]) -> list[PodRecord]:
     """Returns the pods whose names are ours, with the labels that follow from the names."""
-    views = [(pod, read_labels(pod.view, Owner(key=pod.key, uid=pod.owner_uid))) for pod in pods]
+    views = [(pod, with_implied_labels(pod.view, Owner(key=pod.key, uid=pod.owner_uid))) for pod in pods]
     return [replace(pod, view=view) for pod, view in views if view is not None]
 
 
-def _has_vanished(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
-    """Returns whether a pod disappeared without being deleted: it may only have lost its label."""
+def _has_vanished_pod(before: Sequence[PodRecord], after: Sequence[PodRecord]) -> bool:
+    """Reports whether a pod disappeared without being deleted: it may only have lost its label."""
     names_after = {pod.view.name for pod in after}
     return any(pod.view.gone_by is None and pod.view.name not in names_after for pod in before)

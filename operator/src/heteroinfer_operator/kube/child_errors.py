@@ -37,13 +37,13 @@ class ChildError(HeteroInferError):
     """A child cannot be stored as wanted, for a reason of `refusals`. The operator tries again later."""
 
 
-def refusal_message(action: Action, said: str) -> str:
-    """Returns the message of a refused write: the object, the API server's words and a known fix."""
-    advice = _image_volume_advice(action, said) or _resources_advice(action, said)
-    return f"the API server refuses {_describe_write(action)}: {said}" + (f". {advice}" if advice else "")
+def refusal_message(action: Action, reason: str) -> str:
+    """Returns the message of a refused write: the object, the API server's reason and a known fix."""
+    fix = _image_volume_fix(action, reason) or _resources_fix(action, reason)
+    return f"the API server refuses {_describe_write(action)}: {reason}" + (f". {fix}" if fix else "")
 
 
-def _resources_advice(action: Action, said: str) -> str:
+def _resources_fix(action: Action, reason: str) -> str:
     """Returns a fix if a ResourceQuota or LimitRange refuses a pod's resources, or ""."""
     if not isinstance(action, CreateObject) or action.manifest["kind"] != "Pod":
         return ""
@@ -51,29 +51,29 @@ def _resources_advice(action: Action, said: str) -> str:
     component = labels.get(names.LABEL_COMPONENT)
     if component == names.COMPONENT_WORKER:
         role = f"role {labels.get(names.LABEL_ROLE)}"
-        limits = f"Set resources.limits of {role}, or podResources.worker of the chart"
-        lower = f"Raise the quota, or lower resources of {role}"
-        fitting = f"Set resources of {role} that the namespace's LimitRange allows"
+        limits_fix = f"Set resources.limits of {role}, or podResources.worker of the chart"
+        quota_fix = f"Raise the quota, or lower resources of {role}"
+        range_fix = f"Set resources of {role} that the namespace's LimitRange allows"
     else:
-        what = "fetches" if component == names.COMPONENT_FETCH else "reads"
-        own = f"The operator creates this pod, which {what} the model. "
-        limits = fitting = f"{own}Set spec.model.resources, or podResources.{component} of the chart"
-        lower = f"{own}Raise the quota, or lower spec.model.resources"
-    if "exceeded quota:" in said:
-        return lower
-    if "failed quota:" in said:
-        return limits
-    return fitting if _LIMIT_RANGE_ERROR.search(said) else ""
+        verb = "fetches" if component == names.COMPONENT_FETCH else "reads"
+        origin = f"The operator creates this pod, which {verb} the model. "
+        limits_fix = range_fix = f"{origin}Set spec.model.resources, or podResources.{component} of the chart"
+        quota_fix = f"{origin}Raise the quota, or lower spec.model.resources"
+    if "exceeded quota:" in reason:
+        return quota_fix
+    if "failed quota:" in reason:
+        return limits_fix
+    return range_fix if _LIMIT_RANGE_ERROR.search(reason) else ""
 
 
-def _image_volume_advice(action: Action, said: str) -> str:
+def _image_volume_fix(action: Action, reason: str) -> str:
     """Returns a fix if the cluster does not support image volumes, or "".
 
     Such an API server drops the `image` field and then refuses the volume because it has no type.
     """
-    if not isinstance(action, CreateObject) or "must specify a volume type" not in said:
+    if not isinstance(action, CreateObject) or "must specify a volume type" not in reason:
         return ""
-    if not any("image" in each for each in action.manifest.get("spec", {}).get("volumes", ())):
+    if not any("image" in volume for volume in action.manifest.get("spec", {}).get("volumes", ())):
         return ""
     return (
         "This cluster does not support image volumes: they need Kubernetes 1.35, or 1.33 with the feature "
@@ -87,6 +87,7 @@ def unanswered_message(action: Action, why: str) -> str:
 
 
 def _describe_write(action: Action) -> str:
+    """Returns the name of an action's object for messages."""
     match action:
         case CreateObject() | ApplyObject():
             return f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
@@ -97,69 +98,69 @@ def _describe_write(action: Action) -> str:
     return "the finalizer"
 
 
-def name_taken(what: str) -> ChildError:
-    """Builds the error for a name that an object of another owner has.
+def name_taken(child: str) -> ChildError:
+    """Returns the error for a name that an object of another owner has.
 
     Args:
-        what: kind and name of the object.
+        child: kind and name of the object.
     """
     return ChildError(
-        f"{what} exists and does not belong to this {names.KIND}. Delete it, or give the {names.KIND} "
+        f"{child} exists and does not belong to this {names.KIND}. Delete it, or give the {names.KIND} "
         "another name",
         reason=NAME_TAKEN,
     )
 
 
-def name_held(what: str, stored: Manifest) -> ChildError:
-    """Builds the error for a name that an object still has, which will disappear."""
+def name_held(child: str, stored: Manifest) -> ChildError:
+    """Returns the error for a name that an object still has, which is being deleted."""
     return ChildError(
-        f"{what} {_describe_deletion(stored)}. The operator needs this name and waits", reason=NAME_HELD
+        f"{child} {_describe_deletion(stored)}. The operator needs this name and waits", reason=NAME_HELD
     )
 
 
-def changed(what: str, drift: Manifest) -> ChildError:
-    """Builds the error for an object that others change.
+def changed_by_others(child: str, drift: Manifest) -> ChildError:
+    """Returns the error for a child that others change after each write.
 
     Args:
         drift: the patch that would restore the object.
     """
     return ChildError(
-        f"{what}: a webhook or another controller keeps changing {_fields(drift)}. Exclude this object from "
-        "that webhook or controller",
+        f"{child}: a webhook or another controller keeps changing {_list_fields(drift)}. Exclude this object "
+        "from that webhook or controller",
         reason=CHANGED_BY_OTHERS,
     )
 
 
-def changed_on_creation(what: str, fields: Sequence[str]) -> ChildError:
-    """Builds the error for a pod that a webhook changed on creation, so the operator deleted it."""
+def changed_on_creation(child: str, fields: Sequence[str]) -> ChildError:
+    """Returns the error for a pod that a webhook changed on creation, so the operator deleted it."""
     return ChildError(
-        f"{what}: a mutating webhook changed {', '.join(fields[:_NAMED_FIELDS])} on creation, so the "
+        f"{child}: a mutating webhook changed {', '.join(fields[:_NAMED_FIELDS])} on creation, so the "
         "operator deleted the pod. Exempt the pods of this namespace from the webhook, or configure it not "
         "to change these fields",
         reason=CHANGED_BY_OTHERS,
     )
 
 
-def deleted_each_time(what: str) -> ChildError:
-    """Builds the error for a child that others delete each time the operator creates it."""
+def deleted_each_time(child: str) -> ChildError:
+    """Returns the error for a child that others delete each time the operator creates it."""
     return ChildError(
-        f"{what}: another controller or a user deletes it each time the operator creates it. Stop that "
+        f"{child}: another controller or a user deletes it each time the operator creates it. Stop that "
         "controller or user from deleting this object",
         reason=DELETED_BY_OTHERS,
     )
 
 
-def created_each_time(what: str) -> ChildError:
-    """Builds the error for an obsolete object that others create each time the operator deletes it."""
+def created_each_time(child: str) -> ChildError:
+    """Returns the error for an obsolete object that others create each time the operator deletes it."""
     return ChildError(
-        f"{what}: another controller or a user creates it each time the operator deletes it, although it "
+        f"{child}: another controller or a user creates it each time the operator deletes it, although it "
         "is no longer needed. Stop that controller or user from creating this object",
         reason=MADE_BY_OTHERS,
     )
 
 
 def finalizer_set_each_time(resource: ResourceView) -> ChildError:
-    """Builds the error for a finalizer of earlier versions that others set again after each removal."""
+    """Returns the error for a finalizer of earlier versions that others set after each removal."""
     others = ", ".join(sorted(resource.finalizer_managers)) or "unknown"
     return ChildError(
         f"finalizer {names.FINALIZER}: field manager {others} sets it again each time this operator removes "
@@ -169,20 +170,21 @@ def finalizer_set_each_time(resource: ResourceView) -> ChildError:
     )
 
 
-def not_answered(what: str) -> ChildError:
-    """Builds the error for a new revision that the API server has not validated yet.
+def not_answered(why: str) -> ChildError:
+    """Returns the error for a new revision that the API server has not validated yet.
 
     Args:
-        what: why the answer is missing.
+        why: why the answer is missing.
     """
     return ChildError(
         "waiting for the API server to validate the pods and ConfigMaps of the new revision by a dry run "
-        f"({what}). Running groups stay up until it answers",
+        f"({why}). Running groups stay up until it answers",
         reason=NOT_ANSWERED,
     )
 
 
 def _describe_deletion(stored: Manifest) -> str:
+    """Describes why an object that still has the name will disappear."""
     metadata = stored["metadata"]
     if "deletionTimestamp" not in metadata:
         return f"belongs to an earlier {names.KIND} of this name and still exists"
@@ -195,16 +197,17 @@ def _describe_deletion(stored: Manifest) -> str:
     )
 
 
-def _fields(drift: Manifest) -> str:
-    return ", ".join(_paths(drift)[:_NAMED_FIELDS]) or "content"
+def _list_fields(drift: Manifest) -> str:
+    """Returns the first changed fields as a list for a message."""
+    return ", ".join(_field_paths(drift)[:_NAMED_FIELDS]) or "content"
 
 
-def _paths(patch: Manifest, prefix: str = "") -> list[str]:
+def _field_paths(patch: Manifest, prefix: str = "") -> list[str]:
     """Returns the paths of the fields in a patch."""
-    found: list[str] = []
+    paths: list[str] = []
     for key, value in patch.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         # A patch always carries all labels and owner references, so list metadata fields as a whole.
-        whole = prefix == "metadata" or not isinstance(value, Mapping) or not value
-        found += [path] if whole else _paths(value, path)
-    return found
+        is_leaf = prefix == "metadata" or not isinstance(value, Mapping) or not value
+        paths += [path] if is_leaf else _field_paths(value, path)
+    return paths

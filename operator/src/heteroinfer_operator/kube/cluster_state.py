@@ -15,7 +15,7 @@ from heteroinfer_operator.cluster import Manifest, Neighbour, ResourceKey
 from heteroinfer_operator.kube import trim
 from heteroinfer_operator.kube.gangs import GangSchedulers
 from heteroinfer_operator.kube.isolating_policies import IsolatingPolicies
-from heteroinfer_operator.kube.kept_calibrations import KeptCalibrations
+from heteroinfer_operator.kube.kept_calibrations import StoredCalibrations
 from heteroinfer_operator.kube.never_placed import NeverPlaced
 from heteroinfer_operator.kube.own_clock import AwakeClock, OwnClock
 from heteroinfer_operator.kube.paths import (
@@ -78,7 +78,7 @@ class ClusterState:
         touched: Callable[[ResourceKey], None],
         nodes_changed: Callable[[], None],
         capacity_freed: Callable[[], None] = lambda: None,
-        kept: KeptCalibrations | None = None,
+        kept: StoredCalibrations | None = None,
         operator_class: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,40 +95,42 @@ class ClusterState:
 
         self.resources = ResourceCache(server, scopes, touched, operator_class=operator_class)
 
-        def touch(before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None) -> None:
+        def wake_resources(
+            before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None
+        ) -> None:
             for record in (before, after):
                 if record is not None:
                     touched(record.key)
 
         def pod_changed(before: PodRecord | None, after: PodRecord | None) -> None:
             if before is not None and (after is None or after.view.uid != before.view.uid):
-                self._deletions.note(before.view.uid, None)
-                self._creations.note(before.view.uid, None)
+                self._deletions.record(before.view.uid, None)
+                self._creations.record(before.view.uid, None)
             if after is not None:
-                self.never_placed.note_shown(after.key, after.view.name)
-                self._creations.note(after.view.uid, after.view.created)
-                self._deletions.note(after.view.uid, after.view.gone_by, later_s=after.grace_s)
-            touch(before, after)
+                self.never_placed.forget_shown(after.key, after.view.name)
+                self._creations.record(after.view.uid, after.view.created)
+                self._deletions.record(after.view.uid, after.view.gone_by, later_s=after.grace_s)
+            wake_resources(before, after)
 
         def build_pods(scope: str | None) -> WatchCache[PodRecord]:
             return WatchCache(
                 server,
-                _our_collection(POD, scope),
+                _collection_of_ours(POD, scope),
                 trim=trim.pod_record,
                 changed=pod_changed,
                 index=lambda pod: pod.key,
-                trim_metadata=trim.unreadable_pod,
-                failing=functools.partial(self._wake_for_failed_pods, scope),
-                deleted=self.never_placed.note_deleted,
+                trim_metadata_only=trim.unreadable_pod_record,
+                failing=functools.partial(self._wake_resources_of_pods, scope),
+                deleted=self.never_placed.record_deleted,
             )
 
         def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
             return {
                 scope: WatchCache(
                     server,
-                    _our_collection(kind, scope),
+                    _collection_of_ours(kind, scope),
                     trim=trim.child_record,
-                    changed=touch,
+                    changed=wake_resources,
                     index=lambda child: child.key,
                 )
                 for scope in scopes
@@ -166,22 +168,22 @@ class ClusterState:
         self._nodes_changed, self._capacity_freed = nodes_changed, capacity_freed
         self._kept = kept
         # Total requests of all pods, by node. Recomputed after a change of one of the pods.
-        self._requested: dict[str, Mapping[str, float]] = {}
+        self._totals: dict[str, Mapping[str, float]] = {}
         self._views: dict[str, NodeView] = {}
         self._clock = clock
         # Demands of pods that are being created. Below, by uid of stored pods: start of the reservation.
-        self._promises: dict[NamespacedName, PodDemand] = {}
-        self._promised_since: dict[str, float] = {}
+        self._new_demands: dict[NamespacedName, PodDemand] = {}
+        self._reserved_since: dict[str, float] = {}
 
-    def all(self) -> list[WatchCache[Any]]:
+    def awaited_caches(self) -> list[WatchCache[Any]]:
         """Returns the caches that `wait_synced` waits for."""
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
-        children = [cache for kind in self._kinds.values() for cache in kind.values()]
+        children = [cache for kind in self._child_caches.values() for cache in kind.values()]
         kept = [self._kept.cache] if self._kept is not None else []
         pods, isolating = self._pods.values(), self._isolating.caches
         return [*self.resources.caches, *pods, *isolating, *children, *capacity, *kept]
 
-    def kept_in(self, namespace: str) -> tuple[Manifest, ...] | None:
+    def restricted_selectors(self, namespace: str) -> tuple[Manifest, ...] | None:
         """Returns the selectors of pods whose egress other owners' policies restrict; None if unknown."""
         return self._isolating.selectors(namespace)
 
@@ -201,42 +203,43 @@ class ClusterState:
         return self._gangs.unknown
 
     @property
-    def _kinds(self) -> dict[Kind, dict[str | None, WatchCache[ChildRecord]]]:
+    def _child_caches(self) -> dict[Kind, dict[str | None, WatchCache[ChildRecord]]]:
+        """Caches of children other than pods, by kind and scope."""
         return {**self._children, **self._gangs.kinds}
 
-    def of(self, kind: Kind, namespace: str) -> WatchCache[Any] | None:
+    def cache_of(self, kind: Kind, namespace: str) -> WatchCache[Any] | None:
         """Returns the cache of the children of a kind in a namespace.
 
         None if the operator does not serve the namespace or the cluster does not serve the kind.
         """
         scope = None if self.cluster_scope else namespace
-        return self._pods.get(scope) if kind is POD else self._kinds.get(kind, {}).get(scope)
+        return self._pods.get(scope) if kind is POD else self._child_caches.get(kind, {}).get(scope)
 
-    def note_written(self, kind: Kind, stored: Manifest) -> None:
+    def store_written(self, kind: Kind, stored: Manifest) -> None:
         """Updates the caches from the API server's answer to a write."""
-        cache = self.of(kind, stored["metadata"]["namespace"])
+        cache = self.cache_of(kind, stored["metadata"]["namespace"])
         if cache is not None:
-            cache.note_written(stored)
+            cache.store_written(stored)
         if kind is POD and self._requests is not None:
-            self._promises.pop(NamespacedName.of(stored), None)
-            self._requests.note_written(stored)
+            self._new_demands.pop(NamespacedName.of(stored), None)
+            self._requests.store_written(stored)
 
-    def note_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
-        """Removes an object that is gone according to the API server. Keeps an object with another uid."""
-        cache = self.of(kind, name.namespace)
+    def remove_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
+        """Removes an object that is gone according to the API server, unless it has another uid."""
+        cache = self.cache_of(kind, name.namespace)
         if cache is not None:
-            cache.note_gone(name, uid)
+            cache.remove_gone(name, uid)
         if kind is POD and self._requests is not None:
-            self._requests.note_gone(name, uid)
+            self._requests.remove_gone(name, uid)
 
     def unsynced(self) -> list[str]:
         """Returns the labels of the caches without a first complete list."""
-        return [cache.collection.label for cache in self.all() if not cache.synced.is_set()]
+        return [cache.collection.label for cache in self.awaited_caches() if not cache.synced.is_set()]
 
     async def wait_synced(self) -> None:
         """Waits until all caches are listed. The caller sets the deadline."""
         await self._gangs.known.wait()
-        for cache in self.all():
+        for cache in self.awaited_caches():
             await cache.synced.wait()
 
     async def wait_ready(self) -> None:
@@ -244,118 +247,133 @@ class ClusterState:
         await self._some_ready.wait()
 
     def is_ready(self, namespace: str) -> bool:
-        """Returns whether the caches of a namespace suffice to decide its resources.
+        """Reports whether the caches of a namespace suffice to decide its resources.
 
         A namespace is ready once its resources, pods, ConfigMaps and Services are listed, and in cluster
         scope the nodes. Then `touched` is called for its resources.
         """
         return (None if self.cluster_scope else namespace) in self._ready
 
-    def unreadable(self) -> dict[str, str]:
-        """Returns the API server's error by namespace that it does not let the operator read."""
-        found: dict[str, str] = {}
+    def errors_by_namespace(self) -> dict[str, str]:
+        """Returns the API server's error for each namespace that the operator may not read."""
+        errors: dict[str, str] = {}
         for scope in self._pods:
-            refused = [cache.refusal for cache in self._needed(scope) if cache.refusal]
-            if scope is not None and refused:
-                found[scope] = refused[0]
-        return found
+            refusals = [cache.refusal for cache in self._needed_caches(scope) if cache.refusal]
+            if scope is not None and refusals:
+                errors[scope] = refusals[0]
+        return errors
 
-    def stale(self) -> list[str]:
-        """Returns the labels of caches that may be outdated. Skips namespaces that cannot be read."""
-        unreadable = self.unreadable()
-        left_out = set(unreadable) if len(unreadable) < len(self._pods) else set()
+    def stale_labels(self) -> list[str]:
+        """Returns the labels of caches that may be outdated.
+
+        Namespaces that cannot be read do not count, unless the operator can read none.
+        """
+        errors = self.errors_by_namespace()
+        skipped = set(errors) if len(errors) < len(self._pods) else set()
         return [
             cache.collection.label
-            for cache in self.all()
-            if cache.is_stale and cache.collection.namespace not in left_out
+            for cache in self.awaited_caches()
+            if cache.is_stale and cache.collection.namespace not in skipped
         ]
 
     def relist(self, namespace: str | None = None) -> None:
         """Makes the caches of a namespace, or all caches, list again, because they may be wrong."""
-        for cache in self.all():
+        for cache in self.awaited_caches():
             if namespace in (None, cache.collection.namespace):
                 cache.relist()
 
     async def run(self) -> None:
         """Runs all caches until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for cache in self.all():
+            for cache in self.awaited_caches():
                 group.create_task(cache.run(), name=cache.collection.label)
             if self._classes is not None:
                 group.create_task(self._classes.run(), name=self._classes.collection.label)
             group.create_task(self._gangs.run(), name="gang schedulers")
             group.create_task(self._awake.run(), name="clock")
             for scope in self._pods:
-                group.create_task(self._make_ready(scope), name=f"first lists of {scope or 'all namespaces'}")
+                group.create_task(
+                    self._wait_and_make_ready(scope), name=f"first lists of {scope or 'all namespaces'}"
+                )
 
-    async def _make_ready(self, scope: str | None) -> None:
-        for cache in self._needed(scope):
+    async def _wait_and_make_ready(self, scope: str | None) -> None:
+        """Waits for the first lists of a scope, then wakes the scope's resources.
+
+        It waits without limit for the caches that decisions need, and OTHERS_LISTED_S for the others.
+        """
+        for cache in self._needed_caches(scope):
             await cache.synced.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OTHERS_LISTED_S):
                 await self._gangs.known.wait()
-                for cache in self.all():
+                for cache in self.awaited_caches():
                     if cache.collection.namespace in (scope, None):
                         await cache.synced.wait()
         self._ready.add(scope)
         self._some_ready.set()
         self._wake_namespace(scope)
 
-    def _needed(self, scope: str | None) -> list[WatchCache[Any]]:
+    def _needed_caches(self, scope: str | None) -> list[WatchCache[Any]]:
         """Returns the caches that decisions in a scope need."""
         children = [self._children[kind][scope] for kind in NEEDED_CHILDREN]
         capacity = [cache for cache in (self._nodes, self._requests) if cache is not None]
-        return [self.resources.of(scope), self._pods[scope], *children, *capacity]
+        return [self.resources.cache_of_scope(scope), self._pods[scope], *children, *capacity]
 
     def _wake_all(self) -> None:
+        """Wakes all resources."""
         self._wake_namespace(None)
 
     def _wake_namespace(self, namespace: str | None) -> None:
+        """Wakes the resources of a namespace; with None, all resources."""
         for key in sorted(self.resources.keys()):
             if namespace in (None, key.namespace):
                 self._touched(key)
 
     def pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of a resource, sorted by name."""
-        cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
-        found = cache.under(key) if cache is not None else []
-        return [self._by_own_clock(pod) for pod in found if pod.owner_uid == uid]
+        cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
+        found = cache.values_under(key) if cache is not None else []
+        return [self._with_own_times(pod) for pod in found if pod.owner_uid == uid]
 
-    def left_pods(self, key: ResourceKey, uid: str) -> list[PodRecord]:
+    def pods_of_earlier_resources(self, key: ResourceKey, uid: str) -> list[PodRecord]:
         """Returns the pods of earlier resources of this name.
 
         Args:
             uid: uid of the present resource, or "".
         """
-        cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
-        found = cache.under(key) if cache is not None else []
-        return [self._by_own_clock(pod) for pod in found if pod.owner_uid != uid]
+        cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
+        found = cache.values_under(key) if cache is not None else []
+        return [self._with_own_times(pod) for pod in found if pod.owner_uid != uid]
 
-    def _by_own_clock(self, pod: PodRecord) -> PodRecord:
+    def _with_own_times(self, pod: PodRecord) -> PodRecord:
+        """Replaces the times of a living pod by the times at which this process saw the changes.
+
+        The API server's clock may differ from this machine's clock.
+        """
         view = pod.view
         if not view.ended:
             return pod
-        gone_by = None if view.gone_by is None else self._deletions.moment(view.uid)
+        own_gone_by = None if view.gone_by is None else self._deletions.moment(view.uid)
         created = self._creations.moment(view.uid) or view.created
-        return replace(pod, view=replace(view, gone_by=gone_by, created=created))
+        return replace(pod, view=replace(view, gone_by=own_gone_by, created=created))
 
-    def _wake_for_failed_pods(self, scope: str | None) -> None:
+    def _wake_resources_of_pods(self, scope: str | None) -> None:
         """Wakes the resources of a scope whose pod watch fails: their leaders may know more."""
         for key in sorted({pod.key for pod in self._pods[scope].values()}):
             self._touched(key)
 
-    def pods_unwatched(self, key: ResourceKey) -> bool:
-        """Returns whether the cache of a resource's pods is failing."""
-        cache = self.of(POD, key.namespace)
+    def is_pod_watch_failing(self, key: ResourceKey) -> bool:
+        """Reports whether the cache of a resource's pods is failing."""
+        cache = self.cache_of(POD, key.namespace)
         return cache is not None and cache.is_failing
 
     def children(self, key: ResourceKey, uid: str) -> list[ChildRecord]:
         """Returns the children of a resource other than pods, sorted by kind and name."""
         found: list[ChildRecord] = []
-        for kind in self._kinds:
-            cache: WatchCache[ChildRecord] | None = self.of(kind, key.namespace)
-            kept = cache.under(key) if cache is not None else []
-            found += [child for child in kept if child.owner_uid == uid]
+        for kind in self._child_caches:
+            cache: WatchCache[ChildRecord] | None = self.cache_of(kind, key.namespace)
+            cached = cache.values_under(key) if cache is not None else []
+            found += [child for child in cached if child.owner_uid == uid]
         return found
 
     def neighbours(self, key: ResourceKey, claim: str) -> tuple[Neighbour, ...] | None:
@@ -367,41 +385,41 @@ class ClusterState:
             None if some users may be unknown: another operator serves a resource of the namespace, or pods
             of a deleted resource still mount the claim.
         """
-        cache: WatchCache[PodRecord] | None = self.of(POD, key.namespace)
+        cache: WatchCache[PodRecord] | None = self.cache_of(POD, key.namespace)
         pods = cache.values() if cache is not None else []
         mounting = {
             pod.owner_uid for pod in pods if pod.key.namespace == key.namespace and claim in pod.claims
         }
         mounting.discard(self.resources.uid(key))
-        found = []
+        neighbours = []
         for record in self.resources.in_namespace(key.namespace):
             if not record.is_ours:
                 return None
             if record.key == key:
                 continue
             uid = self.resources.uid(record.key)
-            kept = [each.text for each in self.children(record.key, uid)]
+            child_texts = [each.text for each in self.children(record.key, uid)]
             if (
                 uid in mounting
                 or identity.is_model_claim_of(record.key, claim)
-                or any(claim in text for text in (record.text, *kept))
+                or any(claim in text for text in (record.text, *child_texts))
             ):
-                objects = map(json.loads, kept)
-                maps = tuple(each for each in objects if each["kind"] == CONFIG_MAP.name)
-                found.append(Neighbour(resource=record.view, objects=maps))
+                objects = map(json.loads, child_texts)
+                config_maps = tuple(each for each in objects if each["kind"] == CONFIG_MAP.name)
+                neighbours.append(Neighbour(resource=record.view, objects=config_maps))
             mounting.discard(uid)
-        return None if mounting else tuple(found)
+        return None if mounting else tuple(neighbours)
 
     def child(self, kind: Kind, name: NamespacedName) -> ChildRecord | None:
         """Returns a cached child other than a pod, or None."""
-        cache: WatchCache[ChildRecord] | None = self.of(kind, name.namespace)
+        cache: WatchCache[ChildRecord] | None = self.cache_of(kind, name.namespace)
         return cache.get(name) if cache is not None else None
 
     def nodes(self) -> tuple[NodeView, ...] | None:
         """Returns nodes with the requests of their pods; None outside cluster scope."""
         if self._nodes is None:
             return None
-        return tuple(self._view_of(node) for node in self._nodes.values())
+        return tuple(self._complete_node(node) for node in self._nodes.values())
 
     def priority_classes(self) -> tuple[PriorityClassView, ...] | None:
         """Returns the priority classes; None outside cluster scope and before the first list."""
@@ -409,94 +427,106 @@ class ClusterState:
             return None
         return tuple(self._classes.values())
 
-    def _view_of(self, node: NodeView) -> NodeView:
+    def _complete_node(self, node: NodeView) -> NodeView:
+        """Adds the requests of its pods, and the time of its last heartbeat, to a node."""
         view = self._views.get(node.name)
         if view is None:
             view = self._views[node.name] = replace(
                 node,
-                requested=self._requested_of(node.name),
-                by_priority=self._by_priority_of(node.name),
+                requested=self._requested_on(node.name),
+                by_priority=self._requested_by_priority(node.name),
                 unreachable_since=self._silences.moment(node.name),
             )
         return view
 
-    def promised(self) -> tuple[PodDemand, ...]:
+    def reserved_demands(self) -> tuple[PodDemand, ...]:
         """Returns the demands of our pods that have no node yet.
 
-        Counts a stored pod only while its resource exists, and for PROMISE_S at most. Otherwise a pod that
+        A stored pod counts only while its resource exists, and for PROMISE_S at most. Otherwise a pod that
         the scheduler never places would block capacity forever.
         """
-        waiting = self._requests.under("") if self._requests is not None else []
-        stored = [pod.promise for pod in waiting if pod.promise is not None]
-        known = {promise.demand.name: promise.demand for promise in stored if self._is_reserved(promise)}
-        ours = {demand.name: demand for demand in self._promises.values()}
-        return tuple({**ours, **known}.values())
+        without_node = self._requests.values_under("") if self._requests is not None else []
+        reservations = [pod.promise for pod in without_node if pod.promise is not None]
+        demands_of_stored = {
+            promise.demand.name: promise.demand for promise in reservations if self._is_reserved(promise)
+        }
+        new_demands = {demand.name: demand for demand in self._new_demands.values()}
+        return tuple({**new_demands, **demands_of_stored}.values())
 
     def _is_reserved(self, promise: PodPromise) -> bool:
-        since = self._promised_since.get(promise.uid)
-        in_time = since is not None and self._clock() - since < PROMISE_S
-        return in_time and self.resources.uid(promise.owner.key) == promise.owner.uid
+        """Reports whether the reservation of a stored pod is still valid."""
+        reserved_at = self._reserved_since.get(promise.uid)
+        is_recent = reserved_at is not None and self._clock() - reserved_at < PROMISE_S
+        return is_recent and self.resources.uid(promise.owner.key) == promise.owner.uid
 
     @contextlib.contextmanager
-    def promising(self, pods: Sequence[Manifest]) -> Iterator[None]:
+    def reserving(self, pods: Sequence[Manifest]) -> Iterator[None]:
         """Reserves capacity for these pods before the API server has stored them.
 
         Otherwise two resources that decide one after the other could plan the same capacity.
         """
-        promises = {NamespacedName.of(pod): self._promise(pod) for pod in pods}
+        promises = {NamespacedName.of(pod): self._demand_of_new_pod(pod) for pod in pods}
         del pods  # frees the manifests (13 KB each) early: a promise lasts until the next decision
-        self._promises |= promises
+        self._new_demands |= promises
         try:
             yield
         finally:
             for name in promises:
-                self._promises.pop(name, None)
+                self._new_demands.pop(name, None)
 
-    def _promise(self, pod: Manifest) -> PodDemand:
+    def _demand_of_new_pod(self, pod: Manifest) -> PodDemand:
         """Returns the demand of a pod, with the priority that the API server will set."""
         class_name = pod["spec"].get("priorityClassName", "")
-        return replace(trim.promise(pod), priority=preempting_priority(class_name, self.priority_classes()))
+        return replace(
+            trim.build_demand(pod), priority=preempting_priority(class_name, self.priority_classes())
+        )
 
-    def _recount(self, node: str) -> None:
-        self._requested.pop(node, None)
+    def _forget_totals(self, node: str) -> None:
+        """Forgets the computed totals of a node, because one of its pods has changed."""
+        self._totals.pop(node, None)
         self._views.pop(node, None)
 
-    def _requested_of(self, node: str) -> Mapping[str, float]:
+    def _requested_on(self, node: str) -> Mapping[str, float]:
+        """Returns the total requests of a node's pods; computes them after a change of a pod."""
         assert self._requests is not None
-        known = self._requested.get(node)
-        if known is None:
-            known = total(pod.requests for pod in self._requests.under(node))
-            self._requested[node] = known
-        return known
+        totals = self._totals.get(node)
+        if totals is None:
+            totals = total(pod.requests for pod in self._requests.values_under(node))
+            self._totals[node] = totals
+        return totals
 
-    def _by_priority_of(self, node: str) -> Mapping[int, Mapping[str, float]]:
+    def _requested_by_priority(self, node: str) -> Mapping[int, Mapping[str, float]]:
+        """Returns the total requests of a node's pods for each priority."""
         assert self._requests is not None
-        found: dict[int, list[Mapping[str, float]]] = {}
-        for pod in self._requests.under(node):
-            found.setdefault(pod.priority, []).append(pod.requests)
-        return {priority: total(requests) for priority, requests in found.items()}
+        requests_by_priority: dict[int, list[Mapping[str, float]]] = {}
+        for pod in self._requests.values_under(node):
+            requests_by_priority.setdefault(pod.priority, []).append(pod.requests)
+        return {priority: total(requests) for priority, requests in requests_by_priority.items()}
 
     def _requests_changed(self, before: PodRequests | None, after: PodRequests | None) -> None:
+        """Updates totals and reservations after a change of a pod's requests."""
         for pod in (before, after):
             if pod is not None:
-                self._recount(pod.node)
-        was, now = (pod.promise if pod is not None else None for pod in (before, after))
-        if was is not None and (now is None or now.uid != was.uid):
-            self._promised_since.pop(was.uid, None)
-        if now is not None:
-            self._promised_since.setdefault(now.uid, self._clock())
+                self._forget_totals(pod.node)
+        reserved_before, reserved_now = (pod.promise if pod is not None else None for pod in (before, after))
+        if reserved_before is not None and (reserved_now is None or reserved_now.uid != reserved_before.uid):
+            self._reserved_since.pop(reserved_before.uid, None)
+        if reserved_now is not None:
+            self._reserved_since.setdefault(reserved_now.uid, self._clock())
         if after is None:
             self._capacity_freed()
 
     def _node_changed(self, before: NodeView | None, after: NodeView | None) -> None:
+        """Updates the state of a changed node, and the time since which it is silent."""
         for node in (before, after):
             if node is not None:
                 self._views.pop(node.name, None)
-                self._silences.note(node.name, after.unreachable_since if after is not None else None)
+                self._silences.record(node.name, after.unreachable_since if after is not None else None)
         self._nodes_changed()
 
 
-def _our_collection(kind: Kind, scope: str | None) -> Collection:
+def _collection_of_ours(kind: Kind, scope: str | None) -> Collection:
+    """Returns the collection of objects of a kind that have the label of a resource."""
     return Collection(
         label=f"{kind.plural} of {scope or 'all namespaces'}",
         path=kind.path(scope),

@@ -21,20 +21,20 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        return json.loads(_without_depth(text.decode() if isinstance(text, bytes) else text))
+        return json.loads(_cut_deep_values(text.decode() if isinstance(text, bytes) else text))
 
 
-def _without_depth(text: str) -> str:
-    """Returns the JSON text with null for each object or list that is nested deeper than MAX_DEPTH."""
-    kept: list[str] = []
+def _cut_deep_values(text: str) -> str:
+    """Returns the JSON text with null for each value that is nested deeper than MAX_DEPTH."""
+    pieces: list[str] = []
     depth = start = 0
     for token in _TOKEN.finditer(text):
         if token[0] in "[{":
             depth += 1
             if depth == MAX_DEPTH + 1:
-                kept += [text[start : token.start()], "null"]
+                pieces += [text[start : token.start()], "null"]
         elif token[0] in "]}":
             if depth == MAX_DEPTH + 1:
                 start = token.end()
             depth -= 1
-    return "".join([*kept, text[start:]])
+    return "".join([*pieces, text[start:]])

@@ -30,7 +30,9 @@ TryCreate = Callable[[Manifest], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class _Tried:
+class _DryRun:
+    """A dry run of one revision's objects."""
+
     uid: str
     revision: str
     since_s: float
@@ -42,21 +44,21 @@ class _Tried:
 class DryRuns:
     """The newest dry run of each resource and its result. Use from one event loop."""
 
-    def __init__(self, try_create: TryCreate, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._try_create = try_create
+    def __init__(self, dry_run_create: TryCreate, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._try_create = dry_run_create
         self._clock = clock
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._tried: dict[ResourceKey, _Tried] = {}
+        self._by_resource: dict[ResourceKey, _DryRun] = {}
 
-    def admitted(self, resource: ResourceView) -> frozenset[str]:
+    def admitted_revisions(self, resource: ResourceView) -> frozenset[str]:
         """Returns the resource's revision that passed its dry run within HOLDS_S, or an empty set."""
-        found = self._tried.get(resource.key)
-        if found is None or not found.is_admitted or found.uid != resource.uid:
+        dry_run = self._by_resource.get(resource.key)
+        if dry_run is None or not dry_run.is_admitted or dry_run.uid != resource.uid:
             return frozenset()
-        holds = self._clock() - found.since_s <= HOLDS_S
-        return frozenset({found.revision}) if holds else frozenset()
+        is_valid = self._clock() - dry_run.since_s <= HOLDS_S
+        return frozenset({dry_run.revision}) if is_valid else frozenset()
 
-    async def find(self, resource: ResourceView, action: TryObjects, *, patience_s: float) -> None:
+    async def await_admission(self, resource: ResourceView, action: TryObjects, *, patience_s: float) -> None:
         """Waits until the API server has accepted all objects in a dry run, and remembers that.
 
         Args:
@@ -66,43 +68,49 @@ class DryRuns:
             ChildError: ObjectRefused if the API server refuses an object; NotAnswered if the dry run is not
                 done yet, in which case the caller must call again.
         """
-        tried = self._tried.get(resource.key)
-        if tried is None or not self._is_same_request(tried, resource, action):
-            tried = self._start(resource, action)
-        await asyncio.wait({tried.task}, timeout=patience_s)
-        if not tried.task.done():
+        dry_run = self._by_resource.get(resource.key)
+        if dry_run is None or not self._is_usable(dry_run, resource, action):
+            dry_run = self._start(resource, action)
+        await asyncio.wait({dry_run.task}, timeout=patience_s)
+        if not dry_run.task.done():
             raise not_answered("it has not answered yet")
-        if tried.task.exception() is not None:
-            del self._tried[resource.key]
+        if dry_run.task.exception() is not None:
+            del self._by_resource[resource.key]
         try:
-            tried.task.result()
+            dry_run.task.result()
         except ApiError as error:
             raise not_answered(error.message[:500]) from error
-        tried.is_admitted, tried.since_s = True, self._clock()
+        dry_run.is_admitted, dry_run.since_s = True, self._clock()
 
     def forget(self, key: ResourceKey) -> None:
         """Drops the dry run of a resource that is gone."""
-        tried = self._tried.pop(key, None)
-        if tried is not None:
-            tried.task.cancel()
+        dry_run = self._by_resource.pop(key, None)
+        if dry_run is not None:
+            dry_run.task.cancel()
 
-    def _is_same_request(self, tried: _Tried, resource: ResourceView, action: TryObjects) -> bool:
-        same = (tried.uid, tried.revision) == (resource.uid, action.revision)
-        return same and not (tried.task.done() and self._clock() - tried.since_s > HOLDS_S)
+    def _is_usable(self, dry_run: _DryRun, resource: ResourceView, action: TryObjects) -> bool:
+        """Reports whether a dry run is of this revision, and its result is not too old."""
+        is_same = (dry_run.uid, dry_run.revision) == (resource.uid, action.revision)
+        return is_same and not (dry_run.task.done() and self._clock() - dry_run.since_s > HOLDS_S)
 
-    def _start(self, resource: ResourceView, action: TryObjects) -> _Tried:
-        if (before := self._tried.pop(resource.key, None)) is not None:
-            before.task.cancel()
-        task = start_task(self._dry_run_all(action), name=f"dry run of {resource.key}", failed=_report)
-        started = self._tried[resource.key] = _Tried(resource.uid, action.revision, self._clock(), task)
+    def _start(self, resource: ResourceView, action: TryObjects) -> _DryRun:
+        """Starts a dry run in the background, and cancels the resource's earlier one."""
+        if (replaced := self._by_resource.pop(resource.key, None)) is not None:
+            replaced.task.cancel()
+        task = start_task(self._try_all(action), name=f"dry run of {resource.key}", failed=_report_error)
+        started = self._by_resource[resource.key] = _DryRun(
+            resource.uid, action.revision, self._clock(), task
+        )
         return started
 
-    async def _dry_run_all(self, action: TryObjects) -> None:
+    async def _try_all(self, action: TryObjects) -> None:
+        """Sends the dry run of each object of a revision, one after the other."""
         for manifest in action.manifests:
             async with self._slots:
-                await self._dry_run(manifest)
+                await self._try_one(manifest)
 
-    async def _dry_run(self, manifest: Manifest) -> None:
+    async def _try_one(self, manifest: Manifest) -> None:
+        """Sends the dry run of one object; raises the refusal, or the error if there is no answer."""
         try:
             await self._try_create(manifest)
         except ApiError as error:
@@ -114,6 +122,7 @@ class DryRuns:
                 raise
 
 
-def _report(error: BaseException) -> None:
+def _report_error(error: BaseException) -> None:
+    """Logs an error that is a defect of the operator; a later `await_admission` raises the others."""
     if not isinstance(error, HeteroInferError):  # a later `find` raises HeteroInferErrors
         logger.error("dry run failed: a defect of the operator. Report it", exc_info=error)

@@ -37,11 +37,13 @@ MINUTE_S: Final = 60.0
 FLUSH_S: Final = 0.5
 """How long a stopping process waits for unwritten events."""
 
-_Identity = tuple[str, str, str, bool]
+_EventIdentity = tuple[str, str, str, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Series:
+    """A stored event and the number of its repetitions."""
+
     name: str
     first_s: float
     written_s: float
@@ -75,28 +77,32 @@ class EventRecorder:
         self._clock = clock
         self._waiting: deque[tuple[ResourceView, RecordEvent]] = deque()
         self._workers: set[asyncio.Task[None]] = set()
-        self._at_work: set[_Identity] = set()
+        self._being_written: set[_EventIdentity] = set()
         self._recent: dict[str, deque[float]] = {}
         """Times of each resource's new events in the last minute, by uid."""
-        self._seen: OrderedDict[_Identity, _Series] = OrderedDict()
-        self._ending: dict[str, float] = {}
+        self._series: OrderedDict[_EventIdentity, _Series] = OrderedDict()
+        self._refused_at: dict[str, float] = {}
         """Time of the API server's refusal, by namespace that is being deleted."""
 
     def record(self, resource: ResourceView, event: RecordEvent) -> None:
         """Queues an event. An identical event within WINDOW_S only increments the count."""
-        same, now = _identity(resource, event), self._clock()
-        if self._is_being_deleted(resource.key.namespace, now):
+        identity, now = _identity_of(resource, event), self._clock()
+        if self._is_ending(resource.key.namespace, now):
             return
-        if any(_identity(*each) == same for each in self._waiting):  # an identical event is already queued
+        if any(
+            _identity_of(*each) == identity for each in self._waiting
+        ):  # an identical event is already queued
             return
-        known = same in self._seen or same in self._at_work
-        if len(self._waiting) >= MAX_WAITING_EVENTS or not (known or self._is_within_rate(resource.uid, now)):
+        is_repeated = identity in self._series or identity in self._being_written
+        if len(self._waiting) >= MAX_WAITING_EVENTS or not (
+            is_repeated or self._fits_rate(resource.uid, now)
+        ):
             logger.debug("%s: dropped event %s: over the limit", resource.key, event.reason)
             self._dropped()
             return
         self._waiting.append((resource.without_fields(), event))
         if len(self._workers) < AT_ONCE:
-            task = start_task(self._work(), name="events", failed=_report)
+            task = start_task(self._write_queued(), name="events", failed=_report_error)
             self._workers.add(task)
             task.add_done_callback(self._workers.discard)
 
@@ -111,7 +117,8 @@ class EventRecorder:
         for task in self._workers:
             task.cancel()
 
-    def _is_within_rate(self, uid: str, now: float) -> bool:
+    def _fits_rate(self, uid: str, now: float) -> bool:
+        """Reports whether a resource may have another new event in this minute, and counts the event."""
         for other in [each for each, times in self._recent.items() if now - times[-1] >= MINUTE_S]:
             del self._recent[other]
         times = self._recent.get(uid, deque())
@@ -123,60 +130,68 @@ class EventRecorder:
         self._recent[uid] = times
         return True
 
-    async def _work(self) -> None:
+    async def _write_queued(self) -> None:
+        """Writes events until the queue is empty."""
         while self._waiting:
             resource, event = self._waiting.popleft()
-            same = _identity(resource, event)
-            if same in self._at_work:  # an identical event is being written
+            identity = _identity_of(resource, event)
+            if identity in self._being_written:  # an identical event is being written
                 continue
-            self._at_work.add(same)
+            self._being_written.add(identity)
             try:
-                await self._write(resource, event, same)
+                await self._write(resource, event, identity)
             finally:
-                self._at_work.discard(same)
+                self._being_written.discard(identity)
 
-    async def _write(self, resource: ResourceView, event: RecordEvent, same: _Identity) -> None:
+    async def _write(self, resource: ResourceView, event: RecordEvent, identity: _EventIdentity) -> None:
+        """Writes a queued event: a new event, or a higher count of an identical one."""
         now = self._clock()
-        if self._is_being_deleted(resource.key.namespace, now):
+        if self._is_ending(resource.key.namespace, now):
             return
-        series = self._seen.pop(same, None)
+        series = self._series.pop(identity, None)
         try:
             if series is None or now - series.first_s > WINDOW_S:
                 series = await self._create(resource, event, now)
             else:
-                series = await self._count(resource, replace(series, count=series.count + 1), now)
+                series = await self._update_series(resource, replace(series, count=series.count + 1), now)
         except HeteroInferError as error:  # includes a lost Lease
             causes, status = (error.causes, error.status) if isinstance(error, ApiError) else ((), 0)
             if NAMESPACE_ENDS in causes:
-                self._ending[resource.key.namespace] = now
+                self._refused_at[resource.key.namespace] = now
                 return
             logger.warning("%s: event %s not recorded: %s", resource.key, event.reason, error.message)
             self._dropped()
             series = series if status != NOT_FOUND else None
         if series is not None:
-            self._seen[same] = series
-        while len(self._seen) > MAX_REMEMBERED_EVENTS:
-            self._seen.popitem(last=False)
+            self._series[identity] = series
+        while len(self._series) > MAX_REMEMBERED_EVENTS:
+            self._series.popitem(last=False)
 
-    def _is_being_deleted(self, namespace: str, now: float) -> bool:
-        self._ending = {name: said for name, said in self._ending.items() if now - said < ENDING_S}
-        return namespace in self._ending
+    def _is_ending(self, namespace: str, now: float) -> bool:
+        """Reports whether a namespace was being deleted less than ENDING_S ago."""
+        self._refused_at = {
+            name: refused_at for name, refused_at in self._refused_at.items() if now - refused_at < ENDING_S
+        }
+        return namespace in self._refused_at
 
     async def _create(self, resource: ResourceView, event: RecordEvent, now: float) -> _Series:
+        """Creates a new event in the cluster."""
         path = EVENT.path(resource.key.namespace)
         body = self._build_event(resource, event, datetime.now(UTC))
         stored = await self._server.create(path, body, lane=RequestLane.EVENT)
         return _Series(name=stored["metadata"]["name"], first_s=now, written_s=now, count=1)
 
-    async def _count(self, resource: ResourceView, series: _Series, now: float) -> _Series:
+    async def _update_series(self, resource: ResourceView, series: _Series, now: float) -> _Series:
+        """Writes the count of a repeated event, at most once in SERIES_UPDATE_S."""
         if now - series.written_s < SERIES_UPDATE_S:
             return series
         path = EVENT.path(resource.key.namespace, series.name)
-        seen = {"count": series.count, "lastObservedTime": _micro_time(datetime.now(UTC))}
-        await self._server.merge(path, {"series": seen}, lane=RequestLane.EVENT)
+        new_series = {"count": series.count, "lastObservedTime": _micro_time(datetime.now(UTC))}
+        await self._server.merge(path, {"series": new_series}, lane=RequestLane.EVENT)
         return replace(series, written_s=now)
 
     def _build_event(self, resource: ResourceView, event: RecordEvent, now: datetime) -> dict[str, Any]:
+        """Builds the Event object."""
         return {
             "apiVersion": EVENT.api_version,
             "kind": EVENT.name,
@@ -203,11 +218,12 @@ class EventRecorder:
         }
 
 
-def _identity(resource: ResourceView, event: RecordEvent) -> _Identity:
+def _identity_of(resource: ResourceView, event: RecordEvent) -> _EventIdentity:
+    """Returns the values in which identical events are equal."""
     return resource.uid, event.reason, event.message, event.warning
 
 
-def _report(error: BaseException) -> None:
+def _report_error(error: BaseException) -> None:
     logger.error("cannot record events: a defect of the operator. Report it", exc_info=error)
 
 

@@ -27,7 +27,7 @@ MAX_RETRY_S: Final = 30.0
 LISTED_S: Final = 20.0
 """The operator logs a gang scheduler whose objects cannot be listed within this time."""
 
-_SIGNS: Final = MappingProxyType(
+_APIS: Final = MappingProxyType(
     {
         Gang.KUEUE: (("kueue.x-k8s.io/v1beta1", "kueue.x-k8s.io/v1beta2"), "localqueues"),
         Gang.VOLCANO: (("scheduling.volcano.sh/v1beta1",), "podgroups"),
@@ -43,35 +43,36 @@ Caches: TypeAlias = dict[str | None, WatchCache[ChildRecord]]
 """Caches of one kind, by scope."""
 
 
-async def find_served_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
-    """Returns for each gang scheduler whether the cluster serves its API, or the error of the request."""
-    answers = await asyncio.gather(*(_is_served(server, gang) for gang in _SIGNS))
-    return dict(zip(_SIGNS, answers, strict=True))
+async def detect_gangs(server: ApiServer) -> Mapping[Gang, bool | ApiError]:
+    """Returns for each gang scheduler whether the cluster serves its API, or the error."""
+    answers = await asyncio.gather(*(_is_served(server, gang) for gang in _APIS))
+    return dict(zip(_APIS, answers, strict=True))
 
 
-async def find_unknown_versions(server: ApiServer) -> tuple[str, ...]:
-    """Returns the API versions of gang schedulers that the cluster serves but this operator does not support.
+async def find_unsupported_versions(server: ApiServer) -> tuple[str, ...]:
+    """Returns served API versions of gang schedulers that this operator does not support.
 
     Raises:
         ApiError: the API server refused or did not answer.
     """
-    known: dict[str, tuple[set[str], set[str]]] = {}
-    for group_versions, plural in _SIGNS.values():
+    apis_by_group: dict[str, tuple[set[str], set[str]]] = {}
+    for group_versions, plural in _APIS.values():
         for each in group_versions:
             group, _, version = each.partition("/")
-            found = known.setdefault(group, (set(), set()))
-            found[0].add(version)
-            found[1].add(plural)
+            known_versions = apis_by_group.setdefault(group, (set(), set()))
+            known_versions[0].add(version)
+            known_versions[1].add(plural)
     unknown = [
         f"{group}/{version}"
-        for group, (versions, plurals) in known.items()
-        for version in await _versions(server, group)
-        if version not in versions and plurals & await _resources(server, f"{group}/{version}")
+        for group, (versions, plurals) in apis_by_group.items()
+        for version in await _served_versions(server, group)
+        if version not in versions and plurals & await _served_resources(server, f"{group}/{version}")
     ]
     return tuple(sorted(unknown))
 
 
-async def _versions(server: ApiServer, group: str) -> list[str]:
+async def _served_versions(server: ApiServer, group: str) -> list[str]:
+    """Returns the versions of an API group that the cluster serves; empty without the group."""
     try:
         answer = await server.get(f"/apis/{group}")
     except ApiError as error:
@@ -84,18 +85,20 @@ async def _versions(server: ApiServer, group: str) -> list[str]:
 
 
 async def _is_served(server: ApiServer, gang: Gang) -> bool | ApiError:
-    versions, plural = _SIGNS[gang]
+    """Returns whether the cluster serves a gang scheduler's API, or the error if that is unknown."""
+    versions, plural = _APIS[gang]
     problem: ApiError | None = None
     for version in versions:
         try:
-            if plural in await _resources(server, version):
+            if plural in await _served_resources(server, version):
                 return True
         except ApiError as error:
             problem = error
     return problem or False
 
 
-async def _resources(server: ApiServer, group_version: str) -> set[str]:
+async def _served_resources(server: ApiServer, group_version: str) -> set[str]:
+    """Returns the plurals of the resources that the cluster serves in a group version."""
     try:
         answer = await server.get(f"/apis/{group_version}")
     except ApiError as error:
@@ -133,7 +136,7 @@ class GangSchedulers:
         self._changed = changed
         self._unanswered = frozenset(Gang)
         self._reported: frozenset[Gang] = frozenset()
-        self._failed = asyncio.Event()
+        self._failure = asyncio.Event()
         self._tasks: dict[Gang, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -141,10 +144,10 @@ class GangSchedulers:
         retry_s = RETRY_FIRST_S
         try:
             while True:
-                failed, self._failed = self._failed.is_set(), asyncio.Event()
+                failed, self._failure = self._failure.is_set(), asyncio.Event()
                 with contextlib.suppress(ApiError):  # only a message uses `unknown`
-                    self.unknown = await find_unknown_versions(self._server)
-                self._update(await find_served_gangs(self._server))
+                    self.unknown = await find_unsupported_versions(self._server)
+                self._update(await detect_gangs(self._server))
                 if failed or self._unanswered:
                     await asyncio.sleep(retry_s)
                     retry_s = min(2 * retry_s, MAX_RETRY_S)
@@ -152,13 +155,13 @@ class GangSchedulers:
                 retry_s = RETRY_FIRST_S
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ASK_S):
-                        await self._failed.wait()
+                        await self._failure.wait()
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
     def _update(self, answers: Mapping[Gang, bool | ApiError]) -> None:
-        """Starts and stops following gang schedulers. An error changes nothing."""
+        """Starts and stops the caches of gang schedulers. An error changes nothing."""
         problems = {gang: answer for gang, answer in answers.items() if isinstance(answer, ApiError)}
         for gang in sorted(problems.keys() - self._reported):
             logger.warning("gang scheduler %s: %s. Trying again", gang, problems[gang].message)
@@ -167,14 +170,19 @@ class GangSchedulers:
         for gang, is_served in sorted(answers.items()):
             if is_served is True and gang not in self._tasks:
                 logger.info("the cluster has a gang scheduler: %s", gang)
-                self._start(gang)
+                self._start_caching(gang)
             if is_served is False and gang in self._tasks:
                 logger.warning("the cluster no longer serves the API of gang scheduler %s", gang)
                 self._tasks.pop(gang).cancel()
-                self._stop_following(gang)
-        self._check_known()
+                self._forget(gang)
+        self._set_known_if_complete()
 
-    def _start(self, gang: Gang) -> None:
+    def _start_caching(self, gang: Gang) -> None:
+        """Starts the caches of a gang scheduler's objects.
+
+        If they fail, the gang scheduler counts as absent until the next check.
+        """
+
         def failed(error: BaseException) -> None:
             logger.error(
                 "gang scheduler %s: caching its objects failed: %r. Listing them again",
@@ -183,12 +191,12 @@ class GangSchedulers:
                 exc_info=error,
             )
             del self._tasks[gang]
-            self._stop_following(gang)
-            self._failed.set()
+            self._forget(gang)
+            self._failure.set()
 
-        self._tasks[gang] = start_task(self._follow(gang), name=f"objects of {gang}", failed=failed)
+        self._tasks[gang] = start_task(self._cache_objects(gang), name=f"objects of {gang}", failed=failed)
 
-    async def _follow(self, gang: Gang) -> None:
+    async def _cache_objects(self, gang: Gang) -> None:
         """Caches the objects of a gang scheduler. After the first list it counts as found."""
         kind = GANG_CHILDREN.get(gang)
         caches = self._build(kind) if kind is not None else {}
@@ -197,27 +205,30 @@ class GangSchedulers:
                 group.create_task(cache.run(), name=cache.collection.label)
             try:
                 async with asyncio.timeout(LISTED_S):
-                    await _listed(caches)
+                    await _wait_listed(caches)
             except TimeoutError:
                 logger.warning("gang scheduler %s: its objects cannot be listed. Still trying", gang)
-                await _listed(caches)
+                await _wait_listed(caches)
             if kind is not None:
                 self.kinds = {**self.kinds, kind: caches}
             self.found |= {gang}
-            self._check_known()
+            self._set_known_if_complete()
             self._changed()
 
-    def _stop_following(self, gang: Gang) -> None:
+    def _forget(self, gang: Gang) -> None:
+        """Removes a gang scheduler and the caches of its objects."""
         self.kinds = {kind: caches for kind, caches in self.kinds.items() if kind != GANG_CHILDREN.get(gang)}
         if gang in self.found:
             self.found -= {gang}
             self._changed()
 
-    def _check_known(self) -> None:
+    def _set_known_if_complete(self) -> None:
+        """Sets `known` once each gang scheduler is either absent or has listed objects."""
         if not self._unanswered and self._tasks.keys() <= self.found:
             self.known.set()
 
 
-async def _listed(caches: Caches) -> None:
+async def _wait_listed(caches: Caches) -> None:
+    """Waits until each of these caches has its first list."""
     for cache in caches.values():
         await cache.synced.wait()

@@ -43,12 +43,11 @@ def build_settings() -> kopf.OperatorSettings:
 
 
 def build_registry(configuration: client.Configuration, announce: Announce) -> kopf.OperatorRegistry:
-    """Builds kopf's handlers.
+    """Returns the handlers that announce each added, changed or deleted resource.
 
-    A handler runs in kopf's own thread. It calls `announce` with each added, changed or deleted resource and
-    its resourceVersion. It ignores changes of the status: the operator wrote the status itself and has read
-    the API server's answer. It also ignores changes of labels and annotations, because no decision uses
-    them.
+    kopf calls `announce` in its own thread, with the resource and its resourceVersion. The handler `changed`
+    ignores a change of the status: the operator wrote the status itself, and has read the API server's answer
+    to that write. It also ignores changes of labels and annotations, because no decision reads them.
     """
     registry = kopf.OperatorRegistry()
     announced: dict[ResourceKey, tuple[object, ...]] = {}
@@ -79,13 +78,13 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     ) -> None:
         key = ResourceKey(namespace=namespace or "", name=name or "")
         fields = ("uid", "generation", "deletionTimestamp", "finalizers")
-        seen = tuple(copy.deepcopy(meta.get(field)) for field in fields)
+        fields_now = tuple(copy.deepcopy(meta.get(field)) for field in fields)
         if event["type"] == "DELETED":
             announced.pop(key, None)
-        elif announced.get(key) == seen:
+        elif announced.get(key) == fields_now:
             return
         else:
-            announced[key] = seen
+            announced[key] = fields_now
         announce(key, version_number(meta["resourceVersion"]))
 
     return registry
@@ -94,10 +93,13 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
 async def announce_changes(
     configuration: client.Configuration, namespaces: Sequence[str], announce: Announce
 ) -> None:
-    """Runs kopf until cancelled, in a thread with its own event loop. Raises the error that ended kopf.
+    """Runs kopf in a thread with its own event loop, until cancelled or until kopf ends.
 
     The separate thread is necessary: when kopf stops, it cancels every task of its loop that it does not know
     (`kopf/_core/reactor/running.py::run_tasks@1.45.2`). In the main thread it also takes over the signals.
+
+    Raises:
+        BaseException: the error that ended kopf.
     """
     loop, stop = asyncio.get_running_loop(), threading.Event()
     ended: asyncio.Future[BaseException] = loop.create_future()

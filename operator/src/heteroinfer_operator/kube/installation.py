@@ -51,7 +51,7 @@ async def resource_problem(server: ApiServer) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class ListedResources:
     """The resources that this installation serves.
 
     Attributes:
@@ -65,20 +65,20 @@ class Listed:
     unread: Mapping[str | None, ApiError]
 
 
-async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed:
+async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> ListedResources:
     """Lists the resources of all served namespaces.
 
     Raises:
         ApiError: no namespace can be listed.
     """
-    found: dict[ResourceKey, int] = {}
+    versions_by_resource: dict[ResourceKey, int] = {}
     versions: dict[str | None, int] = {}
     unread: dict[str | None, ApiError] = {}
 
     async def list_scope(scope: str | None) -> None:
         listed: dict[ResourceKey, int] = {}
         try:
-            async for page in server.pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
+            async for page in server.list_pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):
                 for item in page.get("items") or ():  # null if a metadata-only list is empty
                     metadata = item["metadata"]
                     key = ResourceKey(namespace=metadata["namespace"], name=metadata["name"])
@@ -87,16 +87,16 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
         except ApiError as error:
             unread[scope] = error
         else:
-            found.update(listed)
+            versions_by_resource.update(listed)
 
     scopes: list[str | None] = [*namespaces] or [None]
     await asyncio.gather(*map(list_scope, scopes))
     if len(unread) == len(scopes):
         raise next(iter(unread.values()))
-    return Listed(resources=found, versions=versions, unread=unread)
+    return ListedResources(resources=versions_by_resource, versions=versions, unread=unread)
 
 
-async def check(settings: InstallationSettings) -> list[str]:
+async def find_missing_parts(settings: InstallationSettings) -> list[str]:
     """Returns a message for each missing part of an installation. Read-only.
 
     Raises:
@@ -107,17 +107,17 @@ async def check(settings: InstallationSettings) -> list[str]:
         problem = await resource_problem(server)
         missing: list[str] = []
         for namespace in settings.watch_namespaces or (None,):
-            missing += await rights.missing_rights(server, rights.SERVED, namespace)
+            missing += await rights.find_missing_rights(server, rights.SERVED, namespace)
         if not settings.watch_namespaces:
-            missing += await rights.missing_rights(server, rights.CLUSTER, None)
+            missing += await rights.find_missing_rights(server, rights.CLUSTER, None)
         if settings.key_secret:
-            missing += await rights.missing_rights(
+            missing += await rights.find_missing_rights(
                 server,
                 rights.key_rules(settings.key_secret, settings.former_key_secret),
                 settings.namespace,
             )
         if settings.leader_election:
-            missing += await rights.missing_rights(
+            missing += await rights.find_missing_rights(
                 server, rights.lease_rules(settings.lease_name), settings.namespace
             )
     finally:

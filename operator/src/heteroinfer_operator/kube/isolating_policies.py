@@ -14,7 +14,7 @@ from heteroinfer_operator.kube.server import ApiServer
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
 from heteroinfer_operator.stored_fields import as_name, as_object, as_objects, as_text_map, as_texts
 
-_NOT_OURS: Final = {"labelSelector": f"!{names.LABEL_RESOURCE}"}
+_OF_OTHER_OWNERS: Final = {"labelSelector": f"!{names.LABEL_RESOURCE}"}
 _EGRESS: Final = "Egress"
 
 
@@ -30,8 +30,8 @@ class IsolatingPolicy:
     selector: Manifest
 
 
-def isolating_policy(stored: Manifest) -> IsolatingPolicy | None:
-    """Returns the pods that a policy selects, or None if it restricts ingress only.
+def read_isolating_policy(stored: Manifest) -> IsolatingPolicy | None:
+    """Returns the pods whose egress a policy restricts; None if it restricts ingress only.
 
     Raises:
         UnreadableError: a field has the wrong type.
@@ -63,7 +63,7 @@ class IsolatingPolicies:
     def __init__(
         self, server: ApiServer, scopes: Sequence[str | None], changed: Callable[[str], None]
     ) -> None:
-        def note(before: IsolatingPolicy | None, after: IsolatingPolicy | None) -> None:
+        def report_change(before: IsolatingPolicy | None, after: IsolatingPolicy | None) -> None:
             if before != after:
                 changed((after or before).namespace)  # type: ignore[union-attr]  # at most one is None
 
@@ -73,11 +73,11 @@ class IsolatingPolicies:
                 Collection(
                     label=f"others' policies of {scope or 'all namespaces'}",
                     path=NETWORK_POLICY.path(scope),
-                    query=_NOT_OURS,
+                    query=_OF_OTHER_OWNERS,
                     namespace=scope,
                 ),
-                trim=isolating_policy,
-                changed=note,
+                trim=read_isolating_policy,
+                changed=report_change,
                 index=lambda policy: policy.namespace,
             )
             for scope in scopes
@@ -92,4 +92,4 @@ class IsolatingPolicies:
         cache = self._caches.get(None if None in self._caches else namespace)
         if cache is None or not cache.synced.is_set():
             return None
-        return tuple(policy.selector for policy in cache.under(namespace))
+        return tuple(policy.selector for policy in cache.values_under(namespace))

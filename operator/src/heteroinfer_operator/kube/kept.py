@@ -9,16 +9,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from heteroinfer_operator.cluster import Action, Manifest, Refusal, ResourceView
-from heteroinfer_operator.kube.unmade_pods import UnmadePods
+from heteroinfer_operator.kube.unmade_pods import NeverCreatedPods
 from heteroinfer_operator.reconcile.budget import Budget, Spending
-from heteroinfer_operator.reconcile.refusals import Acting, Subject, asked_anew
+from heteroinfer_operator.reconcile.refusals import ActionPermits, KindAndName, retry_revisions_now
 
 WRITES_AT_ONCE: Final = 16
 """At most this many creates and applies of one resource run at the same time, so that one slow webhook cannot
 block others."""
-STATUS_AGAIN_S: Final = 1.0
+STATUS_RETRY_S: Final = 1.0
 """Pause between two attempts to write a status while the API server has not answered the first."""
-WITHIN: Final = timedelta(seconds=60)
+CONSECUTIVE_WITHIN: Final = timedelta(seconds=60)
 """Two identical writes count as consecutive if they are less than this apart."""
 MAX_RESTORATIONS: Final = 5
 """Consecutive identical writes until the operator reports a conflict with another writer.
@@ -28,7 +28,7 @@ Below this number it repairs manual changes of users without a report.
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class PendingRequest:
     """A request that the API server has not answered.
 
     Attributes:
@@ -42,7 +42,7 @@ class UnderWay:
 
 @dataclass(slots=True)
 class WrittenAgain:
-    """Counts consecutive identical writes, or deletions, of each child.
+    """Counts how often each child was written, or deleted, with the same content in a row.
 
     If another controller wants other content, it answers each of our writes with its own. Without a bound the
     two write 25 to 40 times a second.
@@ -51,23 +51,25 @@ class WrittenAgain:
     _written: dict[tuple[str, str, bool], tuple[int, datetime, int]] = field(default_factory=dict)
     """By kind, name and whether it is a deletion: hash of the last write, its time, and the count."""
 
-    def note(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
-        """Counts a write; returns whether others undo it each time.
+    def record_write(self, kind: str, name: str, manifest: Manifest | None, now: datetime) -> bool:
+        """Counts a write or a deletion; returns whether other writers undo it each time.
 
         Args:
             manifest: None for a deletion.
         """
-        written = hash(json.dumps(manifest, sort_keys=True))
-        self._written = {key: each for key, each in self._written.items() if abs(now - each[1]) < WITHIN}
+        content_hash = hash(json.dumps(manifest, sort_keys=True))
+        self._written = {
+            key: entry for key, entry in self._written.items() if abs(now - entry[1]) < CONSECUTIVE_WITHIN
+        }
         key = kind, name, manifest is None
-        before, _, times = self._written.get(key, (None, now, 0))
-        times = times + 1 if before == written else 1
-        self._written[key] = written, now, times
-        return times >= MAX_RESTORATIONS
+        last_hash, _, count = self._written.get(key, (None, now, 0))
+        count = count + 1 if last_hash == content_hash else 1
+        self._written[key] = content_hash, now, count
+        return count >= MAX_RESTORATIONS
 
 
 @dataclass(slots=True)
-class StatusTries:
+class StatusAttempts:
     """The unanswered attempts to write a resource's status: the first and the newest.
 
     All attempts name the same version of the resource, so the API server stores at most one. The first
@@ -75,85 +77,92 @@ class StatusTries:
     once.
     """
 
-    _tries: list[tuple[float, asyncio.Task[object]]] = field(default_factory=list)
+    _attempts: list[tuple[float, asyncio.Task[object]]] = field(default_factory=list)
 
     @property
-    def are_under_way(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether the API server may still store an attempt."""
-        return any(not task.done() for _, task in self._tries)
+        return any(not task.done() for _, task in self._attempts)
 
     def wait_s(self) -> float:
         """Returns the seconds until the next attempt may start."""
-        self._tries = [each for each in self._tries if not each[1].done()]
-        if not self._tries:
+        self._attempts = [each for each in self._attempts if not each[1].done()]
+        if not self._attempts:
             return 0.0
-        return max(0.0, self._tries[-1][0] + STATUS_AGAIN_S - asyncio.get_running_loop().time())
+        return max(0.0, self._attempts[-1][0] + STATUS_RETRY_S - asyncio.get_running_loop().time())
 
     def add(self, task: asyncio.Task[object]) -> None:
-        """Adds a new attempt and cancels those between the first and this."""
-        for _, between in self._tries[1:]:
-            between.cancel()
-        self._tries = [*self._tries[:1], (asyncio.get_running_loop().time(), task)]
+        """Adds a new attempt, and cancels all earlier ones except the first."""
+        for _, replaced in self._attempts[1:]:
+            replaced.cancel()
+        self._attempts = [*self._attempts[:1], (asyncio.get_running_loop().time(), task)]
 
-    def cancel(self, *, but: asyncio.Task[object] | None = None) -> None:
-        """Cancels all attempts except `but`."""
-        for _, task in self._tries:
-            if task is not but:
+    def cancel(self, *, kept_task: asyncio.Task[object] | None = None) -> None:
+        """Cancels all attempts except `kept_task`."""
+        for _, task in self._attempts:
+            if task is not kept_task:
                 task.cancel()
 
 
 @dataclass(slots=True)
-class Kept:
-    """State of one resource between decisions, as long as it has this uid.
+class ResourceMemory:
+    """What the operator remembers about one resource between decisions, as long as it has this uid.
 
     Attributes:
         generation: generation of the spec at the last decision.
-        unmade: pods that the operator decided to create and that never existed.
-        under_way: unanswered requests, by object.
+        never_created: pods that the operator decided to create and that never existed.
+        pending_requests: unanswered requests, by object.
         slots: limits concurrent creates and applies.
         promises: capacity reserved for the pods of the last decision.
     """
 
     uid: str
     generation: int
-    acting: Acting
+    permits: ActionPermits
     written: WrittenAgain = field(default_factory=WrittenAgain)
     budget: Budget = field(default_factory=Budget)
-    unmade: UnmadePods = field(default_factory=UnmadePods)
-    under_way: dict[Subject, UnderWay] = field(default_factory=dict)
-    status_tries: StatusTries = field(default_factory=StatusTries)
+    never_created: NeverCreatedPods = field(default_factory=NeverCreatedPods)
+    pending_requests: dict[KindAndName, PendingRequest] = field(default_factory=dict)
+    status_attempts: StatusAttempts = field(default_factory=StatusAttempts)
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WRITES_AT_ONCE))
     promises: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
-    def of(cls, resource: ResourceView, held_back: Callable[[str], None]) -> "Kept":
-        """Builds the state of a resource that this process sees for the first time."""
-        acting = Acting(resource.key.name, (), datetime.now(UTC))
-        return cls(resource.uid, resource.generation, acting, budget=Budget(report=held_back))
+    def for_new_resource(cls, resource: ResourceView, report_wait: Callable[[str], None]) -> "ResourceMemory":
+        """Returns the memory of a resource that this process sees for the first time.
+
+        Args:
+            report_wait: called with the kind of each action that must wait for the budget.
+        """
+        permits = ActionPermits(resource.key.name, (), datetime.now(UTC))
+        return cls(resource.uid, resource.generation, permits, budget=Budget(report=report_wait))
 
     def refusals(self, resource: ResourceView) -> tuple[Refusal, ...]:
-        """Returns the known refusals.
+        """Returns the refusals that the next decision must respect.
 
-        After a change of the spec, returns those that still apply, due for another attempt at once.
+        After a change of the spec, only the refusals of revisions apply, and they are due for another attempt
+        at once.
         """
-        known = tuple(self.acting.known.values())
-        return known if resource.generation == self.generation else asked_anew(known, datetime.now(UTC))
+        known = tuple(self.permits.known.values())
+        return (
+            known if resource.generation == self.generation else retry_revisions_now(known, datetime.now(UTC))
+        )
 
     def begin(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]
-    ) -> Acting:
-        """Starts a decision; returns the object that decides which actions may run now."""
+    ) -> ActionPermits:
+        """Starts a decision. Returns the object that decides which actions may run now."""
         if resource.generation != self.generation:
             self.written = WrittenAgain()
         self.generation = resource.generation
         now = datetime.now(UTC)
         spending = Spending(self.budget, resource, actions, now)
-        self.acting = Acting(resource.key.name, refusals, now, spending)
-        return self.acting
+        self.permits = ActionPermits(resource.key.name, refusals, now, spending)
+        return self.permits
 
     def cancel(self) -> None:
         """Cancels all unanswered requests, because the resource is gone."""
-        self.status_tries.cancel()
+        self.status_attempts.cancel()
         self.promises.close()
-        for each in self.under_way.values():
+        for each in self.pending_requests.values():
             each.task.cancel()

@@ -13,7 +13,12 @@ from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.kube.paths import CONFIG_MAP, NamespacedName
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.watch_cache import Collection, WatchCache
-from heteroinfer_operator.nodes.calibrations import CalibrationError, Calibrations, MeasuredKind, read_kept
+from heteroinfer_operator.nodes.calibrations import (
+    CalibrationError,
+    Calibrations,
+    MeasuredKind,
+    read_stored_calibrations,
+)
 from heteroinfer_operator.stored_fields import as_text_map
 
 logger = logging.getLogger(__name__)
@@ -21,7 +26,7 @@ logger = logging.getLogger(__name__)
 Entries: TypeAlias = tuple[tuple[str, str], ...]
 
 
-class KeptCalibrations:
+class StoredCalibrations:
     """The calibrations in the ConfigMap; empty while it does not exist.
 
     Args:
@@ -41,12 +46,13 @@ class KeptCalibrations:
                 path=CONFIG_MAP.path(name.namespace),
                 query={"fieldSelector": f"metadata.name={name.name}"},
             ),
-            trim=read_entries,
-            changed=self._changed,
+            trim=read_sorted_entries,
+            changed=self._read_calibrations,
         )
 
-    def _changed(self, _before: Entries | None, after: Entries | None) -> None:
-        self.calibrations, problems = read_kept(dict(after or ()), self._version)
+    def _read_calibrations(self, _before: Entries | None, after: Entries | None) -> None:
+        """Reads the calibrations of a changed ConfigMap, and logs those that cannot be used."""
+        self.calibrations, problems = read_stored_calibrations(dict(after or ()), self._version)
         for kind in self.calibrations.kinds:
             logger.info("nodes of kind %s: calibration %s", kind.name, kind.calibration.hash)
         for problem in problems:
@@ -54,7 +60,7 @@ class KeptCalibrations:
         self._notify()
 
 
-def read_entries(stored: Manifest) -> Entries:
+def read_sorted_entries(stored: Manifest) -> Entries:
     """Returns the ConfigMap's entries in order of their keys.
 
     Raises:
@@ -63,11 +69,12 @@ def read_entries(stored: Manifest) -> Entries:
     return tuple(sorted(as_text_map(stored.get("data"), "data").items()))
 
 
-async def keep(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:
-    """Writes the measured rates of one kind of nodes into the ConfigMap. Keeps the entries of other kinds.
+async def write_calibration(server: ApiServer, name: NamespacedName, kind: MeasuredKind) -> None:
+    """Writes the measured rates of one kind of nodes into the ConfigMap.
 
-    The chart has no template for the ConfigMap: a tool that replaces objects by their templates would empty
-    it. Each kind of nodes has its own field manager, so an apply does not touch the entries of other kinds.
+    The entries of other kinds stay: each kind of nodes has its own field manager, so an apply does not touch
+    them. The chart has no template for the ConfigMap: a tool that replaces objects by their templates would
+    empty it.
 
     Raises:
         CalibrationError: the namespace does not exist, or this process may not write the ConfigMap.

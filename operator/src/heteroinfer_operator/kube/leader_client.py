@@ -85,10 +85,10 @@ class LeaderClient:
         self._clock = clock
         self._readers: dict[str, tuple[float, ReportReader]] = {}
         self._answers: dict[str, _Answer] = {}
-        self._answered: dict[str, ResourceKey] = {}
+        self._answered_before: dict[str, ResourceKey] = {}
         self._watched: dict[str, PodRecord] = {}
         self._silences: dict[str, _Silence] = {}
-        self._ignored: dict[str, float] = {}
+        self._reported_invalid: dict[str, float] = {}
         self._invalid_reports: list[tuple[ResourceKey, str]] = []
         self._client = ReportClient()
 
@@ -110,15 +110,17 @@ class LeaderClient:
                 fails.
         """
         known = tuple(pods)
-        ended = {_group(pod) for pod in known if pod.view.ended}
-        unready = {_group(pod) for pod in known if not pod.view.ready}
+        ended = {_group_label(pod) for pod in known if pod.view.ended}
+        unready = {_group_label(pod) for pod in known if not pod.view.ready}
         leaders = {
-            index: pod for pod in known if (index := _led_group(pod)) is not None and _group(pod) not in ended
+            index: pod
+            for pod in known
+            if (index := _led_group(pod)) is not None and _group_label(pod) not in ended
         }
         self._forget_old()
         answers = await asyncio.gather(
             *(
-                self._fetch_report(pod, ready=_group(pod) not in unready, anew=anew)
+                self._get_report(pod, ready=_group_label(pod) not in unready, anew=anew)
                 for pod in leaders.values()
             )
         )
@@ -131,16 +133,16 @@ class LeaderClient:
         Contains only leaders that answered this operator before, because in some clusters the operator
         cannot reach any pod.
         """
-        found: dict[tuple[int, int], float] = {}
+        silences: dict[tuple[int, int], float] = {}
         for pod in pods:
             index, silence = _led_group(pod), self._silences.get(pod.view.uid)
             epoch = pod.view.labels.get(names.LABEL_EPOCH, "")
             if index is not None and silence is not None and epoch.isdigit():
-                sure = silence.tries >= SURE_TRIES
-                found[index, int(epoch)] = self._clock() - silence.since_s if sure else 0.0
-        return found
+                is_certain = silence.tries >= SURE_TRIES
+                silences[index, int(epoch)] = self._clock() - silence.since_s if is_certain else 0.0
+        return silences
 
-    async def watch(self, changed: Callable[[ResourceKey], None]) -> None:
+    async def test_connections(self, changed: Callable[[ResourceKey], None]) -> None:
         """Opens test connections to the leaders of Ready groups that answered before, until cancelled.
 
         An idle group sends nothing. If its only node loses power, Kubernetes reports that up to 50 s later,
@@ -158,53 +160,62 @@ class LeaderClient:
                 )
 
     async def _test_connection(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
-        uid, tried_s = pod.view.uid, self._clock()
+        """Opens up to SURE_TRIES connections to a leader, and reports a change of its reachability."""
+        uid, started_s = pod.view.uid, self._clock()
         for _ in range(SURE_TRIES):
             if await is_reached(pod.ip, pod.health_port, timeout_s=TRY_S):
                 if self._silences.pop(uid, None) is not None:
                     self._answers.pop(uid, None)
                     changed(pod.key)
                 return
-        before = self._silences.get(uid, _Silence(tried_s, 0))
-        if uid in self._watched and before.tries < SURE_TRIES:
-            self._silences[uid] = _Silence(before.since_s, SURE_TRIES)
+        silence = self._silences.get(uid, _Silence(started_s, 0))
+        if uid in self._watched and silence.tries < SURE_TRIES:
+            self._silences[uid] = _Silence(silence.since_s, SURE_TRIES)
             self._answers[uid] = _Answer(self._clock(), None, unreached=True)
             changed(pod.key)
 
-    def watch_only(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
+    def limit_tests_to(self, key: ResourceKey, pods: Iterable[PodRecord]) -> None:
         """Limits the test connections for a resource to the leaders of its Ready groups.
 
         Args:
             pods: pods of the resource; empty if it is gone.
         """
-        known = {pod.view.uid: pod for pod in pods}
-        unready = {_epoch(pod) for pod in known.values() if not pod.view.ready}
-        self._answered = {uid: of for uid, of in self._answered.items() if of != key or uid in known}
+        by_uid = {pod.view.uid: pod for pod in pods}
+        unready = {_group_and_epoch(pod) for pod in by_uid.values() if not pod.view.ready}
+        self._answered_before = {
+            uid: of for uid, of in self._answered_before.items() if of != key or uid in by_uid
+        }
         self._watched = {uid: pod for uid, pod in self._watched.items() if pod.key != key}
-        for uid, pod in known.items():
-            if uid in self._answered and _led_group(pod) is not None and _epoch(pod) not in unready:
+        for uid, pod in by_uid.items():
+            if (
+                uid in self._answered_before
+                and _led_group(pod) is not None
+                and _group_and_epoch(pod) not in unready
+            ):
                 self._watched[uid] = pod
 
     def _record_answer(self, pod: PodRecord, asked_s: float, answer: _Answer) -> None:
+        """Records a leader's answer, and since when it cannot be reached."""
         uid = pod.view.uid
         if answer.status is not None:
-            self._answered[uid] = pod.key
+            self._answered_before[uid] = pod.key
             if answer.ready:
                 self._watched[uid] = pod
         if not answer.unreached:
             self._silences.pop(uid, None)
-        elif uid in self._answered:
-            before = self._silences.get(uid, _Silence(asked_s, 0))
-            self._silences[uid] = _Silence(before.since_s, before.tries + 1)
+        elif uid in self._answered_before:
+            silence = self._silences.get(uid, _Silence(asked_s, 0))
+            self._silences[uid] = _Silence(silence.since_s, silence.tries + 1)
 
-    def _is_due(self, uid: str, kept: _Answer) -> bool:
-        """Returns whether an unreachable leader gets another request before KEEP_S has passed."""
+    def _is_request_due(self, uid: str, kept: _Answer) -> bool:
+        """Reports whether an unreachable leader gets another request before KEEP_S has passed."""
         silence, now = self._silences.get(uid), self._clock()
         if silence is None or now - silence.since_s > SURE_AFTER_S:
             return False
         return now - kept.at_s >= ASK_AGAIN_S
 
     def _forget_old(self) -> None:
+        """Removes answers, challenges and silences that are too old."""
         oldest = self._clock() - KEEP_S
         self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
         self._readers = {
@@ -213,25 +224,28 @@ class LeaderClient:
             if at_s > self._clock() - CHALLENGE_LIFE_S
         }
         recent = self._clock() - REPORT_AGAIN_S
-        self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered}
-        self._ignored = {uid: at_s for uid, at_s in self._ignored.items() if at_s > recent}
+        self._silences = {uid: each for uid, each in self._silences.items() if uid in self._answered_before}
+        self._reported_invalid = {uid: at_s for uid, at_s in self._reported_invalid.items() if at_s > recent}
 
-    async def _fetch_report(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
+    async def _get_report(self, pod: PodRecord, *, ready: bool, anew: bool) -> GroupReport | None:
         """Returns a leader's report: the cached report while it is valid, otherwise a new one."""
-        kept = self._answers.get(pod.view.uid)
-        if kept is not None and kept.ready is ready and (ready or kept.silent):
-            old = anew and self._clock() - kept.at_s >= ASK_AGAIN_S
-            if not old and not self._is_due(pod.view.uid, kept):
-                return kept.status
+        cached = self._answers.get(pod.view.uid)
+        if cached is not None and cached.ready is ready and (ready or cached.silent):
+            is_outdated = anew and self._clock() - cached.at_s >= ASK_AGAIN_S
+            if not is_outdated and not self._is_request_due(pod.view.uid, cached):
+                return cached.status
         asked_s = self._clock()
-        answer = await self._fetch(pod, ready=ready)
+        answer = await self._request_report(pod, ready=ready)
         self._record_answer(pod, asked_s, answer)
         if ready or answer.silent:
             self._answers[pod.view.uid] = answer
         return answer.status
 
     async def observe_fetch(self, pods: Iterable[PodRecord]) -> FetchProgress | None:
-        """Returns the progress of the pod that fetches the model, or None without a running pod or answer."""
+        """Returns the progress of the pod that fetches the model.
+
+        Returns None without a running pod or answer.
+        """
         for pod in pods:
             fetches = pod.view.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_FETCH
             if fetches and pod.view.started and not pod.view.ended and pod.ip and pod.health_port:
@@ -241,9 +255,10 @@ class LeaderClient:
                     logger.debug("%s: pod %s sent no progress: %r", pod.key, pod.view.name, error)
         return None
 
-    async def _fetch(self, pod: PodRecord, *, ready: bool) -> _Answer:
+    async def _request_report(self, pod: PodRecord, *, ready: bool) -> _Answer:
+        """Requests a report from a leader."""
         _, reader = self._readers.get(pod.view.uid, (0.0, None))
-        reader = reader or ReportReader(self._key_of(pod))
+        reader = reader or ReportReader(self._epoch_key_of(pod))
         self._readers[pod.view.uid] = (self._clock(), reader)
         try:
             limit_s = TIMEOUT_S if ready else UNREADY_TIMEOUT_S
@@ -256,8 +271,9 @@ class LeaderClient:
             silent, unreached = isinstance(error, TimeoutError), is_unreached(error)
             return _Answer(self._clock(), None, silent=silent, unreached=unreached, ready=ready)
 
-    def _key_of(self, pod: PodRecord) -> EpochKey | None:
-        index, epoch = _group(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
+    def _epoch_key_of(self, pod: PodRecord) -> EpochKey | None:
+        """Returns the key that signs the reports of a pod's epoch, or None."""
+        index, epoch = _group_label(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
         if not pod.view.key_secret or not index.isdigit() or not epoch.isdigit():
             return None
         group = GroupRef(owner=Owner(key=pod.key, uid=pod.owner_uid), index=int(index))
@@ -269,27 +285,31 @@ class LeaderClient:
         )
 
     def _record_invalid_report(self, pod: PodRecord, error: Exception) -> None:
-        if pod.view.uid not in self._ignored:
-            self._ignored[pod.view.uid] = self._clock()
+        """Stores a message about an invalid report, at most once in REPORT_AGAIN_S for each leader."""
+        if pod.view.uid not in self._reported_invalid:
+            self._reported_invalid[pod.view.uid] = self._clock()
             text = f"pod {pod.view.name}: ignoring its invalid report: {error}"
             self._invalid_reports.append((pod.key, text))
 
     def take_invalid_reports(self, key: ResourceKey) -> list[str]:
         """Returns the messages about invalid reports since the last call."""
-        found = [text for of, text in self._invalid_reports if of == key]
+        texts = [text for of, text in self._invalid_reports if of == key]
         self._invalid_reports = [(of, text) for of, text in self._invalid_reports if of != key]
-        return found
+        return texts
 
 
-def _group(pod: PodRecord) -> str:
+def _group_label(pod: PodRecord) -> str:
+    """Returns the group in a pod's labels, or ""."""
     return pod.view.labels.get(names.LABEL_GROUP, "")
 
 
-def _epoch(pod: PodRecord) -> tuple[str, str]:
-    return _group(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
+def _group_and_epoch(pod: PodRecord) -> tuple[str, str]:
+    """Returns the group and the epoch in a pod's labels; "" for a missing label."""
+    return _group_label(pod), pod.view.labels.get(names.LABEL_EPOCH, "")
 
 
 def _led_group(pod: PodRecord) -> int | None:
+    """Returns the group index of a leader's pod; None for other pods and for pods without an address."""
     leads = pod.view.labels.get(names.LABEL_LEADER) == "true"
-    index = _group(pod)
+    index = _group_label(pod)
     return int(index) if leads and pod.ip and pod.health_port and index.isdigit() else None

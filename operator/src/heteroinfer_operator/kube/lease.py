@@ -2,8 +2,8 @@
 
 Safety depends on durations, not on synchronized clocks. A holder stops `deadline_s` after it sent its last
 renewal. Another process takes over only after it has itself seen the Lease unchanged for `duration_s`, which
-is longer (like `k8s.io/client-go/tools/leaderelection`). Each write calls `require` first. So a process that
-was paused sends nothing after it wakes, even if the renewing task has not run yet.
+is longer (like `k8s.io/client-go/tools/leaderelection`). Each write calls `require_held` first. So a process
+that was paused sends nothing after it wakes, even if the renewing task has not run yet.
 """
 
 import asyncio
@@ -58,10 +58,10 @@ class LeaseTerms:
 
 
 class LeaderLease:
-    """One process's hold on a Lease.
+    """A Lease that this process acquires, renews and releases.
 
     Args:
-        server: must not call `require` before its writes, or the Lease could never be acquired.
+        server: must not call `require_held` before its writes, or the Lease could never be acquired.
     """
 
     def __init__(
@@ -70,19 +70,21 @@ class LeaderLease:
         self._server = server
         self._terms = terms
         self._clock = clock
-        self._held: dict[str, Any] | None = None
+        self._held_lease: dict[str, Any] | None = None
         self._renewed_at = 0.0
 
     async def acquire(self) -> None:
         """Waits until this process holds the Lease, without a time limit."""
-        seen, seen_at, holder = "", self._clock(), ""
+        last_version, unchanged_since, holder = "", self._clock(), ""
         while True:
             try:
                 stored = await self._read()
                 version = stored["metadata"]["resourceVersion"] if stored else ""
-                if version != seen:
-                    seen, seen_at = version, self._clock()
-                if self._is_free(stored, self._clock() - seen_at) and await self._take(stored):
+                if version != last_version:
+                    last_version, unchanged_since = version, self._clock()
+                if self._is_free(stored, self._clock() - unchanged_since) and await self._write_holder(
+                    stored
+                ):
                     return
                 if stored and stored["spec"].get("holderIdentity", "") != holder:
                     holder = stored["spec"].get("holderIdentity", "")
@@ -91,7 +93,7 @@ class LeaderLease:
                 logger.warning("lease %s: %s. Trying again", self._terms.name, error.message)
             await asyncio.sleep(self._terms.renew_s)
 
-    async def hold(self) -> None:
+    async def keep_renewing(self) -> None:
         """Renews the Lease until cancelled.
 
         Raises:
@@ -100,9 +102,9 @@ class LeaderLease:
         pause_s = self._terms.renew_s
         while True:
             await asyncio.sleep(pause_s)
-            left_s = self._left_s()
+            left_s = self._seconds_left()
             if left_s <= 0:  # the process was paused; not even a renewal may be sent
-                raise self._lost_error(f"not renewed in {self._terms.deadline_s:g} s")
+                raise self._build_lost_error(f"not renewed in {self._terms.deadline_s:g} s")
             pause_s = min(self._terms.renew_s, RETRY_S)
             try:
                 # One renewal may hang forever although the API server would answer the next.
@@ -110,38 +112,41 @@ class LeaderLease:
                     await self._renew()
                 pause_s = self._terms.renew_s
             except TimeoutError as error:
-                if self._left_s() <= 0:
-                    raise self._lost_error(f"not renewed in {self._terms.deadline_s:g} s") from error
+                if self._seconds_left() <= 0:
+                    raise self._build_lost_error(f"not renewed in {self._terms.deadline_s:g} s") from error
                 logger.warning("lease %s not renewed: no answer. Trying again", self._terms.name)
             except ApiError as error:
                 logger.warning("lease %s not renewed: %s. Trying again", self._terms.name, error.message)
 
-    def require(self) -> None:
-        """Checks that this process certainly holds the Lease.
+    def require_held(self) -> None:
+        """Raises an error unless this process certainly holds the Lease.
 
         Raises:
             LeaseNotHeldError: this process does not hold the Lease, or did not renew it in time.
         """
-        if self._held is None or self._left_s() <= 0:
+        if self._held_lease is None or self._seconds_left() <= 0:
             raise LeaseNotHeldError(
                 f"lease {self._terms.name}: not renewed in {self._terms.deadline_s:g} s, so another process "
                 "may hold it. Nothing was written"
             )
 
-    def _left_s(self) -> float:
+    def _seconds_left(self) -> float:
+        """Returns the seconds until this process must stop without a renewal."""
         return self._renewed_at + self._terms.deadline_s - self._clock()
 
     async def _renew(self) -> None:
-        if await self._take(self._held):
+        """Renews the Lease once; raises LeaseLostError if another process holds it."""
+        if await self._write_holder(self._held_lease):
             return
         # Either another process took the Lease, or our earlier renewal was stored and its answer lost.
-        self._held = await self._read()
-        holder = self._held["spec"].get("holderIdentity", "") if self._held else ""
+        self._held_lease = await self._read()
+        holder = self._held_lease["spec"].get("holderIdentity", "") if self._held_lease else ""
         if holder != self._terms.identity:
-            raise self._lost_error(f"{holder or 'no process'} holds it now")
+            raise self._build_lost_error(f"{holder or 'no process'} holds it now")
 
-    def _lost_error(self, why: str) -> LeaseLostError:
-        self._held = None
+    def _build_lost_error(self, why: str) -> LeaseLostError:
+        """Forgets the Lease and returns the error for its loss."""
+        self._held_lease = None
         return LeaseLostError(f"lease {self._terms.name}: {why}; this process stops working")
 
     async def release(self) -> None:
@@ -149,12 +154,12 @@ class LeaderLease:
 
         Logs a failure.
         """
-        held, self._held = self._held, None
-        if held is None:
+        held_lease, self._held_lease = self._held_lease, None
+        if held_lease is None:
             return
-        spec = {**held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+        spec = {**held_lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
         try:
-            await self._server.update(self._path, {**held, "spec": spec})
+            await self._server.update(self._path, {**held_lease, "spec": spec})
         except ApiError as error:
             logger.warning("lease %s not released: %s", self._terms.name, error.message)
 
@@ -163,6 +168,7 @@ class LeaderLease:
         return LEASE.path(self._terms.namespace, self._terms.name)
 
     async def _read(self) -> dict[str, Any] | None:
+        """Returns the stored Lease, or None if it does not exist."""
         try:
             return await self._server.get(self._path)
         except ApiError as error:
@@ -171,23 +177,27 @@ class LeaderLease:
             return None
 
     def _is_free(self, stored: dict[str, Any] | None, unchanged_s: float) -> bool:
+        """Reports whether this process may take the Lease: it has no holder, or is unchanged for too long."""
         if stored is None or not stored["spec"].get("holderIdentity"):
             return True
         return unchanged_s > max(float(stored["spec"].get("leaseDurationSeconds", 0)), self._terms.duration_s)
 
-    async def _take(self, stored: dict[str, Any] | None) -> bool:
-        """Writes this process as holder if the Lease still has this state; returns whether that worked."""
-        before = dict(stored["spec"]) if stored else {}
+    async def _write_holder(self, stored: dict[str, Any] | None) -> bool:
+        """Writes this process as holder if the Lease still has this state.
+
+        Returns whether the API server accepted the write.
+        """
+        last_spec = dict(stored["spec"]) if stored else {}
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {
-            **before,
+            **last_spec,
             "holderIdentity": self._terms.identity,
             "leaseDurationSeconds": self._terms.duration_s,
             "renewTime": now,
         }
-        if before.get("holderIdentity") != self._terms.identity:
+        if last_spec.get("holderIdentity") != self._terms.identity:
             spec["acquireTime"] = now
-            spec["leaseTransitions"] = int(before.get("leaseTransitions", 0)) + 1
+            spec["leaseTransitions"] = int(last_spec.get("leaseTransitions", 0)) + 1
         sent_at = self._clock()
         metadata = {"namespace": self._terms.namespace, "name": self._terms.name}
         body = {
@@ -199,9 +209,9 @@ class LeaderLease:
         }
         try:
             if stored is None:
-                self._held = await self._server.create(LEASE.path(self._terms.namespace), body)
+                self._held_lease = await self._server.create(LEASE.path(self._terms.namespace), body)
             else:
-                self._held = await self._server.update(self._path, body)
+                self._held_lease = await self._server.update(self._path, body)
         except ApiError as error:
             if error.status != CONFLICT:
                 raise

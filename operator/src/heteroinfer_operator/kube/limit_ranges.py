@@ -30,17 +30,20 @@ def find_limit_range_values(stored: Mapping[str, Any]) -> str:
     containers = as_objects(spec.get("containers"), "containers")
     worker = next((each for each in containers if each.get("name") == names.CONTAINER_WORKER), {})
     resources = as_object(worker.get("resources"), "resources")
-    found = []
+    texts = []
     for kind in ("requests", "limits"):
         amounts = as_object(resources.get(kind), kind)
-        given = [f"{name}={amounts[name]}" for name in sorted(_set(annotation, kind) & amounts.keys())]
-        found += [f"{kind} {', '.join(given)}"] if given else []
-    return printable(" and ".join(found))[:_MAX_TEXT]
+        set_amounts = [
+            f"{name}={amounts[name]}"
+            for name in sorted(_read_resource_names(annotation, kind) & amounts.keys())
+        ]
+        texts += [f"{kind} {', '.join(set_amounts)}"] if set_amounts else []
+    return printable(" and ".join(texts))[:_MAX_TEXT]
 
 
-def _set(annotation: str, kind: str) -> set[str]:
-    """Returns the names of resources whose requests or limits (`kind`) a LimitRange set for the worker."""
+def _read_resource_names(annotation: str, kind: str) -> set[str]:
+    """Returns the resources whose requests or limits (`kind`) a LimitRange set for the worker."""
     suffix = f" {kind.removesuffix('s')} for container {names.CONTAINER_WORKER}"
     parts = [part.strip() for part in annotation.removeprefix(_PREFIX).split(";")]
-    named = (part.removesuffix(suffix) for part in parts if part.endswith(suffix))
-    return {name.strip() for part in named for name in part.split(",")}
+    matching = (part.removesuffix(suffix) for part in parts if part.endswith(suffix))
+    return {name.strip() for part in matching for name in part.split(",")}

@@ -9,7 +9,7 @@ from heteroinfer_operator.cluster import ConflictError, CreateObject, DeleteObje
 from heteroinfer_operator.kube import child_errors, trim
 from heteroinfer_operator.kube.child_errors import ChildError
 from heteroinfer_operator.kube.cluster_state import ClusterState
-from heteroinfer_operator.kube.kept import Kept
+from heteroinfer_operator.kube.kept import ResourceMemory
 from heteroinfer_operator.kube.paths import POD, SECRET, Kind, NamespacedName, writable_kind
 from heteroinfer_operator.kube.pod_changes import find_changes
 from heteroinfer_operator.kube.server import CONFLICT, NOT_FOUND, ApiError, ApiServer
@@ -19,10 +19,10 @@ from heteroinfer_operator.manifests.drift import find_drift
 logger = logging.getLogger(__name__)
 
 ALREADY_EXISTS: Final = "AlreadyExists"
-_LOST_LABELS: Final[Manifest] = {"metadata": {"labels": None}}
+_LABEL_DRIFT: Final[Manifest] = {"metadata": {"labels": None}}
 """Drift of a child that no watch shows: it must have lost the label by which the operator watches it."""
-_STRAY_GRACE_S: Final = 2
-_STRAY_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+_CHANGED_POD_GRACE_S: Final = 2
+_DELETE_PAUSES_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses between attempts to delete a pod that no watch shows. Nothing else would ever delete it."""
 
 
@@ -40,10 +40,11 @@ class ObjectWrites:
         self._cluster_state = cluster_state
         self._unlabelled = unlabelled
 
-    async def create(self, resource: ResourceView, kept: Kept, action: CreateObject) -> None:
-        kind, name = _address(action.manifest)
+    async def create(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
+        """Creates a child; does nothing if the child exists and the action permits that."""
+        kind, name = _read_kind_and_name(action.manifest)
         if kind is POD:
-            await self._create_pod(resource, kept, action)
+            await self._create_pod(resource, memory, action)
             return
         path = kind.path(name.namespace)
         try:
@@ -54,48 +55,52 @@ class ObjectWrites:
             if error.api_reason == ALREADY_EXISTS and action.may_exist:
                 return
             if error.api_reason == ALREADY_EXISTS:
-                await self._adopt_existing(resource, kind, name, action.manifest)
+                await self._read_uncached(resource, kind, name, action.manifest)
             raise ConflictError(error.message) from error
         if kind is SECRET:  # the operator may not list Secrets, so no cache holds them
             return
-        self._cluster_state.note_written(kind, stored)
-        if kept.written.note(kind.name, name.name, action.manifest, kept.acting.now):
+        self._cluster_state.store_written(kind, stored)
+        if memory.written.record_write(kind.name, name.name, action.manifest, memory.permits.now):
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
 
-    async def _create_pod(self, resource: ResourceView, kept: Kept, action: CreateObject) -> None:
+    async def _create_pod(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
+        """Creates a pod, and deletes it again if a webhook changed it so that it cannot serve."""
         manifest = action.manifest
         name = NamespacedName.of(manifest)
-        asked_before = kept.unmade.was_asked(name.name)
-        kept.unmade.note_asked(name.name)
+        was_requested = memory.never_created.is_requested(name.name)
+        memory.never_created.record_request(name.name)
         try:
             stored = await self._server.create(
                 POD.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
             )
         except ApiError as error:
             if error.is_refusal and error.status != CONFLICT:
-                kept.unmade.settle(name.name)
+                memory.never_created.forget(name.name)
             if error.status != CONFLICT:
                 raise
             if error.api_reason == ALREADY_EXISTS:
                 try:
-                    met = await self._adopt_existing(resource, POD, name, manifest)
+                    met_uid = await self._read_uncached(resource, POD, name, manifest)
                 except ChildError:
-                    kept.unmade.settle(name.name)
+                    memory.never_created.forget(name.name)
                     raise
-                if met and asked_before:  # our own earlier create, whose answer was lost
-                    kept.unmade.settle(name.name)
+                if met_uid and was_requested:  # our own earlier create, whose answer was lost
+                    memory.never_created.forget(name.name)
                     return
             raise ConflictError(error.message) from error
-        kept.unmade.settle(name.name)
+        memory.never_created.forget(name.name)
         if changes := find_changes(manifest, stored):
-            await self._delete_stray(name, str(stored["metadata"]["uid"]))
+            await self._delete_changed_pod(name, str(stored["metadata"]["uid"]))
             raise child_errors.changed_on_creation(f"Pod {name}", changes)
-        self._cluster_state.note_written(POD, stored)
+        self._cluster_state.store_written(POD, stored)
 
-    async def _delete_stray(self, name: NamespacedName, uid: str) -> None:
-        """Deletes a pod that a webhook changed so that it cannot join its group."""
-        options = delete_options(uid, _STRAY_GRACE_S)
-        for pause_s in (*_STRAY_PAUSES_S, None):
+    async def _delete_changed_pod(self, name: NamespacedName, uid: str) -> None:
+        """Deletes a pod that a webhook changed so that it cannot join its group.
+
+        No watch shows such a pod, so nothing else would ever delete it.
+        """
+        options = delete_options(uid, _CHANGED_POD_GRACE_S)
+        for pause_s in (*_DELETE_PAUSES_S, None):
             try:
                 await self._server.delete(POD.path(name.namespace, name.name), options)
             except ApiError as error:
@@ -113,15 +118,15 @@ class ObjectWrites:
             else:
                 return
 
-    async def apply(self, resource: ResourceView, kept: Kept, manifest: Manifest) -> None:
+    async def apply(self, resource: ResourceView, memory: ResourceMemory, manifest: Manifest) -> None:
         """Makes a stored object match its manifest."""
-        kind, name = _address(manifest)
+        kind, name = _read_kind_and_name(manifest)
         child = self._cluster_state.child(kind, name) if kind is not POD else None
         if child is None or child.owner_uid != resource.uid:
-            uid = await self._adopt_existing(resource, kind, name, manifest)
+            uid = await self._read_uncached(resource, kind, name, manifest)
         else:
             uid = str(child.stored["metadata"]["uid"])
-        drift = find_drift(child.stored, manifest) if child is not None else _LOST_LABELS
+        drift = find_drift(child.stored, manifest) if child is not None else _LABEL_DRIFT
         body: dict[str, Any] = {**manifest}
         if uid:  # never overwrite another object that took the name in between
             body["metadata"] = {**manifest["metadata"], "uid": uid}
@@ -133,24 +138,24 @@ class ObjectWrites:
                 raise
             raise ConflictError(error.message) from error
         # Apply keeps the entries that others added to a list or a map. A merge patch removes them by name.
-        if left := find_drift(stored, manifest):
-            stored = await self._server.merge(path, left)
-        self._cluster_state.note_written(kind, stored)
-        if changed := find_drift(stored, manifest):
-            raise child_errors.changed(f"{kind.name} {name}", changed)
-        if not kept.written.note(kind.name, name.name, manifest, kept.acting.now):
+        if remaining_drift := find_drift(stored, manifest):
+            stored = await self._server.merge(path, remaining_drift)
+        self._cluster_state.store_written(kind, stored)
+        if final_drift := find_drift(stored, manifest):
+            raise child_errors.changed_by_others(f"{kind.name} {name}", final_drift)
+        if not memory.written.record_write(kind.name, name.name, manifest, memory.permits.now):
             return
         if not uid:
             raise child_errors.deleted_each_time(f"{kind.name} {name}")
-        raise child_errors.changed(f"{kind.name} {name}", drift)
+        raise child_errors.changed_by_others(f"{kind.name} {name}", drift)
 
-    async def _adopt_existing(
+    async def _read_uncached(
         self, resource: ResourceView, kind: Kind, name: NamespacedName, manifest: Manifest
     ) -> str:
-        """Reads an object that the cache does not show and adds it to the cache.
+        """Reads an object that the cache does not show, and adds it to the cache.
 
-        If our own object has lost the label by which the operator watches it, this restores the label. The
-        operator has no right to change pods, so it polls such a pod from now on.
+        If our own object has lost the label by which the operator watches it, this method restores the label.
+        The operator has no right to change pods, so it polls such a pod from now on.
 
         Returns:
             The object's uid, or "" if it does not exist.
@@ -160,7 +165,7 @@ class ObjectWrites:
                 resource of this name); NameTaken if it belongs to another owner.
         """
         try:
-            stored = await self._server.ask(kind.path(name.namespace, name.name))
+            stored = await self._server.get_quickly(kind.path(name.namespace, name.name))
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise
@@ -168,17 +173,17 @@ class ObjectWrites:
         if trim.owner_uid(stored) == resource.uid:
             if trim.label_key(stored) != resource.key:
                 if kind is POD:
-                    self._unlabelled.note_met(resource.key, name.name)
+                    self._unlabelled.add(resource.key, name.name)
                     return str(stored["metadata"]["uid"])
                 labels = {"metadata": {"labels": manifest["metadata"]["labels"]}}
                 stored = await self._server.merge(kind.path(name.namespace, name.name), labels)
-            self._cluster_state.note_written(kind, stored)
+            self._cluster_state.store_written(kind, stored)
             return str(stored["metadata"]["uid"])
-        if "deletionTimestamp" in stored["metadata"] or _belongs_to_earlier(stored, resource.key.name):
+        if "deletionTimestamp" in stored["metadata"] or _has_earlier_owner(stored, resource.key.name):
             raise child_errors.name_held(f"{kind.name} {name}", stored)
         raise child_errors.name_taken(f"{kind.name} {name}")
 
-    async def delete(self, resource: ResourceView, kept: Kept, action: DeleteObject) -> None:
+    async def delete(self, resource: ResourceView, memory: ResourceMemory, action: DeleteObject) -> None:
         """Deletes the object with this uid."""
         if not action.uid:  # a pod whose state is unknown now
             return
@@ -191,22 +196,26 @@ class ObjectWrites:
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # conflict: another object has the name
                 raise
-            self._cluster_state.note_gone(kind, name, action.uid)
+            self._cluster_state.remove_gone(kind, name, action.uid)
             return
-        self._record_deletion(kind, name, action.uid, stored)
-        if kind is not POD and kept.written.note(kind.name, action.name, None, kept.acting.now):
+        self._update_cache_after_delete(kind, name, action.uid, stored)
+        if kind is not POD and memory.written.record_write(kind.name, action.name, None, memory.permits.now):
             raise child_errors.created_each_time(f"{kind.name} {action.name}")
 
-    def _record_deletion(self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest) -> None:
+    def _update_cache_after_delete(
+        self, kind: Kind, name: NamespacedName, uid: str, stored: Manifest
+    ) -> None:
+        """Stores the state of a deleted object in the caches, or removes the object if it is gone."""
         # If the kubelet deletes the pod at the same time, the answer has no resourceVersion: the pod is gone.
         if kind is POD and "resourceVersion" in stored["metadata"]:
             metadata = {"deletionTimestamp": "", **stored["metadata"]}
-            self._cluster_state.note_written(kind, {**stored, "metadata": metadata})
+            self._cluster_state.store_written(kind, {**stored, "metadata": metadata})
         else:
-            self._cluster_state.note_gone(kind, name, uid)
+            self._cluster_state.remove_gone(kind, name, uid)
 
 
-def _address(manifest: Manifest) -> tuple[Kind, NamespacedName]:
+def _read_kind_and_name(manifest: Manifest) -> tuple[Kind, NamespacedName]:
+    """Returns kind, namespace and name of a manifest's object."""
     return writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)
 
 
@@ -225,7 +234,7 @@ def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:
     return options if grace_s is None else {**options, "gracePeriodSeconds": grace_s}
 
 
-def _belongs_to_earlier(stored: Manifest, resource: str) -> bool:
-    """Returns whether an earlier resource of this name owns the object, so garbage collection removes it."""
+def _has_earlier_owner(stored: Manifest, resource: str) -> bool:
+    """Reports whether an earlier resource of this name owns the object: garbage collection deletes it."""
     owners = stored["metadata"].get("ownerReferences") or ()
     return any(o.get("controller") and o["kind"] == names.KIND and o["name"] == resource for o in owners)

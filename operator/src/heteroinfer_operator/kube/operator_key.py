@@ -37,27 +37,37 @@ async def ensure_operator_key(server: ApiServer, namespace: str, name: str, form
     """
     while True:
         try:
-            return await _find_or_create(server, namespace, name, former)
+            return await _try_ensure(server, namespace, name, former)
         except ApiError as error:
             if error.status != CONFLICT:
                 raise
             await asyncio.sleep(RETRY_S)  # another replica was faster: use its key
 
 
-async def _find_or_create(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
-    own = await _read_secret(server, namespace, name)
-    older = await _read_secret(server, namespace, former) if former else None
-    if older is not None and _is_made_by_operator(older):  # belongs to a release of another name
-        older = None
-    own_key, older_key = _key_in(own, f"{namespace}/{name}"), _key_in(older, f"{namespace}/{former}")
+async def _try_ensure(server: ApiServer, namespace: str, name: str, former: str) -> bytes:
+    """Returns the operator's key like `ensure_operator_key`, in one attempt.
+
+    Raises:
+        ApiError: with status 409 if another replica wrote a Secret at the same time.
+    """
+    own_secret = await _read_secret(server, namespace, name)
+    older_secret = await _read_secret(server, namespace, former) if former else None
+    if older_secret is not None and _is_made_by_operator(
+        older_secret
+    ):  # belongs to a release of another name
+        older_secret = None
+    own_key, older_key = (
+        _read_key(own_secret, f"{namespace}/{name}"),
+        _read_key(older_secret, f"{namespace}/{former}"),
+    )
     key = older_key or own_key or os.urandom(KEY_BYTES)
     data = {"data": {DATA_KEY: base64.b64encode(key).decode()}}
-    if own is None:
-        await server.create(SECRET.path(namespace), {**_secret_without_key(namespace, name), **data})
+    if own_secret is None:
+        await server.create(SECRET.path(namespace), {**_build_secret(namespace, name), **data})
     elif own_key != key:
-        await server.update(SECRET.path(namespace, name), {**own, **data})
-    if older is not None and older_key != key:
-        await server.update(SECRET.path(namespace, former), {**older, **data})
+        await server.update(SECRET.path(namespace, name), {**own_secret, **data})
+    if older_secret is not None and older_key != key:
+        await server.update(SECRET.path(namespace, former), {**older_secret, **data})
     if own_key is not None and own_key != key:
         logger.warning(
             "Secret %s/%s: replaced its key by that of Secret %s, which an older release has used since",
@@ -66,12 +76,12 @@ async def _find_or_create(server: ApiServer, namespace: str, name: str, former: 
             former,
         )
     elif own_key is None:
-        origin = "created" if older_key is None else f"copied from Secret {former}"
-        logger.info("Secret %s/%s: %s the operator's key", namespace, name, origin)
+        how = "created" if older_key is None else f"copied from Secret {former}"
+        logger.info("Secret %s/%s: %s the operator's key", namespace, name, how)
     return key
 
 
-def _secret_without_key(namespace: str, name: str) -> dict[str, Any]:
+def _build_secret(namespace: str, name: str) -> dict[str, Any]:
     """Builds the Secret without its key.
 
     It has no label of the Helm release, because tools delete objects by such labels.
@@ -85,12 +95,13 @@ def _secret_without_key(namespace: str, name: str) -> dict[str, Any]:
 
 
 def _is_made_by_operator(stored: Mapping[str, Any]) -> bool:
-    """Returns whether an operator created the Secret. The chart created the former ones."""
+    """Reports whether an operator created the Secret. The chart created the former ones."""
     labels = stored["metadata"].get("labels") or {}
     return bool(labels.get(names.LABEL_MANAGED_BY) == names.MANAGER)
 
 
 async def _read_secret(server: ApiServer, namespace: str, name: str) -> dict[str, Any] | None:
+    """Returns a Secret, or None if it does not exist."""
     try:
         return await server.get(SECRET.path(namespace, name))
     except ApiError as error:
@@ -99,12 +110,18 @@ async def _read_secret(server: ApiServer, namespace: str, name: str) -> dict[str
         return None
 
 
-def _key_in(stored: Mapping[str, Any] | None, where: str) -> bytes | None:
+def _read_key(stored: Mapping[str, Any] | None, where: str) -> bytes | None:
+    """Returns the key in a Secret; None without a Secret or without an entry.
+
+    Args:
+        where: namespace and name of the Secret, for errors.
+    """
     text = ((stored or {}).get("data") or {}).get(DATA_KEY)
-    return None if text is None else _decode(text, where)
+    return None if text is None else _decode_key(text, where)
 
 
-def _decode(text: str, where: str) -> bytes:
+def _decode_key(text: str, where: str) -> bytes:
+    """Decodes the operator's key; raises HeteroInferError if its length is wrong."""
     try:
         key = base64.b64decode(text, validate=True)
     except binascii.Error:

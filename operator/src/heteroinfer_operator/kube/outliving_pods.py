@@ -16,7 +16,7 @@ from heteroinfer_operator.reconcile.left_pods import decide_left_pods
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_S: Final = 10.0
+CHECK_AGAIN_S: Final = 10.0
 """Changes of nodes do not wake a resource that is gone, so a timer does."""
 
 
@@ -38,14 +38,17 @@ class LeftPods:
         self._timers: dict[ResourceKey, asyncio.TimerHandle] = {}
         self._deletions: dict[str, asyncio.Task[None]] = {}
 
-    def look(self, key: ResourceKey, uid: str) -> None:
-        """Starts forced deletions in the background and schedules the next check.
+    def delete_lost_pods(self, key: ResourceKey, uid: str) -> None:
+        """Force-deletes, in the background, the pods that a gone resource left on lost nodes.
+
+        A timer starts the next check while pods of the gone resource are being deleted.
 
         Args:
+            key: name of the resource.
             uid: uid of the resource that has this name now, also if another operator serves it; "" if there
-                is none.
+            is none.
         """
-        pods = [pod.view for pod in self._cluster_state.left_pods(key, uid)]
+        pods = [pod.view for pod in self._cluster_state.pods_of_earlier_resources(key, uid)]
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
         if not any(pod.deleting for pod in pods):
@@ -53,14 +56,16 @@ class LeftPods:
         for delete in decide_left_pods(pods, self._cluster_state.nodes(), datetime.now(UTC)):
             if delete.uid not in self._deletions:
                 self._start_deletion(key, delete)
-        self._timers[key] = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._wake, key)
+        self._timers[key] = asyncio.get_running_loop().call_later(CHECK_AGAIN_S, self._wake, key)
 
     def _start_deletion(self, key: ResourceKey, delete: DeleteObject) -> None:
-        task = start_task(self._delete(key, delete), name=f"pod {delete.name}", failed=_report)
+        """Starts the forced deletion of a pod as a background task."""
+        task = start_task(self._force_delete(key, delete), name=f"pod {delete.name}", failed=_report)
         self._deletions[delete.uid] = task
         task.add_done_callback(lambda _: self._deletions.pop(delete.uid, None))
 
-    async def _delete(self, key: ResourceKey, delete: DeleteObject) -> None:
+    async def _force_delete(self, key: ResourceKey, delete: DeleteObject) -> None:
+        """Sends one forced delete of a pod; logs a failure."""
         try:
             await self._server.delete(
                 POD.path(key.namespace, delete.name), delete_options(delete.uid, delete.grace_s)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
-_CLOCK_WAS_SET_BY: Final = timedelta(seconds=1)
+_MAX_DRIFT: Final = timedelta(seconds=1)
 """If the clock differs by more than this from the time that has passed, it was set."""
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
-_LATEST_S: Final = 10 * 365 * 86400.0
+_MAX_LATER_S: Final = 10 * 365 * 86400.0
 """Ten years. Grace periods can be ten thousand years, since a user or tool may set any."""
 
 
@@ -39,14 +39,17 @@ class AwakeClock:
 
     def __init__(self, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._monotonic_s = monotonic_s
-        self._looked_s = monotonic_s()
+        self._last_call_s = monotonic_s()
         self._awake_s = 0.0
 
     def awake_s(self) -> float:
-        """Returns the seconds since the start. A gap between two calls counts as 5 s at most."""
+        """Returns the seconds for which this process ran since the start.
+
+        A gap between two calls counts as 5 s at most.
+        """
         now_s = self._monotonic_s()
-        self._awake_s += min(max(now_s - self._looked_s, 0.0), self._MAX_GAP_S)
-        self._looked_s = now_s
+        self._awake_s += min(max(now_s - self._last_call_s, 0.0), self._MAX_GAP_S)
+        self._last_call_s = now_s
         return self._awake_s
 
     async def run(self) -> None:
@@ -75,15 +78,15 @@ class OwnClock:
         self._monotonic_s = monotonic_s
         self._seen: dict[str, _Seen] = {}
 
-    def note(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
-        """Notes a timestamp of another clock.
+    def record(self, key: str, stamp: Hashable | None, *, later_s: float = 0.0) -> None:
+        """Records the first sight of a timestamp of another clock.
 
         Args:
             key: names the object that the timestamp belongs to.
             stamp: the timestamp; None once the state is over.
             later_s: seconds from now to the event that the timestamp announces; capped at ten years.
         """
-        later_s = min(max(later_s, 0.0), _LATEST_S)
+        later_s = min(max(later_s, 0.0), _MAX_LATER_S)
         if stamp is None:
             self._seen.pop(key, None)
         elif key not in self._seen or self._seen[key].stamp != stamp:
@@ -91,14 +94,15 @@ class OwnClock:
             self._seen[key] = _Seen(stamp, moment, self._monotonic_s() + later_s)
 
     def moment(self, key: str) -> datetime | None:
-        """Returns when the event happened by this process's clock, or None without a timestamp for `key`."""
+        """Returns the time of the announced event by this process's clock, or None without a timestamp."""
         seen = self._seen.get(key)
         if seen is None:
             return None
-        # The wall clock may have been set since `note`. The monotonic clock gives the event's time by the new
-        # setting. Without such a change, each call returns the same time: both clocks differ by microseconds.
+        # The wall clock may have been set since `record`. The monotonic clock gives the event's time by the
+        # new setting. Without such a change, each call returns the same time: both clocks differ by
+        # microseconds.
         moment = _add_seconds(self._clock(), seen.at_s - self._monotonic_s())
-        if abs(moment - seen.moment) > _CLOCK_WAS_SET_BY:
+        if abs(moment - seen.moment) > _MAX_DRIFT:
             self._seen[key] = seen = _Seen(seen.stamp, moment, seen.at_s)
         return seen.moment
 

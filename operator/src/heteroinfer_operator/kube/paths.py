@@ -96,11 +96,11 @@ def writable_kind(name: str, api_version: str = "") -> Kind:
     Raises:
         ValueError: the operator has no rights to write this kind.
     """
-    found = [kind for kind in _WRITABLE if kind.name == name and api_version in ("", kind.api_version)]
-    if len(found) != 1:
-        known = ", ".join(dict.fromkeys(kind.name for kind in _WRITABLE))
-        raise ValueError(f"action: kind must be one of {known}, got {name!r}")
-    return found[0]
+    matching = [kind for kind in _WRITABLE if kind.name == name and api_version in ("", kind.api_version)]
+    if len(matching) != 1:
+        names_of_kinds = ", ".join(dict.fromkeys(kind.name for kind in _WRITABLE))
+        raise ValueError(f"action: kind must be one of {names_of_kinds}, got {name!r}")
+    return matching[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -112,7 +112,7 @@ class NamespacedName:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> "NamespacedName":
-        """Reads namespace and name from a stored object's metadata."""
+        """Returns namespace and name from a stored object's metadata."""
         metadata = stored["metadata"]
         return cls(namespace=metadata.get("namespace", ""), name=metadata["name"])
 

@@ -40,11 +40,11 @@ _NAMES_CLAIM: Final = re.compile("persistentvolumeclaim", re.IGNORECASE)
 _BOUND: Final = "Bound"
 _NOT_MOUNTED: Final = frozenset({"FailedMount", "FailedAttachVolume"})
 """Reasons of the kubelet's and the attach controller's events."""
-_MISSING: Final = re.compile('(configmap|secret) "([^"]+)" not found')
+_MISSING_OBJECT: Final = re.compile('(configmap|secret) "([^"]+)" not found')
 _SUMMARY: Final = "Unable to attach or mount volumes"
 """Text of the kubelet's event about all volumes of a pod (kubelet/volumemanager/volume_manager.go)."""
 _CREATING: Final = frozenset({"ContainerCreating", "PodInitializing"})
-_KINDS: Final = {"configmap": "ConfigMap", "secret": "Secret"}
+_KIND_NAMES: Final = {"configmap": "ConfigMap", "secret": "Secret"}
 
 
 _KindAndName = tuple[str, str]
@@ -52,17 +52,17 @@ _KindAndName = tuple[str, str]
 
 
 @dataclass(slots=True)
-class _Asked:
+class _EventRequest:
     """A request about a claim or a pod.
 
     Attributes:
-        words: why the claim is not bound or the pod's volumes are not mounted, or "".
+        reason: why the claim is not bound or the pod's volumes are not mounted, or "".
         at_s: time of the request.
     """
 
     at_s: float
     task: asyncio.Task[None]
-    words: str = ""
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -72,13 +72,13 @@ class _WaitingPods:
     Attributes:
         uid: uid of the resource, since a new resource may get the same name.
         since_s: time at which this process first saw a pod wait, by the pod's uid and node ("" without one).
-        asked: last request about each claim and pod.
+        requests: last request about each claim and pod.
         next_s: seconds until the next check if no watch shows a change, or None.
     """
 
     uid: str
     since_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    asked: dict[_KindAndName, _Asked] = field(default_factory=dict)
+    requests: dict[_KindAndName, _EventRequest] = field(default_factory=dict)
     next_s: float | None = None
 
 
@@ -102,10 +102,10 @@ class PendingPods:
         self._waiting: dict[ResourceKey, _WaitingPods] = {}
 
     def explain(self, resource: ResourceView, pods: Sequence[PodRecord]) -> tuple[PodView, ...]:
-        """Returns the pods, with the known reasons why they wait."""
+        """Returns the pods as decisions read them, with the known reasons why they wait."""
         now_s = self._clock()
         pending = [pod for pod in pods if pod.claims and not pod.view.node and not pod.view.ended]
-        mounting = [pod for pod in pods if _is_prepared(pod.view)]
+        mounting = [pod for pod in pods if _is_being_prepared(pod.view)]
         if not pending and not mounting:
             self.forget(resource.key)
             return tuple(pod.view for pod in pods)
@@ -115,21 +115,27 @@ class PendingPods:
             waiting = self._waiting[resource.key] = _WaitingPods(resource.uid)
         since_s = {(pod.view.uid, pod.view.node): now_s for pod in (*pending, *mounting)}
         waiting.since_s = {key: waiting.since_s.get(key, seen_s) for key, seen_s in since_s.items()}
-        for_s = {uid: now_s - seen_s for (uid, _), seen_s in waiting.since_s.items()}
-        suspects = [pod for pod in pending if _may_wait(pod, for_s[pod.view.uid])]
-        late = _one_of_each_role([pod.view for pod in mounting if for_s[pod.view.uid] >= SILENT_S])
-        silent = bool(mounting) or any(not pod.view.unschedulable for pod in pending)
-        waiting.next_s = AGAIN_S if suspects or late else SILENT_S if silent else None
+        waiting_s = {uid: now_s - seen_s for (uid, _), seen_s in waiting.since_s.items()}
+        suspects = [pod for pod in pending if _may_wait_for_claim(pod, waiting_s[pod.view.uid])]
+        late_pods = _first_of_each_role([pod.view for pod in mounting if waiting_s[pod.view.uid] >= SILENT_S])
+        no_reason = bool(mounting) or any(not pod.view.unschedulable for pod in pending)
+        waiting.next_s = AGAIN_S if suspects or late_pods else SILENT_S if no_reason else None
         claims = {(CLAIM.name, name) for pod in suspects for name in pod.claims}
-        self._start_requests(resource, waiting, claims | {(POD.name, pod.name) for pod in late}, now_s)
-        words = {subject: each.words for subject, each in waiting.asked.items() if each.words}
-        waits = {pod.view.uid for pod in suspects}
+        self._request_reasons(resource, waiting, claims | {(POD.name, pod.name) for pod in late_pods}, now_s)
+        reasons = {
+            kind_and_name: request.reason
+            for kind_and_name, request in waiting.requests.items()
+            if request.reason
+        }
+        suspect_uids = {pod.view.uid for pod in suspects}
         return tuple(
-            _with_cause(pod, words) if pod.view.uid in waits else _with_mounts(pod.view, words)
+            _with_claim_reason(pod, reasons)
+            if pod.view.uid in suspect_uids
+            else _with_mount_reason(pod.view, reasons)
             for pod in pods
         )
 
-    def look_again_s(self, key: ResourceKey) -> float | None:
+    def next_check_s(self, key: ResourceKey) -> float | None:
         """Returns the seconds until the resource needs another check without an event, or None."""
         waiting = self._waiting.get(key)
         return waiting.next_s if waiting is not None else None
@@ -137,38 +143,42 @@ class PendingPods:
     def forget(self, key: ResourceKey) -> None:
         """Drops the state of a resource that is gone or has no waiting pods."""
         if (waiting := self._waiting.pop(key, None)) is not None:
-            for each in waiting.asked.values():
+            for each in waiting.requests.values():
                 each.task.cancel()
 
-    def _start_requests(
+    def _request_reasons(
         self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_KindAndName], now_s: float
     ) -> None:
-        for subject in waiting.asked.keys() - subjects:
-            waiting.asked.pop(subject).task.cancel()
-        for subject in sorted(subjects):
-            asked = waiting.asked.get(subject)
-            if asked is not None and (not asked.task.done() or now_s - asked.at_s < AGAIN_S):
+        """Requests the reasons of claims and pods whose last answer is old; cancels all other requests."""
+        for kind_and_name in waiting.requests.keys() - subjects:
+            waiting.requests.pop(kind_and_name).task.cancel()
+        for kind_and_name in sorted(subjects):
+            request = waiting.requests.get(kind_and_name)
+            if request is not None and (not request.task.done() or now_s - request.at_s < AGAIN_S):
                 continue
-            words = asked.words if asked is not None else ""
-            work = self._find_cause(resource.key, waiting, subject)
-            task = start_task(work, name=" ".join(subject), failed=_report)
-            waiting.asked[subject] = _Asked(now_s, task, words)
+            reason = request.reason if request is not None else ""
+            work = self._find_reason(resource.key, waiting, kind_and_name)
+            task = start_task(work, name=" ".join(kind_and_name), failed=_report_error)
+            waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason)
 
-    async def _find_cause(self, key: ResourceKey, waiting: _WaitingPods, subject: _KindAndName) -> None:
-        kind, name = subject
+    async def _find_reason(
+        self, key: ResourceKey, waiting: _WaitingPods, kind_and_name: _KindAndName
+    ) -> None:
+        """Requests why a claim or pod waits, and wakes the resource if the reason has changed."""
+        kind, name = kind_and_name
         if kind == CLAIM.name:
-            words = await self._claim_reason(key.namespace, name)
+            reason = await self._find_claim_reason(key.namespace, name)
         else:
-            words = _why_not_mounted(await self._events(key.namespace, subject), key.namespace)
-        asked = waiting.asked.get(subject)
-        if asked is not None and asked.words != words:
-            asked.words = words
+            reason = _find_mount_reason(await self._list_events(key.namespace, kind_and_name), key.namespace)
+        request = waiting.requests.get(kind_and_name)
+        if request is not None and request.reason != reason:
+            request.reason = reason
             self._wake(key)
 
-    async def _claim_reason(self, namespace: str, name: str) -> str:
+    async def _find_claim_reason(self, namespace: str, name: str) -> str:
         """Returns why a claim is not bound; "" if it is bound or does not exist."""
         try:
-            claim = await self._server.ask(CLAIM.path(namespace, name))
+            claim = await self._server.get_quickly(CLAIM.path(namespace, name))
         except ApiError as error:
             if error.status == NOT_FOUND:
                 return ""
@@ -176,51 +186,59 @@ class PendingPods:
         if as_text(as_object(claim.get("status"), "status").get("phase"), "phase") == _BOUND:
             return ""
         try:
-            said = _newest(await self._events(namespace, (CLAIM.name, name)))
+            reported = _quote_newest(await self._list_events(namespace, (CLAIM.name, name)))
         except ApiError as error:
-            said = f"its events cannot be read ({error.said[:100]})"
-        return _describe(claim, name, said)
+            reported = f"its events cannot be read ({error.said[:100]})"
+        return _describe_unbound_claim(claim, name, reported)
 
-    async def _events(self, namespace: str, subject: _KindAndName) -> Sequence[Mapping[str, Any]]:
-        selector = "regarding.kind={},regarding.name={}".format(*subject)
+    async def _list_events(self, namespace: str, kind_and_name: _KindAndName) -> Sequence[Mapping[str, Any]]:
+        """Returns the newest events about a claim or a pod."""
+        selector = "regarding.kind={},regarding.name={}".format(*kind_and_name)
         query = {"fieldSelector": selector, "limit": str(_MAX_EVENTS)}
         return as_objects((await self._server.get(EVENT.path(namespace), query)).get("items"), "items")
 
 
-def _is_prepared(pod: PodView) -> bool:
-    """Returns whether the kubelet is preparing the pod: mounting its volumes or pulling its image."""
+def _is_being_prepared(pod: PodView) -> bool:
+    """Reports whether the kubelet is preparing the pod: mounting its volumes or pulling its image."""
     waits = pod.waiting is None or pod.waiting.reason in _CREATING
     return bool(pod.node) and not pod.started and not pod.ended and waits
 
 
-def _one_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
+def _first_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
     """Returns one pod of each role, because pods of a role have the same volumes."""
     return list({pod.labels.get(names.LABEL_ROLE, pod.name): pod for pod in reversed(pods)}.values())
 
 
-def _with_mounts(pod: PodView, words: Mapping[_KindAndName, str]) -> PodView:
-    """Reports the failed mount of a pod as its reason for waiting, if an event names one."""
-    why = words.get((POD.name, pod.name))
-    return pod if why is None or not _is_prepared(pod) else replace(pod, waiting=Waiting("FailedMount", why))
+def _with_mount_reason(pod: PodView, reasons: Mapping[_KindAndName, str]) -> PodView:
+    """Returns the pod with its failed mount as the reason for waiting, if an event names one."""
+    reason = reasons.get((POD.name, pod.name))
+    return (
+        pod
+        if reason is None or not _is_being_prepared(pod)
+        else replace(pod, waiting=Waiting("FailedMount", reason))
+    )
 
 
-def _why_not_mounted(events: Sequence[Mapping[str, Any]], namespace: str) -> str:
-    """Returns why a volume of a pod is not mounted, or "" if the newest event is about something else."""
-    newest_first = sorted(events, key=_time, reverse=True)
+def _find_mount_reason(events: Sequence[Mapping[str, Any]], namespace: str) -> str:
+    """Returns why a volume of a pod is not mounted.
+
+    Returns "" if the newest event is about something else.
+    """
+    newest_first = sorted(events, key=_event_time, reverse=True)
     if not newest_first or newest_first[0].get("reason") not in _NOT_MOUNTED:
         return ""
     failures = [each for each in newest_first if each.get("reason") in _NOT_MOUNTED]
     # The kubelet's summary contains no cause and may be newer than the event with the cause.
     causes = [each for each in failures if _SUMMARY not in as_text(each.get("note"), "note")]
     newest = (causes or failures)[0]
-    if (missing := _MISSING.search(as_text(newest.get("note"), "note"))) is not None:
-        what = f"{_KINDS[missing[1]]} {printable(missing[2])[:253]}"
-        return f"{what} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
+    if (missing_object := _MISSING_OBJECT.search(as_text(newest.get("note"), "note"))) is not None:
+        name = f"{_KIND_NAMES[missing_object[1]]} {printable(missing_object[2])[:253]}"
+        return f"{name} does not exist in namespace {namespace}. Create it, or correct its name in the spec"
     return _quote_event(newest)
 
 
-def _may_wait(pod: PodRecord, seen_s: float) -> bool:
-    """Returns whether a pod without a node may wait for a claim.
+def _may_wait_for_claim(pod: PodRecord, seen_s: float) -> bool:
+    """Reports whether a pod without a node may wait for a claim.
 
     Args:
         seen_s: seconds since this process first saw the pod without a node.
@@ -229,29 +247,36 @@ def _may_wait(pod: PodRecord, seen_s: float) -> bool:
     return bool(_NAMES_CLAIM.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
 
 
-def _with_cause(pod: PodRecord, words: Mapping[_KindAndName, str]) -> PodView:
-    known = [words[CLAIM.name, name] for name in pod.claims if (CLAIM.name, name) in words]
-    if not known:
+def _with_claim_reason(pod: PodRecord, reasons: Mapping[_KindAndName, str]) -> PodView:
+    """Returns the pod with the reasons of its unbound claims before the scheduler's message."""
+    claim_reasons = [reasons[CLAIM.name, name] for name in pod.claims if (CLAIM.name, name) in reasons]
+    if not claim_reasons:
         return pod.view
-    return replace(pod.view, unschedulable="; ".join(filter(None, (*known, pod.view.unschedulable))))
+    return replace(pod.view, unschedulable="; ".join(filter(None, (*claim_reasons, pod.view.unschedulable))))
 
 
-def _newest(events: Sequence[Mapping[str, Any]]) -> str:
-    """Quotes the newest warning, else the newest event; "" without events."""
-    found = sorted(events, key=lambda event: (event.get("type") == "Warning", _time(event)))
-    return _quote_event(found[-1]) if found else ""
+def _quote_newest(events: Sequence[Mapping[str, Any]]) -> str:
+    """Quotes the newest warning, else the newest event; returns "" without events."""
+    sorted_events = sorted(events, key=lambda event: (event.get("type") == "Warning", _event_time(event)))
+    return _quote_event(sorted_events[-1]) if sorted_events else ""
 
 
 def _quote_event(event: Mapping[str, Any]) -> str:
+    """Quotes an event with its reporter and reason."""
     source = as_object(event.get("deprecatedSource"), "deprecatedSource")
-    who = as_text(event.get("reportingController"), "reportingController") or as_text(
+    reporter = as_text(event.get("reportingController"), "reportingController") or as_text(
         source.get("component"), "component"
     )
-    reason, note = (as_text(event.get(part), part) for part in ("reason", "note"))
-    return f'{printable(who)[:100]} reports {printable(reason)[:64]}: "{printable(note)[:_MAX_NOTE].strip()}"'
+    event_reason, note = (as_text(event.get(part), part) for part in ("reason", "note"))
+    quoted = printable(note)[:_MAX_NOTE].strip()
+    return f'{printable(reporter)[:100]} reports {printable(event_reason)[:64]}: "{quoted}"'
 
 
-def _time(event: Mapping[str, Any]) -> str:
+def _event_time(event: Mapping[str, Any]) -> str:
+    """Returns the last time of an event, as text.
+
+    Kubernetes stores it in one of several fields. The texts of such times sort like the times.
+    """
     series = as_object(event.get("series"), "series")
     times = (
         series.get("lastObservedTime"),
@@ -262,7 +287,8 @@ def _time(event: Mapping[str, Any]) -> str:
     return max(as_text(each, "time") for each in times)
 
 
-def _describe(claim: Mapping[str, Any], name: str, said: str) -> str:
+def _describe_unbound_claim(claim: Mapping[str, Any], name: str, reported: str) -> str:
+    """Describes an unbound claim: its storage, the event about it, and a fix."""
     spec = as_object(claim.get("spec"), "spec")
     storage_class = as_text(spec.get("storageClassName"), "storageClassName")
     requests = as_object(as_object(spec.get("resources"), "resources").get("requests"), "requests")
@@ -271,16 +297,17 @@ def _describe(claim: Mapping[str, Any], name: str, said: str) -> str:
         *as_texts(spec.get("accessModes"), "accessModes"),
         as_text(requests.get("storage"), "storage"),
     ]
-    what = f"claim {name} ({', '.join(filter(None, parts))}) is not bound"
+    problem = f"claim {name} ({', '.join(filter(None, parts))}) is not bound"
     is_ours = label_key(claim) is not None
     fix = (
         "Set spec.model.cache.storageClassName and accessMode to values that the cluster supports"
         if is_ours
         else f"Fix the claim (kubectl describe pvc {name})"
     )
-    return f"{what}: {said or 'no event reports the reason'}. {fix}"
+    return f"{problem}: {reported or 'no event reports the reason'}. {fix}"
 
 
-def _report(error: BaseException) -> None:
+def _report_error(error: BaseException) -> None:
+    """Logs an error that is a defect of the operator; the next check repeats other requests."""
     if not isinstance(error, HeteroInferError):
         logger.error("cannot read a claim or events: a defect of the operator. Report it", exc_info=error)

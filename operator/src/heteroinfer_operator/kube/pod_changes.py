@@ -11,57 +11,64 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.manifests.drift import says
 
-_OURS: Final = "HETEROINFER_"
+_OUR_PREFIX: Final = "HETEROINFER_"
 """Prefix of the variables by which the processes of a group find each other."""
 
 
 def find_changes(sent: Manifest, stored: Manifest) -> list[str]:
     """Returns the paths of fields that differ from the sent pod and keep it from serving."""
-    return list(_changes(sent, stored))
+    return list(_find_pod_changes(sent, stored))
 
 
-def _changes(sent: Manifest, stored: Manifest) -> Iterator[str]:
+def _find_pod_changes(sent: Manifest, stored: Manifest) -> Iterator[str]:
+    """Yields the path of each field of a stored pod that keeps it from serving."""
     metadata = stored["metadata"]
     labels = metadata.get("labels") or {}
     for label, value in (sent["metadata"].get("labels") or {}).items():
         if label.startswith(f"{names.API_GROUP}/") and labels.get(label) != value:
             yield f"metadata.labels[{label}]"
-    if _controller(stored) != _controller(sent):
+    if _controller_uid(stored) != _controller_uid(sent):
         yield "metadata.ownerReferences"
-    found = {container["name"]: container for container in stored["spec"].get("containers") or ()}
+    stored_containers = {container["name"]: container for container in stored["spec"].get("containers") or ()}
     for container in sent["spec"]["containers"]:
         path = f"spec.containers[{container['name']}]"
-        if container["name"] not in found:
+        if container["name"] not in stored_containers:
             yield path
             continue
-        yield from (f"{path}.{field}" for field in _changes_of(container, found[container["name"]]))
+        yield from (
+            f"{path}.{field}"
+            for field in _find_container_changes(container, stored_containers[container["name"]])
+        )
 
 
-def _changes_of(sent: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:
-    if _program(sent["image"]) != _program(stored.get("image", "")):
+def _find_container_changes(sent: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:
+    """Yields each field of a stored container that keeps its pod from serving."""
+    if _image_base_name(sent["image"]) != _image_base_name(stored.get("image", "")):
         yield "image"
-    if not _ends_with(_command(stored), _command(sent)):
+    if not _has_suffix(_command_and_args(stored), _command_and_args(sent)):
         yield "command"
     variables = {variable["name"]: variable for variable in stored.get("env") or ()}
     for variable in sent.get("env") or ():
         name = variable["name"]
-        if name.startswith(_OURS) and not says(variables.get(name), variable):
+        if name.startswith(_OUR_PREFIX) and not says(variables.get(name), variable):
             yield f"env[{name}]"
 
 
-def _controller(pod: Manifest) -> str:
+def _controller_uid(pod: Manifest) -> str:
+    """Returns the uid of a pod's controlling owner, or ""."""
     owners = pod["metadata"].get("ownerReferences") or ()
     return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
-def _program(image: str) -> str:
+def _image_base_name(image: str) -> str:
     """Returns the last part of an image's name without tag and digest. A mirror keeps this part."""
     return image.partition("@")[0].rpartition("/")[2].partition(":")[0]
 
 
-def _command(container: Mapping[str, Any]) -> list[str]:
+def _command_and_args(container: Mapping[str, Any]) -> list[str]:
     return [*(container.get("command") or ()), *(container.get("args") or ())]
 
 
-def _ends_with(whole: Sequence[str], end: Sequence[str]) -> bool:
-    return list(whole[len(whole) - len(end) :]) == list(end) if len(end) <= len(whole) else False
+def _has_suffix(whole: Sequence[str], suffix: Sequence[str]) -> bool:
+    """Reports whether a list ends with another list: a webhook may add a wrapper in front."""
+    return list(whole[len(whole) - len(suffix) :]) == list(suffix) if len(suffix) <= len(whole) else False

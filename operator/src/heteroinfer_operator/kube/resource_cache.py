@@ -56,13 +56,15 @@ class ResourceCache:
             for scope in scopes
         }
         self._announced: dict[ResourceKey, int] = {}
-        self._doubted: dict[ResourceKey, int] = {}
+        self._outdated: dict[ResourceKey, int] = {}
 
     @property
     def caches(self) -> list[WatchCache[ResourceRecord]]:
+        """Caches of all scopes."""
         return list(self._by_scope.values())
 
-    def of(self, scope: str | None) -> WatchCache[ResourceRecord]:
+    def cache_of_scope(self, scope: str | None) -> WatchCache[ResourceRecord]:
+        """Returns the cache of a namespace, or with None the cache of all namespaces."""
         return self._by_scope[scope]
 
     def versions(self) -> dict[str | None, int]:
@@ -76,26 +78,29 @@ class ResourceCache:
     def in_namespace(self, namespace: str) -> list[ResourceRecord]:
         """Returns the cached resources of a namespace, including those of other operators."""
         cache = self._by_scope.get(None) or self._by_scope.get(namespace)
-        return cache.under(namespace) if cache is not None else []
+        return cache.values_under(namespace) if cache is not None else []
 
     def uid(self, key: ResourceKey) -> str:
         """Returns the uid of a cached resource, also if another operator serves it, or ""."""
-        cache = self._cache(key)
-        return cache.uid_of(_name(key)) if cache is not None else ""
+        cache = self._find_cache(key)
+        return cache.uid_of(_namespaced_name(key)) if cache is not None else ""
 
     def announce(self, key: ResourceKey, version: int) -> bool:
-        """Notes that a resource changed or was deleted at a version; returns whether the cache lacks that."""
-        cache = self._cache(key)
-        if cache is None or cache.has_seen(_name(key), version):
+        """Records a version at which a resource changed; returns whether the cache lacks that version.
+
+        The next `read` then asks the API server.
+        """
+        cache = self._find_cache(key)
+        if cache is None or cache.has_seen(_namespaced_name(key), version):
             return False
         self._announced[key] = max(version, self._announced.get(key, 0))
         return True
 
-    def doubt(self, key: ResourceKey) -> None:
-        """Notes that the cached version of a resource is outdated."""
-        cache = self._cache(key)
-        if cache is not None and (version := cache.version_of(_name(key))):
-            self._doubted[key] = version
+    def mark_outdated(self, key: ResourceKey) -> None:
+        """Records that the cached version of a resource is outdated, so `read` asks the API server."""
+        cache = self._find_cache(key)
+        if cache is not None and (version := cache.version_of(_namespaced_name(key))):
+            self._outdated[key] = version
 
     async def read(self, key: ResourceKey) -> ResourceView | None:
         """Returns a resource, or None if it does not exist or another operator serves it.
@@ -103,42 +108,43 @@ class ResourceCache:
         Raises:
             ApiError: the cached copy is old, and the API server did not answer.
         """
-        cache, name = self._cache(key), _name(key)
+        cache, name = self._find_cache(key), _namespaced_name(key)
         if cache is None:
             return None
-        announced, doubted = self._announced.get(key, 0), self._doubted.get(key, 0)
+        announced, doubted = self._announced.get(key, 0), self._outdated.get(key, 0)
         if not cache.has_seen(name, announced) or 0 < cache.version_of(name) <= doubted:
             await self._read_anew(cache, key)
         # Keep announcements that arrived during the read: they may be about a later version.
         if self._announced.get(key, 0) == announced:
             self._announced.pop(key, None)
-        if self._doubted.get(key, 0) == doubted:
-            self._doubted.pop(key, None)
+        if self._outdated.get(key, 0) == doubted:
+            self._outdated.pop(key, None)
         record = cache.get(name)
         return record.view if record is not None and record.is_ours else None
 
-    def note_written(self, stored: Manifest) -> None:
+    def store_written(self, stored: Manifest) -> None:
         """Updates the cache from the API server's answer to a write."""
         name = NamespacedName.of(stored)
-        cache = self._cache(ResourceKey(namespace=name.namespace, name=name.name))
+        cache = self._find_cache(ResourceKey(namespace=name.namespace, name=name.name))
         if cache is not None:
-            cache.note_written(stored)
+            cache.store_written(stored)
 
     async def _read_anew(self, cache: WatchCache[ResourceRecord], key: ResourceKey) -> None:
-        name, uid = _name(key), cache.uid_of(_name(key))
+        """Reads a resource from the API server into the cache."""
+        name, uid = _namespaced_name(key), cache.uid_of(_namespaced_name(key))
         try:
             stored = await self._server.get(HETERO_INFERENCE.path(key.namespace, key.name))
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise
-            cache.note_gone(name, uid)
+            cache.remove_gone(name, uid)
         else:
-            cache.note_written(stored)
+            cache.store_written(stored)
 
-    def _cache(self, key: ResourceKey) -> WatchCache[ResourceRecord] | None:
+    def _find_cache(self, key: ResourceKey) -> WatchCache[ResourceRecord] | None:
         """Returns the cache for a resource, or None if its namespace is not served."""
         return self._by_scope.get(None) or self._by_scope.get(key.namespace)
 
 
-def _name(key: ResourceKey) -> NamespacedName:
+def _namespaced_name(key: ResourceKey) -> NamespacedName:
     return NamespacedName(namespace=key.namespace, name=key.name)

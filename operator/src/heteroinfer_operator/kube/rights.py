@@ -11,7 +11,7 @@ from typing import Any, Final
 from heteroinfer_contract import names
 from heteroinfer_operator.kube.server import ApiServer
 
-_REVIEWS: Final = "/apis/authorization.k8s.io/v1"
+_REVIEW_PATH: Final = "/apis/authorization.k8s.io/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +109,13 @@ class ServiceAccount:
         return {"user": f"system:serviceaccount:{self.namespace}:{self.name}", "groups": list(groups)}
 
 
-async def missing_rights(
+async def find_missing_rights(
     server: ApiServer,
     rules: tuple[AccessRule, ...],
     namespace: str | None,
     account: ServiceAccount | None = None,
 ) -> list[str]:
-    """Describes the rights that the caller or a service account lacks, by asking the API server.
+    """Returns, as texts, the rights that the caller or a service account lacks.
 
     Every user may ask about itself (SelfSubjectAccessReview). To ask about an account, the caller needs the
     right to create SubjectAccessReviews.
@@ -127,15 +127,16 @@ async def missing_rights(
     missing: list[str] = []
     for rule in rules:
         for verb in rule.verbs:
-            if not await _allowed(server, rule, verb, namespace, account):
-                where = f"in namespace {namespace}" if namespace else "in the cluster"
-                missing.append(f"{verb} {rule.resource}{'.' * bool(rule.group)}{rule.group} {where}")
+            if not await _is_allowed(server, rule, verb, namespace, account):
+                scope_text = f"in namespace {namespace}" if namespace else "in the cluster"
+                missing.append(f"{verb} {rule.resource}{'.' * bool(rule.group)}{rule.group} {scope_text}")
     return missing
 
 
-async def _allowed(
+async def _is_allowed(
     server: ApiServer, rule: AccessRule, verb: str, namespace: str | None, account: ServiceAccount | None
 ) -> bool:
+    """Asks the API server whether the caller, or an account, may use a verb on a resource."""
     resource, _, subresource = rule.resource.partition("/")
     attributes: dict[str, Any] = {"group": rule.group, "resource": resource, "verb": verb}
     if subresource:
@@ -150,5 +151,5 @@ async def _allowed(
         "kind": kind,
         "spec": {"resourceAttributes": attributes, **(account.subject if account else {})},
     }
-    answer = await server.create(f"{_REVIEWS}/{kind.lower()}s", review)
+    answer = await server.create(f"{_REVIEW_PATH}/{kind.lower()}s", review)
     return bool(answer["status"]["allowed"])

@@ -83,7 +83,7 @@ If a webhook fails, the message has `failed calling` instead.
 """
 _UNAVAILABLE_STATUSES: Final = frozenset({401, CONFLICT, 429, 502, 503, 504})
 
-_SHOWN: Final = 200
+_MAX_QUOTED: Final = 200
 """Characters of an invalid answer that an error quotes."""
 
 Query = Mapping[str, str | int]
@@ -184,9 +184,9 @@ async def load_configuration(
     configuration = client.Configuration(connection_pool_maxsize=0)
     # A pod reaches the API server directly by its address. aiohttp ignores address ranges in NO_PROXY
     # (`aiohttp/helpers.py::get_env_proxy_for_url@3.14`), so it would use a proxy.
-    proxied = False
-    if kubeconfig or context or not _read_service_account(configuration):
-        proxied = bool(getproxies().keys() - {"no"})
+    uses_proxy = False
+    if kubeconfig or context or not _load_service_account(configuration):
+        uses_proxy = bool(getproxies().keys() - {"no"})
         load_kubeconfig: Any = config.load_kube_config
         try:
             if not find_kubeconfigs(kubeconfig):
@@ -204,12 +204,12 @@ async def load_configuration(
             ) from error
     # Without a proxy the environment is not needed, and aiohttp would look for a ~/.netrc in another thread
     # before each request (`aiohttp/client.py::ClientSession._request@3.14`).
-    configuration.client_session_kwargs = {"trust_env": proxied}
+    configuration.client_session_kwargs = {"trust_env": uses_proxy}
     return configuration
 
 
-def _read_service_account(configuration: client.Configuration) -> bool:
-    """Reads the service account of this pod; returns False outside of pods."""
+def _load_service_account(configuration: client.Configuration) -> bool:
+    """Loads the service account of this pod; returns False outside of pods."""
     load_in_pod: Any = config.load_incluster_config  # the client is only partly typed
     try:
         load_in_pod(client_configuration=configuration)
@@ -255,23 +255,25 @@ class ApiServer:
 
     async def get(self, path: str, query: Query | None = None) -> dict[str, Any]:
         """Returns the object or list at a path; raises ApiError."""
-        return await self._json(_Request(method="GET", path=path, query=query or {}))
+        return await self._request_object(_Request(method="GET", path=path, query=query or {}))
 
-    async def ask(self, path: str) -> dict[str, Any]:
+    async def get_quickly(self, path: str) -> dict[str, Any]:
         """Returns an object like `get`, with the shorter timeout QUESTION_TIMEOUT_S."""
-        return await self._json(_Request(method="GET", path=path, timeout_s=QUESTION_TIMEOUT_S))
+        return await self._request_object(_Request(method="GET", path=path, timeout_s=QUESTION_TIMEOUT_S))
 
     async def get_text(self, path: str, query: Query | None = None) -> str:
         """Returns an answer that is not an object, such as a log or a pod's answer; raises ApiError."""
-        return await self._text(_Request(method="GET", path=path, query=query or {}, accept=ANY))
+        return await self._request_text(_Request(method="GET", path=path, query=query or {}, accept=ANY))
 
     async def post_text(self, path: str, *, timeout_s: float) -> str:
         """Posts an empty request to a pod through the proxy. Returns the answer; raises ApiError."""
-        return await self._text(
+        return await self._request_text(
             _Request(method="POST", path=path, accept=ANY, lane=RequestLane.WRITE, timeout_s=timeout_s)
         )
 
-    async def pages(self, path: str, query: Query, *, accept: str = JSON) -> AsyncIterator[dict[str, Any]]:
+    async def list_pages(
+        self, path: str, query: Query, *, accept: str = JSON
+    ) -> AsyncIterator[dict[str, Any]]:
         """Yields the pages of a list. Adapts the number of objects so that a page stays at some megabytes.
 
         Raises:
@@ -279,12 +281,14 @@ class ApiServer:
         """
         limit, token = PAGE_FIRST_OBJECTS, ""
         while True:
-            asked: dict[str, str | int] = {**query, "limit": limit}
+            page_query: dict[str, str | int] = {**query, "limit": limit}
             if token:
-                asked["continue"] = token
-            request = _Request(method="GET", path=path, query=asked, accept=accept, lane=RequestLane.LIST)
-            text = await self._text(request)
-            page = parse_answer(f"GET {path}", text, has=("kind", "apiVersion", "metadata"))
+                page_query["continue"] = token
+            request = _Request(
+                method="GET", path=path, query=page_query, accept=accept, lane=RequestLane.LIST
+            )
+            text = await self._request_text(request)
+            page = parse_answer(f"GET {path}", text, required_keys=("kind", "apiVersion", "metadata"))
             yield page
             token = page["metadata"].get("continue", "")
             if not token:
@@ -301,11 +305,11 @@ class ApiServer:
         """
         return await self._write(_Request(method="POST", path=path, query=query or {}, body=body, lane=lane))
 
-    async def try_create(self, path: str, body: Body, query: Query) -> None:
+    async def dry_run_create(self, path: str, body: Body, query: Query) -> None:
         """Creates an object as a dry run; raises ApiError like create."""
         query = {**query, "dryRun": "All"}
         dry_run = _Request(method="POST", path=path, query=query, body=body, lane=RequestLane.WRITE)
-        await self._json(replace(dry_run, timeout_s=DRY_RUN_TIMEOUT_S))
+        await self._request_object(replace(dry_run, timeout_s=DRY_RUN_TIMEOUT_S))
 
     async def update(self, path: str, body: Body, *, lane: RequestLane = RequestLane.WRITE) -> dict[str, Any]:
         """Replaces an object and returns it as stored.
@@ -340,15 +344,15 @@ class ApiServer:
             total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=self.watch_silence_s
         )
         request = _Request(method="GET", path=path, query={**query, "watch": "true"})
-        response = await self._open(request, timeout)
+        response = await self._send(request, timeout)
         try:
             if response.status >= 300:
-                raise _refusal(str(request), response.status, await response.text())
-            async for line in _lines(response.content):
-                event = parse_answer(f"watch {path}", line, has=("type", "object"))
+                raise _build_refusal(str(request), response.status, await response.text())
+            async for line in _split_lines(response.content):
+                event = parse_answer(f"watch {path}", line, required_keys=("type", "object"))
                 if event["type"] == "ERROR":
                     status = event["object"]
-                    raise _refusal(f"watch {path}", int(status.get("code", 0)), json.dumps(status))
+                    raise _build_refusal(f"watch {path}", int(status.get("code", 0)), json.dumps(status))
                 yield event
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(f"watch {path}: the connection broke: {error!r}") from error
@@ -359,39 +363,47 @@ class ApiServer:
             response.close()
 
     async def _write(self, request: "_Request") -> dict[str, Any]:
+        """Sends a write, and reports it to `on_write` or `on_unanswered`."""
         self._before_write()
         verb = _VERBS[request.method]
         parts = request.path.split("/")
-        collection = parts[parts.index("namespaces") + 2] if "namespaces" in parts else parts[-1]
+        plural = parts[parts.index("namespaces") + 2] if "namespaces" in parts else parts[-1]
         try:
-            answer = await self._json(request)
+            answer = await self._request_object(request)
         except ApiError as error:
             if not error.is_refusal and error.status != CONFLICT:
-                self._on_unanswered(verb, collection)
+                self._on_unanswered(verb, plural)
             raise
-        self._on_write(verb, collection)
+        self._on_write(verb, plural)
         return answer
 
-    async def _json(self, request: "_Request") -> dict[str, Any]:
-        return parse_answer(str(request), await self._text(request))
+    async def _request_object(self, request: "_Request") -> dict[str, Any]:
+        """Sends a request and returns the JSON object in its answer; raises ApiError."""
+        return parse_answer(str(request), await self._request_text(request))
 
-    async def _text(self, request: "_Request") -> str:
+    async def _request_text(self, request: "_Request") -> str:
+        """Sends a request within its lane and timeout; returns the answer's text or raises ApiError."""
         timeout_s = request.timeout_s or _TIMEOUTS_S.get(request.lane, REQUEST_TIMEOUT_S)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._lanes[request.lane],
-                await self._open(request, timeout) as response,
+                await self._send(request, timeout) as response,
             ):
                 text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise request.unanswered(error) from error
         if response.status >= 300:
-            raise _refusal(str(request), response.status, text)
+            raise _build_refusal(str(request), response.status, text)
         return text
 
-    async def _open(self, request: "_Request", timeout: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
+    async def _send(self, request: "_Request", timeout: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
+        """Opens the connection of a request with the credentials of the configuration.
+
+        Raises:
+            ApiError: there is no answer.
+        """
         try:
             method, url, headers, body, _ = await self._client.param_serialize(
                 request.method,
@@ -411,6 +423,8 @@ class ApiServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
+    """One request to the API server."""
+
     method: str
     path: str
     query: Query = field(default_factory=dict)
@@ -429,27 +443,27 @@ class _Request:
         return ApiError(f"{self}: no answer from the API server: {error!r}")
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def _split_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Yields lines of any length. aiohttp's own line reader fails beyond 4 MiB.
 
     With JSON escapes an object of 1 MiB can be an event of 6 MiB. Each new watch would fail at the same
     event.
     """
-    kept: list[bytes] = []
+    pieces: list[bytes] = []
     async for piece in content.iter_any():
-        *ended, rest = piece.split(b"\n")
-        for end in ended:
-            yield b"".join((*kept, end))
-            kept.clear()
-        if rest:
-            kept.append(rest)
+        *lines_in_piece, unfinished = piece.split(b"\n")
+        for end in lines_in_piece:
+            yield b"".join((*pieces, end))
+            pieces.clear()
+        if unfinished:
+            pieces.append(unfinished)
 
 
-def parse_answer(request: str, text: str | bytes, *, has: Collection[str] = ()) -> dict[str, Any]:
+def parse_answer(request: str, text: str | bytes, *, required_keys: Collection[str] = ()) -> dict[str, Any]:
     """Parses an answer as a JSON object.
 
     Args:
-        has: keys that the object must have.
+        required_keys: keys that the object must have.
 
     Raises:
         ApiError: the answer is not such an object. For example, a proxy answered.
@@ -457,14 +471,15 @@ def parse_answer(request: str, text: str | bytes, *, has: Collection[str] = ()) 
     try:
         answer = parse_json(text)
     except ValueError as error:
-        raise ApiError(f"{request}: the answer must be JSON, got {text[:_SHOWN]!r}: {error}") from error
-    if not isinstance(answer, dict) or not set(has) <= answer.keys():
-        words = f" with {', '.join(has)}" if has else ""
-        raise ApiError(f"{request}: the answer must be an object{words}, got {text[:_SHOWN]!r}")
+        raise ApiError(f"{request}: the answer must be JSON, got {text[:_MAX_QUOTED]!r}: {error}") from error
+    if not isinstance(answer, dict) or not set(required_keys) <= answer.keys():
+        requirement = f" with {', '.join(required_keys)}" if required_keys else ""
+        raise ApiError(f"{request}: the answer must be an object{requirement}, got {text[:_MAX_QUOTED]!r}")
     return cast("dict[str, Any]", answer)
 
 
-def _refusal(request: str, status: int, text: str) -> ApiError:
+def _build_refusal(request: str, status: int, text: str) -> ApiError:
+    """Builds the error from the API server's answer to a refused request."""
     try:
         answer = json.loads(text)
         message, api_reason = str(answer.get("message", "")), str(answer.get("reason", ""))

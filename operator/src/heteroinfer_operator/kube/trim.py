@@ -42,7 +42,7 @@ _CONDITION_TAINTS: Final = frozenset(
     f"node.kubernetes.io/{name}" for name in ("not-ready", "unreachable", "unschedulable")
 )
 """Taints that repeat a node's conditions and `unschedulable`."""
-_METADATA_READ: Final = frozenset(
+_METADATA_KEPT: Final = frozenset(
     {"namespace", "name", "uid", "generation", "resourceVersion", "finalizers", "deletionTimestamp"}
 )
 _FINALIZER_FIELD: Final = f'v:"{names.FINALIZER}"'
@@ -141,12 +141,12 @@ def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRe
     """Builds the cache record of a HeteroInference.
 
     Args:
-        operator_class: class of this operator.
+        operator_class: class of this operator; the record of another class has no text.
     """
     view = resource_view(stored)
     if view.spec.get("operatorClass", "") != operator_class:
         return ResourceRecord(key=view.key, text="")
-    metadata = {name: value for name, value in stored["metadata"].items() if name in _METADATA_READ}
+    metadata = {name: value for name, value in stored["metadata"].items() if name in _METADATA_KEPT}
     metadata["managedFields"] = [
         {"manager": manager, "subresource": "status"} for manager in sorted(view.status_managers)
     ]
@@ -159,7 +159,7 @@ def resource_record(stored: Manifest, *, operator_class: str = "") -> ResourceRe
 
 
 def resource_view(stored: Manifest) -> ResourceView:
-    """Returns the fields of a HeteroInference that decisions use."""
+    """Returns the fields of a HeteroInference that the reconcile decisions read."""
     metadata = _metadata(stored)
     return ResourceView(
         key=ResourceKey(
@@ -257,17 +257,18 @@ def pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord
         ip=as_text(_status(stored).get("podIP"), "podIP"),
         health_port=_health_port(stored),
         grace_s=float(as_integer(_metadata(stored).get("deletionGracePeriodSeconds"), "grace period")),
-        claims=_claims(stored),
+        claims=_claim_names(stored),
     )
 
 
-def _claims(stored: Manifest) -> tuple[str, ...]:
+def _claim_names(stored: Manifest) -> tuple[str, ...]:
+    """Returns the names of the PersistentVolumeClaims that a pod mounts."""
     volumes = as_objects(_spec(stored).get("volumes"), "volumes")
     claims = (as_object(each.get("persistentVolumeClaim"), "persistentVolumeClaim") for each in volumes)
     return tuple(as_text(claim.get("claimName"), "claimName") for claim in claims if claim)
 
 
-def unreadable_pod(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
+def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -> PodRecord | None:
     """Builds the record of a pod that is readable only in its metadata: it exists and is not ready.
 
     Without a record the operator would end the epoch as if the pod had been deleted. The last known state
@@ -298,6 +299,7 @@ def _containers(stored: Manifest) -> Sequence[Manifest]:
 
 
 def _health_port(stored: Manifest) -> int:
+    """Returns the port of the pod's supervisor, or 0."""
     for container in _containers(stored):
         for port in as_objects(container.get("ports"), "ports"):
             if port.get("name") == names.PORT_HEALTH:
@@ -331,7 +333,7 @@ def find_key_secret(stored: Manifest) -> str:
 
 
 def _metadata_view(stored: Manifest) -> PodView:
-    """Returns the fields of a pod that decisions use, from its metadata only."""
+    """Returns the fields of a pod that its metadata contains."""
     metadata = _metadata(stored)
     return PodView(
         name=as_name(metadata.get("name"), "name"),
@@ -345,9 +347,9 @@ def _metadata_view(stored: Manifest) -> PodView:
 
 
 def pod_view(stored: Manifest) -> PodView:
-    """Returns the fields of a pod that decisions use."""
+    """Returns the fields of a pod that the reconcile decisions read."""
     status = _status(stored)
-    conditions = _conditions(status)
+    conditions = _conditions_by_type(status)
     ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
     disruptions = (conditions.get(kind, {}) for kind in _DISRUPTIONS)
     containers = [
@@ -366,36 +368,36 @@ def pod_view(stored: Manifest) -> PodView:
             (as_text(c.get("reason"), "reason") for c in disruptions if c.get("status") == "True"), ""
         ),
         node=as_text(_spec(stored).get("nodeName"), "nodeName"),
-        unschedulable=_unschedulable(stored, scheduled),
-        waiting=_waiting(containers),
-        termination=_termination(containers, _restarted(stored)),
+        unschedulable=_find_unschedulable_reason(stored, scheduled),
+        waiting=_find_waiting(containers),
+        termination=_find_termination(containers, _restarting_sidecars(stored)),
         key_secret=find_key_secret(stored),
         images=annotations.get(names.ANNOTATION_IMAGES, ""),
-        still_running=_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
+        still_running=_find_still_running(as_objects(status.get("containerStatuses"), "containerStatuses")),
         defaulted=find_limit_range_values(stored),
     )
 
 
-def _conditions(status: Manifest) -> dict[str, Manifest]:
+def _conditions_by_type(status: Manifest) -> dict[str, Manifest]:
     found = as_objects(status.get("conditions"), "conditions")
     return {as_text(condition.get("type"), "conditions.type"): condition for condition in found}
 
 
-def _unschedulable(stored: Manifest, scheduled: Manifest) -> str:
-    """Returns why a pod has no node (the scheduler's message or the scheduling gates), or ""."""
+def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:
+    """Returns why a pod has no node: the scheduler's message or the scheduling gates; else ""."""
     if scheduled.get("status") != "False":
         return ""
     if scheduled.get("reason") != "SchedulingGated":
         unschedulable = scheduled.get("reason") == "Unschedulable"
         return as_text(scheduled.get("message"), "message") if unschedulable else ""
-    gates = ", ".join(_gates(_spec(stored)))
+    gates = ", ".join(_gate_names(_spec(stored)))
     workload = _labels(_metadata(stored)).get(KUEUE_POD_GROUP)
     return f"blocked by scheduling gate {gates}" + (
         f". Kueue's Workload {workload} shows the reason" if workload else ""
     )
 
 
-def _gates(spec: Manifest) -> list[str]:
+def _gate_names(spec: Manifest) -> list[str]:
     gates = as_objects(spec.get("schedulingGates"), "schedulingGates")
     return [as_text(gate.get("name"), "schedulingGates.name") for gate in gates]
 
@@ -409,7 +411,7 @@ def _has_run(container: Manifest) -> bool:
     return any("running" in state or "terminated" in state for state in states)
 
 
-def _waiting(containers: Iterable[Manifest]) -> Waiting | None:
+def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
     for container in containers:
         waiting = as_object(_state(container).get("waiting"), "waiting")
         if waiting:
@@ -418,37 +420,43 @@ def _waiting(containers: Iterable[Manifest]) -> Waiting | None:
     return None
 
 
-def _restarted(stored: Manifest) -> frozenset[str]:
+def _restarting_sidecars(stored: Manifest) -> frozenset[str]:
     """Returns the names of sidecars that the kubelet always restarts, such as those of service meshes."""
     containers = as_objects(_spec(stored).get("initContainers"), "initContainers")
     always = [each for each in containers if each.get("restartPolicy") == "Always"]
     return frozenset(as_text(each.get("name"), "initContainers.name") for each in always)
 
 
-def _termination(containers: Iterable[Manifest], restarted: Collection[str]) -> ContainerTermination | None:
+def _find_termination(
+    containers: Iterable[Manifest], skipped: Collection[str]
+) -> ContainerTermination | None:
     """Returns how the worker container ended, else how the first container failed.
 
     Args:
-        restarted: containers that the kubelet restarts, which are skipped.
+        skipped: containers that the kubelet restarts.
     """
-    ended = []
+    ended_containers = []
     for container in containers:
         name = as_text(container.get("name"), "containerStatuses.name")
         terminated = as_object(_state(container).get("terminated"), "terminated")
-        if terminated and name not in restarted:
-            ended.append((name, as_integer(terminated.get("exitCode"), "exitCode"), terminated))
-    worker = [(code, how) for name, code, how in ended if name == names.CONTAINER_WORKER]
-    failed = [(code, how) for _, code, how in ended if code != 0]
-    for code, how in worker or failed:
+        if terminated and name not in skipped:
+            ended_containers.append((name, as_integer(terminated.get("exitCode"), "exitCode"), terminated))
+    worker_ends = [
+        (code, terminated_state)
+        for name, code, terminated_state in ended_containers
+        if name == names.CONTAINER_WORKER
+    ]
+    failed_ends = [(code, terminated_state) for _, code, terminated_state in ended_containers if code != 0]
+    for code, terminated_state in worker_ends or failed_ends:
         return ContainerTermination(
             exit_code=code,
-            reason=as_text(how.get("reason"), "reason"),
-            message=as_text(how.get("message"), "message"),
+            reason=as_text(terminated_state.get("reason"), "reason"),
+            message=as_text(terminated_state.get("message"), "message"),
         )
     return None
 
 
-def _still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
+def _find_still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
     """Returns the containers that still run after the worker container has ended.
 
     Skips sidecars that are init containers: the kubelet ends those itself.
@@ -460,9 +468,9 @@ def _still_running(containers: Sequence[Manifest]) -> tuple[str, ...]:
 
 
 def node_view(stored: Manifest) -> NodeView:
-    """Returns the fields of a node that decisions use, without the requests of its pods."""
+    """Returns the fields of a node that the reconcile decisions read, without its pods' requests."""
     status, spec, metadata = _status(stored), _spec(stored), _metadata(stored)
-    ready = _conditions(status).get("Ready", {})
+    ready = _conditions_by_type(status).get("Ready", {})
     # The node controller sets Unknown when the kubelet is silent. The kubelet itself sets False.
     silent = ready.get("status") == "Unknown"
     cordoned = bool(spec.get("unschedulable"))
@@ -488,7 +496,7 @@ def _taints(spec: Manifest) -> Iterable[Taint]:
         )
 
 
-def promise(stored: Manifest) -> PodDemand:
+def build_demand(stored: Manifest) -> PodDemand:
     """Returns the demand of a pod without a node, stored or about to be created."""
     metadata = _metadata(stored)
     name = NamespacedName(
@@ -511,14 +519,16 @@ def pod_requests(stored: Manifest) -> PodRequests | None:
     if node:
         priority = as_integer(spec.get("priority"), "priority")
         return PodRequests(node=node, requests={**effective_requests(spec), PODS: 1.0}, priority=priority)
-    owner = _owning_resource(stored)
-    if owner is None or "deletionTimestamp" in metadata or _gates(spec):
+    owner = _find_owner(stored)
+    if owner is None or "deletionTimestamp" in metadata or _gate_names(spec):
         return None
-    kept = PodPromise(uid=as_name(metadata.get("uid"), "uid"), owner=owner, demand=promise(stored))
-    return PodRequests(node="", requests={}, promise=kept)
+    reservation = PodPromise(
+        uid=as_name(metadata.get("uid"), "uid"), owner=owner, demand=build_demand(stored)
+    )
+    return PodRequests(node="", requests={}, promise=reservation)
 
 
-def _owning_resource(stored: Manifest) -> Owner | None:
+def _find_owner(stored: Manifest) -> Owner | None:
     """Returns the owning resource if label, owner reference and name of the pod agree, or None."""
     key, uid = label_key(stored), owner_uid(stored)
     if key is None or not uid:

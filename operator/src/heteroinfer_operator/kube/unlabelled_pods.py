@@ -28,31 +28,31 @@ PATIENCE_S: Final = 0.25
 """How long a reconcile waits for the API server. Most answers arrive within this time."""
 
 
-Question: TypeAlias = asyncio.Task[PodRecord | None]
+PodRequest: TypeAlias = asyncio.Task[PodRecord | None]
 
 
 @dataclass(slots=True)
-class _Known:
-    """Knowledge about the pods of one resource.
+class _ResourcePods:
+    """What the operator knows about the pods of one resource.
 
     Attributes:
         uid: uid of the resource, since a new resource may get the same name.
         uids: last seen uid of each pod, by name. It identifies a pod without label and owner.
-        there: names of existing pods that no watch shows.
+        existing: names of existing pods that no watch shows.
         gone: names of pods that do not exist according to the API server. They are not requested again.
-        questions: running requests, by pod name.
+        requests: running requests, by pod name.
     """
 
     uid: str
     uids: dict[str, str] = field(default_factory=dict)
-    there: frozenset[str] = frozenset()
+    existing: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
-    questions: dict[str, Question] = field(default_factory=dict)
+    requests: dict[str, PodRequest] = field(default_factory=dict)
 
-    def forget_questions(self, *, but: Collection[str] = ()) -> None:
-        """Cancels requests whose answers are no longer needed. Their old answers must not be used later."""
-        for name in self.questions.keys() - set(but):
-            self.questions.pop(name).cancel()
+    def cancel_requests(self, *, kept_names: Collection[str] = ()) -> None:
+        """Cancels the requests of all pods but these: their answers must not be used later."""
+        for name in self.requests.keys() - set(kept_names):
+            self.requests.pop(name).cancel()
 
 
 class UnlabelledPods:
@@ -74,12 +74,12 @@ class UnlabelledPods:
         self._server = server
         self._wake = wake
         self._patience_s = patience_s
-        self._known: dict[ResourceKey, _Known] = {}
+        self._known: dict[ResourceKey, _ResourcePods] = {}
 
     async def find(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Sequence[PodRecord]
     ) -> list[PodRecord]:
-        """Returns the pods of a resource that no watch shows.
+        """Returns the pods of a resource that exist although no watch shows them.
 
         Requests each pod that the status lists and the caches lack, once. Requests a pod that was found
         before each time, until it is gone. A pod is `unknown` while the API server does not answer.
@@ -87,57 +87,65 @@ class UnlabelledPods:
         Args:
             shown: pods that the watches show.
         """
-        key, seen = resource.key, {pod.view.name for pod in shown}
-        known = self._known.get(key)
-        if known is None or known.uid != resource.uid:
+        key, shown_names = resource.key, {pod.view.name for pod in shown}
+        own_pods = self._known.get(key)
+        if own_pods is None or own_pods.uid != resource.uid:
             self.forget(key)
-            known = self._known[key] = _Known(resource.uid)
+            own_pods = self._known[key] = _ResourcePods(resource.uid)
         owner = Owner(key=key, uid=resource.uid)
         # Others may have written any text into the status, for example a path of the API server.
-        said = {
+        ranks_in_status = {
             rank.pod: rank
             for group in status.groups
             for rank in group.members
             if find_place(owner, rank.pod) is not None
         }
-        there = known.there - seen
-        known.uids |= {pod.view.name: pod.view.uid for pod in shown}
-        known.uids = {name: uid for name, uid in known.uids.items() if name in said or name in seen | there}
-        gone = (known.gone & said.keys()) - seen - there
-        asked = sorted((said.keys() - seen - gone) | there)
-        known.forget_questions(but=asked)
-        await self._request_pods(resource, known, asked)
-        answers = (_pod_from_answer(resource, known, name, said.get(name)) for name in asked)
+        existing = own_pods.existing - shown_names
+        own_pods.uids |= {pod.view.name: pod.view.uid for pod in shown}
+        own_pods.uids = {
+            name: uid
+            for name, uid in own_pods.uids.items()
+            if name in ranks_in_status or name in shown_names | existing
+        }
+        gone = (own_pods.gone & ranks_in_status.keys()) - shown_names - existing
+        requested = sorted((ranks_in_status.keys() - shown_names - gone) | existing)
+        own_pods.cancel_requests(kept_names=requested)
+        await self._request_pods(resource, own_pods, requested)
+        answers = (_take_answer(resource, own_pods, name, ranks_in_status.get(name)) for name in requested)
         pods = [found for found in answers if found is not None]
-        known.there = frozenset(pod.view.name for pod in pods)
-        known.gone = (gone | set(asked) - known.there) & said.keys()
+        own_pods.existing = frozenset(pod.view.name for pod in pods)
+        own_pods.gone = (gone | set(requested) - own_pods.existing) & ranks_in_status.keys()
         return pods
 
-    async def _request_pods(self, resource: ResourceView, known: _Known, names: Sequence[str]) -> None:
-        """Requests pods and waits for patience_s. A later answer wakes the resource."""
+    async def _request_pods(
+        self, resource: ResourceView, own_pods: _ResourcePods, names: Sequence[str]
+    ) -> None:
+        """Requests pods and waits for `patience_s`. A later answer wakes the resource."""
 
-        def answered(question: Question) -> None:
-            if not question.cancelled():
+        def wake(request: PodRequest) -> None:
+            if not request.cancelled():
                 self._wake(resource.key)
 
-        asked = []
+        new_requests = []
         for name in names:
-            if name not in known.questions:
-                work = self._find_one(resource, name, known.uids.get(name))
-                known.questions[name] = start_task(work, name=f"pod {name}", failed=_report)
-                asked.append(known.questions[name])
-        _, late = await asyncio.wait(asked, timeout=self._patience_s) if asked else ((), ())
-        for question in late:
-            question.add_done_callback(answered)
+            if name not in own_pods.requests:
+                work = self._read_pod(resource, name, own_pods.uids.get(name))
+                own_pods.requests[name] = start_task(work, name=f"pod {name}", failed=_report_error)
+                new_requests.append(own_pods.requests[name])
+        _, unanswered = (
+            await asyncio.wait(new_requests, timeout=self._patience_s) if new_requests else ((), ())
+        )
+        for request in unanswered:
+            request.add_done_callback(wake)
 
-    async def _find_one(self, resource: ResourceView, name: str, uid: str | None) -> PodRecord | None:
-        """Reads one pod; returns None if it does not exist or is not ours.
+    async def _read_pod(self, resource: ResourceView, name: str, uid: str | None) -> PodRecord | None:
+        """Returns one pod, or None if it does not exist or is not ours.
 
         Raises:
             ApiError: the API server refused or did not answer.
         """
         try:
-            stored = await self._server.ask(POD.path(resource.key.namespace, name))
+            stored = await self._server.get_quickly(POD.path(resource.key.namespace, name))
         except ApiError as error:
             if error.status == NOT_FOUND:
                 return None
@@ -150,43 +158,44 @@ class UnlabelledPods:
             return None
         return trim.orphan_record(stored, key=resource.key, owner_uid=resource.uid)
 
-    def note_met(self, key: ResourceKey, name: str) -> None:
-        """Notes a pod that another component found without its label."""
+    def add(self, key: ResourceKey, name: str) -> None:
+        """Adds a pod that another component found without its label."""
         if (known := self._known.get(key)) is not None:
-            known.there |= {name}
+            known.existing |= {name}
 
-    def are_there(self, key: ResourceKey) -> bool:
-        """Returns whether the last call of `find` returned pods, or `note_met` noted one since."""
-        return key in self._known and bool(self._known[key].there)
+    def has_pods(self, key: ResourceKey) -> bool:
+        """Reports whether the last call of `find` returned pods, or `add` has added one since."""
+        return key in self._known and bool(self._known[key].existing)
 
     def forget(self, key: ResourceKey) -> None:
         """Drops the state of a resource that is gone."""
         if (known := self._known.pop(key, None)) is not None:
-            known.forget_questions()
+            known.cancel_requests()
 
 
-def _pod_from_answer(
-    resource: ResourceView, known: _Known, name: str, rank: RankEntry | None
+def _take_answer(
+    resource: ResourceView, own_pods: _ResourcePods, name: str, rank: RankEntry | None
 ) -> PodRecord | None:
-    question = known.questions[name]
-    if not question.done():
-        return _record_from_status(resource, name, rank, "the API server has not answered yet")
-    del known.questions[name]
-    if question.cancelled():
-        return _record_from_status(resource, name, rank, "the operator cancelled its request")
-    error = question.exception()
-    return question.result() if error is None else _record_from_status(resource, name, rank, str(error)[:300])
+    """Returns the requested pod, as `unknown` without an answer; None if the pod does not exist."""
+    request = own_pods.requests[name]
+    if not request.done():
+        return _build_unknown_pod(resource, name, rank, "the API server has not answered yet")
+    del own_pods.requests[name]
+    if request.cancelled():
+        return _build_unknown_pod(resource, name, rank, "the operator cancelled its request")
+    error = request.exception()
+    return request.result() if error is None else _build_unknown_pod(resource, name, rank, str(error)[:300])
 
 
 def _is_orphan(stored: dict[str, object], key: ResourceKey) -> bool:
-    """Returns whether a pod has our label and no controlling owner."""
+    """Reports whether a pod has our label and no controlling owner."""
     metadata = stored["metadata"]
     assert isinstance(metadata, dict)
     owners = metadata.get("ownerReferences") or ()
     return trim.label_key(stored) == key and not any(owner.get("controller") for owner in owners)
 
 
-def _record_from_status(resource: ResourceView, name: str, rank: RankEntry | None, why: str) -> PodRecord:
+def _build_unknown_pod(resource: ResourceView, name: str, rank: RankEntry | None, why: str) -> PodRecord:
     """Builds the record of a pod from its name and its status entry alone.
 
     Args:
@@ -207,6 +216,7 @@ def _record_from_status(resource: ResourceView, name: str, rank: RankEntry | Non
     return PodRecord(view=view, key=resource.key, owner_uid=resource.uid, ip="", health_port=0)
 
 
-def _report(error: BaseException) -> None:
+def _report_error(error: BaseException) -> None:
+    """Logs an error that is a defect of the operator; `find` handles the others."""
     if not isinstance(error, ApiError):  # `find` handles ApiError
         logger.error("cannot read a pod: a defect of the operator. Report it", exc_info=error)

@@ -8,20 +8,20 @@ from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.stored_fields import as_object
 
-_SAME_LABELS = (names.LABEL_EPOCH, names.LABEL_PLAN, names.LABEL_REVISION)
+_IDENTIFYING_LABELS = (names.LABEL_EPOCH, names.LABEL_PLAN, names.LABEL_REVISION)
 
 
 @dataclass(slots=True)
-class _UnmadePod:
+class _NeverCreatedPod:
     """A pod that the operator decided to create.
 
     Attributes:
         text: the manifest as JSON. Parsed it takes three times the memory, and thousands of pods may wait.
-        asked: whether a create request was sent and not answered, so the pod may exist.
+        is_requested: whether a create request was sent and not answered, so the pod may exist.
     """
 
     text: str
-    asked: bool = False
+    is_requested: bool = False
 
     @property
     def manifest(self) -> Manifest:
@@ -33,62 +33,64 @@ class _UnmadePod:
 
 
 @dataclass(slots=True)
-class UnmadePods:
+class NeverCreatedPods:
     """The pods of one resource that this process decided to create, until they appear or are refused."""
 
-    _wanted: dict[str, _UnmadePod] = field(default_factory=dict)
+    _pods: dict[str, _NeverCreatedPod] = field(default_factory=dict)
 
     def names(self) -> frozenset[str]:
-        """Returns the names of the pods that never existed, according to the API server's answers so far."""
-        return frozenset(self._wanted)
+        """Returns the names of pods that do not exist yet, as far as the API server has answered."""
+        return frozenset(self._pods)
 
-    def unasked(self) -> frozenset[str]:
+    def never_requested(self) -> frozenset[str]:
         """Returns the names of the pods for which no create request was sent."""
-        return frozenset(name for name, each in self._wanted.items() if not each.asked)
+        return frozenset(name for name, each in self._pods.items() if not each.is_requested)
 
-    def want(self, manifest: Manifest) -> Manifest:
-        """Notes a pod to create; returns the manifest to create it from.
+    def add(self, manifest: Manifest) -> Manifest:
+        """Adds a pod that the operator decided to create. Returns the manifest to create it from.
 
         The manifest of an earlier decision on the same pod takes precedence.
         """
         name = manifest["metadata"]["name"]
-        before = self._wanted.get(name)
-        if before is None or _labels(before.manifest) != _labels(manifest):
-            self._wanted[name] = _UnmadePod(json.dumps(manifest, separators=(",", ":")))
+        before = self._pods.get(name)
+        if before is None or _identifying_labels(before.manifest) != _identifying_labels(manifest):
+            self._pods[name] = _NeverCreatedPod(json.dumps(manifest, separators=(",", ":")))
             return manifest
         return before.manifest
 
-    def note_asked(self, name: str) -> None:
-        """Notes that a create request for the pod is sent."""
-        if name in self._wanted:
-            self._wanted[name].asked = True
+    def record_request(self, name: str) -> None:
+        """Records that a create request for the pod is sent."""
+        if name in self._pods:
+            self._pods[name].is_requested = True
 
-    def was_asked(self, name: str) -> bool:
-        """Returns whether an earlier create request for the pod has no answer yet."""
-        return name in self._wanted and self._wanted[name].asked
+    def is_requested(self, name: str) -> bool:
+        """Reports whether a create request for the pod was sent and has no answer yet."""
+        return name in self._pods and self._pods[name].is_requested
 
-    def settle(self, name: str) -> None:
-        """Forgets a pod that was created or refused."""
-        self._wanted.pop(name, None)
+    def forget(self, name: str) -> None:
+        """Removes a pod that was created or refused."""
+        self._pods.pop(name, None)
 
-    def forget_before(self, epochs: Mapping[int, int]) -> None:
-        """Forgets the pods of epochs that are over.
+    def forget_earlier_epochs(self, epochs: Mapping[int, int]) -> None:
+        """Removes the pods of epochs that are over.
 
-        Keeps pods of epochs newer than the stored one: their status may be about to be stored.
+        Pods of epochs newer than the stored one stay: their status may be about to be stored.
 
         Args:
             epochs: stored epoch of each group, by group index.
         """
-        self._wanted = {
-            name: each for name, each in self._wanted.items() if not _is_before(each.manifest, epochs)
+        self._pods = {
+            name: each for name, each in self._pods.items() if not _is_of_earlier_epoch(each.manifest, epochs)
         }
 
 
-def _is_before(manifest: Manifest, epochs: Mapping[int, int]) -> bool:
+def _is_of_earlier_epoch(manifest: Manifest, epochs: Mapping[int, int]) -> bool:
+    """Reports whether a pod belongs to an epoch before the stored one."""
     labels = manifest["metadata"]["labels"]
     return int(labels[names.LABEL_EPOCH]) < epochs.get(int(labels[names.LABEL_GROUP]), 0)
 
 
-def _labels(manifest: Manifest) -> tuple[str | None, ...]:
+def _identifying_labels(manifest: Manifest) -> tuple[str | None, ...]:
+    """Returns the labels that differ if two decisions create different pods of one name."""
     labels = manifest["metadata"].get("labels") or {}
-    return tuple(labels.get(label) for label in _SAME_LABELS)
+    return tuple(labels.get(label) for label in _IDENTIFYING_LABELS)

@@ -43,6 +43,12 @@ _BOOKMARK: Final = "BOOKMARK"
 
 @dataclass(frozen=True, slots=True)
 class _Entry(Generic[T]):
+    """A cached object: its value, uid and resourceVersion.
+
+    Attributes:
+        unconfirmed_since: time at which this process wrote the object, until a list or watch shows it.
+    """
+
     uid: str
     version: int
     value: T
@@ -64,7 +70,7 @@ class _StoredObject:
 
     @classmethod
     def of(cls, body: object) -> "_StoredObject":
-        """Reads an object's metadata.
+        """Returns the metadata of an object.
 
         Raises:
             UnreadableError: a field is missing or has the wrong type.
@@ -80,7 +86,7 @@ class _StoredObject:
 
 
 def _is_newer(version: int, other: int) -> bool:
-    """Returns whether a version is certainly later than another."""
+    """Reports whether a version is certainly later than another."""
     return version > other > 0
 
 
@@ -105,10 +111,10 @@ class WatchCache(Generic[T]):
     """Caches the objects of one collection, each trimmed to a value on arrival.
 
     Of two states of an object the one with the higher resourceVersion wins (KEP-5504 makes them ordered
-    numbers). So a watch that lags behind cannot undo `note_written`.
+    numbers). So a watch that lags behind cannot undo `store_written`.
 
     If `trim` cannot read an object, the cache logs that once, and leaves the object out or keeps the value of
-    `trim_metadata`. No answer of an API server ends a cache: it lists again after any error.
+    `trim_metadata_only`. No answer of an API server ends a cache: it lists again after any error.
 
     Attributes:
         synced: set after the first full list.
@@ -116,8 +122,9 @@ class WatchCache(Generic[T]):
     Args:
         trim: converts an object to its value; None for objects that do not belong here.
         changed: called with the value before and after each change of a value.
-        index: key by which `under` finds values; None without an index.
-        trim_metadata: value for an object whose `trim` raised UnreadableError; None leaves the object out.
+        index: key by which `values_under` finds values; None without an index.
+        trim_metadata_only: value for an object whose `trim` raised UnreadableError; None leaves the object
+        out.
         failing: called when a list or watch fails after a success.
         deleted: called with the last value of an object that the watch reports as deleted. An object that
             loses the label of the collection is reported in the same way.
@@ -131,7 +138,7 @@ class WatchCache(Generic[T]):
         trim: Callable[[Manifest], T | None],
         changed: Callable[[T | None, T | None], None],
         index: Callable[[T], Hashable] | None = None,
-        trim_metadata: Callable[[Manifest], T | None] = lambda stored: None,
+        trim_metadata_only: Callable[[Manifest], T | None] = lambda stored: None,
         failing: Callable[[], None] = lambda: None,
         deleted: Callable[[T], None] = lambda value: None,
     ) -> None:
@@ -141,27 +148,27 @@ class WatchCache(Generic[T]):
         self._trim = trim
         self._changed = changed
         self._index = index
-        self._trim_metadata = trim_metadata
+        self._trim_metadata_only = trim_metadata_only
         self._failing = failing
         self._deleted = deleted
         self._reported: dict[NamespacedName, str] = {}
-        self._broke_off = False
+        self._had_defect = False
         self._entries: dict[NamespacedName, _Entry[T]] = {}
         self._indexed: defaultdict[Hashable, dict[NamespacedName, T]] = defaultdict(dict)
         self._version = ""
-        self._relist_wanted = False
-        self._following: asyncio.Timeout | None = None
+        self._must_relist = False
+        self._watch_timeout: asyncio.Timeout | None = None
         self._problem: ApiError | None = None
-        self._following_since = 0.0
+        self._watching_since = 0.0
         self._last_answer_at = time.monotonic()
 
     @property
     def is_failing(self) -> bool:
         """Whether the last list or watch failed, and none has succeeded since."""
-        if self._problem is None or self._following is None:
+        if self._problem is None or self._watch_timeout is None:
             return self._problem is not None
         # A working watch may send nothing for up to a minute, so a watch that lasts counts as success.
-        return time.monotonic() - self._following_since < 2 * MAX_BACKOFF_S
+        return time.monotonic() - self._watching_since < 2 * MAX_BACKOFF_S
 
     @property
     def refusal(self) -> str:
@@ -177,9 +184,10 @@ class WatchCache(Generic[T]):
     @property
     def is_stale(self) -> bool:
         """Whether the cache may be outdated, because no watch or list was answered for a long time."""
-        return self._silent_s() > STALE_SILENCES * self._server.watch_silence_s
+        return self._seconds_without_answer() > STALE_SILENCES * self._server.watch_silence_s
 
     def get(self, name: NamespacedName) -> T | None:
+        """Returns the value of an object, or None if it is not cached."""
         entry = self._entries.get(name)
         return entry.value if entry else None
 
@@ -189,7 +197,10 @@ class WatchCache(Generic[T]):
         return entry.version if entry else 0
 
     def has_seen(self, name: NamespacedName, version: int) -> bool:
-        """Returns whether the cache includes all changes of an object up to a version, also its deletion."""
+        """Reports whether the cache includes all changes of an object up to a version.
+
+        A deletion is such a change, too.
+        """
         return max(version_number(self._version), self.version_of(name)) >= version
 
     def uid_of(self, name: NamespacedName) -> str:
@@ -201,51 +212,51 @@ class WatchCache(Generic[T]):
         """Returns all values, sorted by object name."""
         return [self._entries[name].value for name in sorted(self._entries)]
 
-    def under(self, indexed: Hashable) -> list[T]:
-        """Returns the values with this index key, sorted by object name. Does not scan other values."""
+    def values_under(self, indexed: Hashable) -> list[T]:
+        """Returns the values with this index key, sorted by object name, without a search."""
         found = self._indexed.get(indexed, {})
         return [found[name] for name in sorted(found)]
 
-    def note_written(self, stored: Manifest) -> None:
+    def store_written(self, stored: Manifest) -> None:
         """Stores the API server's answer to a write, unless the watch has already passed that version.
 
         Raises:
             UnreadableError: the answer has no metadata.
         """
         written = _StoredObject.of(stored)
-        value = self._read(written)
+        value = self._read_value(written)
         if value is not None and written.version > version_number(self._version):
             entry = _Entry(written.uid, written.version, value, time.monotonic())
             self._store(written.name, entry)
 
-    def note_gone(self, name: NamespacedName, uid: str) -> None:
-        """Removes an object that is gone according to the API server. Keeps an object with another uid."""
-        kept = self._entries.get(name)
-        if kept is not None and kept.uid == uid:
+    def remove_gone(self, name: NamespacedName, uid: str) -> None:
+        """Removes an object that is gone according to the API server, unless it has another uid."""
+        cached = self._entries.get(name)
+        if cached is not None and cached.uid == uid:
             self._remove(name)
 
     async def run(self) -> None:
-        """Lists and watches until cancelled. Logs errors and tries again."""
+        """Lists and watches until cancelled; logs errors and tries again."""
         backoff_s = BACKOFF_FIRST_S
         while True:
             started = time.monotonic()
             try:
                 if self._problem is not None and self._version:
-                    await self._check_version()
+                    await self._relist_if_restored()
                 # An event or list that was being processed may have set the version after relist().
-                while self._relist_wanted or not self._version:
+                while self._must_relist or not self._version:
                     await self._relist()
-                await self._follow()
+                await self._watch()
             except ApiError as error:
                 # A silent watch could stay silent from the same version. Only a list is reliable.
-                if error.status == GONE or self._silent_s() > self._server.watch_silence_s / 2:
+                if error.status == GONE or self._seconds_without_answer() > self._server.watch_silence_s / 2:
                     self._version = ""
-                self._report(error)
+                self._report_error(error)
             except UnreadableError as error:
                 self._version = ""
                 logger.warning("%s: %s. Listing again", self.collection.label, printable(error.message))
             except Exception:  # a defect must not end the cache, because the process ends with it
-                self._version, self._broke_off = "", True
+                self._version, self._had_defect = "", True
                 logger.exception(
                     "%s: a defect of the operator. Report it. Listing again", self.collection.label
                 )
@@ -256,13 +267,13 @@ class WatchCache(Generic[T]):
 
     def relist(self) -> None:
         """Ends the watch and lists again, because the API server's store may have been replaced."""
-        self._version, self._relist_wanted = "", True
+        self._version, self._must_relist = "", True
         for name, entry in self._entries.items():
             self._entries[name] = replace(entry, unconfirmed_since=None)
-        if self._following is not None:
-            self._following.reschedule(asyncio.get_running_loop().time())
+        if self._watch_timeout is not None:
+            self._watch_timeout.reschedule(asyncio.get_running_loop().time())
 
-    async def _check_version(self) -> None:
+    async def _relist_if_restored(self) -> None:
         """Lists again if the store is older than this cache: etcd was restored from a backup.
 
         A watch from a future version would send nothing until the store reaches that version.
@@ -278,26 +289,30 @@ class WatchCache(Generic[T]):
             )
             self.relist()
 
-    def _read(self, stored: _StoredObject) -> T | None:
-        """Returns the value of an object; None if it does not belong here or cannot be read at all."""
+    def _read_value(self, stored: _StoredObject) -> T | None:
+        """Returns the value of an object; None if it does not belong here or is unreadable."""
         try:
             return self._trim(stored.body)
         except UnreadableError as error:
             self._report_unreadable(stored.name, stored.uid, error)
-            return self._metadata_only(stored)
+            return self._read_metadata(stored)
 
-    def _metadata_only(self, stored: _StoredObject) -> T | None:
+    def _read_metadata(self, stored: _StoredObject) -> T | None:
+        """Returns what can be read of an object whose other fields are unreadable.
+
+        Returns None if its metadata is unreadable, too.
+        """
         try:
-            return self._trim_metadata(stored.body)
+            return self._trim_metadata_only(stored.body)
         except UnreadableError:  # already reported
             return None
 
     def _report_unreadable(self, name: NamespacedName, uid: str, error: UnreadableError) -> None:
-        """Logs once per object that it cannot be read, even if it is listed or changes again."""
+        """Logs that an object cannot be read, once for each object."""
         if self._reported.get(name) == uid or len(self._reported) > MAX_REPORTED_NAMES:
             return
         self._reported[name] = uid
-        label, words = self.collection.label, printable(error.message)
+        label, reason = self.collection.label, printable(error.message)
         if len(self._reported) > MAX_REPORTED_NAMES:
             logger.error(
                 "%s: the operator cannot read more than %d objects. It does not log the others",
@@ -305,14 +320,15 @@ class WatchCache(Generic[T]):
                 MAX_REPORTED_NAMES,
             )
             return
-        logger.error("%s: the operator cannot read %s (%s). Correct or delete it", label, name, words)
+        logger.error("%s: the operator cannot read %s (%s). Correct or delete it", label, name, reason)
 
-    def _report(self, error: ApiError) -> None:
-        is_news = self._problem is None or self._problem.message != error.message
-        began, self._problem = self._problem is None, error
-        if began:
+    def _report_error(self, error: ApiError) -> None:
+        """Logs a new error of a list or watch, and reports the first one to `failing`."""
+        is_new = self._problem is None or self._problem.message != error.message
+        is_first, self._problem = self._problem is None, error
+        if is_first:
             self._failing()
-        if not is_news:
+        if not is_new:
             logger.debug("%s: %s", self.collection.label, error.message)
         elif error.status == GONE:
             logger.info(
@@ -326,54 +342,62 @@ class WatchCache(Generic[T]):
             logger.warning("%s: %s. Trying again", self.collection.label, error.message)
 
     async def _relist(self) -> None:
-        self._version, self._relist_wanted = "", False
+        """Lists the collection and replaces the cached objects."""
+        self._version, self._must_relist = "", False
         listed: dict[NamespacedName, _Entry[T]] = {}
-        seen, version = {_NAMELESS}, ""
-        async for page in self._server.pages(self.collection.path, self.collection.query):
+        seen_names, version = {_NAMELESS}, ""
+        async for page in self._server.list_pages(self.collection.path, self.collection.query):
             # Items of a list lack kind and apiVersion, which only the list has.
-            said = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
-            for bare in page.get("items") or ():
+            list_fields = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
+            for raw_item in page.get("items") or ():
                 try:
-                    item = _StoredObject.of({**said, **as_object(bare, "item")})
+                    item = _StoredObject.of({**list_fields, **as_object(raw_item, "item")})
                 except UnreadableError as error:
                     self._report_unreadable(_NAMELESS, "", error)
                     continue
-                seen.add(item.name)
-                value = self._read(item)
+                seen_names.add(item.name)
+                value = self._read_value(item)
                 if value is not None:
                     listed[item.name] = _Entry(item.uid, item.version, value)
             metadata = as_object(page["metadata"], "metadata")
             version = as_name(metadata.get("resourceVersion"), "resourceVersion")
         self._replace(listed, version_number(version))
-        self._reported = {name: uid for name, uid in self._reported.items() if name in seen}
-        self._version, self._broke_off = version, False
+        self._reported = {name: uid for name, uid in self._reported.items() if name in seen_names}
+        self._version, self._had_defect = version, False
         self._record_answer()
         self.synced.set()
 
     def _replace(self, listed: dict[NamespacedName, _Entry[T]], version: int) -> None:
-        """Replaces all entries by a list, except objects that we wrote after the list."""
+        """Replaces all entries by a list, except objects that this process wrote after the list."""
         now = time.monotonic()
         for name in sorted(self._entries.keys() - listed.keys()):
             entry = self._entries[name]
-            since = entry.unconfirmed_since
-            if since is None or entry.version <= version or now - since > UNCONFIRMED_S:
+            unconfirmed_since = entry.unconfirmed_since
+            if (
+                unconfirmed_since is None
+                or entry.version <= version
+                or now - unconfirmed_since > UNCONFIRMED_S
+            ):
                 self._remove(name)
         for name, entry in listed.items():
-            kept = self._entries.get(name)
-            ours = kept is not None and kept.unconfirmed_since is not None and kept.version > version
-            if not ours:
-                self._store(name, entry, always=True)
+            cached = self._entries.get(name)
+            is_newer_write = (
+                cached is not None and cached.unconfirmed_since is not None and cached.version > version
+            )
+            if not is_newer_write:
+                self._store(name, entry, even_if_older=True)
 
-    async def _follow(self) -> None:
+    async def _watch(self) -> None:
+        """Watches the collection from the cached version, until the server or `relist` ends the watch."""
         query: dict[str, str | int] = {
             **self.collection.query,
             "resourceVersion": self._version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": self.collection.watch_s + secrets.randbelow(self.collection.watch_s),
         }
-        self._following_since = time.monotonic()
+        self._watching_since = time.monotonic()
         try:
-            async with asyncio.timeout(None) as self._following:
+            async with asyncio.timeout(None) as self._watch_timeout:
                 async for event in self._server.watch(self.collection.path, query):
                     self._record_answer()
                     self._apply_event(event["type"], event["object"])
@@ -381,12 +405,14 @@ class WatchCache(Generic[T]):
         except TimeoutError:
             pass  # relist() ended it
         finally:
-            self._following = None
+            self._watch_timeout = None
 
     def _record_answer(self) -> None:
+        """Records that a list or watch was answered now."""
         self._last_answer_at, self._problem = time.monotonic(), None
 
-    def _silent_s(self) -> float:
+    def _seconds_without_answer(self) -> float:
+        """Returns the seconds since the last answer to a list or watch."""
         return time.monotonic() - self._last_answer_at
 
     def _apply_event(self, kind: object, body: object) -> None:
@@ -404,49 +430,61 @@ class WatchCache(Generic[T]):
                 f"watch: event type must be {_ADDED}, {_MODIFIED} or {_DELETED}, got {str(kind)[:40]!r}"
             )
         stored = _StoredObject.of(body)
-        kept = self._entries.get(stored.name)
+        cached = self._entries.get(stored.name)
         if kind == _DELETED:
             self._reported.pop(stored.name, None)
-        if kept is None or not _is_newer(kept.version, stored.version):
-            value = self._read(stored) if kind != _DELETED else None
+        if cached is None or not _is_newer(cached.version, stored.version):
+            value = self._read_value(stored) if kind != _DELETED else None
             if value is None:
                 self._remove(stored.name)
             else:
                 self._store(stored.name, _Entry(stored.uid, stored.version, value))
             if kind == _DELETED:
-                self._record_deletion(stored)
+                self._report_deleted(stored)
         self._version = stored.body["metadata"]["resourceVersion"]
 
-    def _record_deletion(self, last: _StoredObject) -> None:
+    def _report_deleted(self, last: _StoredObject) -> None:
+        """Reports the last value of an object that the watch shows as deleted."""
         with contextlib.suppress(UnreadableError):  # its last value is unknown
             value = self._trim(last.body)
             if value is not None:
                 self._deleted(value)
 
-    def _store(self, name: NamespacedName, entry: _Entry[T], *, always: bool = False) -> None:
-        kept = self._entries.get(name)
-        if kept is not None and _is_newer(kept.version, entry.version) and not always:
+    def _store(self, name: NamespacedName, entry: _Entry[T], *, even_if_older: bool = False) -> None:
+        """Stores an entry and reports the change of its value.
+
+        An entry that is older than the cached one is dropped, unless `even_if_older`.
+        """
+        cached = self._entries.get(name)
+        if cached is not None and _is_newer(cached.version, entry.version) and not even_if_older:
             return
-        same = kept is not None and kept.version == entry.version and kept.value == entry.value
-        if kept is not None and same and not self._broke_off:
+        is_unchanged = cached is not None and cached.version == entry.version and cached.value == entry.value
+        if cached is not None and is_unchanged and not self._had_defect:
             self._entries[name] = replace(
-                kept, unconfirmed_since=entry.unconfirmed_since and kept.unconfirmed_since
+                cached, unconfirmed_since=entry.unconfirmed_since and cached.unconfirmed_since
             )
             return
         self._entries[name] = entry
-        before = kept.value if kept else None
-        self._update_index(name, before, entry.value)
+        old_value = cached.value if cached else None
+        self._update_index(name, old_value, entry.value)
         # After a defect it is unknown which changes were reported, so report all changes again.
-        if before != entry.value or self._broke_off:
-            self._changed(before, entry.value)
+        if old_value != entry.value or self._had_defect:
+            self._changed(old_value, entry.value)
 
     def _remove(self, name: NamespacedName) -> None:
-        kept = self._entries.pop(name, None)
-        if kept is not None:
-            self._update_index(name, kept.value, None)
-            self._changed(kept.value, None)
+        """Removes an entry and reports the change."""
+        cached = self._entries.pop(name, None)
+        if cached is not None:
+            self._update_index(name, cached.value, None)
+            self._changed(cached.value, None)
 
     def _update_index(self, name: NamespacedName, before: T | None, after: T | None) -> None:
+        """Moves a value from its old index key to its new one.
+
+        Args:
+            before: old value; None for a new object.
+            after: new value; None for a removed object.
+        """
         if self._index is None:
             return
         if before is not None:

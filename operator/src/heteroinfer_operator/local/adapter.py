@@ -114,11 +114,11 @@ class LocalCluster:
         self._objects: dict[tuple[str, str], Manifest] = {}
         self._secrets: dict[str, Manifest] = {}
         self._pods: dict[str, StoredPod] = {}
-        self._pods_made = 0
+        self._num_pods_started = 0
         self._free_gpus = list(options.gpus)
         self._reports = ReportClient()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._leftover: HeteroInferError | None = None
+        self._failure: HeteroInferError | None = None
 
     @property
     def status(self) -> Manifest:
@@ -137,9 +137,9 @@ class LocalCluster:
         return {plan.hash: plan for plan in plans}
 
     def request_deletion(self) -> None:
-        """Begins to delete the resource and its pods. `gone` is set when they are deleted."""
+        """Starts the deletion of the resource and its pods. `gone` is set when they are deleted."""
         self._deleting = True
-        self._increment_version()
+        self._record_change()
 
     async def observe(self, key: ResourceKey) -> ResourceObservation | None:
         """Reads the resource, its children and this machine; None if the resource is deleted.
@@ -147,8 +147,8 @@ class LocalCluster:
         Raises:
             HeteroInferError: processes of a pod cannot be killed.
         """
-        if self._leftover is not None:
-            raise self._leftover
+        if self._failure is not None:
+            raise self._failure
         if self._deleting and not self._pods:  # no reconcile is running that could start a pod
             self._objects.clear()
             self.gone.set()
@@ -167,13 +167,13 @@ class LocalCluster:
             ),
             pods=tuple(pod.view(self._options.node.name) for pod in self._pods.values()),
             objects=tuple(self._objects.values()),
-            nodes=(self._node(),),
+            nodes=(self._observe_node(),),
             groups=self.groups(),
             calibrations=self._options.calibrations,
             fetch=next((pod.fetch for pod in self._pods.values() if pod.fetch is not None), None),
         )
 
-    def _node(self) -> NodeView:
+    def _observe_node(self) -> NodeView:
         """Returns this machine for plans: its devices only, since all pods share cores and memory."""
         node = self._options.node
         devices = {name: count for name, count in node.allocatable.items() if "/" in name}
@@ -189,7 +189,7 @@ class LocalCluster:
             LocalPodError: a pod could not be started.
         """
         for action in actions:
-            await self._run(action, observation)
+            await self._run_action(action, observation)
 
     async def close(self) -> None:
         """Kills the pods that still run, and removes their folders.
@@ -199,7 +199,7 @@ class LocalCluster:
         """
         running = [pod for pod in self._pods.values() if pod.termination is None]
         for pod in running:
-            self._start_task(pod, self._stop(pod, grace_s=0.0))
+            self._start_task(pod, self._stop_pod(pod, grace_s=0.0))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
         for task in self._tasks:
@@ -207,35 +207,37 @@ class LocalCluster:
         await self._reports.close()
         for pod in self._pods.values():
             pod.running.folder.remove()
-        if self._leftover is not None:
-            raise self._leftover
+        if self._failure is not None:
+            raise self._failure
 
-    async def _run(self, action: Action, observation: ResourceObservation) -> None:
+    async def _run_action(self, action: Action, observation: ResourceObservation) -> None:
+        """Runs one action; dry runs and finalizers have no effect on this machine."""
         match action:
             case CreateObject(manifest=manifest):
-                await self._create(manifest)
+                await self._create_object(manifest)
             case TryObjects():
                 pass  # no API server here could refuse objects
             case ApplyObject(manifest=manifest):
-                self._apply(manifest)
+                self._apply_object(manifest)
             case DeleteObject():
-                self._delete(action)
+                self._delete_object(action)
             case PatchStatus():
                 if action.resource_version != str(self._version):
                     raise ConflictError(f"{self.key} has changed since it was observed")
                 self._status = action.status
-                self._increment_version()
+                self._record_change()
             case RemoveFinalizer():
                 pass  # resources have no such finalizer here
             case RecordEvent():
                 self._on_event(action)
 
-    def _increment_version(self) -> None:
-        """Notes a write of the resource, so that older decisions conflict with it."""
+    def _record_change(self) -> None:
+        """Records a write of the resource, so that older decisions conflict with it."""
         self._version += 1
         self._on_change()
 
-    async def _create(self, manifest: Manifest) -> None:
+    async def _create_object(self, manifest: Manifest) -> None:
+        """Stores an object, or starts a pod; raises ConflictError if the object exists."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         if kind == "Secret":
             self._secrets.setdefault(name, manifest)  # an existing Secret serves as well; no one observes it
@@ -243,20 +245,22 @@ class LocalCluster:
         if (kind, name) in self._objects or (kind == "Pod" and name in self._pods):
             raise ConflictError(f"{kind} {name} exists already")
         if kind != "Pod":
-            self._objects[kind, name] = _stored(manifest, str(uuid.uuid4()))
+            self._objects[kind, name] = _with_uid(manifest, str(uuid.uuid4()))
             return
-        pod = await self._start(manifest)
+        pod = await self._start_pod(manifest)
         self._pods[name] = pod
-        self._start_task(pod, self._watch(pod))
-        self._start_task(pod, self._probe(pod))
+        self._start_task(pod, self._await_end(pod))
+        self._start_task(pod, self._probe_until_end(pod))
         self._on_change()
 
-    def _apply(self, manifest: Manifest) -> None:
+    def _apply_object(self, manifest: Manifest) -> None:
+        """Stores an object; an existing object keeps its uid."""
         key = manifest["kind"], manifest["metadata"]["name"]
         old = self._objects.get(key)
-        self._objects[key] = _stored(manifest, old["metadata"]["uid"] if old else str(uuid.uuid4()))
+        self._objects[key] = _with_uid(manifest, old["metadata"]["uid"] if old else str(uuid.uuid4()))
 
-    def _delete(self, action: DeleteObject) -> None:
+    def _delete_object(self, action: DeleteObject) -> None:
+        """Removes an object, or starts to stop a pod, if it has the uid of the action."""
         if action.kind != "Pod":
             stored = self._objects.get((action.kind, action.name))
             if stored is not None and stored["metadata"]["uid"] == action.uid:
@@ -267,12 +271,18 @@ class LocalCluster:
             return
         pod.deleting = True
         if pod.termination is not None:
-            self._remove(pod)
+            self._remove_pod(pod)
         else:
             grace_s = pod.running.pod.grace_s if action.grace_s is None else action.grace_s
-            self._start_task(pod, self._stop(pod, grace_s=grace_s))
+            self._start_task(pod, self._stop_pod(pod, grace_s=grace_s))
 
-    async def _start(self, manifest: Manifest) -> StoredPod:
+    async def _start_pod(self, manifest: Manifest) -> StoredPod:
+        """Starts the processes of a pod on free GPUs.
+
+        Raises:
+            LocalPodError: GPUs are missing, or the program cannot be started.
+            UnsupportedPodFieldError: a field needs something that this machine lacks.
+        """
         config_maps = {name: stored for (kind, name), stored in self._objects.items() if kind == "ConfigMap"}
         pod = share_cores(
             parse_pod(manifest, config_maps, self._secrets, self._options.node.labels),
@@ -286,9 +296,10 @@ class LocalCluster:
                 "fewer GPUs, or stop the programs that use them"
             )
         gpus, self._free_gpus = self._free_gpus[: pod.num_gpus], self._free_gpus[pod.num_gpus :]
-        self._pods_made += 1
+        self._num_pods_started += 1
         folder = PodFolder(
-            path=self._options.scratch / f"p{self._pods_made}", log=self._options.log_dir / f"{pod.name}.log"
+            path=self._options.scratch / f"p{self._num_pods_started}",
+            log=self._options.log_dir / f"{pod.name}.log",
         )
         try:
             running = await RunningPod.start(
@@ -300,32 +311,35 @@ class LocalCluster:
             raise LocalPodError(f"pod {pod.name}: cannot start it ({error})") from error
         return StoredPod(manifest=manifest, uid=str(uuid.uuid4()), running=running, gpus=tuple(gpus))
 
-    async def _watch(self, pod: StoredPod) -> None:
+    async def _await_end(self, pod: StoredPod) -> None:
+        """Waits until a pod has ended, and frees its GPUs."""
         try:
             pod.termination = await pod.running.wait()
         except HeteroInferError as error:
-            self._leftover = error
+            self._failure = error
         pod.ready = False
         pod.group_report = None
         pod.fetch = None
         self._free_gpus = sorted([*self._free_gpus, *pod.gpus])
         if pod.deleting:
-            self._remove(pod)
+            self._remove_pod(pod)
         self._on_change()
 
-    async def _stop(self, pod: StoredPod, *, grace_s: float) -> None:
+    async def _stop_pod(self, pod: StoredPod, *, grace_s: float) -> None:
+        """Ends a pod's processes; stores the error if some survive."""
         try:
             await pod.running.stop(grace_s)
         except HeteroInferError as error:
-            self._leftover = error
+            self._failure = error
             self._on_change()
 
-    def _remove(self, pod: StoredPod) -> None:
+    def _remove_pod(self, pod: StoredPod) -> None:
+        """Removes an ended pod and its folder."""
         pod.running.folder.remove()
         self._pods.pop(pod.name, None)
         self._on_change()
 
-    async def _probe(self, pod: StoredPod) -> None:
+    async def _probe_until_end(self, pod: StoredPod) -> None:
         """Probes a pod until it ends. A pod without a readiness probe is not probed."""
         port, path = pod.running.pod.health_port, pod.running.pod.readiness_path
         reader, limit_s = ReportReader(pod.key), PROBE_TIMEOUT_S
@@ -333,13 +347,15 @@ class LocalCluster:
             ready = await self._reports.is_ready(LOOPBACK, port, path, timeout_s=limit_s)
             group, fetch = None, None
             if pod.leads:
-                group = await _answer_or_none(
+                group = await _none_without_answer(
                     self._reports.read_group(LOOPBACK, port, reader, timeout_s=limit_s)
                 )
             if pod.fetches:
-                fetch = await _answer_or_none(self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s))
+                fetch = await _none_without_answer(
+                    self._reports.read_fetch(LOOPBACK, port, timeout_s=limit_s)
+                )
             if pod.termination is None:  # the pod may have ended during the probe
-                changed = (ready, _readiness(group)) != (pod.ready, _readiness(pod.group_report))
+                changed = (ready, _reports_ready(group)) != (pod.ready, _reports_ready(pod.group_report))
                 pod.ready, pod.group_report, pod.fetch = ready, group, fetch
                 if changed:
                     self._on_change()
@@ -348,19 +364,19 @@ class LocalCluster:
     def _start_task(self, pod: StoredPod, work: Coroutine[Any, Any, None]) -> None:
         """Starts a task of a pod. An exception ends this run, since no other task watches the pod."""
 
-        def failed(error: BaseException) -> None:
-            self._leftover = self._leftover or LocalClusterError(
+        def record_failure(error: BaseException) -> None:
+            self._failure = self._failure or LocalClusterError(
                 f"pod {pod.name}: `heteroinfer up` can no longer watch the pod ({error!r}). "
                 "Report this, with the log of the pod"
             )
             self._on_change()
 
-        task = start_task(work, name=f"pod {pod.name}", failed=failed)
+        task = start_task(work, name=f"pod {pod.name}", failed=record_failure)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-async def _answer_or_none(answer: Awaitable[T]) -> T | None:
+async def _none_without_answer(answer: Awaitable[T]) -> T | None:
     """Returns an answer, or None if the pod does not answer: it is starting, busy or ending."""
     try:
         return await answer
@@ -369,9 +385,11 @@ async def _answer_or_none(answer: Awaitable[T]) -> T | None:
         return None
 
 
-def _readiness(status: GroupReport | None) -> bool:
+def _reports_ready(status: GroupReport | None) -> bool:
+    """Reports whether a leader's report says that its group is ready."""
     return status is not None and status.ready
 
 
-def _stored(manifest: Manifest, uid: str) -> Manifest:
+def _with_uid(manifest: Manifest, uid: str) -> Manifest:
+    """Returns a manifest as the API server would store it: with a uid."""
     return {**manifest, "metadata": {**manifest["metadata"], "uid": uid}}

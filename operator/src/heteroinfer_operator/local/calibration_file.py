@@ -13,11 +13,11 @@ from heteroinfer_operator.local.process import WORKER_MODULE
 from heteroinfer_operator.nodes.calibrations import CalibrationError
 from heteroinfer_operator.version import own_version
 
-FILE: Final = "calibration.json"
+FILE_NAME: Final = "calibration.json"
 TIMEOUT_S: Final = 120.0
 """Twice the longest time of the worker's command, which ends by itself."""
 MEASURING: Final = "measuring this machine, which takes under a minute\n"
-HOW: Final = "Run `heteroinfer calibrate` (under a minute)"
+HOW_TO_MEASURE: Final = "Run `heteroinfer calibrate` (under a minute)"
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
 
@@ -37,37 +37,37 @@ def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     command = [str(python), "-m", WORKER_MODULE, "calibrate"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise CalibrationError(f"calibrate: not finished within {TIMEOUT_S:.0f} s. Try again") from error
-    if done.returncode != 0:
-        words = done.stderr.strip().rpartition("calibrate: ")[2][-500:]
-        raise CalibrationError(f"calibrate: {words or f'{python} ended with {done.returncode}'}")
+    if result.returncode != 0:
+        message = result.stderr.strip().rpartition("calibrate: ")[2][-500:]
+        raise CalibrationError(f"calibrate: {message or f'{python} ended with {result.returncode}'}")
     try:
-        return Calibration.from_json(done.stdout)
+        return Calibration.from_json(result.stdout)
     except ContractError as error:
         raise CalibrationError(f"calibrate: {python} did not print a calibration: {error}") from error
 
 
-def write(calibration: Calibration, file: Path) -> None:
-    """Writes a calibration. A reader at the same time gets the whole old or the whole new one.
+def write_calibration_file(calibration: Calibration, file: Path) -> None:
+    """Replaces a calibration file: another process reads the old or the new content, never a mixture.
 
     Raises:
         CalibrationError: the file cannot be written.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}.new")
-        new.write_text(calibration.to_json() + "\n")
-        new.replace(file)
+        temporary_file = file.with_suffix(f".{os.getpid()}.new")
+        temporary_file.write_text(calibration.to_json() + "\n")
+        temporary_file.replace(file)
     except OSError as error:
         raise CalibrationError(f"calibrate: {file}: {error.strerror}") from error
 
 
-def read(file: Path) -> Calibration:
-    """Reads the calibration in a file that the user names.
+def read_calibration_file(file: Path) -> Calibration:
+    """Returns the calibration in a file that the user names.
 
     Raises:
         CalibrationError: the file cannot be read, or does not contain a calibration.
@@ -89,23 +89,29 @@ def read(file: Path) -> Calibration:
         ) from error
 
 
-def read_own(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None, str]:
-    """Reads the stored calibration of this machine; None and the reason if there is none to use.
+def read_own_calibration(folder: Path, cpuinfo: Path = _CPUINFO) -> tuple[Calibration | None, str]:
+    """Returns the stored calibration of this machine, or None with the reason why none is used.
 
     A calibration of another machine (several machines can mount one home folder) or of another version is not
     used.
     """
-    file = folder / FILE
+    file = folder / FILE_NAME
     if not file.exists():
-        return None, f"this machine was not measured. {HOW}"
+        return None, f"this machine was not measured. {HOW_TO_MEASURE}"
     try:
         found = Calibration.from_json(file.read_text())
     except (OSError, UnicodeDecodeError, ContractError) as error:
-        return None, f"{file} cannot be used: {error}. {HOW}"
+        return None, f"{file} cannot be used: {error}. {HOW_TO_MEASURE}"
     version = own_version()
     if found.versions.heteroinfer != version:
         measured = found.versions.heteroinfer
-        return None, f"ignoring {file}: HeteroInfer {measured} measured it, this is {version}. {HOW}"
+        return (
+            None,
+            f"ignoring {file}: HeteroInfer {measured} measured it, this is {version}. {HOW_TO_MEASURE}",
+        )
     if found.hardware.cpu != cpu_name(cpu_fields(cpuinfo.read_text())):
-        return None, f"ignoring {file}: it was measured on another CPU ({found.hardware.cpu}). {HOW}"
+        return (
+            None,
+            f"ignoring {file}: it was measured on another CPU ({found.hardware.cpu}). {HOW_TO_MEASURE}",
+        )
     return found, ""

@@ -34,18 +34,18 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
     # The path of a termination message would be a pod's. The result is on standard output.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _error(model, f"the hub did not answer within {TIMEOUT_S:.0f} s. Try again") from error
-    if done.returncode != 0:
-        raise _error(model, done.stderr.strip().rpartition("inspect: ")[2][-500:])
+        raise _build_error(model, f"the hub did not answer within {TIMEOUT_S:.0f} s. Try again") from error
+    if result.returncode != 0:
+        raise _build_error(model, result.stderr.strip().rpartition("inspect: ")[2][-500:])
     try:
-        return ModelProfile.from_json(done.stdout)
+        return ModelProfile.from_json(result.stdout)
     except ContractError as error:
-        raise _error(model, f"{WORKER_MODULE} did not print a profile: {error}") from error
+        raise _build_error(model, f"{WORKER_MODULE} did not print a profile: {error}") from error
 
 
-def _error(model: ModelSpec, message: str) -> ModelError:
+def _build_error(model: ModelSpec, message: str) -> ModelError:
     return ModelError(f"model.uri: {model.uri}: {message}")

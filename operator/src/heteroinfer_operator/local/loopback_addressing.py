@@ -19,7 +19,7 @@ from heteroinfer_operator.manifests.addressing import (
 from heteroinfer_operator.manifests.identity import EpochRef, Owner
 
 LOOPBACK: Final = "127.0.0.1"
-_PORTS: Final = range(20000, 32000)
+_PORT_RANGE: Final = range(20000, 32000)
 """Below the ports that Linux gives to outgoing connections (32768 and up), so that a free port is still free
 a moment later, when the worker binds it."""
 _ATTEMPTS: Final = 1000
@@ -46,19 +46,21 @@ class LocalAddressing:
         self._model_cache = model_cache
         self._fetch_port: int | None = None
         self._rng = rng or random.Random()  # noqa: S311 - ports are public
-        self._given: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
-        self._taken = set(range(api_port, api_port + MAX_GROUPS))
+        self._addresses_by_epoch: dict[tuple[int, int, str], tuple[PodAddress, ...]] = {}
+        self._taken_ports = set(range(api_port, api_port + MAX_GROUPS))
 
     def pods(self, spec: HeteroInferenceSpec, group: EpochRef, plan: Plan) -> tuple[PodAddress, ...]:
-        """Chooses free ports on loopback for each pod of an epoch.
+        """Returns the addresses of an epoch's pods; chooses free ports the first time.
 
         Raises:
             PortsTakenError: no free ports are left.
         """
         key = (group.index, group.epoch, plan.hash)
-        if key not in self._given:
-            self._given[key] = tuple(self._address(group.index, len(pod.ranks)) for pod in plan.pods)
-        return self._given[key]
+        if key not in self._addresses_by_epoch:
+            self._addresses_by_epoch[key] = tuple(
+                self._build_address(group.index, len(pod.ranks)) for pod in plan.pods
+            )
+        return self._addresses_by_epoch[key]
 
     def model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
         """Returns the folder of the model on this machine, or how to fetch the model into its cache.
@@ -78,8 +80,9 @@ class LocalAddressing:
         return ModelSource(path=path, volume=None)
 
     def _hub_model(self, spec: HeteroInferenceSpec) -> ModelSource:
+        """Returns how to fetch a hub model into the cache of this machine."""
         if self._fetch_port is None:
-            self._fetch_port = self._reserve_ports(1)
+            self._fetch_port = self._take_ports(1)
         fetch = ModelFetch(
             repository=hub_repository(spec),
             revision=spec.model.revision or DEFAULT_REVISION,
@@ -98,13 +101,13 @@ class LocalAddressing:
         """Returns the base URL of a group's OpenAI API."""
         return f"http://{LOOPBACK}:{self._api_port + index}/v1"
 
-    def current(self) -> dict[int, tuple[PodAddress, ...]]:
+    def current_addresses(self) -> dict[int, tuple[PodAddress, ...]]:
         """Returns the addresses of the pods of each group's newest epoch, by group index."""
-        newest = sorted(self._given.items(), key=lambda item: item[0][:2])
+        newest = sorted(self._addresses_by_epoch.items(), key=lambda item: item[0][:2])
         return {index: addresses for (index, _, _), addresses in newest}
 
     def check_api_ports(self, groups: int) -> None:
-        """Checks that every group can serve.
+        """Raises an error unless every group can serve on its port.
 
         Raises:
             PortsTakenError: another program listens on one of the ports.
@@ -116,33 +119,34 @@ class LocalAddressing:
                     "that program, or choose another port with --port"
                 )
 
-    def _address(self, group: int, num_ranks: int) -> PodAddress:
+    def _build_address(self, group: int, num_ranks: int) -> PodAddress:
+        """Builds the address of a pod with free ports."""
         return PodAddress(
             host=LOOPBACK,
             api_port=self._api_port + group,
-            health_port=self._reserve_ports(1),
-            control_port=self._reserve_ports(1),
-            rendezvous_port=self._reserve_ports(1),
-            executor_port=self._reserve_ports(1),
-            metrics_port=self._reserve_ports(num_ranks),
+            health_port=self._take_ports(1),
+            control_port=self._take_ports(1),
+            rendezvous_port=self._take_ports(1),
+            executor_port=self._take_ports(1),
+            metrics_port=self._take_ports(num_ranks),
         )
 
-    def _reserve_ports(self, size: int) -> int:
-        """Takes `size` consecutive free ports, which no later call takes; returns the first."""
+    def _take_ports(self, size: int) -> int:
+        """Takes `size` consecutive free ports, which no later call takes. Returns the first."""
         for _ in range(_ATTEMPTS):
-            first = self._rng.choice(_PORTS)
+            first = self._rng.choice(_PORT_RANGE)
             block = set(range(first, first + size))
-            if not block & self._taken and all(is_free(port) for port in block):
-                self._taken |= block
+            if not block & self._taken_ports and all(is_free(port) for port in block):
+                self._taken_ports |= block
                 return first
         raise PortsTakenError(
-            f"{LOOPBACK}: found no {size} consecutive free ports in {_PORTS.start}-{_PORTS.stop - 1}. "
-            "Stop the programs that use them"
+            f"{LOOPBACK}: found no {size} consecutive free ports in "
+            f"{_PORT_RANGE.start}-{_PORT_RANGE.stop - 1}. Stop the programs that use them"
         )
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on this port of loopback now."""
+    """Reports whether a server could listen on this port of loopback now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # Servers set this too: connections of the last epoch in TIME_WAIT do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

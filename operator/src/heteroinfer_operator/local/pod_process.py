@@ -45,7 +45,7 @@ _CONTAINER_FIELDS: Final = frozenset(
     }
 )  # fmt: skip
 _SHARED_FOLDERS: Final = frozenset({"/tmp", "/dev/shm"})  # noqa: S108 - they replace the emptyDirs of workers
-_ENFORCED_BY_NOBODY: Final = frozenset({"cpu", "memory", "ephemeral-storage"})
+_NOT_ENFORCED: Final = frozenset({"cpu", "memory", "ephemeral-storage"})
 _NO_SECRETS: Final[Mapping[str, Manifest]] = MappingProxyType({})
 
 
@@ -101,10 +101,10 @@ def parse_pod(
         UnsupportedPodFieldError: the Pod has a field that a process cannot have.
     """
     pod = _FieldReader(manifest["metadata"]["name"], config_maps, secrets)
-    pod.only(manifest, _POD_FIELDS, "")
+    pod.refuse_other_fields(manifest, _POD_FIELDS, "")
     spec = manifest["spec"]
-    pod.only(
-        {key: value for key, value in spec.items() if not _holds_on_this_machine(key, value, node_labels)},
+    pod.refuse_other_fields(
+        {key: value for key, value in spec.items() if not _machine_satisfies(key, value, node_labels)},
         _SPEC_FIELDS,
         "spec",
     )
@@ -114,17 +114,17 @@ def parse_pod(
         pod.refuse("spec.containers", f"It must be one container: got {len(spec['containers'])}")
     pod.check_volumes(spec)
     container = spec["containers"][0]
-    pod.only(container, _CONTAINER_FIELDS, "spec.containers[0]")
+    pod.refuse_other_fields(container, _CONTAINER_FIELDS, "spec.containers[0]")
     if container.get("name") != names.CONTAINER_WORKER or len(container.get("command", ())) != 1:
         pod.refuse(
             "spec.containers[0].command", f"It must be the command of container {names.CONTAINER_WORKER}"
         )
-    port, path = pod.readiness(container)
+    port, path = pod.read_readiness_probe(container)
     return PodProcess(
         name=pod.name,
         arguments=tuple(container.get("args", ())),
-        env=pod.env(container.get("env", ())),
-        num_gpus=pod.num_gpus(container.get("resources", {})),
+        env=pod.read_env(container.get("env", ())),
+        num_gpus=pod.read_num_gpus(container.get("resources", {})),
         grace_s=spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S),
         health_port=port,
         readiness_path=path,
@@ -141,19 +141,22 @@ def share_cores(pod: PodProcess, *, cores: float, groups: int, env: Mapping[str,
     if names.ENV_PLAN not in pod.env or groups == 1:
         return pod
     plan = Plan.from_json(pod.env[names.ENV_PLAN])
-    added = {names.ENV_CPU_BINDING: CpuBinding.NEVER.value}
+    variables = {names.ENV_CPU_BINDING: CpuBinding.NEVER.value}
     if names.ENV_OMP_THREADS not in {**env, **pod.env}:
-        added[names.ENV_OMP_THREADS] = str(threads_per_rank(plan, cores=cores, groups=groups))
-    return replace(pod, env={**pod.env, **added})
+        variables[names.ENV_OMP_THREADS] = str(threads_per_rank(plan, cores=cores, groups=groups))
+    return replace(pod, env={**pod.env, **variables})
 
 
 def threads_per_rank(plan: Plan, *, cores: float, groups: int) -> int:
-    """Divides a group's cores, less those of the engine and GPU ranks, among its CPU ranks; at least 1."""
-    own = int(cores / groups)
+    """Returns the number of threads of each CPU rank of a group, at least 1.
+
+    The ranks share the group's cores, less the cores of the engine and of GPU ranks.
+    """
+    group_cpus = int(cores / groups)
     gpu_ranks = sum(rank.device is Device.GPU for rank in plan.ranks)
     cpu_ranks = plan.world_size - gpu_ranks
-    reserved = engine_cpus(own) + gpu_ranks
-    return max(1, (own - reserved) // max(1, cpu_ranks))
+    reserved = engine_cpus(group_cpus) + gpu_ranks
+    return max(1, (group_cpus - reserved) // max(1, cpu_ranks))
 
 
 def _volume_remedy(kind: str) -> str:
@@ -163,14 +166,17 @@ def _volume_remedy(kind: str) -> str:
     return "Remove model.caBundle, engine.files and the volumes of the role's template, or use a cluster"
 
 
-def _holds_on_this_machine(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
-    """Whether a field only excludes nodes that differ from this machine, whose GPUs are not shared."""
+def _machine_satisfies(field: str, value: Any, node_labels: Mapping[str, str]) -> bool:
+    """Reports whether this machine satisfies a field that only excludes nodes.
+
+    The GPUs of this machine are not shared, so it satisfies a term that excludes shared GPUs.
+    """
     if field == "nodeSelector":
         return bool(value.items() <= node_labels.items())
     if field != "affinity":
         return False
     others = {kind: terms for kind, terms in value.items() if kind != "podAffinity"}
-    return _is_near_itself(value) and (
+    return _is_near_own_group_only(value) and (
         not others
         or any(
             others == require_label({}, unshared(term["key"].removesuffix(".sharing-strategy")))
@@ -179,8 +185,11 @@ def _holds_on_this_machine(field: str, value: Any, node_labels: Mapping[str, str
     )
 
 
-def _is_near_itself(affinity: Manifest) -> bool:
-    """Whether all pods that this pod must be near to are of its own group, and so on this machine."""
+def _is_near_own_group_only(affinity: Manifest) -> bool:
+    """Reports whether all pods that this pod must be near to are of its own group.
+
+    Those run on this machine.
+    """
     near = affinity.get("podAffinity", {})
     return not near.keys() - {REQUIRED} and all(
         names.LABEL_RESOURCE in term.get("labelSelector", {}).get("matchLabels", {})
@@ -189,6 +198,7 @@ def _is_near_itself(affinity: Manifest) -> bool:
 
 
 def _first_expressions(affinity: Manifest) -> list[Manifest]:
+    """Returns the first expression of each required node affinity term."""
     terms = affinity.get("nodeAffinity", {}).get(REQUIRED, {}).get("nodeSelectorTerms", ())
     return [term["matchExpressions"][0] for term in terms if term.get("matchExpressions")]
 
@@ -204,9 +214,15 @@ class _FieldReader:
         self._config_maps = config_maps
 
     def refuse(self, field: str, remedy: str) -> None:
+        """Raises UnsupportedPodFieldError for a field of this pod."""
         raise UnsupportedPodFieldError(self.name, field, remedy)
 
-    def only(self, mapping: Manifest, known: frozenset[str], where: str) -> None:
+    def refuse_other_fields(self, mapping: Manifest, known: frozenset[str], where: str) -> None:
+        """Refuses the first field that is not known.
+
+        Args:
+            where: path of the mapping in the manifest, for the error.
+        """
         for field in sorted(set(mapping) - known):
             self.refuse(
                 f"{where}.{field}".lstrip("."),
@@ -214,6 +230,7 @@ class _FieldReader:
             )
 
     def check_volumes(self, spec: Manifest) -> None:
+        """Refuses volumes and mounts that a process cannot have."""
         host_paths = {}
         for index, volume in enumerate(spec.get("volumes", ())):
             if "hostPath" in volume:
@@ -236,12 +253,13 @@ class _FieldReader:
                     "no mounts. Use the path itself, or a cluster",
                 )
 
-    def env(self, variables: Sequence[Manifest]) -> dict[str, str]:
+    def read_env(self, variables: Sequence[Manifest]) -> dict[str, str]:
+        """Returns the environment variables of the container, with the values of references."""
         env = {}
         for index, variable in enumerate(variables):
             where = f"spec.containers[0].env[{index}]"
             if "valueFrom" in variable:
-                env[variable["name"]] = self._referred(variable["valueFrom"], f"{where}.valueFrom")
+                env[variable["name"]] = self._read_reference(variable["valueFrom"], f"{where}.valueFrom")
                 continue
             value = variable.get("value", "")
             if "$(" in value:
@@ -249,7 +267,8 @@ class _FieldReader:
             env[variable["name"]] = value
         return env
 
-    def _referred(self, source: Manifest, where: str) -> str:
+    def _read_reference(self, source: Manifest, where: str) -> str:
+        """Returns the value that a variable takes from an operator's Secret or a ConfigMap."""
         secret = self._secrets.get(source.get("secretKeyRef", {}).get("name", ""))
         if secret is not None:
             encoded: str = secret["data"][source["secretKeyRef"]["key"]]
@@ -265,9 +284,10 @@ class _FieldReader:
             )
         return str(value)
 
-    def num_gpus(self, resources: Manifest) -> int:
+    def read_num_gpus(self, resources: Manifest) -> int:
+        """Returns the number of GPUs that the container requests; refuses other devices."""
         limits: Mapping[str, Any] = resources.get("limits", {})
-        for name in sorted({*limits, *resources.get("requests", {})} - _ENFORCED_BY_NOBODY):
+        for name in sorted({*limits, *resources.get("requests", {})} - _NOT_ENFORCED):
             if name != DEFAULT_GPU_RESOURCE:
                 self.refuse(
                     f"spec.containers[0].resources.limits[{name}]",
@@ -276,12 +296,13 @@ class _FieldReader:
                 )
         return int(parse_quantity(limits.get(DEFAULT_GPU_RESOURCE, 0)))
 
-    def readiness(self, container: Manifest) -> tuple[int | None, str]:
+    def read_readiness_probe(self, container: Manifest) -> tuple[int | None, str]:
+        """Returns port and path of the readiness probe; None and "" without a probe."""
         probe = container.get("readinessProbe")
         if probe is None:
             return None, ""
         if "httpGet" not in probe:
             self.refuse("spec.containers[0].readinessProbe", "It must be httpGet")
-        asked = probe["httpGet"]["port"]
+        port = probe["httpGet"]["port"]
         ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
-        return int(ports.get(asked, asked)), str(probe["httpGet"]["path"])
+        return int(ports.get(port, port)), str(probe["httpGet"]["path"])

@@ -115,11 +115,11 @@ class RunningPod:
             LeftoverProcessError: a process survived SIGKILL.
         """
         code = await self._process.wait()
-        await self._kill_rest()
+        await self._kill_remaining()
         return ContainerTermination(
             exit_code=code if code >= 0 else exit_code_of(-code),
             reason="Completed" if code == 0 else "Error",
-            message=self._termination_message(),
+            message=self._read_termination_message(),
         )
 
     async def stop(self, grace_s: float) -> None:
@@ -136,9 +136,10 @@ class RunningPod:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-            await self._kill_rest()
+            await self._kill_remaining()
 
-    def _termination_message(self) -> str:
+    def _read_termination_message(self) -> str:
+        """Returns the supervisor's termination message, or "" without one."""
         try:
             text = self.folder.termination_message.read_bytes()
         except FileNotFoundError:
@@ -147,23 +148,28 @@ class RunningPod:
             return f"the termination message cannot be read ({error.strerror})"
         return text[:MAX_TERMINATION_MESSAGE_BYTES].decode(errors="replace")
 
-    async def _kill_rest(self) -> None:
+    async def _kill_remaining(self) -> None:
+        """Kills all processes of the pod; raises LeftoverProcessError if some survive."""
         deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
-        while left := sorted(self._living()):
-            for pid in left:
+        while remaining := sorted(self._find_processes()):
+            for pid in remaining:
                 # A process of another user cannot be killed: the deadline below reports it.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if asyncio.get_running_loop().time() > deadline:
                 raise LeftoverProcessError(
-                    f"pod {self.pod.name}: processes {', '.join(map(str, left))} still run "
+                    f"pod {self.pod.name}: processes {', '.join(map(str, remaining))} still run "
                     f"{KILL_TIMEOUT_S:g} s after SIGKILL. /proc/PID/stack shows where they wait"
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _living(self) -> Iterator[int]:
-        """Yields the pod's processes. A process can change its session, folder or environment."""
-        mark = f"{names.ENV_TERMINATION_MESSAGE_PATH}={self.folder.termination_message}".encode()
+    def _find_processes(self) -> Iterator[int]:
+        """Yields the ids of the pod's living processes.
+
+        A process belongs to the pod by its session, its working directory or its environment, because it can
+        change one of these.
+        """
+        variable = f"{names.ENV_TERMINATION_MESSAGE_PATH}={self.folder.termination_message}".encode()
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -172,7 +178,7 @@ class RunningPod:
                 belongs = (
                     session == self._process.pid
                     or (entry / "cwd").readlink() == self.folder.path
-                    or mark in (entry / "environ").read_bytes().split(b"\0")
+                    or variable in (entry / "environ").read_bytes().split(b"\0")
                 )
             except (OSError, ValueError):
                 continue  # the process has just ended, or belongs to another user
@@ -181,6 +187,7 @@ class RunningPod:
 
 
 def _state_and_session(entry: Path) -> tuple[str, int]:
+    """Reads state and session of a process from its folder in /proc."""
     # proc_pid_stat(5): the name in parentheses may contain any text; state and session follow it.
     fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[3])

@@ -47,13 +47,13 @@ class StoredPod:
 
     @property
     def group_index(self) -> int | None:
-        """Index of its group; None for a pod that reads or fetches the model."""
+        """Index of the pod's group; None for a pod that reads or fetches the model."""
         index = self.labels.get(names.LABEL_GROUP)
         return None if index is None else int(index)
 
     @property
     def key(self) -> EpochKey | None:
-        """Key of its epoch, or None."""
+        """Key of the pod's epoch, or None."""
         key, epoch = GroupKey.from_env(self.running.pod.env), self.running.pod.env.get(names.ENV_EPOCH)
         return None if key is None or epoch is None else key.of_epoch(int(epoch))
 
@@ -63,11 +63,11 @@ class StoredPod:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the pod of rank 0."""
+        """Whether the pod runs rank 0 of its group."""
         return self.labels.get(names.LABEL_LEADER) == "true"
 
     def view(self, node: str) -> PodView:
-        """Returns the fields of the pod that decisions use."""
+        """Returns the fields of the pod that the reconcile decisions read."""
         phase = "Running"
         if self.termination is not None:
             phase = "Succeeded" if self.termination.exit_code == 0 else "Failed"

@@ -13,7 +13,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.nodes.node_platform import (
     ARCH_LABEL,
     OS_LABEL,
-    other_platform,
+    describe_other_platform,
     platform_selector,
 )
 from heteroinfer_operator.nodes.node_view import NodeView
@@ -25,7 +25,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def observe_node(proc: Path = _PROC, cgroup: Path = _CGROUP, env: Mapping[str, str] = os.environ) -> NodeView:
-    """Measures the free cores, bytes of memory and GPUs of this machine.
+    """Returns this machine as a node with its free cores, bytes of memory and GPUs.
 
     Cores: those that this process may use, at most its CPU quota. Memory: the kernel's MemAvailable, at most
     the rest of its cgroup's limit. Without mounted cgroups, v1 or v2, there is no limit.
@@ -55,7 +55,7 @@ def _platform_labels() -> dict[str, str]:
 
 
 def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
-    """Checks that this machine has the platform that the pods of each role need.
+    """Raises an error unless this machine has the platform that the pods of each role need.
 
     Other platforms are untested, so the user must select them explicitly, as in a cluster.
 
@@ -64,12 +64,13 @@ def check_platform(spec: HeteroInferenceSpec, node: NodeView) -> None:
     """
     for role in spec.roles:
         selected = role.template.node_selector if role.template else None
-        other = other_platform({**platform_selector(role.template), **(selected or {})}, node.labels)
+        other = describe_other_platform({**platform_selector(role.template), **(selected or {})}, node.labels)
         if other:
-            own = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
+            selector = f"{ARCH_LABEL}: {node.labels[ARCH_LABEL]}"
             raise HeteroInferError(
                 f"role {role.name}: this machine is {other}. Use an x86-64 machine, or, if the worker's "
-                f"Python has a vLLM that was built for this one, roles[].template.nodeSelector: {{{own}}}",
+                "Python has a vLLM that was built for this one, roles[].template.nodeSelector: "
+                f"{{{selector}}}",
                 reason="OtherPlatform",
             )
 

@@ -24,7 +24,7 @@ class WorkerPythonError(HeteroInferError):
 
 
 def find_worker_python(option: Path | None, env: Mapping[str, str] = os.environ) -> Path:
-    """Finds the Python that runs workers.
+    """Returns the path of the Python that runs workers.
 
     Searches in this order: the option `--worker-python`, HETEROINFER_WORKER_PYTHON, .venv-worker beside the
     environment of this command or in the working directory, and this Python itself if it has vLLM.
@@ -32,23 +32,24 @@ def find_worker_python(option: Path | None, env: Mapping[str, str] = os.environ)
     Raises:
         WorkerPythonError: no Python was found, or the named file is not a program.
     """
-    for source, named in (("--worker-python", option), (ENV_WORKER_PYTHON, env.get(ENV_WORKER_PYTHON))):
-        if named:
-            return _python_of(source, Path(named))
-    looked_at = list(_pythons_beside())
-    for path in looked_at:
+    for source, named_path in (("--worker-python", option), (ENV_WORKER_PYTHON, env.get(ENV_WORKER_PYTHON))):
+        if named_path:
+            return _check_named_python(source, Path(named_path))
+    paths = list(_default_paths())
+    for path in paths:
         if os.access(path, os.X_OK):
             return path
     if importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
-    searched = " nor ".join(str(path) for path in looked_at)
+    searched = " nor ".join(str(path) for path in paths)
     raise WorkerPythonError(
         f"found no Python with vLLM: neither {searched} exists, and {sys.executable} has no vLLM. Run "
         "`make setup`, or name a Python with --worker-python"
     )
 
 
-def _python_of(source: str, path: Path) -> Path:
+def _check_named_python(source: str, path: Path) -> Path:
+    """Returns the absolute path of the Python that the user named; raises if it is no program."""
     path = path.absolute()  # not resolved: the python of an environment is a link to a file elsewhere
     if not os.access(path, os.X_OK) or path.is_dir():
         raise WorkerPythonError(
@@ -58,6 +59,7 @@ def _python_of(source: str, path: Path) -> Path:
     return path
 
 
-def _pythons_beside() -> Iterator[Path]:
+def _default_paths() -> Iterator[Path]:
+    """Yields the paths at which `make setup` creates the worker's Python."""
     parents = (Path(sys.prefix).parent, Path.cwd())
     return (parent / WORKER_ENVIRONMENT / "bin" / "python" for parent in dict.fromkeys(parents))

@@ -13,7 +13,7 @@ from heteroinfer_operator.errors import HeteroInferError
 
 SUFFIX: Final = ".json"
 """Suffix of an entry's key in the ConfigMap, after the name of the kind of nodes."""
-_KIND: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_KIND_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _MAX_KINDS: Final = 64
 _GPU_PRODUCT: Final = "nvidia.com/gpu.product"
 """Label of GPU feature discovery: the GPU's name, with SHARED if several pods may share a GPU."""
@@ -39,12 +39,18 @@ class MeasuredKind:
     selector: Mapping[str, str]
     calibration: Calibration
 
-    def has(self, labels: Mapping[str, str]) -> bool:
-        """Returns whether a node with these labels belongs to this kind. A node with another GPU does not."""
+    def includes_node(self, labels: Mapping[str, str]) -> bool:
+        """Reports whether a node with these labels belongs to this kind.
+
+        A node with another GPU than the measured one does not belong to it.
+        """
         if not all(labels.get(name) == value for name, value in self.selector.items()):
             return False
-        measured, own = _words(self.calibration.hardware.gpu), _words(labels.get(_GPU_PRODUCT, ""))
-        return not measured or not own or measured == own
+        measured_gpu, labelled_gpu = (
+            _words_of_gpu(self.calibration.hardware.gpu),
+            _words_of_gpu(labels.get(_GPU_PRODUCT, "")),
+        )
+        return not measured_gpu or not labelled_gpu or measured_gpu == labelled_gpu
 
     def to_entry(self) -> dict[str, str]:
         """Builds the entry of the ConfigMap."""
@@ -75,8 +81,8 @@ class MeasuredKind:
 
 
 def check_kind(name: str) -> str:
-    """Validates the name of a kind of nodes; raises CalibrationError."""
-    if not _KIND.fullmatch(name):
+    """Returns the name of a kind of nodes if it is valid; otherwise raises CalibrationError."""
+    if not _KIND_NAME.fullmatch(name):
         raise CalibrationError(
             f"kind of node must have 1 to 40 characters of a-z, 0-9 and -, such as m7i-16xlarge; got {name!r}"
         )
@@ -84,7 +90,7 @@ def check_kind(name: str) -> str:
 
 
 def check_selector(value: Any) -> dict[str, str]:
-    """Validates node labels; raises CalibrationError."""
+    """Returns node labels if they are valid; otherwise raises CalibrationError."""
     if not isinstance(value, dict) or not value or not all(isinstance(each, str) for each in value.values()):
         raise CalibrationError(
             'nodeSelector must be labels of the nodes, such as {"node.kubernetes.io/instance-type": '
@@ -113,13 +119,13 @@ class Calibrations:
         """
         if self.this_machine is not None:
             return (self.this_machine,)
-        found: dict[str, Calibration] = {}
+        by_kind: dict[str, Calibration] = {}
         for each in labels:
-            of_node = {kind.name: kind.calibration for kind in self.kinds if kind.has(each)}
+            of_node = {kind.name: kind.calibration for kind in self.kinds if kind.includes_node(each)}
             if not of_node:
                 return ()
-            found |= of_node
-        return tuple(found.values())
+            by_kind |= of_node
+        return tuple(by_kind.values())
 
 
 def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration | None:
@@ -141,8 +147,8 @@ def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration
     return min(calibrations, key=rate, default=None)
 
 
-def read_kept(data: Mapping[str, str], version: str) -> tuple[Calibrations, tuple[str, ...]]:
-    """Reads the calibrations in the ConfigMap; returns them and a message for each ignored entry.
+def read_stored_calibrations(data: Mapping[str, str], version: str) -> tuple[Calibrations, tuple[str, ...]]:
+    """Returns the calibrations in the ConfigMap, and a message for each ignored entry.
 
     Args:
         version: version of HeteroInfer. Calibrations of other versions measured other kernels.
@@ -150,7 +156,7 @@ def read_kept(data: Mapping[str, str], version: str) -> tuple[Calibrations, tupl
     kinds: list[MeasuredKind] = []
     problems: list[str] = []
     for key, text in sorted(data.items()):
-        measured = _version_of(text)
+        measured = _read_version(text)
         if measured not in ("", version):
             problems.append(
                 f"{key}: ignored, because HeteroInfer {measured} measured it and this is {version}. "
@@ -172,7 +178,7 @@ def read_kept(data: Mapping[str, str], version: str) -> tuple[Calibrations, tupl
     return Calibrations(kinds=tuple(kinds)), tuple(problems)
 
 
-def _version_of(text: str) -> str:
+def _read_version(text: str) -> str:
     """Returns the version of HeteroInfer in an entry of any format; "" if it cannot be read."""
     try:
         measured = json.loads(text)["calibration"]["versions"]["heteroinfer"]
@@ -181,12 +187,12 @@ def _version_of(text: str) -> str:
     return measured[:MAX_TEXT] if isinstance(measured, str) else ""
 
 
-def _words(name: str) -> list[str]:
-    """Splits a GPU's name into words, so that names of labels and of the driver compare equal."""
+def _words_of_gpu(name: str) -> list[str]:
+    """Returns the words of a GPU's name, so that names of labels and of the driver compare equal."""
     return [word for word in re.findall(r"[a-z0-9.]+", name.lower()) if word != "shared"]
 
 
-def describe(calibration: Calibration) -> str:
+def describe_calibration(calibration: Calibration) -> str:
     """Describes a calibration for logs and messages."""
     hardware, versions = calibration.hardware, calibration.versions
     day = datetime.fromtimestamp(calibration.time, UTC)

@@ -44,7 +44,7 @@ class Taint:
 
     @property
     def keeps_away(self) -> bool:
-        """Whether only pods that tolerate the taint are placed."""
+        """Whether the node accepts only pods that tolerate the taint."""
         return self.effect in _HARD
 
 
@@ -81,9 +81,9 @@ class PodDemand:
 def pod_demand(
     name: str, labels: Mapping[str, str], spec: Manifest, requests: Mapping[str, float] | None = None
 ) -> PodDemand:
-    """Reads a pod's demand.
+    """Returns the demand of a pod.
 
-    Reads the preferred node (`preferred_node`) too, so that a pod that is not placed yet keeps its
+    The preferred node (`preferred_node`) is included, so that a pod that is not placed yet keeps its
     reservation on that node.
 
     Args:
@@ -101,16 +101,17 @@ def pod_demand(
         requests={**(effective_requests(spec) if requests is None else requests), PODS: 1.0},
         labels=labels,
         node_selector=as_text_map(spec.get("nodeSelector"), "nodeSelector"),
-        node_terms=tuple(_node_terms(required)),
-        tolerations=tuple(_tolerations(spec)),
-        near=_terms(affinity, "podAffinity"),
-        away=_terms(affinity, "podAntiAffinity"),
-        node=_hint(as_objects(nodes.get(_PREFERRED), _PREFERRED)),
+        node_terms=tuple(_read_node_terms(required)),
+        tolerations=tuple(_read_tolerations(spec)),
+        near=_read_affinity_terms(affinity, "podAffinity"),
+        away=_read_affinity_terms(affinity, "podAntiAffinity"),
+        node=_read_preferred_node(as_objects(nodes.get(_PREFERRED), _PREFERRED)),
         priority=as_integer(spec["priority"], "priority") if "priority" in spec else None,
     )
 
 
-def _node_terms(required: Manifest) -> Iterable[Manifest]:
+def _read_node_terms(required: Manifest) -> Iterable[Manifest]:
+    """Yields the terms of a required node affinity, after a check of their types."""
     for term in as_objects(required.get("nodeSelectorTerms"), "nodeSelectorTerms"):
         _check_requirements(term, "matchExpressions")
         _check_requirements(term, "matchFields")
@@ -118,13 +119,15 @@ def _node_terms(required: Manifest) -> Iterable[Manifest]:
 
 
 def _check_requirements(holder: Manifest, field: str) -> None:
+    """Raises UnreadableError if a requirement of a selector has a field of the wrong type."""
     for requirement in as_objects(holder.get(field), field):
         as_name(requirement.get("key"), f"{field}.key")
         as_name(requirement.get("operator"), f"{field}.operator")
         as_texts(requirement.get("values"), f"{field}.values")
 
 
-def _tolerations(spec: Manifest) -> Iterable[Manifest]:
+def _read_tolerations(spec: Manifest) -> Iterable[Manifest]:
+    """Yields a pod's tolerations, after a check of their types."""
     for toleration in as_objects(spec.get("tolerations"), "tolerations"):
         for part in ("key", "operator", "value", "effect"):
             as_text(toleration.get(part), f"tolerations.{part}")
@@ -145,7 +148,8 @@ def require_label(affinity: Manifest, expression: Manifest) -> dict[str, Any]:
     return {**affinity, "nodeAffinity": {**nodes, REQUIRED: {"nodeSelectorTerms": added}}}
 
 
-def _hint(preferred: Iterable[Manifest]) -> str:
+def _read_preferred_node(preferred: Iterable[Manifest]) -> str:
+    """Returns the node that `preferred_node` named in a pod's affinity, or ""."""
     for term in preferred:
         preference = as_object(term.get("preference"), "preference")
         for wanted in as_objects(preference.get("matchFields"), "matchFields"):
@@ -155,7 +159,8 @@ def _hint(preferred: Iterable[Manifest]) -> str:
     return ""
 
 
-def _terms(affinity: Manifest, kind: str) -> tuple[Manifest, ...]:
+def _read_affinity_terms(affinity: Manifest, kind: str) -> tuple[Manifest, ...]:
+    """Returns the required terms of a pod affinity or anti-affinity, after a check of their types."""
     terms = as_objects(as_object(affinity.get(kind), kind).get(REQUIRED), kind)
     for term in terms:
         as_name(term.get("topologyKey"), f"{kind}.topologyKey")
@@ -168,11 +173,12 @@ def _terms(affinity: Manifest, kind: str) -> tuple[Manifest, ...]:
 
 
 def tolerates(tolerations: Iterable[Manifest], taint: Taint) -> bool:
-    """Returns whether a toleration matches the taint."""
+    """Reports whether a toleration matches the taint."""
     return any(_matches_taint(toleration, taint) for toleration in tolerations)
 
 
 def _matches_taint(toleration: Manifest, taint: Taint) -> bool:
+    """Reports whether this toleration matches the taint."""
     if (toleration.get("effect") or taint.effect) != taint.effect:
         return False
     key, operator = toleration.get("key") or "", toleration.get("operator") or "Equal"
@@ -182,32 +188,34 @@ def _matches_taint(toleration: Manifest, taint: Taint) -> bool:
 
 
 def selects_node(demand: PodDemand, name: str, labels: Mapping[str, str]) -> bool:
-    """Returns whether a pod's node selector and required node affinity match a node."""
+    """Reports whether a pod's node selector and required node affinity match a node."""
     if any(labels.get(key) != value for key, value in demand.node_selector.items()):
         return False
     return not demand.node_terms or any(_term_matches(term, name, labels) for term in demand.node_terms)
 
 
 def _term_matches(term: Manifest, name: str, labels: Mapping[str, str]) -> bool:
+    """Reports whether a node satisfies all requirements of a node affinity term."""
     expressions, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
     if not expressions and not fields:
         return False  # an empty term selects nothing (k8s.io/component-helpers/.../nodeaffinity.go)
-    return all(_requirement_holds(item, labels) for item in expressions) and all(
-        _requirement_holds(item, {"metadata.name": name}) for item in fields
+    return all(_is_requirement_met(item, labels) for item in expressions) and all(
+        _is_requirement_met(item, {"metadata.name": name}) for item in fields
     )
 
 
 def selects_pod(selector: Manifest | None, labels: Mapping[str, str]) -> bool:
-    """Returns whether a label selector matches a pod's labels. A missing selector matches no pod."""
+    """Reports whether a label selector matches a pod's labels. A missing selector matches no pod."""
     if selector is None:
         return False
     exact = selector.get("matchLabels") or {}
     return all(labels.get(key) == value for key, value in exact.items()) and all(
-        _requirement_holds(item, labels) for item in selector.get("matchExpressions") or ()
+        _is_requirement_met(item, labels) for item in selector.get("matchExpressions") or ()
     )
 
 
-def _requirement_holds(requirement: Manifest, labels: Mapping[str, str]) -> bool:
+def _is_requirement_met(requirement: Manifest, labels: Mapping[str, str]) -> bool:
+    """Reports whether labels satisfy one requirement of a selector."""
     value = labels.get(requirement["key"])
     values = requirement.get("values") or ()
     match requirement["operator"]:
@@ -220,11 +228,12 @@ def _requirement_holds(requirement: Manifest, labels: Mapping[str, str]) -> bool
         case "DoesNotExist":
             return value is None
         case "Gt" | "Lt" as operator:
-            return _compares(operator, value, values)
+            return _compare_numbers(operator, value, values)
     return False
 
 
-def _compares(operator: str, value: str | None, values: Iterable[str]) -> bool:
+def _compare_numbers(operator: str, value: str | None, values: Iterable[str]) -> bool:
+    """Reports whether a label's number is greater (Gt) or less (Lt) than the wanted number."""
     try:
         have, want = int(value or ""), int(next(iter(values), ""))
     except ValueError:
@@ -246,20 +255,21 @@ def effective_requests(spec: Manifest) -> dict[str, float]:
     running: dict[str, float] = {}
     largest_init: dict[str, float] = {}
     for container in as_objects(spec.get("initContainers"), "initContainers"):
-        asked = _requests(container)
+        amounts = _requests_of_holder(container)
         if container.get("restartPolicy") == "Always":
-            running = total((running, asked))
-            asked = running
+            running = total((running, amounts))
+            amounts = running
         else:
-            asked = total((running, asked))
-        largest_init = _maximum(largest_init, asked)
+            amounts = total((running, amounts))
+        largest_init = _larger_amounts(largest_init, amounts)
     for container in as_objects(spec.get("containers"), "containers"):
-        running = total((running, _requests(container)))
-    of_pod = {**_maximum(running, largest_init), **_requests(spec)}
+        running = total((running, _requests_of_holder(container)))
+    of_pod = {**_larger_amounts(running, largest_init), **_requests_of_holder(spec)}
     return total((of_pod, as_amounts(spec.get("overhead"), "overhead")))
 
 
-def _requests(holder: Manifest) -> dict[str, float]:
+def _requests_of_holder(holder: Manifest) -> dict[str, float]:
+    """Returns the requests of a container, or of a whole pod."""
     return requests_of(as_object(holder.get("resources"), "resources"))
 
 
@@ -271,12 +281,13 @@ def requests_of(resources: Manifest) -> dict[str, float]:
     }
 
 
-def _maximum(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+def _larger_amounts(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
+    """Returns the larger of two amounts for each resource."""
     return {name: max(left.get(name, 0.0), right.get(name, 0.0)) for name in {**left, **right}}
 
 
 def total(requests: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Adds up requests by resource name."""
+    """Returns the sum of requests for each resource."""
     added: dict[str, float] = {}
     for asked in requests:
         for name, amount in asked.items():

@@ -27,7 +27,7 @@ def assign_nodes(
     topology_key: str = "",
     others: OtherGroups | None = None,
 ) -> Placement | None:
-    """Finds nodes on which all pods fit together, or returns None. Does not reserve capacity.
+    """Returns nodes on which all pods fit together, or None. Does not reserve capacity.
 
     Args:
         topology_key: node label that must have one value on all nodes; "" for any nodes.
@@ -44,7 +44,7 @@ def assign_nodes(
     if nodes is None:
         return None
     if others is not None:
-        nodes = _in_one_zone(demands, free_nodes, others, nodes)
+        nodes = _prefer_one_zone(demands, free_nodes, others, nodes)
     return Placement(nodes=nodes)
 
 
@@ -53,7 +53,7 @@ def _count_shared_nodes(inside: Sequence[FreeNode], others: OtherGroups | None) 
     return sum(others.nearness(each.node) > 1 for each in inside) if others is not None else 0
 
 
-def _in_one_zone(
+def _prefer_one_zone(
     demands: Sequence[PodDemand],
     free_nodes: Sequence[FreeNode],
     others: OtherGroups,
@@ -61,18 +61,19 @@ def _in_one_zone(
 ) -> tuple[str, ...]:
     """Returns nodes of one zone if they are as good as `anywhere` and not nearer to other groups.
 
-    If a group spans several zones, the failure of any zone ends it, and no zone is left for the next
-    group.
+    If a group spans several zones, the failure of any zone ends it, and no zone is left for the next group.
     """
     zones = domains_of(free_nodes, ZONE)
     if len(zones) < 2:
         return anywhere
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
 
-    def rank(nodes: tuple[str, ...]) -> tuple[tuple[float, ...], int]:
+    def cost(nodes: tuple[str, ...]) -> tuple[tuple[float, ...], int]:
         chosen = [by_name[name] for name in nodes]
         kinds = (preference(demand, each)[0] for demand, each in zip(demands, chosen, strict=True))
         return tuple(kinds), sum(others.nearness(each.node) for each in chosen)
 
-    inside = [found for zone in zones.values() if (found := search_nodes(demands, zone, others)) is not None]
-    return min([*inside, anywhere], key=rank)
+    zone_placements = [
+        found for zone in zones.values() if (found := search_nodes(demands, zone, others)) is not None
+    ]
+    return min([*zone_placements, anywhere], key=cost)

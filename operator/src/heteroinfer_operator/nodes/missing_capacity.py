@@ -6,13 +6,13 @@ from typing import Final
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.placement import (
-    AlikePods,
+    EqualPods,
     FreeNode,
     Obstacle,
-    alike_pods,
     domains_of,
-    obstacle,
-    places_of,
+    find_obstacle,
+    find_topology_values,
+    group_equal_pods,
 )
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms
 
@@ -20,76 +20,88 @@ _MAX_NODES: Final = 3
 _MAX_REASONS: Final = 5
 
 
-def explain(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = "") -> str:
+def describe_missing_capacity(
+    demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], topology_key: str = ""
+) -> str:
     """Describes the missing capacity if `assign_nodes` found no nodes for the pods."""
     if not topology_key:
-        return _missing(demands, free_nodes)
+        return _describe_missing(demands, free_nodes)
     domains = domains_of(free_nodes, topology_key)
     if not domains:
         return f"no node has the label {topology_key} that scheduling.topologyKey names"
-    return _no_single_value(topology_key, demands, domains)
+    return _describe_domains(topology_key, demands, domains)
 
 
-def _no_single_value(
+def _describe_domains(
     keys: str, demands: Sequence[PodDemand], domains: Mapping[str, Sequence[FreeNode]]
 ) -> str:
-    reported = [f"{value}: {_missing(demands, inside)}" for value, inside in domains.items()]
+    """Describes, for each value of a topology key, the capacity that its nodes lack."""
+    reported = [f"{value}: {_describe_missing(demands, inside)}" for value, inside in domains.items()]
     more = f"; and {len(reported) - _MAX_NODES} more values" if len(reported) > _MAX_NODES else ""
-    words = "; ".join(reported[:_MAX_NODES])
-    return f"no single value of {keys} has enough free capacity: {words}{more}"
+    listed = "; ".join(reported[:_MAX_NODES])
+    return f"no single value of {keys} has enough free capacity: {listed}{more}"
 
 
-def _missing_together(
-    demands: Sequence[PodDemand], kinds: Sequence[AlikePods], free_nodes: Sequence[FreeNode]
+def _describe_affinity_conflict(
+    demands: Sequence[PodDemand], kinds: Sequence[EqualPods], free_nodes: Sequence[FreeNode]
 ) -> str:
     """Describes why pods that podAffinity requires together do not fit together; "" if they do."""
     for kind in kinds:
-        kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
+        kind.free_nodes = [
+            free_node for free_node in free_nodes if not find_obstacle(kind.demand, free_node.node)
+        ]
     for series in GroupTerms(kinds=[kind.demand for kind in kinds]).series:
-        if places_of(series, kinds):
+        if find_topology_values(series, kinds):
             continue
         members = [demands[pod] for index in sorted(series.kinds) for pod in kinds[index].pods]
         domains: dict[str, list[FreeNode]] = {}
         for free_node in free_nodes:
             if (values := series.values(free_node.node.labels)) is not None:
                 domains.setdefault(", ".join(values), []).append(free_node)
-        words = _no_single_value(", ".join(series.keys), members, dict(sorted(domains.items())))
+        words = _describe_domains(", ".join(series.keys), members, dict(sorted(domains.items())))
         return f"{words}; the podAffinity of these pods requires one value for all pods"
     return ""
 
 
-def _missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
-    for kind in alike_pods(demands):
+def _describe_missing(demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode]) -> str:
+    """Describes the capacity that these nodes lack for the pods."""
+    for kind in group_equal_pods(demands):
         count, requests = len(kind.pods), kind.demand.requests
-        where = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
-        held = sum(free_node.holds(requests) for free_node in where)
-        if held < count:
-            need = f"needs {_pods(count, demands[kind.pods[0]])} with {_amounts(requests)}"
-            held_words = f", and there is capacity for {held}" if held else ""
-            return f"{need}{held_words}; {_obstacles(kind.demand, free_nodes)}"
-    if together := _missing_together(demands, alike_pods(demands), free_nodes):
-        return together
+        accepting_nodes = [
+            free_node for free_node in free_nodes if not find_obstacle(kind.demand, free_node.node)
+        ]
+        num_placeable = sum(free_node.max_pods(requests) for free_node in accepting_nodes)
+        if num_placeable < count:
+            need = f"needs {_describe_pods(count, demands[kind.pods[0]])} with {_format_amounts(requests)}"
+            placeable_text = f", and there is capacity for {num_placeable}" if num_placeable else ""
+            return f"{need}{placeable_text}; {_describe_obstacles(kind.demand, free_nodes)}"
+    if affinity_conflict := _describe_affinity_conflict(demands, group_equal_pods(demands), free_nodes):
+        return affinity_conflict
     needs = ", ".join(
-        f"{_pods(len(kind.pods), demands[kind.pods[0]])} with {_amounts(kind.demand.requests)}"
-        for kind in alike_pods(demands)
+        f"{_describe_pods(len(kind.pods), demands[kind.pods[0]])} with "
+        f"{_format_amounts(kind.demand.requests)}"
+        for kind in group_equal_pods(demands)
     )
-    terms = " under their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
-    return f"each pod alone fits on a node, but not all pods together{terms}: {needs}"
+    affinity_text = (
+        " under their podAffinity and podAntiAffinity" if any(d.near or d.away for d in demands) else ""
+    )
+    return f"each pod alone fits on a node, but not all pods together{affinity_text}: {needs}"
 
 
-def _pods(count: int, demand: PodDemand) -> str:
+def _describe_pods(count: int, demand: PodDemand) -> str:
     return f"{count} pod{'s' if count > 1 else ''} ({demand.name})"
 
 
-def _obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
+def _describe_obstacles(demand: PodDemand, free_nodes: Sequence[FreeNode]) -> str:
+    """Describes why each of the nodes cannot run the pod, with nodes of the same reason together."""
     if not free_nodes:
         return "there are no nodes"
     by_obstacle: dict[Obstacle, list[str]] = {}
     for free_node in free_nodes:
-        found = obstacle(demand, free_node.node) or _lack(demand, free_node)
+        found = find_obstacle(demand, free_node.node) or _find_lack(demand, free_node)
         by_obstacle.setdefault(found, []).append(free_node.node.name)
     order = sorted(by_obstacle.items(), key=lambda item: (item[0].excludes, len(item[1])))
-    reported = [f"{name_nodes(names)} {found.of(len(names))}" for found, names in order[:_MAX_REASONS]]
+    reported = [f"{name_nodes(names)} {found.describe(len(names))}" for found, names in order[:_MAX_REASONS]]
     rest = sum(len(names) for _, names in order[_MAX_REASONS:])
     return ", ".join(reported) + (f", {rest} more nodes don't fit either" if rest else "")
 
@@ -102,32 +114,37 @@ def name_nodes(names: Sequence[str]) -> str:
     return f"nodes {', '.join(names[:_MAX_NODES])}{more}"
 
 
-def _lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
-    """Returns the pod's requests that a node lacks."""
+def _find_lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
+    """Returns the requests of a pod that a node has no capacity for."""
     lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
     if not lacking:
-        return Obstacle(False, f"capacity for {free_node.holds(demand.requests)}")
-    words = []
+        return Obstacle(False, f"capacity for {free_node.max_pods(demand.requests)}")
+    texts = []
     for name in lacking:
-        have, all_ = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
-        words.append(
-            f"{_amount(name, have)} free of {_amount(name, all_)} {_word(name)}"
-            if all_
-            else f"no {_word(name)}"
+        free, whole = max(free_node.left(name), 0.0), free_node.node.allocatable.get(name, 0.0)
+        texts.append(
+            f"{_format_amount(name, free)} free of {_format_amount(name, whole)} {_resource_name(name)}"
+            if whole
+            else f"no {_resource_name(name)}"
         )
-    return Obstacle(False, ", ".join(words))
+    return Obstacle(False, ", ".join(texts))
 
 
-def _amounts(requests: Mapping[str, float]) -> str:
-    asked = [f"{_amount(name, value)} {_word(name)}" for name, value in requests.items() if name != "pods"]
+def _format_amounts(requests: Mapping[str, float]) -> str:
+    """Lists the requests of a pod, except the slot for a pod."""
+    asked = [
+        f"{_format_amount(name, value)} {_resource_name(name)}"
+        for name, value in requests.items()
+        if name != "pods"
+    ]
     return ", ".join(asked) or "no requests"
 
 
-def _word(resource: str) -> str:
+def _resource_name(resource: str) -> str:
     return {"cpu": "CPUs", "memory": "of memory", "pods": "slots for pods"}.get(resource, resource)
 
 
-def _amount(resource: str, value: float) -> str:
+def _format_amount(resource: str, value: float) -> str:
     """Formats an amount of a resource for messages."""
     if resource in ("memory", "ephemeral-storage"):
         return format_bytes(value)

@@ -11,7 +11,7 @@ OS_LABEL: Final = "kubernetes.io/os"
 ARCH_LABEL: Final = "kubernetes.io/arch"
 IMAGE_PLATFORM: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "linux", ARCH_LABEL: "amd64"})
 """Labels of nodes that can run this project's images."""
-_WORDS: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "system", ARCH_LABEL: "architecture"})
+_LABEL_NOUNS: Final[Mapping[str, str]] = MappingProxyType({OS_LABEL: "system", ARCH_LABEL: "architecture"})
 
 
 def platform_selector(template: PodTemplate | None) -> dict[str, str]:
@@ -21,18 +21,18 @@ def platform_selector(template: PodTemplate | None) -> dict[str, str]:
     """
     if template is None:
         return dict(IMAGE_PLATFORM)
-    decided = set(template.node_selector or ())
+    labels_in_template = set(template.node_selector or ())
     nodes = template.affinity.node_affinity if template.affinity else None
     required = nodes.required_during_scheduling_ignored_during_execution if nodes else None
     for term in required.node_selector_terms if required else ():
-        decided |= {asked.key for asked in term.match_expressions or ()}
-    return {label: value for label, value in IMAGE_PLATFORM.items() if label not in decided}
+        labels_in_template |= {expression.key for expression in term.match_expressions or ()}
+    return {label: value for label, value in IMAGE_PLATFORM.items() if label not in labels_in_template}
 
 
-def other_platform(selector: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+def describe_other_platform(selector: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """Describes how a node's platform differs from a selector's; "" if it does not."""
-    for label, word in _WORDS.items():
-        have, wanted = labels.get(label), selector.get(label)
-        if wanted is not None and have is not None and have != wanted:
-            return f"of {word} {have}, and the pod needs {wanted}"
+    for label, noun in _LABEL_NOUNS.items():
+        node_value, required_value = labels.get(label), selector.get(label)
+        if required_value is not None and node_value is not None and node_value != required_value:
+            return f"of {noun} {node_value}, and the pod needs {required_value}"
     return ""

@@ -26,8 +26,8 @@ class OtherGroups:
     zones: frozenset[str] = field(default_factory=frozenset)
 
     @classmethod
-    def on(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
-        """Builds the locations from the names of occupied nodes."""
+    def on_nodes(cls, occupied: Iterable[str], nodes: Sequence[NodeView]) -> "OtherGroups":
+        """Returns the nodes and zones of the nodes that other groups occupy."""
         found = frozenset(occupied)
         zones = frozenset(node.labels[ZONE] for node in nodes if node.name in found and ZONE in node.labels)
         return cls(nodes=found, zones=zones)
@@ -40,7 +40,7 @@ class OtherGroups:
 
 
 def apart_terms(resource: str, group: int) -> list[dict[str, Any]]:
-    """Builds preferred anti-affinity terms of a group's pods against the resource's other groups."""
+    """Returns preferred anti-affinity terms of a group's pods against the resource's other groups."""
     selector = {
         "matchLabels": {names.LABEL_RESOURCE: resource, names.LABEL_COMPONENT: names.COMPONENT_WORKER},
         "matchExpressions": [{"key": names.LABEL_GROUP, "operator": "NotIn", "values": [str(group)]}],

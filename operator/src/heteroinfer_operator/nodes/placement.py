@@ -13,7 +13,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from heteroinfer_operator.nodes.demand import PodDemand, selects_node, tolerates, total
-from heteroinfer_operator.nodes.node_platform import other_platform
+from heteroinfer_operator.nodes.node_platform import describe_other_platform
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
 from heteroinfer_operator.nodes.pod_affinity import GroupTerms, PodSeries, Values
@@ -46,26 +46,26 @@ class FreeNode:
     """Names of the pods without a node that have a reservation here."""
 
     @classmethod
-    def of(cls, node: NodeView) -> "FreeNode":
-        """Computes the resources that the node's pods leave free."""
+    def from_node(cls, node: NodeView) -> "FreeNode":
+        """Returns a node with the resources that its pods leave free."""
         return cls(
             node=node,
             free={name: whole - node.requested.get(name, 0.0) for name, whole in node.allocatable.items()},
             by_priority=dict(node.by_priority),  # a shallow copy: entries are replaced, never changed
         )
 
-    def has_lower(self, priority: int) -> bool:
-        """Returns whether the node has pods of lower priority."""
+    def has_lower_priority(self, priority: int) -> bool:
+        """Reports whether the node has pods of lower priority."""
         return any(other < priority for other in self.by_priority)
 
-    def without_lower(self, priority: int) -> "FreeNode":
+    def without_lower_priority(self, priority: int) -> "FreeNode":
         """Returns the node as if the scheduler had preempted all pods of lower priority."""
         freed = total(taken for other, taken in self.by_priority.items() if other < priority)
         free = {name: left + freed.get(name, 0.0) for name, left in self.free.items()}
         return FreeNode(node=self.node, free=free, promised=self.promised)
 
     def has(self, requests: Mapping[str, float]) -> bool:
-        """Returns whether the requests fit into the free resources."""
+        """Reports whether the requests fit into the free resources."""
         for name, asked in requests.items():  # noqa: SIM110 - a generator for each node and pod costs twice
             if self.left(name) + _TOLERANCE < asked:
                 return False
@@ -91,7 +91,7 @@ class FreeNode:
             if name in self.free:
                 self.free[name] -= asked * times
 
-    def holds(self, requests: Mapping[str, float]) -> int:
+    def max_pods(self, requests: Mapping[str, float]) -> int:
         """Returns the number of pods with these requests that fit."""
         counts = [
             int((self.left(name) + _TOLERANCE) // asked)
@@ -102,28 +102,28 @@ class FreeNode:
 
 
 def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = ()) -> list[FreeNode]:
-    """Computes the free resources of each node after placing pods that have no node yet.
+    """Returns the free resources of each node after placing pods that have no node yet.
 
     Such a pod takes its preferred node if it fits there, otherwise the first node on which it fits.
 
     Args:
         promised: demands of the pods without a node.
     """
-    free_nodes = [FreeNode.of(node) for node in nodes]
+    free_nodes = [FreeNode.from_node(node) for node in nodes]
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
     searched: dict[Hashable, int] = {}
     """By kind of pod, the number of leading nodes without room. Free capacity only shrinks here."""
     for demand in promised:
         chosen = by_name.get(demand.node)
-        if chosen is None or not _may_take(demand, chosen):
-            kind = _kind(demand)
+        if chosen is None or not _can_place(demand, chosen):
+            kind = _demand_key(demand)
             full = searched.get(kind, 0)
-            while full < len(free_nodes) and not _may_take(demand, free_nodes[full]):
+            while full < len(free_nodes) and not _can_place(demand, free_nodes[full]):
                 full += 1
             searched[kind] = full
             if full < len(free_nodes):
                 chosen = free_nodes[full]
-            elif chosen is None or not _may_preempt(demand, chosen):
+            elif chosen is None or not _can_place_by_preemption(demand, chosen):
                 continue
         chosen.take(demand.requests)
         chosen.promised.append(demand.name)
@@ -133,16 +133,18 @@ def build_free_nodes(nodes: Sequence[NodeView], promised: Sequence[PodDemand] = 
     return free_nodes
 
 
-def _may_take(demand: PodDemand, free_node: FreeNode) -> bool:
-    return free_node.has(demand.requests) and not obstacle(demand, free_node.node)
+def _can_place(demand: PodDemand, free_node: FreeNode) -> bool:
+    """Reports whether a node accepts a pod and has the free resources for it."""
+    return free_node.has(demand.requests) and not find_obstacle(demand, free_node.node)
 
 
-def _may_preempt(demand: PodDemand, free_node: FreeNode) -> bool:
+def _can_place_by_preemption(demand: PodDemand, free_node: FreeNode) -> bool:
+    """Reports whether a pod fits on a node after the preemption of all pods of lower priority."""
     priority = demand.priority
-    return priority is not None and _may_take(demand, free_node.without_lower(priority))
+    return priority is not None and _can_place(demand, free_node.without_lower_priority(priority))
 
 
-def _kind(demand: PodDemand) -> Hashable:
+def _demand_key(demand: PodDemand) -> Hashable:
     """Returns a key that is equal for pods with equal demands."""
     asked = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
     return asked, repr((demand.node_terms, demand.tolerations, demand.near))
@@ -160,7 +162,7 @@ class Obstacle(NamedTuple):
     excludes: bool
     rest: str
 
-    def of(self, nodes: int) -> str:
+    def describe(self, nodes: int) -> str:
         """Returns the text that follows the nodes' names.
 
         Args:
@@ -170,12 +172,12 @@ class Obstacle(NamedTuple):
         return f"{verbs[nodes > 1]} {self.rest}"
 
 
-def obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
+def find_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     """Returns why a node rejects a pod regardless of capacity, or None."""
-    return lasting_obstacle(demand, node) if node.schedulable else Obstacle(True, node.problem)
+    return find_lasting_obstacle(demand, node) if node.schedulable else Obstacle(True, node.problem)
 
 
-def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
+def find_lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     """Returns why a node rejects a pod even when the node is Ready and not cordoned, or None."""
     taint = next((t for t in node.taints if t.keeps_away and not tolerates(demand.tolerations, t)), None)
     if taint is not None:
@@ -183,14 +185,14 @@ def lasting_obstacle(demand: PodDemand, node: NodeView) -> Obstacle | None:
     key = next((t["topologyKey"] for t in demand.near if t["topologyKey"] not in node.labels), None)
     if key is not None:
         return Obstacle(False, f"no label {key}, which the pod's podAffinity names")
-    if differs := other_platform(demand.node_selector, node.labels):
-        return Obstacle(True, differs)
+    if other_platform := describe_other_platform(demand.node_selector, node.labels):
+        return Obstacle(True, other_platform)
     selected = selects_node(demand, node.name, node.labels)
     return None if selected else Obstacle(True, "not selected by the pod's node rules")
 
 
 def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, list[FreeNode]]:
-    """Groups nodes by their value of a topology key, sorted. Leaves out nodes without the label."""
+    """Returns the nodes with each value of a topology key, sorted; leaves out nodes without the label."""
     domains: dict[str, list[FreeNode]] = {}
     for free_node in free_nodes:
         value = free_node.node.labels.get(topology_key)
@@ -200,7 +202,7 @@ def domains_of(free_nodes: Sequence[FreeNode], topology_key: str) -> dict[str, l
 
 
 @dataclass(slots=True, kw_only=True)
-class AlikePods:
+class EqualPods:
     """Pods with equal demands.
 
     Attributes:
@@ -213,14 +215,14 @@ class AlikePods:
     free_nodes: list[FreeNode] = field(default_factory=list)
 
 
-def alike_pods(demands: Sequence[PodDemand]) -> list[AlikePods]:
-    """Groups pods by their demands."""
-    kinds: list[AlikePods] = []
+def group_equal_pods(demands: Sequence[PodDemand]) -> list[EqualPods]:
+    """Groups pods with equal demands."""
+    kinds: list[EqualPods] = []
     for index, demand in enumerate(demands):
-        shape = replace(demand, name="", node="")
-        kind = next((kind for kind in kinds if kind.demand == shape), None)
+        demand_of_kind = replace(demand, name="", node="")
+        kind = next((kind for kind in kinds if kind.demand == demand_of_kind), None)
         if kind is None:
-            kinds.append(AlikePods(demand=shape, pods=[index]))
+            kinds.append(EqualPods(demand=demand_of_kind, pods=[index]))
         else:
             kind.pods.append(index)
     return kinds
@@ -229,74 +231,82 @@ def alike_pods(demands: Sequence[PodDemand]) -> list[AlikePods]:
 def search_nodes(
     demands: Sequence[PodDemand], free_nodes: Sequence[FreeNode], others: OtherGroups | None = None
 ) -> tuple[str, ...] | None:
-    """Finds nodes on which all pods fit together.
+    """Returns nodes on which all pods fit together.
 
     Returns:
         Node names in the order of the demands, or None.
     """
-    kinds = alike_pods(demands)
+    kinds = group_equal_pods(demands)
     terms = GroupTerms(kinds=[kind.demand for kind in kinds])
     for kind in kinds:
-        kind.free_nodes = [free_node for free_node in free_nodes if not obstacle(kind.demand, free_node.node)]
+        kind.free_nodes = [
+            free_node for free_node in free_nodes if not find_obstacle(kind.demand, free_node.node)
+        ]
         if not _is_enough(kind, kind.free_nodes):
             return None
         kind.free_nodes.sort(key=lambda each, kind=kind: preference(kind.demand, each, others))  # type: ignore[misc]  # bound at once
-    choices = [places_of(series, kinds) for series in terms.series]
+    choices = [find_topology_values(series, kinds) for series in terms.series]
     tries = max(MAX_TRIES // max(prod(map(len, choices)), 1), _MIN_TRIES)
     for chosen in islice(product(*choices), _MAX_CHOICES):
-        found = _search_within(demands, kinds, terms, chosen, tries)
+        found = _search_with_values(demands, kinds, terms, chosen, tries)
         if found is not None:
             return found
     return None
 
 
-def _is_enough(kind: AlikePods, free_nodes: Sequence[FreeNode]) -> bool:
-    return sum(free_node.holds(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
+def _is_enough(kind: EqualPods, free_nodes: Sequence[FreeNode]) -> bool:
+    """Reports whether these nodes have capacity for all pods of a kind."""
+    return sum(free_node.max_pods(kind.demand.requests) for free_node in free_nodes) >= len(kind.pods)
 
 
-def _within(series: PodSeries, values: Values, free_nodes: Sequence[FreeNode]) -> list[FreeNode]:
+def _nodes_with_values(series: PodSeries, values: Values, free_nodes: Sequence[FreeNode]) -> list[FreeNode]:
+    """Returns the nodes that have these values of a series' topology keys."""
     return [free_node for free_node in free_nodes if series.values(free_node.node.labels) == values]
 
 
-def places_of(series: PodSeries, kinds: Sequence[AlikePods]) -> list[Values]:
+def find_topology_values(series: PodSeries, kinds: Sequence[EqualPods]) -> list[Values]:
     """Returns the topology values with capacity for each kind of a series alone, preferred ones first."""
     members = [kinds[index] for index in sorted(series.kinds)]
-    found = dict.fromkeys(series.values(free_node.node.labels) for free_node in members[0].free_nodes)
+    values_of_nodes = dict.fromkeys(
+        series.values(free_node.node.labels) for free_node in members[0].free_nodes
+    )
     return [
         values
-        for values in found
+        for values in values_of_nodes
         if values is not None
-        and all(_is_enough(kind, _within(series, values, kind.free_nodes)) for kind in members)
+        and all(_is_enough(kind, _nodes_with_values(series, values, kind.free_nodes)) for kind in members)
     ]
 
 
-def _search_within(
+def _search_with_values(
     demands: Sequence[PodDemand],
-    kinds: Sequence[AlikePods],
+    kinds: Sequence[EqualPods],
     terms: GroupTerms,
     chosen: Sequence[Values],
     tries: int,
 ) -> tuple[str, ...] | None:
-    """Finds nodes for all pods, with each series limited to its chosen topology values.
+    """Returns nodes for all pods, with each series limited to its chosen topology values.
 
     Returns:
         None if the search finds none.
     """
-    limited = []
+    limited_kinds = []
     for index, kind in enumerate(kinds):
-        where = kind.free_nodes
+        nodes_of_kind = kind.free_nodes
         for series, values in zip(terms.series, chosen, strict=True):
-            where = _within(series, values, where) if index in series.kinds else where
-        limited.append(AlikePods(demand=kind.demand, pods=kind.pods, free_nodes=where))
+            nodes_of_kind = (
+                _nodes_with_values(series, values, nodes_of_kind) if index in series.kinds else nodes_of_kind
+            )
+        limited_kinds.append(EqualPods(demand=kind.demand, pods=kind.pods, free_nodes=nodes_of_kind))
     kind_of = {pod: index for index, kind in enumerate(kinds) for pod in kind.pods}
-    limited.sort(key=_hardness, reverse=True)
-    return _Search(demands=demands, kinds=limited, terms=terms, kind_of=kind_of, tries_left=tries).run()
+    limited_kinds.sort(key=_sort_key_of_hard_kinds, reverse=True)
+    return _Search(demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=tries).run()
 
 
 def preference(
     demand: PodDemand, free_node: FreeNode, others: OtherGroups | None = None
 ) -> tuple[float, ...]:
-    """Returns the sort key of nodes for a pod.
+    """Returns the sort key of nodes for a pod; the smallest key is the best.
 
     Pods with devices prefer nodes with large GPUs, other pods prefer nodes without devices. Then nodes
     without other groups of the resource come first, then fuller nodes.
@@ -320,8 +330,11 @@ def device_memory_mib(node: NodeView, resource: str) -> int | None:
     return int(text) if _DEVICE_MIB.fullmatch(text) else None
 
 
-def _hardness(kind: AlikePods) -> tuple[float, ...]:
-    """Returns the sort key for hard kinds of pods: devices first, then the share of the largest node."""
+def _sort_key_of_hard_kinds(kind: EqualPods) -> tuple[float, ...]:
+    """Returns the sort key of a kind of pods: kinds that are hard to place have larger keys.
+
+    Pods with devices are the hardest; then pods whose requests are a large share of the largest node.
+    """
     requests = kind.demand.requests
     largest = {
         name: max((free_node.free.get(name, 0.0) for free_node in kind.free_nodes), default=0.0)
@@ -340,7 +353,7 @@ class _Search:
     """
 
     demands: Sequence[PodDemand]
-    kinds: list[AlikePods]
+    kinds: list[EqualPods]
     terms: GroupTerms
     kind_of: Mapping[int, int]
     tries_left: int
@@ -363,6 +376,7 @@ class _Search:
                 free_node.free = free
 
     def _search(self) -> tuple[str, ...] | None:
+        """Places pods one after the other, and takes back placements that lead to no solution."""
         order = [(kind, pod) for kind in self.kinds for pod in kind.pods]
         # An explicit stack, because a group may have a thousand pods and Python's stack is not that deep.
         stack: list[Iterator[tuple[int, FreeNode]]] = []
@@ -384,11 +398,15 @@ class _Search:
             if self.tries_left < 0:
                 return None
             index, free_node = found
-            if self._put(order[len(chosen_nodes)][1], free_node):
+            if self._place(order[len(chosen_nodes)][1], free_node):
                 chosen_nodes.append(index)
         return tuple(self.chosen[pod].node.name for pod in range(len(self.demands)))
 
-    def _candidates(self, kind: AlikePods, first: int) -> Iterator[tuple[int, FreeNode]]:
+    def _candidates(self, kind: EqualPods, first: int) -> Iterator[tuple[int, FreeNode]]:
+        """Yields the nodes on which a pod of this kind may be placed, from index `first` on.
+
+        Of equal nodes it yields only one, unless affinity terms make a difference.
+        """
         seen: list[tuple[dict[str, float], list[bool]]] = []
         paired = any(demand.near or demand.away for demand in self.demands)
         for index in range(first, len(kind.free_nodes)):
@@ -401,9 +419,10 @@ class _Search:
             seen.append(state)
             yield index, free_node
 
-    def _put(self, pod: int, free_node: FreeNode) -> bool:
+    def _place(self, pod: int, free_node: FreeNode) -> bool:
+        """Places a pod on a node; returns False if affinity terms forbid that."""
         self.chosen[pod] = free_node
-        if not self._agrees(pod, free_node):
+        if not self._are_terms_met(pod, free_node):
             del self.chosen[pod]
             return False
         self.before.setdefault(free_node, dict(free_node.free))
@@ -411,13 +430,14 @@ class _Search:
         return True
 
     def _undo(self, pod: int) -> None:
+        """Takes back the placement of a pod."""
         self.chosen.pop(pod).take(self.demands[pod].requests, times=-1)
 
-    def _agrees(self, pod: int, free_node: FreeNode) -> bool:
-        """Returns whether the affinity terms between the pods placed so far hold."""
+    def _are_terms_met(self, pod: int, free_node: FreeNode) -> bool:
+        """Reports whether the affinity terms between the pods placed so far hold."""
         for other, its_node in self.chosen.items():
             keys = self.terms.away[self.kind_of[pod]][self.kind_of[other]]
-            if other != pod and any(_same(free_node, its_node, key) for key in keys):
+            if other != pod and any(_have_same_value(free_node, its_node, key) for key in keys):
                 return False
         if self.terms.has_no_terms:
             return True
@@ -429,7 +449,7 @@ class _Search:
         )
 
     def _may_be_near(self, pod: int) -> bool:
-        """Returns whether a placed pod is near its required peers, or some peers are not placed yet."""
+        """Reports whether a placed pod is near its required peers, or some peers are not placed yet."""
         kind = self.kind_of[pod]
         peers, keys = self.terms.peers[kind], [term["topologyKey"] for term in self.demands[pod].near]
         others = [other for other, its_kind in self.kind_of.items() if other != pod and its_kind in peers]
@@ -439,9 +459,10 @@ class _Search:
         counted = [place for place in places if any(key in place.node.labels for key in keys)]
         if not counted:
             return not peers or kind in peers
-        return all(any(_same(self.chosen[pod], place, key) for place in counted) for key in keys)
+        return all(any(_have_same_value(self.chosen[pod], place, key) for place in counted) for key in keys)
 
 
-def _same(one: FreeNode, other: FreeNode, key: str) -> bool:
+def _have_same_value(one: FreeNode, other: FreeNode, key: str) -> bool:
+    """Reports whether two nodes have the same value of a topology key."""
     value = one.node.labels.get(key)
     return value is not None and value == other.node.labels.get(key)

@@ -17,11 +17,11 @@ from heteroinfer_operator.nodes.calibrations import Calibrations, slowest
 from heteroinfer_operator.nodes.cpu_features import labelled_features, measured_features
 from heteroinfer_operator.nodes.demand import PodDemand
 from heteroinfer_operator.nodes.group_placement import Placement, assign_nodes
-from heteroinfer_operator.nodes.missing_capacity import explain, name_nodes
+from heteroinfer_operator.nodes.missing_capacity import describe_missing_capacity, name_nodes
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.nodes.other_groups import OtherGroups
-from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, obstacle
+from heteroinfer_operator.nodes.placement import FreeNode, device_memory_mib, find_obstacle
 from heteroinfer_operator.nodes.role_demand import role_demand
 from heteroinfer_operator.planning.auto_mode import plan_any_mode
 from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
@@ -71,14 +71,19 @@ class Capacity:
 
     def _can_preempt(self) -> bool:
         priority = self.priority
-        return priority is not None and any(each.has_lower(priority) for each in self.free_nodes or ())
+        return priority is not None and any(
+            each.has_lower_priority(priority) for each in self.free_nodes or ()
+        )
 
     def preempted(self) -> Sequence[FreeNode]:
         """Returns the nodes as they are after the scheduler has preempted all pods that it can."""
         free_nodes, priority = self.free_nodes or (), self.priority
         if priority is None:
             return free_nodes
-        return [each.without_lower(priority) if each.has_lower(priority) else each for each in free_nodes]
+        return [
+            each.without_lower_priority(priority) if each.has_lower_priority(priority) else each
+            for each in free_nodes
+        ]
 
 
 def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
@@ -237,7 +242,7 @@ def _take(
         Shortage: there is no placement, and no other component waits for one.
     """
     if found is None:
-        missing = explain(demands, capacity.preempted(), key)
+        missing = describe_missing_capacity(demands, capacity.preempted(), key)
         if not capacity.others_wait:
             raise Shortage(f"{missing}; {_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
         return missing
@@ -270,7 +275,11 @@ def _inventory(
         nodes = [
             free_node.node
             for free_node in free_nodes
-            if (free_node.node.name in chosen[role.name] if found else not obstacle(demand, free_node.node))
+            if (
+                free_node.node.name in chosen[role.name]
+                if found
+                else not find_obstacle(demand, free_node.node)
+            )
         ]
         # Also for GPU roles, because their pods may compute on CPUs.
         labelled = [known for node in nodes if (known := labelled_features(node)) is not None]
@@ -329,7 +338,7 @@ def _short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str
         gpus = {role.gpu_resource: demand.requests[role.gpu_resource]}
         pods = [replace(demand, requests=gpus)] * role.pods
         if capacity.assign([*placed, *pods], key) is None:
-            short[role.name] = explain([*placed, *pods], capacity.preempted(), key)
+            short[role.name] = describe_missing_capacity([*placed, *pods], capacity.preempted(), key)
         else:
             placed += pods
     return short

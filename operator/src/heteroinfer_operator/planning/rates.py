@@ -16,7 +16,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_contract.pod_launch import engine_cpus
 from heteroinfer_operator.api import RoleSpec
-from heteroinfer_operator.nodes.calibrations import describe
+from heteroinfer_operator.nodes.calibrations import describe_calibration
 from heteroinfer_operator.nodes.cpu_features import (
     AMX,
     AVX2,
@@ -361,7 +361,7 @@ def _measured_cpu_rates(
 
     operations = calibration.operations_per_s or known.products * cores
     kernels = [find(*which) for which in _which(profile)]
-    return _rates_of(kernels, ours, operations * used / cores, describe(calibration), CPU_ERROR)
+    return _rates_of(kernels, ours, operations * used / cores, describe_calibration(calibration), CPU_ERROR)
 
 
 def gpu_rates(
@@ -379,7 +379,7 @@ def gpu_rates(
     error = GPU_ERROR
     if calibration is not None and calibration.gpu is not None:
         rate, operations = calibration.gpu.bytes_per_s, calibration.gpu.operations_per_s
-        source = describe(calibration)
+        source = describe_calibration(calibration)
     elif nominal is not None:
         rate = nominal.bytes_per_s * GPU_USED
         operations = nominal.operations_per_s * GPU_OPERATIONS_USED

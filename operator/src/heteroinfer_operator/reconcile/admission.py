@@ -8,7 +8,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.plan_config_map import build_plan_config_map
 from heteroinfer_operator.manifests.revision_record import build_revision_record
 from heteroinfer_operator.reconcile import transitions
-from heteroinfer_operator.reconcile.epoch_pods import decide_creates, gang_object
+from heteroinfer_operator.reconcile.epoch_pods import build_epoch_gang_object, build_pod_creates
 from heteroinfer_operator.reconcile.one_group.made import revision_of
 from heteroinfer_operator.reconcile.reconcile_context import POD, Admission, Context
 from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED, REVISION
@@ -21,34 +21,44 @@ def find_admission(
     old: Mapping[int, GroupStatus],
     by_group: Mapping[int, Sequence[PodView]],
 ) -> Admission:
-    """Determines the state of the target's dry run, and starts one before groups are replaced.
+    """Returns the state of the target's dry run, with a new dry run before groups are replaced.
 
-    No dry run is needed while all groups have the target revision, or after the API server has accepted it.
-    A refused revision is tried again as seldom as a refused pod. Until the API server answers, no group is
+    No dry run is needed while all groups have the target revision, or after the API server has accepted it. A
+    refused revision is tried again as seldom as a refused pod. Until the API server answers, no group is
     replaced, and a group that is down starts again with its own revision.
     """
-    name, taken = context.target.name, observation.admitted
-    if taken is None or name is None or name in taken or context.life.suspend or context.problem is not None:
+    target_name, accepted = context.target.name, observation.admitted
+    if (
+        accepted is None
+        or target_name is None
+        or target_name in accepted
+        or context.life.suspend
+        or context.problem is not None
+    ):
         return Admission()
-    revision = context.revisions.get(name)
-    outdated = _find_outdated(context, old, by_group)
+    revision = context.revisions.get(target_name)
+    outdated = _find_outdated_group(context, old, by_group)
     if revision is None or outdated is None:
         return Admission()
-    refusal = next((each for each in context.refusals if (each.kind, each.name) == (REVISION, name)), None)
-    unanswered = refusal is not None and refusal.reason == NOT_ANSWERED
+    refusal = next(
+        (each for each in context.refusals if (each.kind, each.name) == (REVISION, target_name)), None
+    )
+    is_unanswered = refusal is not None and refusal.reason == NOT_ANSWERED
     problem = None
-    if refusal is not None and not unanswered:
+    if refusal is not None and not is_unanswered:
         problem = PlanError(refusal.message, reason=refusal.reason)
-    asks = None
+    dry_run = None
     if refusal is None or refusal.retry_at <= context.now:
-        asks = TryObjects(revision=name, manifests=_objects(context, revision, outdated))
-    return Admission(asks=asks, problem=problem, unanswered=unanswered)
+        dry_run = TryObjects(
+            revision=target_name, manifests=_build_example_objects(context, revision, outdated)
+        )
+    return Admission(dry_run=dry_run, problem=problem, is_unanswered=is_unanswered)
 
 
-def _find_outdated(
+def _find_outdated_group(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> GroupStatus | None:
-    """Finds a wanted group that runs, or would start again, with another revision than the target."""
+    """Returns the status of a wanted group that has, or would start with, an older revision; or None."""
     for index in range(context.replicas):
         status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
         revision = revision_of(context, status, pods)
@@ -57,17 +67,17 @@ def _find_outdated(
     return None
 
 
-def _objects(context: Context, revision: Revision, status: GroupStatus) -> tuple[Manifest, ...]:
+def _build_example_objects(context: Context, revision: Revision, status: GroupStatus) -> tuple[Manifest, ...]:
     """Builds the objects that a group's next epoch needs, but only one pod of each role."""
     planned = context.planner.make_for_any_nodes()
     plan = planned.plan
     revision = revision.with_mode(None if planned.choice is None else planned.choice.chosen)
-    next_epoch = transitions.asked_for(status, plan_hash=plan.hash)
-    first = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
-    creates = decide_creates(
-        context, revision, next_epoch, plan, set(first.values()), planned.node_assignment
+    next_epoch = transitions.with_dry_run_epoch(status, plan_hash=plan.hash)
+    first_of_role = {(pod.role, pod.device): pod.index for pod in reversed(plan.pods)}
+    creates = build_pod_creates(
+        context, revision, next_epoch, plan, set(first_of_role.values()), planned.node_assignment
     )
-    gang = gang_object(context, revision, next_epoch, plan, planned.node_assignment.gang)
+    gang = build_epoch_gang_object(context, revision, next_epoch, plan, planned.node_assignment.gang)
     return (
         build_revision_record(context.owner, revision.record),
         build_plan_config_map(context.owner, plan),

@@ -56,27 +56,31 @@ class Allowed:
     service_accounts: tuple[str, ...] | None = ()
 
     def find_forbidden(self, spec: HeteroInferenceSpec) -> PlanError | None:
-        """Finds the first reason why this installation refuses a spec, or None; works without the model."""
+        """Returns the first reason why this installation refuses a spec, or None.
+
+        The check does not need the model.
+        """
         return next(self.find_all_forbidden(spec), None)
 
     def find_all_forbidden(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Finds each argument, variable, annotation, image, node path and account that is not allowed."""
-        yield from self.forbidden_arguments(spec.engine.args)
+        """Yields an error for each part of a spec that this installation does not allow."""
+        yield from self.find_forbidden_arguments(spec.engine.args)
         if self.environment is not None:
             yield from find_unlisted_env(spec.engine.env, self.environment)
-        yield from self._forbidden_annotations(spec)
-        yield from self._forbidden_places(spec)
-        yield from self._forbidden_accounts(spec)
+        yield from self._find_forbidden_annotations(spec)
+        yield from self._find_forbidden_images_and_paths(spec)
+        yield from self._find_forbidden_accounts(spec)
 
-    def forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
-        """Finds the arguments for vLLM that this installation refuses."""
+    def find_forbidden_arguments(self, args: Sequence[str]) -> Iterator[PlanError]:
+        """Yields an error for each vLLM argument that this installation refuses."""
         yield from refused_arguments(args)
         yield from find_unlisted(args, more=self.arguments, remote_code=self.remote_code)
 
-    def _forbidden_annotations(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+    def _find_forbidden_annotations(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+        """Yields an error for each annotation of a role that is not allowed."""
         for role in spec.roles:
             for key in (role.template.annotations if role.template else None) or {}:
-                if not self._allows(key):
+                if not self._allows_annotation(key):
                     yield PlanError(
                         f"roles[{role.name}].template.annotations: {key} is not an allowed annotation "
                         "(webhooks or container runtimes may act on it). Remove it, or add it to the chart's "
@@ -84,9 +88,10 @@ class Allowed:
                         reason="AnnotationNotAllowed",
                     )
 
-    def _forbidden_places(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        for field, image in _images(spec):
-            if self.images and not _is_listed(image, self.images, prefix_ends=_IMAGE_ENDS):
+    def _find_forbidden_images_and_paths(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+        """Yields an error for each image, and for the model's node path, that is not allowed."""
+        for field, image in _images_of_pods(spec):
+            if self.images and not _matches_entry(image, self.images, prefix_ends=_IMAGE_ENDS):
                 yield PlanError(
                     f"{field}: image {image} must match one of {', '.join(self.images)}. Use such an image, "
                     "or add it to the chart's allowedWorkerImages",
@@ -101,8 +106,8 @@ class Allowed:
                 reason=HOST_PATH_REASON,
             )
 
-    def _forbidden_accounts(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
-        """Finds service accounts that are not listed.
+    def _find_forbidden_accounts(self, spec: HeteroInferenceSpec) -> Iterator[PlanError]:
+        """Yields an error for each service account that is not listed.
 
         The pods get no token of the account. But webhooks of cloud providers grant pods rights by the name of
         the account, and admission may allow such pods more. The user who creates this resource may not have
@@ -119,13 +124,14 @@ class Allowed:
                     reason="ServiceAccountNotAllowed",
                 )
 
-    def _allows(self, key: str) -> bool:
+    def _allows_annotation(self, key: str) -> bool:
+        """Reports whether pods may have an annotation with this key."""
         is_plain = "/" not in key and "." not in key
-        return self.annotations is None or is_plain or _is_listed(key, (*ANNOTATIONS, *self.annotations))
+        return self.annotations is None or is_plain or _matches_entry(key, (*ANNOTATIONS, *self.annotations))
 
 
-def _images(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
-    """Yields each image that pods run or mount, with its field.
+def _images_of_pods(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
+    """Yields each image that pods run or mount, after the name of its field.
 
     The image of a model is not included: it contains weights, not code.
     """
@@ -138,12 +144,12 @@ def _images(spec: HeteroInferenceSpec) -> Iterator[tuple[str, str]]:
                 yield field, volume.image.reference
 
 
-def _is_listed(key: str, allowed: Sequence[str], *, prefix_ends: tuple[str, ...] = ("/",)) -> bool:
-    """Checks whether a key is in a list. An entry that ends with one of `prefix_ends` is a prefix."""
+def _matches_entry(key: str, allowed: Sequence[str], *, prefix_ends: tuple[str, ...] = ("/",)) -> bool:
+    """Reports whether a key is in a list. An entry that ends with one of `prefix_ends` is a prefix."""
     return any(key == entry or (entry.endswith(prefix_ends) and key.startswith(entry)) for entry in allowed)
 
 
 def _is_below(path: str, folder: str) -> bool:
-    """Checks whether a path is a folder or inside it; the schema refuses paths with ".."."""
+    """Reports whether a path is this folder or inside it; the schema refuses paths with ".."."""
     wanted = PurePosixPath(folder).parts
     return PurePosixPath(path).parts[: len(wanted)] == wanted

@@ -123,8 +123,8 @@ All entries (-1) take gigabytes for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Why:
-    """Why well-known options are not listed, and an alternative."""
+class _UnlistedOptions:
+    """Well-known options that are not listed: the reason, and an alternative."""
 
     options: tuple[str, ...]
     why: str
@@ -133,7 +133,7 @@ class _Why:
 
 _OWN_CODE: Final = "runs code from a file or a module with all permissions of the pod"
 _OWN_IMAGE: Final = "Remove it, or build it into your own image"
-OFFLOADING: Final = _Why(
+OFFLOADING: Final = _UnlistedOptions(
     options=(
         "--cpu-offload-gb",
         "--cpu-offload-params",
@@ -149,8 +149,8 @@ OFFLOADING: Final = _Why(
     "parallelism.mode FeedForward",
 )
 """Refused in every installation, because no plan counts it."""
-WHY: Final = (
-    _Why(
+UNLISTED_OPTIONS: Final = (
+    _UnlistedOptions(
         options=(
             "--middleware",
             "--worker-extension-cls",
@@ -163,30 +163,30 @@ WHY: Final = (
         why=_OWN_CODE,
         remedy=_OWN_IMAGE,
     ),
-    _Why(
+    _UnlistedOptions(
         options=("--tool-parser-plugin", "--reasoning-parser-plugin"),
         why=_OWN_CODE,
         remedy="Remove it, or add it to the chart's allowedArguments and the file to engine.files",
     ),
-    _Why(
+    _UnlistedOptions(
         options=("--allowed-local-media-path",),
         why="lets every client read files of the pod",
         remedy="Remove it. Clients can send the content of media files in their requests",
     ),
-    _Why(
+    _UnlistedOptions(
         options=("--api-key", "--hf-token"),
         why="would show a secret to all users that may read the resource, the plan or a log",
         remedy="Set VLLM_API_KEY in engine.env from a Secret; for a hub's token, use model.tokenSecretRef",
     ),
     OFFLOADING,
-    _Why(
+    _UnlistedOptions(
         options=("--runner",),
         why="selects pooling, which is untested across stages (any other value is the default anyway)",
         remedy="Remove it, and serve a pooling model with stock vLLM",
     ),
 )
 _NOT_LISTED: Final = "is not an allowed option"
-_IN_FULL: Final = (
+_USE_FULL_NAME: Final = (
     "Use the full name of an option in docs/user/reference/allowed-values.md, or add this option to the "
     "chart's allowedArguments"
 )
@@ -197,10 +197,11 @@ _REMOTE_CODE_REASON: Final = "RemoteCodeNotAllowed"
 def find_unlisted(
     args: Sequence[str], *, more: Collection[str] | None, remote_code: bool
 ) -> Iterator[PlanError]:
-    """Finds arguments that are not allowed, except those that heteroinfer_contract.refused_args reports.
+    """Yields an error for each argument that is not allowed.
 
-    Options must have their full names, with hyphens or underscores, as `--opt value` or `--opt=value`, and
-    `--opt.key` or JSON for options with JSON values.
+    Arguments that heteroinfer_contract.refused_args reports are left out. Options must have their full names,
+    with hyphens or underscores, as `--opt value` or `--opt=value`, and `--opt.key` or JSON for options with
+    JSON values.
 
     Args:
         args: arguments for vLLM.
@@ -209,12 +210,13 @@ def find_unlisted(
     """
     for given in given_options(args):
         if refusal_of(given) is None:
-            unlisted = _find_refusal(given, more, remote_code)
+            unlisted = _find_problem(given, more, remote_code)
             if unlisted is not None:
                 yield unlisted
 
 
-def _find_refusal(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
+def _find_problem(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
+    """Returns why an argument is not allowed, or None; the parameters are those of `find_unlisted`."""
     if any(map(given.may_be, OFFLOADING.options)):
         return _refusal_error(given.arg, OFFLOADING.why, OFFLOADING.remedy)
     if more is None:
@@ -224,48 +226,50 @@ def _find_refusal(given: GivenOption, more: Collection[str] | None, remote_code:
     if given.option in more:
         return None
     if given.option not in ALLOWED_ARGS:
-        known = next((entry for entry in WHY if given.option in entry.options), None)
-        why, remedy = (known.why, known.remedy) if known is not None else (_NOT_LISTED, _IN_FULL)
+        known = next((entry for entry in UNLISTED_OPTIONS if given.option in entry.options), None)
+        why, remedy = (known.why, known.remedy) if known is not None else (_NOT_LISTED, _USE_FULL_NAME)
         return _refusal_error(given.arg, why, remedy)
-    return _find_value_refusal(given, remote_code)
+    return _find_value_problem(given, remote_code)
 
 
-def _find_value_refusal(given: GivenOption, remote_code: bool) -> PlanError | None:
+def _find_value_problem(given: GivenOption, remote_code: bool) -> PlanError | None:
+    """Returns why the value of a listed option is not allowed, or None."""
     if (uncounted := _find_uncounted_memory(given)) is not None:
         return uncounted
-    inside = _read_json(given.value)
-    deep = {*given.path, *_keys(inside)}
-    if not remote_code and REMOTE_CODE.removeprefix("--").replace("-", "_") in deep:
+    value = _parse_json(given.value)
+    all_keys = {*given.path, *_all_keys(value)}
+    if not remote_code and REMOTE_CODE.removeprefix("--").replace("-", "_") in all_keys:
         return _remote_code_error(given)
     keys = KEYS.get(given.option)
     if keys is None:
         return None
-    if not given.path and not isinstance(inside, Mapping):
+    if not given.path and not isinstance(value, Mapping):
         return _refusal_error(given.arg, "has no JSON object as its value", "Add a JSON object")
-    odd = next((key for key in given.path[:1] or tuple(inside) if key not in keys), None)
-    if odd is None:
+    unknown_key = next((key for key in given.path[:1] or tuple(value) if key not in keys), None)
+    if unknown_key is None:
         return None
     return _refusal_error(
-        f"{given.option}.{odd}",
+        f"{given.option}.{unknown_key}",
         "is not an allowed key of this option",
         f"Remove it. Allowed keys are {', '.join(sorted(keys))}",
     )
 
 
 def _find_uncounted_memory(given: GivenOption) -> PlanError | None:
-    """Refuses a value that makes ranks need memory that the plan does not count."""
-    shown, values = f"{given.option} {given.value}", VALUES.get(given.option)
-    if values is not None and given.value not in values:
-        remedy = f"Set one of {', '.join(sorted(values))}"
-        return _refusal_error(shown, "creates a KV cache that the plan cannot count", remedy)
+    """Returns an error if a value makes ranks need memory that the plan does not count, or None."""
+    option_text, allowed_values = f"{given.option} {given.value}", VALUES.get(given.option)
+    if allowed_values is not None and given.value not in allowed_values:
+        remedy = f"Set one of {', '.join(sorted(allowed_values))}"
+        return _refusal_error(option_text, "creates a KV cache that the plan cannot count", remedy)
     if given.option == "--max-logprobs" and not _is_up_to(given.value, MAX_LOGPROBS):
         why = "lets each client use memory that the plan does not count"
-        return _refusal_error(shown, why, f"Set a number from 0 to {MAX_LOGPROBS}")
+        return _refusal_error(option_text, why, f"Set a number from 0 to {MAX_LOGPROBS}")
     return None
 
 
-def _is_up_to(value: str | None, most: int) -> bool:
-    return value is not None and value.isascii() and value.isdecimal() and int(value[:9]) <= most
+def _is_up_to(value: str | None, limit: int) -> bool:
+    """Reports whether a text is a number from 0 to `limit`."""
+    return value is not None and value.isascii() and value.isdecimal() and int(value[:9]) <= limit
 
 
 def _remote_code_error(given: GivenOption) -> PlanError:
@@ -277,14 +281,15 @@ def _refusal_error(given: str, why: str, remedy: str, *, reason: str = _UNLISTED
     return PlanError(f"engine.args: {given!r} is refused: it {why}. {remedy}", reason=reason)
 
 
-def _read_json(text: str | None) -> Any:
+def _parse_json(text: str | None) -> Any:
+    """Parses a JSON value; returns None if the text is not JSON."""
     try:
-        return json.loads(text or "", object_pairs_hook=_Pairs)
+        return json.loads(text or "", object_pairs_hook=_RepeatedKeys)
     except (ValueError, RecursionError):
         return None
 
 
-class _Pairs(dict[str, Any]):
+class _RepeatedKeys(dict[str, Any]):
     """A JSON object that keeps all values of a repeated key."""
 
     def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
@@ -292,12 +297,12 @@ class _Pairs(dict[str, Any]):
         self.pairs = pairs
 
 
-def _keys(value: Any) -> Iterator[str]:
+def _all_keys(value: Any) -> Iterator[str]:
     """Yields all keys inside a JSON value, at any depth."""
-    if isinstance(value, _Pairs):
+    if isinstance(value, _RepeatedKeys):
         for key, inner in value.pairs:
             yield key
-            yield from _keys(inner)
+            yield from _all_keys(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _keys(inner)
+            yield from _all_keys(inner)

@@ -113,7 +113,7 @@ REASON: Final = "EnvironmentNotAllowed"
 
 
 def find_unlisted_env(env: Sequence[EnvVar], more: Sequence[str]) -> Iterator[PlanError]:
-    """Finds variables that are neither listed here nor by the installation.
+    """Yields an error for each variable that neither this module nor the installation lists.
 
     Args:
         env: variables of a spec.
@@ -121,7 +121,7 @@ def find_unlisted_env(env: Sequence[EnvVar], more: Sequence[str]) -> Iterator[Pl
     """
     for variable in env:
         name = variable.name
-        if name not in ALLOWED_ENV and not any(_covers(entry, name) for entry in more):
+        if name not in ALLOWED_ENV and not any(_matches(entry, name) for entry in more):
             yield PlanError(
                 f"engine.env: {name} is not an allowed variable (such variables can load code, take devices "
                 "or open ports). Remove it, set it in an image of your own (engine.image), or add it to the "
@@ -130,5 +130,5 @@ def find_unlisted_env(env: Sequence[EnvVar], more: Sequence[str]) -> Iterator[Pl
             )
 
 
-def _covers(entry: str, name: str) -> bool:
+def _matches(entry: str, name: str) -> bool:
     return name.startswith(entry[:-1]) if entry.endswith("*") else name == entry

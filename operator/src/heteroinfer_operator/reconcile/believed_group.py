@@ -13,13 +13,13 @@ from heteroinfer_operator.api import GroupStatus, RankEntry
 from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.reconcile import transitions
-from heteroinfer_operator.reconcile.one_group.made import Made
+from heteroinfer_operator.reconcile.one_group.made import EpochOrigin
 from heteroinfer_operator.reconcile.reading import epoch_of, index_of
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BelievedGroup:
+class CheckedGroup:
     """A group's status and pods after the check.
 
     Attributes:
@@ -33,31 +33,35 @@ class BelievedGroup:
     strangers: tuple[PodView, ...] = ()
 
 
-def believe(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> BelievedGroup:
-    """Checks a group's status against its pods."""
+def check_against_pods(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> CheckedGroup:
+    """Returns a group's status and pods without the values that cannot be true."""
     by_epoch: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         by_epoch[epoch_of(pod)].append(pod)
-    living = _find_living(context, status, by_epoch)
-    if not _is_believed(context, status, by_epoch) or (living is not None and status.epoch > living):
+    running_epoch = _find_running_epoch(context, status, by_epoch)
+    if not _status_epoch_is_possible(context, status, by_epoch) or (
+        running_epoch is not None and status.epoch > running_epoch
+    ):
         status = transitions.without_epoch(status)
-    newest = max([status.epoch, *(epoch for epoch in by_epoch if _can_be(context, status, epoch))])
-    epoch = newest if living is None else living
+    newest = max(
+        [status.epoch, *(epoch for epoch in by_epoch if _pod_epoch_is_possible(context, status, epoch))]
+    )
+    epoch = newest if running_epoch is None else running_epoch
     current = by_epoch.get(epoch, ())
-    made = Made.of(context, status, current)
+    origin = EpochOrigin.from_pods(context, status, current)
     own = {pod.uid for found in by_epoch for pod in by_epoch[found] if found < epoch}
-    own |= {pod.uid for pod in current if made.has(index_of(pod))}
-    return BelievedGroup(
-        status=_with_members_of(context, status, epoch, made),
+    own |= {pod.uid for pod in current if origin.can_have_pod(index_of(pod))}
+    return CheckedGroup(
+        status=_without_impossible_members(context, status, epoch, origin),
         pods=tuple(pod for pod in pods if pod.uid in own),
         strangers=tuple(pod for pod in pods if pod.uid not in own),
     )
 
 
-def _find_living(
+def _find_running_epoch(
     context: Context, status: GroupStatus, by_epoch: Mapping[int, Sequence[PodView]]
 ) -> int | None:
-    """Finds the epoch whose pods all exist, with none ended, or None.
+    """Returns the epoch whose pods all exist, with none ended, or None.
 
     The operator writes the status before it deletes the pods of an ended epoch. If it dies in between, a pod
     of that epoch has ended or is missing, or the operator decides the end again. An epoch with a recorded end
@@ -67,33 +71,44 @@ def _find_living(
     recorded = {failure.epoch for failure in status.failures}
     found: list[tuple[bool, bool, int]] = []
     for epoch, pods in by_epoch.items():
-        made = Made.of(context, status, pods)
-        own = [pod for pod in pods if made.has(index_of(pod))]
-        serves = made.is_known and all(pod.ready for pod in own)
-        is_whole = bool(own) and not made.missing(own) and not any(pod.ended for pod in own)
+        origin = EpochOrigin.from_pods(context, status, pods)
+        own = [pod for pod in pods if origin.can_have_pod(index_of(pod))]
+        serves = origin.knows_pod_count and all(pod.ready for pod in own)
+        is_whole = bool(own) and not origin.missing_indices(own) and not any(pod.ended for pod in own)
         if is_whole and (serves or epoch not in recorded):
             found.append((serves, epoch == status.epoch, epoch))
     return max(found)[2] if found else None
 
 
-def _is_believed(context: Context, status: GroupStatus, by_epoch: Mapping[int, Sequence[PodView]]) -> bool:
-    """Checks whether the operator can have written the status's epoch, or has created pods of that epoch."""
+def _status_epoch_is_possible(
+    context: Context, status: GroupStatus, by_epoch: Mapping[int, Sequence[PodView]]
+) -> bool:
+    """Reports whether the operator can have written the epoch in this status.
+
+    It can have written the epoch if the number is not too large, or if pods of that epoch exist.
+    """
     return status.epoch <= context.largest_epoch or not by_epoch.keys().isdisjoint(
         {status.epoch, status.epoch - 1}
     )
 
 
-def _can_be(context: Context, status: GroupStatus, epoch: int) -> bool:
-    """Checks whether the operator can have created a pod of this epoch."""
+def _pod_epoch_is_possible(context: Context, status: GroupStatus, epoch: int) -> bool:
+    """Reports whether the operator can have created a pod of this epoch."""
     return epoch <= context.largest_epoch or epoch in {status.epoch, status.epoch - 1}
 
 
-def _with_members_of(context: Context, status: GroupStatus, epoch: int, made: Made) -> GroupStatus:
+def _without_impossible_members(
+    context: Context, status: GroupStatus, epoch: int, origin: EpochOrigin
+) -> GroupStatus:
     """Removes the entries of pods that the epoch cannot have."""
 
-    def can_be(entry: RankEntry) -> bool:
-        place = identity.find_place(context.owner, entry.pod)
-        return place is not None and place[:2] == (status.index, epoch) and made.has(place[2])
+    def is_possible(entry: RankEntry) -> bool:
+        parsed_name = identity.find_place(context.owner, entry.pod)
+        return (
+            parsed_name is not None
+            and parsed_name[:2] == (status.index, epoch)
+            and origin.can_have_pod(parsed_name[2])
+        )
 
-    members = tuple(entry for entry in status.members if can_be(entry))
+    members = tuple(entry for entry in status.members if is_possible(entry))
     return status if len(members) == len(status.members) else transitions.with_members(status, members)

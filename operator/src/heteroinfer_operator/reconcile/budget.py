@@ -36,10 +36,10 @@ _IN_A_ROW: Final = timedelta(minutes=1)
 _LONGEST_WAIT: Final = timedelta(seconds=30)
 """Longest wait between two writes of the same status while another writer changes it each time."""
 _POD: Final = "Pod"
-_WORDS: Final = 400
+_MAX_FAILURE_CHARACTERS: Final = 400
 
 
-def max_pods(wanted: int) -> int:
+def max_pods_per_minute(wanted: int) -> int:
     """Number of pods that a resource with `wanted` wanted pods may create within a minute."""
     return 2 * wanted + 10
 
@@ -47,41 +47,42 @@ def max_pods(wanted: int) -> int:
 def wanted_pods(resource: ResourceView) -> int:
     """Number of worker pods that a resource asks for; at least 1."""
     roles = resource.spec.get("roles")
-    each = [_count(role.get("pods"), 1) for role in roles or () if isinstance(role, Mapping)]
+    pods_of_roles = [_integer_or(role.get("pods"), 1) for role in roles or () if isinstance(role, Mapping)]
     groups = parse_life(resource.spec).replicas
     if groups is None:  # the field is not readable: count the existing groups
-        kept = resource.status.get("groups")
-        groups = len(kept) if isinstance(kept, list | tuple) else 1
-    return max(groups, 1) * max(sum(each), 1)
+        stored_groups = resource.status.get("groups")
+        groups = len(stored_groups) if isinstance(stored_groups, list | tuple) else 1
+    return max(groups, 1) * max(sum(pods_of_roles), 1)
 
 
-def _count(value: Any, default: int) -> int:
+def _integer_or(value: Any, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
 @dataclass(slots=True)
 class Window:
-    """The times of the actions within the last `within`."""
+    """The times of an action's recent runs, within a sliding time window of length `within`."""
 
     within: timedelta
     _moments: list[datetime] = field(default_factory=list)
 
     def wait(self, count: int, most: int, now: datetime) -> timedelta:
-        """Time that `count` more actions must wait so that the window holds at most `most`.
+        """Returns the time that `count` more actions must wait.
 
-        More than `most` actions at once wait until the window is empty; otherwise they would never run.
+        The wait ends when the window has space: it has at most `most` actions. If `count` alone is larger
+        than `most`, the actions wait until the window is empty; otherwise they would never run.
         """
         # A clock that was set back must not prolong the wait.
-        kept = [min(moment, now) for moment in self._moments if now - moment < self.within]
-        self._moments = kept
-        over = min(len(kept) + count - most, len(kept))
-        return kept[over - 1] + self.within - now if over > 0 else timedelta()
+        recent = [min(moment, now) for moment in self._moments if now - moment < self.within]
+        self._moments = recent
+        excess = min(len(recent) + count - most, len(recent))
+        return recent[excess - 1] + self.within - now if excess > 0 else timedelta()
 
     def add(self, now: datetime) -> None:
-        """Records an action now."""
+        """Records that an action runs now."""
         self._moments.append(now)
 
-    def take_back(self) -> None:
+    def remove_newest(self) -> None:
         """Removes the newest action because it did not happen."""
         if self._moments:
             self._moments.pop()
@@ -104,28 +105,32 @@ class Budget:
     _is_stored: bool = False
     """Whether the last sent status was stored, so that another writer can have changed it."""
 
-    def note_status(self, found: Manifest, sent: Manifest, now: datetime) -> None:
-        """Records that a status write is sent; a write without an answer may have been stored.
+    def record_sent_status(self, found: Manifest, sent: Manifest, now: datetime) -> None:
+        """Records a status that is sent now, and whether another writer changed the status before it.
 
-        `found` is the status that the decision was based on.
+        The API server may have stored a status even if its write got no answer.
+
+        Args:
+            found: status in the resource on which the decision is based.
+            sent: status that is sent now.
         """
-        in_a_row = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
+        is_consecutive = bool(self._sent) and abs(now - self._sent[-1][0]) < _IN_A_ROW
         is_ours = _digest(found) in {digest for _, digest in self._sent}
-        if is_ours or not in_a_row:
+        if is_ours or not is_consecutive:
             self.undone = 0
         elif self._is_stored:
             self.undone += 1
         self._is_stored = False
         self._sent = [*self._sent[1 - _SENT_KEPT :], (now, _digest(sent))]
 
-    def note_stored(self) -> None:
+    def record_stored_status(self) -> None:
         """Records that the API server has stored a sent status."""
         self._is_stored = True
 
     def status_wait(self, status: Manifest, now: datetime) -> timedelta:
-        """Time that a status write must wait.
+        """Returns the time that the write of this status must wait.
 
-        While another writer undoes each write, repeating the last status waits longer each time.
+        While another writer undoes each write, the wait before the same status doubles each time.
         """
         wait = self.status_writes.wait(1, STATUS_WRITES, now)
         if self.undone < UNDONE_BY_OTHERS:
@@ -164,39 +169,43 @@ class Spending:
         budget, now = self.budget, self.now
         match action:
             case CreateObject() if creates_pod(action):
-                return self._count("pods", budget.pods, self._wait_of_pods(action.scopes))
+                return self._count_or_report("pods", budget.pods, self._wait_for_pods(action.scopes))
             case PatchStatus(status=status):
                 wait = budget.status_wait(status, now)
                 if not wait:
-                    budget.note_status(self.resource.status, status, now)
-                return self._count("status writes", budget.status_writes, wait)
+                    budget.record_sent_status(self.resource.status, status, now)
+                return self._count_or_report("status writes", budget.status_writes, wait)
         return 0.0
 
-    def _wait_of_pods(self, scopes: frozenset[str]) -> timedelta:
-        """Time that the pods of a group must wait; once one pod may be created, all may."""
+    def _wait_for_pods(self, scopes: frozenset[str]) -> timedelta:
+        """Returns the time that the pods of a group must wait.
+
+        Once the budget grants one pod of a group, it grants all of them.
+        """
         if scopes in self._granted:
             self._reserved = max(self._reserved - 1, 0)
             return timedelta()
-        most, count = max_pods(wanted_pods(self.resource)), max(self._pods[scopes], 1)
+        most, count = max_pods_per_minute(wanted_pods(self.resource)), max(self._pods[scopes], 1)
         wait = self.budget.pods.wait(count + self._reserved, most, self.now)
         if not wait:
             self._granted.add(scopes)
             self._reserved += count - 1
         return wait
 
-    def _count(self, kind: str, window: Window, wait: timedelta) -> float:
+    def _count_or_report(self, kind: str, window: Window, wait: timedelta) -> float:
+        """Counts an action in its window, or reports that the action waits. Returns `wait` in seconds."""
         if wait:
             self.budget.report(kind)
         else:
             window.add(self.now)
         return wait.total_seconds()
 
-    def give_back(self, action: Action) -> None:
-        """Removes a pod from the count because it was not created."""
+    def uncount(self, action: Action) -> None:
+        """Removes an action from the counts because its pod was not created."""
         if creates_pod(action):
-            self.budget.pods.take_back()
+            self.budget.pods.remove_newest()
 
-    def end(self) -> None:
+    def release_inputs(self) -> None:
         """Frees the objects that only `spend` reads, because each resource keeps its last Spending."""
         self.resource, self.actions = self.resource.without_fields(), ()
 
@@ -205,51 +214,59 @@ class Spending:
         wanted = wanted_pods(self.resource)
         return (
             "the next pods wait: the operator creates at most "
-            f"{max_pods(wanted)} pods a minute for this resource (2 x {wanted} wanted + 10)"
-            f"{self._last_failure(scopes)}"
+            f"{max_pods_per_minute(wanted)} pods a minute for this resource (2 x {wanted} wanted + 10)"
+            f"{self._describe_last_failure(scopes)}"
         )
 
-    def _last_failure(self, scopes: frozenset[str]) -> str:
+    def _describe_last_failure(self, scopes: frozenset[str]) -> str:
+        """Returns a sentence about the last failure of the groups with these scopes, or ""."""
         groups = [group for group in self.resource.status.get("groups") or () if isinstance(group, Mapping)]
         ours = [group for group in groups if group_scope(group.get("index", -1)) in scopes]
         failures = [failure for group in ours for failure in group.get("failures") or ()]
         if not failures or not isinstance(failures[-1], Mapping):
             return ""
         last = failures[-1]
-        words = f"{last.get('reason', '')}: {last.get('message', '')}"[:_WORDS]
+        words = f"{last.get('reason', '')}: {last.get('message', '')}"[:_MAX_FAILURE_CHARACTERS]
         return f". Fix the cause of the last failure: {words}"
 
-    def find_other_writer(self) -> str:
-        """Describes another operator that writes the status, or ""."""
+    def describe_other_writer(self) -> str:
+        """Describes another operator that writes the status; returns "" if there is none."""
         if self.budget.undone < UNDONE_BY_OTHERS:
             return ""
         others = ", ".join(sorted(self.resource.status_managers - {names.MANAGER}))
-        who = f"field manager {others}" if others else f"field manager {names.MANAGER}, the same as this one"
+        manager = (
+            f"field manager {others}" if others else f"field manager {names.MANAGER}, the same as this one"
+        )
         return (
-            f"another operator ({who}) writes the status of this resource. "
+            f"another operator ({manager}) writes the status of this resource. "
             "Uninstall one of the two or separate their namespaces"
         )
 
 
 def creates_pod(action: Action) -> bool:
-    """Returns whether an action creates a pod."""
+    """Reports whether an action creates a pod."""
     return isinstance(action, CreateObject) and action.manifest["kind"] == _POD
 
 
 def _digest(status: Manifest) -> bytes:
-    """Hashes a status without the transition times of its conditions."""
+    """Returns a hash of a status that ignores the transition times of its conditions."""
     conditions = status.get("conditions")
     if isinstance(conditions, list | tuple):
-        found = [each for each in conditions if isinstance(each, Mapping)]
-        kept = [{key: value for key, value in each.items() if key != "lastTransitionTime"} for each in found]
-        status = {**status, "conditions": kept}
-    return hashlib.sha256(json.dumps(_whole_numbers_as_integers(status), sort_keys=True).encode()).digest()
+        conditions_found = [each for each in conditions if isinstance(each, Mapping)]
+        without_times = [
+            {key: value for key, value in each.items() if key != "lastTransitionTime"}
+            for each in conditions_found
+        ]
+        status = {**status, "conditions": without_times}
+    return hashlib.sha256(
+        json.dumps(_with_whole_floats_as_integers(status), sort_keys=True).encode()
+    ).digest()
 
 
-def _whole_numbers_as_integers(value: Any) -> Any:
-    """Converts whole numbers to integers: the API server stores 2.0 as 2."""
+def _with_whole_floats_as_integers(value: Any) -> Any:
+    """Returns a JSON value with integers in place of whole floats: the API server stores 2.0 as 2."""
     if isinstance(value, Mapping):
-        return {key: _whole_numbers_as_integers(each) for key, each in value.items()}
+        return {key: _with_whole_floats_as_integers(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_whole_numbers_as_integers(each) for each in value]
+        return [_with_whole_floats_as_integers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

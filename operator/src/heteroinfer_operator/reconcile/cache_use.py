@@ -22,118 +22,122 @@ _COMMIT_OF_CLAIM: Final = re.compile(r"pvc://[^/]+/[^/]+/([0-9a-f]{40,64})/?")
 
 
 def claim_to_clean(resource: ResourceView) -> str:
-    """Name of the claim from which a fetch that begins now may remove commits, or "".
+    """Returns the claim from which a fetch that begins now may remove commits, or "".
 
     The check is cheap because each reconcile runs it.
     """
-    uri = _value_at(resource.spec, "model", "uri")
-    settled = _value_at(resource.status, "model", "phase") == ModelPhase.READY.value
+    uri = _read_path(resource.spec, "model", "uri")
+    is_ready = _read_path(resource.status, "model", "phase") == ModelPhase.READY.value
     is_current = resource.status.get("observedGeneration") == resource.generation
-    if not (isinstance(uri, str) and uri.startswith(HUB_SCHEME)) or (settled and is_current):
+    if not (isinstance(uri, str) and uri.startswith(HUB_SCHEME)) or (is_ready and is_current):
         return ""
     try:
         spec = parse_stored_spec(resource.spec)
     except SpecError:
         return ""
-    return "" if _commits_to_keep(spec) is None else _claim(resource, spec)
+    return "" if _num_kept_commits(spec) is None else _cache_claim(resource, spec)
 
 
 def find_cleanup(
     spec: HeteroInferenceSpec, observation: ResourceObservation, now: datetime
 ) -> CacheCleanup | None:
-    """Finds the commits that a fetch must keep in its cache; None if the commits in use are unknown."""
-    keep = _commits_to_keep(spec)
-    if keep is None or observation.neighbours is None:
+    """Returns the commits that a fetch must keep in its cache, or None if they are unknown."""
+    num_kept = _num_kept_commits(spec)
+    if num_kept is None or observation.neighbours is None:
         return None
-    claim = _claim(observation.resource, spec)
-    if any(_may_need_another_commit(each.resource, spec.model.uri, claim) for each in observation.neighbours):
+    claim = _cache_claim(observation.resource, spec)
+    if any(_may_use_unnamed_commit(each.resource, spec.model.uri, claim) for each in observation.neighbours):
         return None
     try:
-        in_use = _commits_in_use(observation.resource, observation.objects, claim)
+        in_use = _find_commits(observation.resource, observation.objects, claim)
         for each in observation.neighbours:
-            in_use |= _commits_in_use(each.resource, each.objects, claim)
+            in_use |= _find_commits(each.resource, each.objects, claim)
     except (_UnknownUseError, ValueError, RecursionError):
         return None
-    return CacheCleanup(keep=keep, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
+    return CacheCleanup(keep=num_kept, in_use=tuple(sorted(in_use)), listed_s=now.timestamp())
 
 
 class _UnknownUseError(Exception):
     """A resource may use any commit of the claim."""
 
 
-def _claim(resource: ResourceView, spec: HeteroInferenceSpec) -> str:
-    """Name of the claim with a model's cache, or "" without a cache."""
+def _cache_claim(resource: ResourceView, spec: HeteroInferenceSpec) -> str:
+    """Returns the name of the claim with a model's cache, or "" without a cache."""
     cache = spec.model.cache
     if cache is None:
         return ""
     return cache.claim_name or identity.model_claim(Owner(key=resource.key, uid=resource.uid), cache)
 
 
-def _commits_to_keep(spec: HeteroInferenceSpec) -> int | None:
-    """Number of commits that stay, or None if a fetch may not remove commits."""
+def _num_kept_commits(spec: HeteroInferenceSpec) -> int | None:
+    """Returns the number of commits that stay, or None if a fetch may not remove commits."""
     cache = spec.model.cache
     if cache is None or not identity.is_hub_model(spec):
         return None
     return cache.keep or (DEFAULT_KEEP if cache.size is not None else None)
 
 
-def _commits_in_use(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
-    """Collects the commits that a resource, its plans and its revisions name.
+def _find_commits(resource: ResourceView, objects: Sequence[Manifest], claim: str) -> set[str]:
+    """Returns the commits that a resource, its plans and its revisions name.
 
     Raises:
         _UnknownUseError: the resource may use any commit of the claim.
         ValueError, RecursionError: a plan or a revision cannot be read.
     """
-    found = {_value_at(resource.status, "model", "commit"), *_commits_in_spec(resource.spec, claim)}
+    values = {_read_path(resource.status, "model", "commit"), *_commits_in_spec(resource.spec, claim)}
     for stored in objects:
         data = stored.get("data") or {} if stored["kind"] == "ConfigMap" else {}
         if text := data.get(REVISION_KEY):
             record = json.loads(text)
-            found.add(_value_at(record, "commit"))
-            found |= _commits_in_spec(record.get("spec") if isinstance(record, Mapping) else None, claim)
+            values.add(_read_path(record, "commit"))
+            values |= _commits_in_spec(record.get("spec") if isinstance(record, Mapping) else None, claim)
         if text := data.get(names.PLAN_KEY):
-            path = _value_at(json.loads(text), "engine", "model")
-            found |= set(path.split("/")) if isinstance(path, str) else set()
-    return {commit for commit in found if is_commit(commit)}
+            path = _read_path(json.loads(text), "engine", "model")
+            values |= set(path.split("/")) if isinstance(path, str) else set()
+    return {commit for commit in values if is_commit(commit)}
 
 
 def _commits_in_spec(spec: object, claim: str) -> set[Any]:
-    """Collects the commits that a stored spec names; raises _UnknownUseError."""
+    """Returns the commits that a stored spec names.
+
+    Raises:
+        _UnknownUseError: the spec may use any commit of the claim.
+    """
     if _mounts_claim(spec, claim):  # an argument of the engine may name any path in the volume
         raise _UnknownUseError
-    found: set[Any] = {_value_at(spec, "model", "revision")}
-    uri = _value_at(spec, "model", "uri")
+    commits: set[Any] = {_read_path(spec, "model", "revision")}
+    uri = _read_path(spec, "model", "uri")
     if isinstance(uri, str) and uri.startswith(f"{_CLAIM_SCHEME}{claim}/"):
         match = _COMMIT_OF_CLAIM.fullmatch(uri)
         if match is None:  # the path may be a link to any commit
             raise _UnknownUseError
-        found.add(match[1])
-    return found
+        commits.add(match[1])
+    return commits
 
 
 def _mounts_claim(spec: object, claim: str) -> bool:
-    """Checks whether a role's template mounts a claim."""
+    """Reports whether a role's template mounts the claim."""
     roles = spec.get("roles") if isinstance(spec, Mapping) else None
     for role in roles if isinstance(roles, list) else ():
         template = role.get("template") if isinstance(role, Mapping) else None
         volumes = template.get("volumes") if isinstance(template, Mapping) else None
         for volume in volumes if isinstance(volumes, list) else ():
-            if _value_at(volume, "persistentVolumeClaim", "claimName") == claim:
+            if _read_path(volume, "persistentVolumeClaim", "claimName") == claim:
                 return True
     return False
 
 
-def _may_need_another_commit(resource: ResourceView, uri: str, claim: str) -> bool:
-    """Returns whether a resource may use a commit of the model that its status does not contain yet."""
-    named = _value_at(resource.spec, "model", "cache", "claimName")
-    is_cached_here = named == claim if named else identity.is_model_claim_of(resource.key, claim)
-    if not is_cached_here or _value_at(resource.spec, "model", "uri") != uri:
+def _may_use_unnamed_commit(resource: ResourceView, uri: str, claim: str) -> bool:
+    """Reports whether a resource may use a commit of the model that its status does not name yet."""
+    claim_name = _read_path(resource.spec, "model", "cache", "claimName")
+    is_cached_here = claim_name == claim if claim_name else identity.is_model_claim_of(resource.key, claim)
+    if not is_cached_here or _read_path(resource.spec, "model", "uri") != uri:
         return False
     is_current = resource.status.get("observedGeneration") == resource.generation
-    return not (is_current and is_commit(_value_at(resource.status, "model", "commit")))
+    return not (is_current and is_commit(_read_path(resource.status, "model", "commit")))
 
 
-def _value_at(value: object, *path: str) -> Any:
+def _read_path(value: object, *path: str) -> Any:
     """Reads the text or number at a path of stored JSON, or None."""
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None

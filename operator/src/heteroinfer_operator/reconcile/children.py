@@ -32,7 +32,7 @@ from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, MODEL_SCOPE, gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A wanted child.
+    """A wanted child: an object that the operator creates for a resource.
 
     Attributes:
         last: whether the operator writes the child after the pods.
@@ -68,49 +68,49 @@ class Children:
 def find_children(
     context: Context, decisions: Sequence[GroupDecision], by_group: Mapping[int, Sequence[PodView]]
 ) -> Children:
-    """Builds the children that these decisions need.
+    """Returns the children that these decisions need, and the existing children that must stay.
 
     `decisions` cover all groups, including groups that are no longer wanted.
     """
     owner = context.owner
     in_use: dict[str, set[str]] = {}
     wanted: list[Child] = []
-    kept: set[str] = set()
+    kept_names: set[str] = set()
     kept_groups: set[str] = set()
     for decision in decisions:
         index = decision.status.index
         pods = by_group.get(index, ())
         if index >= context.replicas and not pods:
             continue
-        revision = _revision_of(context, decision, pods)
+        revision = _find_revision(context, decision, pods)
         for name in {revision.name if revision else None, decision.status.revision} - {None}:
             in_use.setdefault(str(name), set()).add(group_scope(index))
         if revision is None:
             kept_groups.add(str(index))
         else:
-            wanted += _children_of_group(context, decision, revision)
+            wanted += _build_group_children(context, decision, revision)
         if decision.gang_object is not None:
             wanted.append(Child(manifest=decision.gang_object, scopes=frozenset({group_scope(index)})))
         if decision.runs:  # keep it by name: a cluster may list one object under several API versions
-            kept.add(gang_name(context.epoch_ref(decision.status)))
-    wanted += _shared_budget(context, decisions, by_group)
-    wanted += _plan_children(owner, decisions)
+            kept_names.add(gang_name(context.epoch_ref(decision.status)))
+    wanted += _build_shared_budget(context, decisions, by_group)
+    wanted += _build_plan_config_maps(owner, decisions)
     target = context.revisions.get(context.target.name or "")
     if target is not None and target.chosen is not None:  # the mode outlives the groups
         in_use.setdefault(target.name, set())
-    kept |= {identity.revision_record(owner, name) for name in in_use}
-    wanted += _record_children(context, in_use)
+    kept_names |= {identity.revision_record(owner, name) for name in in_use}
+    wanted += _build_record_children(context, in_use)
     ports = [revision.spec.engine.port for name in in_use if (revision := context.revisions.get(name))]
-    wanted += _children_of_resource(context, sorted(in_use), ports)
+    wanted += _build_resource_children(context, sorted(in_use), ports)
     kept_kinds: set[str] = set() if context.isolation is not None else {POLICY_KIND}
     if context.target.refusal is not None:  # a pod may still fetch the model of the previous spec
-        kept.add(identity.client_service(owner))
+        kept_names.add(identity.client_service(owner))
         kept_kinds |= {CLAIM, POLICY_KIND}
     plans = (identity.plan_config_map(owner, name) for name in context.plans)
     records = (identity.revision_record(owner, name) for name in context.recorded)
     return Children(
         wanted=tuple(wanted),
-        kept=frozenset(kept),
+        kept=frozenset(kept_names),
         kept_groups=frozenset(kept_groups),
         kept_kinds=frozenset(kept_kinds),
         readable=frozenset({*plans, *records}),
@@ -119,35 +119,39 @@ def find_children(
     )
 
 
-def _revision_of(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
-    """Revision of a group's pods, or of its next pods; None if unknown."""
+def _find_revision(context: Context, decision: GroupDecision, pods: Sequence[PodView]) -> Revision | None:
+    """Returns the revision of a group's pods, or of its next pods; None if unknown."""
     wanted = context.target.name if context.target.refusal is None else None
     name = revision_of(context, decision.status, pods) or wanted
     return context.revisions.get(name or "")
 
 
-def _children_of_group(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
+def _build_group_children(context: Context, decision: GroupDecision, revision: Revision) -> list[Child]:
+    """Builds the Service, policies and disruption budget of a group.
+
+    Groups of a resource with several groups share a budget instead.
+    """
     index = decision.status.index
     group = GroupRef(owner=context.owner, index=index)
     scopes = frozenset({group_scope(index)})
     spec = revision.spec_of_pods(context.options.pod_resources)
-    found = [
+    children = [
         Child(manifest=build_group_service(group), scopes=scopes),
         Child(manifest=build_network_policy(spec, group), scopes=scopes),
     ]
     if context.isolation is not None:
         policies = build_group_egress(spec, group, context.isolation)
-        found += [Child(manifest=policy, scopes=scopes) for policy in policies]
+        children += [Child(manifest=policy, scopes=scopes) for policy in policies]
     pods = sum(role.pods for role in spec.roles)
     if pods > 1 and index < context.replicas == 1:
-        stands_still = decision.status.stuck_pods or decision.unplaced
-        spares_start = decision.status.phase is not GroupPhase.SLEEPING and not stands_still
+        cannot_start = decision.status.stuck_pods or decision.unplaced
+        spares_start = decision.status.phase is not GroupPhase.SLEEPING and not cannot_start
         budget = build_disruption_budget(group, pods=pods, spares_start=spares_start)
-        found.append(Child(manifest=budget, last=True))
-    return found
+        children.append(Child(manifest=budget, last=True))
+    return children
 
 
-def _shared_budget(
+def _build_shared_budget(
     context: Context, decisions: Sequence[GroupDecision], by_group: Mapping[int, Sequence[PodView]]
 ) -> list[Child]:
     """Builds the disruption budget of several groups.
@@ -166,12 +170,12 @@ def _shared_budget(
         for decision in awake
         if decision.runs and (decision.creates or by_group.get(decision.status.index))
     ]
-    spared = (len(sizes) > 1 or len(awake) == 1) and not context.closing.wanted
-    manifest = build_shared_budget(context.owner, min_available=max(sum(sizes) - spared, 0))
+    evictable_pods = (len(sizes) > 1 or len(awake) == 1) and not context.eviction_block.wanted
+    manifest = build_shared_budget(context.owner, min_available=max(sum(sizes) - evictable_pods, 0))
     return [Child(manifest=manifest, last=True)]
 
 
-def _record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[Child]:
+def _build_record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[Child]:
     """Builds the records of revisions; a record is immutable, so it waits until the mode is known."""
     found = ((context.revisions.get(name), scopes) for name, scopes in sorted(in_use.items()))
     return [
@@ -181,7 +185,8 @@ def _record_children(context: Context, in_use: Mapping[str, set[str]]) -> list[C
     ]
 
 
-def _plan_children(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
+def _build_plan_config_maps(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Child]:
+    """Builds the ConfigMaps of the plans that groups use."""
     scopes: dict[str, set[str]] = {}
     plans = {}
     for decision in decisions:
@@ -195,22 +200,22 @@ def _plan_children(owner: Owner, decisions: Sequence[GroupDecision]) -> list[Chi
     ]
 
 
-def _children_of_resource(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
+def _build_resource_children(context: Context, in_use: Sequence[str], ports: Sequence[int]) -> list[Child]:
     """Builds the clients' Service, the claims of models, and the policies of a fetch pod."""
     spec = context.target.spec if context.target.refusal is None else None
-    found: list[Child] = []
+    children: list[Child] = []
     port = spec.engine.port if spec is not None else next(iter(ports), None)
     if port is not None:
         service = build_client_service(context.owner, (port, *ports))
-        found.append(Child(manifest=service, scopes=frozenset({CLIENTS_SCOPE})))
+        children.append(Child(manifest=service, scopes=frozenset({CLIENTS_SCOPE})))
     if spec is not None and context.fetches and context.isolation is not None:
         policies = build_fetch_policies(spec, context.owner, context.isolation, context.options.fetch_egress)
-        found += [Child(manifest=policy, scopes=frozenset({MODEL_SCOPE})) for policy in policies]
+        children += [Child(manifest=policy, scopes=frozenset({MODEL_SCOPE})) for policy in policies]
     specs = [spec] if spec is not None else []
     specs += [context.revisions[name].spec for name in in_use if name in context.revisions]
     claims = [build_model_claim(each, context.owner) for each in specs]
     by_name = {claim["metadata"]["name"]: claim for claim in claims if claim is not None}
-    return found + [Child(manifest=claim, scopes=frozenset({MODEL_SCOPE})) for claim in by_name.values()]
+    return children + [Child(manifest=claim, scopes=frozenset({MODEL_SCOPE})) for claim in by_name.values()]
 
 
 def decide_children(
@@ -227,47 +232,57 @@ def decide_children(
     Returns:
         The actions before the creation of pods, and the actions after it (budgets and deletes).
     """
-    by_name = {_name(manifest): manifest for manifest in stored}
-    new = {_name(child.manifest) for child in children.wanted} - by_name.keys()
-    before: list[Action] = []
-    after: list[Action] = []
+    by_name = {_kind_and_name(manifest): manifest for manifest in stored}
+    missing = {_kind_and_name(child.manifest) for child in children.wanted} - by_name.keys()
+    before_pods: list[Action] = []
+    after_pods: list[Action] = []
     for child in children.wanted:
-        old = by_name.pop(_name(child.manifest), None)
-        if old is not None and _is_damaged(old, children.readable):
-            before += [_delete(old)] if "deletionTimestamp" not in old["metadata"] else []
-            old = None
-        action = _write(child, old, children.signer)
+        stored_object = by_name.pop(_kind_and_name(child.manifest), None)
+        if stored_object is not None and _is_damaged(stored_object, children.readable):
+            before_pods += (
+                [_build_delete(stored_object)] if "deletionTimestamp" not in stored_object["metadata"] else []
+            )
+            stored_object = None
+        action = _build_write(child, stored_object, children.signer)
         if action is None:
             continue
         if not child.last:
-            before.append(action)
+            before_pods.append(action)
         elif has_pods:
-            after.append(action)
+            after_pods.append(action)
     lacks_policy = any(
-        isinstance(each, ApplyObject) and each.manifest["kind"] == POLICY_KIND and _name(each.manifest) in new
-        for each in before
+        isinstance(each, ApplyObject)
+        and each.manifest["kind"] == POLICY_KIND
+        and _kind_and_name(each.manifest) in missing
+        for each in before_pods
     )
-    after += [
-        _delete(manifest)
+    after_pods += [
+        _build_delete(manifest)
         for manifest in by_name.values()
         if _is_forged(manifest, children.forged)
         or (
-            _is_unneeded(manifest, used_plans)
-            and not _is_kept(manifest, children)
+            _is_unused(manifest, used_plans)
+            and not _must_stay(manifest, children)
             and not (lacks_policy and manifest["kind"] == POLICY_KIND)
         )
     ]
-    return before, after
+    return before_pods, after_pods
 
 
-def _is_kept(manifest: Manifest, children: Children) -> bool:
+def _must_stay(manifest: Manifest, children: Children) -> bool:
+    """Reports whether an existing child stays although its content cannot be built now."""
     metadata = manifest["metadata"]
     labels = metadata["labels"]
-    of_kept_group = labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
-    return of_kept_group or metadata["name"] in children.kept or manifest["kind"] in children.kept_kinds
+    belongs_to_kept_group = (
+        labels.get(names.LABEL_GROUP) in children.kept_groups and names.LABEL_EPOCH not in labels
+    )
+    return (
+        belongs_to_kept_group or metadata["name"] in children.kept or manifest["kind"] in children.kept_kinds
+    )
 
 
-def _delete(manifest: Manifest) -> DeleteObject:
+def _build_delete(manifest: Manifest) -> DeleteObject:
+    """Returns the delete of a stored object."""
     metadata = manifest["metadata"]
     return DeleteObject(
         kind=manifest["kind"],
@@ -278,21 +293,22 @@ def _delete(manifest: Manifest) -> DeleteObject:
 
 
 def _is_damaged(stored: Manifest, readable: Collection[str]) -> bool:
-    """Checks whether a wanted plan or revision is unreadable; immutable, it must be created again."""
+    """Reports whether the stored plan or revision is unreadable: it must be created again."""
     return stored["kind"] == "ConfigMap" and stored["metadata"]["name"] not in readable
 
 
 def _is_forged(stored: Manifest, forged: Collection[str]) -> bool:
-    """Checks whether another user wrote an object with the name of ours, and it is not being deleted yet."""
+    """Reports whether another user wrote an object with the name of ours; False once it is being deleted."""
     metadata = stored["metadata"]
     return (
         stored["kind"] == "ConfigMap" and metadata["name"] in forged and "deletionTimestamp" not in metadata
     )
 
 
-def _write(child: Child, old: Manifest | None, signer: Signer) -> Action | None:
+def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -> Action | None:
+    """Returns the action that creates or corrects a child, or None if the stored object is correct."""
     manifest = child.manifest
-    if old is None:
+    if stored_object is None:
         manifest = signer.sign(manifest) if manifest["kind"] == "ConfigMap" else manifest
         if manifest.get("immutable") or manifest["kind"] == CLAIM:
             return CreateObject(manifest=manifest, scopes=child.scopes)
@@ -300,16 +316,22 @@ def _write(child: Child, old: Manifest | None, signer: Signer) -> Action | None:
     if manifest["kind"] == CLAIM:
         return None
     if manifest.get("immutable"):
-        # The data of an immutable object cannot change. `read_records` and `kept_plans` have already checked
-        # it, so the operator may sign the stored data.
-        kept = signer.sign({**manifest, **{key: old[key] for key in ("data",) if key in old}})
-        drift = find_drift(old, kept).get("metadata")
-        return ApplyObject(manifest=kept, scopes=child.scopes) if drift else None
-    drift = find_drift(old, manifest)
-    return ApplyObject(manifest=as_made(old, manifest), scopes=child.scopes) if drift else None
+        # The data of an immutable object cannot change. `read_records` and `read_trusted_plans` have already
+        # checked it, so the operator may sign the stored data.
+        signed = signer.sign(
+            {**manifest, **{key: stored_object[key] for key in ("data",) if key in stored_object}}
+        )
+        drift = find_drift(stored_object, signed).get("metadata")
+        return ApplyObject(manifest=signed, scopes=child.scopes) if drift else None
+    drift = find_drift(stored_object, manifest)
+    return ApplyObject(manifest=as_made(stored_object, manifest), scopes=child.scopes) if drift else None
 
 
-def _is_unneeded(manifest: Manifest, used_plans: Collection[str]) -> bool:
+def _is_unused(manifest: Manifest, used_plans: Collection[str]) -> bool:
+    """Reports whether the operator made this object and no group uses it any more.
+
+    The answer is False for the ConfigMap of a used plan, and once the object is being deleted.
+    """
     metadata = manifest["metadata"]
     labels = metadata.get("labels", {})
     return (
@@ -319,5 +341,5 @@ def _is_unneeded(manifest: Manifest, used_plans: Collection[str]) -> bool:
     )
 
 
-def _name(manifest: Manifest) -> tuple[str, str]:
+def _kind_and_name(manifest: Manifest) -> tuple[str, str]:
     return f"{manifest['apiVersion']}/{manifest['kind']}", manifest["metadata"]["name"]

@@ -1,6 +1,6 @@
 """The conditions of a resource: the first check with an answer decides each condition. Pure.
 
-The docstring of each check describes the state of the resource in which the check has an answer.
+A check returns None if it does not decide its condition.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.errors import PlanReason, Shortage
 from heteroinfer_operator.reconcile.group_planner import UNSCHEDULABLE, WAITING_FOR_MODEL
-from heteroinfer_operator.reconcile.life import Life
+from heteroinfer_operator.reconcile.life import ConditionFacts
 from heteroinfer_operator.reconcile.lost_labels import REASON as LOST_LABEL
 from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import REASON as LEADER_SILENT
@@ -24,7 +24,7 @@ _RESTARTS_USED_UP: Final = "RestartsUsedUp"
 _ROLLING_OUT: Final = "RollingOut"
 _BETWEEN_EPOCHS: Final = "BetweenEpochs"
 ENDING: Final = "pods finish their running requests, then end"
-HELD: Final = "HeldByFinalizer"
+HELD_BY_FINALIZER: Final = "HeldByFinalizer"
 """Reason of Progressing if another controller's finalizer blocks a pod that is being deleted."""
 
 
@@ -36,87 +36,92 @@ class ConditionAnswer(NamedTuple):
     message: str = ""
 
 
-ConditionCheck = Callable[[Life], ConditionAnswer | None]
+ConditionCheck = Callable[[ConditionFacts], ConditionAnswer | None]
 
 
-def life_conditions(life: Life) -> tuple[Condition, ...]:
-    """Returns the conditions Available, Ready, Stalled, Progressing, Degraded and Failed."""
-    return tuple(life.make(kind, *_answer(checks, life)) for kind, checks in CHECKS.items())
+def build_life_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
+    """Builds the conditions Available, Ready, Stalled, Progressing, Degraded and Failed."""
+    return tuple(facts.build(kind, *_answer(checks, facts)) for kind, checks in CHECKS.items())
 
 
-def _answer(checks: Sequence[ConditionCheck], life: Life) -> ConditionAnswer:
-    return next(answer for check in checks if (answer := check(life)) is not None)
+def _answer(checks: Sequence[ConditionCheck], facts: ConditionFacts) -> ConditionAnswer:
+    return next(answer for check in checks if (answer := check(facts)) is not None)
 
 
 # Available
 
 
-def at_rest(life: Life) -> ConditionAnswer | None:
-    """Answer for a resource that is suspended or scaled to zero; otherwise None."""
-    return ConditionAnswer(False, life.at_rest) if life.at_rest else None
+def no_group_wanted(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False if the resource is suspended or scaled to zero; otherwise returns None."""
+    return ConditionAnswer(False, facts.why_no_group) if facts.why_no_group else None
 
 
-def clients_cut_off(life: Life) -> ConditionAnswer | None:
-    """Answer if groups serve but clients cannot reach any group; otherwise None."""
-    if not life.serving or life.unreachable is None:
+def no_client_reaches_groups(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False if groups serve but clients cannot reach any of them; otherwise returns None."""
+    if not facts.serving or facts.unreachable is None:
         return None
-    return ConditionAnswer(False, life.unreachable.reason, life.unreachable.message)
+    return ConditionAnswer(False, facts.unreachable.reason, facts.unreachable.message)
 
 
-def serves(life: Life) -> ConditionAnswer | None:
-    """Answer if a group serves; otherwise None."""
-    return ConditionAnswer(True, "Serving", life.count) if life.serving else None
+def some_group_serves(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers True if a group serves; otherwise returns None."""
+    return ConditionAnswer(True, "Serving", facts.serving_count) if facts.serving else None
 
 
-def labels_lost(life: Life) -> ConditionAnswer | None:
-    """Answer if a group does not serve only because its pods have lost labels; otherwise None."""
-    return ConditionAnswer(False, LOST_LABEL, life.lost_labels) if life.lost_labels else None
+def serving_group_lost_labels(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False if pods of a group that would serve have lost labels; otherwise returns None."""
+    return (
+        ConditionAnswer(False, LOST_LABEL, facts.lost_labels_message) if facts.lost_labels_message else None
+    )
 
 
-def leader_silent(life: Life) -> ConditionAnswer | None:
-    """Answer if the operator cannot reach the leader of a group whose pods are ready; otherwise None."""
-    return ConditionAnswer(None, LEADER_SILENT, life.silent) if life.silent else None
+def leader_does_not_answer(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers Unknown if the operator cannot reach the leader of a Ready group; otherwise returns None."""
+    return ConditionAnswer(None, LEADER_SILENT, facts.silent_leader) if facts.silent_leader else None
 
 
-def down(life: Life) -> ConditionAnswer:
-    """Answer with the reason why the worst group does not serve."""
-    return ConditionAnswer(False, _down_reason(life.worst), life.words)
+def worst_group_down(facts: ConditionFacts) -> ConditionAnswer:
+    """Answers False with the reason and message of the group that needs attention most."""
+    return ConditionAnswer(False, _down_reason(facts.worst), facts.worst_message)
 
 
 # Ready
 
 
-def stopping_at_rest(life: Life) -> ConditionAnswer | None:
-    """Answer for a resource that is suspended or scaled to zero: it is ready once it has no pods."""
-    if not life.at_rest:
+def ready_if_no_pod_left(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers whether all pods are gone if no group is wanted; otherwise returns None."""
+    if not facts.why_no_group:
         return None
     return ConditionAnswer(
-        not life.draining, "Stopping" if life.draining else life.at_rest, _why_pods_remain(life)
+        not facts.draining, "Stopping" if facts.draining else facts.why_no_group, _why_pods_remain(facts)
     )
 
 
-def serves_spec(life: Life) -> ConditionAnswer | None:
-    """Answer if all wanted groups run this spec: True, or the reason why clients cannot reach them."""
-    if not life.serves_spec or life.lost_labels:
+def all_serve_spec(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers whether clients reach groups if all are ready with this spec; otherwise returns None."""
+    if not facts.serves_spec or facts.lost_labels_message:
         return None
-    if life.port_unreachable is not None:
-        return ConditionAnswer(False, life.port_unreachable.reason, life.port_unreachable.message)
-    return leader_silent(life) or ConditionAnswer(True, "Serving", life.count)
+    if facts.port_unreachable is not None:
+        return ConditionAnswer(False, facts.port_unreachable.reason, facts.port_unreachable.message)
+    return leader_does_not_answer(facts) or ConditionAnswer(True, "Serving", facts.serving_count)
 
 
-def stalled_while_none_failed(life: Life) -> ConditionAnswer | None:
-    """Answer if the user must act, except after the failure of a group; otherwise None."""
-    stalled = _stalled(life)
-    if stalled is None or life.worst.phase is GroupPhase.FAILED:
+def stalled_but_none_failed(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False if the user must act and no group has failed; otherwise returns None.
+
+    The failure of a group has its own message.
+    """
+    stalled = _find_stall(facts)
+    if stalled is None or facts.worst.phase is GroupPhase.FAILED:
         return None
     return ConditionAnswer(False, stalled.reason, stalled.message)
 
 
-def object_refused(life: Life) -> ConditionAnswer | None:
-    """Answer if a group waits because the API server refused an object that its pods need."""
-    if len(life.serving) >= life.wanted or life.worst.phase is not GroupPhase.PENDING:
+def object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False with the refusal if a group waits for a refused object; otherwise returns None."""
+    if len(facts.serving) >= facts.wanted or facts.worst.phase is not GroupPhase.PENDING:
         return None
-    refused = next((each for each in life.refusals if each.scopes - {CLIENTS_SCOPE}), None)
+    refused = next((each for each in facts.refusals if each.scopes - {CLIENTS_SCOPE}), None)
     return (
         ConditionAnswer(False, refused.reason, refused.message)
         if refused is not None and refused.blocks
@@ -124,156 +129,177 @@ def object_refused(life: Life) -> ConditionAnswer | None:
     )
 
 
-def group_down(life: Life) -> ConditionAnswer | None:
-    """Answer if a group does not serve; otherwise None."""
-    return down(life) if len(life.serving) < life.wanted else None
+def a_group_is_down(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False with the reason if a wanted group does not serve; otherwise returns None."""
+    return worst_group_down(facts) if len(facts.serving) < facts.wanted else None
 
 
-def rolling_out(life: Life) -> ConditionAnswer:
-    """Answer if all groups serve, but some have an older revision."""
+def rolling_out(facts: ConditionFacts) -> ConditionAnswer:
+    """Answers False, because all groups serve but some of them have an older revision."""
     return ConditionAnswer(
-        False, _ROLLING_OUT, life.rollout.message if life.rollout is not None else life.count
+        False, _ROLLING_OUT, facts.rollout.message if facts.rollout is not None else facts.serving_count
     )
 
 
 # Stalled
 
 
-def problem_at_rest(life: Life) -> ConditionAnswer | None:
-    """Answer for a resource that is suspended or scaled to zero; reports a spec that could not start."""
-    if not life.at_rest:
+def problem_without_groups(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers whether the spec could not start if no group is wanted; otherwise returns None.
+
+    No group is wanted while the resource is suspended or scaled to zero.
+    """
+    if not facts.why_no_group:
         return None
-    return (_stalled(life) if life.problem is not None else None) or ConditionAnswer(False, life.at_rest)
+    return (_find_stall(facts) if facts.problem is not None else None) or ConditionAnswer(
+        False, facts.why_no_group
+    )
 
 
-def group_failed(life: Life) -> ConditionAnswer | None:
-    """Answer if a group has used up its restarts; otherwise None."""
-    failed = next((group for group in life.groups if group.phase is GroupPhase.FAILED), None)
+def group_failed(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers True with its message if a group has used up its restarts; otherwise returns None."""
+    failed = next((group for group in facts.groups if group.phase is GroupPhase.FAILED), None)
     if failed is None:
         return None
     return ConditionAnswer(True, _RESTARTS_USED_UP, f"group {failed.index}: {failed.message}")
 
 
-def spec_cannot_start(life: Life) -> ConditionAnswer | None:
-    """Answer if no epoch of the spec can start and some groups do not run it yet; otherwise None."""
-    problem = life.problem
-    if problem is None or problem.reason == WAITING_FOR_MODEL or life.serves_spec:
+def spec_cannot_start(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers True if the spec could not start and not all groups serve it; otherwise returns None."""
+    problem = facts.problem
+    if problem is None or problem.reason == WAITING_FOR_MODEL or facts.serves_spec:
         return None
     return ConditionAnswer(True, problem.reason, problem.message)
 
 
-def labels_must_be_mended(life: Life) -> ConditionAnswer | None:
-    """Answer if pods have lost labels, which the user must restore: the operator may not change pods."""
-    return ConditionAnswer(True, LOST_LABEL, life.lost_labels) if life.lost_labels else None
+def labels_must_be_restored(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers True if pods have lost labels; otherwise returns None: the operator may not restore them."""
+    return ConditionAnswer(True, LOST_LABEL, facts.lost_labels_message) if facts.lost_labels_message else None
 
 
-def not_stalled(life: Life) -> ConditionAnswer:
-    """Answer if no action of the user is needed."""
+def not_stalled(facts: ConditionFacts) -> ConditionAnswer:
+    """Answers False: no action of the user is needed."""
     return ConditionAnswer(False, "NotStalled")
 
 
 # Progressing
 
 
-def stopping(life: Life) -> ConditionAnswer | None:
-    """Answer while the pods of a suspended or scaled-down resource end; otherwise None."""
-    return ConditionAnswer(life.draining, life.at_rest, _why_pods_remain(life)) if life.at_rest else None
-
-
-def child_refused(life: Life) -> ConditionAnswer | None:
-    """Answer if the API server refused an object that the resource needs; otherwise None."""
+def pods_end(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers whether pods still end if no group is wanted; otherwise returns None."""
     return (
-        ConditionAnswer(False, life.refusals[0].reason, life.refusals[0].message) if life.refusals else None
+        ConditionAnswer(facts.draining, facts.why_no_group, _why_pods_remain(facts))
+        if facts.why_no_group
+        else None
     )
 
 
-def pod_held(life: Life) -> ConditionAnswer | None:
-    """Answer if a finalizer blocks a pod that is being deleted; otherwise None."""
-    return ConditionAnswer(False, HELD, life.held) if life.held else None
+def any_object_refused(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False if the API server refused an object that the resource needs; otherwise returns None."""
+    return (
+        ConditionAnswer(False, facts.refusals[0].reason, facts.refusals[0].message)
+        if facts.refusals
+        else None
+    )
 
 
-def rollout_stuck(life: Life) -> ConditionAnswer | None:
-    """Answer if a rollout cannot continue until the user acts; otherwise None."""
-    stuck = life.rollout is not None and life.rollout.stuck
-    return ConditionAnswer(False, "RolloutStuck", life.rollout.message) if stuck and life.rollout else None
+def pod_blocked(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False if a finalizer blocks a pod that is being deleted; otherwise returns None."""
+    return ConditionAnswer(False, HELD_BY_FINALIZER, facts.blocked_pod) if facts.blocked_pod else None
 
 
-def group_moves(life: Life) -> ConditionAnswer | None:
-    """Answer while a group starts or stops; otherwise None."""
+def rollout_stuck(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers False if a rollout cannot continue until the user acts; otherwise returns None."""
+    stuck = facts.rollout is not None and facts.rollout.stuck
+    return ConditionAnswer(False, "RolloutStuck", facts.rollout.message) if stuck and facts.rollout else None
+
+
+def group_starts_or_stops(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers True with the reason if a group starts or stops; otherwise returns None."""
     at_ends = {GroupPhase.READY, GroupPhase.FAILED, GroupPhase.SLEEPING}
-    moves = any(group.phase not in at_ends for group in life.groups)
-    return ConditionAnswer(True, _phase_reason(life.worst), life.words) if moves else None
+    moves = any(group.phase not in at_ends for group in facts.groups)
+    return ConditionAnswer(True, _phase_reason(facts.worst), facts.worst_message) if moves else None
 
 
-def rollout_goes_on(life: Life) -> ConditionAnswer | None:
-    """Answer during a rollout; otherwise None."""
-    return None if life.rollout is None else ConditionAnswer(True, _ROLLING_OUT, life.rollout.message)
+def rollout_in_progress(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Answers True if a rollout is in progress; otherwise returns None."""
+    return None if facts.rollout is None else ConditionAnswer(True, _ROLLING_OUT, facts.rollout.message)
 
 
-def settled(life: Life) -> ConditionAnswer:
-    """Answer if nothing changes."""
+def no_change(facts: ConditionFacts) -> ConditionAnswer:
+    """Answers False: no change is in progress."""
     return ConditionAnswer(False, "Settled")
 
 
 # Degraded and Failed
 
 
-def some_serve(life: Life) -> ConditionAnswer:
-    """Answer with the number of groups that do not serve."""
-    reason = LEADER_SILENT if life.silent else life.worst.phase.value
-    return ConditionAnswer(0 < len(life.serving) < life.wanted, reason, life.silent or life.words)
+def only_some_serve(facts: ConditionFacts) -> ConditionAnswer:
+    """Answers True if some groups serve and others do not, otherwise False."""
+    reason = LEADER_SILENT if facts.silent_leader else facts.worst.phase.value
+    return ConditionAnswer(
+        0 < len(facts.serving) < facts.wanted, reason, facts.silent_leader or facts.worst_message
+    )
 
 
-def restarts_used_up(life: Life) -> ConditionAnswer:
-    """Answer: True if a group has used up its restarts, otherwise False."""
-    failed = any(group.phase is GroupPhase.FAILED for group in life.groups)
+def restarts_used_up(facts: ConditionFacts) -> ConditionAnswer:
+    """Answers True if a group has used up its restarts, otherwise False."""
+    failed = any(group.phase is GroupPhase.FAILED for group in facts.groups)
     return (
-        ConditionAnswer(True, _RESTARTS_USED_UP, life.words)
+        ConditionAnswer(True, _RESTARTS_USED_UP, facts.worst_message)
         if failed
         else ConditionAnswer(False, "NotFailed")
     )
 
 
-_STALLS: Final[tuple[ConditionCheck, ...]] = (group_failed, spec_cannot_start, labels_must_be_mended)
+_STALLS: Final[tuple[ConditionCheck, ...]] = (group_failed, spec_cannot_start, labels_must_be_restored)
 CHECKS: Final[Mapping[ConditionType, tuple[ConditionCheck, ...]]] = MappingProxyType(
     {
-        ConditionType.AVAILABLE: (at_rest, clients_cut_off, serves, labels_lost, leader_silent, down),
+        ConditionType.AVAILABLE: (
+            no_group_wanted,
+            no_client_reaches_groups,
+            some_group_serves,
+            serving_group_lost_labels,
+            leader_does_not_answer,
+            worst_group_down,
+        ),
         ConditionType.READY: (
-            stopping_at_rest,
-            serves_spec,
-            stalled_while_none_failed,
+            ready_if_no_pod_left,
+            all_serve_spec,
+            stalled_but_none_failed,
             object_refused,
-            group_down,
+            a_group_is_down,
             rolling_out,
         ),
-        ConditionType.STALLED: (problem_at_rest, *_STALLS, not_stalled),
+        ConditionType.STALLED: (problem_without_groups, *_STALLS, not_stalled),
         ConditionType.PROGRESSING: (
-            child_refused,
-            pod_held,
-            stopping,
+            any_object_refused,
+            pod_blocked,
+            pods_end,
             rollout_stuck,
-            group_moves,
-            rollout_goes_on,
-            settled,
+            group_starts_or_stops,
+            rollout_in_progress,
+            no_change,
         ),
-        ConditionType.DEGRADED: (at_rest, some_serve),
-        ConditionType.FAILED: (at_rest, restarts_used_up),
+        ConditionType.DEGRADED: (no_group_wanted, only_some_serve),
+        ConditionType.FAILED: (no_group_wanted, restarts_used_up),
     }
 )
 """The checks of each condition; the first check with an answer decides."""
 
 
-def _stalled(life: Life) -> ConditionAnswer | None:
-    return next((answer for check in _STALLS if (answer := check(life)) is not None), None)
+def _find_stall(facts: ConditionFacts) -> ConditionAnswer | None:
+    """Returns the first reason why the user must act, or None."""
+    return next((answer for check in _STALLS if (answer := check(facts)) is not None), None)
 
 
-def _why_pods_remain(life: Life) -> str:
+def _why_pods_remain(facts: ConditionFacts) -> str:
     """Describes why pods of a suspended resource still exist, or ""."""
-    return life.held or (ENDING if life.draining else "")
+    return facts.blocked_pod or (ENDING if facts.draining else "")
 
 
 def _down_reason(worst: GroupStatus) -> str:
-    """Reason of the failure that stopped the group, otherwise the group's phase."""
+    """Returns the reason of the failure that stopped the group, otherwise the reason for its phase."""
     waits = worst.phase in {GroupPhase.PENDING, GroupPhase.SLEEPING}
     # Only failures cause these phases, also in a status of 0.1.0 and after a suspension.
     is_down = worst.after_failure or worst.phase in {GroupPhase.FAILED, GroupPhase.WAITING}
@@ -283,43 +309,45 @@ def _down_reason(worst: GroupStatus) -> str:
 
 
 def _phase_reason(group: GroupStatus) -> str:
-    """Reason for the group's phase; for a starting group its startup phase."""
+    """Returns the reason that names the group's phase; for a starting group, its startup phase."""
     starts = group.phase is GroupPhase.STARTING and group.startup is not None
     return group.startup.phase.value if starts and group.startup else group.phase.value
 
 
-def plan_conditions(life: Life) -> tuple[Condition, ...]:
-    """The conditions Planned and CapacityAvailable over all wanted groups."""
+def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
+    """Builds the conditions Planned and CapacityAvailable of all wanted groups."""
     planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
-    refusals = [decision.refusal for decision in life.decisions if decision.refusal is not None]
-    refusal = next(iter(refusals), life.problem)
+    refusals = [decision.refusal for decision in facts.decisions if decision.refusal is not None]
+    refusal = next(iter(refusals), facts.problem)
     if isinstance(refusal, Shortage):
         return (
-            life.make(planned, False, refusal.reason, refusal.message),
-            life.make(capacity, False, refusal.reason, refusal.message),
+            facts.build(planned, False, refusal.reason, refusal.message),
+            facts.build(capacity, False, refusal.reason, refusal.message),
         )
-    running = [decision for decision in life.decisions if decision.runs]
+    running = [decision for decision in facts.decisions if decision.runs]
     unplaced = next((decision.unplaced for decision in running if decision.unplaced), "")
-    defaulted = next((decision.defaulted for decision in running if decision.defaulted), "")
-    words = "; ".join(filter(None, (unplaced, defaulted)))
-    capacity_condition = life.make(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", words)
+    defaulted = next(
+        (decision.limit_range_defaults for decision in running if decision.limit_range_defaults), ""
+    )
+    message = "; ".join(filter(None, (unplaced, defaulted)))
+    capacity_condition = facts.build(capacity, not unplaced, UNSCHEDULABLE if unplaced else "Placed", message)
     if refusal is not None and refusal.reason != WAITING_FOR_MODEL:
         return (
-            life.make(planned, False, refusal.reason, refusal.message),
-            capacity_condition if running else life.make(capacity, None, refusal.reason),
+            facts.build(planned, False, refusal.reason, refusal.message),
+            capacity_condition if running else facts.build(capacity, None, refusal.reason),
         )
     if refusal is not None and (refusals or not running):
         return (
-            life.make(planned, None, refusal.reason, refusal.message),
-            life.make(capacity, None, refusal.reason),
+            facts.build(planned, None, refusal.reason, refusal.message),
+            facts.build(capacity, None, refusal.reason),
         )
     if not running:
-        return (life.make(planned, None, _BETWEEN_EPOCHS), life.make(capacity, None, _BETWEEN_EPOCHS))
+        return (facts.build(planned, None, _BETWEEN_EPOCHS), facts.build(capacity, None, _BETWEEN_EPOCHS))
     lost = [str(decision.status.index) for decision in running if decision.plan is None]
     if lost:
-        words = (
+        message = (
             f"the plan of group {', '.join(lost)} was deleted or cannot be read. The group keeps serving; "
             "its next epoch gets a new plan"
         )
-        return (life.make(planned, None, PlanReason.PLAN_LOST.value, words), capacity_condition)
-    return (life.make(planned, True, "PlanReady", life.plan_notes), capacity_condition)
+        return (facts.build(planned, None, PlanReason.PLAN_LOST.value, message), capacity_condition)
+    return (facts.build(planned, True, "PlanReady", facts.plan_notes), capacity_condition)

@@ -27,31 +27,34 @@ def add_effective_values(
         by_plan.setdefault(group.plan_hash or "", []).append(group)
     nodes = {node.name: node for node in observation.nodes or ()}
     images = {pod.name: pod.images for pod in observation.pods if pod.images}
-    found = []
+    new_plans = []
     for plan in plans:
-        own = by_plan.get(plan.hash, [])
-        pods = (entry.pod for group in own for entry in group.members)
-        named = dict.fromkeys(images[pod] for pod in pods if pod in images)
-        changed = plan.changed(images=", ".join(named)[:MAX_TEXT]) if named else plan
-        current = [group for group in own if group.revision == revision]
-        if spec is not None and current:
-            changed = changed.changed(roles=tuple(_gpu_roles(spec, current, nodes)))
-        found.append(changed)
-    return tuple(found)
+        groups_of_plan = by_plan.get(plan.hash, [])
+        pods = (entry.pod for group in groups_of_plan for entry in group.members)
+        pod_images = dict.fromkeys(images[pod] for pod in pods if pod in images)
+        changed = plan.changed(images=", ".join(pod_images)[:MAX_TEXT]) if pod_images else plan
+        current_groups = [group for group in groups_of_plan if group.revision == revision]
+        if spec is not None and current_groups:
+            changed = changed.changed(roles=tuple(_build_gpu_roles(spec, current_groups, nodes)))
+        new_plans.append(changed)
+    return tuple(new_plans)
 
 
-def _gpu_roles(
+def _build_gpu_roles(
     spec: HeteroInferenceSpec, groups: list[GroupStatus], nodes: Mapping[str, NodeView]
 ) -> Iterable[PlanRole]:
+    """Yields an entry for each GPU role, with the memory of its GPUs."""
     for role in spec.roles:
         if role.device is Device.GPU:
             yield PlanRole(
-                name=role.name, device_memory=role.device_memory or _least_memory(role, groups, nodes)
+                name=role.name, device_memory=role.device_memory or _smallest_gpu_memory(role, groups, nodes)
             )
 
 
-def _least_memory(role: RoleSpec, groups: list[GroupStatus], nodes: Mapping[str, NodeView]) -> str | None:
-    """Returns the least memory of a GPU that labels of the groups' nodes report, or None."""
+def _smallest_gpu_memory(
+    role: RoleSpec, groups: list[GroupStatus], nodes: Mapping[str, NodeView]
+) -> str | None:
+    """Returns the smallest GPU memory that labels of the groups' nodes report, or None."""
     used = {
         entry.node for group in groups for entry in group.members if entry.role == role.name and entry.node
     }

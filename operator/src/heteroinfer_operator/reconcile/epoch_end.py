@@ -42,12 +42,12 @@ class EpochEnd:
 
 
 def has_run(pod: PodView) -> bool:
-    """Checks whether this pod may have joined its group; if not, a new pod can take its name."""
+    """Reports whether this pod may have joined its group; if not, a new pod can take its name."""
     return pod.started or pod.termination is not None or pod.phase == "Succeeded"
 
 
 def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
-    """Finds why an epoch with these pods has ended, or None if it has not ended.
+    """Returns why an epoch with these pods has ended, or None if it has not ended.
 
     A pod that ended before it ran does not end the epoch. A pod's report about itself takes precedence, then
     Kubernetes' report about the pod, then the reports of other pods: they see only that the pod is gone.
@@ -55,21 +55,22 @@ def find_epoch_end(pods: Sequence[PodView]) -> EpochEnd | None:
     ended = [pod for pod in pods if pod.ended and has_run(pod)]
     if not ended:
         return None
-    epoch_end = _first_cause(ended)
+    epoch_end = _find_first_cause(ended)
     orderly = all(pod.deleting and pod.termination is None for pod in ended)
     return replace(epoch_end, orderly=orderly)
 
 
-def _first_cause(ended: Sequence[PodView]) -> EpochEnd:
-    rungs: tuple[Iterable[EpochEnd | None], ...] = (
-        (_end_from_own_report(pod) for pod in ended),
-        (_end_by_disruption(pod) for pod in ended),
-        (_end_by_termination(pod) for pod in ended),
-        (_end_by_deletion(pod) for pod in ended),
-        (_end_from_peer_report(pod) for pod in ended),
+def _find_first_cause(ended: Sequence[PodView]) -> EpochEnd:
+    """Returns the cause of the first kind that any of the ended pods has."""
+    causes_by_precedence: tuple[Iterable[EpochEnd | None], ...] = (
+        (_find_own_report(pod) for pod in ended),
+        (_find_disruption(pod) for pod in ended),
+        (_find_termination(pod) for pod in ended),
+        (_find_deletion(pod) for pod in ended),
+        (_find_peer_report(pod) for pod in ended),
     )
-    for rung in rungs:
-        for epoch_end in rung:
+    for causes in causes_by_precedence:
+        for epoch_end in causes:
             if epoch_end is not None:
                 return epoch_end
     first = ended[0]
@@ -78,15 +79,17 @@ def _first_cause(ended: Sequence[PodView]) -> EpochEnd:
     )
 
 
-def _failure_of(pod: PodView) -> Failure | None:
+def _read_failure(pod: PodView) -> Failure | None:
+    """Reads the worker's failure report from a pod's termination message, or None."""
     return Failure.from_json(pod.termination.message) if pod.termination else None
 
 
-def _end_from_own_report(pod: PodView) -> EpochEnd | None:
-    failure = _failure_of(pod)
+def _find_own_report(pod: PodView) -> EpochEnd | None:
+    """Returns the end from a pod's report about itself; None if the report names another pod."""
+    failure = _read_failure(pod)
     if failure is None or str(failure.pod) != pod.labels.get(names.LABEL_POD_INDEX):
         return None
-    epoch_end = _from_failure(failure)
+    epoch_end = _build_from_failure(failure)
     assert pod.termination is not None  # it holds the report
     if pod.termination.reason != OOM_KILLED or failure.reason is not FailureReason.RANK_EXITED:
         return epoch_end
@@ -96,12 +99,14 @@ def _end_from_own_report(pod: PodView) -> EpochEnd | None:
     )
 
 
-def _end_from_peer_report(pod: PodView) -> EpochEnd | None:
-    failure = _failure_of(pod)
-    return None if failure is None else _from_failure(failure)
+def _find_peer_report(pod: PodView) -> EpochEnd | None:
+    """Returns the end from a pod's report, also about another pod, or None."""
+    failure = _read_failure(pod)
+    return None if failure is None else _build_from_failure(failure)
 
 
-def _from_failure(failure: Failure) -> EpochEnd:
+def _build_from_failure(failure: Failure) -> EpochEnd:
+    """Returns the end for a failure report; shortens the message and the log line together."""
     message, log = failure.message, failure.last_log
     if len(message) + len(log) > _MAX_TEXT:  # keep the beginning of the message and the end of the log line
         message, log = message[: _MAX_TEXT - min(len(log), _MAX_LOG)], log[-_MAX_LOG:]
@@ -113,21 +118,26 @@ def _from_failure(failure: Failure) -> EpochEnd:
     )
 
 
-def _end_by_disruption(pod: PodView) -> EpochEnd | None:
+def _find_disruption(pod: PodView) -> EpochEnd | None:
+    """Returns the end if Kubernetes evicted or preempted the pod, otherwise None."""
     evicted = pod.reason in {"Evicted", "Preempting", NODE_LOST, "NodeShutdown", "Terminated"}
     if not pod.disrupted and not evicted:
         return None
     reason = pod.disrupted or pod.reason
-    where = f" on node {pod.node}" if pod.node else ""
+    on_node = f" on node {pod.node}" if pod.node else ""
     return EpochEnd(
         reason="PodDisrupted",
-        message=f"pod {pod.name}{where} was disrupted: {reason} {pod.message}".strip(),
+        message=f"pod {pod.name}{on_node} was disrupted: {reason} {pod.message}".strip(),
         counted=False,
     )
 
 
-def _end_by_termination(pod: PodView) -> EpochEnd | None:
-    if pod.termination is None or _failure_of(pod) is not None:
+def _find_termination(pod: PodView) -> EpochEnd | None:
+    """Returns the end if the pod's container ended without a report, otherwise None.
+
+    A container that ended with exit code 0 during the pod's deletion has not failed.
+    """
+    if pod.termination is None or _read_failure(pod) is not None:
         return None
     if pod.deleting and pod.termination.exit_code == 0:
         return None
@@ -145,7 +155,8 @@ def describe_exit(pod: str, ended: ContainerTermination) -> str:
     return f"pod {pod} ended with exit code {ended.exit_code}: {ended.message[:300]}".rstrip(": ")
 
 
-def _end_by_deletion(pod: PodView) -> EpochEnd | None:
+def _find_deletion(pod: PodView) -> EpochEnd | None:
+    """Returns the end if the pod is being deleted, otherwise None."""
     if not pod.deleting:
         return None
     return EpochEnd(reason=POD_DELETED, message=f"pod {pod.name} was deleted")

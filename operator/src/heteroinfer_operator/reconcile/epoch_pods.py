@@ -15,40 +15,43 @@ from heteroinfer_operator.reconcile.revisions import Revision
 from heteroinfer_operator.reconcile.scopes import group_scope
 
 
-def name_epoch(status: GroupStatus) -> str:
-    """Name of a group's epoch in events."""
+def describe_epoch(status: GroupStatus) -> str:
+    """Returns the name of a group's epoch for events."""
     return f"group {status.index} epoch {status.epoch}"
 
 
-def start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, ...]:
-    """Events that report the start of an epoch."""
-    who = name_epoch(status)
+def build_start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordEvent, ...]:
+    """Returns the events that report the start of an epoch."""
+    epoch = describe_epoch(status)
     plan = planned.plan
-    reported = [
+    events = [
         RecordEvent(
             reason="EpochStarted",
-            message=f"{who}: creating {len(plan.pods)} pods for {plan.world_size} ranks",
+            message=f"{epoch}: creating {len(plan.pods)} pods for {plan.world_size} ranks",
         )
     ]
     if planned.choice is not None:
         reported.append(RecordEvent(reason="ModeChosen", message=f"mode {planned.choice}"[:1000]))
     if planned.on_cpus:
-        reported.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
+        events.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
     if planned.hybrid_not_needed:
-        reported.append(RecordEvent(reason="HybridNotNeeded", message=planned.hybrid_not_needed[:1000]))
-    return tuple(reported)
+        events.append(RecordEvent(reason="HybridNotNeeded", message=planned.hybrid_not_needed[:1000]))
+    return tuple(events)
 
 
-def gang_object(
+def build_epoch_gang_object(
     context: Context, revision: Revision, status: GroupStatus, plan: Plan, gang: Gang | None
 ) -> dict[str, Any] | None:
-    """Object that describes an epoch to a gang scheduler; None without a scheduler that serves its API."""
+    """Returns the object that describes an epoch to a gang scheduler, or None.
+
+    It is None without a gang scheduler, and if the cluster does not serve the scheduler's API.
+    """
     if gang not in context.planner.observation.gangs:
         return None
     return build_gang_object(revision.spec, context.epoch_ref(status), gang, len(plan.pods))
 
 
-def decide_creates(
+def build_pod_creates(
     context: Context,
     revision: Revision,
     status: GroupStatus,
@@ -56,7 +59,7 @@ def decide_creates(
     indices: set[int],
     node_assignment: NodeAssignment,
 ) -> tuple[CreateObject, ...]:
-    """Creates the Secret with the group's key, then the pods."""
+    """Returns the creates of the pods with these indices, after the create of the group's key Secret."""
     group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     pods = WorkerPods(
@@ -76,11 +79,14 @@ def decide_creates(
     creates = [
         CreateObject(manifest=pods.build(pod), scopes=scopes) for pod in plan.pods if pod.index in indices
     ]
-    return (*decide_key(context, status), *creates) if creates else ()
+    return (*build_key_create(context, status), *creates) if creates else ()
 
 
-def decide_key(context: Context, status: GroupStatus) -> tuple[CreateObject, ...]:
-    """Creates the Secret with the group's key, if the group has a key; the Secret may already exist."""
+def build_key_create(context: Context, status: GroupStatus) -> tuple[CreateObject, ...]:
+    """Returns the create of the Secret with the group's key; empty if the group has no key.
+
+    The Secret may already exist.
+    """
     group = context.epoch_ref(status)
     key = key_of(context.options.operator_key, group)
     if key is None:

@@ -79,12 +79,12 @@ class GroupPlanner:
     chosen: ChosenMode | None = field(init=False, default=None)
     _free_nodes: Sequence[FreeNode] | None = field(init=False, default=None)
     _problem: PlanError | None = field(init=False, default=None)
-    _asked: bool = field(init=False, default=False)
-    _occupied: dict[int, set[str]] | None = field(init=False, default=None)
+    _problem_is_known: bool = field(init=False, default=False)
+    _nodes_by_group: dict[int, set[str]] | None = field(init=False, default=None)
     """Names of the nodes that run, or will run, pods of a group, by group."""
 
     def make(self, group: int) -> EpochPlan:
-        """Plans one more group and reserves its share of the nodes.
+        """Returns the plan of one more group, and reserves the group's share of the nodes.
 
         Args:
             group: index of the group.
@@ -98,39 +98,44 @@ class GroupPlanner:
         try:
             planned = plan_group(request, self._capacity(request.spec, gang, group))
         except Shortage as shortage:
-            raise self._with_promises(shortage) from None
+            raise self._with_reserving_pods(shortage) from None
         if planned.choice is not None:  # the other groups of this revision use the same mode
             self.chosen, self.request = planned.choice.chosen, planned.request
-        return replace(planned, node_assignment=self._hinted(planned.node_assignment, gang, group))
+        return replace(planned, node_assignment=self._finish_assignment(planned.node_assignment, gang, group))
 
     def make_for_any_nodes(self) -> EpochPlan:
-        """Plans a group without regard to nodes and free capacity; raises the same errors as `make`."""
+        """Returns the plan of a group from sizes alone, as if every node existed.
+
+        Raises the same errors as `make`.
+        """
         request = self._known_request()
         gang = self._choose_gang(request.spec)
         planned = make_plan(request, Inventory())
         return EpochPlan(plan=planned.plan, node_assignment=NodeAssignment(gang=gang), choice=planned.choice)
 
     def make_again(self, group: int, spec: HeteroInferenceSpec, plan: Plan) -> EpochPlan:
-        """Reuses the plan of a group's last epoch for its next epoch; raises the same as `make`.
+        """Returns nodes for a group's next epoch, which keeps the group's plan.
 
         Args:
             group: index of the group.
             spec: spec that the group was created with.
             plan: plan of its last epoch.
+
+        Raises the same errors as `make`.
         """
         gang = self._choose_gang(spec)
         try:
             capacity = self._capacity(spec, gang, group)
             assignment, missing = assign_again(spec, plan, capacity, self._gpu_floor(spec, plan))
         except Shortage as shortage:
-            raise self._with_promises(shortage) from None
-        hinted = self._hinted(assignment, gang, group)
+            raise self._with_reserving_pods(shortage) from None
+        hinted = self._finish_assignment(assignment, gang, group)
         return EpochPlan(plan=plan, node_assignment=hinted, missing=missing)
 
-    def node_assignment_again(
+    def assign_nodes_again(
         self, spec: HeteroInferenceSpec, plan: Plan, pods: Sequence[PodView]
     ) -> NodeAssignment:
-        """Assigns nodes to new pods of an epoch that already has pods.
+        """Returns the node assignment of new pods in an epoch that already has pods.
 
         Args:
             spec: spec that the group was created with.
@@ -138,7 +143,7 @@ class GroupPlanner:
         """
         labelled = labelled_roles(spec, self.observation.nodes or ())
         memory = gpu_memory_mib(spec, plan, labelled, self._gpu_floor(spec, plan))
-        return NodeAssignment(gang=gang_of(pods), gpu_memory_mib=memory, apart=self._are_apart)
+        return NodeAssignment(gang=read_gang(pods), gpu_memory_mib=memory, apart=self._places_groups_apart)
 
     def _gpu_floor(self, spec: HeteroInferenceSpec, plan: Plan) -> GpuFloor | None:
         """Smallest GPUs that a plan can use; None while the sizes of its model are unknown."""
@@ -176,39 +181,48 @@ class GroupPlanner:
         return predict_again(plan, self.request.spec, self.request.profile, inventory)
 
     def problem(self) -> PlanError | None:
-        """Finds why no plan exists even with unlimited capacity, or None if a plan exists."""
-        if not self._asked:
-            self._asked = True
+        """Returns why no plan exists even with unlimited capacity, or None if a plan exists.
+
+        The answer of the first call is stored for the later calls.
+        """
+        if not self._problem_is_known:
+            self._problem_is_known = True
             try:
                 request = self._known_request()
                 self._choose_gang(request.spec)
             except PlanError as problem:
                 self._problem = problem
             else:
-                text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
-                found = _find_problem(text, request.profile, request.served_name, request.model_path)
-                self._problem = None if found is None else PlanError(found[0], reason=found[1])
+                spec_text = request.spec.model_dump_json(by_alias=True, exclude_none=True)
+                refusal = _find_plan_problem(
+                    spec_text, request.profile, request.served_name, request.model_path
+                )
+                self._problem = None if refusal is None else PlanError(refusal[0], reason=refusal[1])
         return self._problem
 
     def _known_request(self) -> GroupRequest:
+        """Returns the request; raises PlanError while the model is unknown."""
         if self.request is None:
             raise PlanError(f"waiting for the model: {self.waits_for}", reason=WAITING_FOR_MODEL)
         return self.request
 
-    def _with_promises(self, shortage: Shortage) -> Shortage:
+    def _with_reserving_pods(self, shortage: Shortage) -> Shortage:
         """Adds the unscheduled pods that reserve some of the capacity to the message of a shortage."""
         promised = [name for free_node in self._free_nodes or () for name in free_node.promised]
-        words = describe_promises(promised, self.observation.resource.key.namespace)
+        words = describe_reserving_pods(promised, self.observation.resource.key.namespace)
         return Shortage(f"{shortage.message}; {words}", reason=shortage.reason) if words else shortage
 
     def _choose_gang(self, spec: HeteroInferenceSpec) -> Gang | None:
+        """Returns the gang scheduler for the pods of a group, or None."""
         return choose_gang(spec, self.observation.gangs, self.observation.unknown_gangs)
 
     @property
-    def _are_apart(self) -> bool:
+    def _places_groups_apart(self) -> bool:
+        """Whether the pods of different groups must be on different nodes if possible."""
         return self.groups > 1 and self.hints
 
     def _capacity(self, spec: HeteroInferenceSpec, gang: Gang | None, group: int) -> Capacity:
+        """Returns the capacity that one group may use: free nodes, calibrations and priority."""
         if self._free_nodes is None and self.observation.nodes is not None:
             self._free_nodes = build_free_nodes(self.observation.nodes, self.observation.promised)
         return Capacity(
@@ -217,34 +231,39 @@ class GroupPlanner:
             others_wait=gang is not None or spec.scheduling.gang is When.NEVER,
             shortage_age_s=self.shortage_age_s,
             resource=self.observation.resource.key,
-            others=self._other_groups(group) if self._are_apart else None,
+            others=self._other_groups(group) if self._places_groups_apart else None,
             priority=preempting_priority(
                 spec.scheduling.priority_class_name, self.observation.priority_classes
             ),
         )
 
     def _other_groups(self, group: int) -> OtherGroups:
-        """Nodes of the pods of the resource's other groups, running or planned."""
-        if self._occupied is None:
-            self._occupied = occupied_nodes(self.observation)
-        occupied = [node for index, nodes in self._occupied.items() if index != group for node in nodes]
-        return OtherGroups.on(occupied, self.observation.nodes or ())
+        """Returns the nodes that run, or will run, pods of the resource's other groups."""
+        if self._nodes_by_group is None:
+            self._nodes_by_group = find_occupied_nodes(self.observation)
+        occupied = [node for index, nodes in self._nodes_by_group.items() if index != group for node in nodes]
+        return OtherGroups.on_nodes(occupied, self.observation.nodes or ())
 
-    def _hinted(self, assignment: NodeAssignment, gang: Gang | None, group: int) -> NodeAssignment:
-        if self._occupied is not None:
-            self._occupied.setdefault(group, set()).update(assignment.nodes.values())
+    def _finish_assignment(self, assignment: NodeAssignment, gang: Gang | None, group: int) -> NodeAssignment:
+        """Completes an assignment with the gang scheduler, and records its nodes as used by the group.
+
+        On a single machine (`hints` is False), the pods name no node.
+        """
+        if self._nodes_by_group is not None:
+            self._nodes_by_group.setdefault(group, set()).update(assignment.nodes.values())
         nodes = assignment.nodes if self.hints else {}
-        return replace(assignment, gang=gang, nodes=nodes, apart=self._are_apart)
+        return replace(assignment, gang=gang, nodes=nodes, apart=self._places_groups_apart)
 
 
 @lru_cache(maxsize=_MAX_ANSWERS)
-def _find_problem(
+def _find_plan_problem(
     spec_text: str, profile: ModelProfile, served_name: str, model_path: str
 ) -> tuple[str, str] | None:
-    """Finds why no plan exists even with unlimited capacity: message and reason, or None.
+    """Returns message and reason of the error that prevents a plan, or None.
 
-    Every resync repeats the question for the same spec, so the answer is cached. The answer is a pair of
-    texts, because the traceback of a cached error would grow each time that the error is raised.
+    The capacity counts as unlimited. Every resync repeats the question for the same spec, so the answer is
+    cached. The answer is a pair of texts, because the traceback of a cached error would grow each time that
+    the error is raised.
     """
     request = GroupRequest(
         spec=parse_stored_spec(json.loads(spec_text)),
@@ -259,45 +278,55 @@ def _find_problem(
     return None
 
 
-def describe_promises(pods: Sequence[str], namespace: str) -> str:
-    """Describes the unscheduled pods that reserve capacity, or "".
+def describe_reserving_pods(pods: Sequence[str], namespace: str) -> str:
+    """Describes the unscheduled pods that reserve capacity; returns "" without such pods.
 
     Args:
         pods: names of the pods, as `namespace/name`.
         namespace: namespace of the resource. Its users may not see names of pods in other namespaces.
     """
-    own = [name for each in sorted(pods) for space, _, name in [each.partition("/")] if space == namespace]
-    holders = own[:_MAX_NAMED]
-    if len(own) > _MAX_NAMED:
-        holders.append(f"{len(own) - _MAX_NAMED} more pods")
-    strangers = len(pods) - len(own)
-    if strangers:
-        holders.append(f"{strangers} pod{'s' if strangers > 1 else ''} of other namespaces")
-    words = "some of the capacity is reserved for pods that are not scheduled yet"
-    return f"{words}: {', '.join(holders)}" if holders else ""
+    own_pods = [
+        name
+        for full_name in sorted(pods)
+        for pod_namespace, _, name in [full_name.partition("/")]
+        if pod_namespace == namespace
+    ]
+    holders = own_pods[:_MAX_NAMED]
+    if len(own_pods) > _MAX_NAMED:
+        holders.append(f"{len(own_pods) - _MAX_NAMED} more pods")
+    num_others = len(pods) - len(own_pods)
+    if num_others:
+        holders.append(f"{num_others} pod{'s' if num_others > 1 else ''} of other namespaces")
+    reserved = "some of the capacity is reserved for pods that are not scheduled yet"
+    return f"{reserved}: {', '.join(holders)}" if holders else ""
 
 
-def occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
-    """Names of the nodes that each group's pods use or are assigned to, by group."""
-    key, found = observation.resource.key, defaultdict[int, set[str]](set)
+def find_occupied_nodes(observation: ResourceObservation) -> dict[int, set[str]]:
+    """Returns the nodes that each group's pods use or are assigned to."""
+    key, nodes_by_group = observation.resource.key, defaultdict[int, set[str]](set)
     for index, pods in pods_by_group(observation.pods).items():
-        found[index] |= {pod.node for pod in pods if pod.node and not pod.ended}
+        nodes_by_group[index] |= {pod.node for pod in pods if pod.node and not pod.ended}
     for demand in observation.promised:
         group = demand.labels.get(names.LABEL_GROUP, "")
-        own = demand.name.startswith(f"{key.namespace}/")
-        if own and demand.labels.get(names.LABEL_RESOURCE) == key.name and group.isdecimal() and demand.node:
-            found[int(group)].add(demand.node)
-    return dict(found)
+        is_in_namespace = demand.name.startswith(f"{key.namespace}/")
+        if (
+            is_in_namespace
+            and demand.labels.get(names.LABEL_RESOURCE) == key.name
+            and group.isdecimal()
+            and demand.node
+        ):
+            nodes_by_group[int(group)].add(demand.node)
+    return dict(nodes_by_group)
 
 
-def gang_of(pods: Sequence[PodView]) -> Gang | None:
-    """Gang scheduler that the pods of an epoch were created for, or None."""
+def read_gang(pods: Sequence[PodView]) -> Gang | None:
+    """Reads the gang scheduler of an epoch from the labels of its pods, or None."""
     known = {gang.value: gang for gang in Gang}
     return next((known[label] for pod in pods if (label := pod.labels.get(names.LABEL_GANG)) in known), None)
 
 
 def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:
-    """Seconds for which GPUs have been missing, from the last status; 0 if none were missing."""
+    """Returns the seconds since GPUs were first missing; 0 if none are missing."""
     since = status.gpus_missing_since
     return (now - since).total_seconds() if since is not None else 0.0
 
@@ -305,7 +334,7 @@ def shortage_age_s(status: HeteroInferenceStatus, now: datetime) -> float:
 def gpus_missing_since(
     status: HeteroInferenceStatus, refusals: Sequence[HeteroInferError], now: datetime
 ) -> datetime | None:
-    """Time since which GPUs have been missing, or None if none are missing.
+    """Returns the time since which GPUs have been missing, or None if none are missing.
 
     Args:
         refusals: errors because of which groups have no plan now.

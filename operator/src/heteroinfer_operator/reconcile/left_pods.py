@@ -17,7 +17,7 @@ from heteroinfer_operator.reconcile.node_loss import NodeLoss
 def decide_left_pods(
     pods: Sequence[PodView], nodes: Sequence[NodeView] | None, now: datetime
 ) -> tuple[DeleteObject, ...]:
-    """Force-deletes pods that are being deleted on lost nodes.
+    """Returns deletes by force of pods that are being deleted on lost nodes.
 
     A pod without a deletion stays: only garbage collection knows for certain that its owner is gone. The
     resource's `nodeLostAfter` is gone too, so the default applies.
@@ -30,4 +30,4 @@ def decide_left_pods(
         after=timedelta(seconds=parse_duration_s(RestartSpec().node_lost_after)),
         now=now,
     )
-    return loss.deletes([pod for pod in pods if pod.deleting], grace_s=None)
+    return loss.build_deletes([pod for pod in pods if pod.deleting], grace_s=None)

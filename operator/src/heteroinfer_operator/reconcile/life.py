@@ -15,14 +15,14 @@ from heteroinfer_operator.reconcile.rollout import Rollout
 _SEVERITY: Final[Mapping[GroupPhase, int]] = MappingProxyType(
     {GroupPhase.FAILED: 0, GroupPhase.SLEEPING: 2, GroupPhase.READY: 3}
 )
-_ON_ITS_WAY: Final = 1
+_SEVERITY_OF_OTHERS: Final = 1
 """Severity of all other phases."""
 
 
-def condition(
+def build_condition(
     kind: ConditionType, holds: bool | None, reason: str, message: str, *, now: datetime, generation: int
 ) -> Condition:
-    """Builds a condition; `holds` None is Unknown."""
+    """Builds a condition with status True, False, or, if `holds` is None, Unknown."""
     state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[holds]
     return Condition(
         type=kind.value,
@@ -35,26 +35,28 @@ def condition(
 
 
 def find_serving(decisions: Sequence[GroupDecision]) -> tuple[GroupStatus, ...]:
-    """Groups that serve and that clients can reach."""
+    """Returns the statuses of groups that serve and that clients can reach."""
     return tuple(
-        d.status for d in decisions if d.status.phase is GroupPhase.READY and not d.cut_off and not d.silent
+        d.status
+        for d in decisions
+        if d.status.phase is GroupPhase.READY and not d.is_cut_off and not d.silent_leader
     )
 
 
 def find_worst(decisions: Sequence[GroupDecision]) -> GroupStatus:
-    """The group that needs attention most; without groups, a waiting group 0."""
+    """Returns the status of the group that needs attention most; without groups, a waiting group 0."""
     groups = (decision.status for decision in decisions)
-    worst_first = min(groups, key=lambda group: _SEVERITY.get(group.phase, _ON_ITS_WAY), default=None)
+    worst_first = min(groups, key=lambda group: _SEVERITY.get(group.phase, _SEVERITY_OF_OTHERS), default=None)
     return worst_first or GroupStatus(index=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class ConditionFacts:
     """The facts from which the conditions of a resource are built.
 
     Attributes:
         draining: whether pods of stopping or unwanted groups still exist.
-        held: message about a pod that a finalizer blocks, or "".
+        blocked_pod: message about a pod that a finalizer blocks, or "".
         target: revision of the spec, or None if the spec cannot be read.
         rollout: unfinished rollout, or None.
         refusals: refusals of needed objects; refusals that block come first.
@@ -67,7 +69,7 @@ class Life:
     worst: GroupStatus
     wanted: int
     draining: bool
-    held: str
+    blocked_pod: str
     suspended: bool
     target: str | None
     problem: HeteroInferError | None
@@ -81,16 +83,16 @@ class Life:
 
     @property
     def groups(self) -> list[GroupStatus]:
-        """Next statuses of the groups."""
+        """Next statuses of all groups."""
         return [decision.status for decision in self.decisions]
 
     @property
-    def silent(self) -> str:
+    def silent_leader(self) -> str:
         """Message about a group whose leader the operator cannot reach, or ""."""
-        return next((d.silent for d in self.decisions if d.silent), "")
+        return next((d.silent_leader for d in self.decisions if d.silent_leader), "")
 
     @property
-    def lost_labels(self) -> str:
+    def lost_labels_message(self) -> str:
         """Message about a pod of a Ready group that has lost labels, or ""."""
         lacking = (d for d in self.decisions if d.lost_labels and d.status.phase is GroupPhase.READY)
         return next((f"group {d.status.index}: {d.lost_labels}" for d in lacking), "")
@@ -106,21 +108,21 @@ class Life:
         )
 
     @property
-    def at_rest(self) -> str:
+    def why_no_group(self) -> str:
         """Reason why no group is wanted (Suspended, ScaledToZero), or ""."""
         return "Suspended" if self.suspended else "" if self.wanted else "ScaledToZero"
 
     @property
-    def count(self) -> str:
-        """Number of serving groups as a message."""
+    def serving_count(self) -> str:
+        """Text with the number of serving groups."""
         return f"{len(self.serving)} of {self.wanted} groups serve"
 
     @property
-    def words(self) -> str:
-        """Message of the worst group, otherwise the number of serving groups."""
+    def worst_message(self) -> str:
+        """Message of the group that needs attention most, or the number of serving groups."""
         worst = self.worst
-        return f"group {worst.index}: {worst.message}" if worst.message else self.count
+        return f"group {worst.index}: {worst.message}" if worst.message else self.serving_count
 
-    def make(self, kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
+    def build(self, kind: ConditionType, holds: bool | None, reason: str, message: str = "") -> Condition:
         """Builds a condition with the time and generation of this reconcile."""
-        return condition(kind, holds, reason, message, now=self.now, generation=self.generation)
+        return build_condition(kind, holds, reason, message, now=self.now, generation=self.generation)

@@ -16,64 +16,77 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reading import epoch_of, index_of
 
 REASON: Final = "PodLabelLost"
-_OF_CLIENTS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER})
+_CLIENT_LABELS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_LEADER})
 """Labels by which the Service of clients selects leaders."""
-_OF_GROUPS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP})
+_GROUP_LABELS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, names.LABEL_GROUP})
 """Labels by which a group's NetworkPolicy, headless Service and disruption budget select pods."""
 
 
-class Loss(NamedTuple):
+class LostLabel(NamedTuple):
     """A pod that lost a label or its owner, and the fix."""
 
     pod: str
-    words: str
+    description: str
 
 
-def find_lost(owner: Owner, pods: Sequence[PodView]) -> Loss | None:
-    """Finds the first pod that lost a label, or else its owner; describes the effects and the fix."""
-    labels = next((Loss(pod.name, _describe(owner, pod)) for pod in pods if _lost_selector_labels(pod)), None)
-    owners = (Loss(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner)
+def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostLabel | None:
+    """Returns the first pod that lost a label, or else the first without its owner, or None."""
+    labels = next(
+        (
+            LostLabel(pod.name, _describe_lost_labels(owner, pod))
+            for pod in pods
+            if _lost_selector_labels(pod)
+        ),
+        None,
+    )
+    owners = (
+        LostLabel(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner
+    )
     return labels or next(owners, None)
 
 
 def is_cut_off(pods: Sequence[PodView]) -> bool:
-    """Checks whether the Service of clients selects no pod of this epoch, ready or not."""
-    return not any(index_of(pod) == 0 and _OF_CLIENTS.isdisjoint(pod.lost_labels) for pod in pods)
+    """Reports whether the Service of clients selects no pod of this epoch, ready or not."""
+    return not any(index_of(pod) == 0 and _CLIENT_LABELS.isdisjoint(pod.lost_labels) for pod in pods)
 
 
 def with_lost_labels(owner: Owner, decision: GroupDecision, pods: Sequence[PodView]) -> GroupDecision:
-    """Adds the lost labels of its pods to the decision of a group, and to its message."""
+    """Adds the lost labels of a group's pods to the decision, and to the group's message."""
     current = [pod for pod in pods if epoch_of(pod) == decision.status.epoch and not pod.ended]
     loss = find_lost(owner, current) if decision.runs else None
     if loss is None:
         return decision
     return replace(
         decision,
-        status=transitions.with_loss(decision.status, pod=loss.pod, words=loss.words),
-        lost_labels=loss.words,
-        cut_off=is_cut_off(current),
+        status=transitions.with_lost_label(decision.status, pod=loss.pod, description=loss.description),
+        lost_labels=loss.description,
+        is_cut_off=is_cut_off(current),
     )
 
 
 def _lost_selector_labels(pod: PodView) -> dict[str, str | None]:
-    """Lost labels that a selector uses; the loss of other labels has no effect."""
-    selecting = _OF_CLIENTS | _OF_GROUPS
+    """Returns the lost labels that a selector uses, with their correct values.
+
+    The loss of other labels has no effect.
+    """
+    selecting = _CLIENT_LABELS | _GROUP_LABELS
     return {label: value for label, value in sorted(pod.lost_labels.items()) if label in selecting}
 
 
-def _describe(owner: Owner, pod: PodView) -> str:
+def _describe_lost_labels(owner: Owner, pod: PodView) -> str:
     lost = _lost_selector_labels(pod)
-    return older_statuses.lost_label(owner, pod.name, lost, effects=_effects(pod, frozenset(lost)))
+    return older_statuses.lost_label(owner, pod.name, lost, effects=_effects_of_loss(pod, frozenset(lost)))
 
 
-def _effects(pod: PodView, lost: frozenset[str]) -> list[str]:
+def _effects_of_loss(pod: PodView, lost: frozenset[str]) -> list[str]:
+    """Returns the effects of lost labels of a worker pod, as texts; empty for a model pod."""
     if pod.labels.get(names.LABEL_COMPONENT) != names.COMPONENT_WORKER:
         return []
     effects = []
-    if index_of(pod) == 0 and lost & _OF_CLIENTS:
+    if index_of(pod) == 0 and lost & _CLIENT_LABELS:
         effects.append(older_statuses.NO_CLIENTS)
     if index_of(pod) != 0 and names.LABEL_LEADER in lost:
         effects.append(older_statuses.NO_API)
-    if lost & _OF_GROUPS:
+    if lost & _GROUP_LABELS:
         effects.append(older_statuses.NO_POLICY)
     return effects

@@ -33,19 +33,19 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.epoch_end import OOM_KILLED, describe_exit
 from heteroinfer_operator.reconcile.lost_labels import find_lost
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
-from heteroinfer_operator.reconcile.startup import describe_wait, waits_in_vain
+from heteroinfer_operator.reconcile.startup import describe_wait, is_container_blocked
 
 COMPONENTS: Final = frozenset({names.COMPONENT_INSPECT, names.COMPONENT_FETCH})
 _MODEL_POD_ENDED: Final = "ModelPodEnded"
 _PROFILE_READ: Final = "ProfileRead"
-_RETRY_FIRST_S: Final = 30.0
+_FIRST_RETRY_S: Final = 30.0
 """Wait after the first failed model pod; each further failure doubles it. The user may fix the cause."""
 _MAX_RETRY_S: Final = 300.0
 _PROGRESS_EVERY_S: Final = 5.0
-_STEPS: Final = 100
+_NUM_PROGRESS_STEPS: Final = 100
 """The status shows the progress of a fetch in this many steps, which limits the number of its writes."""
 _STOP_GRACE_S: Final = 2
-_PROFILES_AT_HAND: Final = 1024
+_MAX_CACHED_PROFILES: Final = 1024
 """Number of parsed profiles to cache between reconciles."""
 _IMAGE_REASONS: Final = frozenset({"ErrImagePull", "ImagePullBackOff"})
 
@@ -90,7 +90,7 @@ class ModelContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDecision:
-    """State of the model, and the actions to inspect it.
+    """State of the model, and the actions that read it.
 
     Attributes:
         holds: whether the model is ready; None while a model pod works.
@@ -110,64 +110,83 @@ class ModelDecision:
 
 
 def unreadable_since(groups: Sequence[GroupStatus]) -> datetime | None:
-    """Time at which a group last ended because it could not read its model, or None."""
+    """Returns the time at which a group last ended because it could not read its model, or None."""
     last = [group.failures[-1] for group in groups if group.failures]
     times = [failure.time for failure in last if failure.reason == FailureReason.MODEL_NOT_READABLE]
     return max(times, default=None)
 
 
 def decide_model(context: ModelContext, status: ModelStatus | None, pods: Sequence[PodView]) -> ModelDecision:
-    """Decides about the model of this spec."""
-    key = identity.model_key(context.spec)
-    kept = status if status is not None and _is_of(status, key) else ModelStatus(key=key)
-    profile = _kept_profile(context, kept)
+    """Returns the decision about the model of this spec.
+
+    Args:
+        status: last written status, perhaps of another model.
+        pods: pods that fetch or inspect a model of the resource.
+    """
+    model_key = identity.model_key(context.spec)
+    last_status = (
+        status
+        if status is not None and _is_status_of_model(status, model_key)
+        else ModelStatus(key=model_key)
+    )
+    profile = _read_stored_profile(context, last_status)
     if profile is not None:
         return ModelDecision(
-            status=kept,
+            status=last_status,
             holds=True,
             reason=_PROFILE_READ,
-            message=_describe(profile),
+            message=_describe_profile(profile),
             profile=profile,
-            deletes=_deletes(context, pods),
+            deletes=_build_deletes(context, pods),
         )
     if context.spec.suspend:
-        return ModelDecision(status=kept, holds=None, reason="Suspended", deletes=_deletes(context, pods))
-    name = model_pod_name(context.spec, context.owner)
-    others = [pod for pod in pods if pod.name != name]
-    if any(not pod.ended for pod in others):
+        return ModelDecision(
+            status=last_status, holds=None, reason="Suspended", deletes=_build_deletes(context, pods)
+        )
+    pod_name = model_pod_name(context.spec, context.owner)
+    other_pods = [pod for pod in pods if pod.name != pod_name]
+    if any(not pod.ended for pod in other_pods):
         context = replace(context, progress=None)  # the progress may belong to another model
-    pod = next((pod for pod in pods if pod.name == name), None)
-    decision = _decide_start(context, kept) if pod is None else _decide_with_pod(context, kept, pod)
-    return replace(decision, deletes=(*decision.deletes, *_deletes(context, others)))
+    pod = next((pod for pod in pods if pod.name == pod_name), None)
+    decision = (
+        _create_model_pod(context, last_status)
+        if pod is None
+        else _check_model_pod(context, last_status, pod)
+    )
+    return replace(decision, deletes=(*decision.deletes, *_build_deletes(context, other_pods)))
 
 
-def _is_of(status: ModelStatus, key: str) -> bool:
-    """Checks whether a status belongs to this model.
+def _is_status_of_model(status: ModelStatus, key: str) -> bool:
+    """Reports whether a status belongs to the model with this key.
 
     The commit becomes part of a path, so a status with a damaged commit is rejected.
     """
     return status.key == key and (status.commit is None or is_commit(status.commit))
 
 
-def _kept_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | None:
-    """Returns the stored profile, unless the model became unreadable after the last check."""
+def _read_stored_profile(context: ModelContext, kept: ModelStatus) -> ModelProfile | None:
+    """Returns the stored profile, or None if there is none or it is outdated.
+
+    It is outdated if a group could not read the model after the last check.
+    """
     since = context.unreadable_since
     if kept.profile is None or (
         since is not None and (kept.checked_time is None or kept.checked_time < since)
     ):
         return None
     try:
-        return _profile(kept.profile)
+        return _parse_profile(kept.profile)
     except ContractError:  # another version wrote it: inspect the model again
         return None
 
 
-@lru_cache(maxsize=_PROFILES_AT_HAND)
-def _profile(text: str) -> ModelProfile:
+@lru_cache(maxsize=_MAX_CACHED_PROFILES)
+def _parse_profile(text: str) -> ModelProfile:
     return ModelProfile.from_json(text)
 
 
-def _decide_start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
+def _create_model_pod(context: ModelContext, kept: ModelStatus) -> ModelDecision:
+    """Returns the decision that creates the pod that fetches or inspects the model."""
     # The first inspection resolved the revision to a commit; later inspections use the same commit.
     source = context.source.of_revision(kept.commit)
     manifest = build_model_pod(
@@ -179,76 +198,84 @@ def _decide_start(context: ModelContext, kept: ModelStatus) -> ModelDecision:
         context.cleanup,
         security=context.pod_security,
     )
-    return replace(_decide_while_working(context, kept, ""), creates=(CreateObject(manifest=manifest),))
+    return replace(_decide_in_progress(context, kept, ""), creates=(CreateObject(manifest=manifest),))
 
 
-def _decide_with_pod(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+def _check_model_pod(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+    """Returns the decision about the model from the state of its pod."""
     if pod.termination is not None and not pod.deleting:
-        return _decide_after_end(context, kept, pod)
-    look_again_s = context.node_loss.look_again_s([pod])
+        return _decide_ended(context, kept, pod)
+    look_again_s = context.node_loss.next_check_s([pod])
     if pod.deleting or context.node_loss.is_silent(pod):
-        going = _decide_while_working(context, kept, f"pod {pod.name} is being deleted")
-        return replace(going, deletes=context.node_loss.deletes([pod], grace_s=0), look_again_s=look_again_s)
-    if pod.ended:
-        why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
-        return _decide_after_failure(
-            context, kept, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {why or pod.phase}"
+        deleting = _decide_in_progress(context, kept, f"pod {pod.name} is being deleted")
+        return replace(
+            deleting, deletes=context.node_loss.build_deletes([pod], grace_s=0), look_again_s=look_again_s
         )
-    if pod.waiting is not None and waits_in_vain(pod):
-        return _decide_while_blocked(context, kept, pod, pod.waiting)
-    waits = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
-    loss = find_lost(context.owner, [pod])
-    damaged, lost = loss or (None, "")
-    kept = kept.changed(damaged_pod=damaged)
+    if pod.ended:
+        cause = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
+        return _decide_failed(
+            context, kept, pod, _MODEL_POD_ENDED, f"pod {pod.name} ended: {cause or pod.phase}"
+        )
+    if pod.waiting is not None and is_container_blocked(pod):
+        return _decide_blocked(context, kept, pod, pod.waiting)
+    wait_message = describe_wait(pod) if pod.unschedulable or (pod.waiting and not pod.started) else ""
+    lost_label = find_lost(context.owner, [pod])
+    damaged_pod, loss_message = lost_label or (None, "")
+    kept = kept.changed(damaged_pod=damaged_pod)
     decision = replace(
-        _decide_while_working(context, kept, "; ".join(filter(None, (waits, lost)))), lost_labels=lost
+        _decide_in_progress(context, kept, "; ".join(filter(None, (wait_message, loss_message)))),
+        lost_labels=loss_message,
     )
     if context.fetches and pod.started:
         look_again_s = min(look_again_s or _PROGRESS_EVERY_S, _PROGRESS_EVERY_S)
     return replace(decision, look_again_s=look_again_s)
 
 
-def _decide_while_working(context: ModelContext, kept: ModelStatus, waits: str) -> ModelDecision:
-    """Decides while a pod reads the model.
+def _decide_in_progress(context: ModelContext, kept: ModelStatus, wait_message: str) -> ModelDecision:
+    """Returns the decision while a pod works.
 
-    The status shows an earlier failure until the pod makes progress.
+    An earlier failure stays reported until the pod makes progress.
     """
-    status, progress = _without_answer(context, kept), context.progress
+    status, progress = _with_running_phase(context, kept), context.progress
     if progress is not None and progress.total_bytes:
-        done = _rounded_to_steps(progress)
-        if done > (kept.bytes_done or 0):
+        done_bytes = _round_to_steps(progress)
+        if done_bytes > (kept.bytes_done or 0):
             status = status.changed(failures=None, reason=None, message=None)
-        status = status.changed(bytes_done=done, bytes_total=progress.total_bytes)
+        status = status.changed(bytes_done=done_bytes, bytes_total=progress.total_bytes)
     if status.reason is not None:
         return ModelDecision(status=status, holds=False, reason=status.reason, message=status.message or "")
-    message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_progress_text(status)}"
-    for word in (waits, progress.message if progress is not None else ""):
-        message += f": {word}" if word else ""
+    message = f"{'fetching' if context.fetches else 'reading'} {context.uri}{_describe_progress(status)}"
+    for detail in (wait_message, progress.message if progress is not None else ""):
+        message += f": {detail}" if detail else ""
     reason = "Fetching" if context.fetches else "Inspecting"
     return ModelDecision(status=status, holds=None, reason=reason, message=message)
 
 
-def _without_answer(context: ModelContext, kept: ModelStatus) -> ModelStatus:
+def _with_running_phase(context: ModelContext, kept: ModelStatus) -> ModelStatus:
+    """Returns the status of a model that a pod fetches or inspects again."""
     return kept.changed(phase=context.phase, profile=None, checked_time=None)
 
 
-def _rounded_to_steps(progress: FetchProgress) -> int:
+def _round_to_steps(progress: FetchProgress) -> int:
     """Rounds the finished bytes down to whole steps of the total."""
-    parts = min(progress.done_bytes * _STEPS // progress.total_bytes, _STEPS)
-    return -(-parts * progress.total_bytes // _STEPS)
+    finished_steps = min(
+        progress.done_bytes * _NUM_PROGRESS_STEPS // progress.total_bytes, _NUM_PROGRESS_STEPS
+    )
+    return -(-finished_steps * progress.total_bytes // _NUM_PROGRESS_STEPS)
 
 
-def _progress_text(status: ModelStatus) -> str:
+def _describe_progress(status: ModelStatus) -> str:
+    """Returns the progress of a fetch in percent as the end of a message, or ""."""
     if not status.bytes_total:
         return ""
     percent = 100 * (status.bytes_done or 0) // status.bytes_total
     return f": {percent} % of {format_bytes(status.bytes_total)}"
 
 
-def _decide_while_blocked(
+def _decide_blocked(
     context: ModelContext, kept: ModelStatus, pod: PodView, waiting: Waiting
 ) -> ModelDecision:
-    """Decides while the pod's container cannot be created; the kubelet retries."""
+    """Returns the decision while the pod's container cannot be created; the kubelet retries."""
     reason, message = waiting
     if reason in _IMAGE_REASONS:
         # The kubelet alternates between two reasons. A single reason avoids repeated writes of the status.
@@ -256,34 +283,34 @@ def _decide_while_blocked(
     elif not is_reason(reason):
         reason, message = "ModelPodWaits", str(waiting)
     return ModelDecision(
-        status=_without_answer(context, kept),
+        status=_with_running_phase(context, kept),
         holds=False,
         reason=reason,
         message=f"pod {pod.name} cannot start: {message or reason}"[:MAX_TEXT],
     )
 
 
-def _decide_after_end(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+def _decide_ended(context: ModelContext, kept: ModelStatus, pod: PodView) -> ModelDecision:
+    """Returns the decision after the container of the model pod has ended."""
     ended = pod.termination
     assert ended is not None
     if ended.exit_code == 0:
         try:
-            return _decide_with_answer(context, kept, pod, ended.message)
+            return _decide_known(context, kept, pod, ended.message)
         except ContractError as error:
             reason = FailureReason.MODEL_NOT_READABLE.value
-            return _decide_after_failure(
+            return _decide_failed(
                 context, kept, pod, reason, f"pod {pod.name} returned no valid result: {error}"
             )
     failure = Failure.from_json(ended.message)
     if failure is not None:
-        return _decide_after_failure(
-            context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}"
-        )
+        return _decide_failed(context, kept, pod, failure.reason.value, f"{context.uri}: {failure.message}")
     reason = ended.reason if ended.reason == OOM_KILLED else _MODEL_POD_ENDED
-    return _decide_after_failure(context, kept, pod, reason, describe_exit(pod.name, ended))
+    return _decide_failed(context, kept, pod, reason, describe_exit(pod.name, ended))
 
 
-def _decide_with_answer(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
+def _decide_known(context: ModelContext, kept: ModelStatus, pod: PodView, answer: str) -> ModelDecision:
+    """Returns the decision with the profile that the model pod returned."""
     fetched = FetchedModel.from_json(answer) if context.fetches else None
     profile = ModelProfile.from_json(answer) if fetched is None else fetched.profile
     size_bytes = fetched.size_bytes if fetched is not None else None
@@ -313,21 +340,24 @@ def _decide_with_answer(context: ModelContext, kept: ModelStatus, pod: PodView, 
         status=status,
         holds=True,
         reason=_PROFILE_READ,
-        message=_describe(profile),
+        message=_describe_profile(profile),
         profile=profile,
-        deletes=_deletes(context, [pod]),
+        deletes=_build_deletes(context, [pod]),
         events=(event,) if reported else (),
     )
 
 
-def _decide_after_failure(
+def _decide_failed(
     context: ModelContext, kept: ModelStatus, pod: PodView, reason: str, message: str
 ) -> ModelDecision:
-    """Decides after a failed attempt. The pod stays, with its log, until the next attempt is due."""
+    """Returns the decision after a failed attempt.
+
+    The pod stays, with its log, until the next attempt is due.
+    """
     failures = kept.failures or 0
-    pause_s = min(_RETRY_FIRST_S * 2.0 ** min(failures, 16), _MAX_RETRY_S)
-    wait_s = pause_s - (context.now - pod.created).total_seconds()
-    again = wait_s <= 0
+    retry_after_s = min(_FIRST_RETRY_S * 2.0 ** min(failures, 16), _MAX_RETRY_S)
+    wait_s = retry_after_s - (context.now - pod.created).total_seconds()
+    is_retry_due = wait_s <= 0
     return ModelDecision(
         status=kept.changed(
             phase=ModelPhase.FAILED,
@@ -335,26 +365,28 @@ def _decide_after_failure(
             checked_time=None,
             reason=reason[:64],
             message=message[:MAX_TEXT],
-            failures=(next_count(failures) if again else failures) or None,
+            failures=(next_count(failures) if is_retry_due else failures) or None,
         ),
         holds=False,
         reason=reason,
         message=message,
-        deletes=_deletes(context, [pod]) if again else (),
-        look_again_s=None if again else wait_s,
+        deletes=_build_deletes(context, [pod]) if is_retry_due else (),
+        look_again_s=None if is_retry_due else wait_s,
     )
 
 
-def _deletes(context: ModelContext, pods: Sequence[PodView]) -> tuple[DeleteObject, ...]:
-    over = [pod for pod in pods if pod.termination is not None]
+def _build_deletes(context: ModelContext, pods: Sequence[PodView]) -> tuple[DeleteObject, ...]:
+    """Returns the deletes of these model pods; a pod that has ended goes after the status is written."""
+    ended_pods = [pod for pod in pods if pod.termination is not None]
     running = [pod for pod in pods if pod.termination is None]
     # A fetch needs no time to clean up: the files that it has fetched stay in the cache.
     return (
-        *context.node_loss.deletes(over, grace_s=0, after_status=True),
-        *context.node_loss.deletes(running, grace_s=_STOP_GRACE_S),
+        *context.node_loss.build_deletes(ended_pods, grace_s=0, after_status=True),
+        *context.node_loss.build_deletes(running, grace_s=_STOP_GRACE_S),
     )
 
 
-def _describe(profile: ModelProfile) -> str:
+def _describe_profile(profile: ModelProfile) -> str:
+    """Describes a model in one line: architecture, layers, size and dtype."""
     size = f"{format_bytes(profile.total_bytes)} of {profile.dtype}"
     return f"{profile.architecture}, {profile.num_layers} layers, {size}"

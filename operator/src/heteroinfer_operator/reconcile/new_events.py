@@ -19,14 +19,17 @@ from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
-def joined(events: Sequence[RecordEvent]) -> list[RecordEvent]:
-    """Joins the events of all groups to one event for each reason: the limit is ten events a minute."""
-    joined: dict[tuple[str, bool], list[str]] = {}
+def join_events(events: Sequence[RecordEvent]) -> list[RecordEvent]:
+    """Returns one event for each reason, with the messages of all groups.
+
+    The limit is ten events a minute.
+    """
+    join_events: dict[tuple[str, bool], list[str]] = {}
     for event in events:
-        joined.setdefault((event.reason, event.warning), []).append(event.message)
+        join_events.setdefault((event.reason, event.warning), []).append(event.message)
     return [
-        RecordEvent(reason=reason, message="; ".join(dict.fromkeys(words))[:1000], warning=warning)
-        for (reason, warning), words in joined.items()
+        RecordEvent(reason=reason, message="; ".join(dict.fromkeys(texts))[:1000], warning=warning)
+        for (reason, warning), texts in join_events.items()
     ]
 
 
@@ -36,20 +39,20 @@ def lost_label_events(
     wanted: Sequence[GroupDecision],
     model: ModelDecision,
 ) -> list[RecordEvent]:
-    """Reports each pod that has newly lost a label or its owner."""
+    """Returns an event for each pod that has newly lost a label or its owner."""
     reported = {group.damaged_pod for group in old.values()}
     reported |= {status.model.damaged_pod} if status.model is not None else set()
     damaged = [(model.status.damaged_pod, model.lost_labels)]
     damaged += [(decision.status.damaged_pod, decision.lost_labels) for decision in wanted]
     return [
-        RecordEvent(reason=LOST_LABEL, message=words, warning=True)
-        for pod, words in damaged
-        if words and pod not in reported and not older_statuses.reports_loss(status, words)
+        RecordEvent(reason=LOST_LABEL, message=description, warning=True)
+        for pod, description in damaged
+        if description and pod not in reported and not older_statuses.already_reports(status, description)
     ]
 
 
 def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEvent]:
-    """Reports each ConfigMap that the operator deletes because another user wrote it."""
+    """Returns an event for each ConfigMap that the operator deletes because another user wrote it."""
     refused = {refusal.name for refusal in context.refusals if refusal.retry_at > context.now}
     deleted = {action.name for action in actions if isinstance(action, DeleteObject)} - refused
     return [
@@ -66,13 +69,13 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
 
 
 def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus) -> list[RecordEvent]:
-    """Reports each new problem in the conditions.
+    """Returns an event for each new problem in the conditions.
 
     Each reason is reported once for each revision of the spec. Missing capacity is reported only once,
     because the free capacity of nodes changes all the time.
     """
     reported = {
-        _event_key(before, each) for each in before.conditions if each.status is not ConditionStatus.UNKNOWN
+        _report_key(before, each) for each in before.conditions if each.status is not ConditionStatus.UNKNOWN
     }
     bad_if_false = {
         ConditionType.PLANNED.value,
@@ -80,14 +83,17 @@ def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus
         ConditionType.CAPACITY_AVAILABLE.value,
     }
     bad_if_true = {ConditionType.STALLED.value, ConditionType.FAILED.value}
-    refused = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
-    refused += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
+    bad = [c for c in after.conditions if c.type in bad_if_false and c.status is ConditionStatus.FALSE]
+    bad += [c for c in after.conditions if c.type in bad_if_true and c.status is ConditionStatus.TRUE]
     # `lost_label_events` reports lost labels.
-    fresh = [c for c in refused if _event_key(after, c) not in reported and c.reason != LOST_LABEL]
-    seen = {c.reason: c for c in fresh}
-    return [RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in seen.values()]
+    new = [c for c in bad if _report_key(after, c) not in reported and c.reason != LOST_LABEL]
+    new_by_reason = {c.reason: c for c in new}
+    return [
+        RecordEvent(reason=c.reason, message=c.message[:1000], warning=True) for c in new_by_reason.values()
+    ]
 
 
-def _event_key(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
-    lasts = condition.reason in CAPACITY_REASONS
-    return condition.type, condition.reason, None if lasts else status.update_revision
+def _report_key(status: HeteroInferenceStatus, condition: Condition) -> tuple[str, str, str | None]:
+    """Returns the values that identify a problem: conditions with equal keys get one event."""
+    is_capacity = condition.reason in CAPACITY_REASONS
+    return condition.type, condition.reason, None if is_capacity else status.update_revision

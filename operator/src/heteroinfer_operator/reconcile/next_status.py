@@ -19,22 +19,22 @@ from heteroinfer_operator.manifests.service import client_ports
 from heteroinfer_operator.reconcile import conditions, older_statuses
 from heteroinfer_operator.reconcile.effective_values import add_effective_values
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, gpus_missing_since
-from heteroinfer_operator.reconcile.life import Life, find_serving, find_worst
+from heteroinfer_operator.reconcile.life import ConditionFacts, find_serving, find_worst
 from heteroinfer_operator.reconcile.model_decision import ModelDecision
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.reconcile_context import Context
 from heteroinfer_operator.reconcile.refusals import (
     NOT_ANSWERED,
-    OF_CHILDREN,
+    REASONS_OF_CHILDREN,
     REPORTED_TRIES,
     REVISION,
     WRITTEN_BY_OTHERS,
 )
-from heteroinfer_operator.reconcile.retired import retire
-from heteroinfer_operator.reconcile.rollout import find_rollout
+from heteroinfer_operator.reconcile.retired import build_retired_groups
+from heteroinfer_operator.reconcile.rollout import find_unfinished_rollout
 from heteroinfer_operator.reconcile.scopes import CLIENTS_SCOPE, MODEL_SCOPE, group_scope
 from heteroinfer_operator.reconcile.status_size import fit_groups, fit_plans
-from heteroinfer_operator.reconcile.status_summary import plan_status, summary
+from heteroinfer_operator.reconcile.status_summary import build_plan_status, build_summary
 
 
 def build_next_status(
@@ -45,28 +45,28 @@ def build_next_status(
     wanted: Sequence[GroupDecision],
     unwanted: Sequence[GroupDecision],
 ) -> HeteroInferenceStatus:
-    """Builds the next status."""
+    """Builds the next status from the decisions about the model and the groups."""
     generation, target, spec = observation.resource.generation, context.target, context.target.spec
     decisions = [*wanted, *unwanted]
     groups = fit_groups([decision.status for decision in decisions])
     updated = sum(d.runs and d.status.revision == target.name for d in wanted)
     plans = add_effective_values(
-        _plans(status, wanted, context.planner), groups, spec, observation, revision=target.name
+        _build_plans(status, wanted, context.planner), groups, spec, observation, revision=target.name
     )
-    unreadable = model.message if model.status.phase is ModelPhase.FAILED else ""
+    model_failure = model.message if model.status.phase is ModelPhase.FAILED else ""
     ports = _client_ports(observation, context)
-    clients_refusal = context.clients_refusal or _refused_before(status, context)
-    life = Life(
+    clients_refusal = context.clients_refusal or _restore_clients_refusal(status, context)
+    facts = ConditionFacts(
         decisions=wanted,
         serving=find_serving(wanted),
         worst=find_worst(wanted),
         wanted=context.replicas,
         draining=any(d.deletes or d.status.phase is GroupPhase.STOPPING for d in decisions),
-        held=context.node_loss.find_finalizer_block(observation.pods),
+        blocked_pod=context.node_loss.describe_finalizer(observation.pods),
         suspended=context.life.suspend,
         target=target.name,
         problem=context.problem,
-        rollout=find_rollout(wanted, target.name, model_problem=unreadable),
+        rollout=find_unfinished_rollout(wanted, target.name, model_problem=model_failure),
         plan_notes=older_statuses.planned_message(plans),
         refusals=_wanted_refusals(context, decisions),
         unreachable=clients_refusal if not ports else None,
@@ -74,13 +74,13 @@ def build_next_status(
         now=context.now,
         generation=generation,
     )
-    ready = len(life.serving)
+    ready = len(facts.serving)
     next_conditions = (
-        life.make(ConditionType.MODEL_READY, model.holds, model.reason, model.message),
-        *conditions.life_conditions(life),
-        *conditions.plan_conditions(life),
+        facts.build(ConditionType.MODEL_READY, model.holds, model.reason, model.message),
+        *conditions.build_life_conditions(facts),
+        *conditions.build_plan_conditions(facts),
     )
-    done = target.name is not None and updated == ready == context.replicas
+    all_updated = target.name is not None and updated == ready == context.replicas
     refusals = [decision.refusal for decision in wanted if decision.refusal is not None]
     return HeteroInferenceStatus(
         observed_generation=generation,
@@ -88,22 +88,22 @@ def build_next_status(
         ready_replicas=ready,
         updated_replicas=updated,
         selector=",".join(f"{key}={value}" for key, value in identity.leader_labels(context.owner).items()),
-        endpoint=_endpoint(status, context) if life.unreachable is None else None,
-        current_revision=target.name if done else status.current_revision,
+        endpoint=_choose_endpoint(status, context) if facts.unreachable is None else None,
+        current_revision=target.name if all_updated else status.current_revision,
         update_revision=target.name or status.update_revision,
-        summary=summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
+        summary=build_summary(wanted, groups, plans, serving=ready, wanted=context.replicas),
         conditions=merge_conditions(status.conditions, next_conditions, now=context.now),
         records_signed_by=context.records_signed_by,
         gpus_missing_since=gpus_missing_since(status, refusals, context.now),
         model=model.status,
         plans=fit_plans(plans),
         groups=groups,
-        retired_groups=retire(context, status, {group.index for group in groups}),
+        retired_groups=build_retired_groups(context, status, {group.index for group in groups}),
     )
 
 
-def status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
-    """Writes the status, unless the API server already stores the same."""
+def build_status_write(observation: ResourceObservation, status: HeteroInferenceStatus) -> list[PatchStatus]:
+    """Returns the write of the status; empty if the API server already stores the same."""
     stored = dict(observation.resource.status)
     if status.dump() == stored:
         return []
@@ -115,7 +115,10 @@ def status_write(observation: ResourceObservation, status: HeteroInferenceStatus
 
 
 def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> list[Refusal]:
-    """Refusals that concern the resource itself or a group that still exists."""
+    """Returns the refusals that concern the resource itself or a group that still exists.
+
+    A dry run or another write without an answer is included only after several attempts.
+    """
     scopes = {group_scope(decision.status.index) for decision in decisions}
     found = [
         refusal
@@ -129,53 +132,56 @@ def _wanted_refusals(context: Context, decisions: Sequence[GroupDecision]) -> li
 
 
 def _client_ports(observation: ResourceObservation, context: Context) -> frozenset[int]:
-    """Ports at which the clients' Service currently forwards to the leaders."""
+    """Returns the ports at which the clients' Service currently forwards to the leaders."""
     name = identity.client_service(context.owner)
     found = (each for each in observation.objects if each["kind"] == "Service")
     stored = next((each for each in found if each["metadata"]["name"] == name), None)
     return frozenset() if stored is None else client_ports(stored, context.owner)
 
 
-def _refused_before(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
-    """Restores the refusal of the clients' Service until the operator has tried to write the Service again.
+def _restore_clients_refusal(status: HeteroInferenceStatus, context: Context) -> Refusal | None:
+    """Returns the earlier refusal of the clients' Service, until the operator has tried to write it again.
 
     A new process, or a change of the spec, forgets refusals. The Service still does not exist, so Available
     must not become True before the next attempt.
     """
     before = status.condition(ConditionType.AVAILABLE.value)
-    if before is None or before.reason not in OF_CHILDREN or status.endpoint is not None:
+    if before is None or before.reason not in REASONS_OF_CHILDREN or status.endpoint is not None:
         return None
     name = identity.client_service(context.owner)
-    words = f"Service {name} was refused before; the operator tries again"
-    return Refusal(kind="Service", name=name, reason=before.reason, message=words, retry_at=context.now)
+    message = f"Service {name} was refused before; the operator tries again"
+    return Refusal(kind="Service", name=name, reason=before.reason, message=message, retry_at=context.now)
 
 
-def _endpoint(status: HeteroInferenceStatus, context: Context) -> str | None:
+def _choose_endpoint(status: HeteroInferenceStatus, context: Context) -> str | None:
+    """Returns the address of the clients' Service; while the spec is unreadable, the last address."""
     spec = context.target.spec
     return context.options.addressing.endpoint(spec, context.owner) if spec else status.endpoint
 
 
-def _plans(
+def _build_plans(
     status: HeteroInferenceStatus, wanted: Sequence[GroupDecision], planner: GroupPlanner
 ) -> tuple[PlanStatus, ...]:
-    """Plans in use. A plan whose ConfigMap is gone keeps its last reported values."""
+    """Returns the plans in use. A plan whose ConfigMap is gone keeps its last reported values."""
     before = {plan.hash: plan for plan in status.plans}
-    found: dict[str, PlanStatus] = {}
+    plans: dict[str, PlanStatus] = {}
     for decision in wanted:
         name = decision.status.plan_hash
-        if not decision.runs or name is None or name in found:
+        if not decision.runs or name is None or name in plans:
             continue
         if decision.plan is not None:
             predicted = planner.predict_again(decision.plan, decision.status)
-            notes = _notes(decision, before.get(name), status)
-            found[name] = plan_status(decision.plan, predicted).changed(hash=name, notes=notes)
+            notes = _choose_notes(decision, before.get(name), status)
+            plans[name] = build_plan_status(decision.plan, predicted).changed(hash=name, notes=notes)
         elif name in before:
-            found[name] = before[name]
-    return tuple(sorted(found.values(), key=lambda plan: plan.hash))[:MAX_PLANS]
+            plans[name] = before[name]
+    return tuple(sorted(plans.values(), key=lambda plan: plan.hash))[:MAX_PLANS]
 
 
-def _notes(decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus) -> str | None:
-    """Notes on a plan: from this reconcile, otherwise from the last status."""
+def _choose_notes(
+    decision: GroupDecision, before: PlanStatus | None, status: HeteroInferenceStatus
+) -> str | None:
+    """Returns the notes on a plan from this reconcile, otherwise from the last status."""
     if decision.notes is not None:
         return "; ".join(dict.fromkeys(decision.notes))[:MAX_TEXT] or None
     if before is None:

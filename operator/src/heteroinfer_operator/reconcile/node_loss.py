@@ -17,15 +17,15 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 
 
-def find_still_running(pods: Sequence[PodView]) -> str:
-    """Describes the first pod that an injected container keeps from ending, or ""."""
+def describe_still_running(pods: Sequence[PodView]) -> str:
+    """Describes the first pod whose injected container runs on after the worker has ended, or ""."""
     pod = next((pod for pod in pods if pod.still_running), None)
     if pod is None:
         return ""
-    who = ", ".join(pod.still_running)[:512]
+    containers = ", ".join(pod.still_running)[:512]
     return (
-        f"pod {pod.name}: its worker has ended, but container {who} still runs and keeps the pod from ending "
-        "(an admission webhook added it, for example a service mesh). Exclude pods with the label "
+        f"pod {pod.name}: its worker has ended, but container {containers} still runs and keeps the pod from "
+        "ending (an admission webhook added it, for example a service mesh). Exclude pods with the label "
         f"{names.LABEL_RESOURCE} from that webhook"
     )
 
@@ -54,59 +54,63 @@ class NodeLoss:
         )
 
     def is_silent(self, pod: PodView) -> bool:
-        """Checks whether the pod's node has sent no heartbeat for too long."""
-        given_up = self._lost_from(pod)
-        return given_up is not None and given_up <= self.now
+        """Reports whether the pod's node has sent no heartbeat for too long."""
+        lost_from = self._lost_from(pod)
+        return lost_from is not None and lost_from <= self.now
 
     def find_epoch_end(self, pods: Sequence[PodView]) -> EpochEnd | None:
-        """Ends an epoch that has a pod on a lost or deleted node."""
-        pod = next((pod for pod in pods if self._is_orphan(pod)), None)
+        """Returns the end of an epoch with a pod on a lost or deleted node, or None."""
+        pod = next((pod for pod in pods if self._never_confirms_end(pod)), None)
         if pod is None:
             return None
-        message = f"{self._describe_silence(pod)}; the operator treats the pod as lost"
+        message = f"{self._describe_lost_node(pod)}; the operator treats the pod as lost"
         return EpochEnd(reason=NODE_LOST, message=message, counted=False)
 
-    def deletes(
+    def build_deletes(
         self, pods: Sequence[PodView], *, grace_s: int | None, after_status: bool = False
     ) -> tuple[DeleteObject, ...]:
-        """Deletes these pods, by force if their kubelet can no longer confirm the end.
+        """Returns the deletes of these pods, by force if their kubelet can no longer confirm the end.
 
-        Pods that are already being deleted get no second deletion, except by force. With `grace_s` None, each
+        Pods that are already being deleted get no second delete, except by force. With `grace_s` None, each
         pod's own grace period applies.
         """
-        graces = {pod.name: 0 if self._is_orphan(pod) else grace_s for pod in pods}
+        graces = {pod.name: 0 if self._never_confirms_end(pod) else grace_s for pod in pods}
         return tuple(
             DeleteObject(
                 kind="Pod", name=pod.name, uid=pod.uid, grace_s=graces[pod.name], after_status=after_status
             )
             for pod in pods
-            if not pod.deleting or self._is_orphan(pod)
+            if not pod.deleting or self._never_confirms_end(pod)
         )
 
-    def look_again_s(self, pods: Sequence[PodView]) -> float | None:
-        """Seconds until a pod may count as lost or as blocked, or None."""
+    def next_check_s(self, pods: Sequence[PodView]) -> float | None:
+        """Returns the seconds until one of these pods may count as lost or as blocked, or None."""
         moments = [self._lost_from(pod) for pod in pods]
-        moments += [pod.gone_by for pod in pods if self._has_deleted_node(pod) or pod.finalizers]
+        moments += [pod.gone_by for pod in pods if self._has_no_node(pod) or pod.finalizers]
         waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]
         return min((wait for wait in waits if wait > 0), default=None)
 
-    def blocked_message(self, pods: Sequence[PodView]) -> str:
-        """Returns a message about the first pod that is on a silent node or does not end, or ""."""
-        silent = (self._describe_silence(pod) for pod in pods if self._lost_from(pod) is not None)
-        return next(silent, "") or self.find_finalizer_block(pods) or find_still_running(pods)
+    def describe_blocked(self, pods: Sequence[PodView]) -> str:
+        """Describes the first pod on a silent node, or else the first pod that does not end.
 
-    def find_finalizer_block(self, pods: Sequence[PodView]) -> str:
-        """Returns a message about the first pod that a finalizer blocks after its grace period, or ""."""
-        held = [pod for pod in pods if pod.deleting and pod.finalizers and self._is_past_grace(pod)]
-        if not held:
+        Returns "" if there is no such pod.
+        """
+        on_silent_node = (self._describe_lost_node(pod) for pod in pods if self._lost_from(pod) is not None)
+        return next(on_silent_node, "") or self.describe_finalizer(pods) or describe_still_running(pods)
+
+    def describe_finalizer(self, pods: Sequence[PodView]) -> str:
+        """Describes the first pod that a finalizer blocks after its grace period, or ""."""
+        blocked_pods = [pod for pod in pods if pod.deleting and pod.finalizers and self._is_past_grace(pod)]
+        if not blocked_pods:
             return ""
-        who = ", ".join(held[0].finalizers)[:512]
+        finalizers = ", ".join(blocked_pods[0].finalizers)[:512]
         return (
-            f"pod {held[0].name} is being deleted, but finalizer {who} blocks it. The controller that owns "
-            "the finalizer must remove it"
+            f"pod {blocked_pods[0].name} is being deleted, but finalizer {finalizers} blocks it. The "
+            "controller that owns the finalizer must remove it"
         )
 
-    def _describe_silence(self, pod: PodView) -> str:
+    def _describe_lost_node(self, pod: PodView) -> str:
+        """Describes why the node of this pod counts as lost: no heartbeat, or no node."""
         node = self.nodes.get(pod.node) if self.nodes else None
         if node is None:
             return f"node {pod.node} of pod {pod.name} no longer exists"
@@ -114,20 +118,21 @@ class NodeLoss:
         return f"node {pod.node} of pod {pod.name} has sent no heartbeat since {since:%H:%M:%S} UTC"
 
     def _lost_from(self, pod: PodView) -> datetime | None:
+        """Returns the time from which the node of this pod counts as lost, or None."""
         node = self.nodes.get(pod.node) if self.nodes else None
         return None if node is None or node.unreachable_since is None else node.unreachable_since + self.after
 
-    def _has_deleted_node(self, pod: PodView) -> bool:
-        """Checks whether a pod that is being deleted is bound to a node that does not exist."""
+    def _has_no_node(self, pod: PodView) -> bool:
+        """Reports whether a pod that is being deleted is bound to a node that does not exist."""
         return self.nodes is not None and pod.deleting and pod.node != "" and pod.node not in self.nodes
 
-    def _is_orphan(self, pod: PodView) -> bool:
-        """Checks whether no kubelet will ever confirm the end of this pod.
+    def _never_confirms_end(self, pod: PodView) -> bool:
+        """Reports whether no kubelet will ever confirm the end of this pod.
 
-        If the pod's node does not exist, the check waits for the end of the pod's grace period: the operator
+        If the pod's node does not exist, the answer is False until the pod's grace period ends: the operator
         may only not have seen the node yet.
         """
-        return self.is_silent(pod) or (self._has_deleted_node(pod) and self._is_past_grace(pod))
+        return self.is_silent(pod) or (self._has_no_node(pod) and self._is_past_grace(pod))
 
     def _is_past_grace(self, pod: PodView) -> bool:
         return pod.gone_by is not None and pod.gone_by <= self.now

@@ -33,26 +33,28 @@ def planned_message(plans: Iterable[PlanStatus]) -> str:
     return "; ".join(dict.fromkeys(plan.notes for plan in plans if plan.notes))
 
 
-def reports_loss(status: HeteroInferenceStatus, words: str) -> bool:
-    """Checks whether a status without `damagedPod` reports a lost label or owner in its messages."""
+def already_reports(status: HeteroInferenceStatus, loss: str) -> bool:
+    """Reports whether the messages of a status without `damagedPod` contain this loss."""
     model = status.condition(ConditionType.MODEL_READY.value)
     messages = [group.message for group in status.groups] + [model.message if model else ""]
-    return any(words in message for message in messages if message)
+    return any(loss in message for message in messages if message)
 
 
 def lost_label(owner: Owner, pod: str, lost: Mapping[str, str | None], *, effects: Sequence[str]) -> str:
     """Describes a pod whose labels another user changed (frozen sentence).
 
-    `lost` maps the labels to their correct values; None for a label that the pod must not have.
+    Args:
+        lost: correct values of the changed labels; None for a label that the pod must not have.
+        effects: effects of the change on clients and policies.
     """
-    lacks = [f"{label}={value}" for label, value in lost.items() if value is not None]
-    wrong = [label for label, value in lost.items() if value is None]
-    found = [f"has lost {', '.join(lacks)}"] if lacks else []
-    found += [f"has {', '.join(wrong)}, which is the leader's"] if wrong else []
-    command = " ".join([*lacks, *(f"{label}-" for label in wrong)])
+    correct = [f"{label}={value}" for label, value in lost.items() if value is not None]
+    not_allowed = [label for label, value in lost.items() if value is None]
+    differences = [f"has lost {', '.join(correct)}"] if correct else []
+    differences += [f"has {', '.join(not_allowed)}, which is the leader's"] if not_allowed else []
+    command = " ".join([*correct, *(f"{label}-" for label in not_allowed)])
     effect = f": {', and '.join(effects)}" if effects else ""
     return (
-        f"pod {pod} {' and '.join(found)}{effect}; put it right: "
+        f"pod {pod} {' and '.join(differences)}{effect}; put it right: "
         f"kubectl label pod -n {owner.key.namespace} {pod} --overwrite {command}"
     )
 

@@ -13,12 +13,12 @@ from heteroinfer_operator.manifests.worker_pods import WorkerImages
 from heteroinfer_operator.reconcile.allowed import Allowed
 from heteroinfer_operator.stored_fields import version_number
 
-_MAX_EXACT: Final = 10**14
+_MAX_EXACT_VERSION: Final = 10**14
 """A resourceVersion below this number is used as an epoch; pod names have space for all later epochs."""
-_PER_EPOCH: Final = 10**5
+_NANOSECONDS_PER_EPOCH: Final = 10**5
 _SINCE: Final = datetime(2026, 1, 1, tzinfo=UTC)
 """Start of the count of epochs: pod names stay shorter than with a count from 1970."""
-_SET_BACK: Final = timedelta(days=1)
+_MAX_CLOCK_STEP: Final = timedelta(days=1)
 """Largest tolerated step back of the operator's clock."""
 
 
@@ -48,28 +48,32 @@ class Options:
     pod_security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
 
     def first_epoch(self, resource_version: str, now: datetime) -> int:
-        """Lowest epoch that a group may begin now; no group of this name has used it before.
+        """Returns the lowest epoch that a group may begin now.
 
-        No stored value proves which epochs existed: the status, a scaled group or the whole resource may be
-        lost, and a restore of etcd resets all of them and the resourceVersion. The epoch is therefore the sum
-        of two counts: the milliseconds since _SINCE, which a restore does not reset, and the resourceVersion,
-        which grows with each write within a millisecond. The operator writes each epoch to the status, so
-        the sum is larger than all earlier epochs under two assumptions: the API server accepts fewer than
-        1,000 writes a second between a backup and its restore, and the operator's clock is not set back in
-        that time.
+        No group of this name has used it before. No stored value proves which epochs existed: the status, a
+        scaled group or the whole resource may be lost, and a restore of etcd resets all of them and the
+        resourceVersion. The epoch is therefore the sum of two counts: the milliseconds since _SINCE, which a
+        restore does not reset, and the resourceVersion, which grows with each write within a millisecond. The
+        operator writes each epoch to the status, so the sum is larger than all earlier epochs under two
+        assumptions: the API server accepts fewer than 1,000 writes a second between a backup and its restore,
+        and the operator's clock is not set back in that time.
         """
         if not self.names_come_again:
             return 1
         version = version_number(resource_version) or 0
         # A version with more digits is a time in nanoseconds; epochs never follow each other that fast.
-        exact = version if version < _MAX_EXACT else _MAX_EXACT + version // _PER_EPOCH
+        exact = (
+            version
+            if version < _MAX_EXACT_VERSION
+            else _MAX_EXACT_VERSION + version // _NANOSECONDS_PER_EPOCH
+        )
         return max(exact + (now - _SINCE) // timedelta(milliseconds=1), exact, 1)
 
     def largest_epoch(self, resource_version: str, now: datetime) -> int:
-        """Largest epoch that the operator can have written to the status of a resource.
+        """Returns the largest epoch that the operator can have written to the status of a resource.
 
         It is the lowest epoch of now plus one day, because the clock may have been set back.
         """
         if not self.names_come_again:
-            return _MAX_EXACT
-        return self.first_epoch(resource_version, now) + _SET_BACK // timedelta(milliseconds=1)
+            return _MAX_EXACT_VERSION
+        return self.first_epoch(resource_version, now) + _MAX_CLOCK_STEP // timedelta(milliseconds=1)

@@ -14,11 +14,11 @@ from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.reading import index_of
 
-_MEASURE_EVERY: Final = timedelta(seconds=60)
+_WRITE_EVERY: Final = timedelta(seconds=60)
 """Time between two writes of step times."""
-_NEW_SLOWEST_AFTER: Final = timedelta(seconds=10)
+_NEW_SLOWEST_EVERY: Final = timedelta(seconds=10)
 """Time between two writes if another rank has become the slowest."""
-_MOVED: Final = 0.10
+_MIN_CHANGE: Final = 0.10
 """Relative change of a step time that causes a write."""
 
 
@@ -31,63 +31,71 @@ def with_rank_entries(
     now: datetime,
     profile: ModelProfile | None = None,
 ) -> GroupStatus:
-    """Writes one entry for each rank, with new step times if they are due.
+    """Returns the group with an entry for each rank, and with new step times if they are due.
 
     Without a plan, the existing entries stay.
     """
-    before = {entry.rank: entry for entry in group.members}
+    old_entries = {entry.rank: entry for entry in group.members}
     if plan is None:
         by_name = {pod.name: pod for pod in pods}
-        kept = [_with_pod_state(entry, by_name[entry.pod]) for entry in group.members if entry.pod in by_name]
-        return transitions.with_members(group, kept)
+        kept_entries = [
+            _with_pod_state(entry, by_name[entry.pod]) for entry in group.members if entry.pod in by_name
+        ]
+        return transitions.with_members(group, kept_entries)
     by_index = {index_of(pod): pod for pod in pods}
-    reported = report is not None and report.epoch == group.epoch and report.covers(plan)
-    times = {rank.rank: rank for rank in report.ranks} if report is not None and reported else {}
-    due = _is_measurement_due(group, before, times, now)
+    is_current = report is not None and report.epoch == group.epoch and report.covers(plan)
+    times = {rank.rank: rank for rank in report.ranks} if report is not None and is_current else {}
+    is_due = _is_write_due(group, old_entries, times, now)
     entries = []
     for rank in plan.ranks:
         pod = by_index.get(rank.pod)
         if pod is None:
             continue
         entry = _with_pod_state(RankEntry(rank=rank.rank, role=rank.role, pod=pod.name), pod)
-        measured = times.get(rank.rank) if due else None
+        measured = times.get(rank.rank) if is_due else None
         entries.append(
-            _with_measurement(entry, measured)
+            _with_new_times(entry, measured)
             if measured
-            else _with_earlier_measurement(entry, before.get(rank.rank))
+            else _with_old_times(entry, old_entries.get(rank.rank))
         )
     return transitions.with_ranks(
         group,
         entries,
-        measured_time=now if due else group.measured_time,
-        kv=_kv_cache(plan, times, profile) or group.kv,
+        measured_time=now if is_due else group.measured_time,
+        kv=_build_kv_status(plan, times, profile) or group.kv,
     )
 
 
 def _with_pod_state(entry: RankEntry, pod: PodView) -> RankEntry:
+    """Returns the entry with the node and the state of its pod."""
     return entry.changed(node=pod.node or None, started=has_run(pod), ready=pod.ready and not pod.ended)
 
 
-def _kv_cache(plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None) -> KvStatus | None:
-    """Returns the size of the group's KV cache, or None until all ranks have reported it."""
+def _build_kv_status(
+    plan: Plan, reported: dict[int, RankStatus], profile: ModelProfile | None
+) -> KvStatus | None:
+    """Returns the size of the group's KV cache after every rank has reported, otherwise None.
+
+    The size changes only with the epoch.
+    """
     if len(reported) < plan.world_size or not all(status.kv_blocks for status in reported.values()):
         return None
     tightest = min(plan.ranks, key=lambda rank: reported[rank.rank].kv_room_blocks)
     status = reported[tightest.rank]
-    short = status.kv_room_bytes < tightest.kv_cache_bytes
+    memory_is_short = status.kv_room_bytes < tightest.kv_cache_bytes
     return KvStatus(
         blocks=status.kv_blocks,
         block_tokens=plan.engine.block_size,
-        tokens=_tokens_of_blocks(plan, status.kv_blocks, profile),
+        tokens=_kv_tokens(plan, status.kv_blocks, profile),
         limiting_rank=tightest.rank,
         limiting_role=tightest.role,
-        limited_by=KvLimit.MEMORY if short else KvLimit.PLAN,
+        limited_by=KvLimit.MEMORY if memory_is_short else KvLimit.PLAN,
         room_blocks=status.kv_room_blocks,
     )
 
 
-def _tokens_of_blocks(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
-    """Returns the tokens that fit into `blocks` KV blocks; a sequence needs blocks for each kind of layer."""
+def _kv_tokens(plan: Plan, blocks: int, profile: ModelProfile | None) -> int:
+    """Returns the tokens that `blocks` blocks hold: each sequence takes blocks for every kind of layer."""
     engine = plan.engine
     if profile is None:
         return blocks * engine.block_size
@@ -95,31 +103,36 @@ def _tokens_of_blocks(plan: Plan, blocks: int, profile: ModelProfile | None) -> 
     return build_kv_cache(profile, engine, tensor=tensor, batches=batches).tokens(blocks)
 
 
-def _is_measurement_due(
+def _is_write_due(
     group: GroupStatus, before: dict[int, RankEntry], times: dict[int, RankStatus], now: datetime
 ) -> bool:
+    """Reports whether new step times must be written: they have changed, and the last write is old enough."""
     if not times or not any(status.steps for status in times.values()):
         return False
-    every = _NEW_SLOWEST_AFTER if _has_new_slowest_rank(before, times) else _MEASURE_EVERY
+    every = _NEW_SLOWEST_EVERY if _has_new_slowest(before, times) else _WRITE_EVERY
     if group.measured_time is not None and now - group.measured_time < every:
         return False
     return any(_has_changed(before.get(rank), status) for rank, status in times.items())
 
 
-def _has_new_slowest_rank(before: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
-    """Checks whether a rank is clearly slower than the rank that is the slowest in the status."""
+def _has_new_slowest(old_entries: dict[int, RankEntry], times: dict[int, RankStatus]) -> bool:
+    """Reports whether a rank is clearly slower than the rank that is the slowest in the status."""
     slowest = max(times, key=lambda rank: times[rank].compute_s)
-    named = max(before, key=lambda rank: before[rank].compute_ms or 0.0, default=slowest)
-    return named in times and times[slowest].compute_s > (1 + _MOVED) * times[named].compute_s
+    old_slowest = max(old_entries, key=lambda rank: old_entries[rank].compute_ms or 0.0, default=slowest)
+    return (
+        old_slowest in times and times[slowest].compute_s > (1 + _MIN_CHANGE) * times[old_slowest].compute_s
+    )
 
 
 def _has_changed(entry: RankEntry | None, status: RankStatus) -> bool:
+    """Reports whether a rank's step time differs enough from the entry in the status."""
     if entry is None or entry.compute_ms is None:
         return True
-    return abs(status.compute_s * 1e3 - entry.compute_ms) > _MOVED * max(entry.compute_ms, 1e-3)
+    return abs(status.compute_s * 1e3 - entry.compute_ms) > _MIN_CHANGE * max(entry.compute_ms, 1e-3)
 
 
-def _with_measurement(entry: RankEntry, status: RankStatus) -> RankEntry:
+def _with_new_times(entry: RankEntry, status: RankStatus) -> RankEntry:
+    """Returns the entry with measured times."""
     return entry.changed(
         step_ms=round(status.step_s * 1e3, 2),
         compute_ms=round(status.compute_s * 1e3, 2),
@@ -127,7 +140,8 @@ def _with_measurement(entry: RankEntry, status: RankStatus) -> RankEntry:
     )
 
 
-def _with_earlier_measurement(entry: RankEntry, before: RankEntry | None) -> RankEntry:
+def _with_old_times(entry: RankEntry, before: RankEntry | None) -> RankEntry:
+    """Returns the entry with the times of its previous entry, or without times if there is none."""
     if before is None:
         return entry
     return entry.changed(step_ms=before.step_ms, compute_ms=before.compute_ms, wait_ms=before.wait_ms)

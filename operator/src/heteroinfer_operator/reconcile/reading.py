@@ -26,38 +26,38 @@ _PLANS_AT_HAND: Final = 4096
 
 
 def with_complete_labels(pods: Sequence[PodView], owner: Owner) -> tuple[PodView, ...]:
-    """Keeps the pods whose names belong to the resource, each with the labels from `read_labels`."""
-    return tuple(found for pod in pods if (found := read_labels(pod, owner)) is not None)
+    """Returns the pods whose names belong to the resource, each with the labels that its name implies."""
+    return tuple(found for pod in pods if (found := with_implied_labels(pod, owner)) is not None)
 
 
-def read_labels(pod: PodView, owner: Owner) -> PodView | None:
+def with_implied_labels(pod: PodView, owner: Owner) -> PodView | None:
     """Restores the labels that the pod's name implies, and records the labels that differed.
 
     Returns:
         The pod, or None if its name does not belong to the resource.
     """
-    named = identity.named_labels(owner, pod.name)
-    if named is None:
+    implied_labels = identity.named_labels(owner, pod.name)
+    if implied_labels is None:
         return None
-    lost = {label: value for label, value in named.items() if pod.labels.get(label) != value}
+    lost = {label: value for label, value in implied_labels.items() if pod.labels.get(label) != value}
     if not lost:
         return pod
-    labels = {label: value for label, value in {**pod.labels, **named}.items() if value is not None}
+    labels = {label: value for label, value in {**pod.labels, **implied_labels}.items() if value is not None}
     return replace(pod, labels=labels, lost_labels={**pod.lost_labels, **lost})
 
 
 def epoch_of(pod: PodView) -> int:
-    """Epoch in the labels of a pod from `read_labels`."""
+    """Returns the epoch in the labels of a pod from `with_implied_labels`."""
     return int(pod.labels[names.LABEL_EPOCH])
 
 
 def index_of(pod: PodView) -> int:
-    """Index in the group, from the labels of a pod from `read_labels`."""
+    """Returns the pod's index in its group, from the labels of a pod from `with_implied_labels`."""
     return int(pod.labels[names.LABEL_POD_INDEX])
 
 
 def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
-    """Groups worker pods from `read_labels` by group index."""
+    """Returns the worker pods of each group, by group index; the pods must have their implied labels."""
     groups: dict[int, list[PodView]] = defaultdict(list)
     for pod in pods:
         if pod.labels.get(names.LABEL_COMPONENT) == names.COMPONENT_WORKER:
@@ -65,34 +65,34 @@ def pods_by_group(pods: Sequence[PodView]) -> dict[int, list[PodView]]:
     return dict(groups)
 
 
-def kept_plans(
+def read_trusted_plans(
     observation: ResourceObservation, signer: Signer, allowed: Allowed, specs: Iterable[HeteroInferenceSpec]
 ) -> dict[str, Plan]:
-    """Reads the stored plans, by the hash in the names of their ConfigMaps.
+    """Returns the stored plans that the operator trusts, by the hash in their ConfigMaps' names.
 
-    The hash must match the stored text. Version 0.1.0, an operator with another key, or another user wrote
-    a plan without a valid code: such a plan may contain only arguments that a spec may contain. Fields that
+    The hash must match the stored text. Version 0.1.0, an operator with another key, or another user wrote a
+    plan without a valid code: such a plan may contain only arguments that a spec may contain. Fields that
     this version does not know are ignored; the hash still covers them.
     """
-    given, plans = {spec.engine.args for spec in specs}, {}
+    args_of_specs, plans = {spec.engine.args for spec in specs}, {}
     for manifest in observation.objects:
-        plan_hash, text = _plan_text(manifest, signer.owner)
+        plan_hash, text = _read_plan_config_map(manifest, signer.owner)
         if text is None or plan_text_hash(text) != plan_hash:
             continue  # its group keeps serving, and Planned reports PlanLost
         try:
-            plan = _plan(text)
+            plan = _parse_plan(text)
         except ContractError:
             continue
-        if signer.vouches(manifest) or has_only(plan.engine.extra_args, given, allowed):
+        if signer.vouches(manifest) or has_only_allowed_args(plan.engine.extra_args, args_of_specs, allowed):
             plans[plan_hash] = plan
     return plans
 
 
-def forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str, ...]:
-    """Names of ConfigMaps with the name of a plan but with other content."""
+def find_forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str, ...]:
+    """Returns the names of ConfigMaps that have the name of a plan but other content."""
     if signer.key is None:
         return ()
-    found = ((manifest, *_plan_text(manifest, signer.owner)) for manifest in observation.objects)
+    found = ((manifest, *_read_plan_config_map(manifest, signer.owner)) for manifest in observation.objects)
     return tuple(
         manifest["metadata"]["name"]
         for manifest, plan_hash, text in found
@@ -100,23 +100,30 @@ def forged_plans(observation: ResourceObservation, signer: Signer) -> tuple[str,
     )
 
 
-def has_only(args: tuple[str, ...], given: Collection[tuple[str, ...]], allowed: Allowed) -> bool:
-    """Checks whether a plan's arguments come from a known spec (`given`) or would be allowed in a spec.
+def has_only_allowed_args(
+    args: tuple[str, ...], args_of_specs: Collection[tuple[str, ...]], allowed: Allowed
+) -> bool:
+    """Reports whether a plan's arguments come from a known spec or would be allowed in a spec.
 
     Planning appends arguments to those of the spec.
+
+    Args:
+        args: arguments of the plan.
+        args_of_specs: arguments of the known specs.
     """
-    if any(args in _planned(own) for own in given):
+    if any(args in _possible_plan_args(spec_args) for spec_args in args_of_specs):
         return True
-    return next(allowed.forbidden_arguments(args), None) is None
+    return next(allowed.find_forbidden_arguments(args), None) is None
 
 
-def _planned(own: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    with_state = with_state_dtype(own)
-    return own, with_state, add_keep_alive(own), add_keep_alive(with_state)
+def _possible_plan_args(spec_args: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Returns each list of arguments that planning can make from the arguments of a spec."""
+    with_state_dtype_args = with_state_dtype(spec_args)
+    return spec_args, with_state_dtype_args, add_keep_alive(spec_args), add_keep_alive(with_state_dtype_args)
 
 
-def _plan_text(manifest: Manifest, owner: Owner) -> tuple[str, str | None]:
-    """Reads hash and text of a plan from its ConfigMap; ("", None) for any other object."""
+def _read_plan_config_map(manifest: Manifest, owner: Owner) -> tuple[str, str | None]:
+    """Reads hash and text of a plan from its ConfigMap; returns ("", None) for any other object."""
     prefix, name = identity.plan_config_map(owner, ""), manifest["metadata"]["name"]
     if manifest["kind"] != "ConfigMap" or not name.startswith(prefix):
         return "", None
@@ -124,5 +131,5 @@ def _plan_text(manifest: Manifest, owner: Owner) -> tuple[str, str | None]:
 
 
 @lru_cache(maxsize=_PLANS_AT_HAND)
-def _plan(text: str) -> Plan:
+def _parse_plan(text: str) -> Plan:
     return codec.from_json(Plan, text, tolerant=True)

@@ -36,7 +36,7 @@ from heteroinfer_operator.planning import GroupRequest
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup
 from heteroinfer_operator.reconcile.admission import find_admission
-from heteroinfer_operator.reconcile.believed_group import believe
+from heteroinfer_operator.reconcile.believed_group import check_against_pods
 from heteroinfer_operator.reconcile.cache_use import find_cleanup
 from heteroinfer_operator.reconcile.children import decide_children, find_children
 from heteroinfer_operator.reconcile.group_planner import GroupPlanner, shortage_age_s
@@ -51,10 +51,10 @@ from heteroinfer_operator.reconcile.model_decision import (
 from heteroinfer_operator.reconcile.new_events import (
     condition_events,
     forgery_events,
-    joined,
+    join_events,
     lost_label_events,
 )
-from heteroinfer_operator.reconcile.next_status import build_next_status, status_write
+from heteroinfer_operator.reconcile.next_status import build_next_status, build_status_write
 from heteroinfer_operator.reconcile.node_loss import NodeLoss
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.stopping import stop_group
@@ -62,13 +62,13 @@ from heteroinfer_operator.reconcile.options import Options
 from heteroinfer_operator.reconcile.rank_entries import with_rank_entries
 from heteroinfer_operator.reconcile.reading import (
     epoch_of,
-    forged_plans,
-    kept_plans,
+    find_forged_plans,
     pods_by_group,
+    read_trusted_plans,
     with_complete_labels,
 )
 from heteroinfer_operator.reconcile.reconcile_context import Context
-from heteroinfer_operator.reconcile.refusals import due_in_time
+from heteroinfer_operator.reconcile.refusals import limit_retry_times
 from heteroinfer_operator.reconcile.retired import known_groups
 from heteroinfer_operator.reconcile.revisions import (
     Revision,
@@ -78,14 +78,14 @@ from heteroinfer_operator.reconcile.revisions import (
     read_records,
     with_modes_of_plans,
 )
-from heteroinfer_operator.reconcile.rollout import decide_wanted, find_closing
+from heteroinfer_operator.reconcile.rollout import decide_wanted, find_eviction_block
 from heteroinfer_operator.reconcile.scopes import MODEL_SCOPE
 from heteroinfer_operator.reconcile.silent_leaders import with_report_alone, with_silence
 from heteroinfer_operator.reconcile.teardown import decide_teardown
 
-_SHORTAGE_EVERY_S = 60.0
+_CHECK_SHORTAGE_EVERY_S = 60.0
 """Seconds between checks of a group without capacity, if no event reports free capacity."""
-_MEASURE_EVERY_S = 60.0
+_CHECK_STEP_TIMES_EVERY_S = 60.0
 """Seconds between checks of a serving group's step times."""
 
 
@@ -96,34 +96,38 @@ def reconcile(observation: ResourceObservation, now: datetime, options: Options)
     if resource.deleting:
         decision = decide_teardown(observation, status, now)
     else:
-        decision = _decide(observation, status, now, options)
+        decision = _decide_living_resource(observation, status, now, options)
     if names.FINALIZER not in resource.finalizers:
         return decision
     return replace(decision, actions=(RemoveFinalizer(), *decision.actions))
 
 
-def _decide(
+def _decide_living_resource(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime, options: Options
 ) -> Decision:
+    """Returns the decision about a resource that is not being deleted.
+
+    It first builds the context that all parts of the decision share.
+    """
     resource = observation.resource
     owner = Owner(key=resource.key, uid=resource.uid)
     observation = replace(observation, pods=with_complete_labels(observation.pods, owner))
     life = parse_life(resource.spec)
     node_loss = NodeLoss.of(observation, life.restart, now)
     signer = Signer.of(options.operator_key, owner)
-    kept = read_records(observation, status, signer, options.allowed)
-    target = find_target(observation, status, owner, options, kept.records)
+    stored_records = read_records(observation, status, signer, options.allowed)
+    target = find_target(observation, status, owner, options, stored_records.records)
     model = _decide_model(observation, status, target, node_loss, options)
     commit = model.status.commit if target.refusal is None else None
-    revisions = find_revisions(kept.records, target, commit, owner, options)
-    plans = kept_plans(
+    revisions = find_revisions(stored_records.records, target, commit, owner, options)
+    plans = read_trusted_plans(
         observation, signer, options.allowed, [revision.spec for revision in revisions.values()]
     )
     revisions = with_modes_of_plans(revisions, observation.pods, plans, options.pod_resources)
     accepted = revisions.get(target.name or "") if target.refusal is None else None
-    replicas = _replicas(life.replicas, status, observation.pods)
+    replicas = _num_wanted_groups(life.replicas, status, observation.pods)
     planner = GroupPlanner(
-        request=_group_request(resource.key, accepted, model.profile, options),
+        request=_build_group_request(resource.key, accepted, model.profile, options),
         waits_for=model.message,
         observation=observation,
         shortage_age_s=shortage_age_s(status, now) if options.nodes_may_come else None,
@@ -142,36 +146,41 @@ def _decide(
             for group in status.groups
         ),
         revisions=revisions,
-        recorded=frozenset(record.name for record in kept.records),
-        records_signed_by=kept.signed_by(signer, status, revisions),
+        recorded=frozenset(record.name for record in stored_records.records),
+        records_signed_by=stored_records.signed_by(signer, status, revisions),
         signer=signer,
-        forged=(*kept.forged, *forged_plans(observation, signer)),
+        forged=(*stored_records.forged, *find_forged_plans(observation, signer)),
         plans=plans,
         planner=planner,
         node_loss=node_loss,
         first_epoch=options.first_epoch(resource.resource_version, now),
         largest_epoch=options.largest_epoch(resource.resource_version, now),
         connecting_s=observation.connecting_s,
-        refusals=due_in_time(observation.refusals, now),
-        unmade=observation.unmade,
-        unasked=observation.unasked,
+        refusals=limit_retry_times(observation.refusals, now),
+        never_created=observation.never_created,
+        never_requested=observation.never_requested,
         never_placed=observation.never_placed,
-        isolation=None if observation.kept_in is None else Isolation.of(options.egress, observation.kept_in),
-        fetches=_fetches(observation, model),
+        isolation=None
+        if observation.restricted_selectors is None
+        else Isolation.of(options.egress, observation.restricted_selectors),
+        fetches=_is_fetch_pod_wanted(observation, model),
     )
-    return _decide_actions(observation, status, context, model)
+    return _decide_groups(observation, status, context, model)
 
 
-def _fetches(observation: ResourceObservation, model: ModelDecision) -> bool:
-    """Checks whether a pod fetches the model, or is about to."""
-    pods = [pod.labels.get(names.LABEL_COMPONENT) for pod in observation.pods if not pod.ended]
-    created = [each.manifest["metadata"]["labels"][names.LABEL_COMPONENT] for each in model.creates]
-    return names.COMPONENT_FETCH in (*pods, *created)
+def _is_fetch_pod_wanted(observation: ResourceObservation, model: ModelDecision) -> bool:
+    """Reports whether a pod fetches the model, or is about to."""
+    components = [pod.labels.get(names.LABEL_COMPONENT) for pod in observation.pods if not pod.ended]
+    components_to_create = [
+        each.manifest["metadata"]["labels"][names.LABEL_COMPONENT] for each in model.creates
+    ]
+    return names.COMPONENT_FETCH in (*components, *components_to_create)
 
 
-def _group_request(
+def _build_group_request(
     key: ResourceKey, revision: Revision | None, profile: ModelProfile | None, options: Options
 ) -> GroupRequest | None:
+    """Returns the request for a plan; None while the spec is refused or the model is unknown."""
     if profile is None or revision is None:
         return None
     served_name = revision.spec.model.served_name or key.name
@@ -180,12 +189,17 @@ def _group_request(
     return GroupRequest(spec=spec, profile=profile, served_name=served_name, model_path=path)
 
 
-def _replicas(asked: int | None, status: HeteroInferenceStatus, pods: Sequence[PodView]) -> int:
-    """Number of wanted groups; if the field is unreadable, the number of existing groups, at least 1."""
-    if asked is not None:
-        return asked
-    living = pods_by_group([pod for pod in pods if not pod.ended])
-    return max([0, *living, *(group.index for group in status.groups)]) + 1
+def _num_wanted_groups(
+    spec_replicas: int | None, status: HeteroInferenceStatus, pods: Sequence[PodView]
+) -> int:
+    """Returns the number of wanted groups.
+
+    If the field is unreadable, it is the number of existing groups, at least 1.
+    """
+    if spec_replicas is not None:
+        return spec_replicas
+    existing = pods_by_group([pod for pod in pods if not pod.ended])
+    return max([0, *existing, *(group.index for group in status.groups)]) + 1
 
 
 def _decide_model(
@@ -195,9 +209,9 @@ def _decide_model(
     node_loss: NodeLoss,
     options: Options,
 ) -> ModelDecision:
-    """Decides about the model; while the spec is refused, keeps the last result."""
+    """Returns the decision about the model; while the spec is refused, the last decision."""
     if target.refusal is not None or target.spec is None or target.source is None:
-        return _last_model_decision(status, target)
+        return _keep_model_decision(status, target)
     context = ModelContext(
         spec=target.spec,
         owner=Owner(key=observation.resource.key, uid=observation.resource.uid),
@@ -213,58 +227,74 @@ def _decide_model(
     )
     pods = [pod for pod in observation.pods if pod.labels.get(names.LABEL_COMPONENT) in MODEL_COMPONENTS]
     decision = decide_model(context, status.model, pods)
-    if observation.kept_in is None or not context.fetches or decision.holds or decision.status.bytes_total:
+    if (
+        observation.restricted_selectors is None
+        or not context.fetches
+        or decision.holds
+        or decision.status.bytes_total
+    ):
         return decision
-    isolation = Isolation.of(options.egress, observation.kept_in)
+    isolation = Isolation.of(options.egress, observation.restricted_selectors)
     closed = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
     return replace(decision, message="; ".join(filter(None, (decision.message, closed))))
 
 
-def _last_model_decision(status: HeteroInferenceStatus, target: Target) -> ModelDecision:
-    before, problem = status.condition(ConditionType.MODEL_READY.value), target.refusal
-    kept = status.model or ModelStatus()
+def _keep_model_decision(status: HeteroInferenceStatus, target: Target) -> ModelDecision:
+    """Returns the last decision about the model, which stays while the spec is refused."""
+    last_condition, problem = status.condition(ConditionType.MODEL_READY.value), target.refusal
+    last_status = status.model or ModelStatus()
     if problem is not None and not isinstance(problem, SpecError) and target.source is None:
-        return ModelDecision(status=kept, holds=False, reason=problem.reason, message=problem.message)
-    if before is None:
-        return ModelDecision(status=kept, holds=None, reason="SpecRefused")
-    holds = {ConditionStatus.TRUE: True, ConditionStatus.FALSE: False}.get(before.status)
-    return ModelDecision(status=kept, holds=holds, reason=before.reason, message=before.message)
+        return ModelDecision(status=last_status, holds=False, reason=problem.reason, message=problem.message)
+    if last_condition is None:
+        return ModelDecision(status=last_status, holds=None, reason="SpecRefused")
+    holds = {ConditionStatus.TRUE: True, ConditionStatus.FALSE: False}.get(last_condition.status)
+    return ModelDecision(
+        status=last_status, holds=holds, reason=last_condition.reason, message=last_condition.message
+    )
 
 
-def _decide_actions(
+def _decide_groups(
     observation: ResourceObservation, status: HeteroInferenceStatus, context: Context, model: ModelDecision
 ) -> Decision:
-    by_group, old = pods_by_group(observation.pods), known_groups(status)
-    believed = {
-        index: believe(context, old.get(index, GroupStatus(index=index)), by_group.get(index, ()))
+    """Returns the decision about all groups and children, with the next status.
+
+    The actions are in the order in which the operator runs them.
+    """
+    by_group, old_groups = pods_by_group(observation.pods), known_groups(status)
+    checked = {
+        index: check_against_pods(
+            context, old_groups.get(index, GroupStatus(index=index)), by_group.get(index, ())
+        )
         for index in range(context.replicas)
     }
-    strangers = [pod for group in believed.values() for pod in group.strangers]
-    by_group |= {index: list(believed[index].pods) for index in by_group if index in believed}
-    old |= {index: believed[index].status for index in old if index in believed}
-    context = replace(context, admission=find_admission(context, observation, old, by_group))
-    context = replace(context, closing=find_closing(context, old, by_group))
-    wanted = decide_wanted(context, old, by_group, observation.groups)
+    strangers = [pod for group in checked.values() for pod in group.strangers]
+    by_group |= {index: list(checked[index].pods) for index in by_group if index in checked}
+    old_groups |= {index: checked[index].status for index in old_groups if index in checked}
+    context = replace(context, admission=find_admission(context, observation, old_groups, by_group))
+    context = replace(context, eviction_block=find_eviction_block(context, old_groups, by_group))
+    wanted_groups = decide_wanted(context, old_groups, by_group, observation.groups)
     context = context.with_chosen_mode()
-    unwanted = [
-        stop_group(context, old.get(index, GroupStatus(index=index)), pods, "stopping: scaled down")
+    unwanted_groups = [
+        stop_group(context, old_groups.get(index, GroupStatus(index=index)), pods, "stopping: scaled down")
         for index, pods in sorted(by_group.items())
         if index >= context.replicas
     ]
-    wanted = [
-        with_lost_labels(context.owner, _with_rank_entries(observation, context, decision, by_group), pods)
-        for decision in wanted
+    wanted_groups = [
+        with_lost_labels(context.owner, _update_rank_entries(observation, context, decision, by_group), pods)
+        for decision in wanted_groups
         for pods in [by_group.get(decision.status.index, ())]
     ]
-    wanted = [
+    wanted_groups = [
         with_silence(each, observation.silences.get((each.status.index, each.status.epoch)))
-        for each in wanted
+        for each in wanted_groups
     ]
     if observation.pods_unwatched:
-        wanted = [with_report_alone(each, observation.groups.get(each.status.index)) for each in wanted]
-    decisions = [*wanted, *unwanted]
-    keys = [key for decision in wanted for key in decision.keys]
-    creates = [create for decision in wanted for create in decision.creates]
+        wanted_groups = [
+            with_report_alone(each, observation.groups.get(each.status.index)) for each in wanted_groups
+        ]
+    decisions = [*wanted_groups, *unwanted_groups]
+    key_creates = [key for decision in wanted_groups for key in decision.key_creates]
+    creates = [create for decision in wanted_groups for create in decision.creates]
     before_pods, after_pods = decide_children(
         find_children(context, decisions, by_group),
         observation.objects,
@@ -274,35 +304,36 @@ def _decide_actions(
         },
         has_pods=bool(creates or by_group),
     )
-    next_status = build_next_status(observation, status, context, model, wanted, unwanted)
-    actions: list[Action] = [*status_write(observation, next_status)]
-    actions += joined([event for decision in decisions for event in decision.events])
+    next_status = build_next_status(observation, status, context, model, wanted_groups, unwanted_groups)
+    actions: list[Action] = [*build_status_write(observation, next_status)]
+    actions += join_events([event for decision in decisions for event in decision.events])
     actions += forgery_events(context, [*before_pods, *after_pods])
-    actions += lost_label_events(status, old, wanted, model)
+    actions += lost_label_events(status, old_groups, wanted_groups, model)
     actions += condition_events(status, next_status)
     actions += [delete for decision in decisions for delete in decision.deletes]
-    actions += context.node_loss.deletes(strangers, grace_s=None, after_status=True)
+    actions += context.node_loss.build_deletes(strangers, grace_s=None, after_status=True)
     actions += [*model.events, *model.deletes]
     actions += before_pods
     actions += [replace(create, scopes=frozenset({MODEL_SCOPE})) for create in model.creates]
-    actions += [*keys, *creates]
+    actions += [*key_creates, *creates]
     actions += after_pods
-    actions += [context.admission.asks] if context.admission.asks is not None else []
+    actions += [context.admission.dry_run] if context.admission.dry_run is not None else []
     return Decision(
         actions=tuple(actions),
-        look_again_s=_look_again_s(decisions, model, context, next_status),
+        look_again_s=_next_check_s(decisions, model, context, next_status),
         connecting=frozenset(
-            (d.status.index, d.status.epoch) for d in decisions if startup.connects(d.status.startup)
+            (d.status.index, d.status.epoch) for d in decisions if startup.is_connecting(d.status.startup)
         ),
     )
 
 
-def _with_rank_entries(
+def _update_rank_entries(
     observation: ResourceObservation,
     context: Context,
     decision: GroupDecision,
     by_group: Mapping[int, Sequence[PodView]],
 ) -> GroupDecision:
+    """Updates the table of ranks in the status of a running group."""
     if not decision.runs or decision.creates:
         return decision
     index = decision.status.index
@@ -317,17 +348,18 @@ def _with_rank_entries(
     return replace(decision, status=group)
 
 
-def _look_again_s(
+def _next_check_s(
     decisions: Sequence[GroupDecision], model: ModelDecision, context: Context, status: HeteroInferenceStatus
 ) -> float | None:
+    """Returns the seconds until the next check of the resource; None if only events matter."""
     waits = [d.look_again_s for d in decisions] + [model.look_again_s]
-    if context.waits_for_admission and not context.admission.unanswered:
+    if context.waits_for_admission and not context.admission.is_unanswered:
         waits.append(0.0)
     if any(d.status.phase is GroupPhase.READY for d in decisions):
-        waits.append(_MEASURE_EVERY_S)
+        waits.append(_CHECK_STEP_TIMES_EVERY_S)
     capacity = status.condition(ConditionType.CAPACITY_AVAILABLE)
     if capacity is not None and capacity.status is ConditionStatus.FALSE:
-        waits.append(_SHORTAGE_EVERY_S)
+        waits.append(_CHECK_SHORTAGE_EVERY_S)
     if status.gpus_missing_since is not None and context.target.spec is not None:
         after_s = parse_duration_s(context.target.spec.planning.on_gpu_shortage.after)
         left_s = after_s - (context.now - status.gpus_missing_since).total_seconds()

@@ -27,18 +27,18 @@ class Admission:
     """State of the dry run in which the API server validates the objects of the target revision.
 
     Attributes:
-        asks: the dry run to start, or None while no decision depends on it.
+        dry_run: the dry run to start, or None while no decision depends on it.
         problem: why the API server refused the objects in the last dry run, or None.
-        unanswered: whether a dry run has started but has no answer yet.
+        is_unanswered: whether a dry run has started but has no answer yet.
     """
 
-    asks: TryObjects | None = None
+    dry_run: TryObjects | None = None
     problem: HeteroInferError | None = None
-    unanswered: bool = False
+    is_unanswered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
+class EvictionBlock:
     """Whether evictions are blocked for all groups because a rollout stops one of the groups.
 
     Attributes:
@@ -66,8 +66,8 @@ class Context:
         first_epoch: lowest number for an epoch that begins now.
         largest_epoch: largest epoch that the operator can have written to the status.
         connecting_s: seconds for which this process has seen ranks connect, by group index and epoch.
-        unmade: names of pods that the operator decided to create but that never existed.
-        unasked: the subset of `unmade` that the operator never requested from the API server.
+        never_created: names of pods that the operator decided to create but that never existed.
+        never_requested: the subset of `never_created` that the operator never requested from the API server.
         never_placed: names of pods that were deleted before they had a node, so they never ran.
         isolation: pods of the namespace whose egress is restricted; None while that is unknown.
         fetches: whether a pod fetches the model, or is about to.
@@ -93,9 +93,9 @@ class Context:
     connecting_s: Mapping[tuple[int, int], float]
     refusals: Sequence[Refusal] = ()
     admission: Admission = Admission()
-    closing: Closing = Closing()
-    unmade: frozenset[str] = frozenset()
-    unasked: frozenset[str] = frozenset()
+    eviction_block: EvictionBlock = EvictionBlock()
+    never_created: frozenset[str] = frozenset()
+    never_requested: frozenset[str] = frozenset()
     never_placed: frozenset[str] = frozenset()
     isolation: Isolation | None = None
     fetches: bool = False
@@ -107,8 +107,8 @@ class Context:
 
     @property
     def waits_for_admission(self) -> bool:
-        """Whether groups must wait for the dry run of the target revision."""
-        asked = self.admission.asks is not None or self.admission.unanswered
+        """Whether groups must wait because the API server has not validated the target revision yet."""
+        asked = self.admission.dry_run is not None or self.admission.is_unanswered
         return asked and self.admission.problem is None
 
     def with_chosen_mode(self) -> "Context":
@@ -124,9 +124,12 @@ class Context:
         return EpochRef(owner=self.owner, index=status.index, epoch=status.epoch)
 
     def refusal_of(self, group: int) -> Refusal | None:
-        """The refusal that a group's pods wait for, or None."""
-        found = [refusal for refusal in self._refusals_of(group) if refusal.kind != POD]
-        return max(found, key=lambda refusal: refusal.retry_at, default=self.pod_refusal_of(group))
+        """Returns the refusal that delays the pods of this group, or None.
+
+        The refusal of another object takes precedence over that of a pod, because pods need the object.
+        """
+        of_other_objects = [refusal for refusal in self._refusals_of(group) if refusal.kind != POD]
+        return max(of_other_objects, key=lambda refusal: refusal.retry_at, default=self.pod_refusal_of(group))
 
     def pod_refusal_of(self, group: int) -> Refusal | None:
         """The refused pod of a group with the latest retry, or None.
@@ -156,6 +159,10 @@ class Context:
         return next((each for each in self.refusals if CLIENTS_SCOPE in each.scopes), None)
 
     def _refusals_of(self, group: int) -> list[Refusal]:
+        """Returns the refusals that block objects of this group.
+
+        A create of a pod that the API server did not answer is not a refusal.
+        """
         scope = group_scope(group)
         return [
             refusal

@@ -45,9 +45,11 @@ TOO_MANY_PODS: Final = "TooManyNewPods"
 WRITTEN_BY_OTHERS: Final = "StatusWrittenByOthers"
 """Another operator changes the status after each write."""
 
-OF_CHILDREN: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD, CHANGED_BY_OTHERS, DELETED_BY_OTHERS})
+REASONS_OF_CHILDREN: Final = frozenset(
+    {OBJECT_REFUSED, NAME_TAKEN, NAME_HELD, CHANGED_BY_OTHERS, DELETED_BY_OTHERS}
+)
 """Reasons why a child is missing or differs from the wanted state."""
-_NOT_MADE: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD})
+_NOT_CREATED: Final = frozenset({OBJECT_REFUSED, NAME_TAKEN, NAME_HELD})
 """Reasons that prove that an object was not created; a create without an answer may have succeeded."""
 
 _FIRST_S: Final = 1.0
@@ -68,9 +70,9 @@ _POD_FORGOTTEN_AFTER: Final = timedelta(seconds=90)
 _MAX_BUDGET_RETRY_S: Final = 60.0
 """Longest wait for the budget, and time for which the operator reports a second writer of the status."""
 
-Subject: TypeAlias = tuple[str, str]
+KindAndName: TypeAlias = tuple[str, str]
 """Kind and name."""
-_EPOCH: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
+_EPOCH_IN_NAME: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
     {
         "Pod": re.compile(r"-[0-9]+(?=-[0-9]+$)"),
         "PodGroup": re.compile(r"-[0-9]+$"),
@@ -80,8 +82,8 @@ _EPOCH: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
 """Position of the epoch in the names of an epoch's objects, by kind."""
 
 
-def subject(action: Write, resource: str) -> Subject:
-    """Kind and name of the object that an action writes."""
+def kind_and_name(action: Write, resource: str) -> KindAndName:
+    """Returns kind and name of the object that an action writes."""
     match action:
         case CreateObject() | ApplyObject():
             return action.manifest["kind"], action.manifest["metadata"]["name"]
@@ -112,8 +114,8 @@ def _delay_s(kind: str, reason: str, tries: int) -> float:
     return float(min(first_s * 2.0 ** min(tries - 1, 16), max_s))
 
 
-def _jitter(action: Write, reason: str, kept_as: Subject, tries: int) -> float:
-    """Factor for the delay of a refused pod, 0.5 to 1; 1 for all other objects.
+def _jitter(action: Write, reason: str, kept_as: KindAndName, tries: int) -> float:
+    """Returns the factor for a refused pod's delay, from 0.5 to 1; 1 for other objects.
 
     Resources and groups that a quota refused at the same time must not retry at the same time: each would get
     only some of its pods, and would delete them again.
@@ -124,22 +126,23 @@ def _jitter(action: Write, reason: str, kept_as: Subject, tries: int) -> float:
     return 0.5 + hashlib.sha256(seed.encode()).digest()[0] / 510
 
 
-def _forgotten_at(refusal: Refusal) -> datetime:
+def _time_of_expiry(refusal: Refusal) -> datetime:
+    """Returns the time at which a refusal is forgotten unless its object is tried again."""
     return refusal.retry_at + (_POD_FORGOTTEN_AFTER if refusal.kind == "Pod" else _FORGOTTEN_AFTER)
 
 
-def due_in_time(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Limits the retry times of earlier refusals to those of new refusals, in case the clock was set back."""
+def limit_retry_times(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
+    """Limits the retry times of refusals to those of new refusals, in case the clock was set back."""
 
-    def in_time(refusal: Refusal) -> Refusal:
+    def with_limit(refusal: Refusal) -> Refusal:
         latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
         return replace(refusal, retry_at=latest) if refusal.retry_at > latest else refusal
 
-    return tuple(map(in_time, refusals))
+    return tuple(map(with_limit, refusals))
 
 
-def asked_anew(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
-    """Keeps the refusals of revisions after a change of the spec, with a retry at once; drops all others.
+def retry_revisions_now(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...]:
+    """Keeps only the refusals of revisions, with a retry at once, after a change of the spec.
 
     A refused revision stays refused until the next dry run answers. A scale does not change the revision, so
     it must neither start the rollout of the revision nor clear its refusal.
@@ -149,7 +152,7 @@ def asked_anew(refusals: Iterable[Refusal], now: datetime) -> tuple[Refusal, ...
 
 
 @dataclass(slots=True)
-class Acting:
+class ActionPermits:
     """Decides, while the actions of one decision run, which further actions may run.
 
     Args:
@@ -161,71 +164,77 @@ class Acting:
     refusals: Iterable[Refusal]
     now: datetime
     spending: Spending | None = None
-    known: dict[Subject, Refusal] = field(init=False)
+    known: dict[KindAndName, Refusal] = field(init=False)
     new: list[Refusal] = field(init=False, default_factory=list)
     _blocked: set[str] = field(init=False, default_factory=set)
-    _makes_nothing: bool = field(init=False, default=False)
-    _keeps_status: bool = field(init=False, default=False)
-    _lifted: bool = field(init=False, default=False)
-    _held_s: list[float] = field(init=False, default_factory=list)
+    _creates_blocked: bool = field(init=False, default=False)
+    _status_write_failed: bool = field(init=False, default=False)
+    _refusal_is_over: bool = field(init=False, default=False)
+    _budget_waits_s: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Forgets old refusals that were not tried again."""
-        before = due_in_time(self.refusals, self.now)
-        kept = [refusal for refusal in before if _forgotten_at(refusal) > self.now]
-        self.known = {_kept_as((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in kept}
+        """Drops old refusals whose objects were not tried again."""
+        before = limit_retry_times(self.refusals, self.now)
+        unexpired = [refusal for refusal in before if _time_of_expiry(refusal) > self.now]
+        self.known = {
+            _refusal_key((refusal.kind, refusal.name), refusal.scopes): refusal for refusal in unexpired
+        }
         # This decision still used the forgotten refusals; the next one must report that they are over.
-        self._lifted = len(kept) < len(before)
+        self._refusal_is_over = len(unexpired) < len(before)
 
-    def may(self, action: Write) -> bool:
-        """Checks whether an action may run now; an action that may not run blocks its scopes."""
+    def may_run(self, action: Write) -> bool:
+        """Reports whether an action may run now; an action that may not run blocks its scopes."""
         if self._is_blocked(action):
             return False
-        kept = self.known.get(self._key(action))
-        if kept is None or kept.retry_at <= self.now or kept.reason == WRITTEN_BY_OTHERS:
-            return self._is_within_budget(action)
-        if kept.blocks:
+        refusal = self.known.get(self._key(action))
+        if refusal is None or refusal.retry_at <= self.now or refusal.reason == WRITTEN_BY_OTHERS:
+            return self._fits_budget(action)
+        if refusal.blocks:
             self._block(action)
         return False
 
-    def _is_within_budget(self, action: Write) -> bool:
-        """Counts an action against the budget; an action that must wait blocks its scopes."""
+    def _fits_budget(self, action: Write) -> bool:
+        """Reports whether the budget allows an action, and counts it; if not, blocks its scopes."""
         if self.spending is None or not (wait_s := self.spending.spend(action)):
             return True
-        self._held_s.append(wait_s)
+        self._budget_waits_s.append(wait_s)
         self._block(action)
         if creates_pod(action):
-            words = self.spending.describe_pods(scopes_of(action))
-            self._note(action, TOO_MANY_PODS, words, retry_at=self.now + timedelta(seconds=wait_s))
+            why = self.spending.describe_pods(scopes_of(action))
+            self._record_refusal(action, TOO_MANY_PODS, why, retry_at=self.now + timedelta(seconds=wait_s))
         return False
 
-    def done(self, action: Write) -> None:
+    def record_success(self, action: Write) -> None:
         """Records that an action succeeded."""
         if self.spending is not None and isinstance(action, PatchStatus):
-            self.spending.budget.note_stored()
-        if self._is_of_two_writers(action):
+            self.spending.budget.record_stored_status()
+        if self._record_other_writer(action):
             return
         if self.known.pop(self._key(action), None) is not None:
-            self._lifted = True
+            self._refusal_is_over = True
 
-    def refused(self, action: Write, reason: str, message: str) -> Refusal | None:
+    def record_refused(self, action: Write, reason: str, message: str) -> Refusal | None:
         """Records that an action was refused; returns the refusal if an event must report it."""
-        if self.spending is not None and reason in _NOT_MADE:
-            self.spending.give_back(action)
-        return self._note(action, reason, message)
+        if self.spending is not None and reason in _NOT_CREATED:
+            self.spending.uncount(action)
+        return self._record_refusal(action, reason, message)
 
-    def _note(
+    def _record_refusal(
         self, action: Write, reason: str, message: str, *, retry_at: datetime | None = None
     ) -> Refusal | None:
-        found, key = subject(action, self.resource), self._key(action)
-        before = self.known.get(key)
-        tries = before.tries + 1 if before is not None else 1
-        delay = timedelta(seconds=_delay_s(found[0], reason, tries) * _jitter(action, reason, key, tries))
+        """Records a refusal with its next retry, and blocks the action's scopes.
+
+        Returns the refusal if an event must report it, otherwise None.
+        """
+        kind_name, key = kind_and_name(action, self.resource), self._key(action)
+        earlier = self.known.get(key)
+        tries = earlier.tries + 1 if earlier is not None else 1
+        delay = timedelta(seconds=_delay_s(kind_name[0], reason, tries) * _jitter(action, reason, key, tries))
         # The operator does not recognize a changed pod as its own, so the whole group cannot start.
         blocks = reason not in (CHANGED_BY_OTHERS, WRITTEN_BY_OTHERS) or creates_pod(action)
         refusal = Refusal(
-            kind=found[0],
-            name=found[1],
+            kind=kind_name[0],
+            name=kind_name[1],
             reason=reason,
             message=message,
             scopes=scopes_of(action),
@@ -236,80 +245,85 @@ class Acting:
         self.known[key] = refusal
         if refusal.blocks:
             self._block(action)
-        is_news = before is None or _content(before) != _content(refusal)
-        self.new += [refusal] if is_news else []
-        is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_news
+        is_new = earlier is None or _reason_and_message(earlier) != _reason_and_message(refusal)
+        self.new += [refusal] if is_new else []
+        is_reported = tries == _REPORTED_AT[reason] if reason in _REPORTED_AT else is_new
         return refusal if is_reported else None
 
-    def _is_of_two_writers(self, action: Write) -> bool:
-        """Checks for, and records, a status write while another operator undoes each write."""
+    def _record_other_writer(self, action: Write) -> bool:
+        """Records a refusal if another operator undoes each status write; returns whether it does."""
         if self.spending is None or not isinstance(action, PatchStatus):
             return False
-        words = self.spending.find_other_writer()
-        if words:
-            self._note(action, WRITTEN_BY_OTHERS, words)
-        return bool(words)
+        other_writer = self.spending.describe_other_writer()
+        if other_writer:
+            self._record_refusal(action, WRITTEN_BY_OTHERS, other_writer)
+        return bool(other_writer)
 
-    def unsent(self, action: Write) -> None:
-        """Records that an allowed action was not sent."""
+    def record_unsent(self, action: Write) -> None:
+        """Records that an action was permitted but not sent."""
         if self.spending is not None:
-            self.spending.give_back(action)
+            self.spending.uncount(action)
 
-    def conflicted(self, action: Write) -> None:
+    def record_conflict(self, action: Write) -> None:
         """Records a conflict: the object has changed since the decision."""
         self._block(action)
 
-    def end(self) -> None:
+    def release_inputs(self) -> None:
         """Records that no more actions begin; answers to earlier actions may still arrive."""
         if self.spending is not None:
-            self.spending.end()
+            self.spending.release_inputs()
 
     def look_again_s(self) -> float | None:
-        """Seconds until a refused action may be tried again; 0.0 after a new or a lifted refusal.
+        """Returns the seconds until a refused action may be tried again.
 
-        If a refused action was due and the decision did not contain it, no decision wants it now. The next
-        check is then at the time at which the refusal is forgotten.
+        The answer is 0.0 after a new refusal and after the end of a refusal. If a refused action was due and
+        the decision did not contain it, no decision wants it now. The next check is then at the time at which
+        the refusal is forgotten.
         """
-        if self.new or self._lifted:
+        if self.new or self._refusal_is_over:
             return 0.0
         known = self.known.values()
-        due = [each.retry_at if each.retry_at > self.now else _forgotten_at(each) for each in known]
+        due = [each.retry_at if each.retry_at > self.now else _time_of_expiry(each) for each in known]
         waits = [max((moment - self.now).total_seconds(), 0.0) for moment in due]
-        return min([*waits, *self._held_s], default=None)
+        return min([*waits, *self._budget_waits_s], default=None)
 
-    def _key(self, action: Write) -> Subject:
-        return _kept_as(subject(action, self.resource), scopes_of(action))
+    def _key(self, action: Write) -> KindAndName:
+        """Returns the key of the action's refusal: kind and name, without the number of the epoch."""
+        return _refusal_key(kind_and_name(action, self.resource), scopes_of(action))
 
     def _is_blocked(self, action: Write) -> bool:
+        """Reports whether an earlier refused or delayed action blocks this action."""
         match action:
             case CreateObject() | ApplyObject():
                 # If several groups need an object, one unblocked group is enough.
                 nobody_needs_it = bool(action.scopes) and action.scopes <= self._blocked
-                return self._makes_nothing or nobody_needs_it
+                return self._creates_blocked or nobody_needs_it
             case DeleteObject():
-                return self._keeps_status and action.after_status
+                return self._status_write_failed and action.after_status
         return False
 
     def _block(self, action: Write) -> None:
+        """Blocks the scopes of an action; a status that cannot be written blocks all creates."""
         match action:
             case CreateObject() | ApplyObject():
                 self._blocked |= action.scopes
             case PatchStatus():
                 # If pods of an epoch existed without the status, the epoch would begin a second time.
-                self._makes_nothing = True
-                self._keeps_status = True
+                self._creates_blocked = True
+                self._status_write_failed = True
 
 
 def scopes_of(action: Write) -> frozenset[str]:
-    """Scopes of an action."""
+    """Returns the scopes of an action; no scopes for deletes and status writes."""
     return action.scopes if isinstance(action, CreateObject | ApplyObject) else frozenset()
 
 
-def _kept_as(found: Subject, scopes: frozenset[str]) -> Subject:
-    """Key of a refusal: kind and name, without the number of the epoch."""
-    kind, name = found
-    return (kind, _EPOCH[kind].sub("-*", name)) if kind in _EPOCH and scopes else found
+def _refusal_key(kind_name: KindAndName, scopes: frozenset[str]) -> KindAndName:
+    """Returns the key of a refusal: kind and name, without the number of the epoch."""
+    kind, name = kind_name
+    return (kind, _EPOCH_IN_NAME[kind].sub("-*", name)) if kind in _EPOCH_IN_NAME and scopes else kind_name
 
 
-def _content(refusal: Refusal) -> tuple[str, str]:
+def _reason_and_message(refusal: Refusal) -> tuple[str, str]:
+    """Returns reason and message of a refusal, without the name of its object."""
     return refusal.reason, refusal.message.replace(refusal.name, "")

@@ -15,8 +15,8 @@ _MESSAGE_CHARACTERS = 400
 """Length of a stored failure's message: 64 groups with 21 failures each stay below etcd's 1.5 MiB limit."""
 
 
-def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    """Counts the failures within the window that ends at the last failure.
+def count_recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+    """Returns the number of failures within the window that ends at the last failure.
 
     Failures before the window count if their epochs never served, back to the last epoch that served.
     Otherwise two failing starts of 30 minutes each in a window of one hour would repeat without end. The
@@ -26,21 +26,24 @@ def recent(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
     if not failures:
         return 0
     since = failures[-1].time - timedelta(seconds=parse_duration_s(restart.window))
-    in_vain = 0
+    without_service = 0
     for failure in reversed(failures):
         if failure.served:
             break
-        in_vain += failure.counted
-    return max(in_vain, sum(failure.counted and failure.time >= since for failure in failures))
+        without_service += failure.counted
+    return max(without_service, sum(failure.counted and failure.time >= since for failure in failures))
 
 
 def used_up(failures: Sequence[FailureStatus], restart: RestartSpec) -> bool:
-    """Checks whether a group has failed permanently: only a counted failure can do this, not an eviction."""
-    return bool(failures) and failures[-1].counted and recent(failures, restart) > restart.max_restarts
+    """Reports whether a group has used up its restarts.
+
+    Only a failure that counts can use them up, not an eviction.
+    """
+    return bool(failures) and failures[-1].counted and count_recent(failures, restart) > restart.max_restarts
 
 
 def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: datetime) -> bool:
-    """Checks whether stored failures still affect the next start: its wait, or whether it happens at all."""
+    """Reports whether stored failures still affect the next start: its time, or whether it happens at all."""
     if not failures:
         return False
     since = now - timedelta(seconds=parse_duration_s(restart.window))
@@ -49,31 +52,37 @@ def still_count(failures: Sequence[FailureStatus], restart: RestartSpec, now: da
 
 
 def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> datetime | None:
-    """Time of the next start of a group whose epoch has ended; None for at once.
+    """Returns the time of the next start of a group whose epoch has ended; None for at once.
 
     Uncounted ends, such as evictions, also delay the next start. Restarts for an upgrade delay only further
     restarts for an upgrade.
     """
     last = failures[-1]
-    count = recent(failures, restart) if last.counted else _uncounted(failures, restart)
+    count = count_recent(failures, restart) if last.counted else _count_recent_alike(failures, restart)
     if count <= 1:
         return None
     return last.time + timedelta(seconds=backoff_s(count - 2, restart))
 
 
-def backoff_s(before: int, restart: RestartSpec) -> float:
-    """Seconds to wait after `before` earlier waits."""
-    return min(_FIRST_BACKOFF_S * 2.0 ** min(before, 32), parse_duration_s(restart.backoff_max))
+def backoff_s(num_waits: int, restart: RestartSpec) -> float:
+    """Returns the seconds to wait after `num_waits` earlier waits: each wait is twice as long."""
+    return min(_FIRST_BACKOFF_S * 2.0 ** min(num_waits, 32), parse_duration_s(restart.backoff_max))
 
 
-def _uncounted(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+def _count_recent_alike(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+    """Returns the number of uncounted ends within the window before now.
+
+    After a restart for an upgrade, only such restarts count; after another end, only other ends.
+    """
     last = failures[-1]
     since = last.time - timedelta(seconds=parse_duration_s(restart.window))
-    alike = [each for each in failures if (each.reason == IMAGE_CHANGED) == (last.reason == IMAGE_CHANGED)]
-    return sum(not each.counted and each.time >= since for each in alike)
+    same_cause = [
+        each for each in failures if (each.reason == IMAGE_CHANGED) == (last.reason == IMAGE_CHANGED)
+    ]
+    return sum(not each.counted and each.time >= since for each in same_cause)
 
 
-def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
+def attribute_to_lost_node(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStatus, ...]:
     """Attributes the last failure to a lost node, so that it does not count.
 
     Other pods notice a lost pod within seconds; the cluster notices a lost node only after most of a minute.
@@ -85,11 +94,11 @@ def excuse(failures: Sequence[FailureStatus], message: str) -> tuple[FailureStat
     return (*failures[:-1], changed)
 
 
-def remember(failures: Sequence[FailureStatus], failure: FailureStatus) -> tuple[FailureStatus, ...]:
-    """Adds a failure; drops the oldest uncounted failures first, then the oldest ones."""
-    short = failure.changed(message=failure.message[:_MESSAGE_CHARACTERS])
-    kept = [*failures, short]
-    while len(kept) > MAX_FAILURES:
-        spare = next((old for old in kept[:-1] if not old.counted), kept[0])
-        kept.remove(spare)
-    return tuple(kept)
+def add_failure(failures: Sequence[FailureStatus], failure: FailureStatus) -> tuple[FailureStatus, ...]:
+    """Returns the failures with one more; drops the oldest uncounted failures first, then the oldest."""
+    shortened = failure.changed(message=failure.message[:_MESSAGE_CHARACTERS])
+    failures_kept = [*failures, shortened]
+    while len(failures_kept) > MAX_FAILURES:
+        dropped = next((old for old in failures_kept[:-1] if not old.counted), failures_kept[0])
+        failures_kept.remove(dropped)
+    return tuple(failures_kept)

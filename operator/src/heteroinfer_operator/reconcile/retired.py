@@ -12,32 +12,33 @@ from heteroinfer_operator.reconcile.reconcile_context import Context
 
 
 def known_groups(status: HeteroInferenceStatus) -> dict[int, GroupStatus]:
-    """Last status of each group by index, including groups that were scaled away."""
+    """Returns the last status of each group by index, including groups that were scaled away."""
     kept = {group.index: GroupStatus(**dict(group)) for group in status.retired_groups}
     return kept | {group.index: group for group in status.groups}
 
 
-def retire(
+def build_retired_groups(
     context: Context, status: HeteroInferenceStatus, present: Collection[int]
 ) -> tuple[RetiredGroup, ...]:
-    """Entries for groups that no longer exist but whose failures still count."""
+    """Returns entries for groups that no longer exist but whose failures still count."""
     groups = [group for index, group in sorted(known_groups(status).items()) if index not in present]
-    return tuple(_reduce(group) for group in groups if _is_remembered(context, group))
+    return tuple(_build_entry(group) for group in groups if _still_matters(context, group))
 
 
-def _is_remembered(context: Context, group: GroupStatus) -> bool:
+def _still_matters(context: Context, group: GroupStatus) -> bool:
+    """Reports whether the failures of a group that was scaled away would affect its next start."""
     is_replaced = context.target.refusal is None and group.revision != context.target.name
     return not is_replaced and restarts.still_count(group.failures, context.life.restart, context.now)
 
 
-def _reduce(group: GroupStatus) -> RetiredGroup:
-    """Reduces a group to the values that count; keeps only the last failure's message to save space."""
-    bare = tuple(failure.changed(message="") for failure in group.failures[:-1])
+def _build_entry(group: GroupStatus) -> RetiredGroup:
+    """Returns the values of a group that still count; keeps only the last failure's message to save space."""
+    without_messages = tuple(failure.changed(message="") for failure in group.failures[:-1])
     return RetiredGroup(
         index=group.index,
         epoch=group.epoch,
         revision=group.revision,
         restarts=group.restarts,
         next_epoch_time=group.next_epoch_time,
-        failures=(*bare, *group.failures[-1:]),
+        failures=(*without_messages, *group.failures[-1:]),
     )

@@ -98,7 +98,7 @@ def find_target(
             spec = parse_stored_spec(raw)
         except SpecError:
             return Target(refusal=refusal)
-    name = _name(spec, recorded, _in_use(observation.pods, status))
+    name = _choose_name(spec, recorded, _revisions_in_use(observation.pods, status))
     source = None
     problem: HeteroInferError | None = refusal or options.allowed.find_forbidden(spec)
     try:
@@ -108,22 +108,29 @@ def find_target(
     return Target(name=name, spec=spec, source=source, refusal=problem)
 
 
-def _name(spec: HeteroInferenceSpec, recorded: Collection[RevisionRecord], in_use: Collection[str]) -> str:
-    """Returns the name of a spec's revision; the same name as a stored revision that needs the same pods."""
+def _choose_name(
+    spec: HeteroInferenceSpec, recorded: Collection[RevisionRecord], in_use: Collection[str]
+) -> str:
+    """Returns the name for the revision of a spec.
+
+    A stored revision that needs the same pods gives its name, so that a change without effect on pods starts
+    no rollout. Otherwise the name is a hash of the spec.
+    """
     needed = identity.needs_pods(spec)
-    same = {record.name for record in recorded if identity.needs_pods(record.spec) == needed}
-    found = sorted(same & set(in_use)) or sorted(same)
-    if found:
-        return found[0]
-    others = {record.name for record in recorded} - same
-    first, own = identity.first_revision(spec), identity.revision(spec)
+    with_same_pods = {record.name for record in recorded if identity.needs_pods(record.spec) == needed}
+    reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
+    if reusable:
+        return reusable[0]
+    others = {record.name for record in recorded} - with_same_pods
+    first, hashed = identity.first_revision(spec), identity.revision(spec)
     if first in in_use and first not in others:
         return first
     # A user can construct a collision of 40-bit hashes: a refused spec must not replace a group's revision.
-    return identity.longer_revision(spec) if own in others else own
+    return identity.longer_revision(spec) if hashed in others else hashed
 
 
-def _in_use(pods: Collection[PodView], status: HeteroInferenceStatus) -> set[str]:
+def _revisions_in_use(pods: Collection[PodView], status: HeteroInferenceStatus) -> set[str]:
+    """Returns the names of the revisions that pods or group statuses name."""
     labels = {pod.labels.get(names.LABEL_REVISION) for pod in pods}
     return {name for name in (*labels, *(group.revision for group in status.groups)) if name}
 
@@ -147,13 +154,14 @@ class KeptRecords:
     def signed_by(
         self, signer: Signer, status: HeteroInferenceStatus, revisions: Collection[str]
     ) -> str | None:
-        """Fingerprint of the key that signed all records, for the next status.
+        """Returns the fingerprint for the next status of the key that signed all records.
 
         Once the status has this fingerprint, the operator ignores records without a valid code. It first has
         to see the records with their codes: if it wrote the status first and crashed before it signed the
         records, it would lose them.
 
-        `revisions` are the revisions from which pods can be created; the operator signs their records.
+        Args:
+            revisions: revisions from which pods can be created; the operator signs their records.
         """
         done = self.any_signed and not self.unsigned & set(revisions)
         return signer.fingerprint if done else status.records_signed_by
@@ -194,12 +202,13 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    names_of_content = (identity.revision, identity.first_revision, identity.longer_revision)
-    return record.name in {name_of(record.spec) for name_of in names_of_content}
+    """Reports whether the name of a record is a hash of its spec, so that nobody changed the spec alone."""
+    hash_functions = (identity.revision, identity.first_revision, identity.longer_revision)
+    return record.name in {hash_name(record.spec) for hash_name in hash_functions}
 
 
 def _is_accepted(record: RevisionRecord, allowed: Allowed) -> bool:
-    """Checks whether a spec would be accepted if its user wrote it today."""
+    """Reports whether the operator would accept the record's spec if its user wrote it today."""
     try:
         spec = parse_spec(record.spec.dump())
     except SpecError:
@@ -221,14 +230,14 @@ def find_revisions(
             source = options.addressing.model(record.spec, owner)
         except PlanError:
             continue  # the installation has allowed this model before, but no longer does
-        kept = Revision(
+        stored = Revision(
             name=record.name,
             spec=record.spec,
             source=source.at(record.commit),
             commit=record.commit,
             chosen=record.chosen,
         )
-        current = found.get(record.name, kept).with_mode(record.chosen)
+        current = found.get(record.name, stored).with_mode(record.chosen)
         if current.commit is None:
             current = replace(current, source=current.source.at(record.commit), commit=record.commit)
         found[record.name] = current

@@ -18,11 +18,11 @@ from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.lost_labels import is_cut_off
 from heteroinfer_operator.reconcile.one_group.decide import decide_group
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
-from heteroinfer_operator.reconcile.one_group.made import Made, revision_of
+from heteroinfer_operator.reconcile.one_group.made import EpochOrigin, revision_of
 from heteroinfer_operator.reconcile.reading import epoch_of
-from heteroinfer_operator.reconcile.reconcile_context import Closing, Context
+from heteroinfer_operator.reconcile.reconcile_context import Context, EvictionBlock
 
-_TURN: Final = timedelta(seconds=10)
+_MAX_TURN: Final = timedelta(seconds=10)
 """Time after which a group that still lacks pods no longer delays the start of other groups."""
 
 
@@ -51,49 +51,57 @@ class Rollout:
         return f"{self.wanted - self.outdated} of {self.wanted} groups have the new revision"
 
 
-def find_closing(
+def find_eviction_block(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
-) -> Closing:
-    """Decides whether evictions must be blocked, and are blocked, before a rollout stops a serving group.
+) -> EvictionBlock:
+    """Decides whether evictions must be blocked before a rollout stops a serving group.
 
-    A single group needs no block: no other group could serve during the rollout. If the API server refuses
-    the disruption budget, the rollout continues without it.
+    The result also says whether the disruption budget already blocks them. A single group needs no block: no
+    other group could serve during the rollout. If the API server refuses the disruption budget, the rollout
+    continues without it.
     """
     if (
         context.replicas == 1
         or context.life.suspend
         or context.problem is not None
-        or not _may_go_on(context)
+        or not _may_continue(context)
     ):
-        return Closing()
-    serving, outdated = _serving(context, old, by_group), _outdated(context, old, by_group)
+        return EvictionBlock()
+    serving, outdated = _find_serving(context, old, by_group), _find_outdated_groups(context, old, by_group)
     if not serving & outdated or context.life.rollout.max_unavailable <= context.replicas - len(serving):
-        return Closing()
+        return EvictionBlock()
     name, pods = identity.shared_budget(context.owner), sum(len(by_group.get(i, ())) for i in serving)
     stored = [each for each in context.planner.observation.objects if each["metadata"]["name"] == name]
     refused = any(refusal.kind == BUDGET_KIND for refusal in context.refusals)
     is_closed = any(each["kind"] == BUDGET_KIND and _min_available(each) >= pods for each in stored)
-    return Closing(wanted=True, done=is_closed or refused)
+    return EvictionBlock(wanted=True, done=is_closed or refused)
 
 
-def _may_go_on(context: Context) -> bool:
+def _may_continue(context: Context) -> bool:
+    """Reports whether the target revision may replace groups now.
+
+    It may not after it has failed, or while the API server validates it.
+    """
     return not context.target_failed and not context.waits_for_admission
 
 
 def _min_available(budget: Manifest) -> int:
+    """Returns the number of pods that a disruption budget protects, or 0."""
     found = (budget.get("spec") or {}).get("minAvailable")
     return found if isinstance(found, int) else 0
 
 
-def _serving(
+def _find_serving(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    return {i for i in range(context.replicas) if i in old and _serves(old[i], by_group.get(i, ()))}
+    """Returns the indices of the wanted groups that serve now."""
+    return {i for i in range(context.replicas) if i in old and _all_pods_ready(old[i], by_group.get(i, ()))}
 
 
-def _outdated(
+def _find_outdated_groups(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
+    """Returns the indices of the wanted groups whose pods do not have the target revision."""
     return {
         i
         for i in range(context.replicas)
@@ -108,29 +116,41 @@ def decide_wanted(
     by_group: Mapping[int, Sequence[PodView]],
     reports: Mapping[int, GroupReport],
 ) -> list[GroupDecision]:
-    """Decides for each wanted group, in the order of the index."""
-    count = context.replicas
-    serving, outdated = _serving(context, old, by_group), _outdated(context, old, by_group)
+    """Returns the decision about each wanted group, in the order of the index.
+
+    A rollout stops serving groups only within `maxUnavailable`. While the API server refuses a pod, groups
+    start one at a time.
+    """
+    num_groups = context.replicas
+    serving, outdated = _find_serving(context, old, by_group), _find_outdated_groups(context, old, by_group)
     problem = context.problem if outdated and not context.life.suspend else None
-    goes_on = problem is None and _may_go_on(context)
-    budget = context.life.rollout.max_unavailable - (count - len(serving)) if context.closing.done else 0
+    may_continue = problem is None and _may_continue(context)
+    budget = (
+        context.life.rollout.max_unavailable - (num_groups - len(serving))
+        if context.eviction_block.done
+        else 0
+    )
     decisions = []
-    making = _find_making(context, old, by_group)
-    for index in range(count):
-        pods, serves = by_group.get(index, ()), index in serving
+    incomplete = _find_incomplete(context, old, by_group)
+    for index in range(num_groups):
+        pods, is_serving = by_group.get(index, ()), index in serving
         decision = decide_group(
             context,
             old.get(index, GroupStatus(index=index)),
             pods,
-            may_replace=goes_on and (not serves or budget > 0),
+            may_replace=may_continue and (not is_serving or budget > 0),
             report=reports.get(index),
-            starts_after=min(making - {index}, default=None),
+            starts_after=min(incomplete - {index}, default=None),
         )
         if decision.status.epoch_start_time is None:
-            making.discard(index)
-        elif decision.creates and context.refused_worker is not None and _has_turn(context, decision.status):
-            making.add(index)
-        if serves and decision.deletes:
+            incomplete.discard(index)
+        elif (
+            decision.creates
+            and context.refused_worker is not None
+            and _delays_others(context, decision.status)
+        ):
+            incomplete.add(index)
+        if is_serving and decision.deletes:
             budget -= 1
         if index in outdated and decision.runs and decision.refusal is None:
             decision = replace(decision, refusal=problem)
@@ -138,42 +158,45 @@ def decide_wanted(
     return decisions
 
 
-def _find_making(
+def _find_incomplete(
     context: Context, old: Mapping[int, GroupStatus], by_group: Mapping[int, Sequence[PodView]]
 ) -> set[int]:
-    """Finds groups whose epoch has just begun and lacks pods, if the groups must start one at a time."""
+    """Returns the groups that have just begun and lack pods, if groups start one at a time."""
     if context.refused_worker is None:
         return set()
-    found = set()
+    incomplete = set()
     for index in range(context.replicas):
         status, pods = old.get(index, GroupStatus(index=index)), by_group.get(index, ())
         current = [pod for pod in pods if epoch_of(pod) == status.epoch and not pod.ended]
-        if _has_turn(context, status) and Made.of(context, status, current).missing(current):
-            found.add(index)
-    return found
+        if _delays_others(context, status) and EpochOrigin.from_pods(
+            context, status, current
+        ).missing_indices(current):
+            incomplete.add(index)
+    return incomplete
 
 
-def _has_turn(context: Context, status: GroupStatus) -> bool:
-    """Checks whether other groups still wait for this group's pods; the wait is limited to `_TURN`."""
+def _delays_others(context: Context, status: GroupStatus) -> bool:
+    """Reports whether other groups still wait for this group's pods; the wait is at most `_MAX_TURN`."""
     began = status.epoch_start_time
-    return began is not None and context.now - began < _TURN
+    return began is not None and context.now - began < _MAX_TURN
 
 
-def find_rollout(
+def find_unfinished_rollout(
     decisions: Sequence[GroupDecision], revision: str | None, *, model_problem: str
 ) -> Rollout | None:
-    """The rollout that is in progress, or None if no group has an older revision."""
+    """Returns the rollout that is in progress, or None if no group has an older revision."""
     outdated = [d for d in decisions if d.runs and d.status.revision != revision]
     if not outdated:
         return None
     return Rollout(
         outdated=len(outdated),
         wanted=len(decisions),
-        stuck=model_problem or next(filter(None, map(_problem, decisions)), ""),
+        stuck=model_problem or next(filter(None, map(_find_obstacle, decisions)), ""),
     )
 
 
-def _problem(decision: GroupDecision) -> str:
+def _find_obstacle(decision: GroupDecision) -> str:
+    """Returns why this group keeps its old revision until the user acts, or ""."""
     if decision.refusal is not None and decision.refusal.reason != WAITING_FOR_MODEL:
         return decision.refusal.message
     if decision.status.phase is GroupPhase.FAILED:
@@ -181,8 +204,8 @@ def _problem(decision: GroupDecision) -> str:
     return ""
 
 
-def _serves(status: GroupStatus, pods: Sequence[PodView]) -> bool:
-    """Checks whether a group serves now: all its pods exist and are ready.
+def _all_pods_ready(status: GroupStatus, pods: Sequence[PodView]) -> bool:
+    """Reports whether a group serves now: all its pods exist and are ready.
 
     A group whose leader the Service of clients does not select does not serve.
     """

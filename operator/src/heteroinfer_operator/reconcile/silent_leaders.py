@@ -13,40 +13,47 @@ from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 REASON: Final = "LeaderSilent"
-SILENT_S: Final = 0.8
+MIN_SILENT_S: Final = 0.8
 """Seconds in which every connection failed (at least three): too long for a lost packet."""
-_SURE_S: Final = 5.0
-_LOOK_SOON_S: Final = 1.0
-_LOOK_AGAIN_S: Final = 10.0
+_CERTAIN_AFTER_S: Final = 5.0
+_SOON_S: Final = 1.0
+_LATER_S: Final = 10.0
 
 
 def with_silence(decision: GroupDecision, silent_s: float | None) -> GroupDecision:
-    """Adds the effects of a silent leader to the decision of its group.
+    """Marks the leader in a group's decision as silent, and asks for an early next check.
 
-    `silent_s` is None while the operator reaches the leader.
+    `silent_s` is None while the operator reaches the leader; then the decision stays as it is.
     """
     if silent_s is None or decision.status.phase is not GroupPhase.READY:
         return decision
-    look_s = _LOOK_SOON_S if silent_s < _SURE_S else _LOOK_AGAIN_S
-    soonest_s = min(wait for wait in (decision.look_again_s, look_s) if wait is not None)
-    words = (
+    check_s = _SOON_S if silent_s < _CERTAIN_AFTER_S else _LATER_S
+    soonest_s = min(wait for wait in (decision.look_again_s, check_s) if wait is not None)
+    message = (
         f"group {decision.status.index}: the operator cannot reach the leader, which answered before, and "
         "Kubernetes reports its pod as Ready. Check the node of the leader, and the network to it."
     )
-    return replace(decision, look_again_s=soonest_s, silent=words if silent_s >= SILENT_S else "")
+    return replace(
+        decision, look_again_s=soonest_s, silent_leader=message if silent_s >= MIN_SILENT_S else ""
+    )
 
 
 def with_report_alone(decision: GroupDecision, report: GroupReport | None) -> GroupDecision:
-    """Adds the leader's report to the decision of a group whose pods the API server does not show."""
+    """Marks the leader in a group's decision as silent if it does not report the group as ready.
+
+    The operator uses the report alone while the API server does not show the pods.
+    """
     status = decision.status
     # A leader that never answered may be unreachable for the operator: its silence proves nothing.
     if status.phase is not GroupPhase.READY or status.measured_time is None:
         return decision
-    current = report is not None and report.epoch in {0, status.epoch}
-    ready = report is not None and current and report.ready
-    words = (
+    is_current = report is not None and report.epoch in {0, status.epoch}
+    reports_ready = report is not None and is_current and report.ready
+    message = (
         f"group {status.index}: the API server does not show the pods, and the leader does not report the "
         "group as ready. Check the API server, and the log of the leader."
     )
-    soonest_s = min(wait for wait in (decision.look_again_s, _LOOK_SOON_S) if wait is not None)
-    return replace(decision, look_again_s=soonest_s, silent=decision.silent if ready else words)
+    soonest_s = min(wait for wait in (decision.look_again_s, _SOON_S) if wait is not None)
+    return replace(
+        decision, look_again_s=soonest_s, silent_leader=decision.silent_leader if reports_ready else message
+    )

@@ -16,14 +16,14 @@ from heteroinfer_operator.cluster import PodView
 from heteroinfer_operator.reconcile.epoch_end import has_run
 from heteroinfer_operator.reconcile.reading import index_of
 
-LOOK_EVERY_S = 15.0
+CHECK_EVERY_S = 15.0
 """Seconds between checks while ranks connect, load and warm up: no event reports their progress."""
 _WRITE_EVERY = timedelta(seconds=60)
 BEFORE_RANKS = frozenset({StartupPhase.MODEL, StartupPhase.SCHEDULING, StartupPhase.IMAGE})
 """Phases in which not every pod has run yet."""
-_LATER_S = 0.1
+_CHECK_MARGIN_S = 0.1
 """Margin that makes a check run after the time that it waits for, not at it."""
-_DOING = {
+_PHASE_MESSAGES = {
     StartupPhase.CONNECTING: "the ranks are connecting",
     StartupPhase.LOADING: "reading weights",
     StartupPhase.WARMING_UP: "warming up",
@@ -31,8 +31,8 @@ _DOING = {
 _NO_ERROR = frozenset({"ContainerCreating", "PodInitializing"})
 
 
-def begin(phase: StartupPhase, old: StartupStatus | None, now: datetime) -> StartupStatus:
-    """Builds the status of a phase; keeps the start time if the phase has not changed."""
+def begin_phase(phase: StartupPhase, old: StartupStatus | None, now: datetime) -> StartupStatus:
+    """Returns the status of a phase; keeps the start time if the phase has not changed."""
     if old is not None and old.phase is phase:
         return old
     return StartupStatus(phase=phase, since=now)
@@ -43,25 +43,28 @@ def observe_startup(
     pods: Sequence[PodView],
     report: GroupReport | None,
     *,
-    whole: bool,
+    all_pods_exist: bool,
     now: datetime,
 ) -> StartupStatus:
-    """Determines the progress of a group that is not ready."""
-    status = begin(_phase(old, pods, report, whole=whole), old, now)
+    """Returns the progress of a group that is not ready."""
+    status = begin_phase(_find_phase(old, pods, report, all_pods_exist=all_pods_exist), old, now)
     if report is None or status.phase not in {StartupPhase.LOADING, StartupPhase.WARMING_UP}:
         return status
-    done = sum(rank.loaded_bytes for rank in report.ranks)
-    total = sum(rank.total_bytes for rank in report.ranks)
-    before = old if old is not None and old.measured_time is not None else None
-    if not total or (before is not None and _is_fresh(before, done, now)):
-        return status if before is None else _with_load_progress(status, before)
-    return status.changed(bytes_done=done, bytes_total=total, measured_time=now)
+    loaded_bytes = sum(rank.loaded_bytes for rank in report.ranks)
+    total_bytes = sum(rank.total_bytes for rank in report.ranks)
+    measured_before = old if old is not None and old.measured_time is not None else None
+    if not total_bytes or (
+        measured_before is not None and _keeps_measurement(measured_before, loaded_bytes, now)
+    ):
+        return status if measured_before is None else _with_old_measurement(status, measured_before)
+    return status.changed(bytes_done=loaded_bytes, bytes_total=total_bytes, measured_time=now)
 
 
-def _phase(
-    old: StartupStatus | None, pods: Sequence[PodView], report: GroupReport | None, *, whole: bool
+def _find_phase(
+    old: StartupStatus | None, pods: Sequence[PodView], report: GroupReport | None, *, all_pods_exist: bool
 ) -> StartupPhase:
-    if not whole or not all(pod.node for pod in pods):
+    """Returns the phase of a starting group: the first step that not all of its pods have finished."""
+    if not all_pods_exist or not all(pod.node for pod in pods):
         return StartupPhase.SCHEDULING
     if not all(pod.started for pod in pods):
         return StartupPhase.IMAGE
@@ -74,23 +77,27 @@ def _phase(
     return StartupPhase.LOADING if RankPhase.LOADING in phases else StartupPhase.WARMING_UP
 
 
-def _is_fresh(before: StartupStatus, done: int, now: datetime) -> bool:
-    assert before.measured_time is not None
-    return before.bytes_done == done or now - before.measured_time < _WRITE_EVERY
+def _keeps_measurement(measured_before: StartupStatus, loaded_bytes: int, now: datetime) -> bool:
+    """Reports whether the last written progress stays: it is unchanged, or written less than a minute ago."""
+    assert measured_before.measured_time is not None
+    return measured_before.bytes_done == loaded_bytes or now - measured_before.measured_time < _WRITE_EVERY
 
 
-def _with_load_progress(status: StartupStatus, before: StartupStatus) -> StartupStatus:
+def _with_old_measurement(status: StartupStatus, measured_before: StartupStatus) -> StartupStatus:
+    """Returns the status with the progress that was written last."""
     return status.changed(
-        bytes_done=before.bytes_done, bytes_total=before.bytes_total, measured_time=before.measured_time
+        bytes_done=measured_before.bytes_done,
+        bytes_total=measured_before.bytes_total,
+        measured_time=measured_before.measured_time,
     )
 
 
-def connects(startup: StartupStatus | None) -> bool:
-    """Checks whether all pods of a starting group run but its ranks are not connected yet."""
+def is_connecting(startup: StartupStatus | None) -> bool:
+    """Reports whether all pods of a starting group run but its ranks are not connected yet."""
     return startup is not None and startup.phase is StartupPhase.CONNECTING
 
 
-def describe(
+def describe_progress(
     startup: StartupStatus, pods: Sequence[PodView], report: GroupReport | None, expected: int
 ) -> str:
     """Describes what a starting group waits for; `expected` is its number of pods."""
@@ -100,7 +107,9 @@ def describe(
     unknown = next((pod for pod in pods if pod.unknown), None)
     if unknown is not None:
         return f"the state of pod {unknown.name} is unknown: {unknown.unknown}"
-    late = sorted((pod for pod in pods if not pod.started and pod.node), key=waits_in_vain, reverse=True)
+    late = sorted(
+        (pod for pod in pods if not pod.started and pod.node), key=is_container_blocked, reverse=True
+    )
     if late:
         return describe_wait(late[0])
     if startup.phase is StartupPhase.CONNECTING:
@@ -108,21 +117,23 @@ def describe(
     if startup.phase is StartupPhase.LOADING and startup.bytes_total:
         done, total = format_bytes(startup.bytes_done or 0), format_bytes(startup.bytes_total)
         return f"reading weights: {done} of {total}"
-    return _DOING.get(startup.phase) or f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
+    return (
+        _PHASE_MESSAGES.get(startup.phase) or f"{sum(pod.ready for pod in pods)} of {expected} pods are ready"
+    )
 
 
 def _describe_connecting(pods: Sequence[PodView], report: GroupReport | None) -> str:
-    """Describes which pod does not reach the leader, if the leader answers the operator."""
-    words, by_index = _DOING[StartupPhase.CONNECTING], {index_of(pod): pod.name for pod in pods}
+    """Describes the pod that does not reach the leader, if the leader answers the operator."""
+    message, by_index = _PHASE_MESSAGES[StartupPhase.CONNECTING], {index_of(pod): pod.name for pod in pods}
     if report is None:
         leader, port = by_index.get(0, "with index 0 (missing)"), names.DEFAULT_HEALTH_PORT
-        return f"{words}; the leader, pod {leader}, does not answer the operator at port {port} yet"
+        return f"{message}; the leader, pod {leader}, does not answer the operator at port {port} yet"
     missing = [by_index[index] for index in report.missing_pods if index in by_index]
     if not missing:
-        return words
+        return message
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return (
-        f"{words}; pod {missing[0]}{more} does not reach the leader, pod {by_index.get(0)}, at port "
+        f"{message}; pod {missing[0]}{more} does not reach the leader, pod {by_index.get(0)}, at port "
         f"{names.DEFAULT_CONTROL_PORT} yet. If this persists, check the NetworkPolicies of the namespace, "
         "the network between the two nodes, and the log of the first pod"
     )
@@ -133,65 +144,69 @@ def describe_wait(pod: PodView) -> str:
     return f"pod {pod.name} waits: {pod.unschedulable or pod.waiting or 'its container is not created yet'}"
 
 
-def waits_in_vain(pod: PodView) -> bool:
-    """Returns whether an error prevents the creation of the container, for example a missing image."""
+def is_container_blocked(pod: PodView) -> bool:
+    """Reports whether an error keeps the container from being created, for example a missing image."""
     return pod.waiting is not None and not pod.started and pod.waiting.reason not in _NO_ERROR
 
 
 def lacks_configuration(pod: PodView) -> bool:
-    """Checks whether a container waits for the Secret or ConfigMap with its environment variables."""
+    """Reports whether a container waits for the Secret or ConfigMap with its environment variables."""
     return pod.waiting is not None and not pod.started and pod.waiting.reason == "CreateContainerConfigError"
 
 
-def find_stuck(pods: Sequence[PodView], before: Collection[int]) -> dict[int, PodView]:
-    """Finds the pods whose containers could not be created, by index. A pod stays in this set until it runs.
+def find_uncreated_containers(pods: Sequence[PodView], blocked_before: Collection[int]) -> dict[int, PodView]:
+    """Returns, by index, the pods whose containers could not be created, until they run.
 
     The kubelet's reason changes back and forth between ErrImagePull, ImagePullBackOff and ContainerCreating.
-    `before` holds the pods that were stuck when the status was last written.
+
+    Args:
+        blocked_before: indices of the pods that were in this set when the status was last written.
     """
     by_index = {index_of(pod): pod for pod in pods}
     return {
         index: pod
         for index, pod in sorted(by_index.items())
-        if waits_in_vain(pod) or (index in before and not has_run(pod))
+        if is_container_blocked(pod) or (index in blocked_before and not has_run(pod))
     }
 
 
 def describe_end(pod: PodView) -> str:
-    """Describes how a pod ended that had never run."""
-    why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
-    where = f" by node {pod.node}" if pod.node else ""
-    how = "was deleted" if pod.deleting else f"was rejected{where}"
-    return f"pod {pod.name} {how} before it ran{f' ({why})' if why else ''}"
+    """Describes the end of a pod that had never run."""
+    cause = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
+    by_node = f" by node {pod.node}" if pod.node else ""
+    what_happened = "was deleted" if pod.deleting else f"was rejected{by_node}"
+    return f"pod {pod.name} {what_happened} before it ran{f' ({cause})' if cause else ''}"
 
 
 def is_rejected(pod: PodView) -> bool:
-    """Checks whether the node rejected a pod before the pod ran."""
-    return is_over_unrun(pod) and not pod.deleting
+    """Reports whether the node rejected a pod before the pod ran."""
+    return ended_before_run(pod) and not pod.deleting
 
 
-def is_over_unrun(pod: PodView) -> bool:
-    """Checks whether a pod ended before it ran: it never joined its group and never will."""
+def ended_before_run(pod: PodView) -> bool:
+    """Reports whether a pod ended before it ran: it never joined its group and never will."""
     return pod.ended and not has_run(pod)
 
 
-def find_spare(pods: Sequence[PodView], now: datetime, *, replace_after_s: float) -> list[PodView]:
-    """Finds the pods that never ran and never will, and that new pods may replace now.
+def find_replaceable(pods: Sequence[PodView], now: datetime, *, replace_after_s: float) -> list[PodView]:
+    """Returns the pods that never ran and never will, and that new pods may replace now.
 
     `replace_after_s` counts from the creation of a pod that its node rejected. The wait is needed because the
     scheduler may choose the same node again.
     """
-    over = [pod for pod in pods if is_over_unrun(pod)]
-    return [pod for pod in over if pod.deleting or _age_s(pod, now) >= replace_after_s]
+    ended_pods = [pod for pod in pods if ended_before_run(pod)]
+    return [pod for pod in ended_pods if pod.deleting or _age_s(pod, now) >= replace_after_s]
 
 
-def look_again_s(
+def next_check_s(
     startup: StartupStatus | None, pods: Sequence[PodView], now: datetime, *, replace_after_s: float
 ) -> float | None:
-    """Seconds until the next check of a starting group; None if only events matter."""
-    waits = [max(0.0, replace_after_s - _age_s(pod, now)) + _LATER_S for pod in pods if is_rejected(pod)]
+    """Returns the seconds until the next check of a starting group; None if only events matter."""
+    waits = [
+        max(0.0, replace_after_s - _age_s(pod, now)) + _CHECK_MARGIN_S for pod in pods if is_rejected(pod)
+    ]
     if startup is not None and startup.phase not in BEFORE_RANKS:
-        waits.append(LOOK_EVERY_S)
+        waits.append(CHECK_EVERY_S)
     return min(waits, default=None)
 
 

@@ -26,52 +26,56 @@ _PLAN_RANK_BYTES: Final = 150
 
 def fit_groups(groups: Sequence[GroupStatus]) -> tuple[GroupStatus, ...]:
     """Drops details of the last groups, and messages of the oldest failures, until the groups fit."""
-    least = sum(_rank_bytes(rank) for group in groups for rank in group.members)
-    space = TABLES_BYTES - least
-    found = []
+    required_bytes = sum(_required_rank_bytes(rank) for group in groups for rank in group.members)
+    free_bytes = TABLES_BYTES - required_bytes
+    fitted = []
     for group in groups:
-        details = sum(_DETAIL_BYTES + _json_bytes(rank.node or "") for rank in group.members)
-        space -= details
-        found.append(group if space >= 0 else transitions.without_details(group))
-    return tuple(_fit_failures(found))
+        detail_bytes = sum(_DETAIL_BYTES + _json_bytes(rank.node or "") for rank in group.members)
+        free_bytes -= detail_bytes
+        fitted.append(group if free_bytes >= 0 else transitions.without_details(group))
+    return tuple(_fit_failures(fitted))
 
 
 def fit_plans(plans: Sequence[PlanStatus]) -> tuple[PlanStatus, ...]:
     """Drops the rank tables of the last plans until the plans fit."""
-    space, found = PLAN_BYTES, []
+    free_bytes, fitted = PLAN_BYTES, []
     for plan in plans:
-        space -= sum(_PLAN_RANK_BYTES + _json_bytes(rank.role) for rank in plan.ranks)
-        found.append(plan if space >= 0 else plan.changed(ranks=()))
-    return tuple(found)
+        free_bytes -= sum(_PLAN_RANK_BYTES + _json_bytes(rank.role) for rank in plan.ranks)
+        fitted.append(plan if free_bytes >= 0 else plan.changed(ranks=()))
+    return tuple(fitted)
 
 
 def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
-    every = {(i, j): failure for i, group in enumerate(groups) for j, failure in enumerate(group.failures)}
-    space, kept = FAILURE_BYTES, set()
-    for position in sorted(every, key=lambda position: every[position].time, reverse=True):
-        space -= _json_bytes(every[position].message)
-        if space < 0:
+    """Replaces the messages of the oldest failures by LEFT_OUT until all messages fit FAILURE_BYTES."""
+    by_position = {
+        (i, j): failure for i, group in enumerate(groups) for j, failure in enumerate(group.failures)
+    }
+    free_bytes, kept = FAILURE_BYTES, set()
+    for position in sorted(by_position, key=lambda position: by_position[position].time, reverse=True):
+        free_bytes -= _json_bytes(by_position[position].message)
+        if free_bytes < 0:
             break
         kept.add(position)
-    if len(kept) == len(every):
+    if len(kept) == len(by_position):
         return list(groups)
 
-    def fit(i: int, j: int) -> FailureStatus:
-        failure = every[i, j]
+    def fitted(i: int, j: int) -> FailureStatus:
+        failure = by_position[i, j]
         return failure if (i, j) in kept else failure.changed(message=LEFT_OUT)
 
     return [
-        transitions.with_failures(group, [fit(i, j) for j in range(len(group.failures))])
+        transitions.with_failures(group, [fitted(i, j) for j in range(len(group.failures))])
         for i, group in enumerate(groups)
     ]
 
 
-def _rank_bytes(rank: RankEntry) -> int:
+def _required_rank_bytes(rank: RankEntry) -> int:
+    """Returns the bytes of a rank's entry without the details that may be dropped."""
     return _RANK_BYTES + _json_bytes(rank.role) + _json_bytes(rank.pod)
 
 
 def _json_bytes(text: str) -> int:
-    """Size of a text in the API server's JSON: Go also escapes <, > and &."""
+    """Returns the bytes of a text in the API server's JSON, which also escapes <, > and &."""
     escaped = 5 * sum(text.count(character) for character in "<>&")
     return len(text) + escaped if text.isascii() and text.isprintable() else _escaped_bytes(text) + escaped
 

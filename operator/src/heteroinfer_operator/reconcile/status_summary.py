@@ -12,7 +12,7 @@ from heteroinfer_operator.quantity import mebibytes
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 
 
-def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
+def build_plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatus:
     """Builds the rank table of a plan.
 
     `predicted` is the plan with step times from current measurements of its nodes; None if unknown.
@@ -43,7 +43,7 @@ def plan_status(plan: Plan, predicted: PredictedPlan | None = None) -> PlanStatu
     )
 
 
-def summary(
+def build_summary(
     decisions: Sequence[GroupDecision],
     groups: Sequence[GroupStatus],
     plans: Sequence[PlanStatus],

@@ -16,10 +16,10 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import Decision, ResourceObservation
 from heteroinfer_operator.reconcile import transitions
-from heteroinfer_operator.reconcile.conditions import ENDING, HELD
-from heteroinfer_operator.reconcile.life import condition
-from heteroinfer_operator.reconcile.next_status import status_write
-from heteroinfer_operator.reconcile.node_loss import NodeLoss, find_still_running
+from heteroinfer_operator.reconcile.conditions import ENDING, HELD_BY_FINALIZER
+from heteroinfer_operator.reconcile.life import build_condition
+from heteroinfer_operator.reconcile.next_status import build_status_write
+from heteroinfer_operator.reconcile.node_loss import NodeLoss, describe_still_running
 
 _REASON = "Deleting"
 _LEAVES_CHILDREN: Final = "orphan"
@@ -29,46 +29,49 @@ _LEAVES_CHILDREN: Final = "orphan"
 def decide_teardown(
     observation: ResourceObservation, status: HeteroInferenceStatus, now: datetime
 ) -> Decision:
-    """Stops a resource that is being deleted; running requests may finish first."""
+    """Returns the deletes of a deleted resource's pods, whose running requests may finish first."""
     if not observation.pods or _LEAVES_CHILDREN in observation.resource.finalizers:
         return Decision()
     node_loss = NodeLoss.of(observation, parse_life(observation.resource.spec).restart, now)
     return Decision(
         actions=(
             # The deletes come first: they must not depend on a successful write of the status.
-            *node_loss.deletes(observation.pods, grace_s=None),
-            *status_write(observation, _ending(observation, status, node_loss)),
+            *node_loss.build_deletes(observation.pods, grace_s=None),
+            *build_status_write(observation, _build_status(observation, status, node_loss)),
         ),
-        look_again_s=node_loss.look_again_s(observation.pods),
+        look_again_s=node_loss.next_check_s(observation.pods),
     )
 
 
-def _ending(
+def _build_status(
     observation: ResourceObservation, status: HeteroInferenceStatus, node_loss: NodeLoss
 ) -> HeteroInferenceStatus:
+    """Returns the status that shows the end of the pods, or the finalizer that blocks it."""
     generation, now = observation.resource.generation, node_loss.now
-    held = node_loss.find_finalizer_block(observation.pods)
-    words = held or find_still_running(observation.pods) or ENDING
-    reported = {
+    blocked_pod = node_loss.describe_finalizer(observation.pods)
+    message = blocked_pod or describe_still_running(observation.pods) or ENDING
+    status_by_condition = {
         ConditionType.AVAILABLE: False,
         ConditionType.READY: False,
         ConditionType.STALLED: False,
-        ConditionType.PROGRESSING: not held,
+        ConditionType.PROGRESSING: not blocked_pod,
         ConditionType.DEGRADED: False,
     }
-    fresh = [
-        condition(kind, holds, _reason(kind, held), words, now=now, generation=generation)
-        for kind, holds in reported.items()
+    new_conditions = [
+        build_condition(kind, holds, _reason(kind, blocked_pod), message, now=now, generation=generation)
+        for kind, holds in status_by_condition.items()
     ]
-    known = {kind.value for kind in ConditionType} - {kind.value for kind in reported}
-    kept = {each.type: each for each in status.conditions if each.type in known}
+    known = {kind.value for kind in ConditionType} - {kind.value for kind in status_by_condition}
+    other_conditions = {each.type: each for each in status.conditions if each.type in known}
     return status.changed(
         observed_generation=generation,
         ready_replicas=0,
-        conditions=merge_conditions(status.conditions, [*kept.values(), *fresh], now=now),
-        groups=tuple(transitions.deleted(group, message=words) for group in status.groups),
+        conditions=merge_conditions(
+            status.conditions, [*other_conditions.values(), *new_conditions], now=now
+        ),
+        groups=tuple(transitions.deleted(group, message=message) for group in status.groups),
     )
 
 
-def _reason(kind: ConditionType, held: str) -> str:
-    return HELD if held and kind is ConditionType.PROGRESSING else _REASON
+def _reason(kind: ConditionType, blocked_pod: str) -> str:
+    return HELD_BY_FINALIZER if blocked_pod and kind is ConditionType.PROGRESSING else _REASON

@@ -20,9 +20,9 @@ from heteroinfer_operator.api.status import MAX_COUNT, next_count, next_epoch
 
 
 def describe_failure(failure: FailureStatus) -> str:
-    """Message of a group that is down because of a failure."""
-    who = "" if failure.rank is None else f"rank {failure.rank}: "
-    return f"{failure.reason}: {who}{failure.message}"[:MAX_TEXT]
+    """Returns the message of a group that is down because of this failure."""
+    rank = "" if failure.rank is None else f"rank {failure.rank}: "
+    return f"{failure.reason}: {rank}{failure.message}"[:MAX_TEXT]
 
 
 # Facts that the pods show
@@ -35,12 +35,14 @@ def seen_in_epoch(status: GroupStatus, epoch: int) -> GroupStatus:
     return status.changed(epoch=epoch)
 
 
-def with_spare(status: GroupStatus, indices: Collection[int]) -> GroupStatus:
+def with_spare_pods(status: GroupStatus, indices: Collection[int]) -> GroupStatus:
     """Adds pods that vanished before they ran, by index."""
     return status.changed(spare_pods=tuple(sorted({*status.spare_pods, *indices})))
 
 
-def made_with(status: GroupStatus, *, revision: str | None, plan_hash: str | None) -> GroupStatus:
+def with_revision_and_plan(
+    status: GroupStatus, *, revision: str | None, plan_hash: str | None
+) -> GroupStatus:
     """Sets the revision and plan that the pods show."""
     return status.changed(revision=revision, plan_hash=plan_hash)
 
@@ -76,19 +78,19 @@ def with_members(status: GroupStatus, members: Sequence[RankEntry]) -> GroupStat
 
 
 def stopped(status: GroupStatus, *, message: str, has_pods: bool, had_epoch: bool) -> GroupStatus:
-    """Stops a group that must not run.
+    """Returns the status of a group that is stopped because it must not run.
 
     The next epoch gets a new number if this epoch has begun (`had_epoch`).
     """
-    status = _nothing_runs(status).changed(
+    status = _without_running_epoch(status).changed(
         phase=GroupPhase.STOPPING if has_pods else GroupPhase.PENDING, message=message, after_failure=False
     )
-    return _next_epoch(status) if had_epoch else status
+    return _with_next_epoch(status) if had_epoch else status
 
 
 def replaced(status: GroupStatus, *, revision: str | None, message: str) -> GroupStatus:
     """Stops a group that another revision replaces, and clears its failures and restarts."""
-    return _next_epoch(_nothing_runs(status)).changed(
+    return _with_next_epoch(_without_running_epoch(status)).changed(
         revision=revision,
         phase=GroupPhase.STOPPING,
         message=message,
@@ -103,28 +105,35 @@ def ended(
     status: GroupStatus,
     failures: tuple[FailureStatus, ...],
     *,
-    for_good: bool,
-    held: str,
+    is_final: bool,
+    blocked_pod: str,
     next_epoch_time: datetime | None,
 ) -> GroupStatus:
-    """Ends an epoch because of the last of the group's failures.
+    """Ends an epoch because of the last of `failures`, which are the group's failures.
 
-    `next_epoch_time` is None for a restart at once.
+    Args:
+        is_final: whether the group has used up its restarts.
+        blocked_pod: message about a pod that does not end, or "".
+        next_epoch_time: time of the restart; None for a restart at once.
     """
     last = failures[-1]
-    status = _next_epoch(_nothing_runs(status)).changed(
+    status = _with_next_epoch(_without_running_epoch(status)).changed(
         next_epoch_time=next_epoch_time,
-        restarts=next_count(status.restarts) if last.counted and not for_good else status.restarts,
+        restarts=next_count(status.restarts) if last.counted and not is_final else status.restarts,
         failures=failures,
         after_failure=True,
     )
-    return failed(status) if for_good else stopping(status, message=held or describe_failure(last))
+    return failed(status) if is_final else stopping(status, message=blocked_pod or describe_failure(last))
 
 
-def failed(status: GroupStatus, *, held: str = "") -> GroupStatus:
-    """Marks a group that has used up its restarts as failed; `held` is the reason why a pod does not end."""
-    words = describe_failure(status.failures[-1])
-    message = f"{words[: MAX_TEXT - len(held) - 2]}; {held}" if held else words
+def failed(status: GroupStatus, *, blocked_pod: str = "") -> GroupStatus:
+    """Marks a group that has used up its restarts as failed.
+
+    Args:
+        blocked_pod: message about a pod that does not end, or "".
+    """
+    failure = describe_failure(status.failures[-1])
+    message = f"{failure[: MAX_TEXT - len(blocked_pod) - 2]}; {blocked_pod}" if blocked_pod else failure
     return status.changed(phase=GroupPhase.FAILED, message=message)
 
 
@@ -141,12 +150,12 @@ def deleted(status: GroupStatus, *, message: str) -> GroupStatus:
 # Between epochs
 
 
-def forgiven(status: GroupStatus) -> GroupStatus:
+def without_failures(status: GroupStatus) -> GroupStatus:
     """Clears the failures of a group because its next epoch uses another revision."""
     return status.changed(failures=(), restarts=0, next_epoch_time=None)
 
 
-def excused(
+def with_uncounted_failure(
     status: GroupStatus, failures: tuple[FailureStatus, ...], *, next_epoch_time: datetime | None
 ) -> GroupStatus:
     """Attributes the last failure to a lost node, so that it no longer counts."""
@@ -178,12 +187,12 @@ def refused(status: GroupStatus, *, message: str, startup: StartupStatus, had_ep
 
     The next epoch gets a new number if this epoch has begun (`had_epoch`).
     """
-    status = _nothing_runs(status).changed(
+    status = _without_running_epoch(status).changed(
         phase=GroupPhase.PENDING,
         message=message[:MAX_TEXT],
         startup=startup,
     )
-    return _next_epoch(status) if had_epoch else status
+    return _with_next_epoch(status) if had_epoch else status
 
 
 # Start and run of an epoch
@@ -197,25 +206,30 @@ def starting(  # noqa: PLR0913 - the fields that a new epoch sets
     plan_hash: str,
     refusal: str | None,
     message: str,
-    begun: datetime | None,
+    begun_at: datetime | None,
     startup: StartupStatus,
 ) -> GroupStatus:
-    """Starts a new epoch."""
+    """Returns the status of a group whose new epoch starts.
+
+    Args:
+        refusal: message of a refused object that delays the pods, or None.
+        begun_at: time at which the operator requests the pods; None while it waits.
+    """
     rejections = status.rejections
-    return _nothing_runs(status).changed(
+    return _without_running_epoch(status).changed(
         epoch=epoch,
         revision=revision,
         plan_hash=plan_hash,
         phase=GroupPhase.STARTING if refusal is None else GroupPhase.PENDING,
         message=message if refusal is None else refusal[:MAX_TEXT],
-        epoch_start_time=begun,
+        epoch_start_time=begun_at,
         next_epoch_time=None,
         rejections=rejections,
         startup=startup,
     )
 
 
-def living(  # noqa: PLR0913 - the fields that an active epoch sets
+def with_active_epoch(  # noqa: PLR0913 - the fields that an active epoch sets
     status: GroupStatus,
     *,
     phase: GroupPhase,
@@ -223,16 +237,17 @@ def living(  # noqa: PLR0913 - the fields that an active epoch sets
     revision: str | None,
     plan_hash: str | None,
     startup: StartupStatus | None,
-    whole: bool,
+    all_pods_exist: bool,
     now: datetime,
     spare_pods: Collection[int],
     rejected_pods: Collection[int],
     newly_rejected: int,
     stuck_pods: Collection[int],
 ) -> GroupStatus:
-    """Updates a group with an active epoch.
+    """Returns the status of a group with an active epoch.
 
     Args:
+        all_pods_exist: whether each pod of the epoch exists.
         spare_pods: indices of pods that ended before they ran.
         rejected_pods: indices of existing pods whose rejection was counted.
         newly_rejected: number of rejections to count now.
@@ -244,7 +259,7 @@ def living(  # noqa: PLR0913 - the fields that an active epoch sets
         message=message[:MAX_TEXT] if message else None,
         plan_hash=plan_hash,
         revision=revision,
-        epoch_start_time=status.epoch_start_time or (now if whole else None),
+        epoch_start_time=status.epoch_start_time or (now if all_pods_exist else None),
         startup=startup,
         after_failure=status.after_failure and not ready,
         served_time=status.served_time or (now if ready else None),
@@ -256,18 +271,18 @@ def living(  # noqa: PLR0913 - the fields that an active epoch sets
     )
 
 
-def with_loss(status: GroupStatus, *, pod: str, words: str) -> GroupStatus:
-    """Records a pod that lost a label or its owner; appends `words` to the message."""
+def with_lost_label(status: GroupStatus, *, pod: str, description: str) -> GroupStatus:
+    """Records a pod that lost a label or its owner, and appends `description` to the message."""
     before = status.message
-    message = f"{before[: MAX_TEXT - len(words) - 2]}; {words}" if before else words
+    message = f"{before[: MAX_TEXT - len(description) - 2]}; {description}" if before else description
     return status.changed(message=message[:MAX_TEXT], damaged_pod=pod)
 
 
 # Changes for a dry run or for the size of the status
 
 
-def asked_for(status: GroupStatus, *, plan_hash: str) -> GroupStatus:
-    """Status of the epoch whose objects the API server validates (dry run) before the epoch begins."""
+def with_dry_run_epoch(status: GroupStatus, *, plan_hash: str) -> GroupStatus:
+    """Returns the status of the next epoch, whose objects the API server validates before it begins."""
     return status.changed(epoch=status.epoch + 1, plan_hash=plan_hash)
 
 
@@ -284,11 +299,13 @@ def with_failures(status: GroupStatus, failures: Sequence[FailureStatus]) -> Gro
     return status.changed(failures=tuple(failures))
 
 
-def _next_epoch(status: GroupStatus) -> GroupStatus:
+def _with_next_epoch(status: GroupStatus) -> GroupStatus:
+    """Returns the status with the number of the next epoch, which has not begun."""
     return status.changed(epoch=next_epoch(status.epoch), epoch_start_time=None)
 
 
-def _nothing_runs(status: GroupStatus) -> GroupStatus:
+def _without_running_epoch(status: GroupStatus) -> GroupStatus:
+    """Returns the status without the values that describe a running epoch."""
     return status.changed(
         startup=None,
         members=(),

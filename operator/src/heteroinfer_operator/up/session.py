@@ -224,7 +224,7 @@ class Session:
         """Prints the URLs of the groups that serve."""
         model = self._served_name
         self._display.table(self._resource())
-        current, plans = self._addressing.current(), self._cluster.plans()
+        current, plans = self._addressing.current_addresses(), self._cluster.plans()
         for group in status.groups:
             if group.index not in serving & current.keys():
                 continue

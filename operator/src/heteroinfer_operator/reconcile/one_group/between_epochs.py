@@ -18,15 +18,20 @@ from heteroinfer_operator.manifests.identity import EpochRef
 from heteroinfer_operator.planning import EpochPlan
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import restarts, startup, transitions
-from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, start_events
+from heteroinfer_operator.reconcile.epoch_pods import (
+    build_epoch_gang_object,
+    build_key_create,
+    build_pod_creates,
+    build_start_events,
+)
 from heteroinfer_operator.reconcile.group_planner import WAITING_FOR_MODEL
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
-from heteroinfer_operator.reconcile.one_group.ends import never_seen
+from heteroinfer_operator.reconcile.one_group.ends import end_because_never_seen
 from heteroinfer_operator.reconcile.one_group.stopping import (
+    attribute_loss_to_node,
+    continue_stopping,
     end_epoch,
-    go_on_stopping,
-    put_down_to_node,
-    refuse,
+    status_of_refused_group,
 )
 from heteroinfer_operator.reconcile.reconcile_context import POD, Context
 from heteroinfer_operator.reconcile.revisions import Revision
@@ -39,21 +44,25 @@ _NOT_ANSWERED: Final = "waiting for the API server to validate the new revision 
 def decide_between_epochs(
     context: Context, status: GroupStatus, pods: Sequence[PodView], starts_after: int | None
 ) -> GroupDecision:
-    """Decides the changes that a group without an active epoch needs."""
-    revision_name = next_revision(context, status)
-    waits = _waits_for_admission(context, status, revision_name)
+    """Returns the decision about a group without an active epoch: a wait or a start.
+
+    Args:
+        starts_after: index of a group that must have its pods first, or None.
+    """
+    revision_name = next_revision_name(context, status)
+    waits_for_admission = _waits_for_admission(context, status, revision_name)
     # An unvalidated revision does not clear failures: if it is refused, the group keeps its old revision.
-    if revision_name is not None and status.revision != revision_name and not waits:
-        status = transitions.forgiven(status)
-    status, events = put_down_to_node(context, status, pods)
+    if revision_name is not None and status.revision != revision_name and not waits_for_admission:
+        status = transitions.without_failures(status)
+    status, events = attribute_loss_to_node(context, status, pods)
     if pods or restarts.used_up(status.failures, context.life.restart):
-        return go_on_stopping(context, status, pods, events)
+        return continue_stopping(context, status, pods, events)
     if status.epoch_start_time is not None and context.refusal_of(status.index) is None:
-        return end_epoch(context, status, pods, never_seen(status.epoch))
+        return end_epoch(context, status, pods, end_because_never_seen(status.epoch))
     if status.next_epoch_time is not None and status.next_epoch_time > context.now:
         # The wait stays within backoffMax even if the clock was set back or the user has lowered backoffMax.
-        longest = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
-        until = min(status.next_epoch_time, context.now + longest)
+        max_wait = timedelta(seconds=parse_duration_s(context.life.restart.backoff_max))
+        until = min(status.next_epoch_time, context.now + max_wait)
         wait_s = (until - context.now).total_seconds()
         return GroupDecision(status=transitions.waiting(status, until=until), look_again_s=wait_s)
     refusal, wait_s = _find_pod_refusal(context, status, starts_after)
@@ -61,61 +70,64 @@ def decide_between_epochs(
         # The status may show a begun epoch: the operator writes it before the API server refuses the pods.
         had_epoch = status.epoch_start_time is not None
         return GroupDecision(
-            status=refuse(context, status, refusal, had_epoch=had_epoch), look_again_s=wait_s
+            status=status_of_refused_group(context, status, refusal, had_epoch=had_epoch), look_again_s=wait_s
         )
-    if waits:
-        message = _NOT_ANSWERED if context.admission.unanswered else status.message
+    if waits_for_admission:
+        message = _NOT_ANSWERED if context.admission.is_unanswered else status.message
         return GroupDecision(status=transitions.pending(status, message=message))
-    return _start(context, status)
+    return _start_epoch(context, status)
 
 
 def _find_pod_refusal(
     context: Context, status: GroupStatus, starts_after: int | None
 ) -> tuple[Refusal | None, float]:
-    """Finds the refused pod that delays a group's start, and the wait in seconds; None if it may start."""
+    """Returns the refused pod that delays a group's start, and the wait in seconds.
+
+    Returns None instead of a refusal if the group may start.
+    """
     own = context.pod_refusal_of(status.index)
     if own is not None and own.retry_at > context.now:
         return own, (own.retry_at - context.now).total_seconds()
     if starts_after is None or context.refused_worker is None:
         return None, 0.0
     group, refused = (status.index, own) if own is not None else context.refused_worker
-    turn = f"waiting until group {starts_after} has its pods: groups start one at a time"
-    message = f"{turn}, because a pod of group {group} was refused: {refused.message}"
+    waiting = f"waiting until group {starts_after} has its pods: groups start one at a time"
+    message = f"{waiting}, because a pod of group {group} was refused: {refused.message}"
     return replace(refused, message=message), _TURN_EVERY_S
 
 
-def next_revision(context: Context, status: GroupStatus) -> str | None:
-    """Name of the revision that a group's next epoch uses, or None if no revision can start now."""
-    own = _last_revision_and_plan(context, status)
-    if own is None or not _keeps_last_revision(context, status):
+def next_revision_name(context: Context, status: GroupStatus) -> str | None:
+    """Returns the name of the revision of a group's next epoch; None if none can start now."""
+    last = _last_revision_and_plan(context, status)
+    if last is None or not _keeps_last_revision(context, status):
         return context.target.name if context.problem is None else None
-    return own[0].name
+    return last[0].name
 
 
 def _waits_for_admission(context: Context, status: GroupStatus, revision: str | None) -> bool:
-    """Checks whether a group's next epoch must wait until the API server has validated the target revision.
+    """Reports whether a group's next epoch waits until the API server has validated the target revision.
 
     Every group waits a moment for the answer. If none comes, a group with an older revision starts with that.
     """
     if not context.waits_for_admission:
         return False
-    return not context.admission.unanswered or status.revision != revision
+    return not context.admission.is_unanswered or status.revision != revision
 
 
 def _keeps_last_revision(context: Context, status: GroupStatus) -> bool:
-    """Checks whether a group keeps its revision because the target cannot start or has already failed.
+    """Reports whether a group keeps its revision because the target cannot start or has already failed.
 
     A group of the target revision waits while the model is inspected again: a change of the model may have
     ended the group.
     """
-    problem, same = context.problem, status.revision == context.target.name
+    problem, has_target = context.problem, status.revision == context.target.name
     if problem is None:
-        return (context.target_failed or context.admission.unanswered) and not same
-    return not (same and problem.reason == WAITING_FOR_MODEL)
+        return (context.target_failed or context.admission.is_unanswered) and not has_target
+    return not (has_target and problem.reason == WAITING_FOR_MODEL)
 
 
 def _last_revision_and_plan(context: Context, status: GroupStatus) -> tuple[Revision, Plan] | None:
-    """The revision and plan that a group last used, or None unless both are still stored."""
+    """Returns the revision and plan that a group last used; None unless both are still stored."""
     revision = context.revisions.get(status.revision or "")
     plan = context.plans.get(status.plan_hash or "")
     return (revision, plan) if revision is not None and plan is not None else None
@@ -130,58 +142,64 @@ def _plan_epoch(context: Context, status: GroupStatus) -> tuple[Revision, EpochP
     Raises:
         HeteroInferError: neither is available now.
     """
-    own = _last_revision_and_plan(context, status)
-    if own is None or not _keeps_last_revision(context, status):
+    last = _last_revision_and_plan(context, status)
+    if last is None or not _keeps_last_revision(context, status):
         if context.problem is not None:
             raise context.problem
         planned = context.planner.make(status.index)
         assert context.target.name is not None  # an unreadable spec is a `context.problem`, raised above
         target = context.revisions[context.target.name].with_mode(context.planner.chosen)
         return target, planned, planned.plan.hash
-    revision, plan = own
+    revision, plan = last
     spec = revision.spec_of_pods(context.options.pod_resources)
     planned = context.planner.make_again(status.index, spec, plan)
     return revision, planned, status.plan_hash or plan.hash
 
 
-def _start(context: Context, status: GroupStatus) -> GroupDecision:
+def _start_epoch(context: Context, status: GroupStatus) -> GroupDecision:
+    """Returns the decision that starts the next epoch; without a plan, the reason why the group waits.
+
+    If an object that the pods need was refused, the epoch begins later, without a new number.
+    """
     try:
         revision, planned, plan_hash = _plan_epoch(context, status)
     except (PlanError, SpecError) as problem:
         phase = StartupPhase.MODEL if problem.reason == WAITING_FOR_MODEL else StartupPhase.SCHEDULING
-        begun = startup.begin(phase, status.startup, context.now)
+        begun = startup.begin_phase(phase, status.startup, context.now)
         return GroupDecision(
             status=transitions.not_planned(status, message=problem.message, startup=begun), refusal=problem
         )
     plan, refusal = planned.plan, context.refusal_of(status.index)
     # An epoch begins when the operator first asks the API server for one of its pods. The operator does so
     # only after the objects that pods need exist.
-    waits = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
+    waits_for_refusal = refusal is not None and (refusal.kind != POD or refusal.retry_at > context.now)
     # Pods that the operator never saw may have been created and may have run.
-    follows = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
+    next_number = status.epoch if status.epoch_start_time is None else next_epoch(status.epoch)
     # The objects that pods need carry the epoch's number too, so it stays until the first pod is requested.
-    first = EpochRef(owner=context.owner, index=status.index, epoch=follows).pod_name(0)
-    stays = follows > 0 and (waits or first in context.unasked)
+    first_pod = EpochRef(owner=context.owner, index=status.index, epoch=next_number).pod_name(0)
+    keeps_number = next_number > 0 and (waits_for_refusal or first_pod in context.never_requested)
     status = transitions.starting(
         status,
-        epoch=follows if stays else max(follows, context.first_epoch),
+        epoch=next_number if keeps_number else max(next_number, context.first_epoch),
         revision=revision.name,
         plan_hash=plan_hash,
         refusal=None if refusal is None else refusal.message,
         message=f"creating {len(plan.pods)} pods",
-        begun=None if waits else context.now,
-        startup=startup.begin(StartupPhase.SCHEDULING, status.startup, context.now),
+        begun_at=None if waits_for_refusal else context.now,
+        startup=startup.begin_phase(StartupPhase.SCHEDULING, status.startup, context.now),
     )
-    indices = set() if waits else {pod.index for pod in plan.pods}
+    indices = set() if waits_for_refusal else {pod.index for pod in plan.pods}
     return GroupDecision(
         status=status,
-        keys=decide_key(context, status) if waits and refusal and refusal.kind == SECRET else (),
-        creates=decide_creates(context, revision, status, plan, indices, planned.node_assignment),
-        events=start_events(status, planned) if refusal is None else (),
+        key_creates=build_key_create(context, status)
+        if waits_for_refusal and refusal and refusal.kind == SECRET
+        else (),
+        creates=build_pod_creates(context, revision, status, plan, indices, planned.node_assignment),
+        events=build_start_events(status, planned) if refusal is None else (),
         runs=True,
         plan=plan,
         new_plan=plan if plan_hash == plan.hash else None,
         notes=planned.notes if planned.choice is None else (*planned.notes, str(planned.choice)),
         unplaced=planned.missing,
-        gang_object=gang_object(context, revision, status, plan, planned.node_assignment.gang),
+        gang_object=build_epoch_gang_object(context, revision, status, plan, planned.node_assignment.gang),
     )

@@ -13,7 +13,7 @@ class GroupDecision:
     """The changes that one group needs, and facts for the conditions.
 
     Attributes:
-        keys: creation of the Secret with the group's key, if a pod waits for that Secret.
+        key_creates: creation of the Secret with the group's key, if a pod waits for that Secret.
         creates: creation of the group's pods, after the Secret with its key.
         runs: whether the group has an active epoch.
         new_plan: plan that the operator must store from now on.
@@ -21,14 +21,14 @@ class GroupDecision:
         unplaced: the pod that has no node, and the reason, or "".
         gang_object: object that describes the epoch to a gang scheduler, or None.
         lost_labels: the labels that a pod of the epoch has lost, and the fix, or "".
-        cut_off: whether the lost labels remove the group from the Service of clients.
-        silent: why it is unknown whether the Ready leader still serves, or "".
-        defaulted: resources that a LimitRange gave the group's pods, by role, or "".
+        is_cut_off: whether the lost labels remove the group from the Service of clients.
+        silent_leader: why it is unknown whether the Ready leader still serves, or "".
+        limit_range_defaults: resources that a LimitRange gave the group's pods, by role, or "".
     """
 
     status: GroupStatus
     deletes: tuple[DeleteObject, ...] = ()
-    keys: tuple[CreateObject, ...] = ()
+    key_creates: tuple[CreateObject, ...] = ()
     creates: tuple[CreateObject, ...] = ()
     events: tuple[RecordEvent, ...] = ()
     look_again_s: float | None = None
@@ -40,6 +40,6 @@ class GroupDecision:
     unplaced: str = ""
     gang_object: Manifest | None = None
     lost_labels: str = ""
-    cut_off: bool = False
-    silent: str = ""
-    defaulted: str = ""
+    is_cut_off: bool = False
+    silent_leader: str = ""
+    limit_range_defaults: str = ""

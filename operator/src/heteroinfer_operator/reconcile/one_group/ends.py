@@ -13,8 +13,8 @@ from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import startup
 from heteroinfer_operator.reconcile.epoch_end import IMAGE_CHANGED, POD_DELETED, POD_ENDED, EpochEnd, has_run
 from heteroinfer_operator.reconcile.epoch_end import find_epoch_end as find_end_of_pods
-from heteroinfer_operator.reconcile.group_planner import gang_of
-from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, had_run
+from heteroinfer_operator.reconcile.group_planner import read_gang
+from heteroinfer_operator.reconcile.one_group.made import BegunEpoch, names_of_run_pods
 
 PODS_NEVER_SEEN: Final = "PodsNeverSeen"
 _SUPERVISORS_FIRST_S: Final = 30.0
@@ -23,91 +23,96 @@ EndCheck = Callable[[BegunEpoch], EpochEnd | None]
 
 
 def find_epoch_end(epoch: BegunEpoch) -> EpochEnd | None:
-    """Finds why an epoch has ended: the first cause that a check in ENDS finds, or None."""
+    """Returns the first cause that a check in ENDS finds for the end of the epoch, or None."""
     return next((end for check in ENDS if (end := check(epoch)) is not None), None)
 
 
 def pod_ended(epoch: BegunEpoch) -> EpochEnd | None:
-    """End of an epoch in which a pod ended after it had run; otherwise None."""
+    """Returns the end if a pod that had run has ended; otherwise None."""
     return find_end_of_pods(epoch.pods)
 
 
 def node_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """End of an epoch that has a pod on a lost node; otherwise None."""
+    """Returns the end if the node of a pod is lost; otherwise None."""
     pods = [pod for pod in epoch.pods if not startup.is_rejected(pod)]
     return epoch.context.node_loss.find_epoch_end(pods)
 
 
-def held_by_kueue(epoch: BegunEpoch) -> EpochEnd | None:
-    """End of an epoch under Kueue in which a pod ended before it ran; otherwise None.
+def kueue_holds_pod_name(epoch: BegunEpoch) -> EpochEnd | None:
+    """Returns the end if a pod ended before it ran and Kueue keeps its name; otherwise None.
 
-    Kueue keeps the name of such a pod, so the operator cannot replace the pod alone.
+    Kueue would not let a new pod take the name, so the pod cannot be replaced alone.
     """
-    if gang_of(epoch.pods) is not Gang.KUEUE or not epoch.spare:
+    if read_gang(epoch.pods) is not Gang.KUEUE or not epoch.replaceable_pods:
         return None
-    spare = epoch.spare
-    message = f"{startup.describe_end(spare[0])}; Kueue cannot replace one pod, so the whole group restarts"
-    deleted = spare[0].deleting
-    lost = epoch.context.node_loss.find_epoch_end(spare)
+    replaceable = epoch.replaceable_pods
+    message = (
+        f"{startup.describe_end(replaceable[0])}; Kueue cannot replace one pod, so the whole group restarts"
+    )
+    deleted = replaceable[0].deleting
+    lost = epoch.context.node_loss.find_epoch_end(replaceable)
     return lost or EpochEnd(
         reason=POD_DELETED if deleted else POD_ENDED, message=message, counted=not deleted
     )
 
 
 def pod_gone(epoch: BegunEpoch) -> EpochEnd | None:
-    """End of an epoch in which a pod that had run no longer exists; otherwise None."""
+    """Returns the end if a pod that had run no longer exists; otherwise None."""
     present = {pod.name for pod in epoch.pods}
-    gone = [pod for pod in had_run(epoch.status) if pod not in present]
+    gone = [pod for pod in names_of_run_pods(epoch.status) if pod not in present]
     return EpochEnd(reason=POD_DELETED, message=f"pod {gone[0]} is gone") if gone else None
 
 
 def plan_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """End of an epoch that needs a pod or container, but whose plan or revision is lost; otherwise None."""
-    made = epoch.made
-    to_be_made = epoch.missing and (made.plan is None or made.revision is None)
-    waiting = next((pod.name for pod in epoch.pods if not has_run(pod)), "") if made.plan is None else ""
+    """Returns the end if a pod must be created, but its plan or revision is gone; otherwise None.
+
+    The same holds for the container of a pod whose plan is gone.
+    """
+    origin = epoch.origin
+    to_be_made = epoch.missing and (origin.plan is None or origin.revision is None)
+    waiting = next((pod.name for pod in epoch.pods if not has_run(pod)), "") if origin.plan is None else ""
     if not to_be_made and not waiting:
         return None
-    what = f"the container of pod {waiting}" if waiting else f"a pod of epoch {epoch.status.epoch}"
+    missing_object = f"the container of pod {waiting}" if waiting else f"a pod of epoch {epoch.status.epoch}"
     return EpochEnd(
         reason=PlanReason.PLAN_LOST.value,
-        message=f"cannot create {what}: the ConfigMap of its plan or revision was deleted or damaged; the "
-        "group restarts with a new plan",
+        message=f"cannot create {missing_object}: the ConfigMap of its plan or revision was deleted or "
+        "damaged; the group restarts with a new plan",
     )
 
 
 def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
-    """End of an epoch that needs a pod or container, but whose key the operator no longer has.
+    """Returns the end if a pod must be created, but the operator's key has changed; otherwise None.
 
-    The operator's own key has changed, and the group's key is derived from it. A container would wait
-    indefinitely for the Secret with the old key; a pod with the new key could not join the others.
+    The group's key is derived from the operator's key. A container would wait indefinitely for the Secret
+    with the old key; a pod with the new key could not join the others.
     """
     group = epoch.context.epoch_ref(epoch.status)
     key = key_of(epoch.context.options.operator_key, group)
-    made = "" if key is None else group_key_secret(group, key)
+    origin = "" if key is None else group_key_secret(group, key)
     missing, lacks = epoch.missing, startup.lacks_configuration
     waiting = (pod for pod in epoch.pods if missing or (lacks(pod) and pod.key_secret))
-    old = next((pod for pod in waiting if pod.key_secret != made), None)
+    old = next((pod for pod in waiting if pod.key_secret != origin), None)
     if old is None:
         return None
-    key_of_pod = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"
+    old_key = f"the key of Secret {old.key_secret}" if old.key_secret else "no key"
     message = (
-        f"pod {old.name} was created with {key_of_pod}, but the operator's key has changed since; the group "
+        f"pod {old.name} was created with {old_key}, but the operator's key has changed since; the group "
         "restarts with the current key"
     )
     return EpochEnd(reason="KeyLost", message=message, counted=False)
 
 
 def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
-    """End of an epoch that needs a pod again, but whose image differs from the other pods' image.
+    """Returns the end if a pod must be created again with another image than the others; otherwise None.
 
     The operator's default images change with an upgrade of the chart. Pods that an older version created do
     not record their images.
     """
-    made = epoch.made
-    if made.plan is None or made.revision is None or not epoch.missing & set(epoch.status.spare_pods):
+    origin = epoch.origin
+    if origin.plan is None or origin.revision is None or not epoch.missing & set(epoch.status.spare_pods):
         return None
-    images = epoch.context.options.images.of_plan(made.revision.spec, made.plan)
+    images = epoch.context.options.images.of_plan(origin.revision.spec, origin.plan)
     old = next((pod for pod in epoch.pods if pod.images and pod.images != images), None)
     if old is None:
         return None
@@ -121,7 +126,7 @@ def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
 ENDS: Final[tuple[EndCheck, ...]] = (
     pod_ended,
     node_lost,
-    held_by_kueue,
+    kueue_holds_pod_name,
     pod_gone,
     plan_lost,
     key_lost,
@@ -133,10 +138,10 @@ The end of a Ready group must be visible in its pods: `believed_group` revokes a
 """
 
 
-def find_overdue(
+def find_late_ranks(
     epoch: BegunEpoch, status: StartupStatus | None, report: GroupReport | None
 ) -> EpochEnd | None:
-    """Ends an epoch whose pods all run but whose ranks did not connect in time.
+    """Returns the end if all pods run but their ranks did not connect in time; otherwise None.
 
     The check needs a report of the leader: a leader that does not answer the operator may be healthy. It does
     not use the times in the status, so a clock change or a stopped operator does not make a rank late.
@@ -144,7 +149,7 @@ def find_overdue(
     timeout_s = parse_duration_s(epoch.context.life.startup.timeout)
     connecting_s = epoch.context.connecting_s.get((epoch.status.index, epoch.status.epoch), 0.0)
     in_time = connecting_s < timeout_s + _SUPERVISORS_FIRST_S
-    if report is None or in_time or not startup.connects(status):
+    if report is None or in_time or not startup.is_connecting(status):
         return None
     return EpochEnd(
         reason=FailureReason.STARTUP_TIMEOUT.value,
@@ -153,15 +158,18 @@ def find_overdue(
     )
 
 
-def pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
-    """Ends an epoch that lacks a pod that was, or may have been, created."""
+def end_because_pod_missing(epoch: BegunEpoch, index: int) -> EpochEnd:
+    """Returns the end of an epoch that lacks a pod that was, or may have been, created."""
     name = epoch.context.epoch_ref(epoch.status).pod_name(index)
     message = f"pod {name} disappeared and may already have joined its group; the group restarts"
     return EpochEnd(reason=POD_DELETED, message=message, counted=False)
 
 
-def never_seen(epoch: int) -> EpochEnd:
-    """Ends an epoch whose pods the operator never saw; each further such epoch waits longer."""
+def end_because_never_seen(epoch: int) -> EpochEnd:
+    """Returns the end of an epoch whose pods the operator never saw.
+
+    After each further such epoch, the group waits longer.
+    """
     message = (
         f"the operator never saw a pod of epoch {epoch}: the pods were not created, or another controller "
         "changed or deleted them at once. Look for a mutating webhook or a controller that changes labels or "

@@ -8,8 +8,13 @@ from heteroinfer_operator.api import GroupPhase, GroupStatus
 from heteroinfer_operator.api.base import MAX_TEXT
 from heteroinfer_operator.cluster import CreateObject, Manifest, PodView, RecordEvent
 from heteroinfer_operator.reconcile import startup, transitions
-from heteroinfer_operator.reconcile.epoch_pods import decide_creates, decide_key, gang_object, name_epoch
-from heteroinfer_operator.reconcile.group_planner import gang_of
+from heteroinfer_operator.reconcile.epoch_pods import (
+    build_epoch_gang_object,
+    build_key_create,
+    build_pod_creates,
+    describe_epoch,
+)
+from heteroinfer_operator.reconcile.group_planner import read_gang
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
 from heteroinfer_operator.reconcile.one_group.made import BegunEpoch
 from heteroinfer_operator.reconcile.reading import index_of
@@ -17,75 +22,82 @@ from heteroinfer_operator.reconcile.reading import index_of
 
 def decide_living(epoch: BegunEpoch, report: GroupReport | None) -> GroupDecision:
     """Decides the changes that a group with an active epoch needs."""
-    context, before, current, made = epoch.context, epoch.status, epoch.pods, epoch.made
-    missing, spare = epoch.missing, epoch.spare
+    context, before, current, origin = epoch.context, epoch.status, epoch.pods, epoch.origin
+    missing, replaceable = epoch.missing, epoch.replaceable_pods
     ready = not missing and all(pod.ready and not pod.ended for pod in current)
     asleep = not ready and not missing and _is_asleep(before, report)
-    start = None
+    startup_status = None
     if not ready and not asleep:
-        start = startup.observe_startup(before.startup, current, report, whole=not missing, now=context.now)
-    silent = context.node_loss.blocked_message(current)
-    message = silent or (_how_to_wake(current) if asleep else None)
-    if start is not None:
-        message = (
-            _describe_unplaced_pods(current)
-            or silent
-            or startup.describe(start, current, report, len(made.pods))
+        startup_status = startup.observe_startup(
+            before.startup, current, report, all_pods_exist=not missing, now=context.now
         )
-    over = {index_of(pod) for pod in current if startup.is_over_unrun(pod)}
+    blocked = context.node_loss.describe_blocked(current)
+    message = blocked or (_wake_message(current) if asleep else None)
+    if startup_status is not None:
+        message = (
+            _describe_unplaced(current)
+            or blocked
+            or startup.describe_progress(startup_status, current, report, len(origin.pods))
+        )
+    ended_before_run = {index_of(pod) for pod in current if startup.ended_before_run(pod)}
     # The operator creates the next pod of this name only after it has seen that the name is free.
-    counted = over & set(before.rejected_pods)
-    rejected = {index_of(pod) for pod in spare if startup.is_rejected(pod)} - counted
-    stuck = startup.find_stuck(current, before.stuck_pods)
-    status = transitions.living(
+    counted = ended_before_run & set(before.rejected_pods)
+    rejected = {index_of(pod) for pod in replaceable if startup.is_rejected(pod)} - counted
+    stuck = startup.find_uncreated_containers(current, before.stuck_pods)
+    status = transitions.with_active_epoch(
         before,
         phase=GroupPhase.READY if ready else GroupPhase.SLEEPING if asleep else GroupPhase.STARTING,
         message=message,
-        revision=made.revision_name,
-        plan_hash=made.plan_hash,
-        startup=start,
-        whole=not missing,
+        revision=origin.revision_name,
+        plan_hash=origin.plan_hash,
+        startup=startup_status,
+        all_pods_exist=not missing,
         now=context.now,
         # Only this process knows which pods were never created. The next process could not know it.
-        spare_pods=over | (missing & set(before.spare_pods)),
+        spare_pods=ended_before_run | (missing & set(before.spare_pods)),
         rejected_pods=counted | rejected,
         newly_rejected=len(rejected),
         stuck_pods=stuck,
     )
-    creates, gang = _missing_pods(epoch, status)
+    creates, gang = _create_missing_pods(epoch, status)
     waits = [
-        context.node_loss.look_again_s(current),
-        startup.look_again_s(start, current, context.now, replace_after_s=epoch.replace_after_s),
+        context.node_loss.next_check_s(current),
+        startup.next_check_s(startup_status, current, context.now, replace_after_s=epoch.replace_after_s),
     ]
     newly_stuck = [pod for index, pod in stuck.items() if index not in before.stuck_pods]
     return GroupDecision(
         status=status,
-        deletes=context.node_loss.deletes(spare, grace_s=0, after_status=True),
-        keys=decide_key(context, status) if any(map(startup.lacks_configuration, current)) else (),
+        deletes=context.node_loss.build_deletes(replaceable, grace_s=0, after_status=True),
+        key_creates=build_key_create(context, status)
+        if any(map(startup.lacks_configuration, current))
+        else (),
         creates=creates,
-        events=_events(before, status, newly_stuck, spare),
+        events=_events(before, status, newly_stuck, replaceable),
         runs=True,
-        plan=made.plan,
-        unplaced=_describe_unplaced_pods(current),
-        defaulted=_describe_default_resources(current),
+        plan=origin.plan,
+        unplaced=_describe_unplaced(current),
+        limit_range_defaults=_describe_limit_range_defaults(current),
         gang_object=gang,
         look_again_s=min((wait for wait in waits if wait is not None), default=None),
     )
 
 
-def _missing_pods(epoch: BegunEpoch, status: GroupStatus) -> tuple[tuple[CreateObject, ...], Manifest | None]:
-    """Creates the missing pods, and the object that describes the epoch to a gang scheduler."""
-    context, made = epoch.context, epoch.made
-    if made.plan is None or made.revision is None:
+def _create_missing_pods(
+    epoch: BegunEpoch, status: GroupStatus
+) -> tuple[tuple[CreateObject, ...], Manifest | None]:
+    """Returns the creates of the missing pods, and the object for a gang scheduler, or None."""
+    context, origin = epoch.context, epoch.origin
+    if origin.plan is None or origin.revision is None:
         return (), None
-    gang = gang_object(context, made.revision, status, made.plan, gang_of(epoch.pods))
+    gang = build_epoch_gang_object(context, origin.revision, status, origin.plan, read_gang(epoch.pods))
     if not epoch.missing:
         return (), gang
-    assigned = context.planner.node_assignment_again(made.revision.spec, made.plan, epoch.pods)
-    return decide_creates(context, made.revision, status, made.plan, epoch.missing, assigned), gang
+    assigned = context.planner.assign_nodes_again(origin.revision.spec, origin.plan, epoch.pods)
+    return build_pod_creates(context, origin.revision, status, origin.plan, epoch.missing, assigned), gang
 
 
 def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
+    """Reports whether the leader reports a sleeping rank."""
     if report is None:
         # The leader may miss one answer. Its last report holds as long as no pod ends.
         return status.phase is GroupPhase.SLEEPING
@@ -93,32 +105,34 @@ def _is_asleep(status: GroupStatus, report: GroupReport | None) -> bool:
 
 
 def _events(
-    before: GroupStatus, after: GroupStatus, stuck: Sequence[PodView], spare: Sequence[PodView]
+    before: GroupStatus, after: GroupStatus, stuck: Sequence[PodView], replaceable: Sequence[PodView]
 ) -> tuple[RecordEvent, ...]:
-    who = name_epoch(after)
+    """Returns the events about changes of an active epoch."""
+    epoch_name = describe_epoch(after)
     if after.phase is GroupPhase.READY and before.phase is not GroupPhase.READY:
-        return (RecordEvent(reason="GroupReady", message=f"{who} serves"),)
+        return (RecordEvent(reason="GroupReady", message=f"{epoch_name} serves"),)
     reported = [
         RecordEvent(
             reason="PodReplaced",
-            message=f"{who}: {startup.describe_end(pod)}; the operator replaces it"[:1000],
+            message=f"{epoch_name}: {startup.describe_end(pod)}; the operator replaces it"[:1000],
             warning=True,
         )
-        for pod in spare
+        for pod in replaceable
         if not pod.deleting
     ]
     if stuck:
-        trouble = "; ".join(map(startup.describe_wait, stuck))
-        reported.append(RecordEvent(reason="PodWaits", message=f"{who}: {trouble}"[:1000], warning=True))
+        waits = "; ".join(map(startup.describe_wait, stuck))
+        reported.append(RecordEvent(reason="PodWaits", message=f"{epoch_name}: {waits}"[:1000], warning=True))
     return tuple(reported)
 
 
-def _how_to_wake(pods: Sequence[PodView]) -> str:
+def _wake_message(pods: Sequence[PodView]) -> str:
+    """Returns the message of a sleeping group, with the request that wakes it."""
     leader = min(pods, key=index_of)
     return f"asleep. To wake it, send POST /wake_up to the API of pod {leader.name} (kubectl port-forward)"
 
 
-def _describe_default_resources(pods: Sequence[PodView]) -> str:
+def _describe_limit_range_defaults(pods: Sequence[PodView]) -> str:
     """Describes the resources that a LimitRange gave the pods of each role, or ""."""
     given = {pod.labels.get(names.LABEL_ROLE, ""): pod.defaulted for pod in pods if pod.defaulted}
     return "; ".join(
@@ -128,7 +142,8 @@ def _describe_default_resources(pods: Sequence[PodView]) -> str:
     )[:MAX_TEXT]
 
 
-def _describe_unplaced_pods(pods: Sequence[PodView]) -> str:
+def _describe_unplaced(pods: Sequence[PodView]) -> str:
+    """Describes the first pod without a node, and the scheduler's reason; "" if all have nodes."""
     return next(
         (
             f"pod {pod.name} is not placed: {pod.unschedulable}"[:MAX_TEXT]

@@ -15,7 +15,7 @@ from heteroinfer_operator.reconcile.revisions import Revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class EpochOrigin:
     """The revision and plan that an epoch was created with.
 
     Attributes:
@@ -31,7 +31,7 @@ class Made:
     pods: frozenset[int]
 
     @classmethod
-    def of(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "Made":
+    def from_pods(cls, context: Context, status: GroupStatus, current: Sequence[PodView]) -> "EpochOrigin":
         """Reads revision and plan from the labels of the pods, otherwise from the status."""
         revision_name = revision_of(context, status, current)
         plan_hash = _label_or_status(current, names.LABEL_PLAN, context.plans, status.plan_hash)
@@ -53,16 +53,16 @@ class Made:
         )
 
     @property
-    def is_known(self) -> bool:
+    def knows_pod_count(self) -> bool:
         """Whether a stored plan or revision gives the number of pods."""
         return self.plan is not None or self.revision is not None
 
-    def has(self, index: int) -> bool:
-        """Checks whether the epoch can contain a pod of this index."""
-        return index in self.pods or not self.is_known
+    def can_have_pod(self, index: int) -> bool:
+        """Reports whether the epoch can have a pod with this index."""
+        return index in self.pods or not self.knows_pod_count
 
-    def missing(self, current: Sequence[PodView]) -> set[int]:
-        """Indices of the pods that do not exist."""
+    def missing_indices(self, current: Sequence[PodView]) -> set[int]:
+        """Returns the indices of the epoch's pods that do not exist."""
         return set(self.pods - {index_of(pod) for pod in current})
 
 
@@ -73,12 +73,12 @@ class BegunEpoch:
     context: Context
     status: GroupStatus
     pods: Sequence[PodView]
-    made: Made
+    origin: EpochOrigin
 
     @property
     def missing(self) -> set[int]:
         """Indices of the pods that do not exist."""
-        return self.made.missing(self.pods)
+        return self.origin.missing_indices(self.pods)
 
     @property
     def replace_after_s(self) -> float:
@@ -86,29 +86,36 @@ class BegunEpoch:
         return restarts.backoff_s(self.status.rejections, self.context.life.restart)
 
     @property
-    def spare(self) -> list[PodView]:
-        """Pods that never ran and never will, and that the operator may replace now."""
-        return startup.find_spare(self.pods, self.context.now, replace_after_s=self.replace_after_s)
+    def replaceable_pods(self) -> list[PodView]:
+        """Pods that never ran and never will; new pods may take their names now."""
+        return startup.find_replaceable(self.pods, self.context.now, replace_after_s=self.replace_after_s)
 
 
-def had_run(status: GroupStatus) -> list[str]:
-    """Names of the pods that had run when the status was last written."""
+def names_of_run_pods(status: GroupStatus) -> list[str]:
+    """Returns the names of the pods that had run when the status was last written."""
     return [entry.pod for entry in status.members if entry.started or entry.ready]
 
 
 def revision_of(context: Context, status: GroupStatus, pods: Sequence[PodView]) -> str | None:
-    """Revision from the labels of the pods, otherwise from the status; None if neither has it."""
+    """Returns the name of the revision from the labels of the pods, otherwise from the status.
+
+    Returns None if neither has it.
+    """
     return _label_or_status(pods, names.LABEL_REVISION, context.revisions, status.revision)
 
 
 def _label_or_status(
-    pods: Sequence[PodView], label: str, known: Mapping[str, Any], kept: str | None
+    pods: Sequence[PodView], label: str, stored: Mapping[str, Any], status_value: str | None
 ) -> str | None:
-    """Chooses the label's value if it is known, otherwise the status's if known, otherwise either."""
+    """Returns the label's value if it is stored, otherwise the status's if stored, otherwise either.
+
+    Args:
+        stored: stored plans or revisions, by the values of the label.
+    """
     values = sorted({value for pod in pods if (value := pod.labels.get(label))})
-    known_values = [value for value in values if value in known]
+    known_values = [value for value in values if value in stored]
     if known_values:
         return known_values[0]
-    if kept in known or not values:
-        return kept
+    if status_value in stored or not values:
+        return status_value
     return values[0]
