@@ -22,7 +22,7 @@ from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SC
 from heteroinfer_operator.cluster import PodView, ResourceKey
 from heteroinfer_operator.kube.leader_client import KEEP_S, UNREADY_TIMEOUT_S, WATCH_S, LeaderClient
 from heteroinfer_operator.kube.trim import PodRecord
-from heteroinfer_operator.manifests.group_key_secret import group_key_secret
+from heteroinfer_operator.manifests.group_key_secret import group_key_secret_name
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.reconcile.silent_leaders import MIN_SILENT_S
 from heteroinfer_operator.report_client import MAX_REPORT_BYTES
@@ -133,7 +133,7 @@ async def test_a_leader_with_a_key_identifies_itself_to_its_operator() -> None:
     await server.start("127.0.0.1", port)
     leader = pod(port)
     labels = {**leader.view.labels, names.LABEL_EPOCH: "7"}
-    secret = group_key_secret(group, key)
+    secret = group_key_secret_name(group, key)
     leader = replace(leader, view=replace(leader.view, labels=labels, key_secret=secret))
     try:
         for own, whole in ((operator_key, True), (b"x" * 32, False), (None, False)):

@@ -14,7 +14,7 @@ from heteroinfer_operator.kube import rights
 from heteroinfer_operator.kube.paths import EVENT, HETERO_INFERENCE, LEASE, POD
 from heteroinfer_operator.kube.rights import AccessRule
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError, ApiServer, load_configuration
-from heteroinfer_operator.manifests.drift import says
+from heteroinfer_operator.manifests.drift import contains_value
 from tests.cluster.errors import ClusterError
 from tests.cluster.folders import LEAST_VALUES
 from tests.cluster.running_cluster import Cluster
@@ -287,8 +287,8 @@ def check_platform_pods(cluster: Cluster, namespace: str) -> None:
         mounts = [each["mountPath"] for each in admitted["containers"][0]["volumeMounts"]]
         assert not [path for path in mounts if "serviceaccount" in path], "no token"
         for field in ("dnsConfig", "serviceAccountName", "topologySpreadConstraints", "resourceClaims"):
-            assert field not in made["spec"] or says(admitted[field], made["spec"][field])
-        assert says(admitted["volumes"], made["spec"]["volumes"])
+            assert field not in made["spec"] or contains_value(admitted[field], made["spec"][field])
+        assert contains_value(admitted["volumes"], made["spec"]["volumes"])
 
 
 NO_FIXED_IDS = """

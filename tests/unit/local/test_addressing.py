@@ -88,5 +88,5 @@ def test_a_hub_model_is_downloaded_into_the_local_cache() -> None:
     assert source.volume is None
     assert source.fetch is not None
     assert (source.fetch.cache, source.fetch.revision, source.fetch.token) == ("/cache", "main", None)
-    assert source.at("abc").path == "/cache/org--model/abc"
+    assert source.at_commit("abc").path == "/cache/org--model/abc"
     assert addressing.model(_spec("hf://org/model"), OWNER) == source, "its port stays"

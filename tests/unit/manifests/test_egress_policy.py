@@ -43,7 +43,7 @@ def asked(**env: str) -> HeteroInferenceSpec:
 
 
 def group_policies(*selectors: Manifest, egress: Egress = Egress.AUTO) -> list[Any]:
-    return build_group_egress(asked(), GROUP, Isolation.of(egress, selectors))
+    return build_group_egress(asked(), GROUP, Isolation.from_setting(egress, selectors))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_group_has_a_bounded_number_of_policies_and_sure_ones_come_first() -> 
 
 
 def rules_of_fetch(spec: HeteroInferenceSpec, allowed: FetchEgress = FetchEgress()) -> list[Any]:  # noqa: B008 - frozen
-    ingress, egress = build_fetch_policies(spec, OWNER, Isolation.of(Egress.AUTO, [{}]), allowed)
+    ingress, egress = build_fetch_policies(spec, OWNER, Isolation.from_setting(Egress.AUTO, [{}]), allowed)
     assert ingress["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 8081}]}]
     assert ingress["spec"]["policyTypes"] == ["Ingress"]
     rules: list[Any] = egress["spec"]["egress"]
@@ -214,7 +214,7 @@ def test_what_says_no_addresses_is_refused(text: str) -> None:
     ],
 )
 def test_a_closed_port_is_named_with_the_charts_value(spec: HeteroInferenceSpec, words: str) -> None:
-    restricted_selectors = Isolation.of(Egress.AUTO, [{}])
+    restricted_selectors = Isolation.from_setting(Egress.AUTO, [{}])
     said = describe_closed_ports(spec, OWNER, restricted_selectors, FetchEgress())
     assert words in said
     assert bool(words) is bool(said) is ("fetchEgress.ports" in said)

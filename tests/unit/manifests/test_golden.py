@@ -21,8 +21,8 @@ from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget, build_shared_budget
-from heteroinfer_operator.manifests.drift import says
-from heteroinfer_operator.manifests.group_key_secret import build_group_key
+from heteroinfer_operator.manifests.drift import contains_value
+from heteroinfer_operator.manifests.group_key_secret import build_group_key_secret
 from heteroinfer_operator.manifests.identity import EpochRef, Owner, revision
 from heteroinfer_operator.manifests.model_claim import build_model_claim
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
@@ -93,7 +93,7 @@ def _manifests() -> dict[str, Any]:
         build_revision_record(OWNER, record),
     ):
         named[f"{child['kind']}-{child['metadata']['name']}".lower()] = child
-    secret = build_group_key(GROUP, KEY)
+    secret = build_group_key_secret(GROUP, KEY)
     return named | {f"secret-{secret['metadata']['name']}": secret}
 
 
@@ -132,7 +132,9 @@ def test_what_the_plan_owns_wins_over_the_users_template() -> None:
 
 def test_only_the_leader_is_an_endpoint() -> None:
     selector = MANIFESTS["service-llama"]["spec"]["selector"]
-    chosen = [name for name in ("pod-0", "pod-1") if says(MANIFESTS[name]["metadata"]["labels"], selector)]
+    chosen = [
+        name for name in ("pod-0", "pod-1") if contains_value(MANIFESTS[name]["metadata"]["labels"], selector)
+    ]
     assert chosen == ["pod-0"]
 
 
@@ -167,7 +169,7 @@ def test_only_the_fetch_writes_the_cache_and_sees_the_token() -> None:
     mounted = {"claimName": claim["metadata"]["name"]}
     assert fetch["spec"]["volumes"][-1] == {"name": "model", "persistentVolumeClaim": mounted}
     assert fetch["spec"]["containers"][0]["volumeMounts"][-1] == {"name": "model", "mountPath": "/model"}
-    pods = replace(_pods(), spec=spec, source=source.at("abc"))
+    pods = replace(_pods(), spec=spec, source=source.at_commit("abc"))
     for assignment in PLAN.pods:
         worker = pods.build(assignment)["spec"]
         env = {variable["name"]: variable for variable in worker["containers"][0]["env"]}
@@ -206,5 +208,5 @@ def test_a_key_is_in_its_secret_only() -> None:
         env = {v["name"]: v for v in MANIFESTS[name]["spec"]["containers"][0]["env"]}
         reference = {"name": secret["metadata"]["name"], "key": names.GROUP_KEY_KEY}
         assert env[names.ENV_GROUP_KEY]["valueFrom"] == {"secretKeyRef": reference}
-    next_epoch = build_group_key(replace(GROUP, epoch=4), KEY)
+    next_epoch = build_group_key_secret(replace(GROUP, epoch=4), KEY)
     assert next_epoch == secret

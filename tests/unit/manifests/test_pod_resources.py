@@ -68,7 +68,7 @@ def test_resources_of_the_model_pod_are_another_pod_and_no_revision(uri: str) ->
     assert identity.revision(given) == identity.revision(without)
     assert identity.model_key(given) == identity.model_key(without)
     assert model_pod_name(given, OWNER) != model_pod_name(without, OWNER)
-    assert identity.named_labels(OWNER, model_pod_name(given, OWNER)) is not None
+    assert identity.labels_of_name(OWNER, model_pod_name(given, OWNER)) is not None
 
 
 def test_an_installation_without_defaults_leaves_a_spec_alone() -> None:

@@ -78,18 +78,18 @@ def evil(stored: Stored, engine: dict[str, Any] = EVIL_ENGINE) -> Stored:
 
 
 def by_another_key(stored: Stored) -> Stored:
-    return Signer.of(OTHER_KEY, OWNER).sign(stored)
+    return Signer.for_owner(OTHER_KEY, OWNER).sign(stored)
 
 
 def for_another_resource(stored: Stored) -> Stored:
     """Copies a record that this operator signed for a resource of the attacker."""
-    return Signer.of(OPTIONS.operator_key, replace(OWNER, uid="uid-of-the-attacker")).sign(stored)
+    return Signer.for_owner(OPTIONS.operator_key, replace(OWNER, uid="uid-of-the-attacker")).sign(stored)
 
 
 def under_another_name(stored: Stored) -> Stored:
     """Copies a signed record of this resource under another name."""
     metadata = {**stored["metadata"], "name": "demo-revision-0123456789"}
-    signed = Signer.of(OPTIONS.operator_key, OWNER).sign({**stored, "metadata": metadata})
+    signed = Signer.for_owner(OPTIONS.operator_key, OWNER).sign({**stored, "metadata": metadata})
     return with_code(stored, code(signed))
 
 
@@ -217,10 +217,10 @@ def test_records_without_a_valid_code_are_used_and_signed(before: Callable[[Worl
     assert EVENT not in world.events
     key = world.options.operator_key
     if key is not None:
-        signer = Signer.of(key, OWNER)
+        signer = Signer.for_owner(key, OWNER)
         kept = [stored for (kind, _), stored in world.objects.items() if kind == "ConfigMap"]
         assert len(kept) == 2
-        assert all(signer.vouches(stored) for stored in kept)
+        assert all(signer.is_signed_by_us(stored) for stored in kept)
         assert parse_status(world.status).records_signed_by == RecordKey.of_operator(key).fingerprint
     lose_a_pod(world)
     assert world.workers() == ["demo-0-2-0", "demo-0-2-1"], "it restarts with its own revision"

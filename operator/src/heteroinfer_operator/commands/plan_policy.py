@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_camel
 
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import HeteroInferError, PlanError
-from heteroinfer_operator.manifests.addressing import host_path_refusal
+from heteroinfer_operator.manifests.addressing import build_host_path_error
 from heteroinfer_operator.reconcile import Allowed
 
 
@@ -65,4 +65,4 @@ def find_refused(values: ChartValues, spec: HeteroInferenceSpec) -> Iterator[Pla
     )
     yield from allowed.find_all_forbidden(spec)
     if spec.model.uri.startswith("file://") and not values.allow_host_paths:
-        yield host_path_refusal(spec)
+        yield build_host_path_error(spec)

@@ -17,7 +17,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.fleet_reader import read_resources
 from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import FORBIDDEN, ApiError
-from heteroinfer_operator.manifests.identity import Owner, find_place
+from heteroinfer_operator.manifests.identity import Owner, parse_worker_name
 
 PATH_WAKE: Final = "/wake_up"
 """vLLM serves it in its development mode (`vllm/entrypoints/serve/dev/sleep/api_router.py@v0.32.0`)."""
@@ -60,7 +60,7 @@ async def _wake_groups(arguments: argparse.Namespace) -> None:
             and group.members
             and arguments.group in (None, group.index)
             # Other writers of the status must not choose the pod that gets the user's request.
-            and find_place(owner, group.members[0].pod) is not None
+            and parse_worker_name(owner, group.members[0].pod) is not None
         ]
         if not asleep:
             sys.stdout.write(printable(f"{name}: no group to wake") + "\n")

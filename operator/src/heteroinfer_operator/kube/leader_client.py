@@ -15,7 +15,7 @@ from heteroinfer_contract.model_fetch import FetchProgress
 from heteroinfer_contract.report_access import CHALLENGE_LIFE_S, ReportReader
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
-from heteroinfer_operator.manifests.group_key_secret import group_key_secret, key_of
+from heteroinfer_operator.manifests.group_key_secret import derive_group_key, group_key_secret_name
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
 from heteroinfer_operator.report_client import NO_ANSWER, ReportClient, is_reached, is_unreached
 
@@ -277,11 +277,13 @@ class LeaderClient:
         if not pod.view.key_secret or not index.isdigit() or not epoch.isdigit():
             return None
         group = GroupRef(owner=Owner(key=pod.key, uid=pod.owner_uid), index=int(index))
-        key = key_of(self._operator_key, group)
+        key = derive_group_key(self._operator_key, group)
         # If the operator's key was replaced, this pod has a Secret of the old key. Its reports then contain
         # less until the group's next epoch.
         return (
-            key.of_epoch(int(epoch)) if key and group_key_secret(group, key) == pod.view.key_secret else None
+            key.of_epoch(int(epoch))
+            if key and group_key_secret_name(group, key) == pod.view.key_secret
+            else None
         )
 
     def _record_invalid_report(self, pod: PodRecord, error: Exception) -> None:

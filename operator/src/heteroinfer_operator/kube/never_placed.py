@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.kube.trim import PodRecord
-from heteroinfer_operator.manifests.identity import Owner, find_place
+from heteroinfer_operator.manifests.identity import Owner, parse_worker_name
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.reconcile.group_planner import read_gang
 
@@ -56,5 +56,5 @@ class NeverPlaced:
 
 def _is_current(owner: Owner, name: str, epochs: Mapping[int, int]) -> bool:
     """Reports whether a pod's name belongs to the stored epoch of its group, or a later one."""
-    group_and_epoch = find_place(owner, name)
+    group_and_epoch = parse_worker_name(owner, name)
     return group_and_epoch is not None and group_and_epoch[1] >= epochs.get(group_and_epoch[0], 0)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest
-from heteroinfer_operator.manifests.drift import says
+from heteroinfer_operator.manifests.drift import contains_value
 
 _OUR_PREFIX: Final = "HETEROINFER_"
 """Prefix of the variables by which the processes of a group find each other."""
@@ -50,7 +50,7 @@ def _find_container_changes(sent: Mapping[str, Any], stored: Mapping[str, Any]) 
     variables = {variable["name"]: variable for variable in stored.get("env") or ()}
     for variable in sent.get("env") or ():
         name = variable["name"]
-        if name.startswith(_OUR_PREFIX) and not says(variables.get(name), variable):
+        if name.startswith(_OUR_PREFIX) and not contains_value(variables.get(name), variable):
             yield f"env[{name}]"
 
 

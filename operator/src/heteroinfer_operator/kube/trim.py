@@ -22,7 +22,7 @@ from heteroinfer_operator.cluster import (
 from heteroinfer_operator.kube.limit_ranges import find_limit_range_values
 from heteroinfer_operator.kube.paths import NamespacedName
 from heteroinfer_operator.manifests.gang import KUEUE_POD_GROUP
-from heteroinfer_operator.manifests.identity import Owner, named_labels
+from heteroinfer_operator.manifests.identity import Owner, labels_of_name
 from heteroinfer_operator.nodes.demand import PODS, PodDemand, Taint, effective_requests, pod_demand
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.stored_fields import (
@@ -535,4 +535,4 @@ def _find_owner(stored: Manifest) -> Owner | None:
         return None
     owner = Owner(key=key, uid=uid)
     name = as_name(_metadata(stored).get("name"), "name")
-    return owner if named_labels(owner, name) is not None else None
+    return owner if labels_of_name(owner, name) is not None else None

@@ -18,7 +18,7 @@ from heteroinfer_operator.kube.paths import POD
 from heteroinfer_operator.kube.server import NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests import identity
-from heteroinfer_operator.manifests.identity import Owner, find_place
+from heteroinfer_operator.manifests.identity import Owner, parse_worker_name
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class UnlabelledPods:
             rank.pod: rank
             for group in status.groups
             for rank in group.members
-            if find_place(owner, rank.pod) is not None
+            if parse_worker_name(owner, rank.pod) is not None
         }
         existing = own_pods.existing - shown_names
         own_pods.uids |= {pod.view.name: pod.view.uid for pod in shown}
@@ -202,7 +202,7 @@ def _build_unknown_pod(resource: ResourceView, name: str, rank: RankEntry | None
         why: why the API server's answer is missing.
     """
     owner = Owner(key=resource.key, uid=resource.uid)
-    labels = identity.named_labels(owner, name) or {}
+    labels = identity.labels_of_name(owner, name) or {}
     view = PodView(
         name=name,
         uid="",

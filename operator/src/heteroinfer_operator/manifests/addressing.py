@@ -58,21 +58,21 @@ class ModelSource:
     volume: Mapping[str, Any] | None
     fetch: ModelFetch | None = None
 
-    def at(self, commit: str | None) -> "ModelSource":
+    def at_commit(self, commit: str | None) -> "ModelSource":
         """Returns the source of a commit of a hub's model; any other source stays the same."""
         if self.fetch is None or commit is None:
             return self
         folder = model_folder(self.fetch.repository, commit)
         return replace(self, path=f"{self.fetch.cache}/{folder}")
 
-    def of_revision(self, revision: str | None) -> "ModelSource":
+    def with_revision(self, revision: str | None) -> "ModelSource":
         """Returns the source with another revision to download; unchanged for None or without a hub."""
         if self.fetch is None or revision is None:
             return self
         return replace(self, fetch=replace(self.fetch, revision=revision))
 
 
-def host_path_refusal(spec: HeteroInferenceSpec) -> PlanError:
+def build_host_path_error(spec: HeteroInferenceSpec) -> PlanError:
     """Returns the error for a model in a folder of the nodes."""
     return PlanError(
         f"model.uri: {spec.model.uri} is a path on the nodes, which this operator does not allow. "
@@ -141,13 +141,18 @@ class ClusterAddressing:
             return ModelSource(path=f"{names.MODEL_MOUNT}/{folder}".rstrip("/"), volume=volume)
         if scheme == "file":
             if not self.allow_host_paths:
-                raise host_path_refusal(spec)
+                raise build_host_path_error(spec)
             return ModelSource(
                 path=names.MODEL_MOUNT, volume={"hostPath": {"path": rest, "type": "Directory"}}
             )
         return self._hub_model(spec, owner)
 
     def _hub_model(self, spec: HeteroInferenceSpec, owner: Owner) -> ModelSource:
+        """Returns the claim with the cache of a hub's model, and how to fetch the model into it.
+
+        Raises:
+            PlanError: the spec names no cache.
+        """
         cache = spec.model.cache
         if cache is None:
             raise PlanError(

@@ -35,17 +35,17 @@ def build_disruption_budget(group: GroupRef, *, pods: int, spares_start: bool) -
     """
     policy = "IfHealthyBudget" if spares_start else "AlwaysAllow"
     metadata = identity.group_metadata(group, identity.group_service(group.owner, group.index))
-    return _build(metadata, identity.group_labels(group), min_available=pods - 1, policy=policy)
+    return _build_budget(metadata, identity.group_labels(group), min_available=pods - 1, policy=policy)
 
 
 def build_shared_budget(owner: Owner, *, min_available: int) -> dict[str, Any]:
     """Returns the budget of all groups of a resource with several; `min_available` counts pods."""
     metadata = identity.metadata(owner, identity.shared_budget(owner), {})
     selected = {names.LABEL_RESOURCE: owner.key.name, names.LABEL_COMPONENT: names.COMPONENT_WORKER}
-    return _build(metadata, selected, min_available=min_available, policy="AlwaysAllow")
+    return _build_budget(metadata, selected, min_available=min_available, policy="AlwaysAllow")
 
 
-def _build(
+def _build_budget(
     metadata: dict[str, Any], selected: dict[str, str], *, min_available: int, policy: str
 ) -> dict[str, Any]:
     return {

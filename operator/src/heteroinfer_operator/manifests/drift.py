@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from heteroinfer_operator.manifests.service import LEFT_TO_OTHER_PROXIES
 
-_FILLED_IN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+_FIELDS_OF_API_SERVER: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "Service": frozenset(
             {
@@ -32,13 +32,13 @@ _FILLED_IN: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 and may have any additional field."""
 
 
-_ONLY_MADE_SO: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+_SET_ON_CREATION_ONLY: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {"Service": frozenset({"ipFamilies", "ipFamilyPolicy"})}
 )
 """By kind: fields of the spec that are set only in new objects. In an existing object an administrator of the
 network, or an older version, chose them."""
 
-_TAKEN_OFF: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
+_FORBIDDEN_LABELS: Final[Mapping[str, frozenset[str]]] = MappingProxyType({"Service": LEFT_TO_OTHER_PROXIES})
 """By kind: labels that disable an object. The operator removes them."""
 
 
@@ -47,42 +47,54 @@ def find_drift(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     patch: dict[str, Any] = {}
     for key, value in wanted.items():
         if key == "metadata":
-            found = _metadata_drift(stored.get(key) or {}, value, _TAKEN_OFF.get(wanted["kind"], frozenset()))
-        elif key == "spec" and wanted["kind"] in _FILLED_IN:
-            made = _ONLY_MADE_SO.get(wanted["kind"], frozenset())
-            compared = {field: each for field, each in value.items() if field not in made}
-            found = _spec_drift(stored.get(key) or {}, compared, _FILLED_IN[wanted["kind"]])
-        elif says(stored.get(key), value):
+            difference = _find_metadata_drift(
+                stored.get(key) or {}, value, _FORBIDDEN_LABELS.get(wanted["kind"], frozenset())
+            )
+        elif key == "spec" and wanted["kind"] in _FIELDS_OF_API_SERVER:
+            creation_fields = _SET_ON_CREATION_ONLY.get(wanted["kind"], frozenset())
+            comparable = {field: each for field, each in value.items() if field not in creation_fields}
+            difference = _find_spec_drift(
+                stored.get(key) or {}, comparable, _FIELDS_OF_API_SERVER[wanted["kind"]]
+            )
+        elif contains_value(stored.get(key), value):
             continue
         else:
-            found = value
-        if found:
-            patch[key] = found
+            difference = value
+        if difference:
+            patch[key] = difference
     return patch
 
 
-def as_made(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a manifest for a stored object, with the stored values of fields that only new objects get."""
+def with_creation_fields(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a manifest for a stored object, with stored values for fields that only new objects get."""
     spec, stored_spec = wanted.get("spec"), stored.get("spec") or {}
-    made = _ONLY_MADE_SO.get(wanted["kind"])
-    if not made or spec is None:
+    creation_fields = _SET_ON_CREATION_ONLY.get(wanted["kind"])
+    if not creation_fields or spec is None:
         return wanted
-    kept = {field: stored_spec[field] for field in sorted(made) if field in stored_spec}
-    return {**wanted, "spec": {**{field: v for field, v in spec.items() if field not in made}, **kept}}
+    stored_fields = {field: stored_spec[field] for field in sorted(creation_fields) if field in stored_spec}
+    return {
+        **wanted,
+        "spec": {**{field: v for field, v in spec.items() if field not in creation_fields}, **stored_fields},
+    }
 
 
-def _metadata_drift(
+def _find_metadata_drift(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], taken_off: frozenset[str]
 ) -> dict[str, Any]:
-    drift = {key: value for key, value in wanted.items() if not says(stored.get(key), value)}
+    """Returns the patch of an object's metadata: missing values, and labels that disable the object."""
+    drift = {key: value for key, value in wanted.items() if not contains_value(stored.get(key), value)}
     extra = dict.fromkeys(sorted(taken_off & (stored.get("labels") or {}).keys()))
     return drift | ({"labels": {**wanted["labels"], **extra}} if extra else {})
 
 
-def _spec_drift(
+def _find_spec_drift(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], filled_in: frozenset[str]
 ) -> dict[str, Any]:
-    changed = {key: _replacing(stored.get(key), value) for key, value in wanted.items()}
+    """Returns the patch of an object's spec: different values, and fields that must not be there.
+
+    Fields that the API server adds may stay.
+    """
+    changed = {key: _patch_between(stored.get(key), value) for key, value in wanted.items()}
     extra = {key: None for key in stored if key not in wanted and key not in filled_in}
     return {key: value for key, value in changed.items() if value is not _SAME} | extra
 
@@ -90,31 +102,31 @@ def _spec_drift(
 _SAME: Final = object()
 
 
-def _replacing(stored: Any, wanted: Any) -> Any:
+def _patch_between(stored: Any, wanted: Any) -> Any:
     """Returns the part of a merge patch that makes a stored value equal a wanted value, or _SAME."""
     if stored == wanted:
         return _SAME
     if isinstance(stored, Mapping) and isinstance(wanted, Mapping):
-        changed = {key: _replacing(stored.get(key), value) for key, value in wanted.items()}
+        changed = {key: _patch_between(stored.get(key), value) for key, value in wanted.items()}
         gone = {key: None for key in stored if key not in wanted}
         return {key: value for key, value in changed.items() if value is not _SAME} | gone
     return wanted
 
 
-def says(stored: Any, wanted: Any) -> bool:
-    """Whether a stored value contains a wanted value; it may contain more.
+def contains_value(stored: Any, wanted: Any) -> bool:
+    """Reports whether a stored value contains a wanted value; it may contain more.
 
     Lists are compared item by item and must have the same length: the API server adds defaults to fields, but
     no items to the operator's lists.
     """
     if isinstance(wanted, Mapping):
         return isinstance(stored, Mapping) and all(
-            key in stored and says(stored[key], value) for key, value in wanted.items()
+            key in stored and contains_value(stored[key], value) for key, value in wanted.items()
         )
     if isinstance(wanted, list | tuple):
         return (
             isinstance(stored, list | tuple)
             and len(stored) == len(wanted)
-            and all(says(a, b) for a, b in zip(stored, wanted, strict=True))
+            and all(contains_value(a, b) for a, b in zip(stored, wanted, strict=True))
         )
     return bool(stored == wanted)

@@ -54,27 +54,29 @@ class Isolation:
     selectors: tuple[Manifest, ...] = ()
 
     @classmethod
-    def of(cls, egress: Egress, selectors: Iterable[Manifest]) -> "Isolation":
-        """Returns the isolated pods, from the setting of the installation and the policies' selectors."""
+    def from_setting(cls, egress: Egress, selectors: Iterable[Manifest]) -> "Isolation":
+        """Returns the isolated pods, from the installation's setting and the policies' selectors."""
         if egress is not Egress.AUTO:
             return cls(selectors=({},) if egress is Egress.ALWAYS else ())
         by_text = {json.dumps(each, sort_keys=True): each for each in selectors}
-        return cls(selectors=tuple(_merged(_widest([each for _, each in sorted(by_text.items())]))))
+        return cls(
+            selectors=tuple(_merge_by_label(_drop_narrower([each for _, each in sorted(by_text.items())])))
+        )
 
 
 def build_group_egress(spec: HeteroInferenceSpec, group: GroupRef, isolation: Isolation) -> list[Manifest]:
     """Returns the policies that allow the pods of a group to reach each other and DNS."""
     ours = identity.group_labels(group)
     pods = [{**_template_labels(role.template), **ours} for role in spec.roles]
-    rules = [{"to": [{"podSelector": {"matchLabels": ours}}]}, _dns()]
+    rules = [{"to": [{"podSelector": {"matchLabels": ours}}]}, _build_dns_rule()]
     name = identity.group_service(group.owner, group.index)
     return [
-        _egress(
+        _build_egress_policy(
             identity.group_metadata(group, f"{name}-egress-{_hash(each)}"),
-            _combined_selector(ours, each),
+            _narrow_selector(ours, each),
             rules,
         )
-        for each in _selectors(isolation, pods)
+        for each in _find_matching_selectors(isolation, pods)
     ]
 
 
@@ -85,10 +87,10 @@ def build_fetch_policies(
 
     Only the installation decides about egress, because the author of the spec chooses the pod's image.
     """
-    ours = _labels_of_fetches(owner)
+    ours = _own_fetch_labels(owner)
     name = f"{owner.key.name}-{names.COMPONENT_FETCH}"
-    rules = [_dns(), *allowed.rules()]
-    asked = {
+    rules = [_build_dns_rule(), *allowed.rules()]
+    ingress_spec = {
         "podSelector": {"matchLabels": ours},
         "policyTypes": ["Ingress"],
         "ingress": [{"ports": [{"protocol": "TCP", "port": names.DEFAULT_HEALTH_PORT}]}],
@@ -98,15 +100,15 @@ def build_fetch_policies(
             "apiVersion": _API_VERSION,
             "kind": POLICY_KIND,
             "metadata": identity.metadata(owner, name, {}),
-            "spec": asked,
+            "spec": ingress_spec,
         },
         *(
-            _egress(
+            _build_egress_policy(
                 identity.metadata(owner, f"{name}-egress-{_hash(each)}", {}),
-                _combined_selector(ours, each),
+                _narrow_selector(ours, each),
                 rules,
             )
-            for each in _selectors(isolation, [_fetch_labels(spec, owner)])
+            for each in _find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)])
         ),
     ]
 
@@ -115,59 +117,66 @@ def describe_closed_ports(
     spec: HeteroInferenceSpec, owner: Owner, isolation: Isolation, allowed: FetchEgress
 ) -> str:
     """Describes the variables whose port the policies of a download close, with the fix; "" for none."""
-    is_kept_in = bool(_selectors(isolation, [_fetch_labels(spec, owner)]))
-    return allowed.describe_closed(spec) if is_kept_in else ""
+    is_isolated = bool(_find_matching_selectors(isolation, [_all_fetch_labels(spec, owner)]))
+    return allowed.describe_closed(spec) if is_isolated else ""
 
 
-def _labels_of_fetches(owner: Owner) -> Mapping[str, str]:
+def _own_fetch_labels(owner: Owner) -> Mapping[str, str]:
+    """Returns the labels that the operator sets on pods that download a model."""
     return {names.LABEL_RESOURCE: owner.key.name, names.LABEL_COMPONENT: names.COMPONENT_FETCH}
 
 
-def _fetch_labels(spec: HeteroInferenceSpec, owner: Owner) -> Mapping[str, str]:
-    return {**_template_labels(model_template(spec)), **_labels_of_fetches(owner)}
+def _all_fetch_labels(spec: HeteroInferenceSpec, owner: Owner) -> Mapping[str, str]:
+    """Returns the labels of the pod that downloads a model, with those of its template."""
+    return {**_template_labels(model_template(spec)), **_own_fetch_labels(owner)}
 
 
 def _template_labels(template: PodTemplate | None) -> Mapping[str, str]:
     return (template.labels if template is not None else None) or {}
 
 
-def _egress(metadata: Mapping[str, Any], selector: Manifest, rules: Sequence[Manifest]) -> Manifest:
-    return _policy(metadata, {"podSelector": selector, "policyTypes": ["Egress"], "egress": rules})
+def _build_egress_policy(
+    metadata: Mapping[str, Any], selector: Manifest, rules: Sequence[Manifest]
+) -> Manifest:
+    return _build_policy(metadata, {"podSelector": selector, "policyTypes": ["Egress"], "egress": rules})
 
 
-def _policy(metadata: Mapping[str, Any], spec: Manifest) -> Manifest:
+def _build_policy(metadata: Mapping[str, Any], spec: Manifest) -> Manifest:
     return {"apiVersion": _API_VERSION, "kind": POLICY_KIND, "metadata": metadata, "spec": spec}
 
 
-def _dns() -> Manifest:
+def _build_dns_rule() -> Manifest:
     return {"ports": [{"protocol": kind, "port": port} for port in _DNS_PORTS for kind in ("UDP", "TCP")]}
 
 
-def _combined_selector(ours: Mapping[str, str], other: Manifest) -> Manifest:
-    """Returns the selector of pods that have the labels `ours` and match the selector `other`."""
+def _narrow_selector(ours: Mapping[str, str], other: Manifest) -> Manifest:
+    """Returns the selector of pods that have the labels `ours` and match another selector."""
     expressions = other.get("matchExpressions") or ()
     labels = {**(other.get("matchLabels") or {}), **ours}
     return {"matchLabels": labels, **({"matchExpressions": list(expressions)} if expressions else {})}
 
 
-def _selectors(isolation: Isolation, pods: Sequence[Mapping[str, str]]) -> list[Manifest]:
-    """Returns the selectors that may match one of these pods, at most _MAX_SELECTORS."""
+def _find_matching_selectors(isolation: Isolation, pods: Sequence[Mapping[str, str]]) -> list[Manifest]:
+    """Returns the selectors that may match one of these pods, at most _MAX_SELECTORS.
+
+    Selectors that certainly match come first.
+    """
     found = [each for each in isolation.selectors if any(_may_select(each, own) for own in pods)]
-    return sorted(found, key=lambda each: any(_has_unknown_labels(each, own) for own in pods))[
-        :_MAX_SELECTORS
+    return sorted(found, key=lambda each: any(_has_unknown_label(each, own) for own in pods))[:_MAX_SELECTORS]
+
+
+def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
+    """Returns the selectors without those that select only pods of another, wider selector."""
+    terms = [{json.dumps(term) for term in _terms_of(each)} for each in selectors]
+    if set() in terms:
+        return [{}]
+    single_terms = {term for own in terms if len(own) == 1 for term in own}
+    return [
+        each for each, own in zip(selectors, terms, strict=True) if len(own) == 1 or not own & single_terms
     ]
 
 
-def _widest(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Drops selectors that select only pods of another, wider selector."""
-    terms = [{json.dumps(term) for term in _selector_terms(each)} for each in selectors]
-    if set() in terms:
-        return [{}]
-    alone = {term for own in terms if len(own) == 1 for term in own}
-    return [each for each, own in zip(selectors, terms, strict=True) if len(own) == 1 or not own & alone]
-
-
-def _merged(selectors: Sequence[Manifest]) -> list[Manifest]:
+def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
     """Merges selectors with one value of the same label into one selector of the same pods."""
     values: dict[str, list[str]] = {}
     others = []
@@ -184,7 +193,8 @@ def _merged(selectors: Sequence[Manifest]) -> list[Manifest]:
     return others
 
 
-def _selector_terms(selector: Manifest) -> list[tuple[str, str, list[str]]]:
+def _terms_of(selector: Manifest) -> list[tuple[str, str, list[str]]]:
+    """Returns the terms of a selector, each as key, operator and values."""
     terms = [(key, "In", [value]) for key, value in (selector.get("matchLabels") or {}).items()]
     return terms + [
         (term.get("key", ""), term.get("operator", ""), term.get("values") or [])
@@ -192,29 +202,32 @@ def _selector_terms(selector: Manifest) -> list[tuple[str, str, list[str]]]:
     ]
 
 
-def _has_unknown_labels(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    return any(key not in labels for key, _, _ in _selector_terms(selector))
+def _has_unknown_label(selector: Manifest, labels: Mapping[str, str]) -> bool:
+    """Reports whether a selector names a label that is not among these labels."""
+    return any(key not in labels for key, _, _ in _terms_of(selector))
 
 
 def _may_select(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    """Whether a selector may match a pod with these labels and any further labels.
+    """Reports whether a selector may match a pod with these labels and any further labels.
 
     Webhooks of meshes, tenants and teams add labels of their own.
     """
     return all(
-        key not in labels or _holds(operator, values, labels[key])
-        for key, operator, values in _selector_terms(selector)
+        key not in labels or _is_term_met(operator, values, labels[key])
+        for key, operator, values in _terms_of(selector)
     )
 
 
-def _holds(operator: str, values: Sequence[str], value: str) -> bool:
-    holds = {
+def _is_term_met(operator: str, values: Sequence[str], value: str) -> bool:
+    """Reports whether a label's value satisfies a term; True for an operator that is not known."""
+    results = {
         "In": value in values,
         "NotIn": value not in values,
         "DoesNotExist": False,
     }
-    return holds.get(operator, True)
+    return results.get(operator, True)
 
 
 def _hash(selector: Manifest) -> str:
+    """Returns a short hash that distinguishes policies by their selector."""
     return hashlib.sha256(json.dumps(selector, sort_keys=True).encode()).hexdigest()[:8]

@@ -24,9 +24,9 @@ METADATA_ADDRESSES: Final = (
     "fd00:c1::a9fe:a9fe/128",  # Oracle
 )
 """Addresses at which clouds give credentials to any process on a node."""
-_WAYS_OUT: Final = frozenset({names.ENV_HUB_ENDPOINT, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"})
+_URL_VARIABLES: Final = frozenset({names.ENV_HUB_ENDPOINT, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"})
 """Variables, in upper case, with the URL to which the download connects."""
-_PORTS: Final = MappingProxyType(
+_DEFAULT_PORTS: Final = MappingProxyType(
     {"http": 80, "https": 443, "socks4": 1080, "socks4a": 1080, "socks5": 1080, "socks5h": 1080}
 )
 """Default ports of URLs, by scheme."""
@@ -55,48 +55,51 @@ class FetchEgress:
         """
         try:
             parts = read_json_parts(text, ("ports", "cidrs", "except"))
-            given = {
+            fields = {
                 name: tuple(parts[key])
                 for name, key in (("ports", "ports"), ("cidrs", "cidrs"), ("excepted", "except"))
                 if parts.get(key) is not None
             }
         except ValueError as error:
-            raise _settings_error(str(error)) from error
+            raise _build_error(str(error)) from error
         except TypeError as error:
-            raise _settings_error(f"must have lists ports, cidrs and except (got {text[:200]!r})") from error
-        found = cls(**given)
-        for port in found.ports:
+            raise _build_error(f"must have lists ports, cidrs and except (got {text[:200]!r})") from error
+        egress = cls(**fields)
+        for port in egress.ports:
             if type(port) is not int or not 1 <= port <= 65535:
-                raise _settings_error(f"ports: must be whole numbers from 1 to 65535 (got {port!r})")
-        for cidr in (*found.cidrs, *found.excepted):
-            _network(cidr)
-        return found
+                raise _build_error(f"ports: must be whole numbers from 1 to 65535 (got {port!r})")
+        for cidr in (*egress.cidrs, *egress.excepted):
+            _parse_network(cidr)
+        return egress
 
     def rules(self) -> list[Manifest]:
-        """Returns the rules of a policy.
+        """Returns the egress rules of a policy; empty if nothing is open.
 
-        There is no rule if nothing is open, because an empty list opens everything.
+        An empty rule would open everything.
         """
-        closed = [_network(cidr) for cidr in self.excepted]
+        excepted_networks = [_parse_network(cidr) for cidr in self.excepted]
         blocks = []
         for cidr in self.cidrs:
-            network = _network(cidr)
-            if any(_is_within(network, each) for each in closed):
+            network = _parse_network(cidr)
+            if any(_is_within(network, each) for each in excepted_networks):
                 continue
             # The API server requires that each exception is a proper part of the range.
-            within = [str(each) for each in closed if _is_within(each, network)]
-            blocks.append({"ipBlock": {"cidr": str(network), **({"except": within} if within else {})}})
+            exceptions = [str(each) for each in excepted_networks if _is_within(each, network)]
+            blocks.append(
+                {"ipBlock": {"cidr": str(network), **({"except": exceptions} if exceptions else {})}}
+            )
         ports = [{"protocol": "TCP", "port": port} for port in self.ports]
         return [{"to": blocks, "ports": ports}] if blocks and ports else []
 
     def describe_closed(self, spec: HeteroInferenceSpec) -> str:
         """Describes the variables of a spec whose port is closed or unknown, with the fix; "" for none."""
-        return "; ".join(self._describe_closed_variables(spec))
+        return "; ".join(self._find_closed(spec))
 
-    def _describe_closed_variables(self, spec: HeteroInferenceSpec) -> Iterator[str]:
+    def _find_closed(self, spec: HeteroInferenceSpec) -> Iterator[str]:
+        """Yields a message for each variable of a spec whose port is closed or unknown."""
         opened = ", ".join(map(str, self.ports)) or "none"
         for variable in spec.engine.env:
-            if variable.name.upper() not in _WAYS_OUT or variable.value == "":
+            if variable.name.upper() not in _URL_VARIABLES or variable.value == "":
                 continue
             if variable.value is None:
                 yield (
@@ -114,16 +117,18 @@ class FetchEgress:
 _Network = IPv4Network | IPv6Network
 
 
-def _network(cidr: object) -> _Network:
+def _parse_network(cidr: object) -> _Network:
+    """Returns an address range; raises HeteroInferError if the text is not a range."""
     try:
         if not isinstance(cidr, str) or "/" not in cidr:
             raise ValueError
         return ip_network(cidr, strict=False)
     except ValueError as error:
-        raise _settings_error(f"must have address ranges such as 10.0.0.0/8 (got {cidr!r})") from error
+        raise _build_error(f"must have address ranges such as 10.0.0.0/8 (got {cidr!r})") from error
 
 
 def _is_within(part: _Network, whole: _Network) -> bool:
+    """Reports whether an address range lies within another range of the same family."""
     if isinstance(part, IPv4Network):
         return isinstance(whole, IPv4Network) and part.subnet_of(whole)
     return isinstance(whole, IPv6Network) and part.subnet_of(whole)
@@ -136,10 +141,10 @@ def _port_of(url: str) -> int | None:
         port = parts.port
     except ValueError:
         return None
-    return port or _PORTS.get(parts.scheme)
+    return port or _DEFAULT_PORTS.get(parts.scheme)
 
 
-def _settings_error(message: str) -> HeteroInferError:
+def _build_error(message: str) -> HeteroInferError:
     return HeteroInferError(
         f"HETEROINFER_FETCH_EGRESS (fetchEgress of the chart): {message}. Correct it",
         reason=FailureReason.BAD_SETTINGS.value,

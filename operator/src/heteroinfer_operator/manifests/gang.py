@@ -31,7 +31,7 @@ _VOLCANO_SCHEDULER: Final = "volcano"
 _COSCHEDULING_SCHEDULER: Final = "scheduler-plugins-scheduler"
 """Scheduler of the chart as-a-second-scheduler. If the plugin is in the default scheduler, set
 schedulerName."""
-KNOWN: Final = (
+KNOWN_SCHEDULERS: Final = (
     "Kueue (kueue.x-k8s.io/v1beta1, v1beta2), Volcano (scheduling.volcano.sh/v1beta1), coscheduling "
     "(scheduling.x-k8s.io/v1alpha1) and kube-scheduler (scheduling.k8s.io/v1alpha1 of Kubernetes 1.35, "
     "v1alpha2 of 1.36, v1beta1 of 1.37)"
@@ -69,17 +69,17 @@ def choose_gang(
     order = [Gang.VOLCANO, Gang.COSCHEDULING, Gang.NATIVE_BETA, Gang.NATIVE_ALPHA2, Gang.NATIVE]
     if spec.scheduling.queue_name:
         order.insert(0, Gang.KUEUE)
-    found = next((gang for gang in order if gang in present), None)
-    if found is None and spec.scheduling.gang is When.ALWAYS:
-        hints = ["Kueue is installed, but scheduling.queueName is not set"] if Gang.KUEUE in present else []
+    chosen = next((gang for gang in order if gang in present), None)
+    if chosen is None and spec.scheduling.gang is When.ALWAYS:
+        reasons = ["Kueue is installed, but scheduling.queueName is not set"] if Gang.KUEUE in present else []
         if unknown:
-            hints.append(f"the cluster serves {', '.join(unknown)}, which this operator does not know")
+            reasons.append(f"the cluster serves {', '.join(unknown)}, which this operator does not know")
         raise PlanError(
-            f"scheduling.gang: is Always, but the cluster has none of the gang schedulers {KNOWN}"
-            f"{''.join(f'; {hint}' for hint in hints)}. Install one, or set scheduling.gang: Auto",
+            f"scheduling.gang: is Always, but the cluster has none of the gang schedulers {KNOWN_SCHEDULERS}"
+            f"{''.join(f'; {hint}' for hint in reasons)}. Install one, or set scheduling.gang: Auto",
             reason="NoGangScheduler",
         )
-    return found
+    return chosen
 
 
 def gang_name(group: EpochRef) -> str:

@@ -15,17 +15,17 @@ from heteroinfer_operator.manifests.identity import GroupRef
 KIND = "Secret"
 
 
-def key_of(operator_key: bytes | None, group: GroupRef) -> GroupKey | None:
-    """Returns the key of a group, or None if the operator has no key."""
+def derive_group_key(operator_key: bytes | None, group: GroupRef) -> GroupKey | None:
+    """Returns the key of a group, derived from the operator's key; None if the operator has no key."""
     return None if operator_key is None else GroupKey.of_group(operator_key, group.uid)
 
 
-def build_group_key(group: GroupRef, key: GroupKey) -> dict[str, Any]:
+def build_group_key_secret(group: GroupRef, key: GroupKey) -> dict[str, Any]:
     """Returns the Secret with a group's key. Garbage collection deletes it with the resource."""
     return {
         "apiVersion": "v1",
         "kind": KIND,
-        "metadata": identity.group_metadata(group, group_key_secret(group, key)),
+        "metadata": identity.group_metadata(group, group_key_secret_name(group, key)),
         "immutable": True,
         "data": {names.GROUP_KEY_KEY: base64.b64encode(key.text.encode()).decode()},
     }
@@ -33,10 +33,10 @@ def build_group_key(group: GroupRef, key: GroupKey) -> dict[str, Any]:
 
 def build_key_variable(group: GroupRef, key: GroupKey) -> dict[str, Any]:
     """Returns the environment variable with the group's key."""
-    reference = {"name": group_key_secret(group, key), "key": names.GROUP_KEY_KEY}
+    reference = {"name": group_key_secret_name(group, key), "key": names.GROUP_KEY_KEY}
     return {"name": names.ENV_GROUP_KEY, "valueFrom": {"secretKeyRef": reference}}
 
 
-def group_key_secret(group: GroupRef, key: GroupKey) -> str:
-    """Returns the name of the Secret with a group's key; the name contains the key's fingerprint."""
+def group_key_secret_name(group: GroupRef, key: GroupKey) -> str:
+    """Returns the name of the Secret of a group's key, which contains the key's fingerprint."""
     return f"{group.owner.key.name}-{group.index}-key-{key.fingerprint}"

@@ -20,7 +20,7 @@ _WORKER: Final = re.compile(
 
 Each number has one spelling, so that a pod has only one name.
 """
-_LOOKS_AT_MODEL: Final = re.compile(rf"({names.COMPONENT_INSPECT}|{names.COMPONENT_FETCH})-[0-9a-f]{{10}}")
+_MODEL_POD: Final = re.compile(rf"({names.COMPONENT_INSPECT}|{names.COMPONENT_FETCH})-[0-9a-f]{{10}}")
 """The same for a pod that reads or downloads the model: its component and a hash."""
 
 
@@ -57,7 +57,7 @@ class GroupRef:
 
     @property
     def display(self) -> str:
-        """Returns `namespace/name/index`."""
+        """Text `namespace/name/index`."""
         return f"{self.owner.key}/{self.index}"
 
     @property
@@ -121,19 +121,19 @@ def group_metadata(group: GroupRef, name: str) -> dict[str, Any]:
     return metadata(group.owner, name, {names.LABEL_GROUP: str(group.index)})
 
 
-def named_labels(owner: Owner, name: str) -> dict[str, str | None] | None:
-    """Returns the labels for a pod's name; a label is None if the pod must not have the label.
+def labels_of_name(owner: Owner, name: str) -> dict[str, str | None] | None:
+    """Returns the labels that the name of a pod implies; a label is None if the pod must not have it.
 
-    Returns None if the name is not a name that the operator gives, for example for a user's copy of a pod.
+    Returns None if the operator does not give such names, for example for a user's copy of a pod.
     """
     prefix = f"{owner.key.name}-"
     if not name.startswith(prefix):
         return None
-    resource, rest = {names.LABEL_RESOURCE: owner.key.name}, name.removeprefix(prefix)
-    if match := _LOOKS_AT_MODEL.fullmatch(rest):
+    resource, suffix = {names.LABEL_RESOURCE: owner.key.name}, name.removeprefix(prefix)
+    if match := _MODEL_POD.fullmatch(suffix):
         return {**resource, names.LABEL_COMPONENT: match[1]}
-    if place := find_place(owner, name):
-        group, epoch, pod = map(str, place)
+    if parsed := parse_worker_name(owner, name):
+        group, epoch, pod = map(str, parsed)
         return {
             **resource,
             names.LABEL_COMPONENT: names.COMPONENT_WORKER,
@@ -145,7 +145,7 @@ def named_labels(owner: Owner, name: str) -> dict[str, str | None] | None:
     return None
 
 
-def find_place(owner: Owner, name: str) -> tuple[int, int, int] | None:
+def parse_worker_name(owner: Owner, name: str) -> tuple[int, int, int] | None:
     """Returns group, epoch and index of the worker pod with this name; None for any other name."""
     match = _WORKER.fullmatch(name.removeprefix(f"{owner.key.name}-"))
     if match is None or not name.startswith(f"{owner.key.name}-") or int(match[1]) >= MAX_GROUPS:
@@ -187,10 +187,10 @@ def pod_labels(group: EpochRef, pod: PodAssignment, plan_hash: str, revision: st
 
 _REVISION_CHARS: Final = 10
 """40 bits distinguish revisions. They prove nothing: another spec with the same hash can be computed."""
-_LIFE = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
+_LIFE_FIELDS = frozenset({"replicas", "suspend", "restart", "rollout", "drainTimeout", "operatorClass"})
 """Fields that no version has counted as a part of a revision."""
-_NOT_OF_PODS = _LIFE | {"planning", "startup"}
-_NOT_OF_WORKERS = frozenset({"tokenSecretRef", "resources"})
+_NOT_IN_PODS = _LIFE_FIELDS | {"planning", "startup"}
+_NOT_IN_WORKERS = frozenset({"tokenSecretRef", "resources"})
 """Fields of a model that only the pod that downloads or reads the model uses."""
 
 
@@ -201,32 +201,33 @@ def revision(spec: HeteroInferenceSpec) -> str:
     makes no revision. It excludes the hub token and the resources of the download, which no worker uses. It
     excludes defaults, so that an operator with one more field does not replace running groups.
     """
-    return _hash(needs_pods(spec))[:_REVISION_CHARS]
+    return _hash(pod_fields_of_spec(spec))[:_REVISION_CHARS]
 
 
 def longer_revision(spec: HeteroInferenceSpec) -> str:
     """Returns the name of a revision if `revision` gives a name that another revision has already."""
-    return _hash(needs_pods(spec))[: 2 * _REVISION_CHARS]
+    return _hash(pod_fields_of_spec(spec))[: 2 * _REVISION_CHARS]
 
 
-def needs_pods(spec: HeteroInferenceSpec) -> dict[str, Any]:
+def pod_fields_of_spec(spec: HeteroInferenceSpec) -> dict[str, Any]:
     """Returns the part of a spec whose change needs new pods."""
-    return _without(spec, _NOT_OF_PODS)
+    return _without_fields(spec, _NOT_IN_PODS)
 
 
 def first_revision(spec: HeteroInferenceSpec) -> str:
     """Returns the hash that version 0.1.0 gave to a spec, which includes `planning` and `startup`."""
-    return _hash(_without(spec, _LIFE))[:_REVISION_CHARS]
+    return _hash(_without_fields(spec, _LIFE_FIELDS))[:_REVISION_CHARS]
 
 
-def _without(spec: HeteroInferenceSpec, left_out: Collection[str]) -> dict[str, Any]:
-    kept = {key: value for key, value in spec.given().items() if key not in left_out}
-    kept["model"] = {key: value for key, value in kept["model"].items() if key not in _NOT_OF_WORKERS}
-    if "cache" in kept["model"]:
-        kept["model"]["cache"] = {
-            key: value for key, value in kept["model"]["cache"].items() if key != "keep"
+def _without_fields(spec: HeteroInferenceSpec, excluded: Collection[str]) -> dict[str, Any]:
+    """Returns the given fields of a spec without the excluded ones, and without fields of the fetch."""
+    fields = {key: value for key, value in spec.given().items() if key not in excluded}
+    fields["model"] = {key: value for key, value in fields["model"].items() if key not in _NOT_IN_WORKERS}
+    if "cache" in fields["model"]:
+        fields["model"]["cache"] = {
+            key: value for key, value in fields["model"]["cache"].items() if key != "keep"
         }
-    return kept
+    return fields
 
 
 def revision_record(owner: Owner, name: str) -> str:
@@ -236,22 +237,22 @@ def revision_record(owner: Owner, name: str) -> str:
 
 def model_key(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of the model and its cache. A profile is valid while this hash stays the same."""
-    meant: dict[str, Any] = {"uri": spec.model.uri, "revision": spec.model.revision}
+    inputs: dict[str, Any] = {"uri": spec.model.uri, "revision": spec.model.revision}
     if spec.model.cache is not None:
-        meant["cache"] = spec.model.cache.settings
-    return _hash(meant)[:10]
+        inputs["cache"] = spec.model.cache.settings
+    return _hash(inputs)[:10]
 
 
 def fetch_key(spec: HeteroInferenceSpec) -> str:
     """Returns a hash of all inputs of a download: model, token, authorities, and the pod's resources."""
     token, resources = spec.model.token_secret_ref, spec.model.resources
     bundle = spec.model.ca_bundle
-    meant: dict[str, Any] = {"model": model_key(spec), "token": token.dump() if token else None}
+    inputs: dict[str, Any] = {"model": model_key(spec), "token": token.dump() if token else None}
     if bundle is not None:
-        meant["caBundle"] = bundle.dump()
+        inputs["caBundle"] = bundle.dump()
     if resources is not None:
-        meant["resources"] = resources.dump()
-    return _hash(meant)[:10]
+        inputs["resources"] = resources.dump()
+    return _hash(inputs)[:10]
 
 
 def inspect_key(spec: HeteroInferenceSpec) -> str:
@@ -263,7 +264,7 @@ def inspect_key(spec: HeteroInferenceSpec) -> str:
 
 
 def is_hub_model(spec: HeteroInferenceSpec) -> bool:
-    """Whether the model comes from a hub, and must be downloaded first."""
+    """Reports whether the model comes from a hub, so that a pod must download it first."""
     return spec.model.uri.startswith(HUB_SCHEME)
 
 
@@ -273,7 +274,7 @@ def model_claim(owner: Owner, cache: ModelCache) -> str:
 
 
 def is_model_claim_of(key: ResourceKey, claim: str) -> bool:
-    """Returns whether `model_claim` can give this name to a claim of a resource."""
+    """Reports whether `model_claim` could give this name to a claim of the resource."""
     return claim.startswith(_model_claim_prefix(key))
 
 

@@ -18,11 +18,11 @@ class ImagePulls:
 
     def add_to(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Returns a pod's spec with these settings."""
-        added = dict(spec)
+        new_spec = dict(spec)
         if self.policy:
-            added["containers"] = [{**each, "imagePullPolicy": self.policy} for each in spec["containers"]]
-        given = spec.get("imagePullSecrets", [])
-        more = [{"name": name} for name in self.secrets if {"name": name} not in given]
-        if more:
-            added["imagePullSecrets"] = [*given, *more]
-        return added
+            new_spec["containers"] = [{**each, "imagePullPolicy": self.policy} for each in spec["containers"]]
+        existing_secrets = spec.get("imagePullSecrets", [])
+        missing_secrets = [{"name": name} for name in self.secrets if {"name": name} not in existing_secrets]
+        if missing_secrets:
+            new_spec["imagePullSecrets"] = [*existing_secrets, *missing_secrets]
+        return new_spec

@@ -25,7 +25,7 @@ from heteroinfer_operator.manifests.worker_pods import (
     build_metadata,
     build_pod_spec,
     build_volumes,
-    literals,
+    literal_variables,
 )
 
 _HOME: Final = {"HOME": "/tmp"}  # noqa: S108 - a volume of the pod
@@ -49,20 +49,20 @@ def build_model_pod(
     template = model_template(spec)
     image = spec.engine.image or images.cpu
     component = names.COMPONENT_INSPECT if source.fetch is None else names.COMPONENT_FETCH
-    asked = resources.of_model_pod(spec, fetches=source.fetch is not None)
+    amounts = resources.of_model_pod(spec, fetches=source.fetch is not None)
     if source.fetch is None:
         container = {
             **build_container(image, source, security),
             "args": ["inspect", "--model", source.path],
-            "env": literals(_HOME),
-            "resources": asked,
+            "env": literal_variables(_HOME),
+            "resources": amounts,
         }
     else:
-        own = build_container(image, source, security)
-        container = {**_fetch_container(spec, own, source.fetch, cleanup), "resources": asked}
-    volumes = build_volumes(spec, source, asked)
+        container = build_container(image, source, security)
+        container = {**_build_fetch_container(spec, container, source.fetch, cleanup), "resources": amounts}
+    volumes = build_volumes(spec, source, amounts)
     if source.fetch is not None:
-        volumes = [*map(_writable, volumes), *ca_bundle(spec).volumes]
+        volumes = [*map(_make_writable, volumes), *ca_bundle(spec).volumes]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -87,12 +87,13 @@ def model_template(spec: HeteroInferenceSpec) -> PodTemplate | None:
     return next((role for role in spec.roles if role.device is Device.CPU), spec.roles[0]).template
 
 
-def _fetch_container(
+def _build_fetch_container(
     spec: HeteroInferenceSpec,
     container: dict[str, Any],
     fetch: ModelFetch,
     cleanup: CacheCleanup | None,
 ) -> dict[str, Any]:
+    """Returns the container of the pod that downloads a model, with write access to the cache."""
     mounts = [
         {key: value for key, value in mount.items() if key != "readOnly"}
         for mount in container["volumeMounts"]
@@ -109,34 +110,37 @@ def _fetch_container(
             *("--health-host", fetch.health_host),
             *("--health-port", str(fetch.health_port)),
         ],
-        "env": _fetch_env(spec, fetch, cleanup),
+        "env": _build_fetch_env(spec, fetch, cleanup),
         "ports": [{"name": names.PORT_HEALTH, "containerPort": fetch.health_port, "protocol": "TCP"}],
         "readinessProbe": probe,
         "volumeMounts": mounts,
     }
 
 
-def _fetch_env(
+def _build_fetch_env(
     spec: HeteroInferenceSpec, fetch: ModelFetch, cleanup: CacheCleanup | None
 ) -> list[dict[str, Any]]:
     """Returns the environment of the download.
 
     The user's variables may name a mirror or a proxy; the operator's variables override them.
     """
-    removes = {names.ENV_CACHE_CLEANUP: cleanup.to_json()} if cleanup is not None else {}
-    ours = literals({**_HOME, names.ENV_HUB_OFFLINE: "0", **removes, **ca_bundle(spec).env})
-    owned = {variable["name"]: variable for variable in ours}
+    cleanup_variable = {names.ENV_CACHE_CLEANUP: cleanup.to_json()} if cleanup is not None else {}
+    own_variables = literal_variables(
+        {**_HOME, names.ENV_HUB_OFFLINE: "0", **cleanup_variable, **ca_bundle(spec).env}
+    )
+    own_by_name = {variable["name"]: variable for variable in own_variables}
     if fetch.token is not None:
         reference = {"name": fetch.token.name, "key": fetch.token.key}
-        owned[names.ENV_HUB_TOKEN] = {
+        own_by_name[names.ENV_HUB_TOKEN] = {
             "name": names.ENV_HUB_TOKEN,
             "valueFrom": {"secretKeyRef": reference},
         }
-    users = [variable.dump() for variable in spec.engine.env if variable.name not in owned]
-    return [*users, *owned.values()]
+    user_variables = [variable.dump() for variable in spec.engine.env if variable.name not in own_by_name]
+    return [*user_variables, *own_by_name.values()]
 
 
-def _writable(volume: Mapping[str, Any]) -> dict[str, Any]:
+def _make_writable(volume: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model's volume without its read-only claim; other volumes stay the same."""
     claim = volume.get("persistentVolumeClaim")
     if volume["name"] != MODEL_VOLUME or claim is None:
         return dict(volume)

@@ -38,13 +38,13 @@ def ca_bundle(spec: HeteroInferenceSpec) -> MountedFiles:
     bundle = spec.model.ca_bundle
     if bundle is None:
         return MountedFiles()
-    kind, named, reference = "configMap", "name", bundle.config_map_key_ref
+    kind, name_field, reference = "configMap", "name", bundle.config_map_key_ref
     if bundle.secret_key_ref is not None:
-        kind, named, reference = "secret", "secretName", bundle.secret_key_ref
+        kind, name_field, reference = "secret", "secretName", bundle.secret_key_ref
     assert reference is not None  # the schema requires exactly one of both
     items = [{"key": reference.key, "path": names.CA_BUNDLE_FILE}]
     return MountedFiles(
-        volumes=({"name": _CA_BUNDLE, kind: {named: reference.name, "items": items}},),
+        volumes=({"name": _CA_BUNDLE, kind: {name_field: reference.name, "items": items}},),
         mounts=({"name": _CA_BUNDLE, "mountPath": names.CA_BUNDLE_MOUNT, "readOnly": True},),
         env={names.ENV_CA_BUNDLE: f"{names.CA_BUNDLE_MOUNT}/{names.CA_BUNDLE_FILE}"},
     )

@@ -46,12 +46,12 @@ class PodResources:
         try:
             parts = read_json_parts(text, _PARTS)
         except ValueError as error:
-            raise _settings_error(str(error)) from error
-        return cls(**{name: _read(name, part) for name, part in parts.items() if part is not None})
+            raise _build_error(str(error)) from error
+        return cls(**{name: _parse_part(name, part) for name, part in parts.items() if part is not None})
 
     def of_model_pod(self, spec: HeteroInferenceSpec, *, fetches: bool) -> dict[str, Any]:
         """Returns the resources of the pod that downloads or reads the model."""
-        return complete(spec.model.resources, self.fetch if fetches else self.inspect)
+        return add_defaults(spec.model.resources, self.fetch if fetches else self.inspect)
 
     def complete_roles(self, spec: HeteroInferenceSpec) -> HeteroInferenceSpec:
         """Returns a spec with default resources in its roles, for pods and plans but not for revisions."""
@@ -60,11 +60,11 @@ class PodResources:
         return spec.changed(roles=tuple(self._complete_role(role) for role in spec.roles))
 
     def _complete_role(self, role: RoleSpec) -> RoleSpec:
-        found = complete(role.resources, self.worker)
+        found = add_defaults(role.resources, self.worker)
         return role.changed(resources=Resources(requests=found.get("requests"), limits=found.get("limits")))
 
 
-def complete(own: Resources | None, defaults: Resources) -> dict[str, Any]:
+def add_defaults(own: Resources | None, defaults: Resources) -> dict[str, Any]:
     """Returns resources with defaults for missing amounts.
 
     A default limit is raised to the resource's own request, and a default request is lowered to its own
@@ -83,36 +83,44 @@ def scratch_limit(limit: str, resources: Mapping[str, Any]) -> str:
 
 
 def _with_defaults(own: Amounts | None, defaults: Amounts | None, bound: Amounts | None, choose: Any) -> Any:
+    """Returns amounts with defaults for missing ones; a default does not cross its bound.
+
+    Args:
+        bound: amounts that bound the defaults: requests for limits, limits for requests.
+        choose: max for a lower bound, min for an upper bound.
+    """
+
     def amount(text: str) -> Fraction:
         return parse_quantity(text)
 
-    bounds, given = bound or {}, own or {}
-    left = {name: value for name, value in (defaults or {}).items() if name not in given}
-    bounded = {
+    bounds, own_amounts = bound or {}, own or {}
+    missing = {name: value for name, value in (defaults or {}).items() if name not in own_amounts}
+    bounded_defaults = {
         name: choose(value, bounds[name], key=amount) if name in bounds else value
-        for name, value in left.items()
+        for name, value in missing.items()
     }
-    return {**bounded, **given}
+    return {**bounded_defaults, **own_amounts}
 
 
-def _read(name: str, part: object) -> Resources:
+def _parse_part(name: str, part: object) -> Resources:
+    """Parses the requests and limits of one sort of pods."""
     if not isinstance(part, Mapping):
-        raise _settings_error(f"{name}: must be an object with requests and limits")
+        raise _build_error(f"{name}: must be an object with requests and limits")
     try:
-        return parse_resources(_with_texts(part), name)
+        return parse_resources(_numbers_as_texts(part), name)
     except SpecError as error:
-        raise _settings_error("; ".join(error.problems)) from error
+        raise _build_error("; ".join(error.problems)) from error
 
 
-def _with_texts(part: Any) -> Any:
+def _numbers_as_texts(part: Any) -> Any:
     """Converts numbers to texts, because Helm writes an amount such as 0.5 as a number."""
     if isinstance(part, dict):
-        return {key: _with_texts(value) for key, value in part.items()}
+        return {key: _numbers_as_texts(value) for key, value in part.items()}
     is_number = isinstance(part, int | float) and not isinstance(part, bool)
     return str(part) if is_number else part
 
 
-def _settings_error(message: str) -> HeteroInferError:
+def _build_error(message: str) -> HeteroInferError:
     return HeteroInferError(
         f"{_ENV} (podResources of the chart): {message}. Correct it", reason=FailureReason.BAD_SETTINGS.value
     )

@@ -11,7 +11,7 @@ from heteroinfer_operator.stored_fields import read_json_parts
 
 _USER: Final = 65532
 """Id of the user in the images: `nonroot` by the convention of distroless images."""
-_POD: Final[Mapping[str, Any]] = MappingProxyType(
+_POD_CONTEXT: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "runAsNonRoot": True,
         "runAsUser": _USER,
@@ -21,7 +21,7 @@ _POD: Final[Mapping[str, Any]] = MappingProxyType(
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 )
-_CONTAINER: Final[Mapping[str, Any]] = MappingProxyType(
+_CONTAINER_CONTEXT: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -40,8 +40,8 @@ class PodSecurity:
         container: context of the container.
     """
 
-    pod: Mapping[str, Any] = field(default_factory=lambda: dict(_POD))
-    container: Mapping[str, Any] = field(default_factory=lambda: dict(_CONTAINER))
+    pod: Mapping[str, Any] = field(default_factory=lambda: dict(_POD_CONTEXT))
+    container: Mapping[str, Any] = field(default_factory=lambda: dict(_CONTAINER_CONTEXT))
 
     @classmethod
     def from_json(cls, text: str) -> "PodSecurity":
@@ -53,13 +53,13 @@ class PodSecurity:
         try:
             parts = read_json_parts(text, _PARTS)
         except ValueError as error:
-            raise _settings_error(text) from error
+            raise _build_error(text) from error
         if not all(isinstance(part, dict) for part in parts.values()):
-            raise _settings_error(text)
+            raise _build_error(text)
         return cls(**parts)
 
 
-def _settings_error(text: str) -> HeteroInferError:
+def _build_error(text: str) -> HeteroInferError:
     return HeteroInferError(
         f"HETEROINFER_POD_SECURITY (workerPods of the chart): must be a JSON object with the objects "
         f"{' and '.join(_PARTS)} (got {text[:200]!r}). Correct it",

@@ -22,7 +22,7 @@ def assigned_fields(
     pod: PodAssignment,
     node_assignment: NodeAssignment,
 ) -> dict[str, Any]:
-    """Returns role_fields with the operator's decisions about this pod's node.
+    """Returns `role_fields` and the operator's decisions about the node of this pod.
 
     With scheduling.topologyKey each pod has an affinity to the other pods of its epoch. If the operator chose
     the value of the label, the pod also has a node selector with it: otherwise the first pod could start on a

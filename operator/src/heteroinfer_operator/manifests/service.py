@@ -15,7 +15,7 @@ LEFT_TO_OTHER_PROXIES: Final = frozenset(
 )
 """Labels with which kube-proxy ignores a Service (`cmd/kube-proxy/app/server.go`), so that it reaches no
 pod."""
-_EVERYWHERE: Final = "Cluster"
+_ALL_NODES: Final = "Cluster"
 """Traffic policy of a Service that connects clients on every node to every leader."""
 
 
@@ -26,7 +26,7 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
         ports: ports for clients: first the spec's, then ports of groups that run with an older spec.
     """
     first, *others = dict.fromkeys(ports)
-    named = {names.PORT_API: first, **{f"{names.PORT_API}-{port}": port for port in sorted(others)}}
+    port_by_name = {names.PORT_API: first, **{f"{names.PORT_API}-{port}": port for port in sorted(others)}}
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -35,29 +35,30 @@ def build_client_service(owner: Owner, ports: Sequence[int]) -> dict[str, Any]:
             "type": "ClusterIP",
             # On a single-stack cluster this gives the only family.
             "ipFamilyPolicy": "PreferDualStack",
-            "internalTrafficPolicy": _EVERYWHERE,
+            "internalTrafficPolicy": _ALL_NODES,
             "selector": identity.leader_labels(owner),
             "ports": [
                 {"name": name, "port": port, "protocol": "TCP", "targetPort": names.PORT_API}
-                for name, port in named.items()
+                for name, port in port_by_name.items()
             ],
         },
     }
 
 
 def client_ports(stored: Mapping[str, Any], owner: Owner) -> frozenset[int]:
-    """Returns the ports at which a stored Service for clients reaches the leaders; empty if it does not."""
+    """Returns the ports at which a stored Service for clients reaches the leaders; may be empty."""
     spec = stored.get("spec") or {}
     labels = stored["metadata"].get("labels") or {}
     if spec.get("selector") != identity.leader_labels(owner) or spec.get("type") == _ALIAS:
         return frozenset()
-    if labels.keys() & LEFT_TO_OTHER_PROXIES or spec.get("internalTrafficPolicy", _EVERYWHERE) != _EVERYWHERE:
+    if labels.keys() & LEFT_TO_OTHER_PROXIES or spec.get("internalTrafficPolicy", _ALL_NODES) != _ALL_NODES:
         return frozenset()
     ports = [port for port in spec.get("ports") or () if isinstance(port.get("port"), int)]
     return frozenset(port["port"] for port in ports if _leads_to_api(port))
 
 
 def _leads_to_api(port: Mapping[str, Any]) -> bool:
+    """Reports whether a port of a Service forwards to the API of the leaders."""
     by_number = port["port"]  # groups that run with an older spec have this port in their pods
     is_tcp = port.get("protocol", "TCP") == "TCP"
     return is_tcp and port.get("targetPort", by_number) in (names.PORT_API, by_number)

@@ -28,7 +28,7 @@ class Signer:
     key: RecordKey | None
 
     @classmethod
-    def of(cls, operator_key: bytes | None, owner: Owner) -> "Signer":
+    def for_owner(cls, operator_key: bytes | None, owner: Owner) -> "Signer":
         """Returns the signer for a resource."""
         key = None if operator_key is None else RecordKey.of_operator(operator_key)
         return cls(owner=owner, key=key)
@@ -43,17 +43,20 @@ class Signer:
         if self.key is None:
             return dict(manifest)
         metadata = manifest["metadata"]
-        code = {names.ANNOTATION_CODE: self.key.code(*self._parts(manifest))}
+        code = {names.ANNOTATION_CODE: self.key.code(*self._signed_parts(manifest))}
         return {
             **manifest,
             "metadata": {**metadata, "annotations": {**metadata.get("annotations", {}), **code}},
         }
 
-    def vouches(self, stored: Mapping[str, Any]) -> bool:
-        """Whether the code of a stored object was computed with this operator's key."""
+    def is_signed_by_us(self, stored: Mapping[str, Any]) -> bool:
+        """Reports whether the code of a stored object was computed with this operator's key."""
         code = (stored["metadata"].get("annotations") or {}).get(names.ANNOTATION_CODE)
-        return self.key is not None and code is not None and self.key.vouches(code, *self._parts(stored))
+        return (
+            self.key is not None and code is not None and self.key.vouches(code, *self._signed_parts(stored))
+        )
 
-    def _parts(self, manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    def _signed_parts(self, manifest: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the parts of an object that its code covers: kind, owner, name and content."""
         content = json.dumps(manifest.get("data") or {}, sort_keys=True, separators=(",", ":"))
         return manifest["kind"], self.owner.uid, manifest["metadata"]["name"], content

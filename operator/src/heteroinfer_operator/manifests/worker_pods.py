@@ -65,13 +65,13 @@ class WorkerImages:
     gpu: str
     pulls: ImagePulls = ImagePulls()  # noqa: RUF009 - frozen
 
-    def of(self, device: Device) -> str:
+    def default_for(self, device: Device) -> str:
         """Returns the default image for a device."""
         return self.gpu if device is Device.GPU else self.cpu
 
     def of_pod(self, spec: HeteroInferenceSpec, device: Device) -> str:
         """Returns the spec's image, or the default image for a device."""
-        return spec.engine.image or self.of(device)
+        return spec.engine.image or self.default_for(device)
 
     def of_plan(self, spec: HeteroInferenceSpec, plan: Plan) -> str:
         """Returns the images of all pods of a plan, without duplicates."""
@@ -86,7 +86,7 @@ class WorkerPods:
         images: the operator's default images.
         security: security contexts of the installation.
         key: key of the group, or None without one.
-        kept_as: hash in the name of the plan's ConfigMap, if another version wrote it; else "".
+        stored_plan_hash: hash in the name of the plan's ConfigMap, if another version wrote it; else "".
     """
 
     spec: HeteroInferenceSpec
@@ -99,12 +99,12 @@ class WorkerPods:
     security: PodSecurity = PodSecurity()  # noqa: RUF009 - frozen
     node_assignment: NodeAssignment = NodeAssignment()  # noqa: RUF009 - frozen
     key: GroupKey | None = None
-    kept_as: str = ""
+    stored_plan_hash: str = ""
 
     @property
     def plan_hash(self) -> str:
         """Hash in the name of the plan's ConfigMap."""
-        return self.kept_as or self.plan.hash
+        return self.stored_plan_hash or self.plan.hash
 
     def build(self, pod: PodAssignment) -> dict[str, Any]:
         """Returns the manifest of one pod."""
@@ -132,29 +132,31 @@ class WorkerPods:
                     "terminationGracePeriodSeconds": termination_grace_s(self.spec),
                     "hostname": name,
                     "subdomain": identity.group_service(self.group.owner, self.group.index),
-                    "containers": [self._container(pod, role)],
-                    **_spread_and_claims(role.template),
+                    "containers": [self._build_container_of(pod, role)],
+                    **_spread_and_claim_fields(role.template),
                     "volumes": [
                         *build_volumes(self.spec, self.source, role_resources(role, pod.device)),
-                        *self._files(role).volumes,
+                        *self._mounted_files(role).volumes,
                     ],
                 }
             ),
         }
 
-    def _files(self, role: RoleSpec) -> MountedFiles:
+    def _mounted_files(self, role: RoleSpec) -> MountedFiles:
+        """Returns the files that the pods of a role mount in addition to the model."""
         return ca_bundle(self.spec) + engine_files(self.spec) + template_volumes(role.template)
 
-    def _container(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
+    def _build_container_of(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
+        """Returns the container of a pod."""
         address = self.addresses[pod.index]
         container = build_container(self.images.of_pod(self.spec, pod.device), self.source, self.security)
         return {
             **container,
-            "volumeMounts": [*container["volumeMounts"], *self._files(role).mounts],
+            "volumeMounts": [*container["volumeMounts"], *self._mounted_files(role).mounts],
             "args": ["run"],
-            "env": self._env(pod.index, role),
-            "ports": _ports(pod, address),
-            "resources": {**role_resources(role, pod.device), **_claims(role.template)},
+            "env": self._build_env(pod.index, role),
+            "ports": _build_ports(pod, address),
+            "resources": {**role_resources(role, pod.device), **_container_claims(role.template)},
             "readinessProbe": {
                 "httpGet": {"path": names.PATH_READYZ, "port": names.PORT_HEALTH},
                 "periodSeconds": 1,
@@ -169,7 +171,8 @@ class WorkerPods:
             },
         }
 
-    def _env(self, pod_index: int, role: RoleSpec) -> list[dict[str, Any]]:
+    def _build_env(self, pod_index: int, role: RoleSpec) -> list[dict[str, Any]]:
+        """Returns the environment of a pod; the operator's variables override the user's."""
         launch = PodLaunch(
             group=self.group.display,
             group_uid=self.group.uid,
@@ -193,24 +196,32 @@ class WorkerPods:
                 }
             },
         }
-        fetched = {names.ENV_MODEL_FETCHED: "1"} if self.source.fetch is not None else {}
+        fetched_marker = {names.ENV_MODEL_FETCHED: "1"} if self.source.fetch is not None else {}
         step = self.spec.step_timeout
-        limit = {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(step))} if step is not None else {}
+        step_limit = {names.ENV_STEP_TIMEOUT: repr(parse_duration_s(step))} if step is not None else {}
         key = [build_key_variable(self.group, self.key)] if self.key is not None else []
         # A literal, not a reference to the ConfigMap, which others may replace before the container starts.
-        made_for = {names.ENV_PLAN_HASH: self.plan_hash}
-        ours = [
+        plan_hash_variable = {names.ENV_PLAN_HASH: self.plan_hash}
+        own_variables = [
             plan,
             *key,
-            *literals({**made_for, **launch.to_env(), **fetched, **limit, **self._files(role).env}),
+            *literal_variables(
+                {
+                    **plan_hash_variable,
+                    **launch.to_env(),
+                    **fetched_marker,
+                    **step_limit,
+                    **self._mounted_files(role).env,
+                }
+            ),
         ]
-        owned = {variable["name"]: variable for variable in ours}
-        given = {v.name: v.dump() for v in self.spec.engine.env if v.name not in owned}
-        defaults = [v for v in literals(_OFFLINE) if v["name"] not in given]
-        return [*defaults, *given.values(), *owned.values()]
+        own_by_name = {variable["name"]: variable for variable in own_variables}
+        user_variables = {v.name: v.dump() for v in self.spec.engine.env if v.name not in own_by_name}
+        defaults = [v for v in literal_variables(_OFFLINE) if v["name"] not in user_variables]
+        return [*defaults, *user_variables.values(), *own_by_name.values()]
 
 
-def _spread_and_claims(template: PodTemplate | None) -> dict[str, Any]:
+def _spread_and_claim_fields(template: PodTemplate | None) -> dict[str, Any]:
     """Returns the fields of a pod's spec for topology spread and resource claims."""
     if template is None:
         return {}
@@ -221,7 +232,7 @@ def _spread_and_claims(template: PodTemplate | None) -> dict[str, Any]:
     return {field: entries for field, entries in given.items() if entries}
 
 
-def _claims(template: PodTemplate | None) -> dict[str, Any]:
+def _container_claims(template: PodTemplate | None) -> dict[str, Any]:
     """Returns the claims of the container, which are all claims of the pod."""
     claims = template.resource_claims if template is not None else ()
     return {"claims": [{"name": each.name} for each in claims]} if claims else {}
@@ -237,9 +248,9 @@ def build_metadata(
 ) -> dict[str, Any]:
     """Returns a pod's metadata: no mesh, then the user's labels and annotations, then the operator's."""
     metadata = identity.metadata(owner, name, labels)
-    given = (template.labels or {}, template.annotations or {}) if template is not None else ({}, {})
-    metadata["labels"] = {**NO_MESH_LABELS, **given[0], **metadata["labels"]}
-    metadata["annotations"] = {**NO_MESH_ANNOTATIONS, **given[1]}
+    user_metadata = (template.labels or {}, template.annotations or {}) if template is not None else ({}, {})
+    metadata["labels"] = {**NO_MESH_LABELS, **user_metadata[0], **metadata["labels"]}
+    metadata["annotations"] = {**NO_MESH_ANNOTATIONS, **user_metadata[1]}
     return metadata
 
 
@@ -247,18 +258,18 @@ def build_pod_spec(
     spec: HeteroInferenceSpec, template: PodTemplate | None, security: PodSecurity
 ) -> dict[str, Any]:
     """Returns the fields that every pod's spec has: scheduling, security context, and no API access."""
-    kept = template_fields(template)
+    fields = template_fields(template)
     context = template.security_context if template is not None else None
-    own = context.dump() if context is not None else {}
+    user_context = context.dump() if context is not None else {}
     if spec.scheduling.priority_class_name:
-        kept["priorityClassName"] = spec.scheduling.priority_class_name
+        fields["priorityClassName"] = spec.scheduling.priority_class_name
     return {
-        **kept,
+        **fields,
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _STOP_SIGNAL_GRACE_S,
-        "securityContext": {**security.pod, **own},
+        "securityContext": {**security.pod, **user_context},
     }
 
 
@@ -290,7 +301,8 @@ def build_volumes(
     return volumes
 
 
-def _ports(pod: PodAssignment, address: PodAddress) -> list[dict[str, Any]]:
+def _build_ports(pod: PodAssignment, address: PodAddress) -> list[dict[str, Any]]:
+    """Returns the ports of a pod: health, API of the leader, and metrics of each rank."""
     ports = {names.PORT_HEALTH: address.health_port}
     if pod.index == 0:
         ports[names.PORT_API] = address.api_port
@@ -299,6 +311,6 @@ def _ports(pod: PodAssignment, address: PodAddress) -> list[dict[str, Any]]:
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
-def literals(env: Mapping[str, str]) -> list[dict[str, Any]]:
+def literal_variables(env: Mapping[str, str]) -> list[dict[str, Any]]:
     """Returns environment variables with literal values."""
     return [{"name": name, "value": value} for name, value in env.items()]

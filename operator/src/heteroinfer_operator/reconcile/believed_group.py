@@ -103,7 +103,7 @@ def _without_impossible_members(
     """Removes the entries of pods that the epoch cannot have."""
 
     def is_possible(entry: RankEntry) -> bool:
-        parsed_name = identity.find_place(context.owner, entry.pod)
+        parsed_name = identity.parse_worker_name(context.owner, entry.pod)
         return (
             parsed_name is not None
             and parsed_name[:2] == (status.index, epoch)

@@ -12,7 +12,7 @@ from heteroinfer_operator.api import GroupPhase
 from heteroinfer_operator.cluster import Action, ApplyObject, CreateObject, DeleteObject, Manifest, PodView
 from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.disruption_budget import build_disruption_budget, build_shared_budget
-from heteroinfer_operator.manifests.drift import as_made, find_drift
+from heteroinfer_operator.manifests.drift import find_drift, with_creation_fields
 from heteroinfer_operator.manifests.egress_policy import POLICY_KIND, build_fetch_policies, build_group_egress
 from heteroinfer_operator.manifests.gang import gang_name
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
@@ -324,7 +324,11 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
         drift = find_drift(stored_object, signed).get("metadata")
         return ApplyObject(manifest=signed, scopes=child.scopes) if drift else None
     drift = find_drift(stored_object, manifest)
-    return ApplyObject(manifest=as_made(stored_object, manifest), scopes=child.scopes) if drift else None
+    return (
+        ApplyObject(manifest=with_creation_fields(stored_object, manifest), scopes=child.scopes)
+        if drift
+        else None
+    )
 
 
 def _is_unused(manifest: Manifest, used_plans: Collection[str]) -> bool:

@@ -6,7 +6,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import CreateObject, RecordEvent
 from heteroinfer_operator.manifests.gang import build_gang_object
-from heteroinfer_operator.manifests.group_key_secret import build_group_key, key_of
+from heteroinfer_operator.manifests.group_key_secret import build_group_key_secret, derive_group_key
 from heteroinfer_operator.manifests.worker_pods import WorkerPods
 from heteroinfer_operator.nodes.node_assignment import Gang, NodeAssignment
 from heteroinfer_operator.planning import EpochPlan
@@ -61,12 +61,12 @@ def build_pod_creates(
 ) -> tuple[CreateObject, ...]:
     """Returns the creates of the pods with these indices, after the create of the group's key Secret."""
     group = context.epoch_ref(status)
-    key = key_of(context.options.operator_key, group)
+    key = derive_group_key(context.options.operator_key, group)
     pods = WorkerPods(
         spec=revision.spec_of_pods(context.options.pod_resources),
         group=group,
         plan=plan,
-        kept_as=status.plan_hash or "",
+        stored_plan_hash=status.plan_hash or "",
         revision=revision.name,
         addresses=context.options.addressing.pods(revision.spec, group, plan),
         source=revision.source,
@@ -88,8 +88,8 @@ def build_key_create(context: Context, status: GroupStatus) -> tuple[CreateObjec
     The Secret may already exist.
     """
     group = context.epoch_ref(status)
-    key = key_of(context.options.operator_key, group)
+    key = derive_group_key(context.options.operator_key, group)
     if key is None:
         return ()
     scopes = frozenset({group_scope(status.index)})
-    return (CreateObject(manifest=build_group_key(group, key), may_exist=True, scopes=scopes),)
+    return (CreateObject(manifest=build_group_key_secret(group, key), may_exist=True, scopes=scopes),)

@@ -188,7 +188,7 @@ def _parse_profile(text: str) -> ModelProfile:
 def _create_model_pod(context: ModelContext, kept: ModelStatus) -> ModelDecision:
     """Returns the decision that creates the pod that fetches or inspects the model."""
     # The first inspection resolved the revision to a commit; later inspections use the same commit.
-    source = context.source.of_revision(kept.commit)
+    source = context.source.with_revision(kept.commit)
     manifest = build_model_pod(
         context.spec,
         context.owner,

@@ -36,7 +36,7 @@ def with_implied_labels(pod: PodView, owner: Owner) -> PodView | None:
     Returns:
         The pod, or None if its name does not belong to the resource.
     """
-    implied_labels = identity.named_labels(owner, pod.name)
+    implied_labels = identity.labels_of_name(owner, pod.name)
     if implied_labels is None:
         return None
     lost = {label: value for label, value in implied_labels.items() if pod.labels.get(label) != value}
@@ -83,7 +83,9 @@ def read_trusted_plans(
             plan = _parse_plan(text)
         except ContractError:
             continue
-        if signer.vouches(manifest) or has_only_allowed_args(plan.engine.extra_args, args_of_specs, allowed):
+        if signer.is_signed_by_us(manifest) or has_only_allowed_args(
+            plan.engine.extra_args, args_of_specs, allowed
+        ):
             plans[plan_hash] = plan
     return plans
 
@@ -96,7 +98,9 @@ def find_forged_plans(observation: ResourceObservation, signer: Signer) -> tuple
     return tuple(
         manifest["metadata"]["name"]
         for manifest, plan_hash, text in found
-        if plan_hash and (text is None or plan_text_hash(text) != plan_hash) and not signer.vouches(manifest)
+        if plan_hash
+        and (text is None or plan_text_hash(text) != plan_hash)
+        and not signer.is_signed_by_us(manifest)
     )
 
 

@@ -114,7 +114,7 @@ def _decide_living_resource(
     observation = replace(observation, pods=with_complete_labels(observation.pods, owner))
     life = parse_life(resource.spec)
     node_loss = NodeLoss.of(observation, life.restart, now)
-    signer = Signer.of(options.operator_key, owner)
+    signer = Signer.for_owner(options.operator_key, owner)
     stored_records = read_records(observation, status, signer, options.allowed)
     target = find_target(observation, status, owner, options, stored_records.records)
     model = _decide_model(observation, status, target, node_loss, options)
@@ -162,7 +162,7 @@ def _decide_living_resource(
         never_placed=observation.never_placed,
         isolation=None
         if observation.restricted_selectors is None
-        else Isolation.of(options.egress, observation.restricted_selectors),
+        else Isolation.from_setting(options.egress, observation.restricted_selectors),
         fetches=_is_fetch_pod_wanted(observation, model),
     )
     return _decide_groups(observation, status, context, model)
@@ -234,7 +234,7 @@ def _decide_model(
         or decision.status.bytes_total
     ):
         return decision
-    isolation = Isolation.of(options.egress, observation.restricted_selectors)
+    isolation = Isolation.from_setting(options.egress, observation.restricted_selectors)
     closed = describe_closed_ports(target.spec, context.owner, isolation, options.fetch_egress)
     return replace(decision, message="; ".join(filter(None, (decision.message, closed))))
 

@@ -116,8 +116,10 @@ def _choose_name(
     A stored revision that needs the same pods gives its name, so that a change without effect on pods starts
     no rollout. Otherwise the name is a hash of the spec.
     """
-    needed = identity.needs_pods(spec)
-    with_same_pods = {record.name for record in recorded if identity.needs_pods(record.spec) == needed}
+    needed = identity.pod_fields_of_spec(spec)
+    with_same_pods = {
+        record.name for record in recorded if identity.pod_fields_of_spec(record.spec) == needed
+    }
     reusable = sorted(with_same_pods & set(in_use)) or sorted(with_same_pods)
     if reusable:
         return reusable[0]
@@ -186,7 +188,7 @@ def read_records(
         name = stored["metadata"]["name"]
         if stored["kind"] != "ConfigMap" or not name.startswith(prefix):
             continue
-        record, is_signed = read_revision_record(signer.owner, stored), signer.vouches(stored)
+        record, is_signed = read_revision_record(signer.owner, stored), signer.is_signed_by_us(stored)
         any_signed = any_signed or is_signed
         is_named = record is not None and (is_signed or _is_named_by_content(record))
         if record is not None and (
@@ -223,7 +225,7 @@ def find_revisions(
     found: dict[str, Revision] = {}
     if target.name is not None and target.spec is not None and target.source is not None:
         found[target.name] = Revision(
-            name=target.name, spec=target.spec, source=target.source.at(commit), commit=commit
+            name=target.name, spec=target.spec, source=target.source.at_commit(commit), commit=commit
         )
     for record in recorded:
         try:
@@ -233,13 +235,13 @@ def find_revisions(
         stored = Revision(
             name=record.name,
             spec=record.spec,
-            source=source.at(record.commit),
+            source=source.at_commit(record.commit),
             commit=record.commit,
             chosen=record.chosen,
         )
         current = found.get(record.name, stored).with_mode(record.chosen)
         if current.commit is None:
-            current = replace(current, source=current.source.at(record.commit), commit=record.commit)
+            current = replace(current, source=current.source.at_commit(record.commit), commit=record.commit)
         found[record.name] = current
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import GroupStatus
 from heteroinfer_operator.cluster import PodView
-from heteroinfer_operator.manifests.identity import find_place
+from heteroinfer_operator.manifests.identity import parse_worker_name
 from heteroinfer_operator.reconcile import transitions
 from heteroinfer_operator.reconcile.one_group.between_epochs import decide_between_epochs, next_revision_name
 from heteroinfer_operator.reconcile.one_group.decision import GroupDecision
@@ -99,7 +99,7 @@ def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collect
     """Returns the indices of those of the named pods that belong to the group's begun epoch."""
     if status.epoch_start_time is None or not pods:
         return set()
-    parsed_names = (find_place(context.owner, name) for name in pods)
+    parsed_names = (parse_worker_name(context.owner, name) for name in pods)
     return {
         parsed[2]
         for parsed in parsed_names

@@ -7,7 +7,7 @@ from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.group_report import GroupReport
 from heteroinfer_operator.api import StartupStatus
 from heteroinfer_operator.errors import PlanReason
-from heteroinfer_operator.manifests.group_key_secret import group_key_secret, key_of
+from heteroinfer_operator.manifests.group_key_secret import derive_group_key, group_key_secret_name
 from heteroinfer_operator.nodes.node_assignment import Gang
 from heteroinfer_operator.quantity import parse_duration_s
 from heteroinfer_operator.reconcile import startup
@@ -88,8 +88,8 @@ def key_lost(epoch: BegunEpoch) -> EpochEnd | None:
     with the old key; a pod with the new key could not join the others.
     """
     group = epoch.context.epoch_ref(epoch.status)
-    key = key_of(epoch.context.options.operator_key, group)
-    origin = "" if key is None else group_key_secret(group, key)
+    key = derive_group_key(epoch.context.options.operator_key, group)
+    origin = "" if key is None else group_key_secret_name(group, key)
     missing, lacks = epoch.missing, startup.lacks_configuration
     waiting = (pod for pod in epoch.pods if missing or (lacks(pod) and pod.key_secret))
     old = next((pod for pod in waiting if pod.key_secret != origin), None)
