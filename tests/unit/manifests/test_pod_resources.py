@@ -12,7 +12,7 @@ from heteroinfer_operator.manifests import identity
 from heteroinfer_operator.manifests.addressing import ClusterAddressing
 from heteroinfer_operator.manifests.identity import Owner
 from heteroinfer_operator.manifests.model_pods import build_model_pod, model_pod_name
-from heteroinfer_operator.manifests.pod_resources import PodResources, complete
+from heteroinfer_operator.manifests.pod_resources import PodResources, add_defaults
 from heteroinfer_operator.manifests.worker_pods import WorkerImages
 
 OWNER = Owner(key=ResourceKey(namespace="team", name="llama"), uid="0000-uid")
@@ -55,7 +55,7 @@ def test_defaults_stay_within_what_the_user_gave() -> None:
     assert completed.roles[0].resources == Resources(
         requests={"cpu": "8"}, limits={"cpu": "8", "memory": "4Gi"}
     )
-    small = complete(Resources(limits={"cpu": "500m"}), LIMITED.worker)
+    small = add_defaults(Resources(limits={"cpu": "500m"}), LIMITED.worker)
     assert small == {"requests": {"cpu": "500m"}, "limits": {"memory": "4Gi", "cpu": "500m"}}
 
 

@@ -31,7 +31,7 @@ def build_start_events(status: GroupStatus, planned: EpochPlan) -> tuple[RecordE
         )
     ]
     if planned.choice is not None:
-        reported.append(RecordEvent(reason="ModeChosen", message=f"mode {planned.choice}"[:1000]))
+        events.append(RecordEvent(reason="ModeChosen", message=f"mode {planned.choice}"[:1000]))
     if planned.on_cpus:
         events.append(RecordEvent(reason="RunsOnCPUs", message=planned.on_cpus[:1000], warning=True))
     if planned.hybrid_not_needed:
