@@ -146,7 +146,7 @@ def test_threads_are_those_of_the_first_level_and_a_blank_is_not_set(
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "4,", "4;2", "\u0664", "4,x", "1e3"])
 def test_threads_that_are_no_number_are_named(text: str) -> None:
-    with pytest.raises(ContractError, match=r"OMP_NUM_THREADS: got .*, expected"):
+    with pytest.raises(ContractError, match=r"OMP_NUM_THREADS: must be a number above 0"):
         rank_environment(PLAN, LEADER, PLAN.ranks[0], {"OMP_NUM_THREADS": text}, HOST)
 
 

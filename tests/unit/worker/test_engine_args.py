@@ -76,7 +76,7 @@ def test_other_options_are_passed_to_vllm(args: list[str]) -> None:
     [
         (["--async-scheduling"], "does not support it across pipeline stages.* disables it on CPU ranks"),
         (["--enable-lora"], "each rank reads an adapter from the files of its own pod"),
-        (["--lora-modules", "a=/a"], "merge the adapter into the model"),
+        (["--lora-modules", "a=/a"], "Merge the adapter into the model"),
         (["--ssl-keyfile=/model/key"], "health by HTTP.*gateway in front of the Service"),
         (["--ssl_certfile", "/model/crt"], "health by HTTP.*gateway in front of the Service"),
     ],

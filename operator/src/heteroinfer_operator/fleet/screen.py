@@ -98,8 +98,8 @@ def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
     """Yields a line for each resource that is not Ready: the reason, and the messages of its groups."""
     for resource in resources:
         if not resource.is_seen:
-            yield f"{resource.key}: no operator has acted on this resource yet. `heteroinfer check` finds "
-            "out why"
+            words = "no operator has acted on this resource yet. `heteroinfer check` finds out why"
+            yield f"{resource.key}: {words}"
         elif resource.ready != "True":
             reported = {group.message for group in resource.lines if group.message}
             words = "; ".join(sorted(reported) or filter(None, [resource.message]))
