@@ -10,7 +10,9 @@ import pytest
 
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
-from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
+from heteroinfer_operator.api import Resources
+from heteroinfer_operator.manifests.pod_resources import PodResources
+from heteroinfer_operator.reconcile.options import Options
 from tests.unit.reconcile.world import OPTIONS, PROFILE, World, cpu_pair
 
 NEVER_STARTED = Failure(reason=FailureReason.STARTUP_TIMEOUT, message="rank 1 stood still", pod=1, rank=1)
@@ -87,25 +89,16 @@ def test_a_refused_spec_does_not_affect_running_groups(world: World, spec: dict[
 
 
 def test_a_group_keeps_its_plan_if_the_spec_can_no_longer_be_planned() -> None:
-    """An upgraded operator may count more memory; in this test, nodes gain AMX."""
-    kind = LayerKind(kv_heads=4, kv_width=64, quantized_bytes=120 << 20)
-    profile = replace(
-        PROFILE,
-        dtype="bfloat16",
-        layer_bytes=(120 << 20,) * 8,
-        quantization="awq",
-        scheme=Scheme(name=SchemeName.AWQ, bits=4, group=32),
-        kinds=(kind,),
-        kind_of_layer=(0,) * 8,
-    )
-    role = {"device": "CPU", "layers": [4], "resources": {"limits": {"cpu": "4", "memory": "2816Mi"}}}
-    world = World(spec=cpu_pair(roles=[{"name": name, **role} for name in ("first", "second")]))
-    assert world.nodes is not None
-    (unlabelled,) = world.nodes
-    label = "feature.node.kubernetes.io/cpu-cpuid.AVX512F"
-    world.nodes = (replace(unlabelled, labels={**unlabelled.labels, label: "true"}),)
+    """An upgraded operator may count more memory; in this test, its chart gives pods less memory."""
+
+    def options_with(memory: str) -> Options:
+        worker = Resources(limits={"cpu": "4", "memory": memory})
+        return replace(OPTIONS, names_come_again=True, pod_resources=PodResources(worker=worker))
+
+    roles = [{"name": name, "device": "CPU", "layers": [4]} for name in ("first", "second")]
+    world = World(spec=cpu_pair(roles=roles), options=options_with("4Gi"))
     world.settle()
-    world.answer_inspection(profile.to_json())
+    world.answer_inspection(PROFILE.to_json())
     world.settle()
     world.all_ready()
     world.settle()
@@ -116,7 +109,7 @@ def test_a_group_keeps_its_plan_if_the_spec_can_no_longer_be_planned() -> None:
     world.settle()
     assert world.condition("Ready")[0] == "True", "the rollout was planned for the same nodes"
     pods, plan_hash = ranks(world), group(world)["planHash"]
-    world.nodes = (unlabelled,)
+    world.options = options_with("1Gi")
     world.settle()
     assert world.condition("Planned") == ("False", "InsufficientMemory")
     assert world.condition("Available")[0] == "True"
@@ -128,7 +121,7 @@ def test_a_group_keeps_its_plan_if_the_spec_can_no_longer_be_planned() -> None:
     assert group(world)["planHash"] == plan_hash
     world.change_spec(replicas=2)
     again(world)
-    assert "4 layers need" in world.status["groups"][1]["message"]
+    assert "must have more memory" in world.status["groups"][1]["message"]
 
 
 def test_conditions_of_a_refused_spec_have_its_generation(world: World) -> None:

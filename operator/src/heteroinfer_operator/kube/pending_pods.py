@@ -47,7 +47,7 @@ _CREATING: Final = frozenset({"ContainerCreating", "PodInitializing"})
 _KIND_NAMES: Final = {"configmap": "ConfigMap", "secret": "Secret"}
 
 
-_KindAndName = tuple[str, str]
+_PodOrClaim = tuple[str, str]
 """Kind and name of a claim or a pod."""
 
 
@@ -78,7 +78,7 @@ class _WaitingPods:
 
     uid: str
     since_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    requests: dict[_KindAndName, _EventRequest] = field(default_factory=dict)
+    requests: dict[_PodOrClaim, _EventRequest] = field(default_factory=dict)
     next_s: float | None = None
 
 
@@ -147,7 +147,7 @@ class PendingPods:
                 each.task.cancel()
 
     def _request_reasons(
-        self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_KindAndName], now_s: float
+        self, resource: ResourceView, waiting: _WaitingPods, subjects: set[_PodOrClaim], now_s: float
     ) -> None:
         """Requests the reasons of claims and pods whose last answer is old; cancels all other requests."""
         for kind_and_name in waiting.requests.keys() - subjects:
@@ -161,9 +161,7 @@ class PendingPods:
             task = start_task(work, name=" ".join(kind_and_name), failed=_report_error)
             waiting.requests[kind_and_name] = _EventRequest(now_s, task, reason)
 
-    async def _find_reason(
-        self, key: ResourceKey, waiting: _WaitingPods, kind_and_name: _KindAndName
-    ) -> None:
+    async def _find_reason(self, key: ResourceKey, waiting: _WaitingPods, kind_and_name: _PodOrClaim) -> None:
         """Requests why a claim or pod waits, and wakes the resource if the reason has changed."""
         kind, name = kind_and_name
         if kind == CLAIM.name:
@@ -191,7 +189,7 @@ class PendingPods:
             reported = f"its events cannot be read ({error.said[:100]})"
         return _describe_unbound_claim(claim, name, reported)
 
-    async def _list_events(self, namespace: str, kind_and_name: _KindAndName) -> Sequence[Mapping[str, Any]]:
+    async def _list_events(self, namespace: str, kind_and_name: _PodOrClaim) -> Sequence[Mapping[str, Any]]:
         """Returns the newest events about a claim or a pod."""
         selector = "regarding.kind={},regarding.name={}".format(*kind_and_name)
         query = {"fieldSelector": selector, "limit": str(_MAX_EVENTS)}
@@ -209,7 +207,7 @@ def _first_of_each_role(pods: Sequence[PodView]) -> list[PodView]:
     return list({pod.labels.get(names.LABEL_ROLE, pod.name): pod for pod in reversed(pods)}.values())
 
 
-def _with_mount_reason(pod: PodView, reasons: Mapping[_KindAndName, str]) -> PodView:
+def _with_mount_reason(pod: PodView, reasons: Mapping[_PodOrClaim, str]) -> PodView:
     """Returns the pod with its failed mount as the reason for waiting, if an event names one."""
     reason = reasons.get((POD.name, pod.name))
     return (
@@ -247,7 +245,7 @@ def _may_wait_for_claim(pod: PodRecord, seen_s: float) -> bool:
     return bool(_NAMES_CLAIM.search(unschedulable)) if unschedulable else seen_s >= SILENT_S
 
 
-def _with_claim_reason(pod: PodRecord, reasons: Mapping[_KindAndName, str]) -> PodView:
+def _with_claim_reason(pod: PodRecord, reasons: Mapping[_PodOrClaim, str]) -> PodView:
     """Returns the pod with the reasons of its unbound claims before the scheduler's message."""
     claim_reasons = [reasons[CLAIM.name, name] for name in pod.claims if (CLAIM.name, name) in reasons]
     if not claim_reasons:

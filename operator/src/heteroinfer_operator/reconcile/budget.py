@@ -30,7 +30,7 @@ STATUS_WRITES_WITHIN: Final = timedelta(seconds=1)
 UNDONE_BY_OTHERS: Final = 5
 """Number of consecutive status writes that another writer changed, after which the operator reports it."""
 _SENT_KEPT: Final = 8
-"""Number of sent statuses to remember, to recognize whichever of them the API server has stored."""
+"""Number of sent statuses to remember, to recognize the stored status."""
 _IN_A_ROW: Final = timedelta(minutes=1)
 """Status writes that are further apart do not count as consecutive."""
 _LONGEST_WAIT: Final = timedelta(seconds=30)
@@ -178,9 +178,9 @@ class Spending:
         return 0.0
 
     def _wait_for_pods(self, scopes: frozenset[str]) -> timedelta:
-        """Returns the time that the pods of a group must wait.
+        """Returns how long the pods of a group must wait.
 
-        Once the budget grants one pod of a group, it grants all of them.
+        If the budget grants one pod of a group, it grants all pods of the group.
         """
         if scopes in self._granted:
             self._reserved = max(self._reserved - 1, 0)

@@ -57,7 +57,7 @@ def no_group_wanted(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def no_client_reaches_groups(facts: ConditionFacts) -> ConditionAnswer | None:
-    """Answers False if groups serve but clients cannot reach any of them; otherwise returns None."""
+    """Answers False if groups serve but clients reach no group; otherwise returns None."""
     if not facts.serving or facts.unreachable is None:
         return None
     return ConditionAnswer(False, facts.unreachable.reason, facts.unreachable.message)
@@ -135,7 +135,7 @@ def a_group_is_down(facts: ConditionFacts) -> ConditionAnswer | None:
 
 
 def rolling_out(facts: ConditionFacts) -> ConditionAnswer:
-    """Answers False, because all groups serve but some of them have an older revision."""
+    """Answers False, because all groups serve but some groups have an older revision."""
     return ConditionAnswer(
         False, _ROLLING_OUT, facts.rollout.message if facts.rollout is not None else facts.serving_count
     )

@@ -22,25 +22,25 @@ _GROUP_LABELS: Final = frozenset({names.LABEL_RESOURCE, names.LABEL_COMPONENT, n
 """Labels by which a group's NetworkPolicy, headless Service and disruption budget select pods."""
 
 
-class LostLabel(NamedTuple):
+class PodAndLabels(NamedTuple):
     """A pod that lost a label or its owner, and the fix."""
 
     pod: str
     description: str
 
 
-def find_lost(owner: Owner, pods: Sequence[PodView]) -> LostLabel | None:
+def find_lost(owner: Owner, pods: Sequence[PodView]) -> PodAndLabels | None:
     """Returns the first pod that lost a label, or else the first without its owner, or None."""
     labels = next(
         (
-            LostLabel(pod.name, _describe_lost_labels(owner, pod))
+            PodAndLabels(pod.name, _describe_lost_labels(owner, pod))
             for pod in pods
             if _lost_selector_labels(pod)
         ),
         None,
     )
     owners = (
-        LostLabel(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner
+        PodAndLabels(pod.name, older_statuses.lost_owner(owner, pod.name)) for pod in pods if pod.lost_owner
     )
     return labels or next(owners, None)
 

@@ -18,7 +18,7 @@ from heteroinfer_operator.reconcile.epoch_end import NODE_LOST, EpochEnd
 
 
 def describe_still_running(pods: Sequence[PodView]) -> str:
-    """Describes the first pod whose injected container runs on after the worker has ended, or ""."""
+    """Describes the first pod whose injected container still runs after the worker has ended, or ""."""
     pod = next((pod for pod in pods if pod.still_running), None)
     if pod is None:
         return ""
@@ -69,7 +69,7 @@ class NodeLoss:
     def build_deletes(
         self, pods: Sequence[PodView], *, grace_s: int | None, after_status: bool = False
     ) -> tuple[DeleteObject, ...]:
-        """Returns the deletes of these pods, by force if their kubelet can no longer confirm the end.
+        """Returns the deletes of the given pods, by force if their kubelet can no longer confirm the end.
 
         Pods that are already being deleted get no second delete, except by force. With `grace_s` None, each
         pod's own grace period applies.
@@ -84,7 +84,7 @@ class NodeLoss:
         )
 
     def next_check_s(self, pods: Sequence[PodView]) -> float | None:
-        """Returns the seconds until one of these pods may count as lost or as blocked, or None."""
+        """Returns the seconds until a pod in the list may count as lost or as blocked, or None."""
         moments = [self._lost_from(pod) for pod in pods]
         moments += [pod.gone_by for pod in pods if self._has_no_node(pod) or pod.finalizers]
         waits = [(moment - self.now).total_seconds() for moment in moments if moment is not None]

@@ -121,7 +121,7 @@ def has_only_allowed_args(
 
 
 def _possible_plan_args(spec_args: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Returns each list of arguments that planning can make from the arguments of a spec."""
+    """Returns each list of arguments that a plan may derive from the arguments of a spec."""
     with_state_dtype_args = with_state_dtype(spec_args)
     return spec_args, with_state_dtype_args, add_keep_alive(spec_args), add_keep_alive(with_state_dtype_args)
 

@@ -204,7 +204,7 @@ def read_records(
 
 
 def _is_named_by_content(record: RevisionRecord) -> bool:
-    """Reports whether the name of a record is a hash of its spec, so that nobody changed the spec alone."""
+    """Checks that the name of a record is a hash of its spec: an edit of the spec alone breaks this."""
     hash_functions = (identity.revision, identity.first_revision, identity.longer_revision)
     return record.name in {hash_name(record.spec) for hash_name in hash_functions}
 

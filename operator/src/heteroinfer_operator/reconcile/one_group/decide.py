@@ -96,7 +96,7 @@ def decide_group(
 
 
 def _indices_in_begun_epoch(context: Context, status: GroupStatus, pods: Collection[str]) -> set[int]:
-    """Returns the indices of those of the named pods that belong to the group's begun epoch."""
+    """Returns the indices of the named pods in the group's begun epoch."""
     if status.epoch_start_time is None or not pods:
         return set()
     parsed_names = (parse_worker_name(context.owner, name) for name in pods)
@@ -139,7 +139,7 @@ def _end_because_pod_missing(epoch: BegunEpoch, pods: Sequence[PodView], index: 
 def _with_deletes_of_older_pods(
     context: Context, running: GroupDecision, pods: Sequence[PodView]
 ) -> GroupDecision:
-    """Adds deletes of pods that belong to older epochs and appeared only after the end of these."""
+    """Adds deletes of pods that belong to older epochs and appeared only after those epochs ended."""
     older = [pod for pod in pods if epoch_of(pod) < running.status.epoch]
     deletes = context.node_loss.build_deletes(older, grace_s=ENDED_EPOCH_GRACE_S)
     return replace(running, deletes=(*running.deletes, *deletes))
