@@ -56,7 +56,7 @@ def test_bytes_of_a_rank_add_up(name: str) -> None:
 
 def test_tables_of_a_stage_are_named() -> None:
     said = describe_memory(ask(recorded_profiles()["DeepSeek-V3"], "B"))
-    assert [re.findall(r" layers [0-9.]+ GiB \+ (.*?) [0-9.]+ GiB", line) for line in said] == [
+    assert [re.findall(r" layers [0-9.]+ GiB(?: packed)? \+ (.*?) [0-9.]+ GiB", line) for line in said] == [
         ["2 copies of embedding"],
         ["KV cache"],
         ["head"],

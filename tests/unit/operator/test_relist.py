@@ -22,7 +22,7 @@ class Server:
         self.may_list = asyncio.Event()
         self.may_list.set()
 
-    async def pages(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
+    async def list_pages(self, path: str, query: Query) -> AsyncIterator[dict[str, Any]]:
         self.lists += 1
         await self.may_list.wait()
         yield {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "10"}, "items": []}
