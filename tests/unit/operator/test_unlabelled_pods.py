@@ -53,7 +53,7 @@ class Server:
         self.may = asyncio.Event()
         self.is_gone = False
 
-    async def ask(self, path: str) -> dict[str, Any]:
+    async def get_quickly(self, path: str) -> dict[str, Any]:
         await self.may.wait()
         if self.is_gone:
             raise ApiError(f"{path}: not found", status=NOT_FOUND)
