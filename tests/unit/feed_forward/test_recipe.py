@@ -103,5 +103,5 @@ def test_a_view_is_placed_where_its_elements_are(data: st.DataObject) -> None:
 
 
 def test_a_view_that_is_no_region_is_refused() -> None:
-    with pytest.raises(ContractError, match="expected a rectangular region"):
+    with pytest.raises(ContractError, match="must be a rectangular region"):
         place((4, 6), 0, (12,), (2,), (1,))

@@ -15,5 +15,5 @@ def test_layers_are_read_from_names() -> None:
 
 def test_layers_without_such_a_part_are_named() -> None:
     check_found({1, 2}, [1, 2], "m")
-    with pytest.raises(ContractError, match=r"for layers \[0\]"):
+    with pytest.raises(ContractError, match=r"\(layers \[0\] have neither\)"):
         check_found({1, 2}, [0, 1], "m")

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the logs; returns 0.
 
     Raises:
-        HeteroInferError: there is no such resource or group, or the user lacks the right to read pods.
+        HeteroInferError: the resource or group does not exist, or the user lacks the right to read pods.
     """
     asyncio.run(_print_logs(arguments))
     return 0

@@ -223,8 +223,8 @@ def place(
         ]
         if not fits:
             raise ContractError(
-                f"got a view {tuple(size)} with strides {tuple(strides)} of a parameter {tuple(shape)}, "
-                "expected a rectangular region"
+                f"a view of a parameter must be a rectangular region (got a view {tuple(size)} with strides "
+                f"{tuple(strides)} of a parameter {tuple(shape)})"
             )
         region[fits[0]], from_source[fits[0]] = count, source_stride
     return tuple(start), tuple(region), tuple(from_source)

@@ -141,8 +141,8 @@ def replacing(layers: frozenset[int], *, records: bool) -> Iterator[dict[int, Re
             return method
         if layer in found:  # both might ask
             raise ContractError(
-                f"layer {layer}: got two sets of routed experts, expected one; leave it to the GPU, or use "
-                "spec.parallelism.mode: Pipeline"
+                f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got two)."
+                " Leave this layer to the GPU, or use spec.parallelism.mode: Pipeline"
             )
         experts = found[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)

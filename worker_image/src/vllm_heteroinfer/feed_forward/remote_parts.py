@@ -54,9 +54,9 @@ def check_found(found: Iterable[int], wanted: Iterable[int], model: str) -> None
     missing = sorted(set(wanted) - set(found))
     if missing:
         raise ContractError(
-            f"{model}: got feed-forward ranks for layers {missing}, expected layers with routed experts of "
-            "vLLM's RoutedExperts, or with an MLP of vLLM's linear layers; leave these layers to the GPU, or "
-            "use spec.parallelism.mode: Pipeline"
+            f"{model}: layers of feed-forward ranks must have routed experts of vLLM's RoutedExperts, or "
+            f"an MLP of vLLM's linear layers (layers {missing} have neither). Leave these layers to the GPU, "
+            "or use spec.parallelism.mode: Pipeline"
         )
 
 
@@ -66,9 +66,9 @@ def check_plan(plan: Plan) -> None:
         return
     if len(plan.stage_ranks) != 1:
         raise ContractError(
-            f"got {plan.tensor_parallel_size} x {plan.pipeline_parallel_size} ranks with attention in mode "
-            f"{Mode.FEED_FORWARD}, expected one: several GPUs with feed-forward ranks are not built yet; use "
-            "one GPU rank, or spec.parallelism.mode: Pipeline"
+            f"Plan.ranks: mode {Mode.FEED_FORWARD} must have one rank with attention (got "
+            f"{plan.tensor_parallel_size} x {plan.pipeline_parallel_size}), because it supports one GPU "
+            "only. Use one GPU rank, or spec.parallelism.mode: Pipeline"
         )
 
 
