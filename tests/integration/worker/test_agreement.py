@@ -43,5 +43,5 @@ def test_other_model_at_the_same_path(model: Path, tmp_path: Path) -> None:
             assert failure is not None
             assert failure.reason is FailureReason.CONFIG_MISMATCH
             assert failure.rank == 1
-            assert "rank 1 (pod 1, role role-1): model: got" in failure.message
+            assert "rank 1 (pod 1, role role-1): model must be" in failure.message
             assert "Mount the same files at spec.model in all pods" in failure.message

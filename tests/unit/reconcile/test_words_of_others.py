@@ -182,6 +182,7 @@ def test_a_model_inspection_that_takes_days() -> None:
 @example(changed(PROFILE.to_json(), ("num_attention_heads",), 0))
 @example(changed(PROFILE.to_json(), ("layer_bytes",), []))
 @example(changed(PROFILE.to_json(), ("embedding_bytes",), -(10**15)))
+@example(changed(PROFILE.to_json(), ("scheme", "group"), -1))
 @settings(max_examples=60, deadline=None)
 def test_any_answer_of_a_model_pod(answer: str) -> None:
     world = World(spec=cpu_pair())
@@ -197,6 +198,7 @@ def test_any_answer_of_a_model_pod(answer: str) -> None:
         (("num_kv_heads",), 0, "ModelProfile.num_kv_heads: must be at least 1 (got 0)"),
         (("layer_bytes",), [1, 2], "ModelProfile.layer_bytes: must have num_layers (8) entries (got 2)"),
         (("head_bytes",), -1, "ModelProfile.head_bytes: must be at least 0 (got -1)"),
+        (("scheme", "group"), -1, "Scheme.group: must be at least 0 (got -1)"),
     ],
 )
 def test_an_impossible_profile_is_reported(path: tuple[str, ...], value: object, message: str) -> None:

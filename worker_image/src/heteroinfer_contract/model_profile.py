@@ -147,6 +147,8 @@ class ModelProfile(codec.JsonValue):
                 f"(got {len(self.layer_bytes)})"
             )
         codec.at_least(0, "ModelProfile", layer_bytes=min(self.layer_bytes))
+        self.scheme.check()
+        self.experts_in.check()
         for index in self.kind_of_layer:
             codec.at_least(0, "ModelProfile", kind_of_layer=index)
         for index, kind in enumerate(self.layers):

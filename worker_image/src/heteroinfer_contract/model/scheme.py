@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from heteroinfer_contract import codec
+
 
 class SchemeName(StrEnum):
     """A format of weights that needs its own kernels."""
@@ -43,6 +45,10 @@ class Scheme:
         group = f", groups of {self.group}" if self.group and self.name is not SchemeName.FP8_BLOCK else ""
         bits = f"{self.bits}-bit " if self.name in (SchemeName.AWQ, SchemeName.GPTQ) else ""
         return f"{bits}{self.name}{group}"
+
+    def check(self) -> None:
+        """Checks that no number is negative; raises ContractError that names it."""
+        codec.at_least(0, "Scheme", bits=self.bits, group=self.group)
 
 
 class Routing(StrEnum):

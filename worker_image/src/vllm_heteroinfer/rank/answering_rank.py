@@ -161,7 +161,7 @@ class Lane:
         if layer == PROBE_LAYER:
             return self._echo
         raise ContractError(
-            f"feed-forward rank {self._context.rank.rank}: an ask must be for a layer of| "
+            f"feed-forward rank {self._context.rank.rank}: an ask must be for a layer of "
             f"{sorted(self._computes)} (got {layer})"
         )
 
