@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 READ_RATE = "vllm_heteroinfer.feed_forward.read_rate"
@@ -25,7 +24,7 @@ class Hanging:
         loader: Any = spec.loader
         load = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(module: Any) -> None:
             load(module)
             publish = module.publish
 
