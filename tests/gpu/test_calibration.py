@@ -39,4 +39,4 @@ def test_the_gpu_its_link_and_the_exchange_are_measured() -> None:
         (KernelPart.EXPERTS, SchemeName.NONE),
         *([(KernelPart.EXPERTS, SchemeName.FP8_BLOCK)] if found.has_amx else []),
     ):
-        assert found.kernel(part, scheme, "bfloat16") is not None, missing
+        assert found.fastest_kernel(part, scheme, "bfloat16") is not None, missing

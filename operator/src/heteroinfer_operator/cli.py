@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Final, NoReturn
 
-from heteroinfer_contract.names import exit_code_of
+from heteroinfer_contract.names import exit_code_of_signal
 from heteroinfer_contract.printable import printable
 from heteroinfer_operator.errors import HeteroInferError
 
@@ -67,7 +67,7 @@ EXAMPLES: Final = MappingProxyType(
 
 EXIT_REFUSED: Final = 1
 EXIT_USAGE: Final = 2
-EXIT_INTERRUPTED: Final = exit_code_of(signal.SIGINT)
+EXIT_INTERRUPTED: Final = exit_code_of_signal(signal.SIGINT)
 
 _COMPLETES: Final = "_ARGCOMPLETE"
 """Variable that the script of `heteroinfer completion` sets while a shell completes a line."""

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
-from heteroinfer_contract.column_shares import Span, share_experts, share_out
+from heteroinfer_contract.column_shares import Span, share_columns, share_experts
 from tests.integration.feed_forward.expert_files import FORMATS, Published
 from vllm_heteroinfer.feed_forward import held_experts
 from vllm_heteroinfer.feed_forward.expert_reader import ExpertReader, LayerReader
@@ -302,7 +302,7 @@ def ranks(inner: int, unit: int) -> dict[str, list[held_experts.OwnPart]]:
         ],
     }
     if inner % unit == 0:
-        shares = share_out(inner, (3, 5), unit)
+        shares = share_columns(inner, (3, 5), unit)
         found["by columns"] = [held_experts.OwnPart(columns=own, experts=experts) for own in shares]
     return found
 

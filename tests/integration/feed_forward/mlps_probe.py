@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from heteroinfer_contract.column_shares import Span, share_out
+from heteroinfer_contract.column_shares import Span, share_columns
 from heteroinfer_contract.errors import ContractError
 from tests.integration.feed_forward.expert_files import FORMATS, Published
 from tests.integration.feed_forward.experts_probe import config
@@ -155,7 +155,7 @@ def ranks(unit: int) -> dict[str, list[held_experts.OwnPart]]:
     return {
         "one rank": [held_experts.OwnPart(columns=Span(total=INNER, first=0, end=INNER), experts=whole)],
         "by columns": [
-            held_experts.OwnPart(columns=own, experts=whole) for own in share_out(INNER, (1, 3), unit)
+            held_experts.OwnPart(columns=own, experts=whole) for own in share_columns(INNER, (1, 3), unit)
         ],
     }
 

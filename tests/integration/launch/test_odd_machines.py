@@ -195,7 +195,7 @@ def test_a_last_word_that_cannot_be_left_is_in_the_log(tmp_path: Path) -> None:
     worker = [sys.executable, "-m", "vllm_heteroinfer.launch.entry"]
     ended = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == names.EXIT_USAGE, ended
-    assert f"{names.ENV_PLAN} is not set" in ended.stdout
+    assert f"{names.ENV_PLAN}: must be set" in ended.stdout
     assert "the termination message cannot be written" in ended.stdout
     assert "Traceback" not in ended.stderr
 

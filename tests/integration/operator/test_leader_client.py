@@ -121,12 +121,12 @@ async def test_a_leader_with_a_key_identifies_itself_to_its_operator() -> None:
     guard, now = ReportGuard(key.of_epoch(7)), time.monotonic
 
     def answer(request: HealthRequest) -> HealthAnswer:
-        challenge = guard.admits(request.credentials, now())
+        challenge = guard.accepted_challenge(request.credentials, now())
         headers = {CHALLENGE_HEADER: f"{SCHEME} {guard.challenge(now())}"}
         if challenge is None:
             body = replace(said, group_uid="", epoch=0, plan_hash="").to_json()
             return HealthAnswer(status=HTTPStatus.OK, body=body, headers=headers)
-        headers[CODE_HEADER] = guard.vouch(challenge, said.to_json() + "\n")
+        headers[CODE_HEADER] = guard.code_of_report(challenge, said.to_json() + "\n")
         return HealthAnswer(status=HTTPStatus.OK, body=said.to_json(), headers=headers)
 
     server, port = HealthServer(answer), free_port()

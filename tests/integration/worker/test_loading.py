@@ -76,4 +76,4 @@ def test_feed_forward_ranks_take_every_format_of_the_loader_of_checkpoints(model
     read = {name for name, loader in said["loaders"].items() if loader == "DefaultModelLoader"}
     assert read | {"dummy"} == set(load_formats.FEED_FORWARD)
     assert said["loaders"]["dummy"] == "DummyModelLoader"
-    assert said["refused"] == list(load_formats.OF_GPUS), "vLLM reads them on CPUs now"
+    assert said["refused"] == list(load_formats.GPU_FORMATS), "vLLM reads them on CPUs now"

@@ -182,7 +182,7 @@ def test_abbreviated_options_are_read_like_vllm() -> None:
     assert len(taken) > 1000
     found = {beginning: [each.option for each in find_refused([beginning])] for beginning in taken}
     assert found == {beginning: [option] if option in REFUSED else [] for beginning, option in taken.items()}
-    assert all(given_options([beginning])[0].may_be(option) for beginning, option in taken.items())
+    assert all(given_options([beginning])[0].may_mean(option) for beginning, option in taken.items())
 
 
 def test_options_are_chosen_as_vllm_chooses_them() -> None:

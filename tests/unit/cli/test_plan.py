@@ -256,7 +256,7 @@ def test_ignores_a_calibration_of_another_version_or_machine(
     for text, words in (
         (old.to_json(), "HeteroInfer 0.0.1 measured it, this is "),
         (other.to_json(), "it was measured on another CPU (Another CPU)"),
-        ("{", "cannot be used: Calibration: not JSON"),
+        ("{", "cannot be used: Calibration: must be JSON"),
     ):
         cache.parent.mkdir(parents=True, exist_ok=True)
         cache.write_text(text)

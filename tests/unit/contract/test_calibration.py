@@ -41,7 +41,7 @@ def changed(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "not JSON"),
+        ("", "must be JSON"),
         ("[]", "must be an object"),
         ("{}", "'hardware' is missing"),
         (changed("readings", []), "must contain a reading of node"),
@@ -77,10 +77,10 @@ def test_refuses_an_invalid_calibration_and_names_the_field(text: str, words: st
 
 
 def test_threads_between_those_measured_and_beyond() -> None:
-    assert CALIBRATION.reading(16) == 160e9
-    assert CALIBRATION.reading(6) == pytest.approx(60e9)
-    assert CALIBRATION.reading(64) == 160e9
-    assert CALIBRATION.reading(0.5) == pytest.approx(5e9)
+    assert CALIBRATION.read_rate(16) == 160e9
+    assert CALIBRATION.read_rate(6) == pytest.approx(60e9)
+    assert CALIBRATION.read_rate(64) == 160e9
+    assert CALIBRATION.read_rate(0.5) == pytest.approx(5e9)
 
 
 def test_threads_that_fit_on_a_numa_node_read_as_the_slower_node() -> None:
@@ -91,16 +91,16 @@ def test_threads_that_fit_on_a_numa_node_read_as_the_slower_node() -> None:
     )
     hardware = Hardware(cpu=CPU, instruction_sets=AMX, cpus=16, cores=16, numa_nodes=2)
     measured = calibration(hardware=hardware, readings=both)
-    assert measured.reading(8) == 100e9
-    assert measured.reading(8, of_nodes=max) == 120e9
-    assert measured.reading(16) == 300e9
+    assert measured.read_rate(8) == 100e9
+    assert measured.read_rate(8, combine=max) == 120e9
+    assert measured.read_rate(16) == 300e9
 
 
 def test_the_fastest_kernel_of_a_format_and_the_smallest_message_of_a_size() -> None:
-    found = CALIBRATION.kernel(KernelPart.LINEAR, SchemeName.AWQ, "bfloat16")
+    found = CALIBRATION.fastest_kernel(KernelPart.LINEAR, SchemeName.AWQ, "bfloat16")
     assert found is not None
     assert found.bytes_per_s == 320e9
-    assert CALIBRATION.kernel(KernelPart.LINEAR, SchemeName.AWQ, "float16") is None
+    assert CALIBRATION.fastest_kernel(KernelPart.LINEAR, SchemeName.AWQ, "float16") is None
     assert CALIBRATION.hop_s(HopPath.GLOO, 8193) == 1e-3
     assert CALIBRATION.hop_s(HopPath.GLOO, 1 << 30) == 1e-3
     assert calibration(hops=()).hop_s(HopPath.GLOO) is None

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from heteroinfer_contract.column_shares import (
     Span,
+    column_unit_of,
+    share_columns,
     share_experts,
-    share_out,
     shares_by_rate,
-    unit_of,
 )
 from heteroinfer_contract.errors import ContractError
 
@@ -24,13 +24,13 @@ from heteroinfer_contract.errors import ContractError
 def test_shares_cover_all_columns_once(units: int, unit: int, shares: list[int]) -> None:
     if units < len(shares):
         with pytest.raises(ContractError, match=r"Lower feedForward\.ranks"):
-            share_out(units * unit, shares, unit)
+            share_columns(units * unit, shares, unit)
         return
-    parts = share_out(units * unit, shares, unit)
+    parts = share_columns(units * unit, shares, unit)
     assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
     assert parts[-1].end == units * unit
     assert all(part.count >= unit and part.first % unit == 0 for part in parts)
-    assert [part.once for part in parts] == [True] + [False] * (len(shares) - 1)
+    assert [part.adds_bias for part in parts] == [True] + [False] * (len(shares) - 1)
 
 
 @given(experts=st.integers(1, 60), shares=st.lists(st.integers(1, 1000), min_size=1, max_size=8))
@@ -46,8 +46,8 @@ def test_every_expert_is_of_one_rank(experts: int, shares: list[int]) -> None:
 
 
 def test_shares_follow_the_rates() -> None:
-    assert [part.count for part in share_out(768, [1, 3], 32)] == [192, 576]
-    assert [part.count for part in share_out(768, [1000, 1], 128)] == [640, 128]
+    assert [part.count for part in share_columns(768, [1, 3], 32)] == [192, 576]
+    assert [part.count for part in share_columns(768, [1000, 1], 128)] == [640, 128]
 
 
 @given(st.lists(st.floats(10e9, 200e9), min_size=1, max_size=8))
@@ -65,12 +65,12 @@ def test_ranks_that_read_about_as_fast_have_equal_shares() -> None:
 
 
 def test_one_rank_supports_any_size() -> None:
-    assert share_out(100, [1], 128) == [Span(total=100, first=0, end=100)]
+    assert share_columns(100, [1], 128) == [Span(total=100, first=0, end=100)]
 
 
 def test_columns_that_no_unit_divides_are_refused() -> None:
     with pytest.raises(ContractError, match="must be a multiple of 128"):
-        share_out(192, [1, 1], unit_of({"group_size": 128}))
+        share_columns(192, [1, 1], column_unit_of({"group_size": 128}))
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_columns_that_no_unit_divides_are_refused() -> None:
 def test_what_stays_together_is_a_kernels_block_and_a_scales_columns(
     quantization: dict[str, Any] | None, unit: int
 ) -> None:
-    assert unit_of(quantization) == unit
+    assert column_unit_of(quantization) == unit

@@ -156,7 +156,7 @@ PLAN = json.loads(
         (("ranks", 0), 1, r"Plan.ranks\[0\]: must be an object"),
         (("ranks", 0, "kv_cache_bytes"), "1", r"Plan.ranks\[0\].kv_cache_bytes: must be a whole number"),
         (("ranks", 0, "stage"), True, r"Plan.ranks\[0\].stage: must be a whole number"),
-        (("ranks", 0, "colour"), 1, r"Plan.ranks\[0\]: unknown field 'colour'"),
+        (("ranks", 0, "colour"), 1, r"Plan.ranks\[0\]: has unknown field 'colour'"),
         (("engine", "eager_gpu"), 1, "Plan.engine.eager_gpu: must be true or false"),
         (("engine", "extra_args"), [1], r"Plan.engine.extra_args\[0\]: must be a text"),
         (("tensor_parallel_size",), 2, "number of ranks must be tensor_parallel_size 2 x"),
@@ -200,16 +200,16 @@ LAUNCH = PodLaunch(
 def test_missing_variable_is_named(name: str) -> None:
     env = LAUNCH.to_env()
     del env[name]
-    with pytest.raises(ContractError, match=f"{name} is not set"):
+    with pytest.raises(ContractError, match=f"{name}: must be set"):
         PodLaunch.from_env(env)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (names.ENV_EPOCH, "one", f"{names.ENV_EPOCH}: got 'one'"),
-        (names.ENV_STARTUP_TIMEOUT, "", f"{names.ENV_STARTUP_TIMEOUT}: got ''"),
-        (names.ENV_ADDRESSES, "[", f"{names.ENV_ADDRESSES}: got '\\['"),
+        (names.ENV_EPOCH, "one", f"{names.ENV_EPOCH}: must be valid \\(got 'one'"),
+        (names.ENV_STARTUP_TIMEOUT, "", f"{names.ENV_STARTUP_TIMEOUT}: must be valid \\(got ''"),
+        (names.ENV_ADDRESSES, "[", f"{names.ENV_ADDRESSES}: must be valid \\(got '\\['"),
         (names.ENV_ADDRESSES, '[{"host": 1}]', r"PodLaunch.addresses\[0\].host: must be a text"),
     ],
 )

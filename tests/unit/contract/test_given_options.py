@@ -41,13 +41,13 @@ def test_no_argument_hides_the_next(hiding: list[str]) -> None:
 
 def test_a_flag_is_taken_back_by_no() -> None:
     (given,) = given_options(["--no_enable_lora"])
-    assert (given.option, given.is_taken_back) == ("--enable-lora", True)
+    assert (given.option, given.is_negated) == ("--enable-lora", True)
     (given,) = given_options(["--nnodes=1"])
-    assert (given.option, given.is_taken_back) == ("--nnodes", False)
+    assert (given.option, given.is_negated) == ("--nnodes", False)
 
 
 @pytest.mark.parametrize(
-    ("arg", "option", "may_be"),
+    ("arg", "option", "may_mean"),
     [
         ("--tensor", "--tensor-parallel-size", True),
         ("-t", "--tensor-parallel-size", True),
@@ -59,6 +59,6 @@ def test_a_flag_is_taken_back_by_no() -> None:
         ("-=2", "--tensor-parallel-size", False),
     ],
 )
-def test_a_beginning_may_be_any_option_that_has_it(arg: str, option: str, may_be: bool) -> None:
+def test_a_beginning_may_be_any_option_that_has_it(arg: str, option: str, may_mean: bool) -> None:
     (given,) = given_options([arg])
-    assert given.may_be(option) is may_be
+    assert given.may_mean(option) is may_mean

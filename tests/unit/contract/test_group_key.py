@@ -20,8 +20,8 @@ def test_a_key_is_of_its_operator_group_and_epoch() -> None:
         KEY.of_epoch(2).session("nonce"),
     ]
     code = KEY.of_epoch(2).code("leader", "1", "nonce")
-    assert GroupKey.of_group(b"o" * 32, "uid-1/0").of_epoch(2).vouches(code, "leader", "1", "nonce")
-    assert not any(other.vouches(code, "leader", "1", "nonce") for other in others)
+    assert GroupKey.of_group(b"o" * 32, "uid-1/0").of_epoch(2).verifies(code, "leader", "1", "nonce")
+    assert not any(other.verifies(code, "leader", "1", "nonce") for other in others)
 
 
 @given(st.tuples(texts, st.lists(texts, max_size=3)), st.tuples(texts, st.lists(texts, max_size=3)))
@@ -29,7 +29,7 @@ def test_a_code_is_of_one_purpose_and_of_its_very_parts(
     one: tuple[str, list[str]], other: tuple[str, list[str]]
 ) -> None:
     key = KEY.of_epoch(1)
-    assert key.vouches(key.code(one[0], *one[1]), other[0], *other[1]) is (one == other)
+    assert key.verifies(key.code(one[0], *one[1]), other[0], *other[1]) is (one == other)
 
 
 def test_a_key_is_the_same_from_the_environment_and_its_name_is_no_key() -> None:
@@ -71,9 +71,9 @@ def test_a_signed_text_is_good_under_its_name_only() -> None:
 @given(st.lists(texts, max_size=4), st.lists(texts, max_size=4), texts)
 def test_the_code_of_an_object_is_of_its_very_parts(one: list[str], other: list[str], wrong: str) -> None:
     key = RecordKey.of_operator(b"o" * 32)
-    assert key.vouches(key.code(*one), *other) is (one == other)
-    assert not key.vouches(wrong, *one)
-    assert not RecordKey.of_operator(b"p" * 32).vouches(key.code(*one), *one)
+    assert key.verifies(key.code(*one), *other) is (one == other)
+    assert not key.verifies(wrong, *one)
+    assert not RecordKey.of_operator(b"p" * 32).verifies(key.code(*one), *one)
 
 
 def test_no_group_can_make_the_code_of_an_object() -> None:

@@ -71,7 +71,7 @@ def test_experts_in_a_format_that_the_config_does_not_name() -> None:
 
 def test_experts_of_deepseek_v4_have_a_format_of_their_own() -> None:
     found = of_2026("DeepSeek-V4-Flash")
-    assert (found.scheme.name, found.experts_in, found.faults) == (SchemeName.FP8_BLOCK, MXFP4, ())
+    assert (found.scheme.name, found.scheme_of_experts, found.faults) == (SchemeName.FP8_BLOCK, MXFP4, ())
 
 
 def test_refuses_a_size_of_zero() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from heteroinfer_contract.column_shares import unit_of
+from heteroinfer_contract.column_shares import column_unit_of
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
 from heteroinfer_contract.model import AttentionKind, LayerKind, Routing, Scheme, SchemeName
 from heteroinfer_contract.model.attention import layer_attention
@@ -159,7 +159,7 @@ def test_columns_of_published_models_are_those_of_their_configs(found: Shape) ->
     for kind in profile.layers:
         expected = of_experts if kind.experts else dense if kind.mlp_bytes else 0
         assert kind.columns == expected
-    assert profile.column_unit == unit_of(found.config.get("quantization_config"))
+    assert profile.column_unit == column_unit_of(found.config.get("quantization_config"))
 
 
 def test_the_experts_that_a_step_reads_grow_with_its_tokens() -> None:

@@ -19,9 +19,9 @@ KEY, OTHER = EpochKey(b"k" * 32), EpochKey(b"o" * 32)
 
 def answer(guard: ReportGuard, headers: dict[str, str], now_s: float) -> dict[str, str]:
     """Returns the headers with which a leader answers `whole` or `part`."""
-    challenge = guard.admits(headers.get(CREDENTIALS_HEADER, ""), now_s)
+    challenge = guard.accepted_challenge(headers.get(CREDENTIALS_HEADER, ""), now_s)
     said = {CHALLENGE_HEADER: f"{SCHEME} {guard.challenge(now_s)}"}
-    return said if challenge is None else {**said, CODE_HEADER: guard.vouch(challenge, "whole")}
+    return said if challenge is None else {**said, CODE_HEADER: guard.code_of_report(challenge, "whole")}
 
 
 def test_the_key_gives_the_report_and_from_then_on_at_once() -> None:
@@ -47,16 +47,16 @@ def test_credentials_are_good_once_and_at_their_leader_only() -> None:
     guard, reader = ReportGuard(KEY), ReportReader(KEY)
     reader.read(answer(guard, {}, 1.0), "part")
     credentials = reader.headers()[CREDENTIALS_HEADER]
-    assert ReportGuard(KEY).admits(credentials, 1.0) is None
-    assert guard.admits(credentials, 1.0) is not None
-    assert guard.admits(credentials, 1.0) is None
+    assert ReportGuard(KEY).accepted_challenge(credentials, 1.0) is None
+    assert guard.accepted_challenge(credentials, 1.0) is not None
+    assert guard.accepted_challenge(credentials, 1.0) is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "HeteroInfer", "HeteroInfer a/b/c/d", "Basic x", "HeteroInfer ///", "ä/ö/ü/ß"]
 )
 def test_nonsense_is_not_admitted(text: str) -> None:
-    assert ReportGuard(KEY).admits(text, 1.0) is None
+    assert ReportGuard(KEY).accepted_challenge(text, 1.0) is None
 
 
 def test_an_answer_of_somebody_else_is_refused() -> None:

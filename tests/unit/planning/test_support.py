@@ -56,7 +56,7 @@ def test_refusals_of_cpu_ranks_name_a_remedy(name: str, why: str, remedy: str) -
 
 
 @pytest.mark.parametrize("mode", ["Pipeline", "Tensor"])
-@pytest.mark.parametrize("load_format", load_formats.OF_GPUS)
+@pytest.mark.parametrize("load_format", load_formats.GPU_FORMATS)
 def test_cpu_stages_refuse_formats_that_only_gpus_read(mode: str, load_format: str) -> None:
     fields: dict[str, Any] = {
         "parallelism": {"mode": mode},
@@ -69,7 +69,7 @@ def test_cpu_stages_refuse_formats_that_only_gpus_read(mode: str, load_format: s
     assert plan(spec(gpu(), cpu(), **fields)).plan.ranks
 
 
-@pytest.mark.parametrize("load_format", load_formats.OF_GPUS)
+@pytest.mark.parametrize("load_format", load_formats.GPU_FORMATS)
 def test_gpus_alone_may_read_any_format(load_format: str) -> None:
     assert plan(spec(gpu(pods=2), engine={"args": ["--load-format", load_format]})).plan.ranks
 

@@ -178,7 +178,7 @@ def test_cpu_ranks_of_mode_feed_forward_read_gpu_formats_as_safetensors() -> Non
             args = argparse.Namespace(load_format=asked)
             arguments.choose_reader(plan, rank, args)
             read.append(args.load_format)
-        assert read == [asked, "safetensors" if asked in load_formats.OF_GPUS else asked]
+        assert read == [asked, "safetensors" if asked in load_formats.GPU_FORMATS else asked]
 
 
 def test_a_loader_of_other_files_is_refused_where_there_are_feed_forward_ranks() -> None:

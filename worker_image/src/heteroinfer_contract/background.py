@@ -13,10 +13,10 @@ _RUNNING: Final[set[asyncio.Task[Any]]] = set()
 def start_task(
     work: Coroutine[Any, Any, T], *, name: str, failed: Callable[[BaseException], None]
 ) -> asyncio.Task[T]:
-    """Starts a task in the running event loop and reports its exception.
+    """Starts a task in the running event loop and reports its exception. Returns the task.
 
-    Use this function, or an `asyncio.TaskGroup`, in place of `asyncio.create_task`: a task that nobody
-    awaits ends silently when it raises (tests/unit/test_background.py enforces this).
+    Use this function, or an `asyncio.TaskGroup`, in place of `asyncio.create_task`: a task that nobody awaits
+    ends silently when it raises (tests/unit/test_background.py enforces this).
 
     Args:
         failed: called in the event loop with the exception that ended the task; not called when the task is

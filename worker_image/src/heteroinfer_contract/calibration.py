@@ -31,6 +31,7 @@ _MIN_RATE, _MAX_RATE = 1.0, 1e18
 """Allowed bytes or operations per second. Beyond this range, a predicted time is invalid or too large for
 Kubernetes."""
 _SHORTEST_S, _LONGEST_S = 1e-9, 3600.0
+"""Allowed seconds of a hop."""
 _LATEST: Final = 253402300799.0
 """The end of the year 9999, in seconds since 1970: the latest date that Python supports."""
 
@@ -52,7 +53,7 @@ class HopPath(StrEnum):
 
 
 class Direction(StrEnum):
-    """Direction of a copy between pinned memory and a GPU."""
+    """Direction of a copy between pinned host memory and a GPU."""
 
     TO_GPU = "to GPU"
     FROM_GPU = "from GPU"
@@ -79,7 +80,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """Versions of the software that measured and was measured."""
+    """Versions of the software that measured the machine."""
 
     heteroinfer: str
     vllm: str
@@ -107,7 +108,8 @@ class KernelRate:
     Attributes:
         scheme: format of the weights; SchemeName.NONE if the weights have type `dtype`.
         dtype: type of the activations.
-        bytes_per_s: bytes of weights as stored in the checkpoint, read by all threads together, for one row.
+        bytes_per_s: bytes of weights, as stored in the checkpoint, that all threads together read in a second
+            to compute one row.
         more_rows: the same rate for each row count in MORE_ROWS (for experts: rows per expert). Shorter than
             MORE_ROWS if only the first counts were measured.
     """
@@ -125,22 +127,23 @@ class KernelRate:
 
         Beyond the measured counts, the rate falls in proportion to the rows: computation is the limit.
         """
-        known = [(1.0, self.bytes_per_s), *zip(map(float, MORE_ROWS), self.more_rows, strict=False)]
-        if len(known) == 1:
+        points = [(1.0, self.bytes_per_s), *zip(map(float, MORE_ROWS), self.more_rows, strict=False)]
+        if len(points) == 1:
             return self.bytes_per_s
-        most, last = known[-1]
-        if rows >= most:
-            return last * most / rows
-        return 1 / _between([(at, 1 / rate) for at, rate in known], max(rows, 1.0))
+        most_rows, last = points[-1]
+        if rows >= most_rows:
+            return last * most_rows / rows
+        # Interpolates the time per byte, not the rate.
+        return 1 / _interpolate([(count, 1 / rate) for count, rate in points], max(rows, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A copy between pinned memory and the GPU.
+    """A copy between pinned host memory and the GPU.
 
     Attributes:
-        contended: whether, at the same time, CPU threads read memory and another copy ran in the other
-            direction.
+        contended: whether CPU threads read memory, and another copy ran in the other direction, at the same
+            time.
     """
 
     direction: Direction
@@ -150,10 +153,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """A one-way message, or an exchange with a feed-forward rank.
+    """The measured time of a one-way message, or of an exchange with a feed-forward rank.
 
     Attributes:
-        seconds: until the message arrived; for an exchange, until the answer arrived.
+        seconds: time until the message arrived; for an exchange, time until the answer arrived.
     """
 
     path: HopPath
@@ -166,8 +169,8 @@ class GpuRate:
     """Speed of the GPU without transfers.
 
     Attributes:
-        bytes_per_s: memory read by a product with one row, bf16.
-        operations_per_s: operations of a product with many rows, bf16.
+        bytes_per_s: bytes of memory that a bf16 product with one row reads in a second.
+        operations_per_s: operations that a bf16 product with many rows computes in a second.
     """
 
     bytes_per_s: float
@@ -189,7 +192,8 @@ class Calibration(codec.JsonValue):
     Attributes:
         time: end of the run, in seconds since 1970 (UTC).
         readings: memory readings, ascending by node and threads.
-        operations_per_s: multiplications and additions of a bf16 linear layer with many rows, on all cores.
+        operations_per_s: multiplications and additions that all cores together compute in a second in a bf16
+            linear layer with many rows; 0 if not measured.
     """
 
     hardware: Hardware
@@ -219,32 +223,34 @@ class Calibration(codec.JsonValue):
         """Whether kernels for AVX-512 can run."""
         return AVX512_SET in self.hardware.instruction_sets
 
-    def reading(self, threads: float, *, of_nodes: Callable[[Sequence[float]], float] = min) -> float:
+    def read_rate(self, threads: float, *, combine: Callable[[Sequence[float]], float] = min) -> float:
         """Returns the bytes per second that `threads` threads read, interpolated between measurements.
 
         Threads that fit on one NUMA node are bound to one node.
 
         Args:
-            of_nodes: combines the rates of several nodes; by default the slowest node counts.
+            combine: combines the rates of several nodes; by default the slowest node counts.
         """
         nodes = sorted({each.node for each in self.readings if each.node != ALL_NODES})
         fits = threads <= self.hardware.cores / max(self.hardware.numa_nodes, 1)
         curves = [self._curve(node) for node in nodes] if nodes and fits else []
         curve = self._curve(ALL_NODES)
-        return of_nodes([_between(each, threads) for each in (curves or [curve])])
+        return combine([_interpolate(each, threads) for each in (curves or [curve])])
 
     def _curve(self, node: int) -> list[tuple[float, float]]:
+        """Returns (threads, bytes per second) of each reading of a node, ascending by threads."""
         return sorted((float(e.threads), e.bytes_per_s) for e in self.readings if e.node == node)
 
-    def kernel(self, part: KernelPart, scheme: SchemeName, dtype: str) -> KernelRate | None:
-        """Returns the fastest measured kernel for a part and format; None without a measurement."""
+    def fastest_kernel(self, part: KernelPart, scheme: SchemeName, dtype: str) -> KernelRate | None:
+        """Returns the fastest measured kernel for a part and format; None if none was measured."""
         found = [k for k in self.kernels if (k.part, k.scheme, k.dtype) == (part, scheme, dtype)]
         return max(found, key=lambda kernel: kernel.bytes_per_s, default=None)
 
     def hop_s(self, path: HopPath, message_bytes: int = 0) -> float | None:
         """Returns the seconds of a message, measured at this size or the next larger size.
 
-        A message larger than all measured sizes takes the time of the largest. None without measurements.
+        A message larger than all measured sizes takes the time of the largest. None if no hop of this path
+        was measured.
         """
         found = sorted((hop.message_bytes, hop.seconds) for hop in self.hops if hop.path is path)
         return next((s for size, s in found if size >= message_bytes), found[-1][1] if found else None)
@@ -253,13 +259,12 @@ class Calibration(codec.JsonValue):
         """Returns the canonical JSON text; items of lists omit fields that are at their default."""
         value = dataclasses.asdict(self)
         for name, kind in (("readings", MemoryReading), ("kernels", KernelRate), ("transfers", Transfer)):
-            bare = {
-                f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING
-            }
+            defaults = {field.name: field.default for field in dataclasses.fields(kind)}
             value[name] = [
-                {k: v for k, v in item.items() if k not in bare or v != bare[k]} for item in value[name]
+                {field: setting for field, setting in item.items() if setting != defaults[field]}
+                for item in value[name]
             ]
-        return codec.text_of(value)
+        return codec.as_json_text(value)
 
     def check(self) -> None:
         """Checks the properties that every reader relies on.
@@ -302,6 +307,7 @@ class Calibration(codec.JsonValue):
         self._check_texts()
 
     def _check_texts(self) -> None:
+        """Checks that texts are not longer than MAX_TEXT; raises ContractError."""
         hardware, versions = self.hardware, self.versions
         texts = [hardware.cpu, hardware.gpu, *hardware.instruction_sets]
         texts += [versions.heteroinfer, versions.vllm, versions.torch, *(k.kernel for k in self.kernels)]
@@ -318,18 +324,33 @@ def cpu_fields(cpuinfo: str) -> dict[str, str]:
 
 
 def cpu_name(fields: Mapping[str, str]) -> str:
-    """Returns the model of a CPU, as `Hardware.cpu` has it; Arm's are numbers of implementer and part."""
+    """Returns the model name of a CPU, for `Hardware.cpu`.
+
+    An Arm CPU has no model name in /proc/cpuinfo; the numbers of its implementer and its part replace the
+    name.
+
+    Args:
+        fields: result of `cpu_fields`.
+    """
     implementer, part = fields.get("CPU implementer", "?"), fields.get("CPU part", "?")
     return (fields.get("model name") or f"implementer {implementer} part {part}")[:MAX_TEXT]
 
 
 def _check_rates(where: str, **values: float) -> None:
+    """Checks that rates are in the allowed range; raises ContractError that names the field."""
     codec.at_least(_MIN_RATE, where, **values)
     codec.at_most(_MAX_RATE, where, **values)
 
 
-def _between(curve: Sequence[tuple[float, float]], at: float) -> float:
-    """Returns the value of a curve of ascending points; before the first one in proportion."""
+def _interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
+    """Returns the value of a piecewise linear curve at `at`.
+
+    Before the first point, the value is in proportion to `at`; after the last point, it is that of the last
+    point.
+
+    Args:
+        curve: points (argument, value), ascending by argument.
+    """
     index = bisect_left([point[0] for point in curve], at)
     if index == len(curve):
         return curve[-1][1]

@@ -15,7 +15,7 @@ def cpu_quota(root: Path, own_cgroups: str) -> float | None:
         own_cgroups: text of /proc/self/cgroup.
     """
     directories = cgroup_directories(root, own_cgroups, "cpu")
-    quotas = [quota for directory in directories if (quota := _quota(directory))]
+    quotas = [quota for directory in directories if (quota := _read_cpu_quota(directory))]
     return min(quotas, default=None)
 
 
@@ -38,13 +38,14 @@ def cgroup_directories(root: Path, own_cgroups: str, controller: str) -> Iterato
             yield from (mount / level.relative_to("/") for mount in mounts)
 
 
-def _quota(directory: Path) -> float | None:
+def _read_cpu_quota(cgroup: Path) -> float | None:
+    """Returns the CPU quota of one cgroup as a number of CPUs; None without a limit."""
     try:
-        if (directory / "cpu.max").exists():
-            quota, period = (directory / "cpu.max").read_text().split()
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
         else:
-            quota = (directory / "cpu.cfs_quota_us").read_text()
-            period = (directory / "cpu.cfs_period_us").read_text()
+            quota = (cgroup / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu.cfs_period_us").read_text()
     except FileNotFoundError:
         return None
     if quota == "max" or int(quota) < 0:
@@ -56,31 +57,33 @@ def available_memory(cgroups: Path, own_cgroups: str, meminfo: str) -> int:
     """Returns the bytes that can still be allocated: the minimum over the machine and all cgroup limits.
 
     Page cache counts as free, including active pages: the kernel drops both before it refuses memory, and
-    counts both in MemAvailable (Documentation/filesystems/proc.rst). Pages of tmpfs are on neither list.
+    counts both in MemAvailable (Documentation/filesystems/proc.rst). Pages of tmpfs do not count as page
+    cache.
 
     Raises:
         KeyError: the kernel does not report MemAvailable; Linux reports it since 3.14.
     """
-    return min([kernel_bytes(meminfo, "MemAvailable"), *_left_of_limits(cgroups, own_cgroups)])
+    return min([kernel_bytes(meminfo, "MemAvailable"), *_unused_bytes_of_limits(cgroups, own_cgroups)])
 
 
-def _left_of_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
-    for directory in cgroup_directories(cgroups, own_cgroups, "memory"):
+def _unused_bytes_of_limits(cgroups: Path, own_cgroups: str) -> Iterator[int]:
+    """Yields the bytes that each memory limit of this process' cgroups still allows."""
+    for cgroup in cgroup_directories(cgroups, own_cgroups, "memory"):
         for limit_name, usage_name in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit, usage = directory / limit_name, directory / usage_name
+            limit, usage = cgroup / limit_name, cgroup / usage_name
             if not (limit.exists() and usage.exists()):
                 continue
             text = limit.read_text().strip()
             if text != "max":
-                yield max(0, int(text) - int(usage.read_text()) + _reclaimable(directory))
+                yield max(0, int(text) - int(usage.read_text()) + _reclaimable(cgroup))
 
 
-def _reclaimable(directory: Path) -> int:
+def _reclaimable(cgroup: Path) -> int:
     """Returns the page cache of a cgroup, in bytes; for v1, descendant cgroups are included."""
-    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     prefix = "total_" if "total_inactive_file" in stat else ""
     return sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 

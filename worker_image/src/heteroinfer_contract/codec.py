@@ -21,7 +21,7 @@ from heteroinfer_contract.errors import ContractError
 T = TypeVar("T")
 
 MAX_INT: Final = 2**53
-"""Largest absolute value; readers of JSON that use doubles would change larger numbers."""
+"""Largest absolute value of a whole number; readers of JSON that use doubles would change larger numbers."""
 _SHOWN_CHARS: Final = 200
 _KIND_NAMES: Final[Mapping[Any, str]] = {
     int: "a whole number",
@@ -34,17 +34,17 @@ _SAME_VERSION: Final = "Use the same version of operator and worker"
 
 def to_json(value: Any) -> str:
     """Returns the canonical JSON text of a contract dataclass: keys sorted, no spaces."""
-    return text_of(raw_of(value))
+    return as_json_text(as_json_types(value))
 
 
-def raw_of(value: Any) -> Any:
-    """Returns the value as JSON types; immutable values are not copied."""
+def as_json_types(value: Any) -> Any:
+    """Converts a contract value to JSON types; immutable values are not copied."""
     if isinstance(value, tuple | list):
-        return [raw_of(item) for item in value]
+        return [as_json_types(item) for item in value]
     kind: Any = type(value)
     if hasattr(kind, "__dataclass_fields__"):
         fields = _fields_of(kind)
-        return {field.name: raw_of(getattr(value, field.name)) for field in fields}
+        return {field.name: as_json_types(getattr(value, field.name)) for field in fields}
     return value
 
 
@@ -70,7 +70,7 @@ class JsonValue:
         """Checks the properties that every reader relies on; raises ContractError that names the field."""
 
 
-def text_of(raw: Mapping[str, Any]) -> str:
+def as_json_text(raw: Mapping[str, Any]) -> str:
     """Returns the canonical JSON text of an object: keys sorted, no spaces."""
     return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
@@ -91,13 +91,13 @@ def from_json(cls: type[T], text: str, *, where: str = "", tolerant: bool = Fals
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ContractError(f"{where}: not JSON: {error}") from error
+        raise ContractError(f"{where}: must be JSON ({error})") from error
     try:
         return typing.cast("T", _decode(cls, raw, where))
     except ContractError:
         if not tolerant:
             raise
-    return typing.cast("T", _decode(cls, _trim(cls, raw), where))
+    return typing.cast("T", _decode(cls, _without_bad_fields(cls, raw), where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,47 +105,48 @@ class _Field:
     """A field of a dataclass with its resolved type; resolving a type costs more than decoding a value.
 
     Attributes:
-        needed: whether the field has no default.
+        is_required: whether the field has no default.
     """
 
     name: str
     kind: Any
-    needed: bool
+    is_required: bool
 
 
 @cache
 def _fields_of(kind: type) -> tuple[_Field, ...]:
+    """Returns the fields of a dataclass that its constructor accepts."""
     hints = typing.get_type_hints(kind)
     return tuple(
         _Field(
             name=field.name,
             kind=hints[field.name],
-            needed=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+            is_required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(kind)
         if field.init
     )
 
 
-def _trim(kind: Any, raw: Any) -> Any:
+def _without_bad_fields(kind: Any, raw: Any) -> Any:
     """Removes the fields that a tolerant reader does not know or cannot decode."""
     if typing.get_origin(kind) is tuple and isinstance(raw, list):
         item = typing.get_args(kind)[0]
-        return [_trim(item, value) for value in raw]
+        return [_without_bad_fields(item, value) for value in raw]
     if not dataclasses.is_dataclass(kind) or not isinstance(raw, Mapping):
         return raw
-    kept = {}
+    good_fields = {}
     for field in _fields_of(typing.cast("type", kind)):
         if field.name not in raw:
             continue
-        value = _trim(field.kind, raw[field.name])
+        value = _without_bad_fields(field.kind, raw[field.name])
         try:
             _decode(field.kind, value, field.name)
         except ContractError:
-            if not field.needed:
+            if not field.is_required:
                 continue
-        kept[field.name] = value
-    return kept
+        good_fields[field.name] = value
+    return good_fields
 
 
 def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
@@ -154,6 +155,7 @@ def from_mapping(cls: type[T], raw: Mapping[str, Any], *, where: str = "") -> T:
 
 
 def _decode(kind: Any, raw: Any, where: str) -> Any:
+    """Converts a parsed JSON value to the type `kind`; raises ContractError that begins with `where`."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         if raw is None:
@@ -162,7 +164,7 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
         return _decode(inner, raw, where)
     if origin is tuple:
         if not isinstance(raw, list | tuple):
-            raise ContractError(f"{where}: must be a list (got {_shown(raw)})")
+            raise ContractError(f"{where}: must be a list (got {_shortened_repr(raw)})")
         item = typing.get_args(kind)[0]
         return tuple(_decode(item, value, f"{where}[{i}]") for i, value in enumerate(raw))
     if dataclasses.is_dataclass(kind):
@@ -172,15 +174,16 @@ def _decode(kind: Any, raw: Any, where: str) -> Any:
             return kind(raw)
         except ValueError as error:
             choices = ", ".join(str(choice.value) for choice in kind)
-            raise ContractError(f"{where}: must be one of {choices} (got {_shown(raw)})") from error
+            raise ContractError(f"{where}: must be one of {choices} (got {_shortened_repr(raw)})") from error
     return _decode_scalar(kind, raw, where)
 
 
 def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
+    """Converts a parsed JSON value to a str, int, float or bool; raises ContractError."""
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) <= MAX_INT:
         return float(raw)
     if not isinstance(raw, kind) or (kind is int and isinstance(raw, bool)):
-        raise ContractError(f"{where}: must be {_KIND_NAMES[kind]} (got {_shown(raw)})")
+        raise ContractError(f"{where}: must be {_KIND_NAMES[kind]} (got {_shortened_repr(raw)})")
     if isinstance(raw, float) and not math.isfinite(raw):
         raise ContractError(f"{where}: must be a finite number (got {raw})")
     if isinstance(raw, int) and abs(raw) > MAX_INT:
@@ -192,8 +195,12 @@ def _decode_scalar(kind: Any, raw: Any, where: str) -> Any:
 def at_least(least: float, where: str, **values: float) -> None:
     """Checks that numbers of a decoded value are at least `least`.
 
+    Args:
+        where: name of the value in errors.
+        values: numbers, by the name of their field.
+
     Raises:
-        ContractError: a number is smaller; the message names it.
+        ContractError: a number is smaller; the message names its field.
     """
     for name, value in values.items():
         if value < least:
@@ -201,28 +208,30 @@ def at_least(least: float, where: str, **values: float) -> None:
 
 
 def at_most(most: float, where: str, **values: float) -> None:
-    """Checks that numbers of a decoded value are at most `most`; raises ContractError."""
+    """Checks that numbers of a decoded value are at most `most`, like `at_least`."""
     for name, value in values.items():
         if value > most:
             raise ContractError(f"{where}.{name}: must be at most {most} (got {value})")
 
 
-def _shown(raw: Any) -> str:
+def _shortened_repr(raw: Any) -> str:
+    """Returns the repr of a value, cut to _SHOWN_CHARS, for messages."""
     text = repr(raw)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _decode_dataclass(kind: Any, raw: Any, where: str) -> Any:
+    """Converts a parsed JSON object to a dataclass; raises ContractError."""
     if not isinstance(raw, Mapping):
-        raise ContractError(f"{where}: must be an object (got {_shown(raw)})")
+        raise ContractError(f"{where}: must be an object (got {_shortened_repr(raw)})")
     fields = _fields_of(kind)
     unknown = sorted(set(raw) - {field.name for field in fields})
     if unknown:
-        raise ContractError(f"{where}: unknown field {_shown(unknown[0])}. {_SAME_VERSION}")
+        raise ContractError(f"{where}: has unknown field {_shortened_repr(unknown[0])}. {_SAME_VERSION}")
     values: dict[str, Any] = {}
     for field in fields:
         if field.name in raw:
             values[field.name] = _decode(field.kind, raw[field.name], f"{where}.{field.name}")
-        elif field.needed:
+        elif field.is_required:
             raise ContractError(f"{where}: field {field.name!r} is missing. {_SAME_VERSION}")
     return kind(**values)

@@ -41,15 +41,18 @@ class Span:
         return self.end - self.first
 
     @property
-    def once(self) -> bool:
-        """Whether this rank adds terms that must be added only once, such as the down projection's bias."""
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the terms that only one rank may add, such as the down projection's bias."""
         return self.first == 0
 
 
-def share_out(total: int, shares: Sequence[int], unit: int) -> list[Span]:
-    """Returns each rank's columns: near its share, in whole units, at least one.
+def share_columns(total: int, shares: Sequence[int], unit: int) -> list[Span]:
+    """Divides intermediate columns among ranks by their shares, in whole units. Returns a span per rank.
+
+    Each rank gets at least one unit.
 
     Args:
+        shares: shares of the ranks, relative to each other.
         unit: columns that must stay together: a quantization group, a kernel's block.
 
     Raises:
@@ -59,19 +62,21 @@ def share_out(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     if total % unit and len(shares) > 1:
         raise ContractError(
             f"intermediate columns must be a multiple of {unit}, the weights' group, to divide them among "
-            f"{len(shares)} feed-forward ranks (got {total}). Set feedForward.ranks: 1, with the cores and "
-            "memory of all"
+            f"{len(shares)} feed-forward ranks (got {total}). Set feedForward.ranks to 1, and give this rank "
+            "the cores and the memory of all ranks"
         )
     if units < len(shares) and len(shares) > 1:
         raise ContractError(
             f"feed-forward ranks must be at most {units}, the groups of {unit} in {total} intermediate "
             f"columns (got {len(shares)}). Lower feedForward.ranks, and give each rank more cores"
         )
-    return _spans(total, shares, unit)
+    return _adjacent_spans(total, shares, unit)
 
 
 def share_experts(total: int, shares: Sequence[int]) -> list[Span]:
-    """Returns each rank's experts: near its share, at least one.
+    """Divides experts among ranks by their shares. Returns a span per rank.
+
+    Each rank gets at least one expert.
 
     Raises:
         ContractError: there are fewer experts than ranks.
@@ -81,16 +86,19 @@ def share_experts(total: int, shares: Sequence[int]) -> list[Span]:
             f"feed-forward ranks must be at most {total}, the number of experts (got {len(shares)}). Lower "
             "feedForward.ranks, and give each rank more cores"
         )
-    return _spans(total, shares, unit=1)
+    return _adjacent_spans(total, shares, unit=1)
 
 
-def _spans(total: int, shares: Sequence[int], unit: int) -> list[Span]:
+def _adjacent_spans(total: int, shares: Sequence[int], unit: int) -> list[Span]:
+    """Cuts 0..total into one span per rank, near its share; only the last may end inside a unit."""
     units = total // unit
-    ends = [round(units * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
-    for i in range(len(ends)):  # at least one unit each, from the front and from the back
-        ends[i] = max(ends[i], (ends[i - 1] if i else 0) + 1)
-    for i in reversed(range(len(ends))):
-        ends[i] = min(ends[i], units - (len(ends) - 1 - i))
+    ends = [round(units * sum(shares[: index + 1]) / sum(shares)) for index in range(len(shares))]
+    for index in range(
+        len(ends)
+    ):  # each span gets at least one unit: first from the front, then from the back
+        ends[index] = max(ends[index], (ends[index - 1] if index else 0) + 1)
+    for index in reversed(range(len(ends))):
+        ends[index] = min(ends[index], units - (len(ends) - 1 - index))
     bounds = [0, *(end * unit for end in ends[:-1]), total]
     return [Span(total=total, first=first, end=end) for first, end in pairwise(bounds)]
 
@@ -103,13 +111,17 @@ def shares_by_rate(rates: Sequence[float]) -> tuple[int, ...]:
     return tuple(max(round(_RATE_STEPS * rate / most), 1) for rate in rates)
 
 
-def unit_of(quantization: object) -> int:
+def column_unit_of(quantization: object) -> int:
     """Returns the columns that must stay together, given a checkpoint's `quantization_config` (or None)."""
-    return math.lcm(KERNEL_BLOCK, _group_of(quantization) or 1)
+    return math.lcm(KERNEL_BLOCK, _largest_group(quantization) or 1)
 
 
-def _group_of(quantization: object) -> int:
-    """Returns the columns of one scale; 0 without groups."""
+def _largest_group(quantization: object) -> int:
+    """Returns the largest number of columns that share a scale; 0 without groups.
+
+    Args:
+        quantization: a `quantization_config`; parts of it, such as `config_groups`, count too.
+    """
     if not isinstance(quantization, Mapping):
         return 0
     sizes = [
@@ -120,5 +132,5 @@ def _group_of(quantization: object) -> int:
     blocks = quantization.get("weight_block_size") or quantization.get("block_structure")
     if isinstance(blocks, list | tuple):
         sizes += [int(block) for block in blocks]
-    sizes += [_group_of(value) for value in quantization.values() if isinstance(value, Mapping)]
+    sizes += [_largest_group(value) for value in quantization.values() if isinstance(value, Mapping)]
     return max(sizes, default=0)

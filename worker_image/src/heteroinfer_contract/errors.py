@@ -11,4 +11,7 @@ class ModelIncompleteError(ContractError):
 
 def not_set(variable: str) -> ContractError:
     """Returns the error for a required environment variable that is not set."""
-    return ContractError(f"{variable} is not set; workers are started by the operator or `heteroinfer up`")
+    return ContractError(
+        f"{variable}: must be set (the operator or `heteroinfer up` sets it when it starts a worker). Start "
+        "the worker with one of them"
+    )

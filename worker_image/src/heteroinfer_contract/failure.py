@@ -16,7 +16,7 @@ MAX_TERMINATION_MESSAGE_BYTES = 4096
 
 MESSAGE_BYTES = 2600
 LAST_LOG_BYTES = 1000
-"""Limits of the message and the log as JSON; the rest of the termination message holds the numbers."""
+"""Maximum bytes of the message and of the log as JSON; the other fields of a failure need the rest."""
 
 
 _LEFT_OUT = " ... "
@@ -31,7 +31,7 @@ class FailureReason(StrEnum):
     RANK_EXITED = "RankExited"
     """A rank's process ended; the failure contains its exit code or signal."""
     RANK_RAISED = "RankRaised"
-    """A rank raised; the message is the error."""
+    """A rank raised an exception; the message is its text."""
     RANK_STOPPED = "RankStopped"
     """A rank's process is stopped (SIGSTOP) or makes no progress."""
     API_SERVER_EXITED = "ApiServerExited"
@@ -54,7 +54,7 @@ class FailureReason(StrEnum):
     MODEL_ACCESS_DENIED = "ModelAccessDenied"
     """The hub requires a token, another token, or acceptance of the model's licence."""
     MODEL_HUB_UNREACHABLE = "ModelHubUnreachable"
-    """The hub does not answer, or its answer is not a hub's."""
+    """The hub does not answer, or another server answers at its address."""
     MODEL_CACHE_FULL = "ModelCacheFull"
     MODEL_CACHE_NOT_WRITABLE = "ModelCacheNotWritable"
 
@@ -83,14 +83,14 @@ class Failure:
         return codec.to_json(self.cut())
 
     def cut(self) -> "Failure":
-        """Shortens the failure until it fits: removes the message's middle and the log's beginning.
+        """Returns the failure without the message's middle and the log's beginning, if it is too long.
 
         A message begins with the kind of error and often ends with its cause.
         """
         if len(codec.to_json(self)) <= MAX_TERMINATION_MESSAGE_BYTES:
             return self
-        message = _fit_ends(self.message, MESSAGE_BYTES)
-        last_log = _fit(self.last_log, LAST_LOG_BYTES, keep_end=True)
+        message = _cut_middle(self.message, MESSAGE_BYTES)
+        last_log = _cut_one_end(self.last_log, LAST_LOG_BYTES, keeps_end=True)
         return replace(self, message=message, last_log=last_log)
 
     @classmethod
@@ -119,18 +119,21 @@ class Failure:
         codec.at_least(0, "Failure", time=self.time)
 
 
-def _fit_ends(text: str, limit_bytes: int) -> str:
+def _cut_middle(text: str, limit_bytes: int) -> str:
     """Removes the middle of `text` until its JSON fits; two thirds of the rest are from the beginning."""
     if len(json.dumps(text)) <= limit_bytes:
         return text
-    front = _fit(text, limit_bytes * 2 // 3, keep_end=False)
-    end = _fit(text[len(front) :], limit_bytes - len(json.dumps(front)) - len(_LEFT_OUT), keep_end=True)
-    return front + _LEFT_OUT + end
+    beginning = _cut_one_end(text, limit_bytes * 2 // 3, keeps_end=False)
+    end = _cut_one_end(
+        text[len(beginning) :], limit_bytes - len(json.dumps(beginning)) - len(_LEFT_OUT), keeps_end=True
+    )
+    return beginning + _LEFT_OUT + end
 
 
-def _fit(text: str, limit_bytes: int, *, keep_end: bool) -> str:
-    """Cuts `text` until its JSON fits; an escaped character can take 12 bytes."""
+def _cut_one_end(text: str, limit_bytes: int, *, keeps_end: bool) -> str:
+    """Cuts the end of `text`, or with `keeps_end` its beginning, until its JSON fits."""
     while (size_bytes := len(json.dumps(text))) > limit_bytes:
-        keep = len(text) * limit_bytes // (size_bytes + 1)
-        text = text[len(text) - keep :] if keep_end else text[:keep]
+        # In proportion, because an escaped character can take 12 bytes.
+        kept_chars = len(text) * limit_bytes // (size_bytes + 1)
+        text = text[len(text) - kept_chars :] if keeps_end else text[:kept_chars]
     return text

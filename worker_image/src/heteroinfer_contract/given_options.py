@@ -22,7 +22,7 @@ SHORT: Final[Mapping[str, str]] = word_pairs(
     -q --quantization -r --node-rank -sc --speculative-config -tp --tensor-parallel-size
     """
 )
-"""Short form -> option. A value may follow a form of one letter without a blank."""
+"""Short form -> option. A value may follow a short form of one letter directly (`-O3`)."""
 _NUMBER: Final = re.compile(r"-\d+(\.\d*)?")
 
 
@@ -43,17 +43,17 @@ class GivenOption:
     value: str | None
 
     @property
-    def is_taken_back(self) -> bool:
+    def is_negated(self) -> bool:
         """Whether the flag has the prefix `no-`."""
         return self.name.startswith("--no-")
 
     @property
     def option(self) -> str:
         """The name without the prefix `no-` of a flag."""
-        return self.name.replace("--no-", "--", 1) if self.is_taken_back else self.name
+        return self.name.replace("--no-", "--", 1) if self.is_negated else self.name
 
-    def may_be(self, option: str) -> bool:
-        """Whether vLLM's parser may read this as `option`: by its full name or an abbreviation.
+    def may_mean(self, option: str) -> bool:
+        """Whether vLLM's parser may read this argument as `option`, by its full name or an abbreviation.
 
         An abbreviation matches every option that begins with it; the parser refuses ambiguous abbreviations.
         """
@@ -70,24 +70,26 @@ def given_options(args: Sequence[str]) -> tuple[GivenOption, ...]:
     Every argument that looks like an option counts, even after `--` or as the value of `--option.key`,
     because vLLM looks for `--config` everywhere.
     """
-    return _read(tuple(args))
+    return _find_options(tuple(args))
 
 
 @lru_cache(maxsize=256)
-def _read(args: tuple[str, ...]) -> tuple[GivenOption, ...]:
+def _find_options(args: tuple[str, ...]) -> tuple[GivenOption, ...]:
+    """Finds the options among arguments, like `given_options`; caches its results."""
     pairs = zip(args, (*args[1:], None), strict=False)
-    return tuple(_given(arg, following) for arg, following in pairs if _is_option(arg))
+    return tuple(_parse_option(arg, following) for arg, following in pairs if _is_option(arg))
 
 
 def _is_option(arg: str) -> bool:
     return arg.startswith("-") and arg != "-" and not _NUMBER.fullmatch(arg)
 
 
-def _given(arg: str, following: str | None) -> GivenOption:
-    head, equals, text = arg.partition("=")
-    name, *path = head.split(".")
+def _parse_option(arg: str, following: str | None) -> GivenOption:
+    """Parses an argument that is an option; `following` is the argument after it."""
+    full_name, equals, value_after_equals = arg.partition("=")
+    name, *path = full_name.split(".")
     # An option may be the value: vLLM first removes dotted options, and the arguments after them move up.
-    value = text if equals else following
+    value = value_after_equals if equals else following
     if path:
         path[-1] = path[-1].removesuffix("+")
     if name.startswith("--"):

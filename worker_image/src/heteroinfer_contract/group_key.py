@@ -1,4 +1,4 @@
-"""The key that proves membership of a group. Codes by HMAC-SHA256 (RFC 2104). Stdlib only; pure.
+"""The key that proves membership of a group. Its codes are HMAC-SHA256 (RFC 2104). Stdlib only; pure.
 
 The operator derives a group's key from its own key and the group's uid, and keeps the group's key in a
 Secret that the group's pods read. Each epoch uses a key derived from the group's key. Nothing is encrypted:
@@ -29,16 +29,16 @@ class EpochKey:
 
         Args:
             purpose: use of the code; a code for one purpose is invalid for every other.
-            parts: texts that the code vouches for; different lists of parts give different codes.
+            parts: texts that the code proves; different lists of parts give different codes.
         """
         return _mac(self.secret, purpose, *parts).hex()
 
-    def vouches(self, code: str, purpose: str, *parts: str) -> bool:
+    def verifies(self, code: str, purpose: str, *parts: str) -> bool:
         """Returns whether `code` is the code of `parts`; takes equally long for every wrong code."""
         return hmac.compare_digest(code.encode(), self.code(purpose, *parts).encode())
 
     def session(self, *parts: str) -> "EpochKey":
-        """Returns the key of one connection; both ends of the connection chose `parts`."""
+        """Returns a key for one connection; each end of the connection chose some of `parts`."""
         return EpochKey(_mac(self.secret, "session", *parts))
 
     def sign(self, purpose: str, name: str, text: str) -> str:
@@ -52,7 +52,7 @@ class EpochKey:
             ContractError: no process of the epoch signed the text under this name.
         """
         code, _, text = signed.partition(" ")
-        if not self.vouches(code, purpose, name, text):
+        if not self.verifies(code, purpose, name, text):
             raise ContractError(
                 f"{name}: refused a value without a valid signature of this epoch (a process outside the "
                 "group sent it). Restrict access to the group's ports with a NetworkPolicy"
@@ -127,12 +127,16 @@ class RecordKey:
         """Makes the code of an object, as hex; `parts` are its kind, owner, name and content."""
         return _mac(self.secret, "object", *parts).hex()
 
-    def vouches(self, code: str, *parts: str) -> bool:
+    def verifies(self, code: str, *parts: str) -> bool:
         """Compares `code` with the code of `parts`; takes equally long for every wrong code."""
         return hmac.compare_digest(code.encode(errors="replace"), self.code(*parts).encode())
 
 
 def _mac(secret: bytes, purpose: str, *parts: str) -> bytes:
+    """Returns the HMAC of a purpose and its parts.
+
+    The length of each text precedes it, so that different lists of parts never give the same bytes.
+    """
     mac = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (f"heteroinfer {purpose}", *parts):
         encoded = part.encode(errors="surrogatepass")

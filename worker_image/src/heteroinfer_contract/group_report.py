@@ -14,7 +14,7 @@ from heteroinfer_contract.plan import MAX_WORLD_SIZE, Plan
 MAX_SECONDS = 1e9
 """Maximum of every duration that a rank reports: thirty years."""
 MAX_BLOCKS = 2**31
-"""Maximum blocks of a KV cache; JSON can still hold the product with the tokens per block."""
+"""Maximum blocks of a KV cache; times the tokens of a block, the number still fits JSON."""
 MAX_COUNT = 2**53
 """Maximum of all other numbers, and of the bytes of all ranks together: the largest whole number in JSON."""
 
@@ -39,11 +39,11 @@ class RankStatus:
         loaded_bytes: weights read so far, estimated from the progress in the checkpoint; 0 if unknown.
         total_bytes: weights to read; 0 if unknown.
         steps: model steps run since warm-up.
-        step_s: moving average of a decode step.
+        step_s: moving average of the time of a decode step; the next three are its parts.
         kv_blocks: KV blocks of the rank, equal on all ranks; 0 while unknown.
         kv_room_blocks: KV blocks that the rank's memory could hold when it was measured, regardless of the
             plan; 0 while unknown.
-        kv_room_bytes: that headroom in bytes.
+        kv_room_bytes: bytes of `kv_room_blocks`.
     """
 
     rank: int
@@ -106,5 +106,5 @@ class GroupReport(codec.JsonValue):
             codec.at_most(MAX_COUNT, "GroupReport", **{name: sum(getattr(rank, name) for rank in self.ranks)})
 
     def covers(self, plan: Plan) -> bool:
-        """Returns whether the report contains every rank of a plan, each in the plan's pod."""
+        """Returns whether the report has exactly the plan's ranks, each in the plan's pod."""
         return [rank.pod for rank in self.ranks] == [rank.pod for rank in plan.ranks]

@@ -8,7 +8,8 @@ tests/integration/worker/test_loading.py compares this list with vLLM's table.
 from typing import Final
 
 SAFETENSORS: Final = "safetensors"
-OF_GPUS: Final = ("fastsafetensors", "instanttensor")
+GPU_FORMATS: Final = ("fastsafetensors", "instanttensor")
 """Formats that vLLM supports only on GPUs; CPU ranks read the same files as plain safetensors."""
-FEED_FORWARD: Final = ("auto", SAFETENSORS, *OF_GPUS, "hf", "mistral", "pt", "npcache", "dummy")
+FEED_FORWARD: Final = ("auto", SAFETENSORS, *GPU_FORMATS, "hf", "mistral", "pt", "npcache", "dummy")
 FEED_FORWARD_WHY: Final = "its ranks read files of the checkpoint"
+"""Why mode FeedForward accepts no other format; messages end with this text."""

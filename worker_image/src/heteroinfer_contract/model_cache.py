@@ -14,7 +14,7 @@ def read_marker(directory: Path) -> CompleteModel | None:
     Never blocks: other writers of a shared cache may have put a FIFO in place of the marker.
     """
     try:
-        with open(directory / MARKER_FILE, opener=_open_at_once) as file:
+        with open(directory / MARKER_FILE, opener=_open_without_waiting) as file:
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             return CompleteModel.from_json(file.read()) if is_file else None
     except (OSError, UnicodeDecodeError, ContractError):
@@ -22,8 +22,8 @@ def read_marker(directory: Path) -> CompleteModel | None:
 
 
 def damaged_files(directory: Path, complete: CompleteModel) -> list[FetchedFile]:
-    """Returns the files of a complete model that are missing or differ in size."""
-    return [file for file in complete.files if _size_bytes(directory / file.path) != file.size_bytes]
+    """Returns the files of a complete model that are missing or have another size."""
+    return [file for file in complete.files if _size_or_minus_one(directory / file.path) != file.size_bytes]
 
 
 def check_complete(directory: Path) -> None:
@@ -46,11 +46,11 @@ def check_complete(directory: Path) -> None:
         )
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _size_bytes(path: Path) -> int:
+def _size_or_minus_one(path: Path) -> int:
     try:
         return path.stat().st_size
     except (OSError, ValueError):  # a name that no file can have

@@ -15,7 +15,7 @@ from heteroinfer_contract.model_profile import ModelProfile
 
 MARKER_FILE: Final = ".heteroinfer-complete.json"
 PARTS_FOLDER: Final = ".parts"
-"""Folder for partly fetched files; removed when the marker is written."""
+"""Folder for partly fetched files; the fetch removes the folder when it writes the marker."""
 LOCK_FILE: Final = ".lock"
 HUB_SCHEME: Final = "hf://"
 COMMIT: Final = re.compile(r"[0-9A-Za-z]{1,64}")
@@ -92,7 +92,7 @@ class FetchProgress(codec.JsonValue):
         commit: commit of the requested revision; "" until the hub answers.
         done_bytes: bytes already in the cache, including those of earlier attempts.
         total_bytes: size of all files; 0 while unknown.
-        message: reason that the fetch waits, or "".
+        message: reason why the fetch waits, or "" if it does not wait.
     """
 
     commit: str = ""

@@ -31,7 +31,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
         ModelFilesError: the file is unreadable, cut short, or not safetensors.
     """
     try:
-        with _open(path) as file:
+        with _open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             front = file.read(len(_LFS_POINTER))
             length = int.from_bytes(front[:_LENGTH_BYTES], "little")
@@ -53,7 +53,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
 def read_json(path: Path, max_bytes: int) -> Any:
     """Returns the value in a JSON file of at most `max_bytes`; raises ModelFilesError."""
     try:
-        with _open(path) as file:
+        with _open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > max_bytes:
                 raise ModelFilesError(
@@ -84,7 +84,7 @@ def dangling(link: Path) -> ModelFilesError:
     )
 
 
-def _open(path: Path) -> BinaryIO:
+def _open_regular_file(path: Path) -> BinaryIO:
     """Opens a regular file; raises OSError, and ModelFilesError for a FIFO or device, which has no end."""
 
     def open_regular(name: str, flags: int) -> int:
@@ -98,6 +98,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _parse_json(path: Path, content: bytes) -> Any:
+    """Parses the content of a JSON file; raises ModelFilesError."""
     if content.startswith(_LFS_POINTER):
         raise _lfs_pointer(path)
     if content.startswith(_BYTE_ORDER_MARK):  # json.loads accepts it, but transformers does not
@@ -112,6 +113,7 @@ def _parse_json(path: Path, content: bytes) -> Any:
 
 
 def _lfs_pointer(path: Path) -> ModelFilesError:
+    """Returns the error for a file that is only a pointer of Git LFS."""
     return ModelFilesError(
         f"{path}: is a Git LFS pointer, not the file itself. Run `git lfs pull` in the model's "
         "folder, or download the model again"

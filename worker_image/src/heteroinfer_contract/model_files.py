@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from heteroinfer_contract.column_shares import unit_of
+from heteroinfer_contract.column_shares import column_unit_of
 from heteroinfer_contract.model import LayerKind, Routing, Scheme
 from heteroinfer_contract.model.attention import first_of_shared_kv, layer_attention
 from heteroinfer_contract.model.config import (
@@ -88,14 +88,21 @@ def read_profile(directory: Path) -> ModelProfile:
         raise
     except OSError as error:
         raise not_readable(directory, error) from error
-    except _NOT_UNDERSTOOD as error:
+    except _UNEXPECTED_VALUE_ERRORS as error:
         raise ModelFilesError(
             f"{directory}: cannot interpret {CONFIG_FILE} or a safetensors header ({type(error).__name__}: "
             f"{str(error)[:200]}). Download the model again, or use another model"
         ) from error
 
 
-_NOT_UNDERSTOOD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_UNEXPECTED_VALUE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """Errors caused by values of the wrong type or range; config.json has too many fields to check each."""
 
 
@@ -109,51 +116,54 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _read_profile(directory: Path) -> ModelProfile:
+    """Reads the sizes of the model in `directory`; the caller converts unexpected errors."""
     config, consolidated = _read_config(directory)
     text = text_config(config)
     # A tensor in several files counts once (`model.safetensors` beside its own shards): vLLM loads it twice.
-    named = {
-        tensor.name: tensor for path in _shards(directory, consolidated) for tensor in _read_header(path)
+    tensors_by_name = {
+        tensor.name: tensor
+        for path in _weight_files(directory, consolidated)
+        for tensor in _read_tensors(path)
     }
-    stored = list(named.values())
-    dtype, scheme = _dtype(text, stored, directory), read_scheme(config, text)
-    tensors = [_loaded(tensor, dtype, scheme) for tensor in stored]
-    number = _number(text, directory, "num_hidden_layers")
-    if number > MAX_LAYERS:
+    stored = list(tensors_by_name.values())
+    dtype, scheme = _weights_dtype(text, stored, directory), read_scheme(config, text)
+    tensors = [_with_loaded_size(tensor, dtype, scheme) for tensor in stored]
+    num_layers = _positive_number(text, directory, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
         raise ModelFilesError(
-            f"{directory / CONFIG_FILE}: num_hidden_layers must be at most {MAX_LAYERS} (got {number}). "
+            f"{directory / CONFIG_FILE}: num_hidden_layers must be at most {MAX_LAYERS} (got {num_layers}). "
             "Download the model again, or use another model"
         )
     attention = layer_attention(text)
-    weights = sum_weights(tensors, number, {i for i, kind in enumerate(attention) if kind.shares_kv})
-    for index in range(number):
+    weights = sum_weights(tensors, num_layers, {i for i, kind in enumerate(attention) if kind.shares_kv})
+    for index in range(num_layers):
         if is_empty_block(text, index):
             weights.layers.setdefault(index, LayerBytes())
     # Additional layers are for speculation (multi-token prediction) and are not served.
-    if missing := sorted(set(range(number)) - set(weights.layers)):
+    if missing := sorted(set(range(num_layers)) - set(weights.layers)):
         raise ModelFilesError(
-            f"{directory}: weights of layers {_brief(missing)} are missing; {CONFIG_FILE} has "
-            f"num_hidden_layers {number}. Download the model again"
+            f"{directory}: weights of layers {_shortened_list(missing)} are missing; {CONFIG_FILE} has "
+            f"num_hidden_layers {num_layers}. Download the model again"
         )
     # Some checkpoints keep a copy of a tied head; vLLM does not load it.
     tied = bool(text.get("tie_word_embeddings", False)) or weights.head == 0
-    heads = _number(text, directory, "num_attention_heads")
-    hidden = _number(text, directory, "hidden_size")
-    kinds, kind_of_layer = _kinds(text, attention, weights, directory)
+    num_heads = _positive_number(text, directory, "num_attention_heads")
+    hidden = _positive_number(text, directory, "hidden_size")
+    kinds, kind_of_layer = _kinds_of_layers(text, attention, weights, directory)
     architecture = _architecture(text)
-    own_architecture, own_type = text_class(config)
+    text_architecture, text_type = text_class(config)
     experts = stored_expert_scheme(stored, hidden)
     return ModelProfile(
         architecture=architecture,
         dtype=dtype,
-        num_layers=number,
+        num_layers=num_layers,
         hidden_size=hidden,
-        num_attention_heads=heads,
-        num_kv_heads=_number(text, directory, "num_key_value_heads", heads),
-        head_dim=_number(text, directory, "head_dim", hidden // heads),
-        vocab_size=_number(text, directory, "vocab_size"),
-        max_position_embeddings=_number(text, directory, "max_position_embeddings"),
-        layer_bytes=tuple(weights.layers[index].total for index in range(number)),
+        num_attention_heads=num_heads,
+        num_kv_heads=_positive_number(text, directory, "num_key_value_heads", num_heads),
+        head_dim=_positive_number(text, directory, "head_dim", hidden // num_heads),
+        vocab_size=_positive_number(text, directory, "vocab_size"),
+        max_position_embeddings=_positive_number(text, directory, "max_position_embeddings"),
+        layer_bytes=tuple(weights.layers[index].total for index in range(num_layers)),
         embedding_bytes=weights.embedding,
         head_bytes=0 if tied else weights.head,
         tied_head=tied,
@@ -165,47 +175,47 @@ def _read_profile(directory: Path) -> ModelProfile:
         routing=read_routing(architecture, text) if any(kind.experts for kind in kinds) else Routing.NONE,
         limited_experts=has_limited_experts(text) or limits_all_experts(text),
         state_dtype=str(text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype") or ""),
-        encoder=_takes(config, weights) if weights.encoder else "",
+        encoder=_encoder_input(config, weights) if weights.encoder else "",
         encoder_bytes=weights.encoder,
         dropped_bytes=weights.dropped + (weights.head if tied else 0),
         first_stage_layers=_first_stage_layers(whole_model(config)),
-        last_stage_layers=number - first_of_shared_kv(attention),
+        last_stage_layers=num_layers - first_of_shared_kv(attention),
         layer_table_bytes=weights.layer_tables,
-        column_unit=unit_of(find_quantization(config, text)),
+        column_unit=column_unit_of(find_quantization(config, text)),
         expert_scheme=None if experts == scheme else experts,
-        text_architecture=own_architecture,
-        text_type=own_type,
+        text_architecture=text_architecture,
+        text_type=text_type,
         host_table_bytes=weights.host_tables,
         faults=find_faults(text, stored, scheme, experts),
     )
 
 
-def _kinds(
+def _kinds_of_layers(
     text: Mapping[str, Any], attention: Sequence[LayerKind], weights: Weights, directory: Path
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Returns the distinct kinds of layers, and for each layer the index of its kind."""
     kinds: list[LayerKind] = []
-    of_layer: list[int] = []
-    for index, kept in enumerate(attention):
+    kind_of_layer: list[int] = []
+    for index, attention_kind in enumerate(attention):
         layer = weights.layers[index]
-        experts = _number(text, directory, "num_experts") if layer.routed else 0
+        experts = _positive_number(text, directory, "num_experts") if layer.routed else 0
         _check_experts(text, index, experts, layer, directory)
         kind = replace(
-            kept,
+            attention_kind,
             experts=experts,
-            experts_per_token=_number(text, directory, "num_experts_per_tok") if experts else 0,
+            experts_per_token=_positive_number(text, directory, "num_experts_per_tok") if experts else 0,
             expert_bytes=layer.routed // experts if experts else 0,
             # Scales and biases of a bf16 expert may be named like those of a quantized expert.
             experts_quantized=layer.routed_quantized * 2 > layer.routed > 0,
             gates_together=layer.gates_together,
             quantized_bytes=layer.quantized,
             mlp_bytes=layer.mlp,
-            columns=layer.columns(_number(text, directory, "hidden_size")),
+            columns=layer.columns(_positive_number(text, directory, "hidden_size")),
         )
         if kind not in kinds:
             kinds.append(kind)
-        of_layer.append(kinds.index(kind))
-    return tuple(kinds), tuple(of_layer)
+        kind_of_layer.append(kinds.index(kind))
+    return tuple(kinds), tuple(kind_of_layer)
 
 
 def _check_experts(
@@ -225,13 +235,13 @@ def _check_experts(
         )
 
 
-def _takes(config: Mapping[str, Any], weights: Weights) -> str:
+def _encoder_input(config: Mapping[str, Any], weights: Weights) -> str:
     """Returns the encoder's input type, `audio` or `images`.
 
     Names of tensors may not reveal the type (granite-speech's `encoder.`), so keys of the config count too.
     """
-    hears = weights.hears or any(name.startswith("audio_") for name in config)
-    return "audio" if hears else "images"
+    takes_audio = weights.hears_audio or any(name.startswith("audio_") for name in config)
+    return "audio" if takes_audio else "images"
 
 
 def _first_stage_layers(whole: Mapping[str, Any]) -> int:
@@ -262,12 +272,12 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
         ) from error
     except PermissionError as error:
         raise not_readable(directory, error) from error
-    own = any(fnmatch(name, _CONSOLIDATED) for name in entries)
-    if own and PARAMS_FILE in entries:
+    has_consolidated = any(fnmatch(name, _CONSOLIDATED) for name in entries)
+    if has_consolidated and PARAMS_FILE in entries:
         params = _read_object(directory / PARAMS_FILE)
         if "max_position_embeddings" not in params and CONFIG_FILE in entries:
-            beside = text_config(_read_object(directory / CONFIG_FILE))
-            params["max_position_embeddings"] = beside.get("max_position_embeddings", 128_000)
+            config_text = text_config(_read_object(directory / CONFIG_FILE))
+            params["max_position_embeddings"] = config_text.get("max_position_embeddings", 128_000)
         return from_params(params), True
     if CONFIG_FILE not in entries:
         found = ", ".join(sorted(entries)[:5]) or "nothing"
@@ -283,13 +293,22 @@ def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; raises ModelFilesError."""
     value = read_json(path, MAX_CONFIG_BYTES)
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path}: must be a JSON object")
     return value
 
 
-def _shards(directory: Path, consolidated: bool) -> list[Path]:
+def _weight_files(directory: Path, consolidated: bool) -> list[Path]:
+    """Returns the safetensors files that contain the model's weights.
+
+    Args:
+        consolidated: whether the model has files in Mistral's format.
+
+    Raises:
+        ModelFilesError: the model has no such files, or one of them is missing.
+    """
     if consolidated:
         return sorted(directory.glob(_CONSOLIDATED))
     index = directory / INDEX_FILE
@@ -299,17 +318,17 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelFilesError(f"{index}: must have a weight_map from tensors to files")
         names = sorted({str(name) for name in weight_map.values()})
-        if outside := [name for name in names if _leaves(name)]:
+        if outside := [name for name in names if _is_outside_folder(name)]:
             raise ModelFilesError(
-                f"{directory}: {INDEX_FILE} must name files in its folder only (got {_brief(outside)}). "
-                "Download the model again, or use another model"
+                f"{directory}: {INDEX_FILE} must name files in its folder only (got "
+                f"{_shortened_list(outside)}). Download the model again, or use another model"
             )
         missing = [name for name in names if not (directory / name).exists()]
         if links := [name for name in missing if (directory / name).is_symlink()]:
             raise dangling(directory / links[0])
         if missing:
             raise ModelFilesError(
-                f"{directory}: {_brief(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
+                f"{directory}: {_shortened_list(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
                 f"{INDEX_FILE} names {len(names)} files. Finish the download"
             )
         return [directory / name for name in names]
@@ -322,14 +341,14 @@ def _shards(directory: Path, consolidated: bool) -> list[Path]:
         )
     if missing := _missing_numbers({path.name for path in found}):
         raise ModelFilesError(
-            f"{directory}: {_brief(missing)} {'is' if len(missing) == 1 else 'are'} missing. "
+            f"{directory}: {_shortened_list(missing)} {'is' if len(missing) == 1 else 'are'} missing. "
             "Finish the download"
         )
     return found
 
 
 def _missing_numbers(names: Set[str]) -> list[str]:
-    """Returns missing shards: the numbers in names of other shards imply them (`model-00001-of-00003`)."""
+    """Returns the names of missing shards, which numbers in other names imply (`model-00001-of-00003`)."""
     expected = {
         f"{match[1]}{number:0{len(match[2])}}-of-{match[3]}.safetensors"
         for match in filter(None, map(_NUMBERED.fullmatch, names))
@@ -338,8 +357,8 @@ def _missing_numbers(names: Set[str]) -> list[str]:
     return sorted(expected - names)
 
 
-def _leaves(name: str) -> bool:
-    """Returns whether a path is outside the model's folder; links are not followed.
+def _is_outside_folder(name: str) -> bool:
+    """Returns whether a path leads outside the model's folder. Does not follow links.
 
     A link may lead outside the folder: links of a hub's own cache do.
     """
@@ -347,7 +366,8 @@ def _leaves(name: str) -> bool:
     return path.is_absolute() or ".." in path.parts
 
 
-def _read_header(path: Path) -> list[Tensor]:
+def _read_tensors(path: Path) -> list[Tensor]:
+    """Returns the tensors that a file's header names; raises ModelFilesError if the file is incomplete."""
     header, header_end, size = read_header(path)
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -361,7 +381,7 @@ def _read_header(path: Path) -> list[Tensor]:
             )
             for name, entry in entries.items()
         ]
-    except _NOT_UNDERSTOOD as error:
+    except _UNEXPECTED_VALUE_ERRORS as error:
         raise ModelFilesError(
             f"{path}: the header is not in safetensors format ({error!r}). Download it again"
         ) from error
@@ -373,7 +393,10 @@ def _read_header(path: Path) -> list[Tensor]:
     return tensors
 
 
-def _number(config: Mapping[str, Any], directory: Path, name: str, default: int | None = None) -> int:
+def _positive_number(
+    config: Mapping[str, Any], directory: Path, name: str, default: int | None = None
+) -> int:
+    """Returns a field of a config that must be a number above 0, or the default; raises ModelFilesError."""
     value = config.get(name)
     if value is None and default is not None:
         return default
@@ -390,7 +413,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
 
 
-def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) -> str:
+def _weights_dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) -> str:
     """Returns the dtype in the config; if the config names none, the dtype of most bytes of the weights."""
     if config.get("dtype") in _CONFIG_DTYPES:
         return str(config["dtype"])
@@ -406,7 +429,7 @@ def _dtype(config: Mapping[str, Any], tensors: list[Tensor], directory: Path) ->
     return max(named)[1]
 
 
-def _loaded(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
+def _with_loaded_size(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
     """Returns the tensor with its size in `dtype`; vLLM converts all unquantized tensors to this type."""
     is_part_of_scheme = scheme != Scheme() and not tensor.name.endswith((".weight", ".bias"))
     if tensor.dtype not in _ELEMENT_BYTES or tensor.is_quantized or is_part_of_scheme:
@@ -415,6 +438,7 @@ def _loaded(tensor: Tensor, dtype: str, scheme: Scheme) -> Tensor:
     return replace(tensor, size_bytes=tensor.size_bytes * element // _ELEMENT_BYTES[tensor.dtype])
 
 
-def _brief(items: list[Any]) -> str:
+def _shortened_list(items: list[Any]) -> str:
+    """Returns the first four items as text for a message, and the number of all items."""
     shown = ", ".join(str(item) for item in items[:4])
     return f"{shown}, ... ({len(items)} in all)" if len(items) > 4 else shown or "none"

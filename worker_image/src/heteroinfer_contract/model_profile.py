@@ -32,10 +32,10 @@ class ModelProfile(codec.JsonValue):
         quantization: config.json's `quantization_config.quant_method`, or "".
         kind_of_layer: index into `kinds`, by layer.
         limited_experts: whether gates and ups of experts are clamped before they are multiplied.
-        state_dtype: type of recurrent states in config.json, or "".
+        state_dtype: type of recurrent states that config.json names, or "".
         encoder: input of the encoder: `images`, `audio`, or "" without an encoder.
         encoder_bytes: weights and projection of the encoder; vLLM builds it on every stage.
-        dropped_bytes: stored weights that vLLM does not load (layers for speculation, a talker).
+        dropped_bytes: stored weights that vLLM does not load (layers for speculation, parts for speech).
         first_stage_layers: minimum number of layers of the first stage.
         last_stage_layers: minimum number of layers of the last stage: layers that share keys and values must
             be in one stage.
@@ -45,7 +45,7 @@ class ModelProfile(codec.JsonValue):
         text_architecture: class of the language model inside this model, if config.json names one.
         text_type: `model_type` of the language model inside this model, or "".
         host_table_bytes: tables that a GPU rank keeps in the host's memory (n-grams).
-        faults: what in the files keeps vLLM from loading the model, one sentence each.
+        faults: reasons in the files why vLLM cannot load the model, or answers wrongly; one sentence each.
     """
 
     reads_tolerantly = True
@@ -84,7 +84,7 @@ class ModelProfile(codec.JsonValue):
     faults: tuple[str, ...] = ()
 
     @property
-    def experts_in(self) -> Scheme:
+    def scheme_of_experts(self) -> Scheme:
         """The format of the routed experts, if they are quantized."""
         return self.expert_scheme or self.scheme
 
@@ -127,8 +127,11 @@ class ModelProfile(codec.JsonValue):
     def to_json(self) -> str:
         """Returns the canonical JSON text; entries of `kinds` omit fields that are at their default."""
         value = dataclasses.asdict(self)
-        bare = dataclasses.asdict(LayerKind())
-        value["kinds"] = [{k: v for k, v in kind.items() if v != bare[k]} for kind in value["kinds"]]
+        defaults = dataclasses.asdict(LayerKind())
+        value["kinds"] = [
+            {field: setting for field, setting in kind.items() if setting != defaults[field]}
+            for kind in value["kinds"]
+        ]
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
     def check(self) -> None:
@@ -148,7 +151,7 @@ class ModelProfile(codec.JsonValue):
             )
         codec.at_least(0, "ModelProfile", layer_bytes=min(self.layer_bytes))
         self.scheme.check()
-        self.experts_in.check()
+        self.scheme_of_experts.check()
         for index in self.kind_of_layer:
             codec.at_least(0, "ModelProfile", kind_of_layer=index)
         for index, kind in enumerate(self.layers):

@@ -14,7 +14,7 @@ PLURAL: Final = "heteroinferences"
 SINGULAR: Final = "heteroinference"
 SHORT_NAME: Final = "hinf"
 FINALIZER: Final = f"{API_GROUP}/group-teardown"
-"""Finalizer that versions from 0.1.0 on set on resources; this version only removes it."""
+"""Finalizer that earlier versions set on resources; this version only removes it."""
 
 # Labels of every object that belongs to a resource
 LABEL_RESOURCE: Final = f"{API_GROUP}/resource"
@@ -38,7 +38,7 @@ LABEL_PLAN: Final = f"{API_GROUP}/plan"
 ANNOTATION_IMAGES: Final = f"{API_GROUP}/images"
 """The images that the operator requested for the workers of the pod's epoch; a webhook may change them."""
 ANNOTATION_CODE: Final = f"{API_GROUP}/code"
-"""Code on a plan's or a revision's ConfigMap; it proves that the operator wrote the content."""
+"""Code of a ConfigMap with a plan or a revision; the code proves that the operator wrote the content."""
 LABEL_GANG: Final = f"{API_GROUP}/gang"
 """Gang scheduler of the pod's group (Kueue, Volcano, Coscheduling, Native); absent without a gang."""
 LABEL_COMPONENT: Final = f"{API_GROUP}/component"
@@ -87,7 +87,7 @@ ENV_PLAN: Final = "HETEROINFER_PLAN"
 ENV_PLAN_HASH: Final = "HETEROINFER_PLAN_HASH"
 """Hash of the text in ENV_PLAN, set by the operator; unset in pods of older versions."""
 ENV_GROUP: Final = "HETEROINFER_GROUP"
-"""`namespace/name/index`, for people and metrics."""
+"""`namespace/name/index`, for messages and metrics."""
 ENV_GROUP_UID: Final = "HETEROINFER_GROUP_UID"
 ENV_EPOCH: Final = "HETEROINFER_EPOCH"
 ENV_POD_INDEX: Final = "HETEROINFER_POD_INDEX"
@@ -172,7 +172,7 @@ PATH_FETCH: Final = "/fetch"
 # Exit codes of a supervisor; the Failure in the termination message has the details
 EXIT_STOPPED: Final = 0
 EXIT_USAGE: Final = 64
-"""Its own settings are wrong: nothing was started."""
+"""The supervisor's own settings are wrong; it started no process."""
 EXIT_RANK_FAILED: Final = 70
 """A rank (or the API server) of this pod failed."""
 EXIT_PEER_FAILED: Final = 71
@@ -181,9 +181,9 @@ EXIT_REFUSED: Final = 72
 """The pods of the group do not agree: plan, epoch or resolved settings differ."""
 EXIT_STARTUP_TIMEOUT: Final = 73
 EXIT_FETCH_FAILED: Final = 74
-"""A fetch pod's: the model is not in the cache; the termination message says why."""
+"""Exit code of fetch pods: the model is not in the cache; the termination message has the cause."""
 
 
-def exit_code_of(number: int) -> int:
-    """Returns the exit code of a process that ends since a signal asked it to, as shells count."""
-    return 128 + number
+def exit_code_of_signal(signal_number: int) -> int:
+    """Returns the exit code for a process that a signal ended: 128 plus the number, as in shells."""
+    return 128 + signal_number

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Final
 
 FURTHER_ACCOUNTS: Final = Path("/var/lib/extrausers/passwd")
-"""A file that glibc in our images reads besides /etc/passwd; a link into /tmp, as the root is read-only."""
+"""File with accounts that glibc in our images reads in addition to /etc/passwd.
+
+It is a link into /tmp, because the root file system is read-only."""
 _NAME: Final = "assigned"
-_HOME: Final = "/tmp"  # noqa: S108 - that of our images
+_HOME: Final = "/tmp"  # noqa: S108 - the home directory in our images
 _USERS: Final = 100
 """Group of the account. libnss-extrausers ignores accounts of all groups below 500 except this group."""
 

@@ -1,9 +1,9 @@
 """Asks the kernel to kill a process when its parent dies.
 
-The supervisor starts each child through this file (`parent_death.py PARENT_PID COMMAND...`). The file
-asks the kernel for the kill and then executes the command. Processes that a rank or the API server
-starts call die_with_parent() themselves. Stdlib only: the file runs with -I -S, before the command's
-own interpreter, so it must not import anything from this package.
+The supervisor starts each child as `parent_death.py PARENT_PID COMMAND...`. This script calls
+die_with_parent() and then executes the command. Processes that a rank or the API server starts call
+die_with_parent() themselves. Stdlib only: the script runs with -I -S, before the command's own
+interpreter, so it must not import anything from this package.
 """
 
 import ctypes

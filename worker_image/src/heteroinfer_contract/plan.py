@@ -41,7 +41,7 @@ class Mode(StrEnum):
 _SIZES = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "batches_in_flight")
 """Engine settings that must be at least 1."""
 BY_RATE: Final = 0
-"""Share of a feed-forward rank that is measured at its start instead of planned."""
+"""Value of a share that the ranks measure at their start, because the plan does not set it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,8 @@ class RankAssignment:
         end_layer: one past the last layer of which the rank holds a part.
         weight_bytes: predicted size of its weights.
         predicted_step_s: predicted compute time of a decode step of one request; 0 if unknown.
-        feed_forward: its computation if it is a feed-forward rank, else None. A feed-forward rank has no
-            attention, KV cache or scheduler, and runs in the pod of the stage that it serves.
+        feed_forward: part that the rank computes if it is a feed-forward rank, else None. A feed-forward
+            rank has no attention, KV cache or scheduler, and runs in the pod of the stage that it serves.
     """
 
     rank: int
@@ -217,12 +217,15 @@ class Plan(codec.JsonValue):
 
     @property
     def schedules_ahead(self) -> bool:
-        """Whether the next step is scheduled during a step; requires that one GPU holds all layers."""
+        """Whether vLLM schedules the next step while a step runs; only if one GPU holds all layers."""
         return _schedules_ahead(self.mode, [rank.device for rank in self.stage_ranks])
 
     @property
     def batches_at_once(self) -> int:
-        """Maximum number of batches scheduled at once; KV blocks that they free are not available yet."""
+        """Maximum number of batches that vLLM schedules at once.
+
+        KV blocks that these batches will free are not available to the next batch yet.
+        """
         return batches_at_once(self.mode, self.pipeline_parallel_size, self.ranks[0].device)
 
     @property
@@ -249,12 +252,13 @@ class Plan(codec.JsonValue):
         return self._text_and_hash()[0]
 
     def _text_and_hash(self) -> list[str]:
+        """Returns the JSON text and its hash; computes them at the first call."""
         if not self._texts:
-            raw = codec.raw_of(self)
+            raw = codec.as_json_types(self)
             for rank in raw["ranks"]:
                 if rank["feed_forward"] is None:
                     del rank["feed_forward"]
-            text = codec.text_of(raw)
+            text = codec.as_json_text(raw)
             self._texts.extend((text, plan_text_hash(text)))
         return self._texts
 
@@ -283,9 +287,12 @@ class Plan(codec.JsonValue):
         return _parsed(text)
 
     def _check_pods(self) -> None:
+        """Checks pod indices and local ranks; raises ContractError."""
         pods = self.pods
-        of_stages = [pod for pod, _ in groupby(self.stage_ranks, key=lambda rank: rank.pod)]
-        if [pod.index for pod in pods] != list(range(len(pods))) or of_stages != sorted(set(of_stages)):
+        pods_in_rank_order = [pod for pod, _ in groupby(self.stage_ranks, key=lambda rank: rank.pod)]
+        if [pod.index for pod in pods] != list(range(len(pods))) or pods_in_rank_order != sorted(
+            set(pods_in_rank_order)
+        ):
             raise ContractError("Plan.ranks: must be in pods 0..n-1, and the ranks of a pod must be adjacent")
         for pod in pods:
             for local_rank, rank in enumerate(pod.ranks):
@@ -295,6 +302,7 @@ class Plan(codec.JsonValue):
                     )
 
     def _check_assignment(self, rank: RankAssignment) -> None:
+        """Checks the stage, tensor rank and layers of one of vLLM's ranks; raises ContractError."""
         stage, tensor_rank = divmod(rank.rank, self.tensor_parallel_size)
         where = f"Plan.ranks[{rank.rank}]"
         if (rank.stage, rank.tensor_rank) != (stage, tensor_rank):
@@ -311,18 +319,20 @@ class Plan(codec.JsonValue):
             )
 
     def _check_feed_forward(self) -> None:
-        own = self.ranks[len(self.stage_ranks) :]
-        if any(rank.feed_forward is None for rank in own):
+        """Checks which ranks are feed-forward ranks, and each of them; raises ContractError."""
+        last_ranks = self.ranks[len(self.stage_ranks) :]
+        if any(rank.feed_forward is None for rank in last_ranks):
             raise ContractError("Plan.ranks: feed-forward ranks must come after all others")
-        if bool(own) != (self.mode is Mode.FEED_FORWARD):
+        if bool(last_ranks) != (self.mode is Mode.FEED_FORWARD):
             raise ContractError(
                 f"Plan.ranks: a plan must have feed-forward ranks in mode {Mode.FEED_FORWARD} and in no "
-                f"other mode (got {len(own)} in mode {self.mode})"
+                f"other mode (got {len(last_ranks)} in mode {self.mode})"
             )
-        for rank in own:
+        for rank in last_ranks:
             self._check_share(rank)
 
     def _check_share(self, rank: RankAssignment) -> None:
+        """Checks the stage, pod, layers and share of a feed-forward rank; raises ContractError."""
         where, share = f"Plan.ranks[{rank.rank}]", rank.feed_forward
         assert share is not None
         if not 0 <= rank.stage < self.pipeline_parallel_size:
@@ -364,12 +374,19 @@ class Plan(codec.JsonValue):
 
 
 def _schedules_ahead(mode: Mode, devices: Sequence[Device]) -> bool:
+    """Returns `Plan.schedules_ahead` for the devices of vLLM's ranks."""
     return mode is Mode.FEED_FORWARD and list(devices) == [Device.GPU]
 
 
-def batches_at_once(mode: Mode, stages: int, first: Device) -> int:
-    """Predicts `Plan.batches_at_once` (vllm/config/vllm.py::max_concurrent_batches@v0.32.0)."""
-    return 2 if _schedules_ahead(mode, [first] * stages) else stages
+def batches_at_once(mode: Mode, stages: int, first_device: Device) -> int:
+    """Returns `Plan.batches_at_once` before there is a plan.
+
+    Source: vllm/config/vllm.py::max_concurrent_batches@v0.32.0.
+
+    Args:
+        first_device: device of rank 0.
+    """
+    return 2 if _schedules_ahead(mode, [first_device] * stages) else stages
 
 
 def plan_text_hash(text: str) -> str:
@@ -379,11 +396,12 @@ def plan_text_hash(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _parsed(text: str) -> Plan:
+    """Parses a plan; caches the last one."""
     return Plan.from_json(text)
 
 
 def eager_reason(plan: Plan) -> str | None:
-    """Returns the reason that GPU ranks cannot use CUDA graphs; None if they can."""
+    """Returns the reason why GPU ranks cannot use CUDA graphs; None if they can."""
     mixed = [str(stage) for stage in range(plan.pipeline_parallel_size) if plan.is_mixed(stage)]
     if not mixed:
         return None

@@ -20,10 +20,10 @@ MAX_PORT = 65535
 MIN_HEARTBEAT_TIMEOUT_S = 0.5
 """Minimum heartbeat timeout: two heartbeats and some time for the network."""
 _ENGINE_CPUS_OF_MANY = 2
-"""The engine core and the API server each spin on one CPU; 16 threads on 16 CPUs made a
-step take 258 ms instead of 56 (H200 host, 2026-11)."""
+"""CPUs for the engine core and the API server, which each spin on one CPU. When 16 threads of ranks used all
+of 16 CPUs, a step took 258 ms instead of 56 ms (H200 host, 2026-11)."""
 _MANY_CPUS = 8
-"""With at least this many CPUs the engine gets two, otherwise one; a single CPU is shared."""
+"""From this number of CPUs on, the engine gets two CPUs of its own; with fewer CPUs, one."""
 _VARIABLES: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "group": (names.ENV_GROUP, str),
     "group_uid": (names.ENV_GROUP_UID, str),
@@ -76,7 +76,7 @@ class PodLaunch:
     """Identity of one pod of one epoch of a group.
 
     Attributes:
-        group: `namespace/name/index`, for people and metrics.
+        group: `namespace/name/index`, for messages and metrics.
         epoch: number of the group's start, at least 1; grows with each start.
         pod_index: this pod's index in the plan; 0 is the leader.
         addresses: addresses of all pods, by pod index.
@@ -153,7 +153,7 @@ def share_machine(launch: PodLaunch, pods: Iterable[int]) -> bool:
 
 
 def ranks_on_machine(plan: Plan, launch: PodLaunch, device: Device | None = None) -> list[RankAssignment]:
-    """Returns the ranks on this pod's machine, in rank order; of one device if it is given."""
+    """Returns the ranks on this pod's machine, in rank order; with `device`, only its ranks."""
     return [
         rank
         for rank in plan.ranks
@@ -162,7 +162,7 @@ def ranks_on_machine(plan: Plan, launch: PodLaunch, device: Device | None = None
 
 
 def engine_cpus(usable: float) -> int:
-    """Returns the CPUs that ranks leave to the engine and its API server.
+    """Returns the number of CPUs that ranks leave to the engine and its API server.
 
     Args:
         usable: CPUs that a leader's ranks, engine and API server share.
@@ -173,9 +173,10 @@ def engine_cpus(usable: float) -> int:
 
 
 def _variable(env: Mapping[str, str], name: str, parse: Callable[[str], Any]) -> Any:
+    """Returns the parsed value of a variable; raises ContractError that names the variable."""
     if name not in env:
         raise not_set(name)
     try:
         return parse(env[name])
     except ValueError as error:
-        raise ContractError(f"{name}: got {env[name]!r}: {error}") from error
+        raise ContractError(f"{name}: must be valid (got {env[name]!r}: {error})") from error

@@ -82,7 +82,7 @@ TENSOR_CPU_FIRST: Final = Unsupported(
 MIXED_STAGE_IN_PIPELINE: Final = Unsupported(
     feature="a stage shared by GPU and CPU ranks in pipeline mode",
     options=(),
-    why="its collectives are inside the forward pass, so GPU ranks could not use CUDA graphs",
+    why="the stage's collectives are inside the forward pass, so GPU ranks could not use CUDA graphs",
     remedy="set spec.parallelism.mode: Tensor, or give each stage one device",
 )
 
@@ -238,17 +238,17 @@ class RefusedArg:
 
 
 def find_refused(args: Sequence[str]) -> Iterator[RefusedArg]:
-    """Finds the arguments that may not be given: the plan owns them, or groups do not support them."""
+    """Yields the refusals of arguments that the plan sets or that groups do not support."""
     return filter(None, map(refusal_of, given_options(args)))
 
 
 def refusal_of(given: GivenOption) -> RefusedArg | None:
-    """Finds the first refused option that vLLM's parser may take an argument for."""
+    """Returns the refusal of an argument; None if vLLM's parser takes it for no refused option."""
     if not given.name.strip("-") and given.arg != "--":
         return RefusedArg(option="", given=given.arg, reason="it names no option", remedy="remove it")
     if given.path and given.value is None:  # vLLM would use the plan's next argument as its value
         return RefusedArg(option="", given=given.arg, reason="it has no value", remedy="add a value")
-    option = next(filter(given.may_be, _REFUSED), None)
+    option = next(filter(given.may_mean, _REFUSED), None)
     if option is None:
         return None
     reason, remedy = _REFUSED[option]

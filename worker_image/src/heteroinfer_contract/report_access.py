@@ -17,39 +17,41 @@ CODE_HEADER: Final = "X-HeteroInfer-Code"
 SCHEME: Final = "HeteroInfer"
 _NONCE_BYTES: Final = 16
 CHALLENGE_LIFE_S: Final = 30.0
-"""A reader that polls less often gets a new challenge, which costs one more request."""
+"""Seconds for which a challenge is valid. A reader that polls less often needs one more request each time."""
 
 
 class ReportGuard:
-    """Answers readers. Does not store open challenges, so that strangers cannot fill the memory."""
+    """Answers readers of the report. Stores no open challenges, so that strangers cannot fill the memory."""
 
     def __init__(self, key: EpochKey) -> None:
         self._key = key
-        self._own = EpochKey(os.urandom(KEY_BYTES))
-        self._used: dict[str, float] = {}
+        self._challenge_key = EpochKey(os.urandom(KEY_BYTES))
+        self._answered_until_s: dict[str, float] = {}
 
     def challenge(self, now_s: float) -> str:
         """Returns a challenge that can be answered once, within CHALLENGE_LIFE_S."""
-        at, nonce = f"{now_s:.3f}", os.urandom(_NONCE_BYTES).hex()
-        return f"{at}/{nonce}/{self._own.code('challenge', at, nonce)}"
+        issued_s, nonce = f"{now_s:.3f}", os.urandom(_NONCE_BYTES).hex()
+        return f"{issued_s}/{nonce}/{self._challenge_key.code('challenge', issued_s, nonce)}"
 
-    def admits(self, credentials: str, now_s: float) -> str | None:
-        """Returns the challenge if this is its first correct answer; None otherwise."""
+    def accepted_challenge(self, credentials: str, now_s: float) -> str | None:
+        """Returns the challenge if `credentials` are its first correct answer; None otherwise."""
         scheme, _, answer = credentials.partition(" ")
         challenge, _, code = answer.rpartition("/")
-        at, _, rest = challenge.partition("/")
-        nonce, _, own = rest.partition("/")
-        self._used = {used: until_s for used, until_s in self._used.items() if until_s > now_s}
-        if scheme != SCHEME or not self._own.vouches(own, "challenge", at, nonce):
+        issued_s, _, rest = challenge.partition("/")
+        nonce, _, challenge_code = rest.partition("/")
+        self._answered_until_s = {
+            answered: until_s for answered, until_s in self._answered_until_s.items() if until_s > now_s
+        }
+        if scheme != SCHEME or not self._challenge_key.verifies(challenge_code, "challenge", issued_s, nonce):
             return None
-        if now_s - float(at) > CHALLENGE_LIFE_S or challenge in self._used:
+        if now_s - float(issued_s) > CHALLENGE_LIFE_S or challenge in self._answered_until_s:
             return None
-        if not self._key.vouches(code, "read", challenge):
+        if not self._key.verifies(code, "read", challenge):
             return None
-        self._used[challenge] = now_s + CHALLENGE_LIFE_S
+        self._answered_until_s[challenge] = now_s + CHALLENGE_LIFE_S
         return challenge
 
-    def vouch(self, challenge: str, body: str) -> str:
+    def code_of_report(self, challenge: str, body: str) -> str:
         """Returns the code that proves to the reader that a holder of the key wrote the report."""
         return self._key.code("report", challenge, body)
 
@@ -72,12 +74,14 @@ class ReportReader:
         return {CREDENTIALS_HEADER: f"{SCHEME} {self._challenge}/{self._key.code('read', self._challenge)}"}
 
     def read(self, headers: Mapping[str, str], body: str) -> str | None:
-        """Returns the body if it is all that this reader may read; None if the reader must ask again.
+        """Returns `body` if this reader may not read more than `body`; None if it must ask again.
+
+        After None, `headers` has the answer to the leader's challenge.
 
         Raises:
             ContractError: the sender of the report does not have the key.
         """
-        answered, self._challenge = self._challenge, ""
+        answered_challenge, self._challenge = self._challenge, ""
         _, _, challenge = headers.get(CHALLENGE_HEADER, "").partition(" ")
         if self._key is None or not challenge:
             return body
@@ -85,8 +89,9 @@ class ReportReader:
         code = headers.get(CODE_HEADER)
         if code is None:
             return None
-        if not self._key.vouches(code, "report", answered, body):
+        if not self._key.verifies(code, "report", answered_challenge, body):
             raise ContractError(
-                "refused a report without the leader's signature. Check which process listens at its address"
+                "refused a report without the leader's signature (another process sent it). Check which "
+                "process listens at the leader's address"
             )
         return body

@@ -52,7 +52,7 @@ def _directory(uri: str, model_dir: Path | None) -> Path | None:
 
 def _missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, ...]:
     """Returns a note if the folder has no tokenizer and no argument names another one."""
-    elsewhere = any(given.may_be(option) for given in given_options(args) for option in _OTHER_TOKENIZER)
+    elsewhere = any(given.may_mean(option) for given in given_options(args) for option in _OTHER_TOKENIZER)
     if elsewhere or has_tokenizer(directory):
         return ()
     note = (

@@ -12,7 +12,7 @@ from typing import Final
 
 from heteroinfer_contract import names, parent_death
 from heteroinfer_contract.failure import MAX_TERMINATION_MESSAGE_BYTES
-from heteroinfer_contract.names import exit_code_of
+from heteroinfer_contract.names import exit_code_of_signal
 from heteroinfer_operator.cluster import ContainerTermination
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.local.pod_process import PodProcess
@@ -117,7 +117,7 @@ class RunningPod:
         code = await self._process.wait()
         await self._kill_remaining()
         return ContainerTermination(
-            exit_code=code if code >= 0 else exit_code_of(-code),
+            exit_code=code if code >= 0 else exit_code_of_signal(-code),
             reason="Completed" if code == 0 else "Error",
             message=self._read_termination_message(),
         )

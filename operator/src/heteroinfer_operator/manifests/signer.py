@@ -53,7 +53,7 @@ class Signer:
         """Reports whether the code of a stored object was computed with this operator's key."""
         code = (stored["metadata"].get("annotations") or {}).get(names.ANNOTATION_CODE)
         return (
-            self.key is not None and code is not None and self.key.vouches(code, *self._signed_parts(stored))
+            self.key is not None and code is not None and self.key.verifies(code, *self._signed_parts(stored))
         )
 
     def _signed_parts(self, manifest: Mapping[str, Any]) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ def slowest(calibrations: Sequence[Calibration], *, by_gpu: bool) -> Calibration
     def rate(each: Calibration) -> float:
         if by_gpu:
             return 0.0 if each.gpu is None else each.gpu.bytes_per_s
-        return each.reading(each.hardware.cores)
+        return each.read_rate(each.hardware.cores)
 
     return min(calibrations, key=rate, default=None)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from heteroinfer_contract import load_formats
 from heteroinfer_contract.calibration import HopPath
-from heteroinfer_contract.column_shares import share_experts, share_out
+from heteroinfer_contract.column_shares import share_columns, share_experts
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
@@ -205,7 +205,7 @@ def remote_of(
     kinds = profile.layers
     moved = set(layers)
     # Ranks with experts have nothing in the format of the other layers.
-    scheme = profile.experts_in if any(kinds[index].experts for index in layers) else profile.scheme
+    scheme = profile.scheme_of_experts if any(kinds[index].experts for index in layers) else profile.scheme
     kept = [_without(kind) if index in moved else kind for index, kind in enumerate(kinds)]
     gone = [kind.feed_forward_bytes if index in moved else 0 for index, kind in enumerate(kinds)]
     only = [_only(kind) if index in moved else LayerKind() for index, kind in enumerate(kinds)]
@@ -309,7 +309,7 @@ def _column_counts(kind: LayerKind, unit: int, ranks: int) -> list[int]:
     """Returns each rank's intermediate columns, [] if they are unknown; raises ContractError."""
     if not kind.columns or not unit:
         return []
-    return [own.count for own in share_out(kind.columns, (1,) * ranks, unit)]
+    return [own.count for own in share_columns(kind.columns, (1,) * ranks, unit)]
 
 
 def _parts(remote: Remote, index: int) -> list[Fraction]:

@@ -88,7 +88,7 @@ def grown_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Frac
     grown = kind.quantized_bytes * (packed_part(profile.scheme) - 1)
     columns = Fraction(kind.columns, tensor)
     if kind.experts_quantized:
-        grown += kind.routed_bytes * (packed_for_amx(profile.experts_in) - 1)
+        grown += kind.routed_bytes * (packed_for_amx(profile.scheme_of_experts) - 1)
     elif kind.experts and columns:
         filled = ceil(columns / KERNEL_BLOCK) * KERNEL_BLOCK / columns
         grown += kind.routed_bytes * (filled - 1) * scale
@@ -105,7 +105,10 @@ def bytes_while_packed(profile: ModelProfile, kind: LayerKind, scale: Fraction) 
     Args:
         scale: bytes of the engine's element type per byte of the checkpoint, for plain weights.
     """
-    in_linear, in_experts = _COPIES.get(profile.scheme.name, 0), _COPIES.get(profile.experts_in.name, 1)
+    in_linear, in_experts = (
+        _COPIES.get(profile.scheme.name, 0),
+        _COPIES.get(profile.scheme_of_experts.name, 1),
+    )
     experts = kind.routed_bytes * (Fraction(in_experts) if kind.experts_quantized else scale)
     mlp = _GATE_AND_UP * kind.mlp_bytes * scale * (not (kind.quantized_bytes and in_linear))
     return max(in_linear * kind.quantized_bytes + experts, mlp)

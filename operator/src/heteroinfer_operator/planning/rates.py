@@ -259,7 +259,7 @@ def _which(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
     """Returns part and format of plain weights, of quantized weights, and of experts."""
     name = profile.scheme.name
     quantized = any(kind.experts_quantized for kind in profile.layers)
-    of_experts = profile.experts_in.name if quantized else SchemeName.NONE
+    of_experts = profile.scheme_of_experts.name if quantized else SchemeName.NONE
     return (
         (KernelPart.LINEAR, SchemeName.NONE),
         (KernelPart.LINEAR, name),
@@ -303,7 +303,7 @@ class _Defaults:
         known, bits = self.known, 16
         decoded, products = known.decoded.get(scheme, known.other), known.products
         if scheme is not SchemeName.NONE:
-            own = self.profile.experts_in if part is KernelPart.EXPERTS else self.profile.scheme
+            own = self.profile.scheme_of_experts if part is KernelPart.EXPERTS else self.profile.scheme
             bits = own.bits or 8
         elif part is KernelPart.LINEAR:
             decoded, products = known.plain, known.plain_products
@@ -340,21 +340,21 @@ def _measured_cpu_rates(
     cores = calibration.hardware.cores
     used = min(cores / together if threads is None else threads, cores)
     on_all_nodes = by_rate and together >= calibration.hardware.numa_nodes
-    alone = calibration.reading(used, of_nodes=fmean if on_all_nodes else min)
-    ours = min(alone, calibration.reading(min(used * together, cores)) / together)
+    alone = calibration.read_rate(used, combine=fmean if on_all_nodes else min)
+    ours = min(alone, calibration.read_rate(min(used * together, cores)) / together)
 
     known = CPU_INSTRUCTIONS[best_instructions(measured_features(calibration))]
     defaults = _Defaults(profile=profile, dtype=engine.dtype, known=known, threads=used)
 
     def find(part: KernelPart, name: SchemeName) -> KernelRate:
         default = defaults.kernel(part, name, ours)
-        kernel = calibration.kernel(part, name, engine.dtype)
+        kernel = calibration.fastest_kernel(part, name, engine.dtype)
         if kernel is None:
             return default
         slower = kernel.more_rows or tuple(
             kernel.bytes_per_s * each / default.bytes_per_s for each in default.more_rows
         )
-        of_reading, of_cores = ours / calibration.reading(kernel.threads), used / kernel.threads
+        of_reading, of_cores = ours / calibration.read_rate(kernel.threads), used / kernel.threads
         shares = [of_cores if rows >= _COMPUTING_ROWS else of_reading for rows in MORE_ROWS]
         scaled = tuple(rate * part for rate, part in zip(slower, shares, strict=False))
         return replace(kernel, bytes_per_s=kernel.bytes_per_s * of_reading, more_rows=scaled)

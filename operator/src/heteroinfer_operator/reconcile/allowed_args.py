@@ -217,12 +217,12 @@ def find_unlisted(
 
 def _find_problem(given: GivenOption, more: Collection[str] | None, remote_code: bool) -> PlanError | None:
     """Returns why an argument is not allowed, or None; the parameters are those of `find_unlisted`."""
-    if any(map(given.may_be, OFFLOADING.options)):
+    if any(map(given.may_mean, OFFLOADING.options)):
         return _refusal_error(given.arg, OFFLOADING.why, OFFLOADING.remedy)
     if more is None:
         return None
     if given.option == REMOTE_CODE and not given.path:
-        return None if remote_code or given.is_taken_back else _remote_code_error(given)
+        return None if remote_code or given.is_negated else _remote_code_error(given)
     if given.option in more:
         return None
     if given.option not in ALLOWED_ARGS:

@@ -134,14 +134,14 @@ def _check_activation(profile: ModelProfile, known: frozenset[str], remedy: str)
 
 def _experts_format(profile: ModelProfile) -> str:
     quantized = any(kind.experts_quantized for kind in profile.layers)
-    return str(profile.experts_in) if quantized else profile.dtype
+    return str(profile.scheme_of_experts) if quantized else profile.dtype
 
 
 def check_remote_experts(profile: ModelProfile) -> None:
     """Checks that feed-forward ranks support a model's experts; raises PlanError."""
     if not profile.experts:
         return
-    scheme, plain = profile.experts_in, f"Use the same model {in_bf16(profile)}, or use GPU roles only"
+    scheme, plain = profile.scheme_of_experts, f"Use the same model {in_bf16(profile)}, or use GPU roles only"
     _check_activation(profile, REMOTE_ACTIVATIONS, "Use GPU roles only")
     quantized = [kind for kind in profile.layers if kind.experts_quantized]
     if not quantized:
@@ -176,7 +176,7 @@ def check_experts(profile: ModelProfile, engine: EngineSettings) -> None:
             f"{profile.architecture} with zero experts", "vLLM's router for them is for GPUs only", in_turn
         )
     quantized = any(kind.experts_quantized for kind in profile.layers)
-    scheme = profile.experts_in
+    scheme = profile.scheme_of_experts
     kernel = CPU_EXPERTS.get(scheme.name if quantized else SchemeName.NONE)
     plain = f"Use the same model {in_bf16(profile)}, {remote}"
     if kernel is None:
@@ -204,6 +204,6 @@ def check_experts(profile: ModelProfile, engine: EngineSettings) -> None:
 
 def stage_needs(profile: ModelProfile) -> str:
     """Returns AMX or AVX512 if the kernel for a model's experts in stages needs it, or ""."""
-    kernel = CPU_EXPERTS.get(profile.experts_in.name)
+    kernel = CPU_EXPERTS.get(profile.scheme_of_experts.name)
     quantized = any(kind.experts_quantized for kind in profile.layers)
     return kernel.needs if kernel and quantized else ""

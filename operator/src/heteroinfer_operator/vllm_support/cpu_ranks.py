@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from heteroinfer_contract.load_formats import OF_GPUS, SAFETENSORS
+from heteroinfer_contract.load_formats import GPU_FORMATS, SAFETENSORS
 from heteroinfer_contract.model import AttentionKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
@@ -113,7 +113,7 @@ def check_load_format(engine: EngineSettings) -> None:
         PlanError: the format is for GPUs only.
     """
     asked = EngineOptions.of(engine.extra_args).load_format
-    if (asked or "").lower() in OF_GPUS:
+    if (asked or "").lower() in GPU_FORMATS:
         raise refuse(
             f"engine.args --load-format {asked}",
             "vLLM supports it in groups of GPUs only",
@@ -297,7 +297,7 @@ def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
         without = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
         return AMX, f"multi-head latent attention (without AMX, vLLM uses {without})"
     if needs := stage_needs(profile):
-        return needs, f"experts in {profile.experts_in}"
+        return needs, f"experts in {profile.scheme_of_experts}"
     asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked.startswith("fp8"):
         return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {asked})"

@@ -91,11 +91,11 @@ def _parse(args: tuple[str, ...]) -> EngineOptions:
 
 
 def _value(given: Sequence[GivenOption], option: str) -> str | None:
-    return next((each.value for each in reversed(given) if each.may_be(option) and not each.path), None)
+    return next((each.value for each in reversed(given) if each.may_mean(option) and not each.path), None)
 
 
 def _is_set(given: Sequence[GivenOption], flag: str) -> bool:
     """Returns whether a flag is set and no later argument negates it."""
     negated = f"--no-{flag.removeprefix('--')}"
-    last = next((each for each in reversed(given) if each.may_be(flag) or each.may_be(negated)), None)
-    return last is not None and not last.is_taken_back
+    last = next((each for each in reversed(given) if each.may_mean(flag) or each.may_mean(negated)), None)
+    return last is not None and not last.is_negated

@@ -45,12 +45,12 @@ _SCALE_BITS: Final[Mapping[SchemeName, int]] = MappingProxyType({SchemeName.MXFP
 
 def in_bf16(profile: ModelProfile) -> str:
     """Describes the same model in bf16, with the approximate size of its weights if it is known."""
-    if not (profile.scheme.bits and profile.experts_in.bits):
+    if not (profile.scheme.bits and profile.scheme_of_experts.bits):
         return "in bf16"
     stored = sum(profile.layer_bytes) + profile.embedding_bytes + profile.head_bytes + profile.other_bytes
     linear = sum(kind.quantized_bytes for kind in profile.layers) * (16 / _bits(profile.scheme) - 1)
     experts = sum(kind.routed_bytes for kind in profile.layers if kind.experts_quantized)
-    experts_more = experts * (16 / _bits(profile.experts_in) - 1)
+    experts_more = experts * (16 / _bits(profile.scheme_of_experts) - 1)
     return f"in bf16 (about {(stored + linear + experts_more) / 2**30:.0f} GiB)"
 
 

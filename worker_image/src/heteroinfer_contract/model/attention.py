@@ -20,7 +20,7 @@ _LATENT_TYPES: Final = word_set(
 )
 """Model types with latent attention
 (vllm/transformers_utils/model_arch_config_convertor.py::is_deepseek_mla@v0.32.0)."""
-_KINDS: Final[Mapping[str, AttentionKind]] = {
+_KIND_BY_NAME: Final[Mapping[str, AttentionKind]] = {
     "full_attention": AttentionKind.FULL,
     "attention": AttentionKind.FULL,
     "sliding_attention": AttentionKind.WINDOW,
@@ -40,13 +40,14 @@ _KINDS: Final[Mapping[str, AttentionKind]] = {
     "moe": AttentionKind.NONE,
     "mlp": AttentionKind.NONE,
 }
-"""Entries of `layer_types` in config.json."""
-_NEMOTRON: Final = {
+"""Entry of `layer_types` in config.json -> kind of attention."""
+_NEMOTRON_LETTERS: Final = {
     "M": AttentionKind.LINEAR,
     "*": AttentionKind.FULL,
     "-": AttentionKind.NONE,
     "E": AttentionKind.NONE,
 }
+"""Letter of Nemotron-H's `hybrid_override_pattern` -> kind of attention."""
 _EVERY_NTH_IS_FULL: Final[Mapping[str, tuple[str, int, AttentionKind]]] = {
     "gemma2": ("", 2, AttentionKind.WINDOW),
     "gemma3_text": ("sliding_window_pattern", 6, AttentionKind.WINDOW),
@@ -67,10 +68,11 @@ _EVERY_NTH_IS_FULL: Final[Mapping[str, tuple[str, int, AttentionKind]]] = {
 
 def unknown_layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the types of layers in a config that this module does not know, sorted."""
-    return tuple(sorted({str(name) for name in _layer_types(text) or ()} - set(_KINDS)))
+    return tuple(sorted({str(name) for name in _layer_types(text) or ()} - set(_KIND_BY_NAME)))
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the config's list with a word for each layer; None if it has no complete list."""
     types = text.get("layer_types") or text.get("layers_block_type")
     return types if isinstance(types, list) and len(types) >= int(text["num_hidden_layers"]) else None
 
@@ -81,12 +83,17 @@ def layer_attention(text: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     Args:
         text: a language model's config, with defaults (`model.config.text_config`).
     """
-    kinds = [_kind(attention, _of_layer(text, i)) for i, attention in enumerate(_attention_kinds(text))]
-    own = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
-    return tuple(replace(kind, shares_kv=0 < own <= index) for index, kind in enumerate(kinds))
+    kinds = [
+        _layer_kind(attention, _config_of_layer(text, i))
+        for i, attention in enumerate(_attention_kinds(text))
+    ]
+    first_sharing = len(kinds) - int(text.get("num_kv_shared_layers") or 0)
+    # The config counts the sharing layers, which are the last layers.
+    return tuple(replace(kind, shares_kv=0 < first_sharing <= index) for index, kind in enumerate(kinds))
 
 
-def _of_layer(text: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+def _config_of_layer(text: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Returns the config with the number of key/value heads of one layer."""
     heads = block_heads(text, index)
     return {**text, "num_key_value_heads": heads} if heads else text
 
@@ -99,40 +106,45 @@ def first_of_shared_kv(layers: Sequence[LayerKind]) -> int:
     shares.
     """
     sharing = {kind.attention for kind in layers if kind.shares_kv}
-    own = [(index, kind.attention) for index, kind in enumerate(layers) if not kind.shares_kv]
-    read = [max((i for i, attention in own if attention is each), default=0) for each in sharing]
-    return min(read, default=len(layers) - 1)
+    caching = [(index, kind.attention) for index, kind in enumerate(layers) if not kind.shares_kv]
+    caches_read = [max((i for i, attention in caching if attention is each), default=0) for each in sharing]
+    return min(caches_read, default=len(layers) - 1)
 
 
 def _attention_kinds(text: Mapping[str, Any]) -> Sequence[AttentionKind]:
+    """Returns the kind of each layer's attention, from the first reader that knows this form of config."""
     number = int(text["num_hidden_layers"])
-    for read in (_by_block, _listed, _latent, _patterned, _every_nth):
+    for read in (_kinds_by_block, _kinds_by_list, _latent_kinds, _kinds_by_pattern, _kinds_by_interval):
         kinds = read(text, number)
         if kinds is not None:
             return kinds
-    return [_plain(text, index) for index in range(number)]
+    return [_kind_by_window(text, index) for index in range(number)]
 
 
-def _by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_block(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config with a block for each layer."""
     heads = [block_heads(text, index) for index in range(number)]
-    if all(each is None for each in heads):
+    if all(number_of_heads is None for number_of_heads in heads):
         return None
-    return [AttentionKind.NONE if each == 0 else AttentionKind.FULL for each in heads]
+    return [AttentionKind.NONE if number_of_heads == 0 else AttentionKind.FULL for number_of_heads in heads]
 
 
-def _listed(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_list(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config with one word for each layer."""
     types = _layer_types(text)
     if types is None:
         return None
-    kinds = [_windowed(_KINDS.get(str(name), AttentionKind.FULL), text) for name in types[:number]]
+    kinds = [
+        _full_without_window(_KIND_BY_NAME.get(str(name), AttentionKind.FULL), text)
+        for name in types[:number]
+    ]
     # Qwen3.8's files call layers with an indexer full (transformers' Qwen4ExpTextConfig.__post_init__).
     full, indexed = AttentionKind.FULL, AttentionKind.SPARSE
     return [indexed if kind is full and text.get("indexer_head_dim") else kind for kind in kinds]
 
 
-def _latent(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _latent_kinds(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+    """Returns the kinds for a config with latent attention."""
     if not is_latent(text):
         return None
     latent = AttentionKind.SPARSE if text.get("index_topk") else AttentionKind.LATENT
@@ -143,12 +155,12 @@ def _latent(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | N
     return [latent] * number
 
 
-def _patterned(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_pattern(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
     """Returns the kinds for a config with one letter or number for each layer, or a list of layers."""
     full, linear = AttentionKind.FULL, AttentionKind.LINEAR
     match text:
         case {"hybrid_override_pattern": str(pattern)}:  # Nemotron-H
-            return [_NEMOTRON.get(letter, full) for letter in pattern[:number]]
+            return [_NEMOTRON_LETTERS.get(letter, full) for letter in pattern[:number]]
         case {"sparse_attention_config": {"sparse_attention_freq": list(marks)}} | {
             "hybrid_layer_pattern": list(marks)  # MiniMax-M3: 1 is an index; MiMo-V2: 1 is a window
         }:
@@ -164,19 +176,20 @@ def _patterned(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] 
     return None
 
 
-def _every_nth(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+def _kinds_by_interval(text: Mapping[str, Any], number: int) -> Sequence[AttentionKind] | None:
+    """Returns the kinds for a config in which every nth layer has full attention."""
     kind = str(text.get("model_type", ""))
     if kind in ("llama4_text", "llama4"):
-        return [_llama4(text, i) for i in range(number)]
+        return [_llama4_kind(text, i) for i in range(number)]
     if kind not in _EVERY_NTH_IS_FULL:
         return None
     field, default, other = _EVERY_NTH_IS_FULL[kind]
     every = int(text.get(field) or default) if field else default
     kinds = [AttentionKind.FULL if (i + 1) % every == 0 else other for i in range(number)]
-    return [_windowed(each, text) for each in kinds]
+    return [_full_without_window(each, text) for each in kinds]
 
 
-def _plain(text: Mapping[str, Any], index: int) -> AttentionKind:
+def _kind_by_window(text: Mapping[str, Any], index: int) -> AttentionKind:
     """Returns the kind of a layer if the config has at most a window for all layers."""
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return AttentionKind.FULL
@@ -185,11 +198,13 @@ def _plain(text: Mapping[str, Any], index: int) -> AttentionKind:
     return AttentionKind.WINDOW
 
 
-def _windowed(kind: AttentionKind, text: Mapping[str, Any]) -> AttentionKind:
+def _full_without_window(kind: AttentionKind, text: Mapping[str, Any]) -> AttentionKind:
+    """Returns the kind, but full attention if the config has no size for a window."""
     return AttentionKind.FULL if kind is AttentionKind.WINDOW and not text.get("sliding_window") else kind
 
 
-def _llama4(text: Mapping[str, Any], index: int) -> AttentionKind:
+def _llama4_kind(text: Mapping[str, Any], index: int) -> AttentionKind:
+    """Returns the kind of a layer of Llama 4: chunks with rotary embeddings, else full attention."""
     rope = text.get("no_rope_layers")
     if isinstance(rope, list) and len(rope) > index:
         chunked = bool(rope[index])
@@ -204,22 +219,23 @@ def is_latent(text: Mapping[str, Any]) -> bool:
     return text.get("model_type") in _LATENT_TYPES and has_latents
 
 
-def _kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
+def _layer_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
+    """Returns a layer's attention with the sizes of its caches and states."""
     match attention:
         case AttentionKind.LINEAR:
-            return _linear(text)
+            return _linear_kind(text)
         case AttentionKind.LATENT | AttentionKind.SPARSE:
-            return _latent_kind(attention, text)
+            return _latent_layer_kind(attention, text)
         case AttentionKind.WINDOW:
             window = int(text["sliding_window"])
-            return replace(_cached(text, prefix="swa_"), attention=attention, window=window)
+            return replace(_kind_with_cache(text, prefix="swa_"), attention=attention, window=window)
         case AttentionKind.CHUNKED:
             chunk = int(text["attention_chunk_size"])
-            return replace(_cached(text), attention=attention, window=chunk)
+            return replace(_kind_with_cache(text), attention=attention, window=chunk)
         case AttentionKind.FULL:
-            kind, state = _cached(text), LayerKind()
+            kind, state = _kind_with_cache(text), LayerKind()
             if text.get("model_type") == "falcon_h1":  # attention and a state in each layer
-                state = _linear(text)
+                state = _linear_kind(text)
             return replace(
                 kind,
                 conv_elements=state.conv_elements,
@@ -229,9 +245,10 @@ def _kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
     return LayerKind(attention=attention)
 
 
-def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
+def _latent_layer_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind:
+    """Returns a layer with latent or sparse attention, and the sizes of its cache and its index."""
     if not is_latent(text):
-        return replace(_cached(text), attention=attention, index_bytes=_index_of_keys_bytes(text))
+        return replace(_kind_with_cache(text), attention=attention, index_bytes=_key_index_bytes(text))
     if text.get("compress_ratios"):
         # DeepSeek-V4's latents contain the position, and most cover several tokens: this is the upper limit.
         width = int(text["head_dim"])
@@ -247,57 +264,61 @@ def _latent_kind(attention: AttentionKind, text: Mapping[str, Any]) -> LayerKind
     return LayerKind(attention=attention, kv_heads=1, kv_width=width, index_bytes=index_bytes)
 
 
-def _index_of_keys_bytes(text: Mapping[str, Any]) -> int:
-    """Returns the bytes per token of an index in addition to keys and values; its elements have 16 bits.
+def _key_index_bytes(text: Mapping[str, Any]) -> int:
+    """Returns the bytes per token of the index that selects keys; its elements have 16 bits.
 
-    Source: vllm/models/qwen4_exp, minimax_m3@v0.32.0.
+    The keys and values themselves do not count. Source: vllm/models/qwen4_exp, minimax_m3@v0.32.0.
     """
     sparse = text.get("sparse_attention_config") or {}
     width = int(text.get("indexer_head_dim") or sparse.get("sparse_index_dim") or 0)
     return 2 * width * int(text.get("indexer_kv_heads") or 1) // int(text.get("indexer_compress_ratio") or 1)
 
 
-def _gemma4_full(text: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma4_full_attention_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields in which Gemma-4's layers with full attention differ from the others.
 
     Source: transformers' Gemma4TextConfig.__post_init__.
     """
-    own: dict[str, Any] = {"head_dim": text.get("global_head_dim") or 512}
+    fields: dict[str, Any] = {"head_dim": text.get("global_head_dim") or 512}
     if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
-        own["num_key_value_heads"] = text["num_global_key_value_heads"]
-    return own
+        fields["num_key_value_heads"] = text["num_global_key_value_heads"]
+    return fields
 
 
-def _cached(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
-    """Returns a layer with keys and values. MiMo's window layers have their own fields, with a prefix."""
+def _kind_with_cache(text: Mapping[str, Any], prefix: str = "") -> LayerKind:
+    """Returns a layer that caches keys and values.
+
+    Args:
+        prefix: begins the names of the fields of MiMo's window layers.
+    """
     if not prefix and str(text.get("model_type")).startswith("gemma4"):
-        text = {**text, **_gemma4_full(text)}
+        text = {**text, **_gemma4_full_attention_fields(text)}
     heads = int(text["num_attention_heads"])
     if text.get("kv_lora_rank") and text.get("qk_nope_head_dim"):
         # vLLM expands these latents to keys and values, and caches those; values are padded to keys' width
         # (vllm/model_executor/models/minicpm3.py::MiniCPM3Attention@v0.32.0).
         key = int(text["qk_nope_head_dim"]) + int(text.get("qk_rope_head_dim") or 0)
         return LayerKind(kv_heads=heads, kv_width=2 * key)
-    own = {
+    fields = {
         name: text.get(f"{prefix}{name}") or text.get(name) for name in ("num_key_value_heads", "head_dim")
     }
-    head_dim = int(own["head_dim"] or int(text["hidden_size"]) // heads)
+    head_dim = int(fields["head_dim"] or int(text["hidden_size"]) // heads)
     value_dim = head_dim
     if text.get("model_type") in ("mimo_v2_flash", "mimo_v2"):
         value_dim = int(text.get(f"{prefix}v_head_dim") or text.get("v_head_dim") or head_dim)
     return LayerKind(
-        kv_heads=int(own["num_key_value_heads"] or heads),
+        kv_heads=int(fields["num_key_value_heads"] or heads),
         kv_width=head_dim + value_dim,
         value_width=0 if value_dim == head_dim else value_dim,
     )
 
 
-def _linear(text: Mapping[str, Any]) -> LayerKind:
+def _linear_kind(text: Mapping[str, Any]) -> LayerKind:
     """Returns a layer with a state of fixed size.
 
     Source: vllm/model_executor/layers/mamba/mamba_utils.py::MambaStateShapeCalculator@v0.32.0.
     """
-    conv, state = _linear_sizes(text)
+    conv, state = _state_sizes(text)
     # Mamba 2 keeps one more state, from which a prefill continues (vllm/.../mamba/mamba_mixer2.py@v0.32.0).
     is_mamba2 = bool(text.get("mamba_num_heads") or text.get("mamba_n_heads"))
     return LayerKind(
@@ -308,7 +329,7 @@ def _linear(text: Mapping[str, Any]) -> LayerKind:
     )
 
 
-def _linear_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
+def _state_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the elements of a sequence's convolution state and of its recurrent state."""
 
     def number(*names: str, default: int = 0) -> int:

@@ -36,7 +36,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """transformers' usual name of a field -> other names in config.json, including those that vLLM accepts
 (vllm/transformers_utils/model_arch_config_convertor.py@v0.32.0)."""
 
-_LENGTHS: Final = word_set(
+_LENGTH_FIELDS: Final = word_set(
     """
     max_position_embeddings n_positions max_seq_len seq_length model_max_length max_target_positions
     max_sequence_length max_seq_length seq_len
@@ -44,7 +44,7 @@ _LENGTHS: Final = word_set(
 )
 """Fields with a limit of tokens; the smallest limit is the longest sequence
 (vllm/transformers_utils/model_arch_config_convertor.py::derive_max_model_len_and_key@v0.32.0)."""
-_ROPE_IN_LENGTH: Final = word_set(
+_ROPE_TYPES_IN_LENGTH: Final = word_set(
     """
     su longrope llama3 yarn telechat3-yarn deepseek_yarn deepseek_llama_scaling
     """
@@ -60,15 +60,19 @@ def whole_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in _WRAPPER_KEYS:
         inner = config.get(key)
         if isinstance(inner, Mapping):
-            return {**inner, "architectures": config.get("architectures"), "dtype": _dtype(inner, config)}
+            return {
+                **inner,
+                "architectures": config.get("architectures"),
+                "dtype": _first_dtype(inner, config),
+            }
     return config
 
 
 def text_class(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the class and the type of the language model in a model with an encoder.
+    """Returns the class and the type of the language model inside a model with an encoder.
 
     Returns:
-        both are "" for a model without an encoder; each is "" if the config does not name it.
+        Both are "" for a model without an encoder; each is "" if the config does not name it.
     """
     whole = whole_model(config)
     nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
@@ -78,7 +82,7 @@ def text_class(config: Mapping[str, Any]) -> tuple[str, str]:
     return str(named[0]) if isinstance(named, list) and named else "", str(nested.get("model_type") or "")
 
 
-def _dtype(*sources: Any) -> Any:
+def _first_dtype(*sources: Any) -> Any:
     """Returns the first dtype that the configs name, in their order, or None."""
     named = [
         source.get(key)
@@ -99,18 +103,20 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     whole = whole_model(config)
     nested = next((whole[key] for key in _TEXT_KEYS if isinstance(whole.get(key), Mapping)), None)
-    own = whole if nested is None else nested
-    defaults = DEFAULTS.get(str(own.get("model_type") or _text_type(whole)), {})
+    text_part = whole if nested is None else nested
+    defaults = DEFAULTS.get(str(text_part.get("model_type") or _type_of_nested_config(whole)), {})
     # A default applies only if the field is missing under all its names. `null` is a value: no window.
-    parts = [_under_usual_names(own[key]) for key in _PART_KEYS if isinstance(own.get(key), Mapping)]
-    of_parts = {name: value for part in parts for name, value in part.items()}
-    text = {**defaults, **whole, **own, **of_parts, **_under_usual_names(own)}
+    parts = [
+        _under_usual_names(text_part[key]) for key in _PART_KEYS if isinstance(text_part.get(key), Mapping)
+    ]
+    nested_fields = {name: value for part in parts for name, value in part.items()}
+    text = {**defaults, **whole, **text_part, **nested_fields, **_under_usual_names(text_part)}
     text["architectures"] = config.get("architectures") or text.get("architectures")
     # In vLLM's order (model_arch_config_convertor.py::get_torch_dtype@v0.32.0).
-    text["dtype"] = _dtype(whole, nested, whole.get("vision_config"), whole.get("encoder_config"))
+    text["dtype"] = _first_dtype(whole, nested, whole.get("vision_config"), whole.get("encoder_config"))
     text |= _under_usual_names(text)
     text |= _special_fields(text)
-    text["max_position_embeddings"] = _longest(text)
+    text["max_position_embeddings"] = _max_sequence_tokens(text)
     # Some configs have a list with equal entries, one for each layer.
     for name in ("num_experts", "num_experts_per_tok"):
         if isinstance(text.get(name), list) and text[name]:
@@ -128,20 +134,20 @@ def _under_usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _longest(text: Mapping[str, Any]) -> Any:
+def _max_sequence_tokens(text: Mapping[str, Any]) -> Any:
     """Returns the longest sequence that vLLM accepts, in tokens; None if the config has no limit.
 
     A tokenizer's own limit does not count: vLLM checks it for pooling models only.
     Source: vllm/config/model.py::_get_and_verify_max_len@v0.32.0.
     """
-    lengths = [text[name] for name in _LENGTHS if text.get(name) is not None]
+    lengths = [text[name] for name in _LENGTH_FIELDS if text.get(name) is not None]
     longest = text.get("model_max_length") or min(lengths, default=None)
     factor = _rope_factor(text)
     return longest if longest is None or factor == 1 else int(longest * factor)
 
 
 def _rope_factor(text: Mapping[str, Any]) -> float:
-    """Factor by which rotary embeddings extend the model's original length."""
+    """Returns the factor by which rotary embeddings extend the model's original length."""
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(rope, Mapping) or "gemma3" in str(text.get("model_type")):
         return 1
@@ -149,7 +155,7 @@ def _rope_factor(text: Mapping[str, Any]) -> float:
     factors = [
         each.get("factor")
         for each in by_layer or [rope]
-        if each.get("rope_type", each.get("type")) not in _ROPE_IN_LENGTH
+        if each.get("rope_type", each.get("type")) not in _ROPE_TYPES_IN_LENGTH
     ]
     return next((float(factor) for factor in reversed(factors) if factor), 1)
 
@@ -176,7 +182,7 @@ def block_heads(text: Mapping[str, Any], index: int) -> int | None:
     None if the config has no such entry (all models except Nemotron-NAS).
     Source: vllm/model_executor/models/nemotron_nas.py::DeciLMDecoderLayer@v0.32.0.
     """
-    attention = _of_block(text, index, "attention")
+    attention = _block_part(text, index, "attention")
     if attention is None:
         return None
     if attention.get("no_op"):
@@ -186,18 +192,23 @@ def block_heads(text: Mapping[str, Any], index: int) -> int | None:
 
 def is_empty_block(text: Mapping[str, Any], index: int) -> bool:
     """Reports whether a layer has no weights, according to its entry of `block_configs`."""
-    parts = [_of_block(text, index, part) for part in ("attention", "ffn")]
+    parts = [_block_part(text, index, part) for part in ("attention", "ffn")]
     return all(part is not None and part.get("no_op") for part in parts)
 
 
-def _of_block(text: Mapping[str, Any], index: int, part: str) -> Mapping[str, Any] | None:
+def _block_part(text: Mapping[str, Any], index: int, part: str) -> Mapping[str, Any] | None:
+    """Returns one part of a layer's entry in `block_configs`; None if the config has no such part.
+
+    Args:
+        part: `attention` or `ffn`.
+    """
     blocks = text.get("block_configs")
     block = blocks[index] if isinstance(blocks, list) and index < len(blocks) else None
     found = block.get(part) if isinstance(block, Mapping) else None
     return found if isinstance(found, Mapping) else None
 
 
-def _text_type(whole: Mapping[str, Any]) -> str:
+def _type_of_nested_config(whole: Mapping[str, Any]) -> str:
     """Returns the type of a nested config that does not name its type."""
     return str(TEXT_TYPES.get(str(whole.get("model_type")), whole.get("model_type", "")))
 
@@ -230,7 +241,7 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     config["architectures"] = [architecture]
     quantization = config.pop("quantization", None)
     if isinstance(quantization, Mapping) and quantization:
-        config["quantization_config"] = _params_quantization(quantization)
+        config["quantization_config"] = _convert_quantization(quantization)
     multimodal = config.pop("multimodal", None) or {}
     vision = multimodal.get("vision_encoder_args") or config.pop("vision_encoder", None)
     if vision:
@@ -244,7 +255,8 @@ def from_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _params_quantization(quantization: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_quantization(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the quantization of a params.json to a `quantization_config`."""
     if quantization.get("qformat_weight") == "fp8_e4m3":
         return {"quant_method": "fp8"}
     return dict(quantization)

@@ -1,6 +1,6 @@
 """Contradictions between a config.json and the headers of its weights. Stdlib only; pure.
 
-vLLM builds a model by its config, and its load fails, or its answers are wrong, where the files differ.
+vLLM builds a model by its config. If the weights differ, vLLM cannot load them, or its answers are wrong.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,20 +11,22 @@ from heteroinfer_contract.model.scheme import Scheme, SchemeName
 from heteroinfer_contract.model.weights import Tensor, is_embedding, is_expert_input
 
 _FP8: Final = frozenset({"F8_E4M3", "F8_E5M2"})
-_NIBBLES: Final = frozenset({"U8", "I8"})
+_PACKED_TYPES: Final = frozenset({"U8", "I8"})
 _FP4: Final = frozenset({SchemeName.MXFP4, SchemeName.NVFP4})
-_OWN_TYPE: Final = "expert_dtype"
-"""Under which DeepSeek-V4 names its experts' format, for which vLLM has a method
+_EXPERT_TYPE_FIELD: Final = "expert_dtype"
+"""Field in which DeepSeek-V4's config names the format of its experts, which vLLM supports
 (vllm/models/deepseek_v4/quant_config.py@v0.32.0)."""
 
 
 def stored_expert_scheme(tensors: Sequence[Tensor], hidden: int) -> Scheme | None:
-    """Returns the format of routed experts in 4-bit floats, by types and shapes alone; None for another.
+    """Returns the format of routed experts that are stored as 4-bit floats; None for other formats.
+
+    Types and shapes of the tensors show the format: each byte holds two values, so a row has half the bytes.
 
     Args:
         hidden: width of the residual stream.
     """
-    packed = next((each for each in tensors if is_expert_input(each) and each.dtype in _NIBBLES), None)
+    packed = next((each for each in tensors if is_expert_input(each) and each.dtype in _PACKED_TYPES), None)
     if packed is None or packed.shape[-1] * 2 != hidden:
         return None
     expert = packed.name.rpartition(".")[0]
@@ -37,26 +39,28 @@ def stored_expert_scheme(tensors: Sequence[Tensor], hidden: int) -> Scheme | Non
 def find_faults(
     text: Mapping[str, Any], tensors: Sequence[Tensor], scheme: Scheme, experts: Scheme | None
 ) -> tuple[str, ...]:
-    """Returns what keeps vLLM from loading a model, one sentence each, with both sides.
+    """Returns each contradiction as a sentence that names the config's value and the files' value.
 
     Args:
         text: a language model's config, with defaults (`model.config.text_config`).
-        scheme: the format in the config.
-        experts: the format of routed experts in 4-bit floats by the headers, or None.
+        scheme: format that the config names.
+        experts: result of `stored_expert_scheme`.
     """
     return (
-        *_unknown_words(text),
-        *_wrong_sizes(text, tensors),
-        *_wrong_formats(text, tensors, scheme, experts),
+        *_layer_type_faults(text),
+        *_size_faults(text, tensors),
+        *_format_faults(text, tensors, scheme, experts),
     )
 
 
-def _unknown_words(text: Mapping[str, Any]) -> Iterator[str]:
+def _layer_type_faults(text: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence about types of layers whose memory the planner cannot compute."""
     if words := unknown_layer_types(text):
         yield f"config.json has layer_types {', '.join(words)[:100]}, whose memory no plan knows"
 
 
-def _wrong_sizes(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
+def _size_faults(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
+    """Yields a sentence for each size of the embedding that differs from the config."""
     embedding = next((each for each in tensors if is_embedding(each)), None)
     if embedding is None:
         return
@@ -65,10 +69,11 @@ def _wrong_sizes(text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator
             yield f"config.json has {name} {text[name]}, and {embedding.name} has {size} in the files"
 
 
-def _wrong_formats(
+def _format_faults(
     text: Mapping[str, Any], tensors: Sequence[Tensor], scheme: Scheme, experts: Scheme | None
 ) -> Iterator[str]:
-    if experts is not None and scheme.name not in _FP4 and str(text.get(_OWN_TYPE)) != "fp4":
+    """Yields a sentence for quantized weights that the config does not mention."""
+    if experts is not None and scheme.name not in _FP4 and str(text.get(_EXPERT_TYPE_FIELD)) != "fp4":
         named = "no quantization" if scheme == Scheme() else str(scheme)
         yield f"config.json has {named}, and the experts are in {experts} in the files"
     stored = next((each.name for each in tensors if each.dtype in _FP8 and each.name.endswith(".weight")), "")

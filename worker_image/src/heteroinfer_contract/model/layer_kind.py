@@ -47,10 +47,10 @@ class LayerKind:
         experts_per_token: routed experts that a token passes through.
         expert_bytes: weights of one routed expert.
         experts_quantized: whether the routed experts are in the model's scheme.
-        gates_together: whether one tensor has the gate and up columns of all experts; its name does not show
-            their order.
+        gates_together: whether one tensor has the gate and up columns of all experts. Such a tensor's name
+            does not show whether the columns are interleaved.
         quantized_bytes: weights other than routed experts that are in the model's scheme.
-        mlp_bytes: the dense feed-forward part; 0 for a layer with shared or routed experts.
+        mlp_bytes: weights of the dense feed-forward part; 0 for a layer with shared or routed experts.
         columns: intermediate columns of one routed expert, or of the dense feed-forward part; 0 if unknown,
             as in profiles of earlier versions.
     """

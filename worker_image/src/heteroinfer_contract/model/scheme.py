@@ -79,7 +79,7 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
     quantization = find_quantization(config, text)
     if quantization is None:
         return Scheme()
-    method = _method(quantization).lower().replace("_", "-")
+    method = _method_name(quantization).lower().replace("_", "-")
     read = _READERS.get(method)
     return Scheme(name=SchemeName.OTHER, bits=0) if read is None else read(quantization)
 
@@ -87,7 +87,7 @@ def read_scheme(config: Mapping[str, Any], text: Mapping[str, Any]) -> Scheme:
 def read_method(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     """Returns vLLM's name of the method in a config.json; "" if the weights are not quantized."""
     quantization = find_quantization(config, text)
-    return "" if quantization is None else _method(quantization)
+    return "" if quantization is None else _method_name(quantization)
 
 
 def find_quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -103,7 +103,7 @@ def find_quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Map
     )
 
 
-def _method(quantization: Mapping[str, Any]) -> str:
+def _method_name(quantization: Mapping[str, Any]) -> str:
     """Returns the method of quantization; ModelOpt's own files name only an algorithm.
 
     Source: vllm/transformers_utils/model_arch_config_convertor.py::_normalize_quantization_config@v0.32.0.
@@ -115,14 +115,17 @@ def _method(quantization: Mapping[str, Any]) -> str:
     return str(quantization.get("quant_method") or "")
 
 
-def _fp8(quantization: Mapping[str, Any]) -> Scheme:
+def _read_fp8(quantization: Mapping[str, Any]) -> Scheme:
+    """Returns the format of `quant_method: fp8`."""
     block = quantization.get("weight_block_size")
     if block:
         return Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=int(block[-1]))
     return Scheme(name=SchemeName.FP8_TENSOR, bits=8)
 
 
-def _grouped(name: SchemeName) -> Callable[[Mapping[str, Any]], Scheme]:
+def _grouped_reader(name: SchemeName) -> Callable[[Mapping[str, Any]], Scheme]:
+    """Returns a reader for a format whose weights share a scale in groups."""
+
     def read(quantization: Mapping[str, Any]) -> Scheme:
         group = int(quantization.get("group_size", quantization.get("q_group_size", 128)))
         bits = int(quantization.get("bits", quantization.get("w_bit", 4)))
@@ -131,7 +134,8 @@ def _grouped(name: SchemeName) -> Callable[[Mapping[str, Any]], Scheme]:
     return read
 
 
-def _compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
+def _read_compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
+    """Returns the format of the first group in a config of compressed-tensors."""
     groups = quantization.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None
@@ -157,7 +161,8 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> Scheme:
     return Scheme(name=name, bits=bits)
 
 
-def _modelopt(quantization: Mapping[str, Any]) -> Scheme:
+def _read_modelopt(quantization: Mapping[str, Any]) -> Scheme:
+    """Returns the format that a config of ModelOpt names by its algorithm."""
     inner = quantization.get("quantization")
     algorithm = str((inner if isinstance(inner, Mapping) else quantization).get("quant_algo", "")).upper()
     if "NVFP4" in algorithm:
@@ -180,21 +185,22 @@ _MODELOPT_METHODS: Final[Mapping[str, str]] = {
 }
 """ModelOpt's algorithm -> vLLM's method. vLLM refuses other algorithms in files without a method."""
 _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
-    "": _compressed_tensors,
-    "awq": _grouped(SchemeName.AWQ),
+    "": _read_compressed_tensors,
+    "awq": _grouped_reader(SchemeName.AWQ),
     "bitsandbytes": lambda _: Scheme(name=SchemeName.BITSANDBYTES, bits=4),
-    "compressed-tensors": _compressed_tensors,
+    "compressed-tensors": _read_compressed_tensors,
     "fbgemm-fp8": lambda _: Scheme(name=SchemeName.FP8_CHANNEL, bits=8),
-    "fp8": _fp8,
+    "fp8": _read_fp8,
     "gguf": lambda _: Scheme(name=SchemeName.GGUF, bits=0),
-    "gptq": _grouped(SchemeName.GPTQ),
-    "modelopt": _modelopt,
-    "modelopt-fp4": _modelopt,
+    "gptq": _grouped_reader(SchemeName.GPTQ),
+    "modelopt": _read_modelopt,
+    "modelopt-fp4": _read_modelopt,
     "modelopt-mxfp8": lambda _: _MXFP8,
     "mxfp4": lambda _: Scheme(name=SchemeName.MXFP4, bits=4, group=32),
     "mxfp8": lambda _: _MXFP8,
 }
-"""`quant_method` of config.json -> function that reads the format."""
+"""`quant_method` of config.json -> function that reads the format. Files without a method are of
+compressed-tensors."""
 _LIMIT_KEYS: Final = ("swiglu_limits", "expert_swiglu_limit_list")
 _SCORING_KEYS: Final = ("scoring_func", "score_function", "score_func", "moe_router_activation")
 _SIGMOID_WITH_BIAS: Final = (

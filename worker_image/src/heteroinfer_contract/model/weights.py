@@ -129,7 +129,7 @@ class Weights:
     Attributes:
         layers: weights of the served layers, by number.
         encoder: encoders of images or audio, with their projections.
-        hears: whether an encoder is for audio.
+        hears_audio: whether an encoder is for audio.
         host_tables: tables that stay in the host's memory, on any device.
         other: everything else (final norm).
         dropped: weights that vLLM does not load.
@@ -139,7 +139,7 @@ class Weights:
     embedding: int = 0
     head: int = 0
     encoder: int = 0
-    hears: bool = False
+    hears_audio: bool = False
     layer_tables: int = 0
     host_tables: int = 0
     other: int = 0
@@ -159,8 +159,10 @@ def is_embedding(tensor: Tensor) -> bool:
 
 def is_expert_input(tensor: Tensor) -> bool:
     """Reports whether a tensor is the gate or up projection of one routed expert."""
-    path = set(tensor.name.split("."))
-    return bool(_EXPERT_NUMBER.search(tensor.name)) and bool(path & _GATE_OR_UP) and "weight" in path
+    name_parts = set(tensor.name.split("."))
+    return (
+        bool(_EXPERT_NUMBER.search(tensor.name)) and bool(name_parts & _GATE_OR_UP) and "weight" in name_parts
+    )
 
 
 def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[int] = ()) -> Weights:
@@ -171,51 +173,58 @@ def sum_weights(tensors: Iterable[Tensor], num_layers: int, shared: Container[in
         shared: layers that read an earlier layer's keys and values.
     """
     tensors = tuple(tensors)
-    towers = _towers(tensors, num_layers)
+    encoder_prefixes = _encoder_prefixes(tensors, num_layers)
     weights = Weights()
     for tensor in tensors:
-        _add(weights, tensor, num_layers, shared, towers)
+        _add_tensor(weights, tensor, num_layers, shared, encoder_prefixes)
     return weights
 
 
-def _towers(tensors: Iterable[Tensor], num_layers: int) -> tuple[str, ...]:
+def _encoder_prefixes(tensors: Iterable[Tensor], num_layers: int) -> tuple[str, ...]:
     """Returns the name prefixes of encoders: stacks of numbered layers other than the decoder.
 
     The decoder is the stack with the most bytes among those that have at least `num_layers` layers.
     """
-    size: Counter[str] = Counter()
-    last: dict[str, int] = {}
+    bytes_of_stack: Counter[str] = Counter()
+    last_number: dict[str, int] = {}
     for tensor in tensors:
         match = _LAYER.search(tensor.name)
         if match and not set(tensor.name.split(".")) & (_DROPPED | _ENCODERS):
             stack = tensor.name[: match.start(1)]
-            size[stack] += tensor.size_bytes
-            last[stack] = max(last.get(stack, 0), int(match[1]))
+            bytes_of_stack[stack] += tensor.size_bytes
+            last_number[stack] = max(last_number.get(stack, 0), int(match[1]))
     decoder = max(
-        (stack for stack in size if last[stack] >= num_layers - 1), key=size.__getitem__, default=None
+        (stack for stack in bytes_of_stack if last_number[stack] >= num_layers - 1),
+        key=bytes_of_stack.__getitem__,
+        default=None,
     )
     if decoder is None:
         return ()
-    return tuple(sorted(_tower(stack, decoder) for stack in size if stack != decoder))
+    return tuple(sorted(_encoder_prefix(stack, decoder) for stack in bytes_of_stack if stack != decoder))
 
 
-def _tower(stack: str, decoder: str) -> str:
-    """Returns the prefix of `stack` up to the first part of the name that differs from `decoder`."""
+def _encoder_prefix(stack: str, decoder: str) -> str:
+    """Returns the shortest prefix of `stack`, in whole parts of the name, that `decoder` does not have."""
     pairs = zip_longest(stack.split("."), decoder.split("."))
-    alike = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return ".".join(stack.split(".")[: alike + 1]) + "."
+    common_parts = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return ".".join(stack.split(".")[: common_parts + 1]) + "."
 
 
-def _add(
-    weights: Weights, tensor: Tensor, num_layers: int, shared: Container[int], towers: tuple[str, ...]
+def _add_tensor(
+    weights: Weights,
+    tensor: Tensor,
+    num_layers: int,
+    shared: Container[int],
+    encoder_prefixes: tuple[str, ...],
 ) -> None:
+    """Adds a tensor's bytes to the part of the model to which its name belongs."""
     name, size = tensor.name, tensor.size_bytes
-    parts = set(name.split("."))
-    if parts & _DROPPED or _COMPUTED.search(name):
+    name_parts = set(name.split("."))
+    if name_parts & _DROPPED or _COMPUTED.search(name):
         weights.dropped += size
-    elif parts & _ENCODERS or (name.startswith(towers) and not _EMBEDDING.search(name)):
+    elif name_parts & _ENCODERS or (name.startswith(encoder_prefixes) and not _EMBEDDING.search(name)):
         weights.encoder += size
-        weights.hears |= bool(parts & _AUDIO)
+        weights.hears_audio |= bool(name_parts & _AUDIO)
     elif _HOST_TABLES.search(name):
         weights.host_tables += size
     elif match := _LAYER.search(name):
@@ -234,6 +243,7 @@ def _add(
 
 
 def _add_to_layer(layer: LayerBytes, tensor: Tensor) -> None:
+    """Adds a tensor's bytes and columns to its layer."""
     size = tensor.size_bytes
     layer.total += size
     if _MLP.search(tensor.name):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from heteroinfer_contract.names import exit_code_of
+from heteroinfer_contract.names import exit_code_of_signal
 from heteroinfer_contract.parent_death import adopt_orphans
 from vllm_heteroinfer.calibration.command import LIMIT_S, calibrate
 
@@ -45,7 +45,7 @@ def _end_when_asked() -> None:
 
 def _exit(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
-    raise SystemExit(exit_code_of(number))
+    raise SystemExit(exit_code_of_signal(number))
 
 
 def _limit_argument(text: str) -> float:

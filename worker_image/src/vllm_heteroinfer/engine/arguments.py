@@ -140,7 +140,7 @@ def choose_reader(plan: Plan, rank: RankAssignment, args: argparse.Namespace) ->
             f"engine.args: --load-format must be {' or '.join(load_formats.FEED_FORWARD)} in mode "
             f"{plan.mode} (got {asked}): {load_formats.FEED_FORWARD_WHY}"
         )
-    if rank.device is Device.CPU and asked in load_formats.OF_GPUS:
+    if rank.device is Device.CPU and asked in load_formats.GPU_FORMATS:
         _logger.info("rank %d loads %s: %s is for GPUs only", rank.rank, load_formats.SAFETENSORS, asked)
         args.load_format = load_formats.SAFETENSORS
 

@@ -79,7 +79,7 @@ class ExpertWeights:
         if w13:
             return self._read_columns(name, expert)
         whole = self._reader.read(name, expert, (0, self._shape.hidden))
-        return whole if self._shape.own.once else torch.zeros_like(whole)
+        return whole if self._shape.own.adds_bias else torch.zeros_like(whole)
 
     # Regions of parameters
 

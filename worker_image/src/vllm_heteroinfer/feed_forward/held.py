@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from heteroinfer_contract.column_shares import Span, share_experts, share_out
+from heteroinfer_contract.column_shares import Span, share_columns, share_experts
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import FeedForwardShare
 from vllm_heteroinfer.feed_forward.expert_reader import ExpertReader
@@ -71,7 +71,7 @@ def hold(recipe: Recipe, model: Path, own: FeedForwardShare, shares: Sequence[in
             if by_experts:
                 experts = own_experts = share_experts(layer.experts, shares)[lane]
             else:
-                columns = share_out(layer.inner, shares, recipe.unit)[lane]
+                columns = share_columns(layer.inner, shares, recipe.unit)[lane]
             part = OwnPart(columns=columns, experts=experts)
             parts[number] = load(reader.layer(layer), part, getattr(torch, recipe.dtype))
     reader.check_unchanged()

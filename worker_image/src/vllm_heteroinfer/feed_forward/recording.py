@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heteroinfer_contract.column_shares import unit_of
+from heteroinfer_contract.column_shares import column_unit_of
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model.scheme import find_quantization
 from vllm_heteroinfer.feed_forward.file_tensors import MappedFile, MappedFiles
@@ -206,7 +206,7 @@ def _recipe(
         layers=layers,
         dtype=str(model.dtype).removeprefix("torch."),
         max_rows=config.scheduler_config.max_num_batched_tokens,
-        unit=unit_of(find_quantization(vars(model.hf_config), vars(model.hf_text_config))),
+        unit=column_unit_of(find_quantization(vars(model.hf_config), vars(model.hf_text_config))),
         files=tuple(
             RecipeFile(name=os.path.relpath(file.path, root), num_bytes=file.num_bytes, digest=file.digest)
             for file in files

@@ -103,7 +103,7 @@ def _leave(options: FetchOptions, text: str) -> None:
 async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
     # PID 1 has no default action for SIGTERM. The cache keeps unfinished downloads.
     asyncio.get_running_loop().add_signal_handler(
-        signal.SIGTERM, lambda: os._exit(names.exit_code_of(signal.SIGTERM))
+        signal.SIGTERM, lambda: os._exit(names.exit_code_of_signal(signal.SIGTERM))
     )
     server = HealthServer(lambda request: _answer(job, request.path))
     await server.start(options.health_host, options.health_port)

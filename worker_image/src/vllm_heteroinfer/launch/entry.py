@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from heteroinfer_contract.names import exit_code_of
+from heteroinfer_contract.names import exit_code_of_signal
 
 _STOPPED = 0
 
@@ -23,7 +23,7 @@ def main() -> int:
 
 def _leave(*_: object) -> None:
     """Ends a process that has started nothing yet; a supervisor later installs its own handler."""
-    os._exit(_STOPPED if sys.argv[1:2] in ([], ["run"]) else exit_code_of(signal.SIGTERM))
+    os._exit(_STOPPED if sys.argv[1:2] in ([], ["run"]) else exit_code_of_signal(signal.SIGTERM))
 
 
 if __name__ == "__main__":

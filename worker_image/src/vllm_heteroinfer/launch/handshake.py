@@ -59,7 +59,7 @@ class Seal:
             ContractError: the other end did not send this line, or did not send it next.
         """
         code, _, line = sealed.partition(" ")
-        if not self._key.vouches(code, self._other, str(self._received), line):
+        if not self._key.verifies(code, self._other, str(self._received), line):
             raise ContractError("received a line whose code is not valid")
         self._received += 1
         return line
@@ -78,7 +78,7 @@ def reply_to(key: EpochKey, line: str) -> tuple[OpeningReply, Seal]:
         ContractError: the follower does not have the key.
     """
     opening = codec.from_json(Opening, line)
-    if not key.vouches(opening.code, "open", str(opening.pod), opening.nonce):
+    if not key.verifies(opening.code, "open", str(opening.pod), opening.nonce):
         raise ContractError("the client does not have this epoch's key")
     nonce = os.urandom(_NONCE_BYTES).hex()
     parts = (str(opening.pod), opening.nonce, nonce)
@@ -93,6 +93,6 @@ def check_reply(key: EpochKey, opening: Opening, line: str) -> Seal:
     """
     reply = codec.from_json(OpeningReply, line)
     parts = (str(opening.pod), opening.nonce, reply.nonce)
-    if not key.vouches(reply.code, "reply", *parts):
+    if not key.verifies(reply.code, "reply", *parts):
         raise ContractError("the process at the leader's address does not have this epoch's key")
     return Seal(key.session(*parts), leads=False)

@@ -514,13 +514,13 @@ class Supervisor:
         if self._guard is None:
             return HealthAnswer(status=HTTPStatus.OK, body=report.to_json(), content_type=kind)
         now_s = time.monotonic()
-        challenge = self._guard.admits(credentials, now_s)
+        challenge = self._guard.accepted_challenge(credentials, now_s)
         headers = {CHALLENGE_HEADER: f"{SCHEME} {self._guard.challenge(now_s)}"}
         if challenge is None:
             message = _without_cause(report.message)
             report = replace(report, group_uid="", epoch=0, plan_hash="", message=message)
         else:
-            headers[CODE_HEADER] = self._guard.vouch(challenge, f"{report.to_json()}\n")
+            headers[CODE_HEADER] = self._guard.code_of_report(challenge, f"{report.to_json()}\n")
         return HealthAnswer(status=HTTPStatus.OK, body=report.to_json(), content_type=kind, headers=headers)
 
 

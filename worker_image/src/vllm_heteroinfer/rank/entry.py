@@ -15,7 +15,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankPhase
-from heteroinfer_contract.names import exit_code_of
+from heteroinfer_contract.names import exit_code_of_signal
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
@@ -57,7 +57,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
     reporter = RankReporter.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # A supervisor stops its pod by SIGTERM. A rank has nothing to save or clean up.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code_of(signal.SIGTERM)))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code_of_signal(signal.SIGTERM)))
 
     def fail(error: BaseException) -> NoReturn:
         traceback.print_exception(error)
