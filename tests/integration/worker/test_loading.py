@@ -33,10 +33,10 @@ import json, sys
 from types import SimpleNamespace as Values
 from vllm.config.load import LoadConfig
 from vllm.model_executor import model_loader
-from heteroinfer_contract.load_formats import OF_GPUS
+from heteroinfer_contract.load_formats import GPU_FORMATS
 loaders = {name: loader.__name__ for name, loader in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()}
 refused = []
-for name in OF_GPUS:
+for name in GPU_FORMATS:
     loader = model_loader.get_model_loader(LoadConfig(load_format=name))
     try:
         list(loader.get_all_weights(Values(model=sys.argv[1], revision=None), Values()))
