@@ -15,29 +15,33 @@ def feed_forward_plan(
     num_layers: int,
     remote: Sequence[int],
     shares: Sequence[int] = (BY_RATE,),
+    pods: Sequence[int] = (),
     by_experts: bool = False,
     device: Device = Device.CPU,
     **engine: Any,
 ) -> Plan:
-    """Returns a plan of one pod: a rank with attention, and a feed-forward rank for each share.
+    """Returns a plan of a rank with attention, and a feed-forward rank for each share, in its pod or others.
 
     Args:
         model: folder of the model.
         num_layers: of the model.
         remote: layers whose feed-forward parts the feed-forward ranks compute.
         shares: of the feed-forward ranks.
+        pods: of the feed-forward ranks, ascending; that of the rank with attention, 0, by default.
         by_experts: whether these have whole experts.
         device: of the rank with attention.
         **engine: fields of EngineSettings to change.
     """
     plan = build_plan(model, layers=[num_layers], pods=[1], devices=[device], **engine)
     layers = tuple(remote)
+    pod_of = tuple(pods) or (0,) * len(shares)
+    before = (0, *pod_of)
     lanes = tuple(
         RankAssignment(
             rank=1 + lane,
-            local_rank=1 + lane,
-            pod=0,
-            role=plan.ranks[0].role,
+            local_rank=before[: 1 + lane].count(pod),
+            pod=pod,
+            role=f"role-{pod}",
             device=Device.CPU,
             stage=0,
             tensor_rank=lane,
@@ -46,6 +50,6 @@ def feed_forward_plan(
             kv_cache_bytes=0,
             feed_forward=FeedForwardShare(layers=layers, share=share, by_experts=by_experts),
         )
-        for lane, share in enumerate(shares)
+        for lane, (share, pod) in enumerate(zip(shares, pod_of, strict=True))
     )
     return replace(plan, mode=Mode.FEED_FORWARD, ranks=(*plan.ranks, *lanes))

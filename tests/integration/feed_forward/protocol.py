@@ -139,7 +139,7 @@ class Bench:
 
 def stress(count: int, lanes: int) -> dict[str, Any]:
     bench = Bench(lanes)
-    probe(bench.exchange, bench.slab.shape, torch.device("cpu"))
+    probe(bench.exchange, bench.slab.shape, torch.device("cpu"), lanes)
     start = time.monotonic()
     right = bench.stress(count)
     seconds = time.monotonic() - start

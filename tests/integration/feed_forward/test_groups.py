@@ -144,6 +144,34 @@ def test_a_dense_model_by_shares_and_the_death_of_the_rank_that_asks(tmp_path: P
         assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
 
 
+def test_ranks_of_another_pod_serve_as_one_and_the_stopped_one_is_named(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    with serving("qwen3_moe", model, tmp_path, shares=(1, 1), pods=(1, 1)) as group:
+        assert answers(group) == reference(model)
+        failure = check_signal(group, 2, signal.SIGSTOP)
+        assert failure.pod == 1
+        # Its supervisor sees it stopped, and the pod's first rank misses its answer; both name it.
+        assert failure.reason in {FailureReason.RANK_STOPPED, FailureReason.STEP_TIMEOUT}
+
+
+def test_ranks_of_two_pods_serve_beside_one_of_the_asking_pod_and_the_killed_one_is_named(
+    tmp_path: Path,
+) -> None:
+    model = make_model("qwen3_moe", tmp_path)
+    shares, pods = (2, 1, 1), (0, 1, 2)
+    with serving("qwen3_moe", model, tmp_path, shares=shares, pods=pods, by_experts=True) as group:
+        assert answers(group) == reference(model)
+        failure = check_signal(group, 3, signal.SIGKILL)
+        assert (failure.reason, failure.pod) == (FailureReason.RANK_EXITED, 2)
+
+
+def test_another_pod_serves_the_mlps_of_a_dense_model_and_outlives_no_asking_rank(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path)
+    with serving("llama", model, tmp_path, shares=(1,), pods=(1,)) as group:
+        assert answers(group) == reference(model)
+        assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
+
+
 def test_ranks_that_have_whole_experts_count_their_own_and_report_what_they_raise(tmp_path: Path) -> None:
     """Of a mixture whose gate and up columns are in one tensor."""
     model, trigger = make_model("gpt_oss", tmp_path), tmp_path / "trigger"

@@ -87,7 +87,6 @@ def test_a_plan_without_them_is_the_text_that_older_versions_wrote() -> None:
         ((_rank(0), _lane(1, 0)), Mode.PIPELINE, "in no other mode"),
         ((_rank(0), _lane(1, 1)), Mode.FEED_FORWARD, "tensor_rank 1"),
         ((_rank(0), replace(_lane(1, 0), device=Device.GPU)), Mode.FEED_FORWARD, "got GPU"),
-        ((_rank(0), replace(_lane(1, 0), pod=1, local_rank=0)), Mode.FEED_FORWARD, "got CPU, pod 1"),
         ((_rank(0), replace(_lane(1, 0), stage=1)), Mode.FEED_FORWARD, r"stages \(got 1\)"),
         (
             (_rank(0), _lane(1, 0, layers=(4, 6))),
@@ -120,3 +119,33 @@ def test_what_does_not_fit_is_refused_in_words(
 ) -> None:
     with pytest.raises(ContractError, match=words):
         _plan(*ranks, mode=mode)
+
+
+def _two_stages(*lanes: RankAssignment) -> Plan:
+    second = _rank(1, stage=1, pod=1, local_rank=0, first_layer=6, end_layer=12)
+    ranks = (_rank(0), second, *lanes)
+    return replace(
+        _plan(_rank(0), mode=Mode.PIPELINE), mode=Mode.FEED_FORWARD, pipeline_parallel_size=2, ranks=ranks
+    )
+
+
+def test_feed_forward_ranks_may_have_pods_of_their_own() -> None:
+    near = _lane(1, 0)
+    far = replace(_lane(2, 1), pod=1, local_rank=0)
+    plan = _plan(_rank(0), near, far, replace(_lane(3, 2), pod=1, local_rank=1))
+    assert [[rank.rank for rank in pod.ranks] for pod in plan.pods] == [[0, 1], [2, 3]]
+    assert plan.pods[1].device is Device.CPU
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_such_a_pod_serves_one_stage_and_has_no_other_rank() -> None:
+    of_second = replace(_lane(3, 0, layers=(7, 8)), stage=1, pod=2, local_rank=1)
+    alone = replace(_lane(2, 0), pod=2, local_rank=0)
+    assert _two_stages(alone, replace(of_second, pod=3, local_rank=0)).world_size == 4
+    with pytest.raises(
+        ContractError,
+        match=r"in a pod of only feed-forward ranks of this stage, with tensor_rank 0 \(got CPU, pod 2",
+    ):
+        _two_stages(alone, of_second)
+    with pytest.raises(ContractError, match="got CPU, pod 1, tensor_rank 0"):
+        _two_stages(replace(alone, pod=1, local_rank=1))

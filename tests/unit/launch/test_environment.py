@@ -144,6 +144,30 @@ def test_threads_are_those_of_the_first_level_and_a_blank_is_not_set(
     )
 
 
+def test_a_relay_to_other_pods_has_a_cpu_and_spins_if_no_limit_forbids_it() -> None:
+    asking = replace(PLAN.ranks[0], end_layer=48)
+    share = FeedForwardShare(layers=tuple(range(48)))
+    near = replace(PLAN.ranks[1], stage=0, first_layer=0, end_layer=48, kv_cache_bytes=0, feed_forward=share)
+    far = replace(near, rank=2, pod=1, local_rank=0, tensor_rank=1)
+    alone = replace(PLAN, mode=Mode.FEED_FORWARD, pipeline_parallel_size=1, ranks=(asking, near))
+    both = replace(alone, ranks=(asking, near, far))
+    without, relaying = (rank_environment(plan, LEADER, asking, {}, HOST) for plan in (alone, both))
+    assert not {names.ENV_RELAY_CPUS, names.ENV_FEED_FORWARD_SPIN} & set(without)
+    free = set(relaying[names.ENV_RELAY_CPUS].split(","))
+    lane = rank_environment(both, LEADER, near, {}, HOST)
+    bound = {cpu for env in (relaying, lane) for cpu in env["OMP_PLACES"].strip("{}").split(",")}
+    assert len(free) >= 3  # the engine's two, and its own
+    assert not free & bound
+    assert relaying[names.ENV_FEED_FORWARD_SPIN] == "0.002"
+    limited = rank_environment(both, LEADER, asking, {}, replace(HOST, cpu_quota=8.0))
+    assert limited[names.ENV_FEED_FORWARD_SPIN] == "0.0"
+    assert names.ENV_RELAY_CPUS not in limited
+    gpu = replace(asking, device=Device.GPU)
+    on_gpu = rank_environment(replace(both, ranks=(gpu, near, far)), LEADER, gpu, {}, HOST)
+    assert on_gpu[names.ENV_FEED_FORWARD_SPIN] == "0.002"
+    assert rank_environment(both, FOLLOWER, far, {}, HOST)[names.ENV_OMP_THREADS] == "16"
+
+
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "4,", "4;2", "\u0664", "4,x", "1e3"])
 def test_threads_that_are_no_number_are_named(text: str) -> None:
     with pytest.raises(ContractError, match=r"OMP_NUM_THREADS: must be a number above 0"):

@@ -117,8 +117,12 @@ ENV_CPU_BINDING: Final = "HETEROINFER_CPU_BINDING"
 ENV_MEMORY_NODES: Final = "HETEROINFER_MEMORY_NODES"
 """NUMA nodes of a CPU rank's cores, such as `0,1`; the supervisor sets it on machines with several nodes."""
 ENV_FEED_FORWARD_SPIN: Final = "HETEROINFER_FEED_FORWARD_SPIN_SECONDS"
-"""Seconds that a feed-forward rank spins for the next request before it sleeps. The supervisor sets it to 0
-if a CPU limit or a lack of cores would make other processes wait."""
+"""Seconds that a feed-forward rank spins for the next request before it sleeps, and that the relay spins for
+requests and answers. The supervisor sets it to 0 if a CPU limit or a lack of cores would make other processes
+wait."""
+ENV_RELAY_CPUS: Final = "HETEROINFER_RELAY_CPUS"
+"""CPUs of the relay to feed-forward ranks in other pods, such as `0,1`; the supervisor sets it if ranks are
+bound to cores."""
 ENV_TERMINATION_MESSAGE_PATH: Final = "HETEROINFER_TERMINATION_MESSAGE_PATH"
 """File to which the supervisor writes its Failure; default TERMINATION_MESSAGE_PATH."""
 ENV_RANK: Final = "HETEROINFER_RANK"

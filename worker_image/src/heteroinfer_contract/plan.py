@@ -35,7 +35,7 @@ class Mode(StrEnum):
     TENSOR = "Tensor"
     """GPU and CPU ranks split each layer."""
     FEED_FORWARD = "FeedForward"
-    """GPU ranks keep attention; CPU ranks of their pods compute experts and MLPs."""
+    """GPU ranks keep attention; CPU ranks of their pods or of other pods compute experts and MLPs."""
 
 
 _SIZES = ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "batches_in_flight")
@@ -78,7 +78,8 @@ class RankAssignment:
         weight_bytes: predicted size of its weights.
         predicted_step_s: predicted compute time of a decode step of one request; 0 if unknown.
         feed_forward: part that the rank computes if it is a feed-forward rank, else None. A feed-forward
-            rank has no attention, KV cache or scheduler, and runs in the pod of the stage that it serves.
+            rank has no attention, KV cache or scheduler. It runs in the pod of the stage that it serves, or in
+            a pod of only such ranks.
     """
 
     rank: int
@@ -339,11 +340,17 @@ class Plan(codec.JsonValue):
             raise ContractError(f"{where}.stage: must be one of the plan's stages (got {rank.stage})")
         served = self.stage(rank.stage)[0]
         peers = self.feed_forward_ranks(rank.stage)
-        if rank.device is not Device.CPU or rank.pod != served.pod or rank.tensor_rank != peers.index(rank):
+        misplaced = rank.pod != served.pod and any(
+            each.feed_forward is None or each.stage != rank.stage
+            for each in self.ranks
+            if each.pod == rank.pod
+        )
+        if rank.device is not Device.CPU or misplaced or rank.tensor_rank != peers.index(rank):
             raise ContractError(
                 f"{where}: feed-forward rank {peers.index(rank)} of stage {rank.stage} must be a CPU rank in "
-                f"pod {served.pod}, the stage's pod, with tensor_rank {peers.index(rank)} (got "
-                f"{rank.device}, pod {rank.pod}, tensor_rank {rank.tensor_rank})"
+                f"pod {served.pod}, the stage's pod, or in a pod of only feed-forward ranks of this stage, "
+                f"with tensor_rank {peers.index(rank)} (got {rank.device}, pod {rank.pod}, tensor_rank "
+                f"{rank.tensor_rank})"
             )
         layers = share.layers
         ordered = bool(layers) and list(layers) == sorted(set(layers))

@@ -56,11 +56,14 @@ class LaneReady:
         nonce: the nonce that it wrote into the slab, in hex.
         ask_s: seconds for one row in its slowest layer.
         row_s: seconds per row in its largest warm-up batch, in its first layer.
+        host: address at which it listens for the asking rank, if it is the first of another pod, else "".
     """
 
     nonce: str
     ask_s: float
     row_s: float
+    host: str = ""
+    port: int = 0
 
 
 def open_slab(
@@ -70,7 +73,14 @@ def open_slab(
     store: "GroupStore",
     deadline: "Deadline",
 ) -> tuple[Slab, tuple[LaneReady, ...]]:
-    """Creates the asking rank's slab, and waits until every lane has mapped it and can answer.
+    """Creates a slab, and waits until every lane can answer and every lane of this pod has mapped it.
+
+    Args:
+        asking: the rank that creates it; the first of its lanes, if it is a feed-forward rank itself.
+        lanes: rank of each lane; for another pod, its first rank.
+
+    Returns:
+        The slab, and the reports of all lanes except its own.
 
     Raises:
         ContractError: a lane mapped other memory.
@@ -80,13 +90,15 @@ def open_slab(
     store.put(offer_key(asking.rank), offer.to_json())
     ready = []
     for lane, rank in enumerate(lanes):
+        if rank == asking:
+            continue
         what = f"word from feed-forward rank {rank.rank} that it can answer"
         text = store.get(lane_key(rank.rank), deadline, what=what, rank=rank.rank)
         ready.append(codec.from_json(LaneReady, text))
-        if slab.lane(lane).nonce.hex() != ready[-1].nonce:
+        if rank.pod == asking.pod and slab.lane(lane).nonce.hex() != ready[-1].nonce:
             raise ContractError(
                 f"rank {asking.rank} does not see what feed-forward rank {rank.rank} wrote into their slab; "
-                "feed-forward ranks run in the pod of the rank that they serve"
+                "the ranks of a pod share a PID namespace"
             )
     return slab, tuple(ready)
 
@@ -98,12 +110,24 @@ def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
     return max(STALL_BASE_S, STALL_TIMES * ask_s) + STALL_TIMES * rows * row_s
 
 
+def no_note(lane: int) -> str:
+    """Describes no lane."""
+    del lane
+    return ""
+
+
 class HostExchange:
     """Sends asks from the host; only one thread at a time may use it."""
 
-    def __init__(self, slab: Slab, lanes: Sequence[RankAssignment], ready: Sequence[LaneReady]) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        lanes: Sequence[RankAssignment],
+        ready: Sequence[LaneReady],
+        note: Callable[[int], str] = no_note,
+    ) -> None:
         self.slab = slab
-        self._lanes, self._ready = lanes, ready
+        self._lanes, self._ready, self._note = lanes, ready, note
         self._call = slab_library.load().heteroinfer_ff_exchange
         self._layout = ctypes.byref(slab.layout)
 
@@ -146,19 +170,24 @@ class HostExchange:
     def _raise_error(self, result: int, layer: int, rows: int, limit_s: float) -> None:
         if result == slab_library.WAS_STOPPED:
             raise RuntimeError("the feed-forward slab was stopped: the group is ending")
-        rank = self._lanes[abs(result) - 1].rank
+        lane = abs(result) - 1
+        rank = self._lanes[lane].rank
         if result > 0:
-            raise late_lane(rank, layer, rows, limit_s)
+            raise late_lane(rank, layer, rows, limit_s, self._note(lane))
         time.sleep(OWN_WORD_S)
         raise failed_lane(rank, layer, rows)
 
 
-def late_lane(rank: int, layer: int, rows: int, late_s: float) -> LaneError:
-    """Returns the error that accuses a lane of no answer within `late_s` seconds."""
+def late_lane(rank: int, layer: int, rows: int, late_s: float, note: str = "") -> LaneError:
+    """Returns the error that accuses a lane of no answer within `late_s` seconds.
+
+    Args:
+        note: how far the ask got, for a lane of another pod.
+    """
     return LaneError(
         rank,
-        f"feed-forward rank {rank}: sent no answer within {late_s:.1f} s for layer {layer} with {rows} rows. "
-        "See its log",
+        f"feed-forward rank {rank}: sent no answer within {late_s:.1f} s for layer {layer} with {rows} rows"
+        f"{note}. See its log",
     )
 
 
@@ -183,8 +212,8 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
         )
 
 
-def probe(asks: Any, shape: Shape, device: torch.device) -> None:
-    """Sends a test pattern to all lanes, which return it.
+def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
+    """Sends a test pattern that each of `ranks` returns.
 
     Raises RuntimeError if the sum of answers is wrong.
     """
@@ -196,9 +225,9 @@ def probe(asks: Any, shape: Shape, device: torch.device) -> None:
         ids = torch.zeros((rows, shape.topk), dtype=torch.int32, device=device)
         weights = torch.zeros((rows, shape.topk), dtype=torch.float32, device=device)
     got = asks.ask(PROBE_LAYER, x, ids, weights, None)
-    if not torch.equal(got, x * shape.lanes):
+    if not torch.equal(got, x * ranks):
         raise RuntimeError(
-            f"{shape.lanes} feed-forward ranks returned a wrong sum of the test pattern (perhaps this device "
+            f"{ranks} feed-forward ranks returned a wrong sum of the test pattern (perhaps this device "
             "does not see writes of other processes to shared memory). Restart the group. If the error comes "
             "again, report it"
         )
@@ -213,9 +242,11 @@ class Watch:
         lanes: Sequence[RankAssignment],
         ready: Sequence[LaneReady],
         fail: Callable[[BaseException], Any],
+        note: Callable[[int], str] = no_note,
     ) -> None:
         """Starts the thread; `fail` gets the error that ends this rank, and does not return."""
         self._slab, self._lanes, self._ready, self._fail = slab, lanes, ready, fail
+        self._note = note
         self._ended = threading.Event()
         self._thread = start_thread(self._run, name="heteroinfer-feed-forward", failed=fail)
 
@@ -265,6 +296,6 @@ class Watch:
             )
         rank = self._lanes[verdict.lane].rank
         if not verdict.failed:
-            return late_lane(rank, layer, rows, verdict.waited_s)
+            return late_lane(rank, layer, rows, verdict.waited_s, self._note(verdict.lane))
         self._ended.wait(OWN_WORD_S)
         return failed_lane(rank, layer, rows)

@@ -294,6 +294,12 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
     return slab, Offer(pid=os.getpid(), fd=fd, name=name, shape=shape)
 
 
+def check_offer(offered: Shape, expected: Shape, reader: str) -> None:
+    """Raises ContractError if a slab has another shape than `reader` expects; its topk may be larger."""
+    if offered != dataclasses.replace(expected, topk=offered.topk) or offered.topk < expected.topk:
+        raise ContractError(f"{reader}: the slab's shape must be {expected} (got {offered}). {SAME_MODEL}")
+
+
 def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     """Maps the slab of another process, and writes a nonce into it as proof of this lane.
 
@@ -303,11 +309,7 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     Raises:
         ContractError: the offer has another shape, or this process cannot map its memory.
     """
-    ours = dataclasses.replace(expected, topk=offer.shape.topk)
-    if offer.shape != ours or offer.shape.topk < expected.topk:
-        raise ContractError(
-            f"feed-forward lane {lane}: the slab's shape must be {expected} (got {offer.shape}). {SAME_MODEL}"
-        )
+    check_offer(offer.shape, expected, f"feed-forward lane {lane}")
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:
         # In another PID namespace this number means another process, whose file must not be changed.

@@ -11,7 +11,8 @@ ASKED: Final = 1
 STOPPED: Final = -1
 """Results of `heteroinfer_ff_next`; 0 means that no ask came in time."""
 WAS_STOPPED: Final = -(2**31)
-"""Result of `heteroinfer_ff_exchange` if the slab was stopped."""
+"""Result of `heteroinfer_ff_exchange` if the slab was stopped, of `heteroinfer_ff_reply` if its connection
+ended."""
 
 
 class Layout(ctypes.Structure):
@@ -39,6 +40,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "heteroinfer_ff_stop": (None, (_PTR,)),
     "heteroinfer_ff_exchange": (_INT, (_PTR, _LAYOUT, _U32, _U32, _PTR, _PTR, _PTR, _PTR, _U64, _U64)),
     "heteroinfer_ff_stress": (_U64, (_PTR, _LAYOUT, _U64, _U32, _U64, _U64)),
+    "heteroinfer_ff_relay": (_INT, (_PTR, _LAYOUT, _PTR, _INT, _U64)),
+    "heteroinfer_ff_receive": (_INT, (_PTR, _PTR, _LAYOUT, _U32, _U64, _U64, _OUT, _OUT)),
+    "heteroinfer_ff_reply": (_INT, (_PTR, _PTR, _LAYOUT, _U64, _U64, _U64)),
     "heteroinfer_ff_echo": (_U64, (_PTR, _LAYOUT, _INT, _U64, _U64)),
 }
 

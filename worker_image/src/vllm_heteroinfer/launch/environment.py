@@ -81,6 +81,7 @@ def rank_environment(
     env = {**base_env, **_device_settings(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
     if rank.device is Device.GPU:
         env[names.ENV_VISIBLE_GPUS] = _own_gpu(rank, base_env)
+        _add_relay(plan, launch, rank, env, host)
         return env
     env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
     cpu_set = bound_cpus(plan, launch, rank, host)
@@ -90,12 +91,31 @@ def rank_environment(
         env.setdefault(name, value)
     env.setdefault(ONEDNN_CACHE, MAX_CACHED_PRIMITIVES)
     env[names.ENV_MEMORY_NODES] = _memory_nodes(cpu_set, host)
+    _add_relay(plan, launch, rank, env, host)
     if rank.feed_forward is not None:
         spin = spin_s(plan, launch, env, host)
         env.setdefault(names.ENV_FEED_FORWARD_SPIN, repr(spin))
         if spin:
             env.setdefault(GOMP_SPINCOUNT, OPENMP_SPINS)
     return env
+
+
+def _add_relay(plan: Plan, launch: PodLaunch, rank: RankAssignment, env: dict[str, str], host: Host) -> None:
+    """Adds the settings of the relay, if feed-forward ranks in other pods serve this rank."""
+    if not _has_relay(plan, rank):
+        return
+    env.setdefault(names.ENV_FEED_FORWARD_SPIN, repr(spin_s(plan, launch, env, host)))
+    bound = [bound_cpus(plan, launch, each, host) for each in ranks_on_machine(plan, launch, Device.CPU)]
+    taken = {cpu for cpu_set in bound if cpu_set is not None for cpu in cpu_set.cpus}
+    free = [cpu.id for cpu in host.cpus if cpu.id not in taken]
+    if taken and free:
+        env[names.ENV_RELAY_CPUS] = ",".join(map(str, free))
+
+
+def _has_relay(plan: Plan, rank: RankAssignment) -> bool:
+    if rank.feed_forward is not None:
+        return False
+    return any(each.pod != rank.pod for each in plan.feed_forward_ranks(rank.stage))
 
 
 def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict[str, str]:
@@ -160,12 +180,13 @@ def bound_cpus(plan: Plan, launch: PodLaunch, rank: RankAssignment, host: Host) 
 
 
 def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
-    """Returns the CPUs that CPU ranks leave to the engine and to GPU ranks on the same machine."""
+    """Returns the CPUs that CPU ranks leave to the engine, GPU ranks and relays on the same machine."""
     if host.usable_cpus == 1:
         return 0
     gpu_ranks = len(ranks_on_machine(plan, launch, Device.GPU))
     hosts_engine = share_machine(launch, (0, launch.pod_index))
-    return gpu_ranks + (engine_cpus(host.usable_cpus) if hosts_engine else 0)
+    relays = sum(_has_relay(plan, rank) for rank in ranks_on_machine(plan, launch))
+    return gpu_ranks + (engine_cpus(host.usable_cpus) if hosts_engine else 0) + relays
 
 
 def _device_settings(plan: Plan, device: Device, host: Host) -> dict[str, str]:

@@ -1,30 +1,29 @@
 """A feed-forward rank: loads its part of experts or MLPs, and answers asks until its group ends.
 
-The rank has no attention, KV cache or scheduler, and no configuration of vLLM. Asks arrive only through the
-slab (shared memory with the rank that has attention). Imports torch, not vLLM.
+The rank has no attention, KV cache or scheduler, and no configuration of vLLM. Asks arrive only through its
+line (`answering_line`): shared memory with the rank that has attention, or a connection from another pod.
+Imports torch, not vLLM.
 """
 
 import ctypes
 import logging
-import os
 import time
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 
-from heteroinfer_contract import codec, names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.printable import format_bytes
-from vllm_heteroinfer.feed_forward import read_rate, slab_library
+from vllm_heteroinfer.feed_forward import read_rate
 from vllm_heteroinfer.feed_forward.compute import Compute, OwnExperts, Views, computes
-from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER, LaneReady, lane_key, offer_key
+from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER
 from vllm_heteroinfer.feed_forward.held import HeldParts, hold
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
-from vllm_heteroinfer.feed_forward.slab import Offer, Shape, connect, shape_of
-from vllm_heteroinfer.pod.lost_peer import PeerGoneError
+from vllm_heteroinfer.feed_forward.slab import Shape, shape_of
+from vllm_heteroinfer.rank.answering_line import open_line
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.lane_meter import LaneMeter
 
@@ -48,7 +47,6 @@ def serve(context: RankContext) -> NoReturn:
     plan, rank, reporter = context.plan, context.rank, context.reporter
     assert rank.feed_forward is not None
     reporter.phase(RankPhase.LOADING, 0, rank.weight_bytes)
-    lanes = plan.feed_forward_ranks(rank.stage)
     shares = read_rate.agreed_shares(plan, rank, context.store, context.startup)
     asking = served_rank(plan, rank).rank
     start = time.perf_counter()
@@ -69,33 +67,27 @@ def serve(context: RankContext) -> NoReturn:
         waited_s,
         time.perf_counter() - start,
     )
-    Lane(context, shape_of(recipe, context.launch.epoch, len(lanes)), held).run()
+    Lane(context, shape_of(recipe, context.launch.epoch, 1), held).run()
 
 
 class Lane:
-    """The answering side of the slab."""
+    """The answering side of a slab."""
 
     def __init__(self, context: RankContext, shape: Shape, held: HeldParts) -> None:
-        """Warms up, waits for the slab of the asking rank, and reports this rank as ready."""
+        """Warms up, opens the line to the asking rank, and reports this rank as ready."""
         self._context, self._held = context, held
-        self._number = context.rank.tensor_rank
         ask_s, row_s = self._warm_up(shape)
-        asking = self._asking = served_rank(context.plan, context.rank).rank
-        text = context.store.get(
-            offer_key(asking), context.startup, what=f"slab of rank {asking}", rank=asking
-        )
-        self._slab, nonce = connect(Offer.from_json(text), self._number, shape)
-        slab = self._slab
+        self._line = open_line(context, shape)
+        slab = self._line.slab
         # The asking rank writes no choices for MLPs: each row chooses the only expert.
         ids = slab.ids if shape.topk else torch.zeros_like(slab.ids)
         weights = slab.weights if shape.topk else torch.ones_like(slab.weights)
-        views = Views(slab.x, ids, weights, slab.y[self._number])
+        views = Views(slab.x, ids, weights, slab.y[self._line.lane])
         asks = self._own(views, shape.max_rows)
         self._ids = asks.ids.data_ptr()
         self._computes = computes(held, asks)
-        self._meter = LaneMeter(context, self._slab, held)
-        ready = LaneReady(nonce=nonce.hex(), ask_s=ask_s, row_s=row_s)
-        context.store.put(lane_key(context.rank.rank), codec.to_json(ready))
+        self._meter = LaneMeter(context, slab, self._line.lane, held)
+        self._line.report_ready(ask_s, row_s)
         context.reporter.phase(RankPhase.READY, held.stored_bytes, held.stored_bytes)
 
     def _warm_up(self, shape: Shape) -> tuple[float, float]:
@@ -127,32 +119,27 @@ class Lane:
         return views if own is None else OwnExperts(views, own, rows)
 
     def run(self) -> NoReturn:
-        """Answers asks until the slab is stopped or a computation raises."""
-        calls, address, lane = slab_library.load(), self._slab.address, self._number
+        """Answers asks until the rank that asks has ended or a computation raises."""
+        line = self._line
         layer, rows = ctypes.c_uint32(), ctypes.c_uint32()
         layer_at, rows_at = ctypes.byref(layer), ctypes.byref(rows)
-        wait, answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
-        topk = self._slab.shape.topk
+        topk = line.slab.shape.topk
         ids = self._ids if topk else None
-        spin_ns = spin_time_ns(os.environ)
         self._meter.start()
         with torch.inference_mode():
             while True:
-                got = wait(address, lane, spin_ns, LIMIT_NS, layer_at, rows_at)
-                if got == slab_library.STOPPED:
-                    raise PeerGoneError(self._asking, "the slab was stopped: the rank that asks has ended")
-                if got != slab_library.ASKED:
+                if not line.next(LIMIT_NS, layer_at, rows_at):
                     continue
                 start = time.perf_counter_ns()
                 try:
                     if rows.value:
                         self._compute(layer.value)(rows.value)
                 except BaseException:
-                    answer(address, lane, FAILED, 0, None, 0, 0)
+                    line.answer(FAILED, 0, None, 0, 0)
                     raise
                 # The probe reads no weights, and arrives before any experts are chosen.
                 counted = 0 if layer.value == PROBE_LAYER else rows.value
-                answer(address, lane, 0, counted, ids, topk, time.perf_counter_ns() - start)
+                line.answer(0, counted, ids, topk, time.perf_counter_ns() - start)
 
     def _compute(self, layer: int) -> Compute:
         found = self._computes.get(layer)
@@ -166,15 +153,11 @@ class Lane:
         )
 
     def _echo(self, rows: int) -> None:
-        self._slab.y[self._number][:rows].copy_(self._slab.x[:rows])
+        slab = self._line.slab
+        slab.y[self._line.lane][:rows].copy_(slab.x[:rows])
 
 
 def _seconds(compute: Compute, rows: int) -> float:
     start = time.perf_counter()
     compute(rows)
     return time.perf_counter() - start
-
-
-def spin_time_ns(env: Any) -> int:
-    """Time that a lane spins before it sleeps, in ns. The supervisor sets it; 0 if unset."""
-    return int(float(env.get(names.ENV_FEED_FORWARD_SPIN, "0")) * 1e9)

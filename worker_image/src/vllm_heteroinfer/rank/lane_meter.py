@@ -18,9 +18,8 @@ INTERVAL_S: Final = 0.25
 class LaneMeter:
     """Reads a lane's counters in a thread and reports them to the supervisor and Prometheus."""
 
-    def __init__(self, context: RankContext, slab: Slab, held: HeldParts) -> None:
-        self._context, self._slab = context, slab
-        self._lane = context.rank.tensor_rank
+    def __init__(self, context: RankContext, slab: Slab, lane: int, held: HeldParts) -> None:
+        self._context, self._slab, self._lane = context, slab, lane
         self._expert_bytes = held.stored_bytes // max(1, held.experts)
         self._before = slab.lane(self._lane)
         self._steps = slab.steps

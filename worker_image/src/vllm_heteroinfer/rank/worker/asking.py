@@ -1,6 +1,7 @@
 """The mode of the rank with attention: it asks feed-forward ranks for parts of its model. Imports vLLM."""
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import torch
 
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
-from vllm_heteroinfer.feed_forward.exchange import HostExchange, Watch, open_slab, probe
+from vllm_heteroinfer.feed_forward.exchange import HostExchange, LaneReady, Watch, no_note, open_slab, probe
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
+from vllm_heteroinfer.feed_forward.relay import Relay, connect_all, relay_cpus
 from vllm_heteroinfer.feed_forward.slab import Slab, shape_of
+from vllm_heteroinfer.feed_forward.slab_lanes import asking_lanes, relayed_lanes
+from vllm_heteroinfer.feed_forward.spinning import spin_time_ns
 from vllm_heteroinfer.rank.context import RankContext
 from vllm_heteroinfer.rank.worker.rank_mode import ModelLoad, RankMode
 
@@ -51,7 +55,8 @@ class Asking(RankMode):
 
     def __init__(self, context: RankContext, device: torch.device, config: Any) -> None:
         self._context, self._device, self._config = context, device, config
-        self._lanes = context.plan.feed_forward_ranks(context.rank.stage)
+        self._ranks = context.plan.feed_forward_ranks(context.rank.stage)
+        self._lanes = asking_lanes(context.plan, context.rank)
         share = self._lanes[0].feed_forward
         assert share is not None
         self._layers = frozenset(share.layers)
@@ -91,24 +96,43 @@ class Asking(RankMode):
         context = self._context
         shape = shape_of(self._recipe, context.launch.epoch, len(self._lanes))
         slab, ready = open_slab(shape, context.rank, self._lanes, context.store, context.startup)
+        note, ready = self._relay(slab, ready)
         exchange: remote.Asks
         if self._device.type == "cuda":
             from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
 
             exchange = CudaExchange(slab, self._device, limit_s=context.step_timeout_s)
         else:
-            exchange = HostExchange(slab, self._lanes, ready)
+            exchange = HostExchange(slab, self._lanes, ready, note)
         remote.connect(exchange)
-        probe(exchange, shape, self._device)
-        self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail)
+        probe(exchange, shape, self._device, len(self._ranks))
+        self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, note)
         _logger.info(
             "rank %d asks feed-forward ranks %s for %d layers, %d rows of %d at most",
             context.rank.rank,
-            [lane.rank for lane in self._lanes],
+            [rank.rank for rank in self._ranks],
             len(self._layers),
             shape.max_rows,
             shape.hidden,
         )
+
+    def _relay(
+        self, slab: Slab, ready: tuple[LaneReady, ...]
+    ) -> tuple[Callable[[int], str], tuple[LaneReady, ...]]:
+        """Connects to feed-forward ranks of other pods, if there are any, and starts the relay."""
+        context = self._context
+        relayed = relayed_lanes(self._lanes, context.rank)
+        if not relayed:
+            return no_note, ready
+        connections, ready = connect_all(relayed, ready, slab.shape, context.launch, context.rank)
+        relay = Relay(
+            slab,
+            connections,
+            spin_ns=spin_time_ns(os.environ),
+            cpus=relay_cpus(os.environ),
+            fail=context.fail,
+        )
+        return relay.note, ready
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
         """Wakes the lanes before a step's asks."""

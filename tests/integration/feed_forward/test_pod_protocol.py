@@ -1,0 +1,73 @@
+"""Asks to ranks of other pods between real processes: right answers, named failures, no strangers."""
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.integration.worker.groups import REPOSITORY, WORKER_PYTHON
+
+NAMED_WITHIN_S = 2.0
+OWN_NETWORK = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "bash")
+
+
+def play(case: str, *options: str, before: tuple[str, ...] = ()) -> Any:
+    """Returns what came of a case."""
+    module = "tests.integration.feed_forward.pod_protocol"
+    command = [*before, str(WORKER_PYTHON), "-m", module, case, *options]
+    done = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("pods", "own"), [(1, 0), (2, 1)])
+def test_every_answer_of_other_pods_is_right(pods: int, own: int) -> None:
+    got = play("stress", "--count", "1000", "--pods", str(pods), "--own", str(own))
+    assert got == {"right": 1000, "exit_codes": [0] * own}
+
+
+def check_named(named: list[Any]) -> None:
+    """Each time the pod that was hurt is named, and in time."""
+    for hurt, accused, seconds, words in named:
+        assert accused == hurt, words
+        assert seconds < NAMED_WITHIN_S, words
+
+
+def test_names_the_pod_whose_rank_was_killed_by_its_connection() -> None:
+    named = play("killed", "--pods", "2", "--times", "2")["named"]
+    check_named(named)
+    assert any("its connection broke" in words for *_, words in named), named
+
+
+def test_names_the_pod_whose_rank_was_stopped_and_has_the_ask() -> None:
+    named = play("stopped", "--pods", "2", "--times", "2")["named"]
+    check_named(named)
+    assert all("its machine has the ask" in words for *_, words in named), named
+
+
+def test_names_the_pod_whose_connection_is_half_open() -> None:
+    named = play("cut", "--pods", "2", "--times", "2", before=OWN_NETWORK)["named"]
+    check_named(named)
+    assert all("acknowledge" in words for *_, words in named), named
+
+
+def test_names_a_pod_that_computes_for_too_long() -> None:
+    got = play("late")
+    assert got["rank"] == 1
+    assert "its machine has the ask" in got["words"]
+    assert got["seconds"] < NAMED_WITHIN_S
+
+
+def test_answers_stay_right_with_a_delay_of_milliseconds_which_is_measured() -> None:
+    got = play("delayed", "--count", "20")
+    for delay_ms, (asks_ms, measured_ms, failures) in got.items():
+        assert failures == 0
+        assert min(asks_ms, measured_ms) >= 2 * int(delay_ms)
+
+
+def test_strangers_are_refused_and_keep_nobody_out() -> None:
+    got = play("strangers")
+    assert all(got["refused"]), got
+    assert got["same_token"]
+    assert got["token"]

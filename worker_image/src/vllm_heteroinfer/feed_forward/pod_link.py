@@ -1,0 +1,312 @@
+"""A connection between an asking rank and a feed-forward rank of another pod: proof, measurement, state.
+
+The feed-forward rank listens at a free port and publishes it in the group's store. Both ends prove that they
+have the key of the epoch, as supervisors do (launch/handshake.py). Afterwards each message carries a token
+that only the two ends know. Imports neither torch nor vLLM.
+
+    asking rank -> feed-forward rank   rank, nonce, code
+    feed-forward rank -> asking rank   nonce, code of all
+    asking rank -> feed-forward rank   code of all, then trial messages, then asks
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import socket
+import statistics
+import struct
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from heteroinfer_contract import codec
+from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.group_key import EpochKey, GroupKey
+from heteroinfer_contract.plan import RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.printable import format_bytes
+from vllm_heteroinfer.group.deadline import Deadline
+from vllm_heteroinfer.pod import addresses
+
+PROTOCOL: Final = 1
+"""Version of the messages in kernels/source/feed_forward_link.cpp."""
+PROOF_S: Final = 3.0
+"""Time for the proof. A stranger keeps the listener busy for no longer."""
+TRIAL_S: Final = 60.0
+"""Time for one trial message, so that 1 MiB passes at 0.3 Mbit/s."""
+TRIALS, LARGE_TRIALS, LARGE_BYTES = 9, 3, 1 << 20
+_NAP_S: Final = 0.05
+_LINE_BYTES: Final = 1024
+_RETRANSMITS_AT, _UNACKED_AT, _INFO_BYTES = 2, 24, 104
+"""Offsets in `struct tcp_info` (linux/tcp.h)."""
+_SLOW: Final = "the network is slow"
+_UNANSWERED: Final = 2
+"""Resent packets after which the other machine is silent: one may be lost."""
+
+
+class Link(ctypes.Structure):
+    """The same fields as `HeteroinferLink` in kernels/source/feed_forward_link.cpp."""
+
+    _fields_ = (
+        ("socket", ctypes.c_int32),
+        ("lane", ctypes.c_uint32),
+        ("token", ctypes.c_uint64),
+        ("sent", ctypes.c_uint64),
+        ("to_send", ctypes.c_uint64),
+        ("received", ctypes.c_uint64),
+        ("to_receive", ctypes.c_uint64),
+        ("network_ns", ctypes.c_uint64),
+        ("asks", ctypes.c_uint64),
+        ("error", ctypes.c_int32),
+        ("is_open", ctypes.c_uint32),
+        ("messages", ctypes.c_char * 80),
+    )
+
+
+END_OF_FILE, MALFORMED = -1, -2
+"""Values of `Link.error` besides errno."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """What a connection adds to an ask, as measured at the start.
+
+    Attributes:
+        round_trip_s: seconds for an ask of one row and its answer, without computation.
+        bytes_per_s: rate of large messages, both directions together.
+    """
+
+    round_trip_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AskerProof:
+    protocol: int
+    rank: int
+    nonce: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AnswererProof:
+    nonce: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """Bytes that follow this line, and bytes that the other end sends then; no bytes end the trials."""
+
+    ask: int
+    answer: int
+
+
+def epoch_key(launch: PodLaunch) -> EpochKey | None:
+    """Returns the key of this epoch; None if the operator gave the group no key."""
+    key = GroupKey.from_env(os.environ)
+    return None if key is None else key.of_epoch(launch.epoch)
+
+
+class Connection:
+    """One end of a proven connection.
+
+    Attributes:
+        token: number that each message carries.
+    """
+
+    def __init__(self, connected: socket.socket, token: int) -> None:
+        self.socket, self.token = connected, token
+
+    def link(self, lane: int) -> Link:
+        """Returns the state that native code uses; the connection must outlive it."""
+        self.socket.setblocking(False)
+        return Link(socket=self.socket.fileno(), lane=lane, token=self.token)
+
+    def measure(self, ask_bytes: int, answer_bytes: int, rows: int) -> LinkCost:
+        """Measures the connection with messages of the sizes of asks. The other end runs `answer_trials`.
+
+        Args:
+            ask_bytes: size of an ask of one row.
+            answer_bytes: size of its answer.
+            rows: most rows of an ask.
+
+        Raises:
+            OSError: the connection ended, or a message took longer than TRIAL_S.
+        """
+        self.socket.settimeout(TRIAL_S)
+        small = statistics.median(self._trial(ask_bytes, answer_bytes) for _ in range(TRIALS))
+        count = max(1, min(rows, LARGE_BYTES // (ask_bytes + answer_bytes)))
+        large = min(self._trial(count * ask_bytes, count * answer_bytes) for _ in range(LARGE_TRIALS))
+        _send_line(self.socket, codec.to_json(_Trial(ask=0, answer=0)))
+        moved = count * (ask_bytes + answer_bytes)
+        return LinkCost(round_trip_s=small, bytes_per_s=moved / max(large - small, large / 10))
+
+    def _trial(self, ask_bytes: int, answer_bytes: int) -> float:
+        payload = bytes(ask_bytes)
+        start = time.perf_counter()
+        line = codec.to_json(_Trial(ask=ask_bytes, answer=answer_bytes)).encode() + b"\n"
+        self.socket.sendall(line + payload)
+        _read(self.socket, answer_bytes)
+        return time.perf_counter() - start
+
+    def answer_trials(self) -> None:
+        """Answers the trial messages of the asking rank; raises OSError if the connection ends."""
+        self.socket.settimeout(TRIAL_S)
+        while True:
+            trial = codec.from_json(_Trial, _read_line(self.socket))
+            if not trial.ask:
+                return
+            codec.at_most(LARGE_BYTES * 2, "trial", ask=trial.ask, answer=trial.answer)
+            _read(self.socket, trial.ask)
+            self.socket.sendall(bytes(trial.answer))
+
+
+class Listener:
+    """Waits for the asking rank in a feed-forward rank of another pod."""
+
+    def __init__(self, address: str) -> None:
+        """Listens at a free port; raises OSError if there is none."""
+        self._socket = socket.socket(addresses.family_of(address), socket.SOCK_STREAM)
+        self._socket.bind((address, 0))
+        self._socket.listen()
+        self._socket.settimeout(_NAP_S)
+
+    @property
+    def port(self) -> int:
+        """Port that the asking rank connects to."""
+        return int(self._socket.getsockname()[1])
+
+    def accept(self, launch: PodLaunch, asking: int, deadline: Deadline) -> Connection:
+        """Waits until the asking rank has connected and proven itself, and closes the listener.
+
+        Raises:
+            TimeoutError: it did not connect by the deadline.
+        """
+        with self._socket:
+            while True:
+                try:
+                    connected = self._socket.accept()[0]
+                except TimeoutError:
+                    if deadline.left_s == 0:
+                        raise TimeoutError(
+                            f"rank {asking} did not connect within {deadline.total_s:.0f} s. Check its log"
+                        ) from None
+                    continue
+                with contextlib.suppress(OSError, ContractError):  # a stranger, or one that left
+                    return _welcome(connected, launch, asking)
+                connected.close()
+
+
+def _welcome(connected: socket.socket, launch: PodLaunch, asking: int) -> Connection:
+    _set_options(connected, launch)
+    connected.settimeout(PROOF_S)
+    opening = codec.from_json(_AskerProof, _read_line(connected))
+    if (opening.protocol, opening.rank) != (PROTOCOL, asking):
+        raise ContractError(f"got protocol {opening.protocol} of rank {opening.rank}")
+    key, parts = epoch_key(launch), (str(opening.rank), opening.nonce)
+    if key is not None and not key.verifies(opening.code, "feed-forward open", *parts):
+        raise ContractError("the client does not have this epoch's key")
+    nonce = secrets.token_hex(16)
+    _send_line(connected, codec.to_json(_AnswererProof(nonce=nonce, code=_code(key, "reply", *parts, nonce))))
+    confirmed = _read_line(connected)
+    if key is not None and not key.verifies(confirmed, "feed-forward confirm", *parts, nonce):
+        raise ContractError("the client repeats a line of another connection")
+    return Connection(connected, _token(key, *parts, nonce))
+
+
+def connect(host: str, port: int, launch: PodLaunch, asking: int, peer: RankAssignment) -> Connection:
+    """Connects an asking rank to a feed-forward rank that listens, and proves both to each other.
+
+    Raises:
+        OSError: the rank cannot be reached, or did not answer.
+        ContractError: another process answered.
+    """
+    connected = socket.create_connection((host, port), timeout=PROOF_S)
+    try:
+        _set_options(connected, launch)
+        key, nonce = epoch_key(launch), secrets.token_hex(16)
+        parts = (str(asking), nonce)
+        opening = _AskerProof(protocol=PROTOCOL, rank=asking, nonce=nonce, code=_code(key, "open", *parts))
+        _send_line(connected, codec.to_json(opening))
+        reply = codec.from_json(_AnswererProof, _read_line(connected))
+        if key is not None and not key.verifies(reply.code, "feed-forward reply", *parts, reply.nonce):
+            raise ContractError(
+                f"{host} port {port}: the process there is not feed-forward rank {peer.rank} of this epoch. "
+                "Restrict access to the group's ports with a NetworkPolicy"
+            )
+        _send_line(connected, _code(key, "confirm", *parts, reply.nonce))
+        return Connection(connected, _token(key, *parts, reply.nonce))
+    except BaseException:
+        connected.close()
+        raise
+
+
+def _code(key: EpochKey | None, purpose: str, *parts: str) -> str:
+    return "" if key is None else key.code(f"feed-forward {purpose}", *parts)
+
+
+def _token(key: EpochKey | None, *parts: str) -> int:
+    text = parts[-1] if key is None else key.session("feed-forward", *parts).code("token")
+    return int(text[:16], 16)
+
+
+def _set_options(connected: socket.socket, launch: PodLaunch) -> None:
+    """Sends at once, and ends a connection whose other machine is silent for the heartbeat timeout."""
+    timeout_ms = int(launch.heartbeat_timeout_s * 1000)
+    tcp = socket.IPPROTO_TCP
+    connected.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    connected.setsockopt(tcp, socket.TCP_USER_TIMEOUT, timeout_ms)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        connected.setsockopt(tcp, option, 1)
+
+
+def _send_line(connected: socket.socket, text: str) -> None:
+    connected.sendall(text.encode() + b"\n")
+
+
+def _read_line(connected: socket.socket) -> str:
+    """Reads a line; its sender waits for the answer, or sends bytes that must stay in the socket."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connected.recv(1)
+        if not byte or len(line) == _LINE_BYTES:
+            raise ConnectionError("the other end closed the connection, or sent too long a line")
+        line += byte
+    return line[:-1].decode(errors="replace")
+
+
+def _read(connected: socket.socket, num_bytes: int) -> None:
+    left = num_bytes
+    while left:
+        got = len(connected.recv(min(left, LARGE_BYTES)))
+        if not got:
+            raise ConnectionError("the other end closed the connection")
+        left -= got
+
+
+def describe(link: Link) -> str:
+    """Describes how far an ask got, for the message about a missing answer."""
+    if not link.is_open:
+        return "it has answered"
+    try:
+        duplicate = socket.socket(fileno=os.dup(link.socket))
+    except OSError as error:
+        return f"its connection is closed ({error})"
+    with duplicate:
+        info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    unacked = struct.unpack_from("=I", info, _UNACKED_AT)[0]
+    cases = (
+        (link.error, "its connection broke"),
+        (info[_RETRANSMITS_AT] >= _UNANSWERED, "its machine acknowledges nothing"),
+        (link.sent < link.to_send, f"{_progress(link.sent, link.to_send)} of the ask are sent; {_SLOW}"),
+        (unacked, f"its machine has not acknowledged the ask; {_SLOW}"),
+        (link.received, f"{_progress(link.received, link.to_receive)} of the answer arrived; {_SLOW}"),
+    )
+    return next((words for holds, words in cases if holds), "its machine has the ask")
+
+
+def _progress(done: int, total: int) -> str:
+    return f"{format_bytes(done)} of {format_bytes(total)}"

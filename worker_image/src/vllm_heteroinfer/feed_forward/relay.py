@@ -1,0 +1,160 @@
+"""Relays asks to feed-forward ranks in other pods: a thread of the asking rank, in native code.
+
+For the asking rank (a GPU's kernel or a host call) the relay is the lane of each other pod in the slab. It
+calls neither CUDA nor Python while it runs. Imports torch.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from heteroinfer_contract import names
+from heteroinfer_contract.plan import RankAssignment
+from heteroinfer_contract.pod_launch import PodLaunch
+from heteroinfer_contract.printable import format_bytes
+from vllm_heteroinfer.feed_forward import pod_link, slab_library
+from vllm_heteroinfer.feed_forward.exchange import OWN_WORD_S, LaneReady
+from vllm_heteroinfer.feed_forward.lane_judge import LaneError
+from vllm_heteroinfer.feed_forward.slab import Shape, Slab
+from vllm_heteroinfer.pod.threads import start_thread
+
+_logger = logging.getLogger(__name__)
+
+_CHOICE_BYTES: Final = 8
+"""A row's expert and its weight."""
+_HEADER_BYTES: Final = 40
+_SILENT: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A lane of another pod.
+
+    Attributes:
+        lane: number in the asking rank's slab.
+        rank: the pod's first feed-forward rank.
+    """
+
+    lane: int
+    rank: RankAssignment
+    connection: pod_link.Connection
+
+
+def connect_all(
+    lanes: Sequence[tuple[int, RankAssignment]],
+    ready: Sequence[LaneReady],
+    shape: Shape,
+    launch: PodLaunch,
+    asking: RankAssignment,
+) -> tuple[tuple[Relayed, ...], tuple[LaneReady, ...]]:
+    """Connects to other pods, and measures each connection.
+
+    Args:
+        lanes: lanes of other pods.
+        ready: report of each lane of the slab.
+
+    Returns:
+        The connections, and the reports with the time of the network.
+
+    Raises:
+        LaneError: a rank cannot be reached, or the connection ended.
+    """
+    relayed, reports = [], list(ready)
+    for lane, rank in lanes:
+        report = reports[lane]
+        ask_bytes = shape.row_bytes + _CHOICE_BYTES * shape.topk
+        try:
+            connection = pod_link.connect(report.host, report.port, launch, asking.rank, rank)
+            cost = connection.measure(
+                _HEADER_BYTES + ask_bytes, _HEADER_BYTES + shape.row_bytes, shape.max_rows
+            )
+        except OSError as error:
+            raise LaneError(
+                rank.rank,
+                f"feed-forward rank {rank.rank}: rank {asking.rank} does not reach it at {report.host} port "
+                f"{report.port} ({error}). Let the pods of a group reach each other at all ports",
+            ) from error
+        _logger.info(
+            "feed-forward rank %d in pod %d: %.0f us for one row there and back, %s a second",
+            rank.rank,
+            rank.pod,
+            cost.round_trip_s * 1e6,
+            format_bytes(cost.bytes_per_s),
+        )
+        relayed.append(Relayed(lane, rank, connection))
+        reports[lane] = replace(
+            report,
+            ask_s=report.ask_s + cost.round_trip_s,
+            row_s=report.row_s + (ask_bytes + shape.row_bytes) / cost.bytes_per_s,
+        )
+    return tuple(relayed), tuple(reports)
+
+
+def relay_cpus(env: Mapping[str, str]) -> frozenset[int]:
+    """Returns the CPUs for the relay, which its supervisor set; empty if ranks are not bound to CPUs."""
+    text = env.get(names.ENV_RELAY_CPUS, "")
+    return frozenset(int(cpu) for cpu in text.split(",")) if text else frozenset()
+
+
+class Relay:
+    """The thread that relays the asks of a slab."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        relayed: Sequence[Relayed],
+        *,
+        spin_ns: int,
+        cpus: Collection[int],
+        fail: Callable[[BaseException], Any],
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            spin_ns: time that the relay spins for the next ask, and for answers, before it sleeps.
+            cpus: CPUs for the thread; empty for those of the calling thread.
+            fail: gets the error that ends this rank.
+        """
+        self._slab, self._relayed, self._cpus = slab, relayed, cpus
+        self._links = (pod_link.Link * len(relayed))(*(each.connection.link(each.lane) for each in relayed))
+        self._spin_ns, self._ended = spin_ns, threading.Event()
+        start_thread(self._run, name="heteroinfer-relay", failed=fail)
+
+    def _run(self) -> None:
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)
+        result = slab_library.load().heteroinfer_ff_relay(
+            self._slab.address,
+            ctypes.byref(self._slab.layout),
+            self._links,
+            len(self._relayed),
+            self._spin_ns,
+        )
+        if result > 0:
+            raise self._broken(result - 1)
+
+    def _broken(self, number: int) -> LaneError:
+        """Returns the error that accuses a pod's first rank, after the pod had time to report the cause."""
+        rank, error = self._relayed[number].rank, self._links[number].error
+        if error == pod_link.MALFORMED:
+            how = "sent a message that answers no ask; start all pods from one image"
+        elif error in _SILENT:
+            how = f"its machine acknowledges nothing ({os.strerror(error)}); check its node and the network"
+        else:
+            time.sleep(OWN_WORD_S)
+            words = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)
+            how = f"its connection broke ({words}); look at its log"
+        return LaneError(rank.rank, f"feed-forward rank {rank.rank} (pod {rank.pod}): {how}")
+
+    def note(self, lane: int) -> str:
+        """Describes how far the last ask of a lane got; "" for a lane of this pod."""
+        for each, link in zip(self._relayed, self._links, strict=True):
+            if each.lane == lane:
+                return f" (pod {each.rank.pod}: {pod_link.describe(link)})"
+        return ""

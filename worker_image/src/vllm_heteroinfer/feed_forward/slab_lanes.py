@@ -1,0 +1,29 @@
+"""Lists the ranks behind the lanes of each slab of a group. PURE.
+
+The asking rank's slab has a lane for each feed-forward rank of its own pod, and a lane for each other pod
+with feed-forward ranks. The first feed-forward rank of such a pod has a slab for all ranks of the pod.
+"""
+
+from collections.abc import Sequence
+
+from heteroinfer_contract.plan import Plan, RankAssignment
+
+
+def asking_lanes(plan: Plan, asking: RankAssignment) -> tuple[RankAssignment, ...]:
+    """Returns the ranks behind the asking rank's lanes, by lane; for another pod, its first rank."""
+    ranks = plan.feed_forward_ranks(asking.stage)
+    own = tuple(rank for rank in ranks if rank.pod == asking.pod)
+    firsts = {rank.pod: rank for rank in reversed(ranks) if rank.pod != asking.pod}
+    return (*own, *sorted(firsts.values(), key=lambda rank: rank.rank))
+
+
+def pod_lanes(plan: Plan, rank: RankAssignment) -> tuple[RankAssignment, ...]:
+    """Returns the feed-forward ranks of a feed-forward rank's stage and pod, by lane of the pod's slab."""
+    return tuple(each for each in plan.feed_forward_ranks(rank.stage) if each.pod == rank.pod)
+
+
+def relayed_lanes(
+    lanes: Sequence[RankAssignment], asking: RankAssignment
+) -> tuple[tuple[int, RankAssignment], ...]:
+    """Returns the lanes of other pods with their numbers."""
+    return tuple((lane, rank) for lane, rank in enumerate(lanes) if rank.pod != asking.pod)

@@ -1,0 +1,10 @@
+"""How long the processes of feed-forward ranks spin before they sleep. Stdlib and the contract only."""
+
+from collections.abc import Mapping
+
+from heteroinfer_contract import names
+
+
+def spin_time_ns(env: Mapping[str, str]) -> int:
+    """Time that a process spins before it sleeps, in ns. The supervisor sets it; 0 if unset."""
+    return int(float(env.get(names.ENV_FEED_FORWARD_SPIN, "0")) * 1e9)

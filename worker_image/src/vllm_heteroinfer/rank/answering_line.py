@@ -1,0 +1,201 @@
+"""How a feed-forward rank gets asks and sends answers: through a slab of its pod, or over TCP for its pod."""
+
+import ctypes
+import os
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+from heteroinfer_contract import codec
+from heteroinfer_contract.errors import ContractError
+from vllm_heteroinfer.feed_forward import pod_link, slab_library
+from vllm_heteroinfer.feed_forward.exchange import (
+    OWN_WORD_S,
+    LaneReady,
+    failed_lane,
+    lane_key,
+    late_lane,
+    offer_key,
+    open_slab,
+    stall_limit_s,
+)
+from vllm_heteroinfer.feed_forward.remote_parts import served_rank
+from vllm_heteroinfer.feed_forward.slab import Offer, Shape, Slab, check_offer, connect
+from vllm_heteroinfer.feed_forward.slab_lanes import asking_lanes, pod_lanes
+from vllm_heteroinfer.feed_forward.spinning import spin_time_ns
+from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.pod.lost_peer import PeerGoneError
+from vllm_heteroinfer.rank.context import RankContext
+
+HEAD_START_S = 0.3
+"""Time by which a pod's first rank accuses the pod's other ranks before the asking rank accuses the first."""
+
+
+class Line(Protocol):
+    """The connection of a feed-forward rank to the rank that asks it.
+
+    Attributes:
+        slab: has this rank's inputs and its part of the answers.
+        lane: number of this rank in the slab.
+    """
+
+    slab: Slab
+    lane: int
+
+    def report_ready(self, ask_s: float, row_s: float) -> None:
+        """Reports that this rank can answer; the times are those of LaneReady."""
+
+    def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
+        """Waits for an ask, and writes its layer and rows; returns False if none came within the limit.
+
+        Raises:
+            PeerGoneError: the rank that asks has ended.
+        """
+
+    def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
+        """Answers the last ask; the counted rows, experts and time go into the lane's counters."""
+
+
+def open_line(context: RankContext, expected: Shape) -> Line:
+    """Opens this rank's line to the rank that it serves.
+
+    Args:
+        expected: shape of the asking rank's slab, whatever its number of lanes.
+
+    Raises:
+        ContractError: the ranks disagree about the shape, or this process cannot map the slab's memory.
+        TimeoutError: another rank was not ready by the deadline.
+    """
+    plan, rank = context.plan, context.rank
+    asking = served_rank(plan, rank)
+    shape = replace(expected, lanes=len(asking_lanes(plan, asking)))
+    if rank.pod == asking.pod:
+        return SlabLine(context, asking.rank, asking_lanes(plan, asking).index(rank), shape)
+    lanes = pod_lanes(plan, rank)
+    if rank == lanes[0]:
+        return PodLine(context, shape)
+    return SlabLine(context, lanes[0].rank, lanes.index(rank), replace(shape, lanes=len(lanes)))
+
+
+def _offer(context: RankContext, rank: int) -> Offer:
+    what = f"slab of rank {rank}"
+    return Offer.from_json(context.store.get(offer_key(rank), context.startup, what=what, rank=rank))
+
+
+class SlabLine:
+    """A line through a slab of another process of this pod."""
+
+    def __init__(self, context: RankContext, owner: int, lane: int, shape: Shape) -> None:
+        """Maps the slab of rank `owner`, in which this rank has a lane."""
+        self._context, self._owner, self.lane = context, owner, lane
+        self.slab, self._nonce = connect(_offer(context, owner), lane, shape)
+        self._spin_ns = spin_time_ns(os.environ)
+        calls, self._address = slab_library.load(), self.slab.address
+        self._wait, self._answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
+
+    def report_ready(self, ask_s: float, row_s: float) -> None:
+        """See `Line`."""
+        ready = LaneReady(nonce=self._nonce.hex(), ask_s=ask_s, row_s=row_s)
+        self._context.store.put(lane_key(self._context.rank.rank), codec.to_json(ready))
+
+    def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
+        """See `Line`."""
+        got = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
+        if got == slab_library.STOPPED:
+            raise PeerGoneError(self._owner, "the slab was stopped: the rank that asks has ended")
+        return bool(got == slab_library.ASKED)
+
+    def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
+        """See `Line`."""
+        self._answer(self._address, self.lane, status, rows, ids, topk, busy_ns)
+
+
+class PodLine:
+    """The line of a pod without the asking rank, held by its first feed-forward rank.
+
+    It receives asks into the pod's slab, and sends the sum of the answers of the pod's ranks.
+    """
+
+    lane = 0
+
+    def __init__(self, context: RankContext, expected: Shape) -> None:
+        """Creates the pod's slab; the asking rank connects after `report_ready`."""
+        self._context = context
+        self._asking = served_rank(context.plan, context.rank).rank
+        offered = _offer(context, self._asking).shape
+        check_offer(offered, expected, f"feed-forward rank {context.rank.rank}")
+        self._lanes = pod_lanes(context.plan, context.rank)
+        self._shape = replace(offered, lanes=len(self._lanes))
+        self._spin_ns = spin_time_ns(os.environ)
+        self.slab, self._ready = open_slab(
+            self._shape, context.rank, self._lanes, context.store, context.startup
+        )
+        self._listener = pod_link.Listener(addresses.own_address(os.environ))
+        self._began_ns = 0
+
+    def report_ready(self, ask_s: float, row_s: float) -> None:
+        """Reports the pod as ready, and waits until the asking rank has connected and measured."""
+        context = self._context
+        ready = LaneReady(
+            nonce="",
+            ask_s=max([ask_s, *(each.ask_s for each in self._ready)]),
+            row_s=max([row_s, *(each.row_s for each in self._ready)]),
+            host=addresses.own_address(os.environ),
+            port=self._listener.port,
+        )
+        context.store.put(lane_key(context.rank.rank), codec.to_json(ready))
+        context.reporter.waits_for(self._asking)
+        self._connection = self._listener.accept(context.launch, self._asking, context.startup)
+        try:
+            self._connection.answer_trials()
+        except (OSError, ContractError) as error:
+            raise PeerGoneError(self._asking, f"its connection broke at the start: {error}") from error
+        context.reporter.waits_for(None)
+        self._link = self._connection.link(self.lane)
+        self._link_at, self._layout = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
+
+    def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
+        """See `Line`."""
+        got = slab_library.load().heteroinfer_ff_receive(
+            self._link_at,
+            self.slab.address,
+            self._layout,
+            self._shape.max_rows,
+            self._spin_ns,
+            limit_ns,
+            layer,
+            rows,
+        )
+        self._began_ns = time.monotonic_ns()
+        if got == slab_library.STOPPED:
+            raise self._lost()
+        return bool(got == slab_library.ASKED)
+
+    def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
+        """See `Line`.
+
+        Raises:
+            LaneError: another rank of the pod is late, or failed.
+            PeerGoneError: the rank that asks has ended.
+        """
+        calls, slab = slab_library.load(), self.slab
+        calls.heteroinfer_ff_answer(slab.address, self.lane, status, rows, ids, topk, busy_ns)
+        limit_s = stall_limit_s(self._ready, slab.asked_rows) - HEAD_START_S
+        limit_ns = int(limit_s * 1e9)
+        result = calls.heteroinfer_ff_reply(
+            self._link_at, slab.address, self._layout, self._began_ns, self._spin_ns, limit_ns
+        )
+        if result == slab_library.WAS_STOPPED:
+            raise self._lost()
+        if result > 0:
+            raise late_lane(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
+        if result < -1:  # -1 is this rank itself, which raises its own error
+            time.sleep(OWN_WORD_S)
+            raise failed_lane(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
+
+    def _lost(self) -> PeerGoneError:
+        error = self._link.error
+        words = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
+        if error == pod_link.MALFORMED:
+            words = "it sent a message that is not an ask. Start all pods from one image"
+        return PeerGoneError(self._asking, f"the connection to the rank that asks ended: {words}")
