@@ -78,8 +78,8 @@ class RankAssignment:
         weight_bytes: predicted size of its weights.
         predicted_step_s: predicted compute time of a decode step of one request; 0 if unknown.
         feed_forward: part that the rank computes if it is a feed-forward rank, else None. A feed-forward
-            rank has no attention, KV cache or scheduler. It runs in the pod of the stage that it serves, or in
-            a pod of only such ranks.
+            rank has no attention, KV cache or scheduler. It runs in the pod of the stage that it serves, or
+            in a pod of only such ranks.
     """
 
     rank: int
