@@ -1,9 +1,12 @@
 """RMS norms of eager CPU ranks: registers vLLM's CPU operations in vLLM's own registry. Imports vLLM.
 
 For CPUs the registry contains only `native`, which runs nine operations of torch for a norm if the model is
-not compiled. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py@v0.32.0.
+not compiled. Without AVX512-BF16, vLLM's CPU operations cut float32 off to bf16 instead of rounding it, so
+bf16 rows are left to `native` there. Source: vllm/ir/ops/layernorm.py, vllm/kernels/vllm_c.py,
+csrc/cpu/cpu_types_x86.hpp::BF16Vec8@v0.32.0.
 """
 
+import functools
 from typing import Final
 
 import torch
@@ -33,7 +36,14 @@ def _supports_add_and_norm(
 
 
 def _is_whole(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    return weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
+    fits = weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
+    return fits and (x.dtype is not torch.bfloat16 or _rounds_bf16())
+
+
+@functools.cache
+def _rounds_bf16() -> bool:
+    """Whether vLLM's CPU operations round bf16 results to the nearest number on this CPU."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 @ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports_norm)
