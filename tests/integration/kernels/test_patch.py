@@ -124,7 +124,7 @@ def test_four_bits_have_the_bytes_that_plans_count() -> None:
 
 
 def test_norms_of_eager_ranks_are_sums_written_out() -> None:
-    """By vLLM's operation for CPUs; by torch for rows of no whole vectors, and for bf16 that it would cut off.
+    """By vLLM's operation for CPUs; by torch for rows of no whole vectors, and for bf16 that it cuts off.
 
     Cutting off takes 2^-9 of the size of a number in bf16, and rounding nothing. Compiled ranks keep torch's.
     """
