@@ -89,6 +89,20 @@ def seen(resource: Resource) -> bool:
     return bool(stored.get("status", {}).get("observedGeneration") == stored["metadata"]["generation"])
 
 
+def children(resource: Resource) -> list[str]:
+    """Returns what the operator created for a resource."""
+    kinds = "pods,services,configmaps,secrets,networkpolicies,poddisruptionbudgets"
+    selector = f"{names.LABEL_RESOURCE}={resource.name}"
+    return resource.cluster.kubectl(
+        "get", "-n", resource.namespace, kinds, "-l", selector, "-o", "name"
+    ).split()
+
+
+def uids(resource: Resource) -> list[str]:
+    """Returns the identities of the worker pods."""
+    return [pod["metadata"]["uid"] for pod in resource.pods()]
+
+
 def scale(resource: Resource, replicas: int) -> None:
     resource.cluster.kubectl(
         "scale", "-n", resource.namespace, f"hinf/{resource.name}", f"--replicas={replicas}"
@@ -96,10 +110,16 @@ def scale(resource: Resource, replicas: int) -> None:
 
 
 @pytest.mark.parametrize("first_to_go", ["default", "beta"])
-def test_two_releases_side_by_side_go_in_either_order(cluster: NodeCluster, first_to_go: str) -> None:
-    """The default release serves all namespaces; the other one, with a class, this namespace alone."""
+def test_two_releases_side_by_side_go_in_either_order(
+    cluster: NodeCluster, model: tuple[Path, dict[str, Any]], first_to_go: str
+) -> None:
+    """The default release serves all namespaces; the other one, with a class, this namespace alone.
+
+    The release that goes first leaves a group behind: its pods stay until their resource is deleted.
+    """
     releases = {"default": "release-default", "beta": "release-beta"}
     cluster.kubectl("create", "namespace", NAMESPACE)
+    cluster.kubectl("apply", "-f", "-", stdin=volume_manifests(NAMESPACE, model[0]))
     install(cluster, releases["default"])
     install(
         cluster,
@@ -122,20 +142,28 @@ def test_two_releases_side_by_side_go_in_either_order(cluster: NodeCluster, firs
         for other, resource in resources.items():
             assert other == name or f"{NAMESPACE}/{resource.name}" not in log
     (stays,) = releases.keys() - {first_to_go}
+    left_behind = resources[first_to_go]
+    scale(left_behind, 1)
+    processes.wait_until("pods of the group", lambda: len(left_behind.pods()) == 2, timeout_s=120)
+    before = uids(left_behind)
     cluster.helm("uninstall", releases[first_to_go], "--namespace", releases[first_to_go], "--wait")
     for resource in resources.values():
         scale(resource, 1)
         scale(resource, 0)
     processes.wait_until("the other release works on", lambda: seen(resources[stays]), timeout_s=SEEN_S)
-    assert not seen(resources[first_to_go]), "nobody serves it now"
+    assert not seen(left_behind), "nobody serves it now"
+    assert uids(left_behind) == before
     # Without its operator, the resource goes by itself; so does the other one, whose operator is there.
     for resource in resources.values():
         cluster.kubectl("delete", "hinf", "-n", NAMESPACE, resource.name, "--timeout=20s")
+    kept = functools.partial(children, left_behind)
+    processes.wait_until("the end of the group that was left behind", lambda: not kept(), timeout_s=GONE_S)
     cluster.helm("uninstall", releases[stays], "--namespace", releases[stays], "--wait")
     for namespace in (NAMESPACE, *releases.values()):
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
     for namespace in (NAMESPACE, *releases.values()):
         processes.wait_until(f"the end of {namespace}", is_gone(cluster, namespace), timeout_s=GONE_S)
+    cluster.kubectl("delete", "pv", f"models-{NAMESPACE}", "--timeout=30s")
     left = cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name")
     assert not [name for name in left.split() if any(release in name for release in releases.values())]
 
@@ -151,13 +179,7 @@ def test_the_crd_goes_first_and_takes_everything_along(
     processes.wait_until("pods of the group", lambda: len(pair.pods()) == 2, timeout_s=120)
     cluster.kubectl("delete", "pods", "-n", namespace, "-l", OPERATOR_LABELS, "--grace-period=0", "--force")
     cluster.kubectl("delete", "crd", CRD, "--timeout=60s", timeout_s=70)
-
-    def left() -> list[str]:
-        kinds = "pods,services,configmaps,networkpolicies,poddisruptionbudgets"
-        selector = f"{names.LABEL_RESOURCE}={pair.name}"
-        return cluster.kubectl("get", "-n", namespace, kinds, "-l", selector, "-o", "name").split()
-
-    processes.wait_until("the end of all children", lambda: not left(), timeout_s=GONE_S)
+    processes.wait_until("the end of all children", lambda: not children(pair), timeout_s=GONE_S)
     cluster.helm("uninstall", namespace, "--namespace", namespace, "--wait", "--timeout", "60s")
     cluster.kubectl("delete", "namespace", namespace, "--timeout=60s", timeout_s=70)
     cluster.kubectl("delete", "pv", f"models-{namespace}", "--timeout=30s")

@@ -37,28 +37,38 @@ def hub_spec(**model: Any) -> dict[str, Any]:
     return {**SPEC, "model": model}
 
 
-async def apply(server: ApiServer, namespace: str, spec: dict[str, Any]) -> None:
+async def apply(server: ApiServer, namespace: str, spec: dict[str, Any], name: str = "tiny") -> None:
     body = {
         "apiVersion": HETERO_INFERENCE.api_version,
         "kind": names.KIND,
-        "metadata": {"name": "tiny", "namespace": namespace},
+        "metadata": {"name": name, "namespace": namespace},
         "spec": spec,
     }
-    await server.apply(HETERO_INFERENCE.path(namespace, "tiny"), body, manager="user")
+    await server.apply(HETERO_INFERENCE.path(namespace, name), body, manager="user")
 
 
-async def the_fetch(server: ApiServer, namespace: str) -> dict[str, Any]:
-    """Waits for the fetch pod."""
+async def the_fetch(server: ApiServer, namespace: str, resource: str = "tiny") -> dict[str, Any]:
+    """Waits for the fetch pod of a resource."""
 
     async def found() -> dict[str, Any] | None:
         for pod in await stored(server, POD, namespace):
-            component = pod["metadata"]["labels"].get(names.LABEL_COMPONENT)
-            if component == names.COMPONENT_FETCH and "deletionTimestamp" not in pod["metadata"]:
+            labels = pod["metadata"]["labels"]
+            wanted = (names.COMPONENT_FETCH, resource)
+            if (labels.get(names.LABEL_COMPONENT), labels[names.LABEL_RESOURCE]) != wanted:
+                continue
+            if "deletionTimestamp" not in pod["metadata"]:
                 return pod
         return None
 
     pod: dict[str, Any] = await until("the fetch pod", found)
     return pod
+
+
+def cleanup_of(fetch: dict[str, Any]) -> CacheCleanup | None:
+    """Returns what a fetch pod may remove; None if it removes nothing."""
+    (variables,) = (container["env"] for container in fetch["spec"]["containers"])
+    found = [each["value"] for each in variables if each["name"] == names.ENV_CACHE_CLEANUP]
+    return CacheCleanup.from_json(found[0]) if found else None
 
 
 @contextlib.asynccontextmanager
@@ -215,9 +225,9 @@ async def test_a_model_of_a_hub_becomes_ready(
         (claim,) = await stored(server, CLAIM, namespace)
         assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
         mounted = {"claimName": claim["metadata"]["name"]}
-        (variables,) = (container["env"] for container in fetch["spec"]["containers"])
-        cleanup = next(each["value"] for each in variables if each["name"] == names.ENV_CACHE_CLEANUP)
-        assert CacheCleanup.from_json(cleanup).keep == 2
+        cleanup = cleanup_of(fetch)
+        assert cleanup is not None
+        assert cleanup.keep == 2
         assert fetch["spec"]["volumes"][-1]["persistentVolumeClaim"] == mounted
 
         failure = Failure(reason=FailureReason.MODEL_ACCESS_DENIED, message="gated: accept its licence")
@@ -276,3 +286,47 @@ async def test_a_model_of_a_hub_becomes_ready(
         await until("the end of pods and claim", gone, timeout_s=60)
     said = (tmp_path / "log").read_text()
     assert "Traceback" not in said
+
+
+async def test_a_fetch_may_not_remove_commits_of_other_resources(
+    server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
+) -> None:
+    """Three resources download into one claim of the user: `other` first, `early` meanwhile, `tiny` later."""
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "shared"},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    await server.create(CLAIM.path(namespace), claim)
+    async with operator(install().kubeconfig, tmp_path / "log") as process:
+        await process.working()
+        await apply(server, namespace, hub_spec(cache={"claimName": "shared"}), "other")
+        fetch = await the_fetch(server, namespace, "other")
+        assert cleanup_of(fetch) is None, "the claim is the user's, who set no `keep`"
+
+        spec = hub_spec(cache={"claimName": "shared", "keep": 1})
+        await apply(server, namespace, spec, "early")
+        early = await the_fetch(server, namespace, "early")
+        assert cleanup_of(early) is None, "the commit of `other` is not known yet"
+        await server.delete(HETERO_INFERENCE.path(namespace, "early"), {})
+
+        profile = codec.from_mapping(ModelProfile, PROFILE)
+        answer = FetchedModel(commit=COMMIT, size_bytes=2**30, profile=profile).to_json()
+        await end_pod(server, namespace, fetch["metadata"]["name"], exit_code=0, message=answer)
+
+        async def recorded() -> bool:
+            model = (await server.get(HETERO_INFERENCE.path(namespace, "other"))).get("status", {})
+            return bool(model.get("model", {}).get("commit") == COMMIT)
+
+        await until("the commit of `other` in its status", recorded, said=lambda: process.said)
+
+        async def early_is_gone() -> bool:
+            found = await stored(server, POD, namespace)
+            return not [pod for pod in found if pod["metadata"]["labels"][names.LABEL_RESOURCE] == "early"]
+
+        await until("the end of `early`", early_is_gone, timeout_s=60, said=lambda: process.said)
+        await apply(server, namespace, spec)
+        cleanup = cleanup_of(await the_fetch(server, namespace))
+        assert cleanup is not None
+        assert (cleanup.keep, COMMIT in cleanup.in_use) == (1, True)

@@ -211,6 +211,32 @@ async def _are_gone(pair: Pair, lost: list[str]) -> bool:
     return not present & set(lost)
 
 
+async def test_each_group_has_its_own_zone(
+    plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
+) -> None:
+    """Each pod fills a node. In the order of the names, both groups would span both zones."""
+    zones = {"zoned-0": "a", "zoned-1": "b", "zoned-2": "b", "zoned-3": "a"}
+    for node, zone in zones.items():
+        await add_node(server, node, labels={"pool": "zoned", "topology.kubernetes.io/zone": zone})
+    pool = {"template": {"nodeSelector": {"pool": "zoned"}}, "resources": {"requests": {"cpu": "10"}}}
+    roles = [{"name": name, "device": "CPU", **pool} for name in ("first", "second")]
+
+    async def places() -> dict[str, set[str]]:
+        """Returns the zones of each group, once all pods are placed."""
+        found: dict[str, set[str]] = defaultdict(set)
+        pods = await pods_of(server, namespace, "zoned")
+        for pod in pods:
+            zone = zones.get(pod["spec"].get("nodeName", ""), "")
+            found[pod["metadata"]["labels"][names.LABEL_GROUP]].add(zone)
+        return dict(found) if len(pods) == 4 and "" not in set.union(*found.values()) else {}
+
+    async with operator(plane.kubeconfig, tmp_path / "log", allow_host_paths="true") as process:
+        await process.working()
+        await apply(server, namespace, "zoned", roles=roles, replicas=2)
+        found = await until("both groups are placed", places, STEP_S, lambda: process.said)
+    assert sorted(map(sorted, found.values())) == [["a"], ["b"]]
+
+
 async def test_placeholder_pods_of_lower_priority_make_room(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
