@@ -105,6 +105,9 @@ def test_the_columns_show_the_state(pair: Resource) -> None:
     assert float(got["STEPMS"]) > 0
 
 
+LOCKED_LIMIT = f"{metric_names.LOCKED_MEMORY_LIMIT_BYTES}{{"
+
+
 def test_each_rank_has_metrics(pair: Resource) -> None:
     for pod in pair.pods():
         status, text = pair.cluster.pod_http(pod["status"]["podIP"], names.DEFAULT_METRICS_PORT, "/metrics")
@@ -118,6 +121,9 @@ def test_each_rank_has_metrics(pair: Resource) -> None:
         assert len(decode) == 1
         assert f'rank="{rank}"' in decode[0]
         assert float(decode[0].split()[-1]) > 0
+        # The limit of the pod's container runtime, which RDMA needs to be large.
+        (limit,) = (line for line in text.splitlines() if line.startswith(LOCKED_LIMIT))
+        assert float(limit.split()[-1]) > 0
 
 
 def test_the_groups_own_ports_are_closed_to_others(pair: Resource) -> None:
