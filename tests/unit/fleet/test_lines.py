@@ -9,7 +9,7 @@ from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_operator.api import HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.fleet.fleet_reader import kv_use_of
-from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_line
+from heteroinfer_operator.fleet.lines import LeaderAnswer, ResourceLine, build_line
 from heteroinfer_operator.fleet.screen import TOP_COLUMNS, build_rows, build_screen, describe_waits
 
 KEY = ResourceKey(namespace="ml", name="llama")
@@ -71,9 +71,9 @@ def rows(line: ResourceLine) -> list[list[str]]:
 def test_without_leaders_the_status_provides_ranks_and_the_last_culprit() -> None:
     resource, group, first, second = rows(build_line(KEY, status(), {}))
     assert resource[:3] == ["ml/llama", "", "Available, 1/1 groups ready (GroupsReady)"]
-    culprit = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
+    last_failure_text = "RankExited rank 1 (-9) at 11-21 08:00:00Z"
     assert group == [
-        "group 0 epoch 3", "", "Ready", "", "20.0", "", "", "19.0", "256 tokens", "2", culprit,
+        "group 0 epoch 3", "", "Ready", "", "20.0", "", "", "19.0", "256 tokens", "2", last_failure_text,
     ]  # fmt: skip
     assert first[:7] == ["rank 0 cpu", "a", "Ready", "", "", "", ""]
     assert second[:7] == ["rank 1 gpu", "b", "Ready", "", "20.0", "15.0", "4.0"]
@@ -95,20 +95,22 @@ def test_availability_is_shown_with_the_reason(ready: str, available: str, words
 
 
 def test_a_leaders_report_overrides_the_status() -> None:
-    _, group, first, second = rows(build_line(KEY, status(), {0: Live(report=report(), kv_use=0.374)}))
+    _, group, first, second = rows(
+        build_line(KEY, status(), {0: LeaderAnswer(report=report(), kv_use=0.374)})
+    )
     assert group[8] == "37 % of 256 tokens"
     assert first[:7] == ["rank 0 cpu", "a", "Loading 25 %", "0", "", "", ""]
     assert second[:7] == ["rank 1 gpu", "b", "Ready", "7", "30.0", "25.0", "4.0"]
 
 
 def test_a_leader_of_another_epoch_is_ignored() -> None:
-    line = build_line(KEY, status(), {0: Live(report=report(epoch=2), kv_use=0.5)})
+    line = build_line(KEY, status(), {0: LeaderAnswer(report=report(epoch=2), kv_use=0.5)})
     assert line == build_line(KEY, status(), {})
     assert not line.lines[0].live
 
 
 def test_json_has_the_same_values_without_empty_ones() -> None:
-    value = build_line(KEY, status(), {0: Live(report=report(), kv_use=0.5)}).dump()
+    value = build_line(KEY, status(), {0: LeaderAnswer(report=report(), kv_use=0.5)}).dump()
     assert (value["namespace"], value["name"], value["ready"]) == ("ml", "llama", "True")
     (group,) = value["groups"]
     assert (group["kvUse"], group["kvTokens"], group["live"]) == (0.5, 256, True)

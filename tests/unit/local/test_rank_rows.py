@@ -8,7 +8,7 @@ from heteroinfer_contract.group_report import GroupReport, RankPhase, RankStatus
 from heteroinfer_contract.plan import Device
 from heteroinfer_operator.api import GroupPhase, GroupStatus, HeteroInferenceStatus
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_line
+from heteroinfer_operator.fleet.lines import LeaderAnswer, ResourceLine, build_line
 from heteroinfer_operator.fleet.screen import UP_COLUMNS, build_group_rows
 from heteroinfer_operator.reconcile.status_summary import build_plan_status
 from heteroinfer_operator.up.console import Display
@@ -26,7 +26,7 @@ def _line(*ranks: RankStatus, epoch: int = 2) -> ResourceLine:
     entry = build_plan_status(PLAN).ranks[1].model_copy(update={"predicted_step_ms": 9.0})
     plans = (build_plan_status(PLAN).model_copy(update={"ranks": (entry,)}),)
     status = HeteroInferenceStatus(groups=(group,), plans=plans)
-    return build_line(KEY, status, {0: Live(report=report)}, {PLAN.hash: PLAN})
+    return build_line(KEY, status, {0: LeaderAnswer(report=report)}, {PLAN.hash: PLAN})
 
 
 def test_rank_shows_its_position_its_progress_and_its_times() -> None:

@@ -14,7 +14,7 @@ from heteroinfer_operator.commands.cluster_access import (
     open_cluster,
 )
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.fleet.fleet_reader import Stored, read_resources
+from heteroinfer_operator.fleet.fleet_reader import StoredResource, read_resources
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 
 Spec = Mapping[str, Any]
@@ -39,7 +39,7 @@ async def patch_specs(arguments: argparse.Namespace, change: Change) -> None:
     if bool(arguments.names) == bool(arguments.selector):
         raise HeteroInferError("name the resources, or choose them with -l LABELS", reason="BadArguments")
     async with open_cluster(arguments) as cluster:
-        found: list[Stored] = []
+        found: list[StoredResource] = []
         # All are read before the first is changed: a misspelt name changes nothing.
         for name in arguments.names or [None]:
             found += await read_resources(

@@ -11,6 +11,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.fleet.installations import (
     UNKNOWN_VERSION,
     InstalledOperator,
+    describe_crd_skew,
     read_crd,
     read_operators,
 )
@@ -24,7 +25,7 @@ from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM, describe_ot
 from heteroinfer_operator.settings import InstallationSettings
 
 MIN_KUBERNETES_VERSION: Final = (1, 30)
-"""As the chart's kubeVersion."""
+"""Oldest supported version, equal to the chart's kubeVersion."""
 _GPU_RESOURCES: Final = "nvidia.com/"
 _VOLUME: Final = Kind(name="PersistentVolume", api_version="v1", plural="persistentvolumes", namespaced=False)
 _STORAGE_CLASS: Final = Kind(
@@ -35,7 +36,7 @@ _SHARED_PROVISIONERS: Final = (
     "cephfs", "nfs", "efs.csi.aws.com", "file.csi.azure.com", "filestore.csi.storage.gke.io", "glusterfs",
     "lustre", "fsx.", "beegfs", "juicefs", "longhorn", "weka", "wekafs", "smb.csi.k8s.io", "quobyte",
 )  # fmt: skip
-"""Parts of the names of provisioners whose volumes several nodes can mount for writing."""
+"""Parts of provisioners' names. Several nodes can mount volumes of these provisioners for writing."""
 _POLICY_GROUPS: Final = {
     "crd.projectcalico.org": "Calico",
     "projectcalico.org": "Calico",
@@ -55,7 +56,7 @@ _POLICY_DAEMONS: Final = (
     "cilium",
     "canal",
 )
-"""Names of DaemonSets of such plugins."""
+"""Beginnings of the names of DaemonSets in kube-system that run such a network plugin."""
 
 
 class CheckState(StrEnum):
@@ -67,14 +68,14 @@ class CheckState(StrEnum):
     WARNING = "warning"
     """HeteroInfer works, but less well or less safely than it could."""
     UNKNOWN = "unknown"
-    """The user lacks the right to find out."""
+    """The check has no result, for example because the user lacks a right."""
     FAILED = "failed"
     """HeteroInfer does not work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """The result of one check, with what to do in its message."""
+    """The result of one check. The message describes the result and how to fix a problem."""
 
     name: str
     state: CheckState
@@ -86,26 +87,27 @@ class CheckResult:
 
 
 CheckAnswer = tuple[CheckState, str]
+"""State and message of a check."""
 
 
 async def run_checks(server: ApiServer) -> tuple[CheckResult, ...]:
-    """Runs all checks; changes nothing.
+    """Runs all checks of a cluster, without changing the cluster.
 
     Raises:
         ApiError: the API server does not answer.
     """
-    reader = _ClusterReader(server)
+    cluster = _ClusterChecks(server)
     checks: Mapping[str, Callable[[], Awaitable[CheckAnswer]]] = {
-        "Kubernetes": reader.kubernetes,
-        "CRD": reader.crd,
-        "operator": reader.operator,
-        "rights": reader.rights,
-        "GPU plugin": reader.gpu_plugin,
-        "GPU feature discovery": reader.gpu_labels,
-        "node feature discovery": reader.cpu_labels,
-        "gang scheduler": reader.gang_scheduler,
-        "ReadWriteMany class": reader.shared_storage,
-        "NetworkPolicy plugin": reader.network_policies,
+        "Kubernetes": cluster.check_kubernetes,
+        "CRD": cluster.check_crd,
+        "operator": cluster.check_operator,
+        "rights": cluster.check_rights,
+        "GPU plugin": cluster.check_gpu_plugin,
+        "GPU feature discovery": cluster.check_gpu_labels,
+        "node feature discovery": cluster.check_cpu_labels,
+        "gang scheduler": cluster.check_gang_scheduler,
+        "ReadWriteMany class": cluster.check_shared_storage,
+        "NetworkPolicy plugin": cluster.check_network_policies,
     }
     results = []
     for name, check in checks.items():
@@ -114,24 +116,25 @@ async def run_checks(server: ApiServer) -> tuple[CheckResult, ...]:
         except ApiError as error:
             if error.status != FORBIDDEN:
                 raise
-            state, message = CheckState.UNKNOWN, f"{error.message}. Run this as an administrator"
+            state = CheckState.UNKNOWN
+            message = f"{error.message}. Run the command with the rights of an administrator"
         results.append(CheckResult(name=name, state=state, message=message))
     return tuple(results)
 
 
-class _ClusterReader:
-    """The checks: each reads its own objects."""
+class _ClusterChecks:
+    """Reads the objects for each check from the API server, and judges them."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
         self._operators: tuple[InstalledOperator, ...] = ()
         self._nodes: list[dict[str, Any]] | None = None
 
-    async def kubernetes(self) -> CheckAnswer:
+    async def check_kubernetes(self) -> CheckAnswer:
         found = await self._server.get("/version")
         return judge_kubernetes(str(found["major"]), str(found["minor"]), str(found.get("gitVersion", "")))
 
-    async def crd(self) -> CheckAnswer:
+    async def check_crd(self) -> CheckAnswer:
         problem = await resource_problem(self._server)
         if problem:
             return CheckState.FAILED, problem
@@ -140,53 +143,62 @@ class _ClusterReader:
         except ApiError as error:
             if error.status != FORBIDDEN:
                 raise
-            return CheckState.OK, f"served; its version is unknown ({error.message})"
+            return (
+                CheckState.OK,
+                f"the API server serves HeteroInference; the version of the CRD is unknown ({error.message})",
+            )
         return CheckState.OK, str(installed)
 
-    async def operator(self) -> CheckAnswer:
+    async def check_operator(self) -> CheckAnswer:
         self._operators = await read_operators(self._server)
         crd = await read_crd(self._server)
         return judge_operators(self._operators, crd.version if crd else UNKNOWN_VERSION)
 
-    async def rights(self) -> CheckAnswer:
+    async def check_rights(self) -> CheckAnswer:
         if not self._operators:
-            return CheckState.UNKNOWN, "no operator was found whose rights could be checked"
+            return (
+                CheckState.UNKNOWN,
+                "the check found no operator whose rights it could test. Install HeteroInfer's chart",
+            )
         missing = [
             f"{operator.name}: {right}"
             for operator in self._operators
             for right in await missing_rights_of(self._server, operator)
         ]
         if missing:
-            return CheckState.FAILED, f"missing: {'; '.join(missing)}. Install the chart's roles"
+            return CheckState.FAILED, (
+                f"the service account lacks rights: {'; '.join(missing)}. Install the roles of HeteroInfer's "
+                "chart"
+            )
         accounts = ", ".join(f"{each.name.namespace}/{each.account}" for each in self._operators)
         return CheckState.OK, f"service account {accounts}"
 
-    async def gpu_plugin(self) -> CheckAnswer:
+    async def check_gpu_plugin(self) -> CheckAnswer:
         return judge_gpu_plugin(await self._read_nodes())
 
-    async def gpu_labels(self) -> CheckAnswer:
+    async def check_gpu_labels(self) -> CheckAnswer:
         return judge_gpu_labels(await self._read_nodes())
 
-    async def cpu_labels(self) -> CheckAnswer:
+    async def check_cpu_labels(self) -> CheckAnswer:
         return judge_cpu_labels(await self._read_nodes())
 
-    async def gang_scheduler(self) -> CheckAnswer:
+    async def check_gang_scheduler(self) -> CheckAnswer:
         found = [gang.value for gang, served in (await detect_gangs(self._server)).items() if served is True]
         if found:
             return CheckState.OK, ", ".join(found)
         return CheckState.NOTE, (
-            "none. The operator starts a group only if all its pods have nodes, but another workload can "
-            "take the room in between"
+            "no gang scheduler was found. The operator starts a group only if all its pods fit the nodes, "
+            "but another workload can take their place before Kubernetes schedules them"
         )
 
-    async def shared_storage(self) -> CheckAnswer:
+    async def check_shared_storage(self) -> CheckAnswer:
         volumes = await self._server.get(_VOLUME.path())
         classes = await self._server.get(_STORAGE_CLASS.path())
         return judge_shared_storage(volumes["items"], classes["items"])
 
-    async def network_policies(self) -> CheckAnswer:
-        groups = await self._server.get("/apis")
-        served = [str(group["name"]) for group in groups["groups"]]
+    async def check_network_policies(self) -> CheckAnswer:
+        api_groups = await self._server.get("/apis")
+        served = [str(group["name"]) for group in api_groups["groups"]]
         found = {plugin for group, plugin in _POLICY_GROUPS.items() if group in served}
         if not found:
             daemons = await self._server.get(_DAEMON_SET.path("kube-system"))
@@ -195,8 +207,8 @@ class _ClusterReader:
         if found:
             return CheckState.OK, ", ".join(sorted(found))
         return CheckState.WARNING, (
-            "no known network plugin was found. If yours ignores NetworkPolicies, any pod can reach "
-            "the ports of the groups"
+            "found no network plugin that is known to enforce NetworkPolicies. If your plugin ignores them, "
+            "any pod can reach the ports of the groups. Read the plugin's documentation"
         )
 
     async def _read_nodes(self) -> Sequence[Mapping[str, Any]]:
@@ -206,18 +218,24 @@ class _ClusterReader:
 
 
 async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> list[str]:
-    """Asks the API server which rights the service account of an operator lacks."""
+    """Asks the API server which rights the service account of an operator lacks.
+
+    Returns a description of each missing right. If the operator's settings are wrong, it returns their error.
+    """
     try:
-        # The chart takes these two from the pod.
-        own = {"HETEROINFER_NAMESPACE": operator.name.namespace, "HETEROINFER_IDENTITY": operator.name.name}
-        settings = InstallationSettings.from_env({**operator.environment, **own})
+        # The Deployment has no values for these two variables: Kubernetes takes them from the pod.
+        from_pod = {
+            "HETEROINFER_NAMESPACE": operator.name.namespace,
+            "HETEROINFER_IDENTITY": operator.name.name,
+        }
+        settings = InstallationSettings.from_env({**operator.environment, **from_pod})
     except HeteroInferError as error:
-        return [f"its settings are wrong: {error.message}"]
+        return [f"the operator's settings are wrong: {error.message}"]
     namespace = operator.name.namespace
     account = rights.ServiceAccount(namespace=namespace, name=operator.account)
     missing: list[str] = []
-    for served in settings.watch_namespaces or (None,):
-        missing += await rights.find_missing_rights(server, rights.SERVED, served, account)
+    for watched in settings.watch_namespaces or (None,):
+        missing += await rights.find_missing_rights(server, rights.SERVED, watched, account)
     if not settings.watch_namespaces:
         missing += await rights.find_missing_rights(server, rights.CLUSTER, None, account)
     rules: tuple[rights.AccessRule, ...] = ()
@@ -231,23 +249,27 @@ async def missing_rights_of(server: ApiServer, operator: InstalledOperator) -> l
 def judge_kubernetes(major: str, minor: str, version: str) -> CheckAnswer:
     """Compares the API server's version with the oldest one that HeteroInfer supports."""
     digits = "".join(character for character in minor if character.isdecimal())
-    least = ".".join(map(str, MIN_KUBERNETES_VERSION))
+    oldest = ".".join(map(str, MIN_KUBERNETES_VERSION))
     if not (major.isdecimal() and digits):
-        return CheckState.UNKNOWN, f"cannot read version {version}. HeteroInfer needs {least} or later"
+        return CheckState.UNKNOWN, (
+            f"cannot parse the API server's version {version}. Check that the version is {oldest} or later"
+        )
     if (int(major), int(digits)) < MIN_KUBERNETES_VERSION:
-        return CheckState.FAILED, f"{version} is too old. Upgrade to {least} or later"
+        return CheckState.FAILED, f"{version} is too old. Upgrade Kubernetes to {oldest} or later"
     return CheckState.OK, version
 
 
 def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) -> CheckAnswer:
-    """Checks that each operator has a ready pod, and the version of the CRD."""
+    """Checks that each operator has a ready pod and the same version as the CRD."""
     if not operators:
-        return CheckState.FAILED, "not installed. Install HeteroInfer's chart"
-    stopped = [str(each.name) for each in operators if not each.replicas]
+        return CheckState.FAILED, "no operator is installed. Install HeteroInfer's chart"
+    stopped = [
+        f"{each.name} has 0 replicas. Set the chart's value replicas to 1 or more"
+        for each in operators
+        if not each.replicas
+    ]
     if stopped:
-        return CheckState.FAILED, (
-            f"{', '.join(stopped)} has 0 replicas. Set the chart's value replicas to 1 or more"
-        )
+        return CheckState.FAILED, "; ".join(stopped)
     down = [
         f"{each.name} has 0 of {each.replicas} pods ready. Run `kubectl describe pods -n "
         f"{each.name.namespace} -l app.kubernetes.io/name={names.MANAGER}`"
@@ -256,14 +278,13 @@ def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) ->
     ]
     if down:
         return CheckState.FAILED, "; ".join(down)
-    skew = [
-        f"{each.name} has version {each.version}, but the CRD has version {crd_version}. Upgrade the chart "
-        "that installs the CRD"
+    differing = [
+        describe_crd_skew(each, crd_version)
         for each in operators
         if UNKNOWN_VERSION not in {crd_version, each.version} and each.version != crd_version
     ]
-    if skew:
-        return CheckState.WARNING, "; ".join(skew)
+    if differing:
+        return CheckState.WARNING, "; ".join(differing)
     found = ", ".join(
         f"{each.name} {each.version}, {each.ready} of {each.replicas} ready" for each in operators
     )
@@ -271,11 +292,11 @@ def judge_operators(operators: Sequence[InstalledOperator], crd_version: str) ->
 
 
 def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
-    """Checks that nodes offer GPUs."""
+    """Checks that nodes offer GPUs, and counts them."""
     counts: dict[str, int] = {}
-    with_gpus = [node for node in nodes if _gpus(node)]
+    with_gpus = [node for node in nodes if _gpu_counts(node)]
     for node in with_gpus:
-        for resource, count in _gpus(node).items():
+        for resource, count in _gpu_counts(node).items():
             counts[resource] = counts.get(resource, 0) + count
     if not counts:
         return CheckState.NOTE, (
@@ -283,29 +304,29 @@ def judge_gpu_plugin(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
             "install the NVIDIA device plugin"
         )
     found = ", ".join(f"{count} {resource}" for resource, count in sorted(counts.items()))
-    return CheckState.OK, f"{found} on {_nodes(len(with_gpus))}"
+    return CheckState.OK, f"{found} on {_count_nodes(len(with_gpus))}"
 
 
 def judge_gpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
-    """Checks that nodes with GPUs are labelled with the memory of a GPU."""
-    with_gpus = [node for node in nodes if _gpus(node)]
+    """Checks that each node with GPUs has a label with the memory of its GPUs."""
+    with_gpus = [node for node in nodes if _gpu_counts(node)]
     if not with_gpus:
         return CheckState.OK, "not needed: no node offers GPUs"
     without = [
         _name(node)
         for node in with_gpus
-        if not any(f"{resource}.memory" in _labels(node) for resource in _gpus(node))
+        if not any(f"{resource}.memory" in _labels(node) for resource in _gpu_counts(node))
     ]
     if without:
         return CheckState.WARNING, (
-            f"{_nodes(len(without))} with GPUs ({_first_names(without)}) {_nodes_without(without)} the label "
-            f"{DEFAULT_GPU_RESOURCE}.memory. Install GPU feature discovery, or set roles[].deviceMemory"
+            f"{_count_nodes(len(without))} with GPUs ({_list_first(without)}) {_lack_verb(without)} the "
+            f"label {DEFAULT_GPU_RESOURCE}.memory. Install GPU feature discovery, or set roles[].deviceMemory"
         )
-    return CheckState.OK, f"the memory of GPUs is known on {_nodes(len(with_gpus))}"
+    return CheckState.OK, f"the memory of GPUs is known on {_count_nodes(len(with_gpus))}"
 
 
 def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
-    """Checks that nodes which can run the images are labelled with the features of their CPUs."""
+    """Checks that each node that can run the images has labels with the features of its CPU."""
     usable = [node for node in nodes if not describe_other_platform(IMAGE_PLATFORM, _labels(node))]
     if not usable:
         return CheckState.FAILED, "no node runs Linux on x86-64, the platform of the images"
@@ -314,11 +335,11 @@ def judge_cpu_labels(nodes: Sequence[Mapping[str, Any]]) -> CheckAnswer:
     ]
     if without:
         return CheckState.WARNING, (
-            f"{_nodes(len(without))} ({_first_names(without)}) {_nodes_without(without)} labels "
+            f"{_count_nodes(len(without))} ({_list_first(without)}) {_lack_verb(without)} labels "
             f"{CPUID_LABEL}*, so plans do not know whether their CPUs have AMX or AVX-512. Install "
             "node-feature-discovery"
         )
-    return CheckState.OK, f"the features of CPUs are known on {_nodes(len(usable))}"
+    return CheckState.OK, f"the features of CPUs are known on {_count_nodes(len(usable))}"
 
 
 def judge_shared_storage(
@@ -336,16 +357,17 @@ def judge_shared_storage(
         if any(part in str(each["provisioner"]) for part in _SHARED_PROVISIONERS)
     }
     if proven:
-        return CheckState.OK, f"{', '.join(sorted(proven))} (has such volumes)"
+        return CheckState.OK, f"{', '.join(sorted(proven))} (has volumes with ReadWriteMany)"
     if likely:
-        return CheckState.OK, f"{', '.join(sorted(likely))} (by the name of the provisioner)"
+        return CheckState.OK, f"{', '.join(sorted(likely))} (judged by the name of its provisioner)"
     return CheckState.NOTE, (
-        "none is known. If pods of a group run on different nodes, a hub model needs such a class for "
-        "model.cache, or model.cache.accessMode: ReadWriteOnce with all pods on one node"
+        "no storage class is known to support ReadWriteMany. If the pods of a group run on different nodes, "
+        "a model of a hub needs such a class for model.cache. Otherwise run all pods of a group on one node "
+        "and set model.cache.accessMode to ReadWriteOnce"
     )
 
 
-def _gpus(node: Mapping[str, Any]) -> dict[str, int]:
+def _gpu_counts(node: Mapping[str, Any]) -> dict[str, int]:
     offered = (node.get("status") or {}).get("allocatable") or {}
     return {
         key: int(count)
@@ -362,14 +384,16 @@ def _name(node: Mapping[str, Any]) -> str:
     return str(node["metadata"]["name"])
 
 
-def _nodes(count: int) -> str:
+def _count_nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-def _nodes_without(nodes: Sequence[str]) -> str:
+def _lack_verb(nodes: Sequence[str]) -> str:
+    """Returns the verb after the names of nodes."""
     return "lacks" if len(nodes) == 1 else "lack"
 
 
-def _first_names(found: Sequence[str], most: int = 3) -> str:
+def _list_first(found: Sequence[str], most: int = 3) -> str:
+    """Returns the first names, and the number of further names."""
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return f"{', '.join(found[:most])}{more}"

@@ -11,21 +11,27 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_operator.api import GroupStatus, HeteroInferenceStatus, parse_status
 from heteroinfer_operator.cluster import Manifest, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError
-from heteroinfer_operator.fleet.lines import Live
+from heteroinfer_operator.fleet.lines import LeaderAnswer
 from heteroinfer_operator.kube.paths import HETERO_INFERENCE, POD
 from heteroinfer_operator.kube.server import FORBIDDEN, NOT_FOUND, ApiError, ApiServer
 from heteroinfer_operator.report_client import parse_report
 
 PROXY_TIMEOUT_S: Final = 3.0
-"""For the answer of a leader: a failing group must not hold up the table."""
-AT_ONCE: Final = 16
+"""Time limit for a request to a leader, so that a failing group does not delay the table."""
+MAX_REQUESTS: Final = 16
+"""Requests to leaders that may run at the same time."""
 _KV_USE: Final = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 """vLLM's own gauge, 0 to 1 (`vllm/v1/metrics/loggers.py@v0.32.0`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A stored HeteroInference, whose leaders serve on `api_port`; `manifest` is the whole object."""
+class StoredResource:
+    """A stored HeteroInference.
+
+    Attributes:
+        api_port: port of the OpenAI API in its leaders' pods.
+        manifest: the whole stored object.
+    """
 
     key: ResourceKey
     api_port: int
@@ -35,14 +41,14 @@ class Stored:
 
 async def read_resources(
     server: ApiServer, namespace: str | None, name: str | None, *, selector: str | None = None
-) -> list[Stored]:
-    """Reads the resources of a namespace (None: all), or the one with this name.
+) -> list[StoredResource]:
+    """Reads the HeteroInferences of a namespace (None: of all namespaces), or the one called `name`.
 
     Args:
-        selector: of labels, in Kubernetes' own grammar.
+        selector: selects by labels, in the syntax of kubectl.
 
     Raises:
-        HeteroInferError: no resource has this name, or the user lacks the right to read them.
+        HeteroInferError: no resource has this name, or the user lacks the right to read resources.
     """
     path = HETERO_INFERENCE.path(namespace, name)
     try:
@@ -50,23 +56,25 @@ async def read_resources(
     except ApiError as error:
         if error.status == NOT_FOUND:
             raise HeteroInferError(
-                f"namespace {namespace}: no {names.KIND} {name}; see `kubectl get {names.SHORT_NAME} -A`"
+                f"namespace {namespace}: has no {names.KIND} {name}. List all: kubectl get "
+                f"{names.SHORT_NAME} -A"
                 if name
-                else f"{names.PLURAL}.{names.API_GROUP} is not served here: install HeteroInfer's chart",
+                else f"the API server does not serve {names.PLURAL}.{names.API_GROUP}. Install HeteroInfer's "
+                "chart",
                 reason="NotFound",
             ) from error
         if error.status == FORBIDDEN and namespace is None:
             raise HeteroInferError(
-                f"{error.message}; name a namespace with -n", reason="Forbidden"
+                f"{error.message}. Name a namespace with -n", reason="Forbidden"
             ) from error
         raise
     items = [answer] if name else answer["items"]
-    return [_stored(item) for item in items]
+    return [_parse_stored(item) for item in items]
 
 
-def _stored(item: Manifest) -> Stored:
+def _parse_stored(item: Manifest) -> StoredResource:
     metadata = item["metadata"]
-    return Stored(
+    return StoredResource(
         key=ResourceKey(namespace=metadata["namespace"], name=metadata["name"]),
         api_port=int(item["spec"].get("engine", {}).get("port", names.DEFAULT_API_PORT)),
         status=parse_status(item.get("status") or {}),
@@ -75,65 +83,75 @@ def _stored(item: Manifest) -> Stored:
 
 
 class LeaderReader:
-    """Asks leaders through the API server's proxy, which needs the right to get `pods/proxy`.
+    """Reads the reports of leaders through the API server's proxy.
+
+    The user needs the right to get `pods/proxy`.
 
     Attributes:
-        problem: why the last round left out groups, for people, or "".
+        problem: message about a leader that the last `read` could not read, or "".
     """
 
     def __init__(self, server: ApiServer) -> None:
         self.problem = ""
         self._server = server
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_REQUESTS)
 
-    async def read(self, resources: Sequence[Stored]) -> dict[ResourceKey, dict[int, Live]]:
-        """Reads the reports of all leaders, by resource and group index, without leaders that are silent."""
+    async def read(self, resources: Sequence[StoredResource]) -> dict[ResourceKey, dict[int, LeaderAnswer]]:
+        """Reads the reports of all leaders, by resource and group index.
+
+        A leader that does not answer has an empty LeaderAnswer.
+        """
         self.problem = ""
-        asked = [(stored, group) for stored in resources for group in stored.status.groups if group.members]
-        answers = await asyncio.gather(*(self._read_leader(stored, group) for stored, group in asked))
-        live: dict[ResourceKey, dict[int, Live]] = {}
-        for (stored, group), answer in zip(asked, answers, strict=True):
-            live.setdefault(stored.key, {})[group.index] = answer
-        return live
+        groups = [(stored, group) for stored in resources for group in stored.status.groups if group.members]
+        answers = await asyncio.gather(*(self._read_leader(stored, group) for stored, group in groups))
+        found: dict[ResourceKey, dict[int, LeaderAnswer]] = {}
+        for (stored, group), answer in zip(groups, answers, strict=True):
+            found.setdefault(stored.key, {})[group.index] = answer
+        return found
 
-    async def _read_leader(self, stored: Stored, group: GroupStatus) -> Live:
+    async def _read_leader(self, stored: StoredResource, group: GroupStatus) -> LeaderAnswer:
+        """Reads a leader's report and, if the group is ready, the use of its KV cache."""
         leader = group.members[0].pod
         async with self._slots:
             text = await self._get_from_pod(
                 stored.key.namespace, leader, names.DEFAULT_HEALTH_PORT, names.PATH_GROUP
             )
             if text is None:
-                return Live()
+                return LeaderAnswer()
             try:
                 report = parse_report(text)
             except ContractError as error:
-                self.problem = f"pod {leader}: its answer is of another version: {error}"
-                return Live()
+                self.problem = (
+                    f"this client cannot read the report of pod {leader} ({error}). Use a client of the "
+                    "version of that pod"
+                )
+                return LeaderAnswer()
             if not report.ready:
-                return Live(report=report)
+                return LeaderAnswer(report=report)
             metrics = await self._get_from_pod(stored.key.namespace, leader, stored.api_port, "/metrics")
-        return Live(report=report, kv_use=kv_use_of(metrics or ""))
+        return LeaderAnswer(report=report, kv_use=kv_use_of(metrics or ""))
 
     async def _get_from_pod(self, namespace: str, pod: str, port: int, path: str) -> str | None:
+        """Returns the text of a response; without a response, sets `problem` and returns None."""
         try:
             async with asyncio.timeout(PROXY_TIMEOUT_S):
                 return await self._server.get_text(POD.path(namespace, f"{pod}:{port}", f"proxy{path}"))
         except TimeoutError:
             self.problem = f"pod {pod} did not answer on port {port} within {PROXY_TIMEOUT_S:g} s"
         except ApiError as error:
-            right = "; it takes the right to get pods/proxy" if error.status == FORBIDDEN else ""
+            right = ". You need the right to get pods/proxy" if error.status == FORBIDDEN else ""
             self.problem = f"{error.message}{right}"
         return None
 
 
 def kv_use_of(exposition: str) -> float | None:
-    """Returns the used share of the KV cache from vLLM's metrics, 0 to 1; None without that metric."""
-    found = [share for text in _KV_USE.findall(exposition) if (share := _share(text)) is not None]
+    """Returns the used share of the KV cache, 0 to 1, from vLLM's metrics; None if the metric is missing."""
+    found = [share for text in _KV_USE.findall(exposition) if (share := _parse_share(text)) is not None]
     return max(found) if found else None
 
 
-def _share(text: str) -> float | None:
-    """Returns the number if it is a share, 0 to 1; a leader may send any text."""
+def _parse_share(text: str) -> float | None:
+    """Returns a number from 0 to 1; None for any other text, because a leader may send any text."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads the operators of a cluster and its CustomResourceDefinition."""
+"""Reads the operators of a cluster and the CustomResourceDefinition of HeteroInference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ _CRD: Final = Kind(
     namespaced=False,
 )
 _VERSION_LABEL: Final = "app.kubernetes.io/version"
-"""The chart labels its objects, the CRD too, with the version of HeteroInfer."""
-_OPERATORS: Final = f"app.kubernetes.io/name={names.MANAGER}"
+"""Label with the version of HeteroInfer on all objects of the chart, including the CRD."""
+_OPERATOR_SELECTOR: Final = f"app.kubernetes.io/name={names.MANAGER}"
 UNKNOWN_VERSION: Final = "unknown"
 
 
@@ -28,8 +28,10 @@ class InstalledOperator:
     """The Deployment of an operator.
 
     Attributes:
+        replicas: wanted pods.
+        ready: ready pods.
         account: name of its service account, in its own namespace.
-        environment: variables of its container that have a plain value.
+        environment: environment variables of its container, except those that Kubernetes fills in.
     """
 
     name: NamespacedName
@@ -54,11 +56,11 @@ class InstalledOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledCrd:
-    """The CustomResourceDefinition.
+    """The installed CustomResourceDefinition.
 
     Attributes:
-        version: of HeteroInfer, if the chart installed it, else UNKNOWN_VERSION.
-        same_schema: whether its schema equals the one that this client generates.
+        version: version of the chart that installed it; UNKNOWN_VERSION if another tool did.
+        same_schema: whether its schema equals the schema that this client generates.
     """
 
     version: str
@@ -74,9 +76,9 @@ class InstalledCrd:
 
 
 async def read_operators(server: ApiServer) -> tuple[InstalledOperator, ...]:
-    """Lists the operators of all namespaces, by namespace and name; raises ApiError."""
-    listed = await server.get(_DEPLOYMENT.path(), {"labelSelector": _OPERATORS})
-    found = (_operator(item) for item in listed["items"])
+    """Lists the operators of all namespaces, sorted by namespace and name; raises ApiError."""
+    listed = await server.get(_DEPLOYMENT.path(), {"labelSelector": _OPERATOR_SELECTOR})
+    found = (_parse_operator(item) for item in listed["items"])
     return tuple(sorted(found, key=lambda each: each.name))
 
 
@@ -94,27 +96,34 @@ async def read_crd(server: ApiServer) -> InstalledCrd | None:
         raise
     served = [each for each in stored["spec"]["versions"] if each["name"] == names.API_VERSION]
     return InstalledCrd(
-        version=_version(stored),
+        version=_version_of(stored),
         same_schema=[each["schema"]["openAPIV3Schema"] for each in served] == [build_schema()],
     )
 
 
+def describe_crd_skew(operator: InstalledOperator, crd_version: str) -> str:
+    """Describes different versions of an operator and the CRD, and the fix."""
+    return (
+        f"{operator.name} has version {operator.version}, but the CRD has version {crd_version}. Upgrade the "
+        "older of the two; the release with crds.install=true installs the CRD"
+    )
+
+
 def skew_warnings(
-    client: str, operators: tuple[InstalledOperator, ...], crd: InstalledCrd | None
+    client_version: str, operators: tuple[InstalledOperator, ...], crd: InstalledCrd | None
 ) -> tuple[str, ...]:
-    """Compares the versions of an installation; returns a warning for each pair that differs."""
+    """Returns a warning for each difference between the versions of client, operators and CRD."""
     warnings = [
-        f"operator {each.name} has version {each.version}, this client {client}. "
+        f"operator {each.name} has version {each.version}, but this client has version {client_version}. "
         f"Use a client of version {each.version}"
         for each in operators
-        if each.version != client
+        if each.version != client_version
     ]
     if crd is None:
         warnings.append("the CRD is not installed. Install the chart with crds.install=true")
     elif crd.version != UNKNOWN_VERSION:
         warnings += [
-            f"operator {each.name} has version {each.version}, the CRD {crd.version}. Upgrade the chart that "
-            "installs the CRD"
+            f"operator {describe_crd_skew(each, crd.version)}"
             for each in operators
             if each.version != crd.version
         ]
@@ -126,17 +135,17 @@ def skew_warnings(
     return tuple(warnings)
 
 
-def _version(manifest: Mapping[str, Any]) -> str:
+def _version_of(manifest: Mapping[str, Any]) -> str:
     return str((manifest["metadata"].get("labels") or {}).get(_VERSION_LABEL) or UNKNOWN_VERSION)
 
 
-def _operator(manifest: Mapping[str, Any]) -> InstalledOperator:
+def _parse_operator(manifest: Mapping[str, Any]) -> InstalledOperator:
     pod = manifest["spec"]["template"]["spec"]
     (container, *_) = pod["containers"]
     variables = {each["name"]: each["value"] for each in container.get("env") or () if "value" in each}
     return InstalledOperator(
         name=NamespacedName.of(manifest),
-        version=_version(manifest),
+        version=_version_of(manifest),
         image=str(container.get("image", "")),
         replicas=int(manifest["spec"].get("replicas", 1)),
         ready=int((manifest.get("status") or {}).get("readyReplicas") or 0),

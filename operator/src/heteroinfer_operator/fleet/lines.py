@@ -1,4 +1,4 @@
-"""The values that commands show about resources, their groups and their ranks. Pure."""
+"""The values that status, top and up show about resources, their groups and their ranks. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,8 +23,8 @@ _NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
-    """The present answer of a group's leader.
+class LeaderAnswer:
+    """The answer of a group's leader to this command.
 
     Attributes:
         report: report about the ranks; None if the leader did not answer.
@@ -37,16 +37,16 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLine:
-    """One rank. Unknown values are None; an unknown `node` or `pod` is "".
+    """The shown values of one rank. Unknown values are None; an unknown `node` or `pod` is "".
 
     Attributes:
-        phase: phase of its start, with the share of its weights that is read.
+        phase: phase of the rank's start; while the rank loads, with the percentage of its weights.
         steps: model steps since warm-up.
         step_ms: time of a decode step, in milliseconds.
-        compute_ms: the rank's own compute in that step.
-        wait_ms: wait for peers in that step.
-        predicted_ms: predicted compute in a step of one request.
-        layers: first and last layer that it holds.
+        compute_ms: time in which the rank computes in that step.
+        wait_ms: time in which the rank waits for other ranks in that step.
+        predicted_ms: predicted `compute_ms` of a step with one request.
+        layers: first and last layer of the rank, such as "0-11".
         seen_s: seconds since its last heartbeat.
     """
 
@@ -68,16 +68,16 @@ class RankLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLine:
-    """One group.
+    """The shown values of one group.
 
     Attributes:
-        message: the reason of a wait, or "".
-        live: whether the values of ranks come from the leader's present answer, not from the status.
-        restarts: restarts after failures that count.
+        message: the reason why the group waits, or "".
+        live: whether the values of ranks come from the leader itself, not from the stored status.
+        restarts: restarts that count towards restart.maxRestarts.
         kv_tokens: size of its KV cache in tokens, or None.
         kv_use: used share of the KV cache, 0 to 1, or None.
-        predicted_ms: predicted step of one request, in milliseconds, or None.
-        calibration: the rates behind the prediction, or "".
+        predicted_ms: predicted time of a step with one request, in milliseconds, or None.
+        calibration: description of the rates that the prediction uses, or "".
         failure: its last failure, or None.
     """
 
@@ -95,21 +95,21 @@ class GroupLine:
     ranks: tuple[RankLine, ...]
 
     @property
-    def culprit(self) -> str:
+    def last_failure_text(self) -> str:
         """Reason, rank, exit code and time of the last failure, or ""."""
         if self.failure is None:
             return ""
-        who = "" if self.failure.rank is None else f" rank {self.failure.rank}"
+        rank = "" if self.failure.rank is None else f" rank {self.failure.rank}"
         code = "" if self.failure.exit_code is None else f" ({self.failure.exit_code})"
-        return f"{self.failure.reason}{who}{code} at {self.failure.time:%m-%d %H:%M:%S}Z"
+        return f"{self.failure.reason}{rank}{code} at {self.failure.time:%m-%d %H:%M:%S}Z"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceLine:
-    """One HeteroInference.
+    """The shown values of one HeteroInference.
 
     Attributes:
-        available: status of the condition Available: whether a request would be answered.
+        available: status of the condition Available: True if requests would be answered.
         ready: status of the condition Ready. `reason` and `message` come from this condition.
         groups: ready groups and all groups, such as 1/2.
         lines: its groups, by index.
@@ -124,8 +124,8 @@ class ResourceLine:
     lines: tuple[GroupLine, ...]
 
     @property
-    def is_seen(self) -> bool:
-        """Whether an operator has written conditions yet."""
+    def has_conditions(self) -> bool:
+        """Whether an operator has written the status."""
         return bool(self.reason)
 
     def dump(self) -> dict[str, Any]:
@@ -144,14 +144,14 @@ class ResourceLine:
 def build_line(
     key: ResourceKey,
     status: HeteroInferenceStatus,
-    live: Mapping[int, Live],
+    answers: Mapping[int, LeaderAnswer],
     plans: Mapping[str, Plan] = _NO_PLANS,
 ) -> ResourceLine:
     """Combines the status of a resource with the answers of its leaders.
 
     Args:
-        live: answers by group index. A report about another epoch is ignored.
-        plans: plans in use, by hash. A group has the ranks of its plan, or else those in the status.
+        answers: answers of leaders, by group index. A report about another epoch is ignored.
+        plans: plans in use, by hash. The ranks of a group come from its plan, or without it from the status.
     """
     available = status.condition(ConditionType.AVAILABLE.value)
     ready = status.condition(ConditionType.READY.value)
@@ -166,7 +166,7 @@ def build_line(
         lines=tuple(
             _group_line(
                 group,
-                live.get(group.index, Live()),
+                answers.get(group.index, LeaderAnswer()),
                 predictions.get(group.plan_hash or ""),
                 plans.get(group.plan_hash or ""),
             )
@@ -175,13 +175,17 @@ def build_line(
     )
 
 
-def _group_line(group: GroupStatus, live: Live, predicted: PlanStatus | None, plan: Plan | None) -> GroupLine:
-    # To a caller without the group's key, a leader reports epoch 0. The name of its pod has the epoch.
-    fits = live.report is not None and live.report.epoch in {0, group.epoch}
-    report = live.report if fits else None
+def _group_line(
+    group: GroupStatus, answer: LeaderAnswer, predicted: PlanStatus | None, plan: Plan | None
+) -> GroupLine:
+    """Builds the values of a group from its status, its leader's answer and its plan."""
+    # A leader reports epoch 0 to a client without the group's key. Epoch 0 is accepted, because the client
+    # asked a pod whose name contains the group's epoch.
+    is_current = answer.report is not None and answer.report.epoch in {0, group.epoch}
+    report = answer.report if is_current else None
     reported = {rank.rank: rank for rank in report.ranks} if report is not None else {}
     predicted_ms = {rank.rank: rank.predicted_step_ms for rank in predicted.ranks} if predicted else {}
-    ranks = _rank_lines(group) if plan is None else _planned_ranks(group, plan)
+    ranks = _stored_ranks(group) if plan is None else _planned_ranks(group, plan)
     return GroupLine(
         index=group.index,
         epoch=group.epoch,
@@ -190,7 +194,7 @@ def _group_line(group: GroupStatus, live: Live, predicted: PlanStatus | None, pl
         live=report is not None,
         restarts=group.restarts,
         kv_tokens=group.kv.tokens if group.kv else None,
-        kv_use=live.kv_use if report is not None else None,
+        kv_use=answer.kv_use if report is not None else None,
         predicted_ms=predicted.predicted_step_ms if predicted else None,
         calibration=(predicted.calibration if predicted else None) or "",
         failure=group.failures[-1] if group.failures else None,
@@ -201,8 +205,8 @@ def _group_line(group: GroupStatus, live: Live, predicted: PlanStatus | None, pl
     )
 
 
-def _rank_lines(group: GroupStatus) -> Iterable[RankLine]:
-    """Yields the ranks in a status, with their last known times."""
+def _stored_ranks(group: GroupStatus) -> Iterable[RankLine]:
+    """Yields the ranks that the status contains, with their last known times."""
     for entry in group.members:
         yield RankLine(
             rank=entry.rank,
@@ -217,6 +221,7 @@ def _rank_lines(group: GroupStatus) -> Iterable[RankLine]:
 
 
 def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
+    """Yields the ranks of a plan, which have no pod and no times yet."""
     for rank in plan.ranks:
         yield RankLine(
             rank=rank.rank,
@@ -229,7 +234,7 @@ def _planned_ranks(group: GroupStatus, plan: Plan) -> Iterable[RankLine]:
 
 
 def _with_report(line: RankLine, reported: RankStatus | None) -> RankLine:
-    """Adds the leader's report about a rank, if there is one."""
+    """Returns the rank with the values of the leader's report, if the report contains the rank."""
     if reported is None:
         return line
     phase = reported.phase.value
@@ -249,7 +254,7 @@ def _with_report(line: RankLine, reported: RankStatus | None) -> RankLine:
 
 
 def _dump(line: GroupLine | RankLine) -> dict[str, Any]:
-    """Returns the known values as JSON, without the age of the heartbeat, which only a live table needs."""
+    """Returns the known values as JSON, without the heartbeat's age, which only a live table needs."""
     known = {field.name: getattr(line, field.name) for field in fields(line) if field.name != "seen_s"}
     value = {to_camel(name): each for name, each in known.items()}
     if isinstance(line, GroupLine):

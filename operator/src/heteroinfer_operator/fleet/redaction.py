@@ -15,7 +15,7 @@ _PUBLIC_VARIABLE: Final = re.compile(
     r"(?:HETEROINFER|VLLM|NCCL|GLOO|TORCH|OMP|KMP|MKL|CUDA|NVIDIA|TRITON|HF_HUB|TRANSFORMERS|PYTHON)_\w+"
     r"|HF_HOME|HF_ENDPOINT|HOME|PATH|TZ|LANG|TMPDIR|[A-Za-z_]*_PROXY|[a-z]+_proxy"
 )
-"""Names of environment variables that are not secrets. Values of all others are left out."""
+"""Names of environment variables that are not secrets. The values of all other variables are removed."""
 _SECRET_NAME: Final = re.compile(rf"{_WORDS}(?:[-_]?\d+)?$|{_WORDS}_", re.IGNORECASE)
 _SECRET_OPTION: Final = re.compile(rf"--(?:[\w-]*[-_])?{_WORDS}", re.IGNORECASE)
 _OPTION_IN_TEXT: Final = re.compile(
@@ -38,15 +38,15 @@ _URL_USER: Final = re.compile(
     r"(\b[a-z][a-z0-9+.-]{0,20}://)(?:[^\s/:@\"']{0,200}:[^\s\"']{0,500}|[^\s/:@\"']{1,500})@(?=[^\s/\"'@])",
     re.IGNORECASE,
 )
-"""Each part has a limit, so that a long line takes no quadratic time."""
+"""The length of each part is limited; otherwise a search in a long line takes quadratic time."""
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def redact_object(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a Kubernetes object without secrets, and without the copies that the API server keeps of it.
+    """Returns a Kubernetes object without secrets, managedFields and kubectl's copy of the object.
 
-    Removes the values of environment variables that are not known to be public, of options with a secret, of
-    fields with a secret's name, and of tokens in texts.
+    Removes the values of environment variables that are not known to be public, of options and fields with
+    the name of a secret, and tokens in texts.
     """
     value = _redact(manifest)
     metadata = value.get("metadata", {})
@@ -57,7 +57,10 @@ def redact_object(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redact_text(text: str) -> str:
-    """Returns a log or another text without the values of secret options, names, tokens and users of URLs."""
+    """Returns a text, such as a log, without secrets.
+
+    Removes the values of options and names that mean a secret, tokens, and users and passwords in URLs.
+    """
     text = _OPTION_IN_TEXT.sub(rf"\1\2{LEFT_OUT} ", text)
     text = _HEADER_IN_TEXT.sub(lambda found: f"{found[1] or found[2]}{LEFT_OUT}", text)
     text = _VALUE_IN_TEXT.sub(rf"\1{LEFT_OUT}", text)
@@ -66,9 +69,10 @@ def redact_text(text: str) -> str:
 
 
 def _redact(value: Any) -> Any:
+    """Returns a JSON value without secrets, including the values in it."""
     if isinstance(value, Mapping):
         found = {key: _redact_field(str(key), each) for key, each in value.items()}
-        name = found.get("name")
+        name = found.get("name")  # of an environment variable, beside its value
         if isinstance(found.get("value"), str) and isinstance(name, str) and not _is_public(name):
             found["value"] = LEFT_OUT
         return found
@@ -87,13 +91,13 @@ def _redact_field(key: str, value: Any) -> Any:
 
 
 def _redact_list(items: Sequence[Any]) -> list[Any]:
-    """Redacts the items that follow a secret option, up to the next option: arguments are often separate."""
+    """Returns a list without secrets. Texts after a secret option are its value, up to the next option."""
     found: list[Any] = []
-    follows = False
+    is_secret = False
     for item in items:
         is_option = isinstance(item, str) and item.startswith("--")
-        found.append(LEFT_OUT if follows and isinstance(item, str) and not is_option else _redact(item))
-        follows = (follows and not is_option) or (
+        found.append(LEFT_OUT if is_secret and isinstance(item, str) and not is_option else _redact(item))
+        is_secret = (is_secret and not is_option) or (
             isinstance(item, str) and _SECRET_OPTION.fullmatch(item) is not None
         )
     return found

@@ -21,21 +21,24 @@ UP_COLUMNS: Final = (
     "name", "stage", "device", "layers", "phase", "steps", "step", "compute", "wait", "predicted", "seen",
 )  # fmt: skip
 _TEXTS: Final = frozenset({"name", "node", "device", "layers", "phase", "last failure"})
-"""Columns that are aligned left; columns of numbers are aligned right."""
+"""Columns of texts, which are aligned left. Columns of numbers are aligned right."""
 _CAPTION: Final = (
-    "times in ms; step = compute + wait + transfer: a straggler's compute is long; predicted: a group's "
-    "step, a rank's compute, with one request"
+    "Times are in ms. step = compute + wait + transfer. The slowest rank has the longest compute. predicted: "
+    "step of a group, compute of a rank, with one request"
 )
 
 
 def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType:
-    """Builds the table, a line for each resource that describe_waits, and a note on the source of the values.
+    """Builds the table, the lines of resources that wait, the rates of predictions, and a note.
 
-    A resource that no operator has acted on gets only its line: a row of the table would be empty.
+    A resource that no operator has acted on has no row, because the row would be empty.
+
+    Args:
+        note: where the values come from, or "".
     """
     if not resources:
-        return Text("no HeteroInference here; -A looks in all namespaces")
-    rows = [row for resource in resources if resource.is_seen for row in build_rows(resource)]
+        return Text("found no HeteroInference. To search all namespaces, add -A")
+    rows = [row for resource in resources if resource.has_conditions for row in build_rows(resource)]
     lines = (*describe_waits(resources), *describe_predictions(resources), *([note] if note else ()))
     texts = [Text(printable(line)) for line in lines]
     return Group(build_table(rows, TOP_COLUMNS), *texts) if rows else Group(*texts)
@@ -43,7 +46,7 @@ def build_screen(resources: Sequence[ResourceLine], note: str) -> RenderableType
 
 def build_table(rows: Iterable[Row], columns: Sequence[str]) -> Table:
     """Builds a table. Cells are neither wrapped nor interpreted as markup."""
-    seen = "; seen: s since the last heartbeat" if "seen" in columns else ""
+    seen = ". seen: seconds since the last heartbeat" if "seen" in columns else ""
     table = Table(box=None, pad_edge=False, caption=f"{_CAPTION}{seen}", caption_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=True)
@@ -73,9 +76,9 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
         "phase": group.phase,
         "step": _one_decimal(max(steps_ms, default=None)),
         "predicted": _one_decimal(group.predicted_ms),
-        "kv": _kv(group),
+        "kv": _kv_use(group),
         "restarts": str(group.restarts),
-        "last failure": group.culprit,
+        "last failure": group.last_failure_text,
     }
     for rank in group.ranks:
         yield {
@@ -97,7 +100,7 @@ def build_group_rows(group: GroupLine) -> Iterable[Row]:
 def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
     """Yields a line for each resource that is not Ready: the reason, and the messages of its groups."""
     for resource in resources:
-        if not resource.is_seen:
+        if not resource.has_conditions:
             words = "no operator has acted on this resource yet. `heteroinfer check` finds out why"
             yield f"{resource.key}: {words}"
         elif resource.ready != "True":
@@ -107,17 +110,17 @@ def describe_waits(resources: Sequence[ResourceLine]) -> Iterable[str]:
 
 
 def describe_predictions(resources: Sequence[ResourceLine]) -> Iterable[str]:
-    """Yields a line for each resource with the rates behind its describe_predictions."""
+    """Yields a line for each set of rates that the predictions of a resource use."""
     for resource in resources:
-        for made_of in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
-            yield f"{resource.key}: predicted by {made_of}"
+        for rates in dict.fromkeys(group.calibration for group in resource.lines if group.calibration):
+            yield f"{resource.key}: predictions use {rates}"
 
 
 def _one_decimal(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def _kv(group: GroupLine) -> str:
+def _kv_use(group: GroupLine) -> str:
     if group.kv_tokens is None:
         return ""
     use = "" if group.kv_use is None else f"{100 * group.kv_use:.0f} % of "

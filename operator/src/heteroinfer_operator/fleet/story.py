@@ -1,4 +1,4 @@
-"""The pods of a group for `heteroinfer logs`: their order, and the known facts about each. Pure."""
+"""Orders the pods of a group for `heteroinfer logs`, and describes each pod. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from heteroinfer_operator.reconcile.reading import epoch_of, index_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodStory:
-    """One pod of a group.
+    """The description of one pod of a group.
 
     Attributes:
         title: name, rank, role, node and state, for the line above its log.
         prefix: rank and role, for each line of its log.
-        ended: how it ended, for people, or "".
-        culprit: whether it ended the epoch.
+        ended: exit code and cause of the worker container's end, or "".
+        culprit: whether this pod's failure ended the epoch.
     """
 
     name: str
@@ -34,31 +34,33 @@ def epochs(pods: Sequence[PodView]) -> tuple[int, ...]:
 
 
 def build_stories(group: GroupStatus, pods: Sequence[PodView], epoch: int) -> tuple[PodStory, ...]:
-    """Orders the pods of one epoch: the culprit, then pods that failed, then the others.
+    """Describes the pods of one epoch: first the culprit, then other failed pods, then the rest.
 
-    In a running epoch, the rank that ended the previous epoch comes first.
+    In a running epoch, the pod of the rank that ended the previous epoch comes first.
     """
     current = [pod for pod in pods if epoch_of(pod) == epoch]
     ranks = _ranks_by_pod(group)
-    culprit = _culprit(group, current, ranks)
+    culprit = _find_culprit(group, current, ranks)
 
     def order(pod: PodView) -> tuple[bool, bool, int]:
-        return index_of(pod) != culprit, not _ended_badly(pod), index_of(pod)
+        return index_of(pod) != culprit, not _has_failed(pod), index_of(pod)
 
     return tuple(
-        _story(pod, ranks.get(pod.name, ()), culprit=index_of(pod) == culprit and pod.termination is not None)
+        _build_story(
+            pod, ranks.get(pod.name, ()), culprit=index_of(pod) == culprit and pod.termination is not None
+        )
         for pod in sorted(current, key=order)
     )
 
 
 def failure_text(failure: FailureStatus) -> str:
-    """Describes a kept failure in one line."""
-    who = "" if failure.rank is None else f", rank {failure.rank}"
+    """Describes a failure that the status keeps, in one line."""
+    rank = "" if failure.rank is None else f", rank {failure.rank}"
     code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
-    counted = "" if failure.counted else ", not counted"
+    counted = "" if failure.counted else ", does not count towards restart.maxRestarts"
     return (
         f"epoch {failure.epoch} ended at {failure.time:%Y-%m-%d %H:%M:%SZ}: "
-        f"{failure.reason}{who}{code}{counted}: {failure.message}"
+        f"{failure.reason}{rank}{code}{counted}: {failure.message}"
     )
 
 
@@ -69,20 +71,28 @@ def group_text(group: GroupStatus) -> str:
 
 
 def _ranks_by_pod(group: GroupStatus) -> Mapping[str, tuple[int, ...]]:
+    """Returns the ranks of each pod, by the pod's name."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in group.members:
         found[entry.pod] = (*found.get(entry.pod, ()), entry.rank)
     return found
 
 
-def _failures(pods: Iterable[PodView]) -> list[tuple[PodView, Failure]]:
+def _read_failures(pods: Iterable[PodView]) -> list[tuple[PodView, Failure]]:
+    """Returns the failures that pods reported when they ended, with their pods."""
     reported = [(pod, Failure.from_json(pod.termination.message)) for pod in pods if pod.termination]
     return [(pod, failure) for pod, failure in reported if failure is not None]
 
 
-def _culprit(group: GroupStatus, pods: Sequence[PodView], ranks: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Finds the culprit's pod: by its own report, its peers' reports, or the rank of the last failure."""
-    failures = _failures(pods)
+def _find_culprit(
+    group: GroupStatus, pods: Sequence[PodView], ranks: Mapping[str, tuple[int, ...]]
+) -> int | None:
+    """Returns the index of the pod that ended the epoch, or None.
+
+    A pod's report about itself counts first, then the reports of other pods, then the last failure in the
+    status.
+    """
+    failures = _read_failures(pods)
     own = [pod for pod, failure in failures if failure.pod == index_of(pod)]
     if own:
         return index_of(own[0])
@@ -93,24 +103,24 @@ def _culprit(group: GroupStatus, pods: Sequence[PodView], ranks: Mapping[str, tu
     return next((index_of(pod) for pod in pods if last is not None and last in ranks.get(pod.name, ())), None)
 
 
-def _ended_badly(pod: PodView) -> bool:
+def _has_failed(pod: PodView) -> bool:
     return pod.termination is not None and pod.termination.exit_code != 0
 
 
-def _story(pod: PodView, ranks: tuple[int, ...], *, culprit: bool) -> PodStory:
+def _build_story(pod: PodView, ranks: tuple[int, ...], *, culprit: bool) -> PodStory:
     role = pod.labels.get(names.LABEL_ROLE, "")
-    who = f"rank {', '.join(map(str, ranks))}" if ranks else f"pod {index_of(pod)}"
-    where = f" on node {pod.node}" if pod.node else ""
+    label = f"rank {', '.join(map(str, ranks))}" if ranks else f"pod {index_of(pod)}"
+    node = f" on node {pod.node}" if pod.node else ""
     return PodStory(
         name=pod.name,
-        title=f"{pod.name}: {who}, role {role}{where}, {_state(pod)}",
-        prefix=f"{who} {role}".strip(),
+        title=f"{pod.name}: {label}, role {role}{node}, {_describe_state(pod)}",
+        prefix=f"{label} {role}".strip(),
         ended=_describe_end(pod),
         culprit=culprit,
     )
 
 
-def _state(pod: PodView) -> str:
+def _describe_state(pod: PodView) -> str:
     if pod.deleting:
         return "being deleted"
     if pod.unschedulable:
@@ -121,14 +131,15 @@ def _state(pod: PodView) -> str:
 
 
 def _describe_end(pod: PodView) -> str:
+    """Describes how a pod's worker container ended, or "" while it runs."""
     if pod.termination is None:
         return ""
     ended = pod.termination
     failure = Failure.from_json(ended.message)
     code = f"ended with exit code {ended.exit_code}" + (f" ({ended.reason})" if ended.reason else "")
     if failure is None:
-        return f"{code} {ended.message}".strip()
-    who = "" if failure.rank is None else f" rank {failure.rank}:"
-    signal = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+        return f"{code}: {ended.message}" if ended.message else code
+    rank = "" if failure.rank is None else f" rank {failure.rank}:"
+    exit_code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
     log = f"; its last log line: {failure.last_log}" if failure.last_log else ""
-    return f"{code}: {failure.reason.value}:{who} {failure.message}{signal}{log}"
+    return f"{code}: {failure.reason.value}:{rank} {failure.message}{exit_code}{log}"

@@ -30,7 +30,7 @@ _WANTED_TRUE: Final = frozenset(
     }
 )
 _WANTED_FALSE: Final = frozenset({ConditionType.STALLED, ConditionType.DEGRADED, ConditionType.FAILED})
-_NOT_AT_REST: Final = frozenset(
+_FALSE_AT_REST: Final = frozenset(
     {
         ConditionType.AVAILABLE,
         ConditionType.MODEL_READY,
@@ -38,12 +38,12 @@ _NOT_AT_REST: Final = frozenset(
         ConditionType.CAPACITY_AVAILABLE,
     }
 )
-"""Conditions that are not expected to be True while the resource is suspended or has no replicas."""
+"""Conditions that may be False while the resource is suspended or has 0 replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceSummary:
-    """A resource as stored, and the reports of its leaders in `line`."""
+    """A stored resource, with the reports of its leaders in `line`."""
 
     manifest: Manifest
     status: HeteroInferenceStatus
@@ -51,12 +51,12 @@ class ResourceSummary:
 
     @property
     def wants_no_group(self) -> bool:
-        """Whether the user wants no group now."""
+        """Whether the resource is suspended or has 0 replicas."""
         return bool(self._spec.get("suspend")) or self._spec.get("replicas") == 0
 
     @property
     def unexpected_conditions(self) -> tuple[Condition, ...]:
-        """The conditions that differ from those of a resource which serves, or wants_no_group."""
+        """The conditions that differ from those of a resource that serves, or that wants no group."""
         return tuple(each for each in self.status.conditions if not self._is_expected(each))
 
     @property
@@ -83,7 +83,7 @@ class ResourceSummary:
         }
 
     def render(self, now: datetime, *, verbose: bool) -> list[str]:
-        """Returns the lines for people.
+        """Returns the summary as lines of text.
 
         Args:
             verbose: adds all conditions, the times and pods of ranks, the notes of plans, and kept failures.
@@ -102,16 +102,18 @@ class ResourceSummary:
         return [*found, "", "Next step", *(f"  {step}" for step in self.next_steps)]
 
     def _is_expected(self, condition: Condition) -> bool:
+        """Reports whether a condition is normal for a resource that serves, or that wants no group."""
         if condition.status is ConditionStatus.TRUE and condition.type in _WANTED_FALSE:
             return False
         if condition.type == ConditionType.PROGRESSING:
             return condition.status is ConditionStatus.FALSE and not condition.message
         if condition.status is ConditionStatus.UNKNOWN or condition.status is ConditionStatus.FALSE:
-            wants_no_group = self.wants_no_group and condition.type in _NOT_AT_REST
+            wants_no_group = self.wants_no_group and condition.type in _FALSE_AT_REST
             return condition.type not in _WANTED_TRUE or wants_no_group
         return True
 
     def _overview(self, now: datetime, *, verbose: bool) -> Iterable[tuple[str, ...]]:
+        """Yields the name and the value of each line at the top."""
         metadata, status = self.manifest["metadata"], self.status
         created = datetime.fromisoformat(str(metadata["creationTimestamp"]))
         yield "Model", f"{_uri(self._spec)}{_model_state(status)}"
@@ -128,13 +130,13 @@ class ResourceSummary:
             yield "Decode step", f"{summary.step_ms} ms{predicted}{slowest}"
         yield "Age", _age(now, created)
         if verbose:
-            yield "Generation", f"{metadata.get('generation')} (seen: {status.observed_generation})"
+            yield "Generation", f"{metadata.get('generation')} (observed: {status.observed_generation})"
             yield "Revision", f"{status.update_revision or '-'} (current: {status.current_revision or '-'})"
 
     def _state(self) -> str:
         if self.manifest["metadata"].get("deletionTimestamp"):
             return "being deleted"
-        if not self.line.is_seen:
+        if not self.line.has_conditions:
             return "no operator has acted on this resource yet. `heteroinfer check` finds out why"
         states = (("Available", self.line.available), ("Ready", self.line.ready))
         words = ", ".join(
@@ -144,6 +146,7 @@ class ResourceSummary:
         return f"{words} ({self.line.reason}){message}"
 
     def _failures(self, *, verbose: bool) -> Iterable[str]:
+        """Yields a line for the last failure of each group, or for all kept failures."""
         for group in self.status.groups:
             kept = group.failures if verbose else group.failures[-1:]
             for failure in reversed(kept):
@@ -159,15 +162,16 @@ class ResourceSummary:
 
 
 def _next_steps(summary: ResourceSummary) -> Iterable[str]:
+    """Yields the next steps for the state of a resource."""
     key, status = summary.line.key, summary.status
     name = f"{key.name} -n {key.namespace}"
     if summary.manifest["metadata"].get("deletionTimestamp"):
         pods = f"kubectl get pods -n {key.namespace} -l {names.LABEL_RESOURCE}={key.name}"
-        yield f"wait until its pods have ended: {pods}"
-    elif not summary.line.is_seen:
+        yield f"wait until the pods of the resource have ended: {pods}"
+    elif not summary.line.has_conditions:
         yield "find out whether an operator runs: heteroinfer check"
     elif summary.manifest["spec"].get("suspend"):
-        yield f"start it again: heteroinfer resume {name}"
+        yield f"start its groups again: heteroinfer resume {name}"
     elif summary.manifest["spec"].get("replicas") == 0:
         yield f"start a group: kubectl scale {names.SHORT_NAME}/{key.name} -n {key.namespace} --replicas=1"
     else:
@@ -176,14 +180,15 @@ def _next_steps(summary: ResourceSummary) -> Iterable[str]:
 
 
 def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
-    if _is(status, ConditionType.FAILED, ConditionStatus.TRUE):
+    """Yields the commands and actions that solve a problem of the resource."""
+    if _has_condition(status, ConditionType.FAILED, ConditionStatus.TRUE):
         yield f"find the cause: heteroinfer logs {name} --previous"
-        yield f"then start its groups again: heteroinfer restart {name}"
-    elif _is(status, ConditionType.STALLED, ConditionStatus.TRUE):
+        yield f"after the fix, start its groups again: heteroinfer restart {name}"
+    elif _has_condition(status, ConditionType.STALLED, ConditionStatus.TRUE):
         yield "correct the spec as the condition Stalled describes. Test it: heteroinfer plan -f FILE"
-    elif _is(status, ConditionType.CAPACITY_AVAILABLE, ConditionStatus.FALSE):
-        yield "add the capacity that the condition CapacityAvailable names. GPUs and nodes: heteroinfer check"
-    elif _is(status, ConditionType.MODEL_READY, ConditionStatus.FALSE):
+    elif _has_condition(status, ConditionType.CAPACITY_AVAILABLE, ConditionStatus.FALSE):
+        yield "add the capacity that the condition CapacityAvailable names. GPUs of the nodes: heteroinfer check"
+    elif _has_condition(status, ConditionType.MODEL_READY, ConditionStatus.FALSE):
         yield "correct the model's source as the condition ModelReady describes"
     elif any(group.phase is GroupPhase.SLEEPING for group in status.groups):
         yield f"wake the sleeping groups: heteroinfer wake {name}"
@@ -191,7 +196,7 @@ def _problem_steps(status: HeteroInferenceStatus, name: str) -> Iterable[str]:
         yield f"find the cause of the last failure: heteroinfer logs {name} --previous"
 
 
-def _is(status: HeteroInferenceStatus, kind: ConditionType, state: ConditionStatus) -> bool:
+def _has_condition(status: HeteroInferenceStatus, kind: ConditionType, state: ConditionStatus) -> bool:
     condition = status.condition(kind.value)
     return condition is not None and condition.status is state
 

@@ -14,7 +14,7 @@ import yaml
 
 from heteroinfer_contract import names
 from heteroinfer_operator.cluster import Manifest
-from heteroinfer_operator.fleet.fleet_reader import LeaderReader, Stored
+from heteroinfer_operator.fleet.fleet_reader import LeaderReader, StoredResource
 from heteroinfer_operator.fleet.installations import InstalledOperator, read_crd, read_operators
 from heteroinfer_operator.fleet.lines import build_line
 from heteroinfer_operator.fleet.redaction import redact_object, redact_text
@@ -25,17 +25,19 @@ from heteroinfer_operator.version import own_version
 
 LOG_LINES: Final = 5000
 LOG_BYTES: Final = 4 * 2**20
-"""Longest log. The API server cuts a longer one."""
+"""Longest log, in bytes. The API server cuts longer logs."""
 
 
 class SupportBundle:
-    """The files of the bundle, by path. A part that cannot be read does not stop the others.
+    """Gathers the files of a support bundle and packs them.
+
+    If a part cannot be read, the bundle contains the other parts.
 
     Attributes:
         missing: a line for each part that could not be read.
     """
 
-    def __init__(self, server: ApiServer, resource: Stored) -> None:
+    def __init__(self, server: ApiServer, resource: StoredResource) -> None:
         self.missing: list[str] = []
         self._server = server
         self._resource = resource
@@ -76,6 +78,7 @@ class SupportBundle:
         self._files["status.txt"] = redact_text("".join(f"{each}\n" for each in lines))
 
     async def _add_children(self) -> list[Manifest]:
+        """Adds the objects of the resource, and the plans in its ConfigMaps; returns its pods."""
         key = self._resource.key
         pods: list[Manifest] = []
         for kind in (POD, *CHILDREN):
@@ -93,6 +96,7 @@ class SupportBundle:
         return pods
 
     async def _add_events(self, pods: Iterable[Manifest]) -> None:
+        """Adds the events about the resource and its objects."""
         key = self._resource.key
         known = {key.name, *(str(pod["metadata"]["name"]) for pod in pods)}
         events = [
@@ -103,13 +107,14 @@ class SupportBundle:
         self._files["events.yaml"] = yaml.safe_dump(events, sort_keys=False)
 
     async def _add_logs(self, folder: str, pod: Manifest) -> None:
+        """Adds the log of each container of a pod, and of its previous run."""
         metadata, status = pod["metadata"], pod.get("status") or {}
         path = POD.path(metadata["namespace"], metadata["name"], "log")
         states = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
         for state in states:
             container = str(state["name"])
             if not (state.get("containerID") or state.get("restartCount")):
-                continue  # it never ran
+                continue  # a container that never ran has no log
             await self._add_log(f"{folder}/{container}.log", path, {"container": container})
             if state.get("restartCount"):
                 previous: Query = {"container": container, "previous": "true"}
@@ -132,6 +137,7 @@ class SupportBundle:
                 self._add_object(f"nodes/{name}.yaml", node)
 
     async def _add_versions(self) -> None:
+        """Adds the versions of Kubernetes, operators and CRD, and the logs of the operators."""
         value: dict[str, Any] = {"client": own_version()}
         operators: tuple[InstalledOperator, ...] = ()
         try:
@@ -160,6 +166,11 @@ class SupportBundle:
 
 
 def _is_about(event: Mapping[str, Any], name: str, known: set[str]) -> bool:
-    """Whether an event is about the resource or one of its objects, whose names begin with its name."""
+    """Reports whether an event is about the resource or one of its objects.
+
+    Args:
+        name: name of the resource, with which the names of its objects begin.
+        known: names of the resource and of its pods.
+    """
     regarding = str((event.get("regarding") or {}).get("name", ""))
     return regarding in known or regarding.startswith(f"{name}-")

@@ -27,7 +27,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import RecordEvent, ResourceKey
 from heteroinfer_operator.errors import HeteroInferError, Shortage
-from heteroinfer_operator.fleet.lines import Live, ResourceLine, build_line
+from heteroinfer_operator.fleet.lines import LeaderAnswer, ResourceLine, build_line
 from heteroinfer_operator.local.adapter import LocalCluster, LocalOptions
 from heteroinfer_operator.local.loopback_addressing import LocalAddressing
 from heteroinfer_operator.manifests.worker_pods import WorkerImages, termination_grace_s
@@ -241,7 +241,7 @@ class Session:
 
     def _resource(self) -> ResourceLine:
         status = parse_status(self._cluster.status)
-        live = {index: Live(report=report) for index, report in self._cluster.groups().items()}
+        live = {index: LeaderAnswer(report=report) for index, report in self._cluster.groups().items()}
         return build_line(self._cluster.key, status, live, self._cluster.plans())
 
     async def _refresh(self) -> None:
