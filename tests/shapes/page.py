@@ -12,7 +12,7 @@ from typing import Any, Final
 from heteroinfer_contract.model import AttentionKind, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.commands.plan_text import Shown, describe_plan
+from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.cpu_features import AMX
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
@@ -162,7 +162,7 @@ _FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 def _accounts() -> str:
     parts = ["\n## Eleven that fit, by `heteroinfer plan --explain --choices`\n"]
     for title, name, group, fields in _FITS:
-        shown = Shown(explain=True, choices=True)
+        shown = ShownParts(explain=True, choices=True)
         said = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)
         parts.append(f"**{title}** ({name}, group {group}):\n```\n{said}```\n")
     return "\n".join(parts)

@@ -30,7 +30,7 @@ _SCALES: Final[dict[str, tuple[tuple[float, str], ...]]] = {
     "percentunit": ((1e-2, "%"),),
 }
 
-Shown = list[tuple[Query, list[Series]]]
+ShownParts = list[tuple[Query, list[Series]]]
 """What each query of a panel gave."""
 
 
@@ -98,7 +98,7 @@ def _scaled(unit: str, most: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def _draw_stat(axes: Axes, panel: Panel, shown: Shown) -> None:
+def _draw_stat(axes: Axes, panel: Panel, shown: ShownParts) -> None:
     axes.axis("off")
     ((query, series),) = shown
     labels, samples = series[0]
@@ -108,7 +108,7 @@ def _draw_stat(axes: Axes, panel: Panel, shown: Shown) -> None:
     axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=17, color=colour, transform=axes.transAxes)
 
 
-def _draw_time(axes: Axes, panel: Panel, shown: Shown) -> None:
+def _draw_time(axes: Axes, panel: Panel, shown: ShownParts) -> None:
     lines = [(_name(query, labels), samples) for query, series in shown for labels, samples in series]
     lines = sorted(lines, key=lambda line: -max(value for _, value in line[1]))[:_MAX_SERIES]
     if panel.stacked:
@@ -137,7 +137,7 @@ def _draw_time(axes: Axes, panel: Panel, shown: Shown) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(-0.05, -0.1), ncol=columns, **_LEGEND)
 
 
-def _draw_bars(axes: Axes, panel: Panel, shown: Shown) -> None:
+def _draw_bars(axes: Axes, panel: Panel, shown: ShownParts) -> None:
     bars = [(_name(query, labels), samples[-1][1]) for query, series in shown for labels, samples in series]
     numbers = range(len(bars))
     axes.barh(numbers, [value for _, value in bars], color=_COLOURS[0], height=0.6)
@@ -149,7 +149,7 @@ def _draw_bars(axes: Axes, panel: Panel, shown: Shown) -> None:
         axes.text(value, number, f" {_text(value, panel.unit)}", va="center", fontsize=8, color=_INK)
 
 
-def _draw_stack(axes: Axes, panel: Panel, shown: Shown) -> None:
+def _draw_stack(axes: Axes, panel: Panel, shown: ShownParts) -> None:
     (column,) = panel.columns
     names = sorted({labels[column] for _, series in shown for labels, _ in series}, reverse=True)
     left = [0.0] * len(names)
@@ -166,7 +166,7 @@ def _draw_stack(axes: Axes, panel: Panel, shown: Shown) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.09), ncol=len(shown), **_LEGEND)
 
 
-def _draw_table(axes: Axes, panel: Panel, shown: Shown) -> None:
+def _draw_table(axes: Axes, panel: Panel, shown: ShownParts) -> None:
     axes.axis("off")
     rows = [
         [*(labels.get(column, "") for column in panel.columns), _text(samples[-1][1], panel.unit)]
@@ -198,7 +198,7 @@ _LEGEND: Final[dict[str, Any]] = {
     "columnspacing": 1.0,
     "labelcolor": _QUIET,
 }
-_DRAWN: Final[dict[Kind, Callable[[Axes, Panel, Shown], None]]] = {
+_DRAWN: Final[dict[Kind, Callable[[Axes, Panel, ShownParts], None]]] = {
     Kind.STAT: _draw_stat,
     Kind.TIME: _draw_time,
     Kind.BARS: _draw_bars,

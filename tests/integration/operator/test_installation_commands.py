@@ -30,7 +30,9 @@ async def test_version_compares_client_operator_and_crd(
     code, out, errors = heteroinfer(config, "version")
     assert code == 0
     assert f"operator  0.1.0  {release}/{release}-heteroinfer, 0 of 0 ready" in out
-    assert f"warning: operator {release}/{release}-heteroinfer has version 0.1.0, this client " in errors
+    assert (
+        f"warning: operator {release}/{release}-heteroinfer has version 0.1.0, but this client has " in errors
+    )
 
 
 async def test_version_without_rights_names_them(
@@ -61,6 +63,6 @@ async def test_check_finds_what_is_missing_and_asks_for_the_operators_rights(
     (line,) = (line for line in out.splitlines() if " rights " in line)
     assert line.startswith("FAILED")
     assert f"{release}/{release}-heteroinfer: list nodes in the cluster" in line
-    assert out.endswith("not ready: correct the checks that FAILED\n")
+    assert out.endswith("not ready. Solve each problem in a line with FAILED\n")
     code, out, _ = heteroinfer(install().kubeconfig, "check")
     assert "unknown  operator" in out, "the operator's own account may not list Deployments"

@@ -159,7 +159,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         assert f"{namespace}/tiny" in table
         assert "rank 0 front" in table
         assert "some values come from the stored status" in table
-        assert "it takes the right to get pods/proxy" in table
+        assert "You need the right to get pods/proxy" in table
         value = json.loads(reported(viewer, "top", "tiny", "-n", namespace, "-o", "json"))
         (group,) = value["resources"][0]["groups"]
         assert [rank["pod"] for rank in group["ranks"]] == [pod_of(namespace, 1, 0), pod_of(namespace, 1, 1)]
@@ -173,11 +173,12 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         status_of_a_serving_group(viewer)
         code, _, errors = heteroinfer(viewer, "top", "-A")
         assert code == 1
-        assert "name a namespace with -n" in errors
+        assert "Name a namespace with -n" in errors
         code, _, errors = heteroinfer(viewer, "top", "nothing")
         assert (code, errors) == (
-            1, f"error: namespace {namespace}: no HeteroInference nothing; see `kubectl get hinf -A`\n"
-        )  # fmt: skip
+            1,
+            f"error: namespace {namespace}: has no HeteroInference nothing. List all: kubectl get hinf -A\n",
+        )
         code, _, errors = heteroinfer(viewer, "logs", "tiny", "--group", "7")
         assert (code, errors) == (1, f"error: {namespace}/tiny has no group 7. Its groups: 0\n")
 
@@ -199,7 +200,7 @@ async def test_top_and_logs_of_a_serving_and_a_failed_group(
         assert [line for line in said if line.startswith("no log: ")], "the user lacks pods/log"
         said = reported(viewer, "logs", "tiny", "--previous").splitlines()
         assert "the last line" in said[1]
-        assert "their pods and logs are gone" in said[2]
+        assert "the pods and logs of these epochs are gone" in said[2]
         assert "rank 1 (-9)" in reported(viewer, "top", "tiny")
         assert "RankExited, rank 1, exit code -9" in reported(viewer, "status", "tiny", "-v")
 

@@ -89,7 +89,10 @@ async def test_a_verb_takes_several_names_and_a_selector(
     shown = reported(config, "suspend", "-l", "own=False", "-n", namespace).splitlines()
     assert sorted(shown) == ["heteroinference/three suspended", "heteroinference/two suspended"]
     code, _, errors = heteroinfer(config, "suspend", "-n", namespace)
-    assert (code, errors) == (1, "error: name the resources, or choose them with -l LABELS\n")
+    assert (code, errors) == (
+        1,
+        "error: the command needs either NAMEs of resources or -l LABELS. Give one of the two\n",
+    )
     code, _, errors = heteroinfer(config, "suspend", "-n", namespace, "-l", "own=nobody")
     assert (code, errors) == (
         1,
@@ -141,7 +144,7 @@ async def test_wake_asks_the_leaders_of_sleeping_groups(
         owner = await create_resource(server, namespace, engine={"port": port})
         options = ("wake", "tiny", "-n", namespace)
         assert await asyncio.to_thread(reported, config, *options) == (
-            "heteroinference/tiny: no group to wake\n"
+            "heteroinference/tiny: no group is asleep\n"
         )
         await server.create(POD.path(namespace), pod(owner, "tiny-1-5-0"))
         address = {"phase": "Running", "podIP": host, "podIPs": [{"ip": host}]}
@@ -154,7 +157,7 @@ async def test_wake_asks_the_leaders_of_sleeping_groups(
         status = {"status": {"groups": groups}}
         await server.merge(HETERO_INFERENCE.path(namespace, "tiny", "status"), status)
         other = await asyncio.to_thread(reported, config, *options, "--group", "0")
-        assert other == "heteroinference/tiny: no group to wake\n"
+        assert other == "heteroinference/tiny: no group is asleep\n"
         woken = await asyncio.to_thread(reported, config, *options)
         assert woken == "heteroinference/tiny group 1 woken\n"
         assert asked == ["POST"]

@@ -151,5 +151,5 @@ def test_crd_writes_every_copy(tmp_path: Path) -> None:
 
 def test_crd_writes_into_a_source_tree_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crd", "--write", str(tmp_path)]) == 1
-    assert "is not the source tree of HeteroInfer" in capsys.readouterr().err
+    assert "is not a source tree of HeteroInfer" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

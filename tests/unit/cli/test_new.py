@@ -124,7 +124,7 @@ def test_reports_the_nearest_hardware_that_fits(
     error, heading, *nearest = err.splitlines()
     assert error.startswith("error: qwen3-30b-a3b does not fit 1 GPU of 16Gi and 16 CPUs with 24Gi: ")
     assert "GiB" in error
-    assert heading == "Each of these changes makes it fit:"
+    assert heading == "The model fits with any one of these changes:"
     found = dict(line.split()[:2] for line in nearest)
     assert {"--cpu-memory", "--gpu-memory", "--gpus"} <= found.keys()
     given = {"--gpu-memory": "16Gi", "--cpu-memory": "24Gi", "--cpus": "16"}
@@ -158,9 +158,10 @@ def test_shorter_requests_may_be_the_nearest(models: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "the hardware is missing: add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both"),
-        (["--gpus", "1"], "--gpus needs the memory of one GPU: --gpu-memory SIZE"),
-        (["--cpus", "4"], "--cpus N and --cpu-memory SIZE need each other: add the other one"),
+        ([], "the hardware is missing. Add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both"),
+        (["--gpus", "1"], "--gpus: the memory of one GPU is missing. Add --gpu-memory SIZE"),
+        (["--cpus", "4"], "--cpus and --cpu-memory need each other. Add --cpu-memory SIZE"),
+        (["--cpu-memory", "8Gi"], "--cpus and --cpu-memory need each other. Add --cpus N"),
         ([*hardware("8Gi"), "--mode", "FeedForward"], "--mode FeedForward needs one GPU (--gpu-memory) and"),
         ([*hardware("8Gi"), "--mode", "Tensor"], "--mode Tensor needs GPUs (--gpu-memory) and CPUs"),
         ([*hardware("8Gi"), "--name", "A_b"], "must consist of lower-case letters"),
@@ -200,18 +201,20 @@ def test_wrong_values_are_usage_errors(option: str, value: str, capsys: pytest.C
     with pytest.raises(SystemExit) as caught:
         main(["new", "model", f"{option}={value}"])
     assert caught.value.code == 2
-    assert f"argument {option}: {value!r} must be " in capsys.readouterr().err
+    reported = capsys.readouterr().err
+    assert f"argument {option}: must be " in reported
+    assert f"(got {value!r}" in reported
 
 
 @pytest.mark.parametrize("option", ["--gpu-memory", "--cpu-memory"])
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("24", "'24' must be at least 1Mi, and is 24 bytes. Write 24Gi"),
-        ("1k", "'1k' must be at least 1Mi, and is 1000 bytes\n"),
-        ("8GB", "'8GB' must be a size without B. Write 8Gi, or 8G for powers of 1,000"),
-        ("8GiB", "'8GiB' must be a size without B. Write 8Gi, or 8G for powers of 1,000"),
-        ("lots", "'lots' must be a size such as 80Gi"),
+        ("24", "must be at least 1Mi (got '24', which is 24 bytes). Write 24Gi"),
+        ("1k", "must be at least 1Mi (got '1k', which is 1000 bytes)\n"),
+        ("8GB", "must be a size without B (got '8GB'). Write 8Gi, or 8G for powers of 1,000"),
+        ("8GiB", "must be a size without B (got '8GiB'). Write 8Gi, or 8G for powers of 1,000"),
+        ("lots", "must be a size such as 80Gi (got 'lots')"),
     ],
 )
 def test_a_size_without_a_unit_is_refused_with_the_right_size(

@@ -9,7 +9,7 @@ from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.commands.plan_choices import describe_choices, describe_waste
 from heteroinfer_operator.commands.plan_details import describe_kv_cache, describe_memory, describe_model
 from heteroinfer_operator.commands.plan_figures import Figures, sequences_at_once
-from heteroinfer_operator.commands.plan_text import Shown, describe_plan
+from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.commands.plan_words import count, duration
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.concurrency import kv_blocks
@@ -143,7 +143,7 @@ def test_figures_are_those_of_predictions_and_memory() -> None:
 def test_verdict_and_table_come_before_details() -> None:
     planned = plan(spec(*MIXED), LARGE)
     figures = Figures.of(planned)
-    text = describe_plan(planned, "llama", Shown())
+    text = describe_plan(planned, "llama", ShownParts())
     verdict, speed, together, first, requests, _, heading, cpu_row, gpu_row, *rest = text.splitlines()
     assert verdict == "llama fits: 2 pods (1 CPU, 1 GPU), mode Pipeline"
     assert speed.startswith(f"  speed        {duration(figures.step.step_s)} (")
@@ -156,7 +156,7 @@ def test_verdict_and_table_come_before_details() -> None:
     assert re.fullmatch(r"0 +cpu +CPU +\d+ \(0-\d+\) +[0-9.]+ of 62.00 GiB \(64Gi\) .* <- slowest", cpu_row)
     assert re.fullmatch(r"1 +gpu +GPU +\d+ \(\d+-95\) +[0-9.]+ of 21.60 GiB \(24Gi\) +[0-9.]+ ms", gpu_row)
     assert rest == ["", f"More: {MORE}, -o yaml"]
-    full = describe_plan(planned, "llama", Shown(explain=True, choices=True))
+    full = describe_plan(planned, "llama", ShownParts(explain=True, choices=True))
     assert full.startswith(text.partition("\nMore: ")[0])
     headings = [line for line in full.splitlines() if line.isupper() and not line.startswith("RANK")]
     assert headings == [
@@ -173,20 +173,20 @@ def test_verdict_and_table_come_before_details() -> None:
 
 def test_refusals_and_unknown_memory_change_the_verdict() -> None:
     planned = plan(spec(gpu(), cpu()))
-    assert describe_plan(planned, "llama", Shown(), refusals=2).splitlines()[0] == (
+    assert describe_plan(planned, "llama", ShownParts(), refusals=2).splitlines()[0] == (
         "llama has a plan, but the installation refuses 2 settings (see below): 2 pods (1 CPU, 1 GPU), mode "
         "Pipeline. Whether it fits is unknown: set deviceMemory and resources.limits.memory of roles cpu, gpu"
     )
 
 
 def test_equal_ranks_have_no_slowest_and_counts_have_no_wrong_plural() -> None:
-    text = describe_plan(plan(spec(cpu(memory="64Gi"))), "llama", Shown(explain=True, choices=True))
+    text = describe_plan(plan(spec(cpu(memory="64Gi"))), "llama", ShownParts(explain=True, choices=True))
     assert "slowest" not in text
     assert text.startswith("llama fits: 1 pod (1 CPU), mode Pipeline\n")
     assert "1 stage\n" in text
     assert not re.search(r"\b1 \w+s\b(?! )", text.replace("1 ms", ""))
     assert (count(1, "pod"), count(2, "pod"), count(1024, "token")) == ("1 pod", "2 pods", "1,024 tokens")
-    ranks = describe_plan(plan(spec(gpu(ranksPerPod=2, deviceMemory="24Gi"))), "llama", Shown())
+    ranks = describe_plan(plan(spec(gpu(ranksPerPod=2, deviceMemory="24Gi"))), "llama", ShownParts())
     assert ranks.startswith("llama fits: 1 pod (1 GPU, 2 ranks), mode Pipeline\n")
 
 
@@ -254,8 +254,8 @@ def test_without_choices_only_waste_is_shown() -> None:
     wasteful = ask(recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"], "B")
     (line,) = describe_waste(wasteful)
     assert line.startswith("fewer pods: with 1 pod of role cpu instead of 2, a step takes as long (")
-    assert f"\nadvice: {line}\n" in describe_plan(wasteful, "m", Shown())
-    assert "advice: " not in describe_plan(wasteful, "m", Shown(choices=True))
+    assert f"\nadvice: {line}\n" in describe_plan(wasteful, "m", ShownParts())
+    assert "advice: " not in describe_plan(wasteful, "m", ShownParts(choices=True))
 
 
 def test_a_choice_that_changes_nothing_compares_no_equal_figures() -> None:
@@ -281,7 +281,7 @@ def test_a_choice_must_gain_three_percent() -> None:
             else:
                 on_cpus = [rank for rank in planned.plan.ranks if rank.role == "cpu"]
                 assert on_cpus[0].predicted_step_s >= 0.03 * step_s
-    filled = describe_plan(plan(spec(cpu(memory="20Gi"))), "m", Shown(choices=True))
+    filled = describe_plan(plan(spec(cpu(memory="20Gi"))), "m", ShownParts(choices=True))
     assert "CHOICES\n  none of the choices gains 3 % or more\n" in filled
 
 

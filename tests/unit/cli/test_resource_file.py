@@ -52,13 +52,13 @@ def test_reports_a_missing_file() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must contain one document of kind HeteroInference: got nothing"),
-        ("kind: Deployment", "must contain one document of kind HeteroInference: got Deployment"),
+        ("", "must contain one document of kind HeteroInference (got nothing)"),
+        ("kind: Deployment", "must contain one document of kind HeteroInference (got Deployment)"),
         (
             f"{GOOD}---\n{GOOD}",
-            "must contain one document of kind HeteroInference: got HeteroInference, HeteroInference",
+            "must contain one document of kind HeteroInference (got HeteroInference, HeteroInference)",
         ),
-        ("- 1", "a document must have apiVersion and kind: got a list"),
+        ("- 1", "a document must have apiVersion and kind (got a list)"),
     ],
 )
 def test_refuses_files_without_exactly_one_resource(text: str, message: str, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_refuses_files_without_exactly_one_resource(text: str, message: str, tmp
 
 
 def test_refuses_files_that_are_not_yaml(tmp_path: Path) -> None:
-    assert refused(tmp_path, "a: [").startswith("not YAML: ")
+    assert refused(tmp_path, "a: [").startswith("must be YAML (")
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_values_that_json_has_not_are_refused(tmp_path: Path, text: str) -> None
 
 @pytest.mark.parametrize("text", ["[a]: b", "{}: b", "x: !!timestamp x", "x: !!int x", "x: " + "[" * 3000])
 def test_yaml_that_cannot_be_built_is_refused(tmp_path: Path, text: str) -> None:
-    assert "not YAML: " in refused(tmp_path, f"{GOOD}{text}\n")
+    assert "must be YAML (" in refused(tmp_path, f"{GOOD}{text}\n")
 
 
 def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     message = refused(tmp_path, GOOD + "  model: {uri: hf://org/other}\n")
-    assert message.startswith("not YAML: key 'model' occurs twice. Remove one")
+    assert message.startswith("must be YAML (key 'model' occurs twice. Remove one")
     assert "line 8" in message
 
 

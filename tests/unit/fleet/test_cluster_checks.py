@@ -82,8 +82,11 @@ def test_shared_storage_is_proven_by_a_volume_or_likely_by_a_provisioner() -> No
     volume = {"spec": {"storageClassName": "shared", "accessModes": ["ReadWriteMany"]}}
     disk = {"metadata": {"name": "disk"}, "provisioner": "ebs.csi.aws.com"}
     files = {"metadata": {"name": "files"}, "provisioner": "efs.csi.aws.com"}
-    assert judge_shared_storage([volume], [disk]) == (CheckState.OK, "shared (has such volumes)")
-    assert judge_shared_storage([], [disk, files])[1].startswith("files (by the name")
+    assert judge_shared_storage([volume], [disk]) == (
+        CheckState.OK,
+        "shared (has volumes with ReadWriteMany)",
+    )
+    assert judge_shared_storage([], [disk, files])[1].startswith("files (judged by the name")
     assert judge_shared_storage([], [disk])[0] is CheckState.NOTE
 
 
@@ -105,11 +108,12 @@ def test_each_pair_of_versions_that_differs_is_a_warning() -> None:
     assert skew_warnings("0.2.0", (installed_operator(),), crd) == ()
     (warning,) = skew_warnings("0.3.0", (installed_operator(),), crd)
     assert warning == (
-        "operator system/heteroinfer has version 0.2.0, this client 0.3.0. Use a client of version 0.2.0"
+        "operator system/heteroinfer has version 0.2.0, but this client has version 0.3.0. "
+        "Use a client of version 0.2.0"
     )
     old = InstalledCrd(version="0.1.0", same_schema=False)
     (warning,) = skew_warnings("0.2.0", (installed_operator(),), old)
-    assert "operator system/heteroinfer has version 0.2.0, the CRD 0.1.0" in warning
+    assert "operator system/heteroinfer has version 0.2.0, but the CRD has version 0.1.0" in warning
     applied = InstalledCrd(version=UNKNOWN_VERSION, same_schema=False)
     assert "its schema differs" in skew_warnings("0.2.0", (), applied)[0]
     assert "not installed" in skew_warnings("0.2.0", (), None)[0]

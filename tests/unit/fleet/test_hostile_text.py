@@ -68,8 +68,8 @@ def test_top_shows_no_terminal_sequence() -> None:
 def test_up_and_logs_of_the_operator_show_no_terminal_sequence() -> None:
     out = io.StringIO()
     display = Display(Console(file=out, force_terminal=True, color_system=None, width=2000), live=False)
-    display.line(HOSTILE, warning=True)
-    display.plain(HOSTILE)
+    display.print_line(HOSTILE, warning=True)
+    display.print_plain(HOSTILE)
     assert out.getvalue().replace("\n", "").isprintable()
     record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "pod: %s\nnext", (HOSTILE,), None)
     logged = PrintableFormatter("%(message)s").format(record)

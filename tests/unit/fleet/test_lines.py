@@ -153,7 +153,7 @@ def test_the_table_does_not_interpret_markup() -> None:
     assert "a note [bold]as it is[/bold]" in said.get()
     with console.capture() as nothing:
         console.print(build_screen([], ""))
-    assert nothing.get().strip() == "no HeteroInference here; -A looks in all namespaces"
+    assert nothing.get().strip() == "found no HeteroInference. To search all namespaces, add -A"
 
 
 def test_kv_cache_use_comes_from_vllms_gauge() -> None:

@@ -75,7 +75,7 @@ def test_in_a_running_epoch_the_last_culprit_comes_first() -> None:
 
 def test_a_message_of_kubernetes_is_shown_unchanged() -> None:
     (story,) = build_stories(group(), [pod(0, ended=ended(137, "out of memory"))], 1)
-    assert story.ended == "ended with exit code 137 (Error) out of memory"
+    assert story.ended == "ended with exit code 137 (Error): out of memory"
     waiting = replace(pod(0), waiting=Waiting("ImagePullBackOff", "no such image"))
     (story,) = build_stories(group(), [waiting], 1)
     assert story.title == "g-0-1-0: rank 0, role cpu on node a, waiting: ImagePullBackOff: no such image"
@@ -86,6 +86,6 @@ def test_a_kept_failure_is_one_line() -> None:
     assert failure_text(failure(1)) == (
         "epoch 1 ended at 2026-11-21 08:00:00Z: RankExited, rank 1, exit code -9: killed"
     )
-    assert ", not counted: killed" in failure_text(uncounted)
+    assert ", does not count towards restart.maxRestarts: killed" in failure_text(uncounted)
     waiting = group().model_copy(update={"phase": GroupPhase.WAITING, "message": "back-off"})
     assert group_text(waiting) == "group 0 epoch 1: Waiting: back-off"

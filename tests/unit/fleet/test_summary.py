@@ -112,7 +112,7 @@ def test_a_suspended_resource_is_as_it_should_be() -> None:
         {"Available": "False", "Planned": "Unknown", "CapacityAvailable": "Unknown"}, spec={"suspend": True}
     )
     assert found.unexpected_conditions == ()
-    assert found.next_steps == ("start it again: heteroinfer resume llama -n ml",)
+    assert found.next_steps == ("start its groups again: heteroinfer resume llama -n ml",)
 
 
 def test_the_last_failure_is_shown_and_all_of_them_with_verbose() -> None:

@@ -65,7 +65,7 @@ def test_each_change_is_printed_once() -> None:
     display = Display(Console(file=output, width=120), live=False)
     rank = RankStatus(rank=0, pod=0, phase=RankPhase.CONNECTING)
     for _ in range(3):
-        display.show(_line(rank))
+        display.show_ranks(_line(rank))
     lines = output.getvalue().splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == [
         "rank 0 (cpu, CPU, layers 0-3): Connecting",

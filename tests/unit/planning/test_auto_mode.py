@@ -10,7 +10,7 @@ from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import HeteroInferenceSpec, LoadSpec, parse_spec
-from heteroinfer_operator.commands.plan_text import Shown, describe_plan
+from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
@@ -148,7 +148,7 @@ def test_every_mode_has_figures_or_a_reason() -> None:
     words = str(planned.choice)
     assert words.startswith("Pipeline chosen by prediction for 1 request of 1,024 prompt and 256 output")
     assert "GPU only does not fit: memory for" in words
-    text = describe_plan(planned, "demo", Shown())
+    text = describe_plan(planned, "demo", ShownParts())
     assert "mode Pipeline, chosen by the plan" in text
     assert "<- chosen" in text
     assert "GPU only: memory for" in text

@@ -18,7 +18,7 @@ from heteroinfer_operator.api import EngineSpec, HeteroInferenceSpec
 from heteroinfer_operator.commands.plan_choices import describe_choices
 from heteroinfer_operator.commands.plan_details import describe_kv_cache, describe_memory, describe_times
 from heteroinfer_operator.commands.plan_figures import Figures
-from heteroinfer_operator.commands.plan_text import Shown, describe_plan
+from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.feed_forward import (
@@ -508,7 +508,7 @@ def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
     theirs = format_bytes(planned.plan.ranks[1].weight_bytes)
     words = f"feed-forward rank of role gpu: {theirs} of weights, and up to 1.39 GiB for the process and for "
     assert of_cpu.startswith(words)
-    text = describe_plan(planned, "moe", Shown(explain=True))
+    text = describe_plan(planned, "moe", ShownParts(explain=True))
     assert "role gpu, feed-forward: defaults for CPUs" in text
     assert text.startswith(f"moe fits: 1 pod (1 GPU, {len(planned.plan.ranks)} ranks), mode FeedForward\n")
     assert "Limit: rank 1 (role gpu, feed-forward), " in text

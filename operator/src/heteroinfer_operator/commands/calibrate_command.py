@@ -1,4 +1,4 @@
-"""`heteroinfer calibrate`: measures this machine, for `heteroinfer plan` and `heteroinfer up`."""
+"""`heteroinfer calibrate`: measures the speed of this machine, which `plan` and `up` use."""
 
 import argparse
 import sys
@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write. Default: heteroinfer/calibration.json in your cache folder, which plan and up "
-        "read",
+        help="file to write. Default: heteroinfer/calibration.json in your cache folder. plan and up read "
+        "that file",
     )
     parser.add_argument("--worker-python", type=Path, metavar="PYTHON", help=worker_python.HELP)
 
@@ -35,30 +35,31 @@ def run(arguments: argparse.Namespace) -> int:
     calibration = calibration_file.measure(python)
     file = arguments.output or calibration_file.cache_folder() / calibration_file.FILE_NAME
     calibration_file.write_calibration_file(calibration, file)
-    for line in (*describe_all(calibration), f"wrote {file}"):
+    for line in (*describe_measurements(calibration), f"wrote {file}"):
         sys.stdout.write(f"{printable(line)}\n")
     return 0
 
 
-def describe_all(calibration: Calibration) -> list[str]:
-    """Describes a calibration, a line for each measurement; rates are in GB/s."""
+def describe_measurements(calibration: Calibration) -> list[str]:
+    """Returns a description of the calibration, then a line for each measurement."""
     lines = [describe_calibration(calibration)]
     for reading in calibration.readings:
-        where = "" if reading.node == ALL_NODES else f" of NUMA node {reading.node}"
+        numa_node = "" if reading.node == ALL_NODES else f" of NUMA node {reading.node}"
         lines.append(
-            f"  memory by {reading.threads} threads{where}: {gigabytes_per_s(reading.bytes_per_s, 1)}"
+            f"  memory read by {reading.threads} threads{numa_node}: "
+            f"{gigabytes_per_s(reading.bytes_per_s, 1)}"
         )
     for kernel in calibration.kernels:
         name = kernel.dtype if kernel.scheme == "None" else kernel.scheme
         lines.append(f"  {kernel.part} in {name} ({kernel.kernel}): {gigabytes_per_s(kernel.bytes_per_s, 1)}")
     if calibration.operations_per_s:
-        lines.append(f"  operations in bf16: {calibration.operations_per_s / 1e12:.2f} T/s")
+        lines.append(f"  operations in bf16: {calibration.operations_per_s / 1e12:.2f} T operations/s")
     lines += [
         f"  {hop.path}, {hop.message_bytes} bytes: {hop.seconds * 1e6:.0f} us" for hop in calibration.hops
     ]
     for transfer in calibration.transfers:
-        busy = ", contended" if transfer.contended else ""
-        lines.append(f"  PCIe {transfer.direction}{busy}: {gigabytes_per_s(transfer.bytes_per_s, 1)}")
+        contended = ", contended" if transfer.contended else ""
+        lines.append(f"  PCIe {transfer.direction}{contended}: {gigabytes_per_s(transfer.bytes_per_s, 1)}")
     if calibration.gpu is not None:
         gpu = calibration.gpu
         rates = f"{gigabytes_per_s(gpu.bytes_per_s)}, {gpu.operations_per_s / 1e12:.0f} T operations/s"

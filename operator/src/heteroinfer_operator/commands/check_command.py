@@ -1,4 +1,4 @@
-"""`heteroinfer check`: whether a cluster has what HeteroInfer needs, for administrators."""
+"""`heteroinfer check`: checks for administrators whether a cluster meets the needs of HeteroInfer."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer check`."""
     parser.add_argument(
         "--wait",
-        type=_duration_s,
+        type=_parse_wait,
         default=0.0,
         metavar="TIME",
         help="repeat the checks until none fails, for at most this time, such as 2m",
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run_checks(arguments: argparse.Namespace) -> Sequence[CheckResult]:
+    """Runs the checks. With --wait, repeats them until none fails or the time is over."""
     deadline = time.monotonic() + arguments.wait
     async with open_cluster(arguments) as cluster:
         while True:
@@ -68,11 +69,11 @@ def _print_table(results: Sequence[CheckResult]) -> None:
         state = each.state.value.upper() if each.state is CheckState.FAILED else each.state.value
         sys.stdout.write(printable(f"{state:<8} {each.name:<{width}}  {each.message}") + "\n")
     if any(each.state is CheckState.FAILED for each in results):
-        sys.stdout.write("not ready: correct the checks that FAILED\n")
+        sys.stdout.write("not ready. Solve each problem in a line with FAILED\n")
 
 
-def _duration_s(text: str) -> float:
+def _parse_wait(text: str) -> float:
     try:
         return parse_duration_s(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a duration such as 2m or 90s: got {text!r}") from error
+        raise argparse.ArgumentTypeError(f"must be a duration such as 2m or 90s (got {text!r})") from error

@@ -1,4 +1,4 @@
-"""Options that choose a cluster and a namespace, and the connection that they lead to."""
+"""The options that choose a cluster and a namespace, and the connection to that cluster."""
 
 import argparse
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.server import ApiServer, find_kubeconfigs, load_configuration
 
 FIELD_MANAGER: Final = "heteroinfer-cli"
-"""Manager of the fields that a command writes; the operator's own is another."""
+"""Field manager of the fields that a command writes. The operator has a field manager of its own."""
 _DEFAULT_NAMESPACE: Final = "default"
 
 
@@ -22,7 +22,7 @@ class ClusterAccess:
     """An open connection to the API server that the options name.
 
     Attributes:
-        namespace: of `-n`, else of the kubeconfig's context, else `default`.
+        namespace: namespace of `-n`, or else of the kubeconfig's context, or else `default`.
     """
 
     server: ApiServer
@@ -63,7 +63,7 @@ async def open_cluster(arguments: argparse.Namespace) -> AsyncIterator[ClusterAc
     Raises:
         HeteroInferError: there is no such kubeconfig or context, and this process does not run in a pod.
     """
-    namespace = _namespace(arguments.kubeconfig, arguments.context)
+    namespace = _namespace_of_context(arguments.kubeconfig, arguments.context)
     configuration = await load_configuration(arguments.kubeconfig, arguments.context)
     server = ApiServer(configuration, agent=FIELD_MANAGER)
     try:
@@ -74,7 +74,7 @@ async def open_cluster(arguments: argparse.Namespace) -> AsyncIterator[ClusterAc
         await server.close()
 
 
-def _namespace(kubeconfig: str | None, context: str | None) -> str | None:
+def _namespace_of_context(kubeconfig: str | None, context: str | None) -> str | None:
     """Returns the namespace of the context; raises HeteroInferError if the named context does not exist."""
     if not find_kubeconfigs(kubeconfig):
         return None

@@ -1,4 +1,4 @@
-"""`heteroinfer completion`: the script by which a shell completes commands, options and names."""
+"""`heteroinfer completion`: prints the script with which a shell completes commands, options and names."""
 
 import argparse
 import sys

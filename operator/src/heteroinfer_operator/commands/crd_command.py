@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="?",
         const=".",
-        help=f"write {', '.join(COPIES)} and {PAGE} in the source tree DIR (default: here)",
+        help=f"write {', '.join(COPIES)} and {PAGE} in the source tree DIR (default: the current folder)",
     )
 
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     root = Path(arguments.write)
     if not (root / "operator" / "src" / "heteroinfer_operator").is_dir():
         raise HeteroInferError(
-            f"--write: {root.resolve()} is not the source tree of HeteroInfer. Name its folder",
+            f"--write: {root.resolve()} is not a source tree of HeteroInfer. Name the folder of one",
             reason="NoSourceTree",
         )
     for name, written in {**dict.fromkeys(COPIES, text), PAGE: render_page()}.items():

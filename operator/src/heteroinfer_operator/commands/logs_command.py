@@ -1,4 +1,4 @@
-"""`heteroinfer logs`: the logs of a resource's ranks, the culprit's first."""
+"""`heteroinfer logs`: prints the logs of a resource's pods, first of the pod that ended the epoch."""
 
 import argparse
 import asyncio
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tail",
-        type=_lines,
+        type=_line_count,
         default=_TAIL_LINES,
         metavar="LINES",
         help=f"lines of each pod. Default: {_TAIL_LINES}",
@@ -59,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(text: str) -> int:
+def _line_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of lines, 1 or more: got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of lines, 1 or more (got {text!r})")
     return int(text)
 
 
@@ -69,23 +69,28 @@ async def _print_logs(arguments: argparse.Namespace) -> None:
     async with open_cluster(arguments) as cluster:
         server, namespace = cluster.server, cluster.namespace
         (resource,) = await read_resources(server, namespace, arguments.name)
-        groups = _chosen(resource.status.groups, arguments.group, resource.key)
+        groups = _choose_groups(resource.status.groups, arguments.group, resource.key)
         by_group = pods_by_group(await _read_pods(server, resource.key))
         for group in groups:
-            own = by_group.get(group.index, ())
+            pods = by_group.get(group.index, ())
             if arguments.previous:
-                await _print_previous(server, namespace, group, own, arguments.tail)
+                await _print_previous(server, namespace, group, pods, arguments.tail)
             else:
-                await _print_current(server, namespace, group, own, arguments.tail)
+                await _print_current(server, namespace, group, pods, arguments.tail)
 
 
-def _chosen(groups: Sequence[GroupStatus], index: int | None, key: ResourceKey) -> list[GroupStatus]:
+def _choose_groups(groups: Sequence[GroupStatus], index: int | None, key: ResourceKey) -> list[GroupStatus]:
+    """Returns the group with the index, or all groups if it is None.
+
+    Raises:
+        HeteroInferError: there is no such group.
+    """
     chosen = [group for group in groups if index is None or group.index == index]
     if chosen:
         return chosen
     if groups:
-        have = ", ".join(str(group.index) for group in groups)
-        raise HeteroInferError(f"{key} has no group {index}. Its groups: {have}", reason="NoGroup")
+        indexes = ", ".join(str(group.index) for group in groups)
+        raise HeteroInferError(f"{key} has no group {index}. Its groups: {indexes}", reason="NoGroup")
     raise HeteroInferError(
         f"{key} has no groups yet. Run `heteroinfer status {key.name} -n {key.namespace}` to see why",
         reason="NoGroup",
@@ -93,6 +98,7 @@ def _chosen(groups: Sequence[GroupStatus], index: int | None, key: ResourceKey) 
 
 
 async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]:
+    """Reads the worker pods of a resource. Prints a line for each pod that cannot be read."""
     selector = f"{names.LABEL_RESOURCE}={key.name},{names.LABEL_COMPONENT}={names.COMPONENT_WORKER}"
     listed = await server.get(POD.path(key.namespace), {"labelSelector": selector})
     found = []
@@ -107,6 +113,7 @@ async def _read_pods(server: ApiServer, key: ResourceKey) -> tuple[PodView, ...]
 async def _print_current(
     server: ApiServer, namespace: str, group: GroupStatus, pods: Sequence[PodView], tail: int
 ) -> None:
+    """Prints a group's state, its last failure, and the logs of the current epoch's pods."""
     _print_line(f"==> {group_text(group)}")
     if group.failures:
         _print_line(f"last failure: {failure_text(group.failures[-1])}")
@@ -124,23 +131,25 @@ async def _print_current(
 async def _print_previous(
     server: ApiServer, namespace: str, group: GroupStatus, pods: Sequence[PodView], tail: int
 ) -> None:
+    """Prints the failures of a group, and the logs of earlier epochs' pods that still exist."""
     _print_line(f"==> {group_text(group)}")
     if not group.failures:
         _print_line("no epoch of this group has failed")
     for failure in reversed(group.failures):
         _print_line(failure_text(failure))
-    left = [epoch for epoch in epochs(pods) if epoch < group.epoch]
-    if group.failures and not left:
+    earlier_epochs = [epoch for epoch in epochs(pods) if epoch < group.epoch]
+    if group.failures and not earlier_epochs:
         _print_line(
-            "their pods and logs are gone: the operator deletes pods before the next epoch starts. "
-            "The lines above come from status.groups[].failures"
+            "the pods and logs of these epochs are gone, because the operator deletes the pods of an epoch "
+            "before the next epoch starts. The lines above come from status.groups[].failures"
         )
-    for epoch in reversed(left):
+    for epoch in reversed(earlier_epochs):
         for story in build_stories(group, pods, epoch):
             await _print_pod_log(server, namespace, story, tail)
 
 
 async def _print_pod_log(server: ApiServer, namespace: str, story: PodStory, tail: int) -> None:
+    """Prints a pod's description and the end of its log."""
     mark = " (ended the epoch)" if story.culprit else ""
     _print_line(f"--> {story.title}{mark}")
     if story.ended:

@@ -1,4 +1,4 @@
-"""`heteroinfer new`: a commented resource for a model and the user's hardware."""
+"""`heteroinfer new`: writes a commented resource for a model and the user's hardware."""
 
 import argparse
 import re
@@ -16,10 +16,10 @@ from heteroinfer_operator.api import MAX_NAME_LENGTH, HeteroInference, parse_res
 from heteroinfer_operator.commands.new_layouts import (
     FILE_SCHEME,
     Draft,
+    FittingChange,
     GivenHardware,
-    Nearest,
     choose_layout,
-    find_nearest,
+    find_fitting_changes,
 )
 from heteroinfer_operator.commands.new_text import render
 from heteroinfer_operator.commands.plan_command import PlanExit
@@ -36,7 +36,7 @@ from heteroinfer_operator.commands.plan_words import INDENT
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason
 from heteroinfer_operator.quantity import BYTES_PATTERN
 
-_SHORT_OF: Final = frozenset({PlanReason.INSUFFICIENT_MEMORY, PlanReason.INSUFFICIENT_GPU})
+_SHORTAGES: Final = frozenset({PlanReason.INSUFFICIENT_MEMORY, PlanReason.INSUFFICIENT_GPU})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,23 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", type=gpu_count, metavar="N", help="number of GPUs; default: 1 with --gpu-memory"
     )
-    parser.add_argument("--gpu-memory", type=_memory, metavar="SIZE", help="memory of one GPU, such as 24Gi")
-    parser.add_argument("--cpus", type=_positive, metavar="N", help="cores of one node for CPU ranks")
+    parser.add_argument(
+        "--gpu-memory", type=_memory_option, metavar="SIZE", help="memory of one GPU, such as 24Gi"
+    )
+    parser.add_argument("--cpus", type=_positive_number, metavar="N", help="cores of one node for CPU ranks")
     parser.add_argument(
         "--cpu-memory",
-        type=_memory,
+        type=_memory_option,
         metavar="SIZE",
         help="host memory for CPU ranks, such as 64Gi",
     )
     parser.add_argument(
         "--mode",
         choices=[mode.value for mode in Mode],
-        help="parallelism.mode; default: FeedForward for a mixture of experts that does not fit its one GPU, "
+        help="parallelism.mode; default: FeedForward for a mixture of experts that does not fit one GPU, "
         "otherwise Pipeline",
     )
     parser.add_argument(
         "--max-model-len",
-        type=_positive,
+        type=_positive_number,
         metavar="TOKENS",
         help="longest prompt and answer; default: 8192, or less if the model supports less",
     )
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the resource, or reports how much is missing and the nearest hardware that fits.
+    """Writes the resource, or reports how much memory is missing and which changes make the model fit.
 
     Returns:
         PlanExit.FITS, or PlanExit.DOES_NOT_FIT if memory or GPUs are missing.
@@ -88,10 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
     output: Path | None = arguments.output
     if output is not None and output.exists():
         raise HeteroInferError(f"--output: {output} exists. Remove it or choose another file", reason="Usage")
-    hardware = _hardware(arguments)
-    model = _model(arguments)
+    hardware = _read_hardware(arguments)
+    model = _model_spec(arguments)
     name = _default_name(arguments.model) if arguments.name is None else arguments.name
-    checked = _check(name, model)
+    checked = _check_name_and_model(name, model)
     calibrations = read_calibrations(arguments.calibration)
     profile, notes = read_model(checked.spec.model, (), arguments.model_dir)
     draft = Draft(
@@ -105,10 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         layout, planned = choose_layout(draft, hardware, mode)
     except PlanError as error:
-        nearest = find_nearest(draft, hardware, mode)
-        if not nearest and error.reason not in _SHORT_OF:
+        changes = find_fitting_changes(draft, hardware, mode)
+        if not changes and error.reason not in _SHORTAGES:
             raise
-        _print_shortage(name, hardware, error, nearest)
+        _print_shortage(name, hardware, error, changes)
         return PlanExit.DOES_NOT_FIT
     planned = replace(planned, notes=(*planned.notes, *notes))
     summary = describe_summary(planned, name, not_measured=calibrations.missing)
@@ -125,25 +127,26 @@ def run(arguments: argparse.Namespace) -> int:
     return PlanExit.FITS
 
 
-def _hardware(arguments: argparse.Namespace) -> GivenHardware:
+def _read_hardware(arguments: argparse.Namespace) -> GivenHardware:
     """Returns the user's hardware; raises HeteroInferError if options are missing."""
     gpu_memory, cpu_memory, cpus = arguments.gpu_memory or "", arguments.cpu_memory or "", arguments.cpus or 0
     gpus = int(bool(gpu_memory)) if arguments.gpus is None else arguments.gpus
     if gpus and not gpu_memory:
-        raise HeteroInferError("--gpus needs the memory of one GPU: --gpu-memory SIZE", reason="Usage")
-    if bool(cpus) != bool(cpu_memory):
         raise HeteroInferError(
-            "--cpus N and --cpu-memory SIZE need each other: add the other one", reason="Usage"
+            "--gpus: the memory of one GPU is missing. Add --gpu-memory SIZE", reason="Usage"
         )
+    if bool(cpus) != bool(cpu_memory):
+        missing = "--cpus N" if cpu_memory else "--cpu-memory SIZE"
+        raise HeteroInferError(f"--cpus and --cpu-memory need each other. Add {missing}", reason="Usage")
     if not gpus and not cpus:
         raise HeteroInferError(
-            "the hardware is missing: add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both",
+            "the hardware is missing. Add --gpu-memory SIZE, or --cpus N and --cpu-memory SIZE, or both",
             reason="Usage",
         )
     return GivenHardware(gpus=gpus, gpu_memory=gpu_memory if gpus else "", cpus=cpus, cpu_memory=cpu_memory)
 
 
-def _model(arguments: argparse.Namespace) -> dict[str, Any]:
+def _model_spec(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns spec.model for the MODEL that the user named."""
     uri = arguments.model
     if "://" not in uri:
@@ -161,36 +164,38 @@ def _model(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _default_name(model: str) -> str:
     """Returns a resource name for a model: its last part in lower case."""
-    last = model if model.startswith(HUB_SCHEME) or "://" in model else str(Path(model).resolve())
-    words = re.sub("[^a-z0-9]+", "-", last.rpartition("/")[2].lower()).strip("-")
+    path = model if model.startswith(HUB_SCHEME) or "://" in model else str(Path(model).resolve())
+    words = re.sub("[^a-z0-9]+", "-", path.rpartition("/")[2].lower()).strip("-")
     name = words if words[:1].isalpha() else f"model-{words}"
     return name[:MAX_NAME_LENGTH].strip("-")
 
 
-def _check(name: str, model: dict[str, Any]) -> HeteroInference:
-    """Returns a resource with this name and model, to check both; raises SpecError."""
+def _check_name_and_model(name: str, model: dict[str, Any]) -> HeteroInference:
+    """Parses a resource with this name and model, to check both; raises SpecError."""
     spec = {"model": model, "roles": [{"name": "cpu", "device": "CPU"}]}
     return parse_resource({"metadata": {"name": name}, "spec": spec})
 
 
-def _print_shortage(name: str, hardware: GivenHardware, error: PlanError, nearest: Sequence[Nearest]) -> None:
-    """Prints how much is missing, and the nearest hardware that fits."""
+def _print_shortage(
+    name: str, hardware: GivenHardware, error: PlanError, changes: Sequence[FittingChange]
+) -> None:
+    """Prints how much memory is missing, and the changes that make the model fit."""
     lines = [f"error: {name} does not fit {hardware}: {error.message}"]
-    if nearest:
-        lines.append("Each of these changes makes it fit:")
-        lines += [f"{INDENT}{line}" for line in align_rows([(each.option, each.change) for each in nearest])]
+    if changes:
+        lines.append("The model fits with any one of these changes:")
+        lines += [f"{INDENT}{line}" for line in align_rows([(each.option, each.change) for each in changes])]
     sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
 
 
-def _memory(text: str) -> str:
+def _memory_option(text: str) -> str:
     """Returns a size as the user wrote it; raises ArgumentTypeError."""
     if not memory_size(text) or not re.fullmatch(BYTES_PATTERN, text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a size above 0 such as 24Gi")
+        raise argparse.ArgumentTypeError(f"must be a size above 0 such as 24Gi (got {text!r})")
     return text
 
 
-def _positive(text: str) -> int:
+def _positive_number(text: str) -> int:
     """Returns a number of 1 or more; raises ArgumentTypeError."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more (got {text!r})")
     return int(text)

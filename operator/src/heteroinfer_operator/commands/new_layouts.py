@@ -1,4 +1,4 @@
-"""Layouts of a group for a user's hardware: which roles, in which mode, and the nearest that fits. Pure."""
+"""Chooses the roles and the mode of a group for a user's hardware, or changes that make it fit. Pure."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,20 +17,21 @@ from heteroinfer_operator.quantity import parse_bytes
 FILE_SCHEME: Final = "file://"
 GIB: Final = 2**30
 _MAX_GIB: Final = 8192
-"""Memory of one pod or GPU up to which the nearest size is searched."""
+"""Largest memory of one pod or GPU that `find_fitting_changes` tries."""
 _MAX_GPUS: Final = 16
 _MIN_TOKENS: Final = 512
+"""Smallest value of --max-model-len that `find_fitting_changes` tries."""
 _GPU_POD_CPUS: Final = 4
 """Cores of a GPU's pod without its feed-forward ranks: engine, API server and the GPU rank."""
 _GPU_POD_GIB: Final = 16
 """Host memory of a GPU's pod without its feed-forward ranks."""
 _ADDED_CPUS: Final = 16
-"""Cores of the CPU pod that is suggested to a user without CPUs."""
+"""Cores of the CPU pod that `find_fitting_changes` suggests to a user without CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenHardware:
-    """The user's hardware; sizes as the user wrote them.
+    """The user's hardware. Sizes are texts, as the user wrote them.
 
     Attributes:
         gpus: number of GPUs.
@@ -52,20 +53,22 @@ class GivenHardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:
-    """The roles of a group in one mode."""
+    """The mode of a group, and the hardware for its roles."""
 
     mode: Mode
     hardware: GivenHardware
 
     @property
-    def own_cpus(self) -> int:
-        """Cores of a GPU's pod, feed-forward ranks excluded."""
+    def gpu_pod_cpus(self) -> int:
+        """Cores of a GPU's pod, without those of its feed-forward ranks."""
+        # In mode FeedForward the pod shares the user's cores with the feed-forward rank: a quarter is for the
+        # pod.
         cpus = self.hardware.cpus
         return max(min(_GPU_POD_CPUS, cpus // 4), 1) if self.mode is Mode.FEED_FORWARD else _GPU_POD_CPUS
 
     @property
-    def own_memory(self) -> str:
-        """Host memory of a GPU's pod, feed-forward ranks excluded."""
+    def gpu_pod_memory(self) -> str:
+        """Host memory of a GPU's pod, without that of its feed-forward ranks."""
         if self.mode is not Mode.FEED_FORWARD:
             return f"{_GPU_POD_GIB}Gi"
         return _rounded_size(min(_GPU_POD_GIB * GIB, parse_bytes(self.hardware.cpu_memory) // 4))
@@ -73,16 +76,16 @@ class GroupLayout:
     @property
     def feed_forward_cpus(self) -> int:
         """Cores of the feed-forward rank."""
-        return max(self.hardware.cpus - self.own_cpus, 1)
+        return max(self.hardware.cpus - self.gpu_pod_cpus, 1)
 
     @property
     def feed_forward_memory(self) -> str:
         """Host memory of the feed-forward rank."""
-        return _rounded_size(parse_bytes(self.hardware.cpu_memory) - parse_bytes(self.own_memory))
+        return _rounded_size(parse_bytes(self.hardware.cpu_memory) - parse_bytes(self.gpu_pod_memory))
 
     @property
     def has_cpu_role(self) -> bool:
-        """Whether CPU ranks have a role of their own."""
+        """Whether the group has a role for CPU pods."""
         return bool(self.hardware.cpus) and self.mode is not Mode.FEED_FORWARD
 
     @property
@@ -93,7 +96,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Everything about a new resource but its layout.
+    """A new resource without its layout.
 
     Attributes:
         model: the resource's spec.model, without a cache.
@@ -107,15 +110,15 @@ class Draft:
     max_model_len: int | None
 
     def cache(self, layout: GroupLayout) -> dict[str, str]:
-        """Returns the volume for a model of a hub, with space for two revisions; {} for other models."""
+        """Returns spec.model.cache for a model of a hub, for two revisions; {} for other models."""
         if not self.model["uri"].startswith(HUB_SCHEME):
             return {}
-        size = -(-2 * (self.profile.total_bytes + self.profile.encoder_bytes) // GIB) + 1
+        size_gib = -(-2 * (self.profile.total_bytes + self.profile.encoder_bytes) // GIB) + 1
         mode = AccessMode.READ_WRITE_MANY if layout.num_pods > 1 else AccessMode.READ_WRITE_ONCE
-        return {"size": f"{size}Gi", "accessMode": mode.value}
+        return {"size": f"{size_gib}Gi", "accessMode": mode.value}
 
     def resource(self, layout: GroupLayout) -> HeteroInference:
-        """Returns the resource with this layout; raises SpecError."""
+        """Builds the resource with this layout; raises SpecError."""
         cache = self.cache(layout)
         engine = {} if self.max_model_len is None else {"maxModelLen": self.max_model_len}
         return parse_resource(
@@ -127,7 +130,7 @@ class Draft:
                     "model": {**self.model, **({"cache": cache} if cache else {})},
                     "engine": engine,
                     "parallelism": {"mode": layout.mode.value},
-                    "roles": _roles(layout),
+                    "roles": _build_roles(layout),
                 },
             }
         )
@@ -144,10 +147,10 @@ class Draft:
         return plan_group(request, Capacity(calibrations=self.calibrations))
 
 
-def _roles(layout: GroupLayout) -> list[dict[str, Any]]:
+def _build_roles(layout: GroupLayout) -> list[dict[str, Any]]:
     hardware, roles = layout.hardware, []
     if layout.has_cpu_role:
-        resources = _resources(hardware.cpus, hardware.cpu_memory)
+        resources = _build_resources(hardware.cpus, hardware.cpu_memory)
         roles.append({"name": "cpu", "device": "CPU", "resources": resources})
     if hardware.gpus:
         gpu: dict[str, Any] = {
@@ -155,16 +158,16 @@ def _roles(layout: GroupLayout) -> list[dict[str, Any]]:
             "device": "GPU",
             "pods": hardware.gpus,
             "deviceMemory": hardware.gpu_memory,
-            "resources": _resources(layout.own_cpus, layout.own_memory),
+            "resources": _build_resources(layout.gpu_pod_cpus, layout.gpu_pod_memory),
         }
         if layout.mode is Mode.FEED_FORWARD:
-            own = {"cpu": str(layout.feed_forward_cpus), "memory": layout.feed_forward_memory}
-            gpu["feedForward"] = {"ranks": 1, **own}
+            amounts = {"cpu": str(layout.feed_forward_cpus), "memory": layout.feed_forward_memory}
+            gpu["feedForward"] = {"ranks": 1, **amounts}
         roles.append(gpu)
     return roles
 
 
-def _resources(cpus: int, memory: str) -> dict[str, Any]:
+def _build_resources(cpus: int, memory: str) -> dict[str, Any]:
     return {"requests": {"cpu": str(cpus), "memory": memory}, "limits": {"memory": memory}}
 
 
@@ -176,11 +179,11 @@ def _rounded_size(size: int) -> str:
 def layouts(hardware: GivenHardware, mode: Mode | None, *, has_experts: bool) -> Iterator[GroupLayout]:
     """Yields the layouts to try, the fastest first.
 
-    GPUs alone come first, because CPU ranks add capacity and not speed. FeedForward is the default only for
-    a mixture of experts: CPUs then read few of the experts in each step.
+    Layouts without CPUs come first, because CPU ranks add memory, but no speed. FeedForward is tried without
+    the user's choice only for a mixture of experts: in each step, CPUs then read only few of the experts.
 
     Args:
-        mode: the user's choice, or None.
+        mode: the mode that the user chose, or None.
 
     Raises:
         HeteroInferError: the mode needs other hardware.
@@ -220,25 +223,27 @@ def choose_layout(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> t
             return layout, draft.plan(layout)
         except PlanError as error:
             refused = error
-    assert refused is not None  # GivenHardware has a GPU or a CPU
+    assert refused is not None  # there is a layout, because GivenHardware has a GPU or a CPU
     raise refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nearest:
+class FittingChange:
     """A change of one option with which the model fits.
 
     Attributes:
         option: the option with its value, such as "--cpu-memory 76Gi".
-        change: the difference, for people.
+        change: the difference from the user's hardware, such as "12Gi more".
     """
 
     option: str
     change: str
 
 
-def find_nearest(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> tuple[Nearest, ...]:
-    """For each option, returns the smallest change that makes the model fit."""
+def find_fitting_changes(
+    draft: Draft, hardware: GivenHardware, mode: Mode | None
+) -> tuple[FittingChange, ...]:
+    """Returns, for each option, the smallest change that alone makes the model fit."""
 
     def fits(hardware: GivenHardware, max_model_len: int | None = draft.max_model_len) -> bool:
         try:
@@ -262,27 +267,33 @@ def find_nearest(draft: Draft, hardware: GivenHardware, mode: Mode | None) -> tu
         more = range(hardware.gpus + 1, _MAX_GPUS + 1)
         gpus = next((number for number in more if fits(replace(hardware, gpus=number))), None)
         if gpus is not None:
-            found.append(Nearest(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
+            found.append(FittingChange(option=f"--gpus {gpus}", change=f"{gpus - hardware.gpus} more"))
     longest = draft.max_model_len or min(draft.profile.max_position_embeddings, 8192)
     tokens = longest // 2
     while tokens >= _MIN_TOKENS:
         if fits(hardware, tokens):
             change = f"shorter requests than {longest:,} tokens"
-            found.append(Nearest(option=f"--max-model-len {tokens}", change=change))
+            found.append(FittingChange(option=f"--max-model-len {tokens}", change=change))
             break
         tokens //= 2
     return tuple(each for each in found if each is not None)
 
 
-def _more_memory(option: str, given: str, fits: Callable[[str], bool]) -> Nearest | None:
-    """Returns the smallest memory in whole Gi that fits, or None."""
-    have = parse_bytes(given) if given else 0
-    low, high = have // GIB, max(2 * have // GIB, 1)
-    while high <= _MAX_GIB and not fits(f"{high}Gi"):
-        low, high = high, 2 * high
-    if high > _MAX_GIB:
+def _more_memory(option: str, written_size: str, fits: Callable[[str], bool]) -> FittingChange | None:
+    """Finds the smallest memory in whole Gi that fits; None if _MAX_GIB is too small.
+
+    Doubles the size until it fits, then halves the interval between the largest size that is too small and
+    the smallest that is enough.
+    """
+    have_bytes = parse_bytes(written_size) if written_size else 0
+    too_small, enough = have_bytes // GIB, max(2 * have_bytes // GIB, 1)
+    while enough <= _MAX_GIB and not fits(f"{enough}Gi"):
+        too_small, enough = enough, 2 * enough
+    if enough > _MAX_GIB:
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(f"{middle}Gi") else (middle, high)
-    return Nearest(option=f"{option} {high}Gi", change=f"{-(-(high * GIB - have) // GIB)}Gi more")
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        too_small, enough = (too_small, middle) if fits(f"{middle}Gi") else (middle, enough)
+    return FittingChange(
+        option=f"{option} {enough}Gi", change=f"{-(-(enough * GIB - have_bytes) // GIB)}Gi more"
+    )

@@ -1,4 +1,4 @@
-"""The file that `heteroinfer new` writes: a resource in YAML, with comments and the plan's figures. Pure."""
+"""Renders the file that `heteroinfer new` writes: YAML with comments and the plan's figures. Pure."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from heteroinfer_operator.commands.new_layouts import FILE_SCHEME, Draft, GivenH
 from heteroinfer_operator.planning import Planned
 
 _COLUMN: Final = 40
-"""Column of the comments."""
+"""Column in which comments begin."""
 _PLAIN: Final = re.compile(
     r"[a-z]+://[A-Za-z0-9/._@:-]+|(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9-]*"
 )
@@ -26,35 +26,36 @@ def render(
     """Returns the commented YAML of a resource.
 
     Args:
-        hardware: all hardware of the user, which the layout may not need.
+        hardware: all hardware of the user. The layout may leave the CPUs unused.
         summary: the plan's verdict, figures, ranks and notes, for the comment at the top.
     """
     engine = planned.plan.engine
     lines = [
-        *_comment(_introduction(draft, layout, hardware), summary),
+        *_head_comment(_introduction(draft, layout, hardware), summary),
         f"apiVersion: {names.API_GROUP}/{names.API_VERSION}",
         f"kind: {names.KIND}",
         "metadata:",
-        _line(
+        _commented_line(
             f"  name: {quote_yaml(draft.name)}",
             "also the model's name in the API, unless servedName is set",
         ),
         "spec:",
-        *_model(draft, layout),
+        *_model_lines(draft, layout),
         "  engine:",
-        _line(
+        _commented_line(
             f"    maxModelLen: {engine.max_model_len}",
             f"prompt and answer, in tokens; the model supports {draft.profile.max_position_embeddings:,}",
         ),
         "  parallelism:",
-        _line(f"    mode: {layout.mode.value}", _explain_mode(layout, planned)),
+        _commented_line(f"    mode: {layout.mode.value}", _explain_mode(layout, planned)),
         "  roles:",
-        *_roles(layout, planned),
+        *_role_lines(layout, planned),
     ]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _comment(introduction: Sequence[str], summary: Sequence[str]) -> list[str]:
+def _head_comment(introduction: Sequence[str], summary: Sequence[str]) -> list[str]:
+    """Returns the comment at the top of the file."""
     return [f"# {printable(line)}" if line else "#" for line in (*introduction, "", *summary, "", *_NEXT)]
 
 
@@ -81,7 +82,8 @@ def _introduction(draft: Draft, layout: GroupLayout, hardware: GivenHardware) ->
     return lines
 
 
-def _line(text: str, comment: str) -> str:
+def _commented_line(text: str, comment: str) -> str:
+    """Returns a line of YAML with a comment behind it."""
     return f"{text.ljust(_COLUMN)} # {printable(comment)}"
 
 
@@ -90,29 +92,34 @@ def quote_yaml(text: str) -> str:
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
-def _model(draft: Draft, layout: GroupLayout) -> list[str]:
+def _model_lines(draft: Draft, layout: GroupLayout) -> list[str]:
+    """Returns the lines of spec.model."""
     uri = draft.model["uri"]
-    where = f"    uri: {quote_yaml(uri)}"
+    uri_line = f"    uri: {quote_yaml(uri)}"
     if uri.startswith(FILE_SCHEME):
         comment = (
-            "a folder of this machine; on a cluster use pvc://CLAIM/FOLDER, with the files in that volume"
+            "a folder of this machine; on a cluster, copy the files to a volume and use pvc://CLAIM/FOLDER"
         )
-        return ["  model:", _line(where, comment)]
+        return ["  model:", _commented_line(uri_line, comment)]
     if not uri.startswith(HUB_SCHEME):
-        return ["  model:", where]
+        return ["  model:", uri_line]
     cache, revision = draft.cache(layout), draft.model.get("revision")
-    shared = "ReadWriteOnce works if all pods run on one node" if layout.num_pods > 1 else "one pod reads it"
+    access_comment = (
+        "ReadWriteOnce works if all pods run on one node"
+        if layout.num_pods > 1
+        else "only one pod reads the volume"
+    )
     return [
         "  model:",
-        where,
+        uri_line,
         f"    revision: {quote_yaml(revision)}"
         if revision
-        else _line("    # revision: main", "branch, tag or commit"),
-        _line("    # tokenSecretRef: {name: hub}", "for private and gated models, after"),
-        _line("", "kubectl create secret generic hub --from-literal=token=hf_..."),
-        _line("    cache:", "a volume that the operator creates for the model's files"),
-        _line(f"      size: {cache['size']}", "space for two revisions"),
-        _line(f"      accessMode: {cache['accessMode']}", shared),
+        else _commented_line("    # revision: main", "branch, tag or commit"),
+        _commented_line("    # tokenSecretRef: {name: hub}", "for private and gated models; first run:"),
+        _commented_line("", "kubectl create secret generic hub --from-literal=token=hf_..."),
+        _commented_line("    cache:", "a volume that the operator creates for the model's files"),
+        _commented_line(f"      size: {cache['size']}", "space for two revisions"),
+        _commented_line(f"      accessMode: {cache['accessMode']}", access_comment),
     ]
 
 
@@ -129,40 +136,45 @@ def _explain_mode(layout: GroupLayout, planned: Planned) -> str:
     return "each pod has whole layers"
 
 
-def _roles(layout: GroupLayout, planned: Planned) -> list[str]:
+def _role_lines(layout: GroupLayout, planned: Planned) -> list[str]:
+    """Returns the lines of spec.roles."""
     hardware, lines = layout.hardware, []
     if layout.has_cpu_role:
         lines += [
             "  - name: cpu",
             "    device: CPU",
             "    resources:",
-            _line(
+            _commented_line(
                 f'      requests: {{cpu: "{hardware.cpus}", memory: {hardware.cpu_memory}}}',
                 "more cores read weights faster, up to the node's memory bandwidth",
             ),
-            _line(f"      limits: {{memory: {hardware.cpu_memory}}}", _describe_bytes(planned, "cpu")),
+            _commented_line(
+                f"      limits: {{memory: {hardware.cpu_memory}}}", _describe_bytes(planned, "cpu")
+            ),
         ]
     if hardware.gpus:
         lines += [
             "  - name: gpu",
             "    device: GPU",
-            *([_line(f"    pods: {hardware.gpus}", "one GPU each")] if hardware.gpus > 1 else []),
-            _line(
+            *([_commented_line(f"    pods: {hardware.gpus}", "one GPU each")] if hardware.gpus > 1 else []),
+            _commented_line(
                 f"    deviceMemory: {hardware.gpu_memory}",
                 f"memory of one GPU; {_describe_bytes(planned, 'gpu')}",
             ),
-            _line("    resources:", "host memory and cores of a GPU's pod; adjust them to your nodes"),
-            f'      requests: {{cpu: "{layout.own_cpus}", memory: {layout.own_memory}}}',
-            f"      limits: {{memory: {layout.own_memory}}}",
+            _commented_line(
+                "    resources:", "host memory and cores of a GPU's pod; adjust them to your nodes"
+            ),
+            f'      requests: {{cpu: "{layout.gpu_pod_cpus}", memory: {layout.gpu_pod_memory}}}',
+            f"      limits: {{memory: {layout.gpu_pod_memory}}}",
         ]
     if layout.mode is Mode.FEED_FORWARD:
         lines += [
-            _line("    feedForward:", "CPU ranks in the GPU's pod, in addition to its resources"),
-            _line(
+            _commented_line("    feedForward:", "CPU ranks in the GPU's pod, in addition to its resources"),
+            _commented_line(
                 "      ranks: 1", "one per NUMA node of the host is fastest; divide cpu and memory among them"
             ),
             f'      cpu: "{layout.feed_forward_cpus}"',
-            _line(
+            _commented_line(
                 f"      memory: {layout.feed_forward_memory}", _describe_bytes(planned, "gpu", remote=True)
             ),
         ]
@@ -170,6 +182,10 @@ def _roles(layout: GroupLayout, planned: Planned) -> list[str]:
 
 
 def _describe_bytes(planned: Planned, role: str, *, remote: bool = False) -> str:
-    """Returns the bytes that the fullest rank of a role takes."""
+    """Describes the bytes that the largest rank of a role uses.
+
+    Args:
+        remote: selects the feed-forward ranks of the role; otherwise its other ranks.
+    """
     ranks = [r for r in planned.plan.ranks if r.role == role and (r.feed_forward is not None) is remote]
     return f"the plan uses {format_bytes(max(r.weight_bytes + r.kv_cache_bytes for r in ranks))}"

@@ -12,7 +12,7 @@ from typing import Final
 
 from heteroinfer_contract.own_account import ensure_own_account
 from heteroinfer_contract.printable import printable
-from heteroinfer_operator.commands.calibrate_command import describe_all
+from heteroinfer_operator.commands.calibrate_command import describe_measurements
 from heteroinfer_operator.commands.printable_logs import JsonFormatter, PrintableFormatter
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.kube.installation import find_missing_parts
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-kind",
         default="",
         metavar="NAME",
-        help="name of the node kind that FILE was measured on; only with --keep-calibration",
+        help="with --keep-calibration: name of the kind of node on which FILE was measured",
     )
     parser.add_argument(
         "--node-selector",
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build_options(settings: InstallationSettings, operator_key: bytes | None = None) -> Options:
-    """Builds the options of all resources of an installation, from its settings and its operator's key."""
+    """Builds the options that hold for all resources of an installation."""
     return Options(
         addressing=ClusterAddressing(allow_host_paths=settings.allow_host_paths),
         images=WorkerImages(
@@ -116,13 +116,13 @@ def run(arguments: argparse.Namespace) -> int:
     handler.setFormatter(JsonFormatter() if is_json else PrintableFormatter(LOG_FORMAT))
     logging.basicConfig(level=settings.log_level, handlers=[handler])
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
-    # Its only warning is that it does not handle signals in a thread, which is intended.
+    # This logger only warns that kopf handles no signals in a thread, which is intended.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
-    build_options(settings)  # raises before anything is done
+    build_options(settings)  # raises for a wrong setting, before the operator starts
     if arguments.check:
-        return _check(settings)
+        return _check_installation(settings)
     if arguments.keep_calibration is not None:
-        asyncio.run(_keep_calibration(settings, arguments))
+        asyncio.run(_store_calibration(settings, arguments))
         return EXIT_OK
 
     def build_decide(operator_key: bytes | None) -> Decide:
@@ -143,7 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
     return return_code
 
 
-def _check(settings: InstallationSettings) -> int:
+def _check_installation(settings: InstallationSettings) -> int:
+    """Prints what the operator lacks, such as a right. Returns the exit code."""
     problems = asyncio.run(find_missing_parts(settings))
     for problem in problems:
         sys.stdout.write(f"{printable(problem)}\n")
@@ -153,7 +154,8 @@ def _check(settings: InstallationSettings) -> int:
     return EXIT_FAILED if problems else EXIT_OK
 
 
-async def _keep_calibration(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
+async def _store_calibration(settings: InstallationSettings, arguments: argparse.Namespace) -> None:
+    """Stores the calibration of a node kind in the ConfigMap of the settings, and prints it."""
     if not settings.calibration_config_map:
         raise CalibrationError("HETEROINFER_CALIBRATION_CONFIG_MAP: must be the name of a ConfigMap")
     try:
@@ -168,8 +170,8 @@ async def _keep_calibration(settings: InstallationSettings, arguments: argparse.
     measured, own = kind.calibration.versions.heteroinfer, own_version()
     if measured != own:
         raise CalibrationError(
-            f"HeteroInfer {measured} measured this calibration, and {own} would ignore it. Set the chart's "
-            f"workerImages to images of {own}"
+            f"HeteroInfer {measured} measured this calibration, but an operator of version {own} uses only "
+            f"calibrations of its own version. Set the chart's workerImages to images of version {own}"
         )
     name = NamespacedName(namespace=settings.namespace, name=settings.calibration_config_map)
     server = ApiServer(await load_configuration())
@@ -177,5 +179,5 @@ async def _keep_calibration(settings: InstallationSettings, arguments: argparse.
         await write_calibration(server, name, kind)
     finally:
         await server.close()
-    for line in (*describe_all(kind.calibration), f"stored in ConfigMap {name}: {kind.name}"):
+    for line in (*describe_measurements(kind.calibration), f"stored in ConfigMap {name}: {kind.name}"):
         sys.stdout.write(f"{printable(line)}\n")

@@ -1,6 +1,6 @@
-"""The choices of `heteroinfer plan --choices`: cheaper, faster, more concurrency. Pure.
+"""Describes cheaper, faster and more concurrent plans for `heteroinfer plan --choices`. Pure.
 
-Each choice is planned, not estimated, and is shown only if it gains at least 3 %.
+The figures of each choice come from a plan, and a choice is shown only if it gains at least 3 %.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,54 +25,64 @@ class _Difference:
     """How another plan differs from this one.
 
     Attributes:
-        costs_nothing: whether a step takes no longer and no fewer requests run at once, in printed figures.
+        text: the changes of step and concurrency.
+        costs_nothing: whether, in printed figures, a step takes no longer and no fewer requests run at once.
     """
 
-    words: str
+    text: str
     costs_nothing: bool
 
 
 def describe_choices(planned: Planned) -> tuple[str, ...]:
     """Describes the next cheaper, more concurrent and faster plans, a line each."""
     fewer = (
-        f"fewer pods: {words}, {_differences(other, planned).words}" for words, other in _with_fewer(planned)
+        f"fewer pods: {words}, {_compare(other, planned).text}"
+        for words, other in _plans_with_fewer_pods(planned)
     )
     faster = (
-        f"faster: {words}, {_differences(other, planned).words}" for words, other in _with_more(planned)
+        f"faster: {words}, {_compare(other, planned).text}"
+        for words, other in _plans_with_more_gpu_pods(planned)
     )
-    return (*fewer, *_save_memory(planned), *_more_concurrency(planned), *faster, *_moved_layers(planned))
+    return (
+        *fewer,
+        *_describe_spare_memory(planned),
+        *_describe_more_concurrency(planned),
+        *faster,
+        *_describe_moved_layers(planned),
+    )
 
 
 def describe_waste(planned: Planned) -> tuple[str, ...]:
     """Describes the pods and roles that make the group no faster or larger, a line each."""
-    found = [(words, _differences(other, planned)) for words, other in _with_fewer(planned)]
-    return tuple(f"fewer pods: {words}, {change.words}" for words, change in found if change.costs_nothing)
+    found = [(words, _compare(other, planned)) for words, other in _plans_with_fewer_pods(planned)]
+    return tuple(f"fewer pods: {words}, {change.text}" for words, change in found if change.costs_nothing)
 
 
-def _differences(other: Planned, planned: Planned) -> _Difference:
+def _compare(other: Planned, planned: Planned) -> _Difference:
+    """Compares another plan with this one: time of a step, and full-length requests at once."""
     steps_s = [predict(each.plan, each.rates).step_s for each in (other, planned)]
     step, step_now = map(duration, steps_s)
-    room, room_now = (f"{sequences_at_once(each):,.1f}" for each in (other, planned))
+    at_once, at_once_now = (f"{sequences_at_once(each):,.1f}" for each in (other, planned))
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
     time = f"as long ({step})" if step == step_now else f"{step} instead of {step_now}"
-    if room == room_now:
-        held = f"as many {requests} run at once ({room})"
+    if at_once == at_once_now:
+        concurrency = f"as many {requests} run at once ({at_once})"
     else:
-        held = f"{room} {requests} run at once instead of {room_now}"
-    more_requests = sequences_at_once(other) >= sequences_at_once(planned) or room == room_now
+        concurrency = f"{at_once} {requests} run at once instead of {at_once_now}"
+    more_requests = sequences_at_once(other) >= sequences_at_once(planned) or at_once == at_once_now
     costs_nothing = (steps_s[0] <= steps_s[1] or step == step_now) and more_requests
-    return _Difference(words=f"a step takes {time}, and {held}", costs_nothing=costs_nothing)
+    return _Difference(text=f"a step takes {time}, and {concurrency}", costs_nothing=costs_nothing)
 
 
-def _with_fewer(planned: Planned) -> Iterator[tuple[str, Planned]]:
-    """Yields the plan with one pod fewer, for each role."""
+def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
+    """Yields, for each role, a description and the plan with one pod fewer."""
     spec = planned.request.spec
-    for role in _free_roles(spec):
+    for role in _resizable_roles(spec):
         if role.pods > 1:
-            other = _plan_of(planned, _with_pods(spec, role, role.pods - 1))
+            other = _plan_for(planned, _with_pods(spec, role, role.pods - 1))
             words = f"with {count(role.pods - 1, 'pod')} of role {role.name} instead of {role.pods}"
         elif len(spec.roles) > 1:
-            other = _plan_of(planned, _with_pods(spec, role, 0))
+            other = _plan_for(planned, _with_pods(spec, role, 0))
             words = f"without role {role.name}"
         else:
             continue
@@ -80,19 +90,19 @@ def _with_fewer(planned: Planned) -> Iterator[tuple[str, Planned]]:
             yield words, other
 
 
-def _with_more(planned: Planned) -> Iterator[tuple[str, Planned]]:
-    """Yields the plan with one pod more, for each GPU role, if that is faster."""
+def _plans_with_more_gpu_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
+    """Yields, for each GPU role, a description and the plan with one pod more, if that plan is faster."""
     spec = planned.request.spec
     step_s = predict(planned.plan, planned.rates).step_s
-    for role in _free_roles(spec):
+    for role in _resizable_roles(spec):
         if role.device is not Device.GPU:
             continue
-        other = _plan_of(planned, _with_pods(spec, role, role.pods + 1))
+        other = _plan_for(planned, _with_pods(spec, role, role.pods + 1))
         if other is not None and predict(other.plan, other.rates).step_s <= (1 - _MIN_GAIN) * step_s:
             yield f"with {role.pods + 1} pods of role {role.name} instead of {role.pods}", other
 
 
-def _free_roles(spec: HeteroInferenceSpec) -> Sequence[RoleSpec]:
+def _resizable_roles(spec: HeteroInferenceSpec) -> Sequence[RoleSpec]:
     """Returns the roles whose number of pods may change; in mode FeedForward a group has one pod."""
     return () if spec.parallelism.mode is Mode.FEED_FORWARD else spec.roles
 
@@ -110,7 +120,7 @@ def _with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroIn
     return spec.changed(roles=tuple(changed(spec.roles)))
 
 
-def _plan_of(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
+def _plan_for(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
     """Returns the plan of another spec, or None if it has no plan."""
     try:
         return make_plan(replace(planned.request, spec=spec), planned.inventory)
@@ -118,24 +128,24 @@ def _plan_of(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
         return None
 
 
-def _save_memory(planned: Planned) -> Iterator[str]:
-    """Yields the memory that each role has beyond one full-length request."""
+def _describe_spare_memory(planned: Planned) -> Iterator[str]:
+    """Yields a line for each role whose ranks have more memory than one full-length request needs."""
     kv = planned.sizes.kv
     spare: dict[str, tuple[int, int]] = {}
     for rank in planned.plan.stage_ranks:
-        least = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.least_blocks
-        found = (rank.kv_cache_bytes - least, rank.kv_cache_bytes + rank.weight_bytes)
-        spare[rank.role] = min(spare.get(rank.role, found), found)
-    for role, (size, held) in spare.items():
-        if size >= _MIN_GAIN * held:
+        one_request = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.least_blocks
+        spare_and_used = (rank.kv_cache_bytes - one_request, rank.kv_cache_bytes + rank.weight_bytes)
+        spare[rank.role] = min(spare.get(rank.role, spare_and_used), spare_and_used)
+    for role, (size, used) in spare.items():
+        if size >= _MIN_GAIN * used:
             yield (
                 "save memory: if you serve one full-length request at a time, each rank of role "
                 f"{role} needs {format_bytes(size)} less"
             )
 
 
-def _moved_layers(planned: Planned) -> Iterator[str]:
-    """Yields the time that each layer saves when it moves from a CPU role to a GPU."""
+def _describe_moved_layers(planned: Planned) -> Iterator[str]:
+    """Yields a line with the time that each layer saves if the user moves it from a CPU role to a GPU."""
     plan = planned.plan
     on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
     if not on_cpus or len(on_cpus) == len(plan.ranks):
@@ -151,11 +161,11 @@ def _moved_layers(planned: Planned) -> Iterator[str]:
         )
 
 
-def _more_concurrency(planned: Planned) -> Iterator[str]:
-    """Yields the plan with one layer fewer in the stage that bounds concurrency.
+def _describe_more_concurrency(planned: Planned) -> Iterator[str]:
+    """Yields a line for a plan with one layer fewer in the stage that limits concurrency.
 
-    GPU stages are filled with layers for speed, so a GPU may hold the KV cache of one full-length request
-    while CPUs have plenty of memory.
+    The planner fills GPU stages with layers for speed. A GPU may then have memory for the KV cache of only
+    one full-length request, while CPUs have more free memory.
     """
     plan, spec = planned.plan, planned.request.spec
     if planned.limiting_rank is None or spec.parallelism.mode is not Mode.PIPELINE:
@@ -163,29 +173,39 @@ def _more_concurrency(planned: Planned) -> Iterator[str]:
     if sequences_at_once(planned) >= plan.engine.max_num_seqs:
         return
     stages = [plan.stage(stage)[0] for stage in range(plan.pipeline_parallel_size)]
-    free = [
+    free_bytes = [
         (budget.left_bytes(planned.sizes, rank.first_layer, rank.end_layer) or 0) - rank.kv_cache_bytes
         for budget, rank in zip(planned.budgets, stages, strict=True)
     ]
-    tight, other = plan.ranks[planned.limiting_rank].stage, max(range(len(free)), key=free.__getitem__)
+    tight, other = (
+        plan.ranks[planned.limiting_rank].stage,
+        max(range(len(free_bytes)), key=free_bytes.__getitem__),
+    )
     if other == tight or stages[tight].num_layers == 1:
         return
     layers = [rank.num_layers for rank in stages]
     layers[tight] -= 1
     layers[other] += 1
-    found = _plan_of(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
-    if found is None or sequences_at_once(found) < (1 + _MIN_GAIN) * sequences_at_once(planned):
+    more_concurrent = _plan_for(planned, _with_layers(spec, layers, [rank.role for rank in stages]))
+    if more_concurrent is None or sequences_at_once(more_concurrent) < (1 + _MIN_GAIN) * sequences_at_once(
+        planned
+    ):
         return
     yield (
         f"more concurrency: with one layer moved from stage {tight} (role {stages[tight].role}) to stage "
-        f"{other} (role {stages[other].role}), {_differences(found, planned).words}"
+        f"{other} (role {stages[other].role}), {_compare(more_concurrent, planned).text}"
     )
 
 
 def _with_layers(
     spec: HeteroInferenceSpec, layers: Sequence[int], roles: Sequence[str]
 ) -> HeteroInferenceSpec:
-    """Returns the spec with these layers by stage; `roles` has the role of each stage."""
+    """Returns the spec with fixed numbers of layers.
+
+    Args:
+        layers: number of layers of each stage.
+        roles: name of the role of each stage.
+    """
 
     def own(name: str) -> tuple[int, ...]:
         return tuple(number for number, role in zip(layers, roles, strict=True) if role == name)

@@ -1,4 +1,4 @@
-"""`heteroinfer plan`: whether a resource fits, how fast it is, and its ranks, without a cluster."""
+"""`heteroinfer plan`: prints whether a resource fits, how fast it is, and its ranks, without a cluster."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from heteroinfer_operator.api import HeteroInference
 from heteroinfer_operator.cluster import ResourceKey
 from heteroinfer_operator.commands.plan_choices import describe_choices
 from heteroinfer_operator.commands.plan_model import read_model
-from heteroinfer_operator.commands.plan_nodes import HOW, GivenNodes, load_nodes
+from heteroinfer_operator.commands.plan_nodes import HOW_TO_CREATE, GivenNodes, load_nodes
 from heteroinfer_operator.commands.plan_options import (
     add_calibration,
     add_model_dir,
@@ -26,7 +26,7 @@ from heteroinfer_operator.commands.plan_options import (
     read_calibrations,
 )
 from heteroinfer_operator.commands.plan_policy import find_refused, read_chart_values
-from heteroinfer_operator.commands.plan_text import Shown, describe_plan
+from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.commands.resource_file import load_resource
 from heteroinfer_operator.errors import HeteroInferError, PlanError, PlanReason, Shortage
 from heteroinfer_operator.manifests.pod_resources import PodResources
@@ -40,11 +40,11 @@ from heteroinfer_operator.planning.mode_choice import ModeChoice, ModeOption
 from heteroinfer_operator.planning.prediction import predict
 
 _NODE_OF_OPTIONS = "(--gpus)"
-"""Name of the only node, if --gpus or --gpu-memory describe it."""
+"""Name of the only node, if the options --gpus or --gpu-memory describe the node."""
 _NO_PRIORITIES: Final = (
-    f"the file has no PriorityClasses, so that pods of lower priority count as obstacles. {HOW}"
+    f"the file has no PriorityClasses, so the plan cannot preempt pods of lower priority. {HOW_TO_CREATE}"
 )
-_SHORT_OF: Final = frozenset(
+_SHORTAGES: Final = frozenset(
     {PlanReason.INSUFFICIENT_CAPACITY, PlanReason.INSUFFICIENT_GPU, PlanReason.INSUFFICIENT_MEMORY}
 )
 
@@ -69,7 +69,7 @@ class PlanAnswer:
         name: name of the resource, "" until the file is read.
         planned: the plan, or None.
         calibrations: measurements of the machines that are planned for.
-        errors: errors of a file without a plan.
+        errors: errors that prevent a plan.
         refused: arguments, annotations, images and paths that every plan or the installation refuses.
     """
 
@@ -83,13 +83,13 @@ class PlanAnswer:
     def exit_code(self) -> PlanExit:
         """The first exit code that applies, in the order invalid, does not fit, refused, fits."""
         if self.errors:
-            short = all(error.reason in _SHORT_OF for error in self.errors)
+            short = all(error.reason in _SHORTAGES for error in self.errors)
             return PlanExit.DOES_NOT_FIT if short else PlanExit.INVALID
         return PlanExit.REFUSED_BY_POLICY if self.refused else PlanExit.FITS
 
     @property
     def refused_by_policy(self) -> tuple[HeteroInferError, ...]:
-        """The refusals of the installation alone."""
+        """The settings that the installation refuses and that do not prevent a plan."""
         return tuple(error for error in self.refused if error not in self.errors)
 
 
@@ -141,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan, or the errors that prevent it, and every refused setting. Returns the exit code."""
-    answer = _answer(arguments)
+    answer = _plan_file(arguments)
     sys.stdout.write(_render(answer, arguments))
     file = arguments.chart_values
     policy = "the chart's default values" if file is None else f"the values of {file}"
@@ -155,7 +155,8 @@ def run(arguments: argparse.Namespace) -> int:
     return answer.exit_code
 
 
-def _answer(arguments: argparse.Namespace) -> PlanAnswer:
+def _plan_file(arguments: argparse.Namespace) -> PlanAnswer:
+    """Reads the file and plans the resource. Errors are a part of the answer."""
     refused: tuple[PlanError, ...] = ()
     name = ""
     try:
@@ -163,8 +164,8 @@ def _answer(arguments: argparse.Namespace) -> PlanAnswer:
         name = resource.metadata.name
         values = read_chart_values(arguments.chart_values)
         refused = tuple(find_refused(values, resource.spec))
-        given = PodResources.from_json(json.dumps(values.pod_resources))
-        resource = resource.changed(spec=given.complete_roles(resource.spec))
+        pod_resources = PodResources.from_json(json.dumps(values.pod_resources))
+        resource = resource.changed(spec=pod_resources.complete_roles(resource.spec))
         impossible = tuple(error for error in refused if error.reason == PlanReason.REFUSED_ARGUMENT)
         if impossible:
             return PlanAnswer(name=name, errors=impossible, refused=refused)
@@ -176,6 +177,7 @@ def _answer(arguments: argparse.Namespace) -> PlanAnswer:
 
 
 def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argparse.Namespace) -> Planned:
+    """Plans the resource for the nodes that the options describe; raises HeteroInferError."""
     spec = resource.spec
     profile, notes = read_model(spec.model, spec.engine.args, arguments.model_dir)
     request = GroupRequest(
@@ -208,7 +210,8 @@ def _given_nodes(arguments: argparse.Namespace) -> GivenNodes | None:
         return None
     if arguments.gpus is not None or arguments.gpu_memory is not None:
         raise HeteroInferError(
-            "--nodes cannot be combined with --gpus or --gpu-memory. Remove these", reason="Usage"
+            "--nodes cannot be combined with --gpus or --gpu-memory. Remove --nodes or the other two",
+            reason="Usage",
         )
     return load_nodes(arguments.nodes)
 
@@ -220,15 +223,16 @@ def _node_of_options(resource: HeteroInference, arguments: argparse.Namespace) -
         return None
     resources = {role.gpu_resource for role in resource.spec.roles if role.device is Device.GPU}
     count = sum(role.num_ranks for role in resource.spec.roles) if gpus is None else gpus
-    size = (
+    memory_labels = (
         {} if memory_bytes is None else {f"{name}.memory": str(memory_bytes // 2**20) for name in resources}
     )
-    labels = {**IMAGE_PLATFORM, **size}
+    labels = {**IMAGE_PLATFORM, **memory_labels}
     node = NodeView(name=_NODE_OF_OPTIONS, allocatable=dict.fromkeys(resources, float(count)), labels=labels)
     return build_free_nodes([node])
 
 
 def _render(answer: PlanAnswer, arguments: argparse.Namespace) -> str:
+    """Returns the answer as a table, JSON or YAML."""
     planned, output = answer.planned, arguments.output
     if output == "table":
         if planned is None:
@@ -237,7 +241,7 @@ def _render(answer: PlanAnswer, arguments: argparse.Namespace) -> str:
         return describe_plan(
             planned,
             answer.name,
-            Shown(explain=arguments.explain, choices=arguments.choices, nodes=nodes),
+            ShownParts(explain=arguments.explain, choices=arguments.choices, nodes=nodes),
             not_measured=answer.calibrations.missing,
             refusals=len(answer.refused_by_policy),
         )
@@ -245,9 +249,9 @@ def _render(answer: PlanAnswer, arguments: argparse.Namespace) -> str:
     value = {
         "exitCode": int(answer.exit_code),
         "outcome": answer.exit_code.name.lower().replace("_", " "),
-        "errors": _problems(answer.errors),
-        "refused": _problems(answer.refused),
-        **({} if planned is None else _plan_fields(planned)),
+        "errors": _dump_errors(answer.errors),
+        "refused": _dump_errors(answer.refused),
+        **({} if planned is None else _dump_plan(planned)),
         **({"choices": list(describe_choices(planned))} if with_choices and planned is not None else {}),
     }
     if output == "json":
@@ -255,24 +259,26 @@ def _render(answer: PlanAnswer, arguments: argparse.Namespace) -> str:
     return yaml.safe_dump(value, sort_keys=False)
 
 
-def _problems(errors: Iterable[HeteroInferError]) -> list[dict[str, str]]:
+def _dump_errors(errors: Iterable[HeteroInferError]) -> list[dict[str, str]]:
     return [{"reason": error.reason, "message": error.message} for error in errors]
 
 
-def _plan_fields(planned: Planned) -> dict[str, Any]:
+def _dump_plan(planned: Planned) -> dict[str, Any]:
     return {
         "hash": planned.plan.hash,
         "plan": json.loads(planned.plan.to_json()),
         "notes": list(planned.notes),
         "limitingRank": planned.limiting_rank,
         "nodes": {str(pod): node for pod, node in planned.node_assignment.nodes.items()},
-        "predictedStepMs": _step_ms(planned),
-        **({} if planned.choice is None else {"modeChoice": _mode_fields(planned.choice)}),
+        "predictedStepMs": _dump_step_ms(planned),
+        **({} if planned.choice is None else {"modeChoice": _dump_mode_choice(planned.choice)}),
         "rates": {rank.role: planned.rates[rank.rank].source for rank in planned.plan.ranks},
     }
 
 
-def _mode_fields(choice: ModeChoice) -> dict[str, Any]:
+def _dump_mode_choice(choice: ModeChoice) -> dict[str, Any]:
+    """Returns the compared modes and their figures as JSON values."""
+
     def fields(option: ModeOption) -> dict[str, Any]:
         figures = option.figures
         if figures is None:
@@ -294,7 +300,8 @@ def _mode_fields(choice: ModeChoice) -> dict[str, Any]:
     }
 
 
-def _step_ms(planned: Planned) -> dict[str, float]:
+def _dump_step_ms(planned: Planned) -> dict[str, float]:
+    """Returns the predicted time of a step and its range, in milliseconds."""
     step = predict(planned.plan, planned.rates)
     values = {"predicted": step.step_s, "least": step.least_s, "most": step.most_s}
     return {name: round(seconds * 1e3, 2) for name, seconds in values.items()}

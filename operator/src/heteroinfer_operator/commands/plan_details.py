@@ -1,4 +1,4 @@
-"""The details of `heteroinfer plan --explain`: bytes, KV cache, predicted times, rates, settings. Pure."""
+"""Describes the details of a plan for `heteroinfer plan --explain`, such as bytes and rates. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ def describe_details(planned: Planned, figures: Figures, not_measured: str) -> l
     """Returns the details of a plan as lines under headings.
 
     Args:
-        not_measured: why rates are defaults, or "".
+        not_measured: why the plan uses default rates, or "".
     """
     engine_args = planned.plan.engine.extra_args
     rates = [*_describe_rates(planned), *([f"not measured: {not_measured}"] if not_measured else [])]
@@ -86,25 +86,28 @@ def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> li
 
 
 def describe_memory(planned: Planned) -> list[str]:
-    """Returns the sum of each stage's bytes per rank; stages with equal sums share a line."""
+    """Returns a line for each stage with the sum of the bytes of a rank.
+
+    Stages with equal sums share a line.
+    """
     found: dict[str, list[int]] = {}
     for stage in range(planned.plan.pipeline_parallel_size):
-        found.setdefault(_stage_sum(planned, stage), []).append(stage)
-    lines = [f"{_stages(stages)}, {words}" for words, stages in found.items()]
+        found.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
+    lines = [f"{_name_stages(stages)}, {words}" for words, stages in found.items()]
     if planned.remote is not None:
         remote = sorted({(r.role, r.weight_bytes) for r in planned.plan.ranks if r.feed_forward is not None})
         besides = format_bytes(beside_weights_bytes(planned.remote, planned.plan.engine))
-        whole = " (whole experts)" if planned.remote.by_experts else ""
+        by_experts = " (whole experts)" if planned.remote.by_experts else ""
         lines += [
-            f"feed-forward rank of role {role}: {format_bytes(size)} of weights{whole}, and up to {besides} "
-            "for the process and for packing a layer or the largest batch"
+            f"feed-forward rank of role {role}: {format_bytes(size)} of weights{by_experts}, and up to "
+            f"{besides} for the process and for packing a layer or the largest batch"
             for role, size in remote
         ]
     return lines
 
 
-def _stage_sum(planned: Planned, stage: int) -> str:
-    """Returns the sum of the bytes of a stage's tightest rank."""
+def _describe_stage_memory(planned: Planned, stage: int) -> str:
+    """Describes the bytes of the rank of a stage that has the least memory left, as a sum."""
     plan, sizes = planned.plan, planned.sizes
     ranks = plan.stage(stage)
     first, end = ranks[0].first_layer, ranks[0].end_layer
@@ -129,7 +132,7 @@ def _stage_sum(planned: Planned, stage: int) -> str:
     return words
 
 
-def _stages(numbers: Sequence[int]) -> str:
+def _name_stages(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"stage {numbers[0]}"
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
@@ -153,22 +156,23 @@ def describe_kv_cache(planned: Planned, figures: Figures) -> list[tuple[str, str
 
 
 def _describe_length(planned: Planned) -> str:
-    engine, made_for = planned.plan.engine, planned.sizes.profile.max_position_embeddings
-    asked = planned.request.spec.engine.max_model_len
-    field = "the default of engine.maxModelLen" if asked is None else "engine.maxModelLen"
+    """Describes the longest request, and the limits of the model and of the memory."""
+    engine, model_limit = planned.plan.engine, planned.sizes.profile.max_position_embeddings
+    requested = planned.request.spec.engine.max_model_len
+    field = "the default of engine.maxModelLen" if requested is None else "engine.maxModelLen"
     length = f"{count(engine.max_model_len, 'token')} ({field})"
-    if made_for <= engine.max_model_len:
+    if model_limit <= engine.max_model_len:
         return f"{length}, the most that the model supports"
     longest = longest_request(planned)
-    allowed = "" if longest is None else f"; {memory_limit(planned)} allows {longest:,}"
-    return f"{length}. The model supports {made_for:,}{allowed}"
+    memory_allows = "" if longest is None else f"; {memory_limit(planned)} allows {longest:,}"
+    return f"{length}. The model supports {model_limit:,}{memory_allows}"
 
 
 def describe_times(planned: Planned) -> list[tuple[str, str]]:
-    """Returns predicted steps and first tokens by requests and their length."""
+    """Returns predicted times of steps and first tokens, for some numbers and lengths of requests."""
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
-    between = duration(overhead_s(plan))
-    rows = [("step", f"{spread(predict(plan, rates))} for one request, including {between} of scheduling")]
+    overhead = duration(overhead_s(plan))
+    rows = [("step", f"{spread(predict(plan, rates))} for one request, including {overhead} of scheduling")]
     elsewhere = waits_elsewhere(plan, rates, planned.remote)
     contexts = [typical_context(plan.engine.max_model_len)]
     if plan.engine.max_model_len > _LONG_CONTEXT:
@@ -186,6 +190,7 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
 
 
 def _describe_rates(planned: Planned) -> list[str]:
+    """Returns the source of the rates of each role, a line each."""
     found = sorted(
         {
             (rank.role, ", feed-forward" if rank.feed_forward else "", planned.rates[rank.rank].source)
@@ -196,6 +201,7 @@ def _describe_rates(planned: Planned) -> list[str]:
 
 
 def _describe_settings(planned: Planned) -> list[tuple[str, str]]:
+    """Returns the settings that hold for all ranks, without those of devices that the plan lacks."""
     plan, engine = planned.plan, planned.plan.engine
     per_stage = "" if plan.tensor_parallel_size == 1 else f" of {count(plan.tensor_parallel_size, 'rank')}"
     stages = f"{count(plan.pipeline_parallel_size, 'stage')}{per_stage}"
@@ -214,7 +220,7 @@ def _describe_settings(planned: Planned) -> list[tuple[str, str]]:
         ("seed", str(engine.seed)),
     ]
     devices = {rank.device for rank in plan.ranks}
-    hidden = {f"{device} ranks" for device in Device if device not in devices}
+    hidden_rows = {f"{device} ranks" for device in Device if device not in devices}
     if engine.extra_args:
         rows.append(("arguments", " ".join(engine.extra_args)))
-    return [row for row in rows if row[0] not in hidden]
+    return [row for row in rows if row[0] not in hidden_rows]

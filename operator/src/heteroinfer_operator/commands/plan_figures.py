@@ -1,4 +1,4 @@
-"""Figures of a plan that its verdict, details and choices show: requests at once, tokens a second. Pure."""
+"""Calculates the figures of a plan that users compare: requests at once, tokens a second. Pure."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from heteroinfer_operator.planning.prediction import (
 )
 
 _SHORT: Final = 1024
-"""Tokens of a short request, if the longest request has as many."""
+"""Tokens of a short request, unless engine.maxModelLen is less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +90,18 @@ def longest_request(planned: Planned) -> int | None:
     if len(capacities) < len(stages):
         return None
     lengths = range(1, planned.sizes.profile.max_position_embeddings + 1)
-    blocks = min(capacities) - 1  # vLLM keeps one for itself
+    blocks = min(capacities) - 1  # vLLM keeps one block for itself
     return bisect_right(lengths, blocks, key=lambda tokens: sequence_blocks(planned, tokens))
 
 
 def roles_of_unknown_memory(planned: Planned) -> tuple[str, ...]:
-    """Returns the roles whose memory is unknown, if that leaves a stage without a bound."""
+    """Returns the roles of the stages whose memory is unknown."""
     unbounded = (stage for stage in planned.budgets if not stage.is_known)
     return tuple(dict.fromkeys(rank.role for stage in unbounded for rank in stage.ranks))
 
 
 def memory_limit(planned: Planned) -> str:
-    """Returns the memory that bounds the KV cache, for people."""
+    """Describes the memory that limits the size of the KV cache."""
     if planned.limiting_rank is None:
         roles = name_roles(roles_of_unknown_memory(planned))
         return f"an assumed KV cache, because the memory of {roles} is unknown"
@@ -109,16 +109,16 @@ def memory_limit(planned: Planned) -> str:
 
 
 def describe_requests(planned: Planned, figures: Figures) -> str:
-    """Returns how many requests run at once, short ones and full ones, and what bounds them."""
-    most, full = planned.plan.engine.max_num_seqs, figures.full_requests
+    """Describes how many short and full-length requests run at once, and the limit of these numbers."""
+    max_requests, full_requests = planned.plan.engine.max_num_seqs, figures.full_requests
     longest = planned.plan.engine.max_model_len
-    scheduler = f"{count(most, 'request')} in a step"
+    scheduler = f"{count(max_requests, 'request')} in a step"
     short = _requests_at_once(figures.short_requests, figures.short)
-    full_ones = _requests_at_once(full, longest)
-    if figures.short == longest or full >= most:
-        limit = scheduler if full >= most else memory_limit(planned)
+    full_ones = _requests_at_once(full_requests, longest)
+    if figures.short == longest or full_requests >= max_requests:
+        limit = scheduler if full_requests >= max_requests else memory_limit(planned)
         return f"{full_ones}. Limit: {limit}"
-    if figures.short_requests >= most:
+    if figures.short_requests >= max_requests:
         return f"{short}, or {full_ones}. Limits: {scheduler}; {memory_limit(planned)}"
     return f"{short}, or {full_ones}. Limit: {memory_limit(planned)}"
 
@@ -129,12 +129,12 @@ def _requests_at_once(requests: int, tokens: int) -> str:
 
 
 def name_rank(planned: Planned, rank: int) -> str:
-    """Returns a rank with its role, for people."""
+    """Names a rank with its role, such as "rank 2 (role gpu)"."""
     assigned = planned.plan.ranks[rank]
     kind = ", feed-forward" if assigned.feed_forward is not None else ""
     return f"rank {rank} (role {assigned.role}{kind})"
 
 
 def name_roles(roles: tuple[str, ...]) -> str:
-    """Returns the names of roles, for people."""
+    """Names roles, such as "roles cpu, gpu"."""
     return f"{'role' if len(roles) == 1 else 'roles'} {', '.join(roles)}"

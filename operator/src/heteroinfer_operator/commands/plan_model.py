@@ -1,4 +1,4 @@
-"""The model that `heteroinfer plan` and `new` plan for: in a folder of this machine, or on a hub."""
+"""Reads the model that `heteroinfer plan` and `new` plan for, in a folder of this machine or on a hub."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,23 +23,23 @@ def read_model(
     """Returns the sizes of a model, and notes about its files.
 
     Args:
-        args: arguments of vLLM, which may name a tokenizer elsewhere.
+        args: arguments of vLLM, which may name another folder for the tokenizer.
         model_dir: folder of the model, instead of its URI.
 
     Raises:
         ModelError: the model is not on this machine or hub, or cannot be read.
     """
-    directory = _directory(model.uri, model_dir)
+    directory = _local_directory(model.uri, model_dir)
     if directory is None:
         return read_hub_profile(model), ()
     try:
         profile = read_profile(directory)
     except ContractError as error:
         raise ModelError(f"{'--model-dir' if model_dir else 'model.uri'}: {error}") from error
-    return profile, _missing_tokenizer(directory, args)
+    return profile, _note_missing_tokenizer(directory, args)
 
 
-def _directory(uri: str, model_dir: Path | None) -> Path | None:
+def _local_directory(uri: str, model_dir: Path | None) -> Path | None:
     """Returns the folder of the model on this machine, or None for a model of a hub."""
     if model_dir is not None:
         return model_dir
@@ -50,14 +50,14 @@ def _directory(uri: str, model_dir: Path | None) -> Path | None:
     return Path(uri.removeprefix(_FILE_SCHEME))
 
 
-def _missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, ...]:
+def _note_missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, ...]:
     """Returns a note if the folder has no tokenizer and no argument names another one."""
     elsewhere = any(given.may_mean(option) for given in given_options(args) for option in _OTHER_TOKENIZER)
     if elsewhere or has_tokenizer(directory):
         return ()
     note = (
-        f"{directory} has no tokenizer (tokenizer.json, or a file of another format), and without one the "
-        "API server cannot start. Copy it from the model's publisher, or name a folder that has one with "
-        "--tokenizer in engine.args"
+        f"{directory} has no tokenizer (tokenizer.json, or a file of another format), which the API server "
+        "of vLLM needs to start. Copy the tokenizer of the model into this folder, or add --tokenizer with "
+        "another folder to engine.args"
     )
     return (note,)

@@ -26,8 +26,8 @@ _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_OBJECTS: Final = (
     yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError, UnreadableError
 )  # fmt: skip
-"""Exceptions of a file that does not hold Kubernetes objects."""
-HOW: Final = "Create the file with `kubectl get nodes,pods,priorityclasses -A -o json`"
+"""Exceptions that a file without Kubernetes objects can cause."""
+HOW_TO_CREATE: Final = "Create the file with `kubectl get nodes,pods,priorityclasses -A -o json`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def load_nodes(file: str) -> GivenNodes:
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-        items = _items(_parse(text))
+        items = _list_items(_parse(text))
         nodes = [trim.node_view(item) for item in items if item.get("kind") == "Node"]
         pods = [trim.pod_requests(item) for item in items if item.get("kind") == "Pod"]
         classes = [PriorityClassView.of(item) for item in items if item.get("kind") == "PriorityClass"]
@@ -61,23 +61,26 @@ def load_nodes(file: str) -> GivenNodes:
         raise HeteroInferError(f"--nodes: {file}: {error.strerror}", reason="NodesNotReadable") from error
     except _NOT_OBJECTS as error:
         raise HeteroInferError(
-            f"--nodes: {file} is not a list of Kubernetes objects{_where(error)}. {HOW}",
+            f"--nodes: {file} is not a list of Kubernetes objects{_error_position(error)}. {HOW_TO_CREATE}",
             reason="NodesNotReadable",
         ) from error
     if not nodes:
-        raise HeteroInferError(f"--nodes: {file} contains no nodes. {HOW}", reason="NodesNotReadable")
+        raise HeteroInferError(
+            f"--nodes: {file} contains no nodes. {HOW_TO_CREATE}", reason="NodesNotReadable"
+        )
     requests: defaultdict[str, defaultdict[int, list[Mapping[str, float]]]]
     requests = defaultdict(lambda: defaultdict(list))
     for pod in pods:
         if pod is not None:
             requests[pod.node][pod.priority].append(pod.requests)
-    taken = {
-        name: {priority: total(each) for priority, each in own.items()} for name, own in requests.items()
+    requested = {
+        name: {priority: total(each) for priority, each in by_priority.items()}
+        for name, by_priority in requests.items()
     }
     placed = [
         replace(node, requested=total(by_priority.values()), by_priority=by_priority)
         for node in nodes
-        for by_priority in [taken.get(node.name, {})]
+        for by_priority in [requested.get(node.name, {})]
     ]
     promised = [pod.promise.demand for pod in pods if pod is not None and pod.promise is not None]
     return GivenNodes(free_nodes=build_free_nodes(placed, promised), priority_classes=tuple(classes) or None)
@@ -93,7 +96,7 @@ def _parse(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - both are safe loaders
 
 
-def _where(error: Exception) -> str:
+def _error_position(error: Exception) -> str:
     """Returns the line and the reason of a YAML or JSON error, or "" if they are unknown."""
     if isinstance(error, json.JSONDecodeError):
         return f" (line {error.lineno}: {error.msg})"
@@ -102,7 +105,8 @@ def _where(error: Exception) -> str:
     return f" (line {mark.line + 1}: {problem})" if mark is not None and problem else ""
 
 
-def _items(stored: Any) -> list[Mapping[str, Any]]:
+def _list_items(stored: Any) -> list[Mapping[str, Any]]:
+    """Returns the objects of a list, or a single Node as a list of one."""
     if stored.get("kind") == "Node":
         return [stored]
     kind = str(stored["kind"]).removesuffix("List")

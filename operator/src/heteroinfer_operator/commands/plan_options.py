@@ -11,7 +11,7 @@ from heteroinfer_operator.quantity import parse_bytes
 
 _NO_CALIBRATION: Final = "none"
 _MIN_MEMORY_BYTES: Final = 2**20
-"""A smaller size is a number whose unit the user forgot."""
+"""Smallest memory. If a user gives less, the unit of the number is probably missing."""
 
 
 def add_model_dir(parser: argparse.ArgumentParser, instead_of: str) -> None:
@@ -39,7 +39,7 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
 
     Args:
         given: value of --calibration.
-        other_machines: whether the plan is for other machines than this one.
+        other_machines: whether the plan is for other machines, so that this machine's measurements are wrong.
 
     Raises:
         HeteroInferError: the file cannot be read.
@@ -49,7 +49,9 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
     if given is not None:
         return Calibrations(this_machine=calibration_file.read_calibration_file(Path(given)))
     if other_machines:
-        return Calibrations(missing="measure such a node and add --calibration FILE")
+        return Calibrations(
+            missing="run `heteroinfer calibrate -o FILE` on such a node, and add --calibration FILE"
+        )
     own, missing = calibration_file.read_own_calibration(calibration_file.cache_folder())
     return Calibrations(this_machine=own, missing=missing)
 
@@ -57,7 +59,7 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
 def gpu_count(text: str) -> int:
     """Returns a number of GPUs; raises ArgumentTypeError."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of GPUs, 0 or more")
+        raise argparse.ArgumentTypeError(f"must be a number of GPUs, 0 or more (got {text!r})")
     return int(text)
 
 
@@ -68,14 +70,14 @@ def memory_size(text: str) -> int:
     except ValueError as error:
         decimal = re.fullmatch("([0-9.]+) ?([kMGTP])i?[bB]", text)
         if decimal is None:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 80Gi") from error
+            raise argparse.ArgumentTypeError(f"must be a size such as 80Gi (got {text!r})") from error
         fix = f"{decimal[1]}{decimal[2]}"
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be a size without B. Write {fix}i, or {fix} for powers of 1,000"
+            f"must be a size without B (got {text!r}). Write {fix}i, or {fix} for powers of 1,000"
         ) from error
     if size < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a size of 0 or more")
+        raise argparse.ArgumentTypeError(f"must be a size of 0 or more (got {text!r})")
     if 0 < size < _MIN_MEMORY_BYTES:
         fix = f". Write {text}Gi" if text.isdecimal() else ""
-        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1Mi, and is {size} bytes{fix}")
+        raise argparse.ArgumentTypeError(f"must be at least 1Mi (got {text!r}, which is {size} bytes){fix}")
     return size

@@ -1,4 +1,4 @@
-"""The policy that `heteroinfer plan` applies: the refusals of an installation with these chart values."""
+"""Finds the settings of a resource that an installation with the user's chart values refuses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def read_chart_values(file: str | None) -> ChartValues:
         raise HeteroInferError(f"--chart-values: {file}: {error.strerror}", reason="Usage") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise HeteroInferError(
-            f"--chart-values: {file} does not hold values of the chart ({' '.join(str(error).split())}). "
+            f"--chart-values: {file} does not contain values of the chart ({' '.join(str(error).split())}). "
             "Create the file with `helm get values RELEASE --all -o yaml`",
             reason="Usage",
         ) from error

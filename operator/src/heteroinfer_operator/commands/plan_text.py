@@ -1,4 +1,4 @@
-"""The text of `heteroinfer plan`: verdict, table of ranks, and on request details and choices. Pure."""
+"""Renders the text of `heteroinfer plan`: verdict, table of ranks, details and choices. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _HEADINGS: Final = ("RANK", "ROLE", "DEVICE", "LAYERS", "MEMORY", "STEP")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ShownParts:
     """The optional parts of the text.
 
     Attributes:
@@ -41,13 +41,13 @@ class Shown:
 
 
 def describe_plan(
-    planned: Planned, name: str, shown: Shown, *, not_measured: str = "", refusals: int = 0
+    planned: Planned, name: str, shown: ShownParts, *, not_measured: str = "", refusals: int = 0
 ) -> str:
     """Returns a plan as text: verdict and figures first, then a line for each rank.
 
     Args:
-        not_measured: why rates are defaults, or "".
-        refusals: settings that the installation refuses.
+        not_measured: why the plan uses default rates, or "".
+        refusals: number of settings that the installation refuses.
     """
     lines = describe_summary(planned, name, shown, not_measured=not_measured, refusals=refusals)
     if shown.explain:
@@ -64,7 +64,12 @@ def describe_plan(
 
 
 def describe_summary(
-    planned: Planned, name: str, shown: Shown = Shown(), *, not_measured: str = "", refusals: int = 0
+    planned: Planned,
+    name: str,
+    shown: ShownParts = ShownParts(),
+    *,
+    not_measured: str = "",
+    refusals: int = 0,
 ) -> list[str]:
     """Returns the verdict, the figures, the table of ranks and the notes of a plan as lines."""
     figures = describe_figures(planned, Figures.of(planned), not_measured)
@@ -84,14 +89,14 @@ def describe_verdict(planned: Planned, name: str, refusals: int = 0) -> str:
     fits = f"{name} has a plan" if unknown else f"{name} fits"
     if refusals:
         fits += f", but the installation refuses {count(refusals, 'setting')} (see below)"
-    words = f"{fits}: {describe_pods(planned.plan)}"
+    verdict = f"{fits}: {describe_pods(planned.plan)}"
     if planned.choice is not None:
-        words += ", chosen by the plan"
+        verdict += ", chosen by the plan"
     if unknown:
-        words += (
+        verdict += (
             f". Whether it fits is unknown: set {_memory_fields(planned, unknown)} of {name_roles(unknown)}"
         )
-    return words
+    return verdict
 
 
 def _memory_fields(planned: Planned, roles: Sequence[str]) -> str:
@@ -152,6 +157,7 @@ def describe_figures(planned: Planned, figures: Figures, not_measured: str) -> l
 
 
 def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
+    """Returns the table of ranks as lines, with a mark at the slowest rank."""
     plan = planned.plan
     roles = {role.name: role for role in planned.request.spec.roles}
     nodes = planned.node_assignment.nodes if with_nodes else {}
@@ -166,7 +172,7 @@ def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
                 f"{rank.role} (feed-forward)" if rank.feed_forward is not None else rank.role,
                 rank.device.value,
                 f"{rank.num_layers} ({rank.first_layer}-{rank.end_layer - 1})",
-                _memory(planned, rank, roles),
+                _describe_memory(planned, rank, roles),
                 duration(rank.predicted_step_s),
                 *([nodes[rank.pod]] if nodes else []),
                 "<- slowest" if is_slowest else "",
@@ -175,8 +181,8 @@ def _rank_table(planned: Planned, *, with_nodes: bool) -> list[str]:
     return align_rows(rows)
 
 
-def _memory(planned: Planned, rank: RankAssignment, roles: Mapping[str, RoleSpec]) -> str:
-    """Returns the bytes that a rank takes, those that it may take, and the memory as the user wrote it."""
+def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str, RoleSpec]) -> str:
+    """Describes the bytes that a rank uses, the bytes that it may use, and the memory that the user set."""
     taken = rank.weight_bytes + rank.kv_cache_bytes
     role = roles[rank.role]
     if rank.feed_forward is not None:
@@ -185,14 +191,15 @@ def _memory(planned: Planned, rank: RankAssignment, roles: Mapping[str, RoleSpec
     budget = next(each for each in planned.budgets[rank.stage].ranks if each.role == rank.role)
     if budget.budget is None:
         return format_bytes(taken)
-    written = _written_memory(role, rank.device)
+    written = _quote_memory(role, rank.device)
     usable, used = format_bytes(budget.budget), format_bytes(taken)
     if usable.endswith(" GiB") and used.endswith(" GiB"):
         used = used.removesuffix(" GiB")
     return f"{used} of {usable}{written}"
 
 
-def _written_memory(role: RoleSpec, device: Device) -> str:
+def _quote_memory(role: RoleSpec, device: Device) -> str:
+    """Returns the memory of a role as the user wrote it, in parentheses, or ""."""
     if device is Device.GPU:
         return f" ({role.device_memory})" if role.device_memory else ""
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
@@ -201,7 +208,8 @@ def _written_memory(role: RoleSpec, device: Device) -> str:
     return ""
 
 
-def _notes(planned: Planned, shown: Shown) -> list[str]:
+def _notes(planned: Planned, shown: ShownParts) -> list[str]:
+    """Returns the notes of the plan as lines, and advice about pods that gain nothing."""
     notes = [f"note: {note}" for note in planned.notes]
     if not shown.choices:
         notes += [f"advice: {words}" for words in describe_waste(planned)]

@@ -1,4 +1,4 @@
-"""Counts and times in the output of `heteroinfer plan` and `new`. Pure."""
+"""Formats counts and times for the output of `heteroinfer plan` and `new`. Pure."""
 
 from heteroinfer_operator.planning.prediction import Prediction
 

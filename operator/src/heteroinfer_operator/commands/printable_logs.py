@@ -7,8 +7,8 @@ from typing import Final
 
 from heteroinfer_contract.printable import printable
 
-_KEPT: Final = "\n\t"
-"""Control characters that stay: tracebacks have several lines."""
+_NOT_ESCAPED: Final = "\n\t"
+"""Control characters that stay in log lines, because tracebacks have several lines."""
 
 
 class PrintableFormatter(logging.Formatter):
@@ -16,7 +16,7 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats one record."""
-        return printable(super().format(record), keep=_KEPT)
+        return printable(super().format(record), keep=_NOT_ESCAPED)
 
 
 class JsonFormatter(logging.Formatter):
@@ -24,12 +24,12 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats one record."""
-        told = {
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)

@@ -1,4 +1,4 @@
-"""`heteroinfer report`: a support bundle about one resource."""
+"""`heteroinfer report`: writes a support bundle about one resource."""
 
 import argparse
 import asyncio

@@ -15,7 +15,7 @@ STDIN: Final = "-"
 
 
 def load_resource(file: str) -> HeteroInference:
-    """Returns the one HeteroInference of a file; raises SpecError as read_resource."""
+    """Returns the only HeteroInference in a file; raises SpecError as read_resource does."""
     return read_resource(file)[1]
 
 
@@ -27,7 +27,7 @@ def read_resource(file: str, *, model_dir: Path | None = None) -> tuple[dict[str
         model_dir: folder of the model on this machine; replaces `spec.model.uri`.
 
     Raises:
-        SpecError: as load_document, or the resource is invalid. Each line begins with the name of the file.
+        SpecError: load_document failed, or the resource is invalid. Each line begins with the file's name.
     """
     document = load_document(file)
     if model_dir is not None:
@@ -39,13 +39,15 @@ def read_resource(file: str, *, model_dir: Path | None = None) -> tuple[dict[str
 
 
 def with_model_dir(document: dict[str, Any], model_dir: Path) -> dict[str, Any]:
-    """Replaces the source of the model by `model_dir`, an absolute path. The served name stays."""
+    """Replaces the source of the model by `model_dir`, an absolute path. Keeps the served name."""
     spec = document.get("spec")
     if not isinstance(spec, dict):
         return document  # parse_resource reports the missing field
     model = spec.get("model")
-    kept = {"servedName": model["servedName"]} if isinstance(model, dict) and "servedName" in model else {}
-    return {**document, "spec": {**spec, "model": {**kept, "uri": f"file://{model_dir}"}}}
+    served_name = (
+        {"servedName": model["servedName"]} if isinstance(model, dict) and "servedName" in model else {}
+    )
+    return {**document, "spec": {**spec, "model": {**served_name, "uri": f"file://{model_dir}"}}}
 
 
 def load_document(file: str) -> dict[str, Any]:
@@ -54,23 +56,25 @@ def load_document(file: str) -> dict[str, Any]:
     Skips documents of other kinds in the same file, such as a Secret or a claim.
 
     Raises:
-        SpecError: the file is missing, is not YAML, has none or several, or has values that JSON lacks.
+        SpecError: the file is missing or not YAML, contains no HeteroInference or several, or has a value
+            that JSON lacks.
     """
-    documents = _documents(file)
-    ours = [document for document in documents if document.get("kind") == names.KIND]
-    if len(ours) != 1:
+    documents = _read_documents(file)
+    resources = [document for document in documents if document.get("kind") == names.KIND]
+    if len(resources) != 1:
         kinds = ", ".join(str(document.get("kind", "no kind")) for document in documents) or "nothing"
-        raise SpecError([f"{file}: must contain one document of kind {names.KIND}: got {kinds}"])
+        raise SpecError([f"{file}: must contain one document of kind {names.KIND} (got {kinds})"])
     try:
-        json.dumps(ours[0])
+        json.dumps(resources[0])
     except (TypeError, ValueError, RecursionError) as error:  # !!binary, !!set, an alias of itself
         raise SpecError(
             [f"{file}: a value has a type that JSON lacks ({error}). Write the value as text"]
         ) from error
-    return ours[0]
+    return resources[0]
 
 
-def _documents(file: str) -> list[dict[str, Any]]:
+def _read_documents(file: str) -> list[dict[str, Any]]:
+    """Reads all documents of a YAML or JSON file as objects; raises SpecError."""
     try:
         text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
         documents = [
@@ -79,10 +83,10 @@ def _documents(file: str) -> list[dict[str, Any]]:
     except OSError as error:
         raise SpecError([f"{file}: {error.strerror}. Name a file with a {names.KIND}"]) from error
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise SpecError([f"{file}: not YAML: {' '.join(str(error).split())}"]) from error
+        raise SpecError([f"{file}: must be YAML ({' '.join(str(error).split())})"]) from error
     wrong = next((document for document in documents if not isinstance(document, dict)), None)
     if wrong is not None:
-        raise SpecError([f"{file}: a document must have apiVersion and kind: got a {type(wrong).__name__}"])
+        raise SpecError([f"{file}: a document must have apiVersion and kind (got a {type(wrong).__name__})"])
     return documents
 
 

@@ -16,13 +16,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Sets `spec.restartedAt` to now; returns 0.
 
     Raises:
-        HeteroInferError: as patch_specs.
+        HeteroInferError: no resource is chosen or found, or the user lacks the right to patch it.
     """
     now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
     def restart(spec: Spec) -> tuple[Spec, str]:
-        later = " (suspended: takes effect when you resume it)" if spec.get("suspend") else ""
-        return {"restartedAt": now}, f"restart requested{later}"
+        when = " (suspended: takes effect when you resume it)" if spec.get("suspend") else ""
+        return {"restartedAt": now}, f"restart requested{when}"
 
     asyncio.run(patch_specs(arguments, restart))
     return 0

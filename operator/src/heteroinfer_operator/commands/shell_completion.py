@@ -22,17 +22,17 @@ from heteroinfer_operator.fleet.fleet_reader import read_resources
 PROGRAM: Final = "heteroinfer"
 SHELLS: Final = ("bash", "zsh", "fish")
 NAMES_TIMEOUT_S: Final = 2.0
-"""For the names of resources: a shell that completes must not seem to hang."""
-_LINE: Final = "COMP_LINE"
-"""Variable with the line that the shell completes; bash's own name."""
+"""Time limit for reading the names of resources, so that the shell does not seem to hang."""
+_LINE_VARIABLE: Final = "COMP_LINE"
+"""Environment variable with the line that the shell completes. Bash defines the name."""
 _NO_FILES: Final = 4
-"""kubectl's word for "offer no files" (cobra's ShellCompDirectiveNoFileComp)."""
+"""Number with which kubectl offers no files (ShellCompDirectiveNoFileComp of cobra)."""
 
 BuildParser = Callable[[Sequence[str]], argparse.ArgumentParser]
 
 
 class _NoFiles(BaseCompleter):
-    """Completes nothing, in place of the names of files."""
+    """Completes nothing. argcomplete would otherwise complete names of files."""
 
     def __call__(self, **_: Any) -> Sequence[str]:
         return ()
@@ -44,25 +44,32 @@ def render_script(shell: str) -> str:
 
 
 def complete(build_parser: BuildParser) -> None:
-    """Answers the shell, which describes the line in the environment, and ends the process."""
-    line = os.environ.get(_LINE, "")
+    """Prints completions for the line in the environment, and ends the process."""
+    line = os.environ.get(_LINE_VARIABLE, "")
     parser = build_parser(line.split()[1:])
     _complete_names(parser)
     argcomplete.autocomplete(parser)
 
 
 def complete_for_kubectl(build_parser: BuildParser, words: Sequence[str]) -> None:
-    """Answers kubectl, which passes the words after `kubectl heteroinfer`; the last is incomplete.
+    """Prints completions for kubectl, one a line, then a directive.
 
-    Source: kubectl calls `kubectl_complete-NAME` on the PATH and expects one completion per line,
-    then a directive.
+    kubectl runs `kubectl_complete-heteroinfer` from the PATH.
+
+    Args:
+        words: words after `kubectl heteroinfer`. The last word is incomplete.
     """
     *done, last = words or ("",)
     parser = build_parser([*done, last])
     _complete_names(parser)
     line = f"{shlex.join([PROGRAM, *done])} {last}"
-    answer = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", _LINE: line, "COMP_POINT": str(len(line))}
-    os.environ.update(answer)
+    variables = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        _LINE_VARIABLE: line,
+        "COMP_POINT": str(len(line)),
+    }
+    os.environ.update(variables)
     argcomplete.autocomplete(
         parser, exit_method=lambda _: None, output_stream=sys.stdout, default_completer=_NoFiles()
     )
@@ -70,7 +77,7 @@ def complete_for_kubectl(build_parser: BuildParser, words: Sequence[str]) -> Non
 
 
 def _complete_names(parser: argparse.ArgumentParser) -> None:
-    """Lets each argument NAME of the sub-commands complete the names of resources."""
+    """Sets the completer of resource names for each argument NAME of the sub-commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -80,7 +87,7 @@ def _complete_names(parser: argparse.ArgumentParser) -> None:
 
 
 def _resource_names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """Asks the cluster for names; a cluster that does not answer completes nothing."""
+    """Returns the names of resources in the cluster; none if the cluster does not answer."""
     try:
         found = asyncio.run(_read_names(parsed_args))
     except (HeteroInferError, TimeoutError):

@@ -1,4 +1,4 @@
-"""What restart, suspend and resume share: they patch the spec of the resources that the user names."""
+"""Patches the spec of the resources that the user names, for restart, suspend and resume."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from heteroinfer_operator.kube.paths import HETERO_INFERENCE
 
 Spec = Mapping[str, Any]
 Change = Callable[[Spec], tuple[Spec, str]]
-"""Takes a stored spec; returns the fields to set, none if nothing changes, and the words for the user."""
+"""Takes a stored spec. Returns the fields to set (none if nothing changes), and a text for the user."""
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +37,13 @@ async def patch_specs(arguments: argparse.Namespace, change: Change) -> None:
         HeteroInferError: no resource is chosen or found, or the user lacks the right to patch it.
     """
     if bool(arguments.names) == bool(arguments.selector):
-        raise HeteroInferError("name the resources, or choose them with -l LABELS", reason="BadArguments")
+        raise HeteroInferError(
+            "the command needs either NAMEs of resources or -l LABELS. Give one of the two",
+            reason="BadArguments",
+        )
     async with open_cluster(arguments) as cluster:
         found: list[StoredResource] = []
-        # All are read before the first is changed: a misspelt name changes nothing.
+        # Read all resources before changing the first, so that a misspelt name changes nothing.
         for name in arguments.names or [None]:
             found += await read_resources(
                 cluster.server, cluster.namespace, name, selector=arguments.selector

@@ -1,4 +1,4 @@
-"""`heteroinfer status`: one resource at a glance, with its problems and the next step."""
+"""`heteroinfer status`: shows one resource at a glance, with its problems and the next step."""
 
 import argparse
 import asyncio

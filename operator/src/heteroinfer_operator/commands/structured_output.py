@@ -9,13 +9,13 @@ import yaml
 
 
 def add_output_option(parser: argparse._ActionsContainer, default: str, *, note: str = "") -> None:
-    """Adds `-o`, whose default is a form for people."""
+    """Adds `-o` with the choices `default`, json and yaml."""
     parser.add_argument(
         "-o",
         "--output",
         choices=(default, "json", "yaml"),
         default=default,
-        help=f"form of the output. Default: {default}{note and f'. {note}'}",
+        help=f"format of the output. Default: {default}{note and f'. {note}'}",
     )
 
 

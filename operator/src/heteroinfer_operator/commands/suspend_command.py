@@ -15,7 +15,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Sets `spec.suspend` to true; returns 0.
 
     Raises:
-        HeteroInferError: as patch_specs.
+        HeteroInferError: no resource is chosen or found, or the user lacks the right to patch it.
     """
     asyncio.run(patch_specs(arguments, _suspend))
     return 0

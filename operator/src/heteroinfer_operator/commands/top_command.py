@@ -1,4 +1,4 @@
-"""`heteroinfer top`: resources, groups and ranks of a cluster, as a live table."""
+"""`heteroinfer top`: shows resources, groups and ranks of a cluster as a live table."""
 
 import argparse
 import asyncio
@@ -28,9 +28,9 @@ _WIDTH_OF_FILES: Final = 2000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `heteroinfer top`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="one HeteroInference. Default: all")
-    where = parser.add_mutually_exclusive_group()
-    add_namespace_option(where)
-    where.add_argument(
+    namespace_options = parser.add_mutually_exclusive_group()
+    add_namespace_option(namespace_options)
+    namespace_options.add_argument(
         "-A", "--all-namespaces", action="store_true", help="show the resources of all namespaces"
     )
     add_selector_option(parser)
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("all_namespaces", "selector"):
         if arguments.name and getattr(arguments, option):
             raise HeteroInferError(
-                f"NAME and --{option.replace('_', '-')} exclude each other. Use -n NAMESPACE",
+                f"NAME and --{option.replace('_', '-')} exclude each other. Remove one of the two",
                 reason="BadArguments",
             )
     asyncio.run(_show(arguments))
@@ -60,11 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _show(arguments: argparse.Namespace) -> None:
+    """Prints the resources once, or shows a live table until Ctrl-C."""
     async with open_cluster(arguments) as cluster:
         namespace = None if arguments.all_namespaces else cluster.namespace
         leaders = LeaderReader(cluster.server)
 
-        async def look() -> list[ResourceLine]:
+        async def read_lines() -> list[ResourceLine]:
             resources = await read_resources(
                 cluster.server, namespace, arguments.name, selector=arguments.selector
             )
@@ -72,20 +73,20 @@ async def _show(arguments: argparse.Namespace) -> None:
             return [build_line(each.key, each.status, live.get(each.key, {})) for each in resources]
 
         if arguments.output != "table":
-            value = {"resources": [line.dump() for line in await look()], "note": leaders.problem}
+            value = {"resources": [line.dump() for line in await read_lines()], "note": leaders.problem}
             write_value(value, arguments.output)
             return
         console = Console()
         if not console.is_terminal:
             console.width = _WIDTH_OF_FILES
         if arguments.once or not console.is_terminal:
-            console.print(build_screen(await look(), _source_note(leaders)))
+            console.print(build_screen(await read_lines(), _source_note(leaders)))
             return
         with LiveTable(console=console, auto_refresh=False, screen=True) as table:
             lines: list[ResourceLine] = []
             while True:
                 try:
-                    lines, note = await look(), _source_note(leaders)
+                    lines, note = await read_lines(), _source_note(leaders)
                 except ApiError as error:  # the API server may be restarting: keep the last values
                     note = f"not up to date: {error.message}"
                 table.update(build_screen(lines, note), refresh=True)
@@ -93,6 +94,7 @@ async def _show(arguments: argparse.Namespace) -> None:
 
 
 def _source_note(leaders: LeaderReader) -> str:
+    """Returns a note if some values are old, or ""."""
     if not leaders.problem:
         return ""
     return f"some values come from the stored status and may be up to a minute old, because {leaders.problem}"

@@ -30,7 +30,8 @@ from heteroinfer_operator.up.session import Session
 
 EXIT_OK: Final = 0
 _LONGEST_TEMPORARY_FOLDER: Final = 40
-"""Bytes: the 107 of unix(7) less `/heteroinfer-XXXXXXXX/p9999/tmp/` and a UUID."""
+"""In bytes. The path of a socket may have 107 bytes (unix(7)); `/heteroinfer-XXXXXXXX/p9999/tmp/` and a UUID
+take the rest."""
 _WIDTH_OF_FILES: Final = 120
 """Columns if the output is not a terminal: room for a whole row of the table."""
 
@@ -71,13 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Serves until Ctrl-C; returns the exit code.
 
     Raises:
-        HeteroInferError: the file is invalid, or the resource failed or cannot run here.
+        HeteroInferError: the file is invalid, or the resource failed or cannot run on this machine.
     """
     document, resource = read_resource(arguments.filename, model_dir=arguments.model_dir)
     node = observe_node()
     check_platform(resource.spec, node)
     worker_python = find_worker_python(arguments.worker_python)
-    calibrations = _calibrations(worker_python, measure=arguments.calibrate)
+    calibrations = _read_calibrations(worker_python, measure=arguments.calibrate)
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             calibrations=calibrations,
         )
         with Display(console, live=console.is_terminal and not arguments.no_table) as display:
-            display.line(f"output of each pod: {log_dir}/POD.log")
+            display.print_line(f"output of each pod: {log_dir}/POD.log")
             session = Session(
                 document,
                 resource,
@@ -108,13 +109,17 @@ def run(arguments: argparse.Namespace) -> int:
                 asyncio.run(session.run())
             except HeteroInferError:
                 if any(log_dir.iterdir()):
-                    display.line(f"the output of each pod is in {log_dir}")
+                    display.print_line(f"the output of each pod is in {log_dir}")
                 raise
     return EXIT_OK
 
 
-def _calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
-    """Reads the calibration of this machine; measures it first if the user wants that."""
+def _read_calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
+    """Reads the calibration of this machine.
+
+    Args:
+        measure: whether to measure the machine first.
+    """
     folder = cache_folder()
     if measure:
         sys.stderr.write(calibration_file.MEASURING)
@@ -151,5 +156,5 @@ def _short_temporary_folder() -> Path:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"must be a port, 1 to 65535: got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a port, 1 to 65535 (got {text!r})")
     return int(text)

@@ -1,4 +1,4 @@
-"""`heteroinfer version`: the versions of this client, of the operators and of the CRD in the cluster."""
+"""`heteroinfer version`: prints the versions of this client, of the operators and of the CRD."""
 
 import argparse
 import asyncio
@@ -42,10 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Installation:
+    """The installed operators and CRD, as far as the user may read them."""
+
     operators: tuple[InstalledOperator, ...]
     crd: InstalledCrd | None
     problems: tuple[str, ...]
-    """Why a part could not be read."""
+    """A message for each part that could not be read."""
 
 
 async def _print_versions(arguments: argparse.Namespace) -> None:
@@ -75,17 +77,18 @@ async def _print_versions(arguments: argparse.Namespace) -> None:
 
 
 async def _read_installation(server: ApiServer) -> _Installation:
+    """Reads operators and CRD. A part that the user may not read becomes a problem."""
     problems: list[str] = []
     operators: tuple[InstalledOperator, ...] = ()
     crd: InstalledCrd | None = None
     try:
         operators = await read_operators(server)
     except ApiError as error:
-        problems.append(_unreadable("operators", error))
+        problems.append(_describe_unreadable("operators", error))
     try:
         crd = await read_crd(server)
     except ApiError as error:
-        problems.append(_unreadable("CRD", error))
+        problems.append(_describe_unreadable("CRD", error))
     return _Installation(operators=operators, crd=crd, problems=tuple(problems))
 
 
@@ -99,8 +102,8 @@ def _print_installation(found: _Installation) -> None:
         _print_line(f"CRD       {found.crd}")
 
 
-def _unreadable(name: str, error: ApiError) -> str:
-    """Returns why a part stays unknown; raises the error if the API server does not answer at all."""
+def _describe_unreadable(name: str, error: ApiError) -> str:
+    """Describes a part that the user may not read; raises HeteroInferError for any other error."""
     if error.status != FORBIDDEN:
         raise HeteroInferError(error.message, reason=error.reason) from error
     return f"{name}: {error.message}. Ask an administrator to run `heteroinfer version`"

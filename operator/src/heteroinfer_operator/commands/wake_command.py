@@ -1,4 +1,4 @@
-"""`heteroinfer wake`: wakes the groups of a resource that sleep."""
+"""`heteroinfer wake`: wakes the sleeping groups of a resource."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ from heteroinfer_operator.kube.server import FORBIDDEN, ApiError
 from heteroinfer_operator.manifests.identity import Owner, parse_worker_name
 
 PATH_WAKE: Final = "/wake_up"
-"""vLLM serves it in its development mode (`vllm/entrypoints/serve/dev/sleep/api_router.py@v0.32.0`)."""
+"""Path in vLLM's development mode (`vllm/entrypoints/serve/dev/sleep/api_router.py@v0.32.0`)."""
 WAKE_TIMEOUT_S: Final = 300.0
 """Timeout of a wake request. The group may have to copy its weights back to GPUs."""
 
@@ -59,11 +59,12 @@ async def _wake_groups(arguments: argparse.Namespace) -> None:
             if group.phase is GroupPhase.SLEEPING
             and group.members
             and arguments.group in (None, group.index)
-            # Other writers of the status must not choose the pod that gets the user's request.
+            # Skip names that are no pods of this resource: another writer of the status must not choose the
+            # pod to which the user's request goes.
             and parse_worker_name(owner, group.members[0].pod) is not None
         ]
         if not asleep:
-            sys.stdout.write(printable(f"{name}: no group to wake") + "\n")
+            sys.stdout.write(printable(f"{name}: no group is asleep") + "\n")
         for group in asleep:
             leader = f"{group.members[0].pod}:{resource.api_port}"
             try:

@@ -36,7 +36,7 @@ _SHARED_PROVISIONERS: Final = (
     "cephfs", "nfs", "efs.csi.aws.com", "file.csi.azure.com", "filestore.csi.storage.gke.io", "glusterfs",
     "lustre", "fsx.", "beegfs", "juicefs", "longhorn", "weka", "wekafs", "smb.csi.k8s.io", "quobyte",
 )  # fmt: skip
-"""Parts of provisioners' names. Several nodes can mount volumes of these provisioners for writing."""
+"""Parts of the names of provisioners whose volumes several nodes can mount for writing."""
 _POLICY_GROUPS: Final = {
     "crd.projectcalico.org": "Calico",
     "projectcalico.org": "Calico",
@@ -361,7 +361,7 @@ def judge_shared_storage(
     if likely:
         return CheckState.OK, f"{', '.join(sorted(likely))} (judged by the name of its provisioner)"
     return CheckState.NOTE, (
-        "no storage class is known to support ReadWriteMany. If the pods of a group run on different nodes, "
+        "found no storage class with ReadWriteMany. If the pods of a group run on different nodes, "
         "a model of a hub needs such a class for model.cache. Otherwise run all pods of a group on one node "
         "and set model.cache.accessMode to ReadWriteOnce"
     )

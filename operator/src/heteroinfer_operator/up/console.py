@@ -13,9 +13,9 @@ from heteroinfer_operator.fleet.screen import UP_COLUMNS, build_group_rows, buil
 
 
 class Display:
-    """Prints lines, and on a terminal a table below them.
+    """Prints lines and, on a terminal, a live table below them.
 
-    Without a terminal (`live` is False) each change of a rank's phase is a line.
+    Without a terminal (`live` is False) it prints a line for each change of a rank's phase.
     """
 
     def __init__(self, console: Console, *, live: bool) -> None:
@@ -32,44 +32,44 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def line(self, text: str, *, warning: bool = False) -> None:
+    def print_line(self, text: str, *, warning: bool = False) -> None:
         """Prints a line with the time of day."""
         style = "yellow" if warning else None
         self._print(f"{datetime.now().astimezone():%H:%M:%S} {text}", style)
 
-    def plain(self, text: str) -> None:
+    def print_plain(self, text: str) -> None:
         """Prints text without the time, for the user to copy."""
         self._print(text, None)
 
-    def show(self, resource: ResourceLine) -> None:
-        """Shows the present state of the ranks."""
+    def show_ranks(self, resource: ResourceLine) -> None:
+        """Updates the live table, or prints a line for each rank whose phase has changed."""
         if self._live is not None:
-            self._live.update(_table(resource), refresh=True)
+            self._live.update(_build_table_of_ranks(resource), refresh=True)
             return
         for group in resource.lines:
             for rank in group.ranks:
-                name = _name(group, rank)
-                if self._reported.get(name) != rank.phase:
-                    self._reported[name] = rank.phase
-                    self.line(f"{name}: {rank.phase}")
+                rank_text = _describe_rank(group, rank)
+                if self._reported.get(rank_text) != rank.phase:
+                    self._reported[rank_text] = rank.phase
+                    self.print_line(f"{rank_text}: {rank.phase}")
 
-    def table(self, resource: ResourceLine) -> None:
-        """Prints the table once, if there are ranks. On a terminal the live table is already visible."""
+    def print_table(self, resource: ResourceLine) -> None:
+        """Prints the table once, if there are ranks. A terminal already shows the live table."""
         if self._live is None and any(group.ranks for group in resource.lines):
-            self._console.print(_table(resource))
+            self._console.print(_build_table_of_ranks(resource))
 
     def _print(self, text: str, style: str | None) -> None:
-        # Neither wrapped nor marked up, because programs read the lines too.
+        # Print the text as it is, without line breaks or markup, because programs read the lines, too.
         self._console.print(
             printable(text, keep="\n"), style=style, markup=False, highlight=False, soft_wrap=True
         )
 
 
-def _table(resource: ResourceLine) -> Table:
+def _build_table_of_ranks(resource: ResourceLine) -> Table:
     rows = (row for group in resource.lines for row in build_group_rows(group))
     return build_table(rows, UP_COLUMNS)
 
 
-def _name(group: GroupLine, rank: RankLine) -> str:
-    of_group = f"group {group.index} " if group.index else ""
-    return f"{of_group}rank {rank.rank} ({rank.role}, {rank.device}, layers {rank.layers})"
+def _describe_rank(group: GroupLine, rank: RankLine) -> str:
+    group_text = f"group {group.index} " if group.index else ""
+    return f"{group_text}rank {rank.rank} ({rank.role}, {rank.device}, layers {rank.layers})"

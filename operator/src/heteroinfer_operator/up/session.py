@@ -39,26 +39,26 @@ from heteroinfer_operator.workqueue import WorkQueue, build_process
 REFRESH_S: Final = 0.5
 _POLL_S: Final = 0.05
 KILL_AFTER_S: Final = 15.0
-"""Added to the time that pods have to end. The remaining pods are then killed."""
+"""Seconds after the grace period of the pods until the remaining pods are killed."""
 _IMAGES: Final = WorkerImages(cpu="none", gpu="none")
-"""No image is pulled here: the worker's Python replaces every image."""
-_REPORTED: Final = (ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
-_FINAL: Final = (
+"""`heteroinfer up` pulls no image: the worker's Python replaces every image."""
+_PRINTED_CONDITIONS: Final = (ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE, ConditionType.READY)
+_FINAL_CONDITIONS: Final = (
     (ConditionType.FAILED, ConditionStatus.TRUE),
     (ConditionType.MODEL_READY, ConditionStatus.FALSE),
     (ConditionType.PLANNED, ConditionStatus.FALSE),
 )
-"""Conditions that only a change of the resource can end. The resource cannot change here."""
+"""Conditions that only a change of the resource can end. They end `heteroinfer up`, which changes nothing."""
 
 
 class SessionFailedError(HeteroInferError):
-    """The resource failed. The message is that of the culprit."""
+    """The resource failed. The message is the message of the condition that reports it."""
 
     reason = "Failed"
 
 
 class Session:
-    """Starts the groups, prints their progress, and ends them.
+    """Starts the groups of a resource on this machine, prints their progress, and ends them.
 
     Args:
         document: the resource as JSON values.
@@ -81,9 +81,11 @@ class Session:
         self._served_name = resource.served_name
         self._spec = resource.spec
         self._addressing = LocalAddressing(api_port=api_port, model_cache=model_cache)
-        self._cluster = LocalCluster(document, local, on_change=self._look, on_event=self._tell_event)
+        self._cluster = LocalCluster(
+            document, local, on_change=self._request_reconcile, on_event=self._print_event
+        )
         # This machine gets no further GPUs during the run.
-        fixed = Options(
+        reconcile_options = Options(
             addressing=self._addressing,
             images=_IMAGES,
             operator_key=os.urandom(KEY_BYTES),
@@ -92,15 +94,15 @@ class Session:
             # The user owns the machine, so nothing is refused.
             allowed=Allowed(arguments=None, environment=None, annotations=None, service_accounts=None),
         )
-        decide = functools.partial(reconcile, options=fixed)
+        decide = functools.partial(reconcile, options=reconcile_options)
         self._reconcile = build_process(self._cluster, decide)
         self._queue = WorkQueue(self._reconcile_or_fail, workers=1)
-        self._reported: dict[str, tuple[str, str]] = {}
-        self._serving: frozenset[int] = frozenset()
-        self._predicted: set[str] = set()
+        self._printed_conditions: dict[str, tuple[str, str]] = {}
+        self._serving_groups: frozenset[int] = frozenset()
+        self._printed_plans: set[str] = set()
         self._missing_calibration = local.calibrations.missing
-        self._tenths_reported: int | None = None
-        self._stops = 0
+        self._printed_tenths: int | None = None
+        self._num_signals = 0
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
         self._failure: BaseException | None = None
@@ -120,9 +122,9 @@ class Session:
             start_task(self._refresh(), name="display", failed=self._fail),
         ]
         try:
-            self._look()
+            self._request_reconcile()
             await self._stop.wait()
-            self._display.table(self._resource())
+            self._display.print_table(self._build_resource_line())
             await self._tear_down()
         finally:
             for task in tasks:
@@ -132,7 +134,8 @@ class Session:
             raise self._failure
 
     async def _tear_down(self) -> None:
-        self._display.line("stopping (press Ctrl-C again to kill the pods)")
+        """Deletes the resource and waits until its pods have ended, or until they must be killed."""
+        self._display.print_line("stopping (press Ctrl-C again to kill the pods)")
         self._cluster.request_deletion()
         timeout_s = termination_grace_s(self._spec) + KILL_AFTER_S
         try:
@@ -140,117 +143,124 @@ class Session:
                 while not (self._cluster.gone.is_set() or self._kill.is_set()):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            self._display.line(f"the pods did not end within {timeout_s:g} s: killing them", warning=True)
+            self._display.print_line(
+                f"the pods did not end within {timeout_s:g} s. Killing them", warning=True
+            )
 
     def _on_signal(self) -> None:
-        self._stops += 1
+        self._num_signals += 1
         self._stop.set()
-        if self._stops > 1:
+        if self._num_signals > 1:
             self._kill.set()
 
-    def _look(self) -> None:
+    def _request_reconcile(self) -> None:
         self._queue.add(self._cluster.key)
 
     async def _reconcile_or_fail(self, key: ResourceKey) -> float | None:
-        """Runs one reconcile. An error that the operator would retry later ends this run."""
+        """Runs one reconcile. An error that the operator in a cluster would retry ends this run."""
         try:
-            look_again_s = await self._reconcile(key)
+            next_reconcile_s = await self._reconcile(key)
         except HeteroInferError as error:
             self._fail(error)
             return None
-        self._tell_status(parse_status(self._cluster.status))
-        return look_again_s
+        self._print_status(parse_status(self._cluster.status))
+        return next_reconcile_s
 
     def _fail(self, error: BaseException) -> None:
-        """Ends this run with an error. Kills the pods if they are already stopping."""
+        """Ends this run with an error. If the pods are already stopping, kills them."""
         if self._stop.is_set():
             self._kill.set()
         self._failure = self._failure or error
         self._stop.set()
 
-    def _tell_status(self, status: HeteroInferenceStatus) -> None:
+    def _print_status(self, status: HeteroInferenceStatus) -> None:
+        """Prints the changes of the status, and ends this run if the resource cannot serve."""
         if self._stop.is_set():
             return
-        self._tell_model(status.model)
-        for kind in _REPORTED:
-            self._tell_condition(status.condition(kind.value))
-        self._tell_predictions(status)
+        self._print_download(status.model)
+        for kind in _PRINTED_CONDITIONS:
+            self._print_condition(status.condition(kind.value))
+        self._print_predictions(status)
         available = status.condition(ConditionType.AVAILABLE.value)
         serves = available is not None and available.status is ConditionStatus.TRUE
         serving = frozenset(g.index for g in status.groups if g.phase is GroupPhase.READY)
-        if serves and serving - self._serving:
-            self._tell_endpoints(status, serving)
-        self._serving = serving if serves else frozenset()
-        for kind, state in _FINAL:
+        if serves and serving - self._serving_groups:
+            self._print_endpoints(status, serving)
+        self._serving_groups = serving if serves else frozenset()
+        for kind, state in _FINAL_CONDITIONS:
             condition = status.condition(kind.value)
             if condition is not None and condition.status is state and not serves and _is_final(condition):
                 self._fail(SessionFailedError(condition.message, reason=condition.reason))
                 return
 
-    def _tell_model(self, model: ModelStatus | None) -> None:
-        """Prints the progress of a download, at each tenth."""
+    def _print_download(self, model: ModelStatus | None) -> None:
+        """Prints the progress of a download, at each tenth of its bytes."""
         if model is None or not model.bytes_total or model.phase is not ModelPhase.DOWNLOADING:
             return
         tenths = 10 * (model.bytes_done or 0) // model.bytes_total
-        if self._tenths_reported != tenths:
-            self._tenths_reported = tenths
+        if self._printed_tenths != tenths:
+            self._printed_tenths = tenths
             total = format_bytes(model.bytes_total)
-            self._display.line(f"fetching {self._spec.model.uri}: {10 * tenths} % of {total}")
+            self._display.print_line(f"fetching {self._spec.model.uri}: {10 * tenths} % of {total}")
 
-    def _tell_predictions(self, status: HeteroInferenceStatus) -> None:
-        """Prints the predicted step time of each plan once, with the rates behind it."""
+    def _print_predictions(self, status: HeteroInferenceStatus) -> None:
+        """Prints the predicted step time of each plan once, with the rates that the prediction uses."""
         for plan in status.plans:
-            if plan.hash in self._predicted or plan.predicted_step_ms is None or plan.calibration is None:
+            if plan.hash in self._printed_plans or plan.predicted_step_ms is None or plan.calibration is None:
                 continue
-            self._predicted.add(plan.hash)
-            words = f"plan {plan.hash}: predicted decode step of one request {plan.predicted_step_ms:.1f} ms"
+            self._printed_plans.add(plan.hash)
             missing = self._missing_calibration
-            self._display.line(f"{words} by {plan.calibration}{missing and f' ({missing})'}")
+            self._display.print_line(
+                f"plan {plan.hash}: the predicted decode step of one request takes "
+                f"{plan.predicted_step_ms:.1f} ms with {plan.calibration}{missing and f' ({missing})'}"
+            )
 
-    def _tell_condition(self, condition: Condition | None) -> None:
+    def _print_condition(self, condition: Condition | None) -> None:
+        """Prints a condition whose status or message has changed."""
         if condition is None or condition.status is ConditionStatus.UNKNOWN:
             return
-        reported = (condition.status.value, condition.message)
-        if self._reported.get(condition.type) != reported:
-            self._reported[condition.type] = reported
+        state_and_message = (condition.status.value, condition.message)
+        if self._printed_conditions.get(condition.type) != state_and_message:
+            self._printed_conditions[condition.type] = state_and_message
             message = f": {condition.message}" if condition.message else ""
-            self._display.line(f"{condition.type}={condition.status} {condition.reason}{message}")
+            self._display.print_line(f"{condition.type}={condition.status} {condition.reason}{message}")
 
-    def _tell_event(self, event: RecordEvent) -> None:
+    def _print_event(self, event: RecordEvent) -> None:
         kind = "Warning" if event.warning else "Normal"
-        self._display.line(f"{kind} {event.reason}: {event.message}", warning=event.warning)
+        self._display.print_line(f"{kind} {event.reason}: {event.message}", warning=event.warning)
 
-    def _tell_endpoints(self, status: HeteroInferenceStatus, serving: frozenset[int]) -> None:
+    def _print_endpoints(self, status: HeteroInferenceStatus, serving: frozenset[int]) -> None:
         """Prints the URLs of the groups that serve."""
         model = self._served_name
-        self._display.table(self._resource())
+        self._display.print_table(self._build_resource_line())
         current, plans = self._addressing.current_addresses(), self._cluster.plans()
         for group in status.groups:
             if group.index not in serving & current.keys():
                 continue
             url = self._addressing.group_endpoint(group.index)
-            self._display.plain(f"OpenAI API of group {group.index}: {url} (model {model})")
+            self._display.print_plain(f"OpenAI API of group {group.index}: {url} (model {model})")
             plan = plans.get(group.plan_hash or "")
-            for line in _urls(current[group.index], plan.ranks if plan else ()):
-                self._display.plain(line)
+            for line in _describe_urls(current[group.index], plan.ranks if plan else ()):
+                self._display.print_plain(line)
         first = self._addressing.group_endpoint(min(serving))
-        self._display.plain(
+        self._display.print_plain(
             f"  curl {first}/completions -H 'Content-Type: application/json' "
             f'-d \'{{"model": "{model}", "prompt": "Hello", "max_tokens": 16}}\''
         )
 
-    def _resource(self) -> ResourceLine:
+    def _build_resource_line(self) -> ResourceLine:
+        """Returns the values of the ranks that the display shows."""
         status = parse_status(self._cluster.status)
         live = {index: LeaderAnswer(report=report) for index, report in self._cluster.groups().items()}
         return build_line(self._cluster.key, status, live, self._cluster.plans())
 
     async def _refresh(self) -> None:
         while True:
-            self._display.show(self._resource())
+            self._display.show_ranks(self._build_resource_line())
             await asyncio.sleep(REFRESH_S)
 
 
-def _urls(pods: Sequence[PodAddress], ranks: Iterable[RankAssignment]) -> Iterable[str]:
+def _describe_urls(pods: Sequence[PodAddress], ranks: Iterable[RankAssignment]) -> Iterable[str]:
     yield f"  status: http://{pods[0].host}:{pods[0].health_port}{names.PATH_GROUP}"
     for rank in ranks:
         pod = pods[rank.pod]
@@ -258,5 +268,5 @@ def _urls(pods: Sequence[PodAddress], ranks: Iterable[RankAssignment]) -> Iterab
 
 
 def _is_final(condition: Condition) -> bool:
-    """Whether waiting cannot help. For missing GPUs the user chose to wait."""
+    """Reports whether waiting cannot end the condition. GPUs may become free, and a download may finish."""
     return condition.reason not in {Shortage.reason, WAITING_FOR_MODEL}
