@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PAGE = REPOSITORY / "docs" / "contributor" / "chart.md"
 KUBERNETES = ("1.30", "1.37")
 """The oldest that the chart takes, and the newest that kubernetes-validate knows."""
-_LISTED = re.compile(r"^\| (checkov|kube-score|kubernetes-validate) \| `([^`]+)` \| (\w+) \| ", re.M)
+_LISTED = re.compile(r"^\| (checkov|kube-score|kubernetes-validate) \| `([^`]+)`[^|]* \| (\w+) \| ", re.M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
