@@ -72,7 +72,7 @@ def test_a_killed_rank_is_named_within_the_time_out(share_host: bool, lost: int)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_announcements_and_tensors_between_two(group: Group) -> None:
+def test_announcements_and_tensors_arrive_at_other_ranks(group: Group) -> None:
     reported = outcomes(group, "announcements", count=200)
     assert [one["received"] for one in reported[1:]] == [200] * (len(group.devices) - 1)
     assert [one["done"] for one in outcomes(group, "mail")] == [True] * len(group.devices)

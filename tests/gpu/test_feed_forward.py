@@ -66,7 +66,7 @@ def test_graphs_give_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "llama"])
-def test_bf16_logprobs(architecture: str, tmp_path: Path) -> None:
+def test_bf16_logprobs_are_near_those_of_stock_vllm(architecture: str, tmp_path: Path) -> None:
     """Of the best token at every position of what stock vLLM answers on the GPU alone."""
     model = make_model(architecture, tmp_path, "bfloat16", BF16_SPREAD)
     out, options = tmp_path / "stock.json", ("--dtype", "bfloat16")

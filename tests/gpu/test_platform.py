@@ -56,14 +56,16 @@ def env_of(plan: Plan, rank: int) -> dict[str, str]:
     ],
     ids=lambda modules: modules[0],
 )
-def test_any_import_order(modules: list[str], pipeline: Plan, tmp_path: Path) -> None:
+def test_each_rank_gets_its_platform_in_any_import_order(
+    modules: list[str], pipeline: Plan, tmp_path: Path
+) -> None:
     """Seed 000, 2.1 and 2.6: both kinds of rank on one machine, whatever is imported first."""
     script = "".join(f"import {module}\n" for module in modules) + SEEN
     assert see(script, env_of(pipeline, 0), tmp_path) == ON_GPU
     assert see(script, env_of(pipeline, 1), tmp_path) == ON_CPU
 
 
-def test_cpu_platform_forced_though_nvml_is_there(pipeline: Plan, tmp_path: Path) -> None:
+def test_a_cpu_rank_stays_on_the_cpu_if_a_driver_answers(pipeline: Plan, tmp_path: Path) -> None:
     """Seed 000, 2.2: the driver answers in a CPU rank's process, which stays on the CPU all the same."""
     script = """
 import json, torch
@@ -76,7 +78,7 @@ print(json.dumps([nvml.nvmlDeviceGetCount() > 0, current_platform.is_cpu(), torc
     assert see(script, env_of(pipeline, 1), tmp_path) == [True, True, False]
 
 
-def test_compile_level_per_device(pipeline: Plan, tensor: Plan, tmp_path: Path) -> None:
+def test_each_device_compiles_at_its_own_level(pipeline: Plan, tensor: Plan, tmp_path: Path) -> None:
     """Seed 000, 2.3 and 2.4: GPU stages keep graphs in a pipeline, and are eager where CPUs split layers."""
     script = CONFIG + (
         "c = config.compilation_config\n"
@@ -88,7 +90,7 @@ def test_compile_level_per_device(pipeline: Plan, tensor: Plan, tmp_path: Path) 
     assert see(script, env_of(tensor, 1), tmp_path) == ["DYNAMO_TRACE_ONCE", False, False]
 
 
-def test_attention_backend_per_instance(pipeline: Plan, tmp_path: Path) -> None:
+def test_each_rank_uses_the_attention_backend_of_its_device(pipeline: Plan, tmp_path: Path) -> None:
     """Seed 000, 2.6: a GPU rank's attention is a GPU's, a CPU rank's the CPU's, from one plan."""
     script = (
         "from vllm.model_executor.layers.attention import Attention\n"
@@ -105,7 +107,7 @@ print(json.dumps(layer.attn_backend.get_name()))
     assert see(script, env_of(eager, 0), tmp_path) != "CPU_ATTN"
 
 
-def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
+def test_vllm_sees_as_many_devices_as_the_plan_has(model: Path, tmp_path: Path) -> None:
     """Seed 001, 2.1: N GPU and M CPU ranks; a GPU rank sees its own GPU only, and is one of N + M."""
     plan = build_plan(model, layers=[2, 2, 1, 3], pods=[1, 3], devices=DEVICES)
     script = CONFIG + (
@@ -116,7 +118,7 @@ def test_device_count_is_the_plans(model: Path, tmp_path: Path) -> None:
     assert see(script, env_of(plan, 2), tmp_path)[1] == 4
 
 
-def test_heterogeneous_device_is_honoured(pipeline: Plan, tmp_path: Path) -> None:
+def test_the_variable_decides_the_device_of_a_rank(pipeline: Plan, tmp_path: Path) -> None:
     """Seed 001, 3: the variable decides, also against what hardware is there."""
     as_cpu = {**env_of(pipeline, 0), names.ENV_HETEROGENEOUS_DEVICE: "cpu"}
     assert see(SEEN, as_cpu, tmp_path) == ON_CPU

@@ -45,7 +45,9 @@ def topologies(choose: Callable[[Topology], bool]) -> pytest.MarkDecorator:
 
 
 @topologies(lambda topology: topology.dtype == "float32")
-def test_greedy_tokens(served: Served, references: References, report: Report) -> None:
+def test_greedy_tokens_equal_those_of_transformers_and_stock_vllm(
+    served: Served, references: References, report: Report
+) -> None:
     """As transformers and stock vLLM on one GPU answer, all prompts at once; then from the prefix cache."""
     exact = references["transformers"].result()
     stock = references["float32"].result()
@@ -68,7 +70,7 @@ def test_greedy_tokens(served: Served, references: References, report: Report) -
 
 
 @topologies(lambda topology: topology.mode is Mode.TENSOR)
-def test_way_of_the_bridge(served: Served) -> None:
+def test_metrics_and_log_show_the_transport_of_the_bridge(served: Served) -> None:
     """Metrics and log say how the ranks of a stage exchange: by memory that they share, unless asked else."""
     way = dict(served.topology.env).get(contract.ENV_BRIDGE, "shared_memory")
     plan = served.group.plan
@@ -82,7 +84,9 @@ def test_way_of_the_bridge(served: Served) -> None:
 
 
 @topologies(lambda topology: topology.mode is Mode.PIPELINE and topology.tensor > 1)
-def test_way_of_nccl(served: Served, request: pytest.FixtureRequest) -> None:
+def test_metrics_show_the_transport_of_nccl_on_gpus_only(
+    served: Served, request: pytest.FixtureRequest
+) -> None:
     """Metrics of GPUs that share a stage report what NCCL took; other ranks use none."""
     as_cpu = request.config.getoption("--devices-as-cpu")
     for rank in served.group.plan.ranks:
@@ -94,7 +98,9 @@ def test_way_of_nccl(served: Served, request: pytest.FixtureRequest) -> None:
 
 
 @topologies(lambda topology: topology.dtype == "bfloat16")
-def test_bf16_logprobs(served: Served, references: References, report: Report) -> None:
+def test_bf16_logprobs_are_near_those_of_stock_vllm(
+    served: Served, references: References, report: Report
+) -> None:
     """Of the best token at every position of what stock vLLM answered on one GPU."""
     stock = references["bfloat16"].result()
     got = score(served.group, texts_of(stock), best=5)
@@ -126,7 +132,7 @@ def test_ranks_agree_on_sampled_tokens(served: Served, references: References) -
 
 
 @topologies(lambda topology: True)
-def test_metrics_of_every_rank(served: Served, references: References) -> None:
+def test_times_and_bytes_of_every_rank_add_up(served: Served, references: References) -> None:
     """Times add up on every rank; a hop's bytes arrive as they were sent."""
     prompts = [answer.prompt for answer in references[served.topology.dtype].result()]
     generate(served.group, prompts)
@@ -166,7 +172,9 @@ def check_hops(served: Served, found: list[Scrape]) -> None:
 
 
 @topologies(lambda topology: topology.sleeps)
-def test_sleep_and_wake(served: Served, references: References) -> None:
+def test_a_sleeping_group_frees_memory_and_wakes_with_the_same_tokens(
+    served: Served, references: References
+) -> None:
     """Asleep, no pod is ready and the GPU's KV cache is given back; awake, the same tokens as before."""
     group = served.group
     exact = references["transformers"].result()

@@ -24,7 +24,7 @@ def _starts(source: str) -> Iterator[str]:
             yield called
 
 
-def test_the_rule_finds_each_form() -> None:
+def test_the_rule_finds_each_way_to_start_a_task() -> None:
     source = (
         "asyncio.create_task(x)\nloop.create_task(x)\nensure_future(x)\ngroup.create_task(x)\nstart_task(x)"
     )

@@ -28,7 +28,7 @@ def _starts(source: str) -> Iterator[str]:
             yield ast.unparse(node.func)
 
 
-def test_the_rule_finds_each_form() -> None:
+def test_the_rule_finds_each_way_to_start_a_thread() -> None:
     source = "threading.Thread(target=x)\nThread(target=x)\nthreading.Timer(1, x)\nstart_thread(x)"
     assert list(_starts(source)) == ["threading.Thread", "Thread", "threading.Timer"]
 

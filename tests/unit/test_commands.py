@@ -165,7 +165,7 @@ def test_a_target_that_is_not_there_is_found(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["make a rank wait", "others make\nit", "from tests import make\nfrom x import y", "make check"]
 )
-def test_the_verb_names_no_target(text: str) -> None:
+def test_the_verb_make_is_not_read_as_a_command(text: str) -> None:
     assert wrong_targets(text) == []
 
 
@@ -343,7 +343,7 @@ def test_every_test_that_a_page_names_is_there() -> None:
         "`test_nothing_of_this_name`",
         "test_nothing_of_this_name keeps it",
         "| 61 | `worker/test_tensor.py::test_compiled_rank` |",
-        "`worker/test_two_stages.py::test_compiled_ranks`, which is in another file",
+        "`worker/test_two_stages.py::test_compiled_ranks_serve`, which is in another file",
         "`tests/unit/test_word.py`",
         "`test_nothing_of_this_name[gloo]`",
         "`test_two_pods_split_every_layer[by-pigeon]`",
@@ -355,7 +355,7 @@ def test_a_test_that_is_not_there_is_found(text: str) -> None:
 
 
 def test_what_a_table_calls_before_may_be_gone() -> None:
-    page = "| shown before by | shown now by |\n|---|---|\n| `test_was` | `test_compiled_ranks` |"
+    page = "| shown before by | shown now by |\n|---|---|\n| `test_was` | `test_compiled_ranks_serve` |"
     assert list(wrong_tests(page)) == []
     assert list(wrong_tests(f"{page}\n\n| a |\n|---|\n| `test_was` |")) == ["test_was"]
 

@@ -38,7 +38,7 @@ def _never_reached(source: str) -> Iterator[str]:
             before += tuple(taken)
 
 
-def test_the_rule_finds_each_form() -> None:
+def test_the_rule_finds_each_unreachable_handler() -> None:
     source = (
         "try: pass\nexcept (ValueError, KeyError): pass\nexcept (CalibrationError, ContractError): pass\n"
         "try: pass\nexcept ContractError: pass\nexcept ValueError: pass\n"

@@ -60,7 +60,7 @@ def with_import(imports: grimp.ImportGraph, importer: str, imported: str) -> gri
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
-def test_contract_holds(imports: grimp.ImportGraph, name: str) -> None:
+def test_each_import_contract_holds(imports: grimp.ImportGraph, name: str) -> None:
     assert holds(name, imports)
 
 
@@ -85,7 +85,7 @@ WRONG = (
 
 
 @pytest.mark.parametrize(("name", "importer", "imported"), WRONG)
-def test_contract_fails_for_one_wrong_import(
+def test_each_import_contract_fails_for_a_wrong_import(
     imports: grimp.ImportGraph, name: str, importer: str, imported: str
 ) -> None:
     assert {importer, imported} <= imports.modules
@@ -172,7 +172,7 @@ def not_of_stdlib(imports: grimp.ImportGraph) -> dict[str, set[str]]:
     return {name: others for name, others in needs.items() if others}
 
 
-def test_what_says_stdlib_only_needs_nothing_else(imports: grimp.ImportGraph) -> None:
+def test_modules_declared_stdlib_only_import_nothing_else(imports: grimp.ImportGraph) -> None:
     assert not_of_stdlib(imports) == {}
     assert [
         pair for pair in MORE if not imports.direct_import_exists(importer=pair[0], imported=pair[1])

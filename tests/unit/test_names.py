@@ -74,7 +74,7 @@ def several(named: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     return {name: things for name, things in found.items() if len(things) > 1}
 
 
-def test_a_class_name_is_one_class() -> None:
+def test_class_names_are_unique() -> None:
     named = [
         each for module, file in modules_below(SOURCES).items() for each in kinds(module, file.read_text())
     ]
@@ -99,7 +99,7 @@ def test_a_class_name_is_one_class() -> None:
         "import draft as plan",
     ],
 )
-def test_a_name_of_a_class_is_taken(text: str) -> None:
+def test_a_second_class_with_the_same_name_is_found(text: str) -> None:
     assert several([*kinds("a", "class Plan: pass"), *kinds("b", text)]).keys() == {"plan"}
 
 
@@ -112,7 +112,7 @@ def said_twice(modules: Iterable[str]) -> set[str]:
     return {name for name, at in found.items() if len(at) > 1}
 
 
-def test_a_module_name_is_one_meaning() -> None:
+def test_module_names_are_unique_or_have_one_meaning() -> None:
     twice = said_twice(modules_below(SOURCES))
     same = set(map(normal, SAME_IN_EACH_PACKAGE))
     assert twice - same == set(), "rename one; if they are the same thing, say so in SAME_IN_EACH_PACKAGE"
@@ -138,7 +138,7 @@ def test_nothing_is_imported_by_the_name_of_a_module() -> None:
         ("a.kernels.linear", set()),
     ],
 )
-def test_a_name_of_a_package_is_taken(module: str, twice: set[str]) -> None:
+def test_a_second_module_with_the_same_name_is_found(module: str, twice: set[str]) -> None:
     assert said_twice(["a", "a.kernels", "a.bridge", "a.bridge.slab", "b.plan", module]) == twice
 
 

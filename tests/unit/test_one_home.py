@@ -31,7 +31,7 @@ def written(text: str) -> Iterator[str]:
                     yield _EXIT_CODE
 
 
-def test_each_is_written_once() -> None:
+def test_each_name_is_written_in_one_place() -> None:
     assert len(REASONS) > 60
     found: dict[str, list[str]] = {}
     for module, file in modules_below(SOURCES).items():
@@ -61,5 +61,5 @@ def test_each_is_written_once() -> None:
         ("code = 128 * 2", None),
     ],
 )
-def test_what_is_one_of_these(text: str, each: str | None) -> None:
+def test_recognizes_each_kind_of_name(text: str, each: str | None) -> None:
     assert list(written(text)) == ([each] if each else [])

@@ -132,7 +132,7 @@ def impure_in_pure_packages(modules: Iterable[str], pure: Set[str]) -> set[str]:
     return {name for name in modules if name not in pure and above(name) & pure}
 
 
-def test_what_says_pure_is_pure() -> None:
+def test_modules_that_are_declared_pure_are_pure() -> None:
     assert {f"heteroinfer_operator.{name}" for name in ("api", "manifests", "planning", "reconcile")} <= PURE
     found = {name: sorted(set(effects(name, MODULES[name]))) for name in sorted(PURE)}
     assert {name: each for name, each in found.items() if each} == {}, (
@@ -156,7 +156,7 @@ def test_a_pure_package_has_pure_modules_alone() -> None:
         ('"""Decides."""\n\n"""Pure."""', False),
     ],
 )
-def test_a_docstring_says_it(text: str, pure: bool) -> None:
+def test_a_docstring_declares_a_module_pure(text: str, pure: bool) -> None:
     assert bool(_SAYS_PURE.match(text)) is pure
 
 
@@ -236,7 +236,7 @@ def test_a_docstring_says_it(text: str, pure: bool) -> None:
         "def count():\n    global seen",
     ],
 )
-def test_what_a_pure_module_may_not_do(text: str) -> None:
+def test_effects_in_a_pure_module_are_found(text: str) -> None:
     assert "heteroinfer_operator.reconcile.conditions" in PURE
     assert list(effects("heteroinfer_operator.reconcile.conditions", text)) != []
 
@@ -256,5 +256,5 @@ def test_what_a_pure_module_may_not_do(text: str) -> None:
         "_ZERO = {'a': 0}\n_ALL = dict(a=0)",
     ],
 )
-def test_what_a_pure_module_may_do(text: str) -> None:
+def test_code_without_effects_is_allowed_in_a_pure_module(text: str) -> None:
     assert list(effects("heteroinfer_operator.reconcile.conditions", text)) == []

@@ -100,7 +100,9 @@ def measured() -> Iterator[dict[str, Measured]]:
 
 
 @pytest.mark.parametrize("fault", ROWS)
-def test_fault(fault: Fault, scene: Scene, measured: dict[str, Measured]) -> None:
+def test_the_group_reacts_to_each_fault_as_expected(
+    fault: Fault, scene: Scene, measured: dict[str, Measured]
+) -> None:
     scene.pair.wait_ready(START_S)
     match fault.outcome:
         case Ends() as ends:

@@ -212,7 +212,7 @@ def _check_refusals(reported: list[dict[str, Any]]) -> None:
             assert word in one["message"]
 
 
-def test_a_word_that_the_device_writes_later() -> None:
+def test_a_rank_waits_for_no_peer_before_its_device_has_written() -> None:
     """As a GPU's stream does it: until a rank's own word is there it waits for nobody, with a deadline."""
     reported = ask("tests.integration.bridge.late_words", "")
     before, after = reported["before"], reported["after"]

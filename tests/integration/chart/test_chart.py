@@ -247,7 +247,7 @@ def contexts(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def test_security_contexts_are_values(plane: Cluster) -> None:
+def test_security_contexts_follow_the_values_of_the_chart(plane: Cluster) -> None:
     ids = {"runAsUser", "runAsGroup", "fsGroup"}
     fixed = contexts(render(plane, *KINDS))
     assert len(fixed) == 14, "two Jobs of two containers, two pods of one, and what both operators make"
@@ -367,7 +367,7 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         ("serviceAccount.create=false", "serviceAccount.name: needed with serviceAccount.create=false"),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(plane: Cluster, value: str, said: str) -> None:
+def test_nonsensical_values_are_refused(plane: Cluster, value: str, said: str) -> None:
     with pytest.raises(ClusterError) as refused:
         render(plane, value)
     assert said in str(refused.value)

@@ -78,7 +78,7 @@ def walk(found: Any, at: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.value)
-def test_a_value_does_what_it_says(case: ValueCase, tmp_path: Path) -> None:
+def test_each_value_changes_its_field(case: ValueCase, tmp_path: Path) -> None:
     before = find(render(tmp_path, case.beside) if case.beside else render_least(), case)
     then = find(render(tmp_path, {**case.beside, case.value: case.given}), case)
     assert then == case.is_then
@@ -243,7 +243,7 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
         ({"podDisruptionBudget.maxUnavailable": "0%"}, "/podDisruptionBudget/maxUnavailable"),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_nonsensical_values_are_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as refused:
         render(tmp_path, values)
     assert said in str(refused.value)
@@ -258,7 +258,7 @@ def test_values_that_cannot_be_meant_are_refused(values: dict[str, Any], said: s
         ("", "localhost:5000/op", "localhost:5000/op:1", "localhost:5000/worker:1"),
     ],
 )
-def test_a_registry_may_be_an_address(
+def test_a_registry_with_a_port_is_a_part_of_the_image(
     registry: str, repository: str, image: str, beside: str, tmp_path: Path
 ) -> None:
     values = {"image.registry": registry, "image.repository": repository, "image.tag": "1"}
@@ -298,7 +298,7 @@ def sections_and_values() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", sorted({*sections_and_values()} - {*EVERYTHING, "image.repository"}))
-def test_null_is_not_set_or_refused(path: str, tmp_path: Path) -> None:
+def test_null_means_not_set_or_is_refused_with_its_path(path: str, tmp_path: Path) -> None:
     """Helm takes a value that is null out of the defaults; what templates need then is named by its path."""
     default = sections_and_values()[path]
     values = {name: value for name, value in EVERYTHING.items() if not name.startswith(f"{path}.")}

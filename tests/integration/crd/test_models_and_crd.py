@@ -90,7 +90,7 @@ def test_models_and_api_server_agree_on_changed_resources(server: Server) -> Non
 @pytest.mark.parametrize(
     "name", ["", "a", "a" * 40, "a" * 41, "a" * 254, "1a", "A", "a.b", "a-", "a_b", "a-1", None, 1]
 )
-def test_names(name: Any, server: Server) -> None:
+def test_models_and_api_server_accept_the_same_names(name: Any, server: Server) -> None:
     body = {**GOOD, "metadata": {"name": name}}
     assert (by_models(body) is None) == (by_server(server, body)[0] is None)
 

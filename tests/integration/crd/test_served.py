@@ -223,7 +223,7 @@ def test_a_duration_of_the_wrong_form_is_refused_in_one_way(path: tuple[str, ...
         assert not re.search(r"conversion|evaluating rule|must be between", said), (wrong, said)
 
 
-def test_durations_are_found() -> None:
+def test_the_test_finds_the_durations_of_the_schema() -> None:
     assert {("drainTimeout",), ("startup", "timeout"), ("planning", "onGPUShortage", "after")} <= {*DURATIONS}
 
 

@@ -52,21 +52,21 @@ def check(name: str, answer: dict[str, Any]) -> None:
     assert all(gap <= limit for gap in answer["gaps"].values()), (name, answer["gaps"])
 
 
-def test_each_format(library: list[str]) -> None:
+def test_mlps_of_each_format_match_the_reference(library: list[str]) -> None:
     answers = ask([f"{name}; merged; silu; no" for name in FORMATS], library)
     for name, answer in answers.items():
         check(name, answer)
         assert answer["held"].rpartition(" (")[0] == FORMATS[name.partition(";")[0]]
 
 
-def test_a_cpu_without_avx512(library: list[str]) -> None:
+def test_mlps_match_the_reference_on_a_cpu_without_avx512(library: list[str]) -> None:
     names = ["bfloat16; merged; silu; no", "FP8 in blocks; merged; silu; no"]
     for name, answer in ask(names, library, **{ENV_MAX_INSTRUCTIONS: "avx2"}).items():
         check(name, answer)
         assert answer["held"] == f"{name.partition(';')[0]} (avx2)"
 
 
-def test_each_structure(library: list[str]) -> None:
+def test_mlps_of_each_structure_match_the_reference(library: list[str]) -> None:
     for name, answer in ask(list(KINDS), library).items():
         check(name, answer)
 

@@ -17,7 +17,7 @@ QUANTIZED = [name for name, (_, held) in FORMATS.items() if held not in {"bfloat
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_each_format(name: str, library: list[str]) -> None:
+def test_experts_of_each_format_match_the_reference(name: str, library: list[str]) -> None:
     answer = ask_forked(PROBE, name, "silu", *library, env={ENV_MAX_INSTRUCTIONS: "avx2"})
     method, held = FORMATS[name]
     assert (answer["method"], answer["held"]) == (method, f"{held} (avx2)")
@@ -30,12 +30,14 @@ def test_each_format(name: str, library: list[str]) -> None:
     ("name", "layout"),
     [("MXFP4", "swigluoai"), ("MXFP4", "limit"), ("FP8 in blocks", "limit"), ("int4, zero points", "gelu")],
 )
-def test_activations_and_biases(name: str, layout: str, library: list[str]) -> None:
+def test_experts_with_each_activation_and_bias_match_the_reference(
+    name: str, layout: str, library: list[str]
+) -> None:
     answer = ask_forked(PROBE, name, layout, *library, env={ENV_MAX_INSTRUCTIONS: "avx2"})
     assert max(answer["gaps"].values()) <= 2.0**-7, answer["gaps"]
 
 
-def test_gpt_oss(library: list[str]) -> None:
+def test_experts_of_gpt_oss_in_a_stage_match_the_reference(library: list[str]) -> None:
     """Gates and ups alternate, both projections have biases, and gpt-oss' own loader runs."""
     answer = ask_forked(PROBE, "MXFP4 of gpt-oss", "gpt-oss", *library, env={ENV_MAX_INSTRUCTIONS: "avx2"})
     assert max(answer["gaps"].values()) <= 2.0**-7, answer["gaps"]

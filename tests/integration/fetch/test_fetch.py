@@ -374,13 +374,13 @@ def test_reports_a_model_that_the_hub_does_not_have(hub: HubServer, cache: Path)
     assert "tokenSecretRef" in failure.message, "it may be private"
 
 
-def test_a_name_that_no_model_can_have(hub: HubServer, cache: Path) -> None:
+def test_an_impossible_model_name_names_the_field(hub: HubServer, cache: Path) -> None:
     failure = refuse(hub, cache, "--repository", "acme/ti--ny").failure()
     assert failure.reason is FailureReason.MODEL_NOT_FOUND
     assert "spec.model.uri" in failure.message
 
 
-def test_no_such_revision(hub: HubServer, cache: Path) -> None:
+def test_a_missing_revision_names_the_field(hub: HubServer, cache: Path) -> None:
     failure = refuse(hub, cache, "--revision", "v9").failure()
     assert failure.reason is FailureReason.MODEL_NOT_FOUND
     assert "v9" in failure.message
@@ -396,14 +396,14 @@ def test_a_private_model_needs_its_token_which_goes_nowhere_else(hub: HubServer,
     assert TOKEN not in fetch.said
 
 
-def test_a_token_that_is_not_known(hub: HubServer, cache: Path) -> None:
+def test_an_unknown_token_names_the_field(hub: HubServer, cache: Path) -> None:
     failure = refuse(hub, cache, HF_TOKEN=TOKEN).failure()
     assert failure.reason is FailureReason.MODEL_ACCESS_DENIED
     assert "tokenSecretRef" in failure.message
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_a_licence_that_is_not_accepted(hub: HubServer, cache: Path, token: str) -> None:
+def test_an_unaccepted_licence_is_reported_with_its_page(hub: HubServer, cache: Path, token: str) -> None:
     hub.repositories[MODEL].token = TOKEN
     hub.repositories[MODEL].gated = True
     failure = refuse(hub, cache, HF_TOKEN=token).failure()
@@ -412,7 +412,7 @@ def test_a_licence_that_is_not_accepted(hub: HubServer, cache: Path, token: str)
     assert ("tokenSecretRef" in failure.message) == (not token)
 
 
-def test_a_server_that_is_no_hub(hub: HubServer, cache: Path) -> None:
+def test_a_server_that_is_not_a_hub_is_reported(hub: HubServer, cache: Path) -> None:
     with fetching(hub, cache, HF_ENDPOINT=f"{hub.endpoint}/elsewhere") as fetch:
         failure = fetch.failure()
     assert "HF_ENDPOINT" in failure.message or "404" in failure.message
@@ -427,7 +427,7 @@ class Outside(Repository):
         return "../../outside"
 
 
-def test_a_commit_that_leaves_the_cache(hub: HubServer, cache: Path) -> None:
+def test_a_commit_with_a_path_writes_nothing_outside_the_cache(hub: HubServer, cache: Path) -> None:
     hub.repositories[MODEL] = Outside(files=hub.repositories[MODEL].files)
     failure = refuse(hub, cache).failure()
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
@@ -447,7 +447,7 @@ def test_a_hub_plants_no_marker(hub: HubServer, cache: Path) -> None:
     assert not (folder_of(hub, cache) / MARKER_FILE).exists()
 
 
-def test_bytes_that_come_slowly_are_news(hub: HubServer, cache: Path) -> None:
+def test_slow_downloads_count_as_progress(hub: HubServer, cache: Path) -> None:
     hub.bytes_per_s = SLOW_BYTES_PER_S
     with fetching(hub, cache, "--patience", "6") as fetch:
         fetch.wait_for(lambda progress: progress.done_bytes > 8 * SLOW_BYTES_PER_S)
@@ -463,7 +463,7 @@ def test_refuses_a_model_without_safetensors(hub: HubServer, cache: Path) -> Non
     assert "*.safetensors" in failure.message
 
 
-def test_a_cache_that_cannot_be_written(hub: HubServer, cache: Path) -> None:
+def test_an_unwritable_cache_is_reported(hub: HubServer, cache: Path) -> None:
     blocked = cache.parent / "blocked"
     blocked.mkdir()
     (blocked / MODEL.replace("/", "--")).write_text("in the way")

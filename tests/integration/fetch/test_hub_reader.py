@@ -187,7 +187,7 @@ def test_a_token_that_the_hub_does_not_know(hub: HubServer, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("token", ["", TOKEN])
-def test_a_licence_that_is_not_accepted(hub: HubServer, tmp_path: Path, token: str) -> None:
+def test_an_unaccepted_licence_is_reported_with_its_page(hub: HubServer, tmp_path: Path, token: str) -> None:
     repository = hub.repositories[MODEL]
     repository.gated, repository.token = True, TOKEN
     error = refused(hub, tmp_path, HF_TOKEN=token)
@@ -196,7 +196,7 @@ def test_a_licence_that_is_not_accepted(hub: HubServer, tmp_path: Path, token: s
     assert ("export HF_TOKEN" in str(error)) == (not token)
 
 
-def test_no_such_revision(hub: HubServer, tmp_path: Path) -> None:
+def test_reports_a_missing_revision(hub: HubServer, tmp_path: Path) -> None:
     error = refused(hub, tmp_path, "v9")
     assert error.reason is FailureReason.MODEL_NOT_FOUND
     assert "has no revision v9" in str(error)

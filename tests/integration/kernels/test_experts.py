@@ -114,7 +114,7 @@ def test_a_row_of_nan_does_not_affect_other_rows(weights: str, path: str, on_pat
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_what_does_not_fit_is_refused(weights: str, kernels: Asking) -> None:
+def test_arguments_of_wrong_type_or_size_are_refused(weights: str, kernels: Asking) -> None:
     said = kernels("refused", weights=weights)
     of_scales = {"scales", "shape of scales", "dtype of scales"}
     assert set(said) == {"y", "x", "w13", "w2", "weights", "ids", "odd", "dtype"} | of_scales

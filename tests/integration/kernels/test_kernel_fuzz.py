@@ -15,7 +15,7 @@ LAYERS = 600
 ENOUGH = ("bf16", "float16", "fp8 block", "fp8 channel", "int4 128 zeros", "int8 channel", "mxfp4", "nvfp4")
 
 
-def test_random_layers() -> None:
+def test_random_layers_match_the_reference() -> None:
     build.build()
     command = [str(WORKER_PYTHON), "-m", "tests.bench.kernel_fuzz", "--layers", str(LAYERS)]
     if not of_this_cpu(CODED_SETS):

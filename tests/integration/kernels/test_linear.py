@@ -138,7 +138,7 @@ def flush(value: float) -> float:
     return 0.0 if abs(value) < SMALLEST_NORMAL else value
 
 
-def test_what_does_not_fit_is_refused(kernels: Asking) -> None:
+def test_arguments_of_wrong_type_or_size_are_refused(kernels: Asking) -> None:
     said = kernels("refused")
     assert set(said) == {"dtype", "inputs", "columns", "bias", "weight"}
     assert "must be bf16" in said["dtype"]

@@ -27,7 +27,7 @@ def kernels() -> None:
     build.build()
 
 
-def test_it_applies_once_and_goes() -> None:
+def test_the_patch_applies_once_and_can_be_reverted() -> None:
     answer = ask_forked(PROBE, "patch")
     assert answer["applied"]
     assert answer["twice"]
@@ -49,7 +49,7 @@ def test_the_patch_serves_linear_layers(usable: list[str]) -> None:
     assert left == "CPU linear layers with torch.float32 weights: vLLM computes them (oneDNN)"
 
 
-def test_heads_and_embeddings_are_kept_once(usable: list[str]) -> None:
+def test_a_head_keeps_one_copy_of_its_weights(usable: list[str]) -> None:
     answer = ask_forked(PROBE, "heads", *usable)
     assert all(gap < ROUNDING for gap in answer["gaps"])
     assert answer["lookup"], "an embedding's table is still there to be looked up"
@@ -70,12 +70,12 @@ def test_without_compiled_kernels_onednn_serves_and_logs_the_reason(tmp_path: Pa
     assert not (copy / "kernels/compiled").exists(), "nothing is compiled while serving"
 
 
-def test_setting_is_checked() -> None:
+def test_an_invalid_setting_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"HETEROINFER_CPU_LINEAR must be auto or onednn \(got 'fast'\)"):
         ask_forked(PROBE, "without", env={"HETEROINFER_CPU_LINEAR": "fast"})
 
 
-def test_vllm_still_needs_it() -> None:
+def test_vllm_still_needs_the_patch() -> None:
     """Fails once vLLM no longer empties linear weights and keeps a head beside its packed form.
 
     Without AVX-512, oneDNN has no kernel for bf16, and weights stay as they are, for torch.

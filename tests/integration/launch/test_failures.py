@@ -114,7 +114,7 @@ def test_ranks_that_disagree_name_the_rank_that_differs(tmp_path: Path, accusers
         assert "rank 1 has dtype float16, rank 0 has float32" in failure.message
 
 
-def test_rank_that_leaves_without_a_word(tmp_path: Path) -> None:
+def test_a_rank_that_exits_without_a_report_is_named(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "exit3"}) as group:
         group.start()
         group.wait_ready()

@@ -50,7 +50,7 @@ def test_a_program_whose_name_the_kernel_cut_inside_of_a_letter() -> None:
         assert StopClock().stopped_for_s(pid, 100.0) == 0.0
 
 
-def test_a_rank_of_such_a_name() -> None:
+def test_a_rank_with_an_unusual_process_name_is_found() -> None:
     child = ChildProcess.start(
         label="rank 0", command=[sys.executable, "-c", RENAMED, NAME_OF_8_LETTERS], env=os.environ
     )

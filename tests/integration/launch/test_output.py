@@ -33,7 +33,7 @@ def chat_of(pod: Pod) -> list[str]:
     return [line for line in pod.log.read_text().splitlines() if line.startswith("[rank 1] line ")]
 
 
-def test_no_line_is_lost_and_memory_stays(tmp_path: Path) -> None:
+def test_no_output_line_is_lost_and_memory_stays_constant(tmp_path: Path) -> None:
     with tiny_group(tmp_path, do={1: "chat"}) as group:
         group.start()
         group.wait_ready()

@@ -34,7 +34,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, timeout=900, capture_output=True, text=True, check=False)
 
 
-def test_weights_and_kv_caches_as_recorded() -> None:
+def test_weights_and_kv_caches_of_vllm_equal_the_record() -> None:
     done = _run("tests.shapes.oracle", *SHAPES)
     assert done.returncode == 0, done.stderr[-2000:]
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

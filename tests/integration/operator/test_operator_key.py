@@ -25,7 +25,9 @@ async def test_two_operators_that_start_at_once_have_one_key(
 
 
 @pytest.mark.parametrize("filled", [(), ("own",), ("former",), ("own", "former")])
-async def test_two_secrets_have_one_key(server: ApiServer, namespace: str, filled: tuple[str, ...]) -> None:
+async def test_both_secrets_get_the_same_key(
+    server: ApiServer, namespace: str, filled: tuple[str, ...]
+) -> None:
     """The former Secret takes precedence, even if several operators start at once."""
     held = {name: bytes([number]) * KEY_BYTES for number, name in enumerate(filled)}
     for name in ("own", "former"):

@@ -273,7 +273,7 @@ async def test_readiness_follows_the_probe(tmp_path: Path, port: str) -> None:
         await running.wait(lambda pods: not pods[0].ready)
 
 
-async def test_children_are_kept_by_name_and_identity(tmp_path: Path) -> None:
+async def test_objects_are_stored_by_name_and_keep_their_uid(tmp_path: Path) -> None:
     service = {"kind": "Service", "metadata": {"name": "s"}, "spec": {"a": 1}}
     async with _cluster(tmp_path, SLEEPS) as running:
         await running.run(CreateObject(manifest=service))

@@ -70,7 +70,7 @@ def test_up_refuses_a_wrong_spec(case: str, tmp_path: Path, model_dir: Path, por
     assert re.search(words, errors), errors
 
 
-def test_name_too_long_for_a_host_name(tmp_path: Path, model_dir: Path, port: str) -> None:
+def test_up_refuses_a_name_that_is_too_long(tmp_path: Path, model_dir: Path, port: str) -> None:
     document = resource(model_dir)
     document["metadata"]["name"] = "n" * 41
     errors = _refused(tmp_path, ["-f", write(tmp_path, document), "--port", port])

@@ -64,7 +64,7 @@ async def secrets_of_groups(server: ApiServer) -> set[str]:
 
 
 @pytest.mark.parametrize("options", [(), ("--force",)], ids=["plain", "force"])
-async def test_pods_and_key_stay(
+async def test_an_upgrade_changes_neither_pods_nor_keys(
     options: tuple[str, ...], plane: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tarfile.open(FORMER) as archive:

@@ -33,7 +33,7 @@ def rules_of(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for rule in rules if "alert" in rule}
 
 
-def test_nothing_of_it_is_there_unasked(plane: Cluster) -> None:
+def test_the_chart_adds_no_monitoring_objects_by_default(plane: Cluster) -> None:
     assert {o["kind"] for o in render(plane)}.isdisjoint(OURS)
 
 

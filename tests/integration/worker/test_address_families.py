@@ -41,7 +41,7 @@ def test_a_group_serves_without_ipv4(model: Path, reference: Reference, tmp_path
     assert all(host.startswith("fd00:5e1f:") for host in seen["listening"]), seen
 
 
-def test_a_group_of_pods_with_both_families(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_a_group_serves_with_ipv4_and_ipv6(model: Path, reference: Reference, tmp_path: Path) -> None:
     seen = serve(model, reference, tmp_path, IPV4, IPV6)
     assert len(seen["answers"]) == 10
     assert all(seen["answers"].values()), seen

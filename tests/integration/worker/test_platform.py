@@ -75,7 +75,7 @@ print(json.dumps(seen))
 
 
 @pytest.mark.unhurried
-def test_any_import_order(model: Path, tmp_path: Path) -> None:
+def test_each_rank_gets_its_platform_in_any_import_order(model: Path, tmp_path: Path) -> None:
     """Seed 000, 2.1 and 2.6: whatever is imported first, no import cycle, and the CPU's platform."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     seen = see(IN_EACH_ORDER, environment(plan, 1), tmp_path, json.dumps(IMPORT_ORDERS))
@@ -83,7 +83,7 @@ def test_any_import_order(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.unhurried
-def test_cpu_platform_forced_though_nvml_is_there(model: Path, tmp_path: Path) -> None:
+def test_a_cpu_rank_stays_on_the_cpu_if_a_driver_answers(model: Path, tmp_path: Path) -> None:
     """Seed 000, 2.2: a GPU that answers, and a build that would take it, change nothing for a CPU rank."""
     source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
     source.write_text(FAKE_NVML)
@@ -119,7 +119,9 @@ def test_heterogeneous_device_is_honoured_by_vllm(model: Path, tmp_path: Path) -
 
 @pytest.mark.unhurried
 @pytest.mark.parametrize(("eager_cpu", "mode"), [(True, "NONE"), (False, "DYNAMO_TRACE_ONCE")])
-def test_compile_level_per_device(eager_cpu: bool, mode: str, model: Path, tmp_path: Path) -> None:
+def test_each_device_compiles_at_its_own_level(
+    eager_cpu: bool, mode: str, model: Path, tmp_path: Path
+) -> None:
     """Seed 000, 2.3: a level meant for GPUs becomes the CPU's own on a CPU rank; no graphs there."""
     piecewise = ("-cc.cudagraph_mode", "PIECEWISE")
     plan = build_plan(model, layers=[4, 4], pods=[1, 1], eager_cpu=eager_cpu, extra_args=piecewise)
@@ -130,7 +132,7 @@ def test_compile_level_per_device(eager_cpu: bool, mode: str, model: Path, tmp_p
     assert see(script, environment(plan, 0), tmp_path) == [mode, "NONE", eager_cpu]
 
 
-def test_attention_backend_per_instance(model: Path, tmp_path: Path) -> None:
+def test_each_rank_uses_the_attention_backend_of_its_device(model: Path, tmp_path: Path) -> None:
     """Seed 000, 2.6: the layer asks the platform when it is made, not when its module is imported."""
     plan = build_plan(model, layers=[4, 4], pods=[1, 1])
     script = (

@@ -39,7 +39,7 @@ def test_three_uneven_stages_with_chat_and_long_prompts(
         check_death(group, 2, [])
 
 
-def test_two_stages_of_two_tensor_ranks(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_two_stages_of_two_tensor_ranks_serve(model: Path, reference: Reference, tmp_path: Path) -> None:
     plan = build_plan(model, layers=[3, 5], pods=[2, 2], tensor=2)
     with start_group(plan, tmp_path, env=ONE_THREAD) as group, ThreadPoolExecutor(4) as pool:
         group.wait_ready()

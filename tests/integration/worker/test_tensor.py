@@ -107,7 +107,7 @@ def test_two_stages_of_two_ranks_serve(model: Path, reference: Reference, tmp_pa
         check_death(group, 3, ask(group, reference, pool))
 
 
-def test_compiled_ranks(tmp_path: Path) -> None:
+def test_compiled_ranks_serve(tmp_path: Path) -> None:
     """A follower compiles while its leader waits in a collective; the compiler does not see the bridge.
 
     The second rank is killed while decoding: named by both.

@@ -54,7 +54,7 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gro
         yield group
 
 
-def test_tokens_batches_and_metrics(group: Group, reference: Reference) -> None:
+def test_tokens_batches_and_metrics_are_right(group: Group, reference: Reference) -> None:
     """Of a group that has answered nothing before."""
     answer_all(group, reference)
     answer_all(group, reference)  # now from the prefix cache, where it covers a block

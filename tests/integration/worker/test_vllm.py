@@ -185,7 +185,7 @@ def test_abbreviated_options_are_read_like_vllm() -> None:
     assert all(given_options([beginning])[0].may_mean(option) for beginning, option in taken.items())
 
 
-def test_options_are_chosen_as_vllm_chooses_them() -> None:
+def test_repeated_options_have_the_value_that_vllm_uses() -> None:
     spelled = json.dumps([*SPELLINGS, *REFUSED_SPELLINGS])
     default, *chosen = ask(CHOSEN, json.dumps(list(CHOSEN_AS)), spelled)
     assert all(isinstance(each, str) for each in chosen[len(SPELLINGS) :])
@@ -213,5 +213,5 @@ def test_keys_and_values_that_are_allowed_are_vllms() -> None:
         assert option == "--hf-overrides" or names <= set(known[option]), option
 
 
-def test_every_seam_is_there() -> None:
+def test_vllm_has_the_target_of_every_seam() -> None:
     assert ask(TARGETS, json.dumps([seam.target for seam in SEAMS])) == []

@@ -45,7 +45,7 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
         (spec(own={"cpu": "14"}), "memory"),
     ],
 )
-def test_what_cannot_work_is_refused_in_words(raw: dict[str, Any], words: str) -> None:
+def test_impossible_feed_forward_settings_are_refused_with_a_reason(raw: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec(raw)
     assert words in caught.value.message

@@ -74,7 +74,7 @@ def test_a_role_may_offer_feed_forward_ranks_without_a_mode() -> None:
         ([role("cpu", feedForward=OWN)], ["FeedForward", "Pipeline"]),
     ],
 )
-def test_the_modes_that_roles_allow(roles: list[dict[str, Any]], expected: list[str]) -> None:
+def test_roles_decide_which_modes_are_candidates(roles: list[dict[str, Any]], expected: list[str]) -> None:
     assert titles(*roles) == expected
 
 
@@ -99,7 +99,7 @@ def test_feed_forward_ranks_get_what_cpu_roles_offer_and_no_more() -> None:
         ([role("gpu")], "needs CPUs and memory in the GPU's pod"),
     ],
 )
-def test_why_nothing_is_moved(roles: list[dict[str, Any]], words: str) -> None:
+def test_reports_why_cpus_cannot_move_to_the_gpus_pod(roles: list[dict[str, Any]], words: str) -> None:
     own, refused = moved(*roles)
     assert own is None
     assert words in refused

@@ -45,7 +45,7 @@ from heteroinfer_operator import quantity
         ("0." + "0" * 99 + "1e100", 1),
     ],
 )
-def test_a_quantity_is_exact(text: object, value: Fraction) -> None:
+def test_a_quantity_is_parsed_exactly(text: object, value: Fraction) -> None:
     assert quantity.parse_quantity(text) == value
 
 
@@ -158,7 +158,7 @@ def test_any_text_is_a_quantity_or_refused(text: str) -> None:
         ("100000s", 1e5),
     ],
 )
-def test_a_duration_is_in_seconds(text: str, seconds: float) -> None:
+def test_a_duration_is_parsed_into_seconds(text: str, seconds: float) -> None:
     assert quantity.parse_duration_s(text) == seconds
 
 

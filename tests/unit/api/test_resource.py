@@ -43,7 +43,7 @@ def problems(raw: dict[str, Any]) -> str:
     return caught.value.message
 
 
-def test_defaults_are_those_of_the_design() -> None:
+def test_an_omitted_field_has_its_documented_default() -> None:
     parsed = parse_spec(spec())
     assert (parsed.replicas, parsed.suspend, parsed.engine.port, parsed.engine.shm_size) == (
         1,
@@ -258,7 +258,7 @@ def test_bad_input_is_refused_in_words(raw: dict[str, Any], expected: str) -> No
     assert problems(raw) == expected
 
 
-def test_every_problem_has_its_line() -> None:
+def test_each_problem_of_a_resource_is_reported_on_its_own_line() -> None:
     raw = spec(replica=2, roles=[cpu(pods=0), gpu(device="TPU")])
     assert [line.split(":")[0] for line in problems(raw).splitlines()] == [
         "spec.roles[0].pods",

@@ -49,7 +49,7 @@ def test_a_status_is_read_back_as_it_was() -> None:
     assert parse_status(dumped) == status
 
 
-def test_an_empty_status_is_one() -> None:
+def test_a_missing_status_is_parsed_as_an_empty_status() -> None:
     assert parse_status(None) == parse_status({}) == HeteroInferenceStatus()
 
 
@@ -57,7 +57,7 @@ def test_a_newer_operators_fields_are_dropped() -> None:
     assert parse_status({"replicas": 1, "fromTheFuture": {}}) == HeteroInferenceStatus(replicas=1)
 
 
-def test_times_are_utc() -> None:
+def test_times_are_stored_in_utc() -> None:
     east = NOW.astimezone(timezone(timedelta(hours=9)))
     assert condition(ConditionType.READY, ConditionStatus.TRUE, at=east).dump()["lastTransitionTime"] == (
         "2026-11-21T12:00:00Z"

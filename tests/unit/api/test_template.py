@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 """By models and CRD, with words of both."""
 
 
-def test_what_platforms_need_is_taken() -> None:
+def test_fields_that_platforms_need_are_accepted() -> None:
     parsed = spec(**PLATFORM).roles[0].template
     assert parsed is not None
     dumped = parsed.dump()
@@ -132,19 +132,19 @@ def test_a_field_that_is_not_set_makes_no_revision() -> None:
 
 
 @pytest.mark.parametrize(("template", "words"), REFUSED)
-def test_what_opens_more_is_refused(template: dict[str, Any], words: str) -> None:
+def test_fields_that_give_more_rights_are_refused(template: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError) as refused:
         spec(**template)
     assert words in refused.value.message
 
 
-def test_names_of_volumes_are_each_there_once() -> None:
+def test_names_of_volumes_must_be_unique() -> None:
     with pytest.raises(SpecError, match="each name must be unique"):
         spec(volumes=[{"name": "v", "emptyDir": {}}] * 2)
 
 
 @pytest.mark.parametrize("path", ["/mnt/a", "/data/model/adapters", "/srv/.a"])
-def test_data_folders_are_open(path: str) -> None:
+def test_volumes_may_be_mounted_below_data_folders(path: str) -> None:
     spec(**mounted(path))
 
 
@@ -159,7 +159,7 @@ def engine(args: list[str], *files: str) -> HeteroInferenceSpec:
     )
 
 
-def test_arguments_name_files_that_there_are() -> None:
+def test_an_argument_may_name_only_listed_files() -> None:
     engine(["--chat-template", "/etc/heteroinfer/files/a.jinja"], "a.jinja")
     engine(["--chat-template=/etc/heteroinfer/files/a.jinja"], "b", "a.jinja")
     engine(["--chat-template", "/opt/templates/a.jinja"])
@@ -173,7 +173,7 @@ def test_arguments_name_files_that_there_are() -> None:
 @pytest.mark.parametrize(
     "bundle", [{}, {"configMapKeyRef": {"name": "a", "key": "b"}, "secretKeyRef": {"name": "a", "key": "b"}}]
 )
-def test_a_bundle_comes_from_one_object(bundle: dict[str, Any]) -> None:
+def test_a_ca_bundle_must_name_exactly_one_object(bundle: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="caBundle: must set exactly one"):
         parse_spec(
             {
@@ -198,7 +198,7 @@ def test_a_bundle_comes_from_one_object(bundle: dict[str, Any]) -> None:
         (f"oci:///model@{DIGEST}", "uri: must be"),
     ],
 )
-def test_images_of_models_have_a_digest(uri: str, refusal: str) -> None:
+def test_an_oci_model_must_have_a_digest(uri: str, refusal: str) -> None:
     value = {"model": {"uri": uri}, "roles": [{"name": "cpu", "device": "CPU"}]}
     if not refusal:
         parse_spec(value)

@@ -43,7 +43,7 @@ def test_does_not_count_time_without_a_cpu() -> None:
     assert wait_until(ready, 0.3)
 
 
-def test_patience_counts_naps_but_not_stops() -> None:
+def test_a_limit_counts_naps_but_no_time_without_cpu() -> None:
     patience = Patience(1.0)
     until = time.monotonic() + 0.6
     while time.monotonic() < until:

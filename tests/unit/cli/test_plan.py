@@ -324,7 +324,7 @@ def test_model_path_is_not_a_model(tmp_path: Path, model: Path, capsys: pytest.C
     assert "config.json" in message
 
 
-def test_an_argument_belongs_to_the_plan(
+def test_an_argument_that_the_plan_sets_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, model, engine={"args": ["--block-size", "16"]})
@@ -564,7 +564,7 @@ def test_refuses_a_role_without_pods(tmp_path: Path, model: Path, capsys: pytest
     )
 
 
-def test_a_gpu_role_and_no_gpu_anywhere(
+def test_reports_a_gpu_role_without_any_gpu(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error(capsys, "-f", write(tmp_path, model), "--gpus", "0", code=3) == (
@@ -650,7 +650,7 @@ def test_hundreds_of_nodes_take_seconds(
     assert table_of(capsys.readouterr().out)[1].split()[-1].startswith("node-")
 
 
-def test_names_of_others_write_no_terminal_sequences(
+def test_names_of_models_and_nodes_write_no_terminal_sequences(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((model / "config.json").read_text())

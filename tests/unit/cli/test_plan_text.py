@@ -83,7 +83,7 @@ def test_stages_with_equal_memory_share_a_line() -> None:
         assert last.startswith(f"stage {pods - 1}, role gpu: {layers} + head ")
 
 
-def test_bounds_of_requests_and_of_their_length() -> None:
+def test_prints_the_limits_of_requests_and_of_their_length() -> None:
     tight = plan(spec(*MIXED), LARGE)
     found = kv_cache(tight)
     limiting = tight.plan.ranks[tight.limiting_rank or 0]

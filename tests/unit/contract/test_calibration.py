@@ -76,7 +76,7 @@ def test_refuses_an_invalid_calibration_and_names_the_field(text: str, words: st
     assert words in str(caught.value)
 
 
-def test_threads_between_those_measured_and_beyond() -> None:
+def test_rates_between_measured_thread_counts_are_interpolated() -> None:
     assert CALIBRATION.read_rate(16) == 160e9
     assert CALIBRATION.read_rate(6) == pytest.approx(60e9)
     assert CALIBRATION.read_rate(64) == 160e9
@@ -106,7 +106,7 @@ def test_the_fastest_kernel_of_a_format_and_the_smallest_message_of_a_size() -> 
     assert calibration(hops=()).hop_s(HopPath.GLOO) is None
 
 
-def test_the_longest_words_are_still_read() -> None:
+def test_texts_of_the_maximum_length_are_read_back() -> None:
     longest = calibration(skipped=(Skipped(what="w" * 128, why="y" * 256),))
     assert Calibration.from_json(longest.to_json()) == longest
 

@@ -25,18 +25,18 @@ FEW = settings(max_examples=30)
 
 @given(plans())
 @FEW
-def test_plan_round_trip(plan: Plan) -> None:
+def test_a_plan_is_equal_after_writing_and_reading(plan: Plan) -> None:
     assert Plan.from_env(plan.to_env()) == plan
     assert Plan.from_json(plan.to_json()).hash == plan.hash
 
 
 @given(launches)
-def test_launch_round_trip(launch: PodLaunch) -> None:
+def test_a_launch_is_equal_after_writing_and_reading(launch: PodLaunch) -> None:
     assert PodLaunch.from_env(launch.to_env()) == launch
 
 
 @given(group_reports)
-def test_group_report_round_trip(report: GroupReport) -> None:
+def test_a_group_report_is_equal_after_writing_and_reading(report: GroupReport) -> None:
     assert GroupReport.from_json(report.to_json()) == report
 
 
@@ -48,7 +48,7 @@ def test_a_group_report_of_a_newer_version_is_read_by_what_is_known(report: Grou
 
 
 @given(profiles)
-def test_profile_round_trip(profile: ModelProfile) -> None:
+def test_a_profile_is_equal_after_writing_and_reading(profile: ModelProfile) -> None:
     assert ModelProfile.from_json(profile.to_json()) == profile
 
 
@@ -240,7 +240,7 @@ def test_ignores_a_foreign_termination_message(text: str) -> None:
 
 
 @given(profiles)
-def test_profile_adds_up(profile: ModelProfile) -> None:
+def test_the_parts_of_a_profile_add_up_to_its_total(profile: ModelProfile) -> None:
     parts = profile.embedding_bytes + profile.head_bytes + profile.other_bytes
     assert profile.total_bytes == parts + sum(profile.layer_bytes)
     assert len(profile.layers) == profile.num_layers

@@ -75,7 +75,7 @@ def test_reads_a_model_in_a_single_file(tmp_path: Path) -> None:
     assert profile.quantization == ""
 
 
-def test_shards_are_the_same_model(tmp_path: Path) -> None:
+def test_a_sharded_model_has_the_profile_of_the_whole_file(tmp_path: Path) -> None:
     whole = read_profile(write_model(tmp_path / "whole"))
     sharded = write_model(tmp_path / "sharded", tensors={})
     (sharded / "model.safetensors").unlink()
@@ -98,7 +98,7 @@ def test_a_tensor_that_two_files_have_counts_once(tmp_path: Path) -> None:
     assert read_profile(tmp_path) == whole
 
 
-def test_mistrals_own_files_count_before_others(tmp_path: Path) -> None:
+def test_reads_mistrals_own_files_before_others(tmp_path: Path) -> None:
     whole = read_profile(write_model(tmp_path))
     renamed = {name.removeprefix("model."): shape for name, shape in TENSORS.items()}
     write_safetensors(tmp_path / "consolidated.safetensors", renamed)
@@ -114,7 +114,7 @@ def test_tied_head_counts_once(tmp_path: Path, keeps_copy: bool) -> None:
     assert (profile.tied_head, profile.head_bytes, profile.embedding_bytes) == (True, 0, 256)
 
 
-def test_nested_text_config_and_a_vision_tower(tmp_path: Path) -> None:
+def test_reads_a_nested_text_config_beside_a_vision_tower(tmp_path: Path) -> None:
     text = {key: value for key, value in CONFIG.items() if key != "architectures"}
     config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
     tensors = {f"language_model.{name}": shape for name, shape in TENSORS.items()}
@@ -199,7 +199,7 @@ def test_refuses_another_number_of_experts_than_the_configs(tmp_path: Path, numb
         read_profile(model)
 
 
-def test_experts_of_images_beside_those_of_text(tmp_path: Path) -> None:
+def test_counts_only_the_experts_for_text(tmp_path: Path) -> None:
     config = {**CONFIG, "moe_num_experts": [4, 4], "num_experts_per_tok": 2}
     model = write_model(tmp_path, config=config, tensors=_experts(range(8)))
     assert read_profile(model).layer(0).experts == 4
@@ -414,7 +414,7 @@ def test_refuses_a_config_that_cannot_be_interpreted(tmp_path: Path, changed: Ma
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX_FILE])
-def test_json_that_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
+def test_refuses_json_that_is_nested_too_deeply(tmp_path: Path, name: str) -> None:
     write_model(tmp_path)
     (tmp_path / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     with pytest.raises(ModelFilesError, match="is not valid JSON"):

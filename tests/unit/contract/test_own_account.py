@@ -29,7 +29,7 @@ def test_a_user_without_an_account_gets_one(tmp_path: Path, monkeypatch: pytest.
         ("/\udc80", "/tmp"),
     ],
 )
-def test_any_home_makes_one_account(
+def test_any_home_gives_one_line_in_the_accounts_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, taken: str
 ) -> None:
     accounts, written = tmp_path / "passwd", tmp_path / "written"
@@ -40,7 +40,7 @@ def test_any_home_makes_one_account(
     assert written.read_text("utf-8") == f"assigned:x:1000680000:100::{taken}:/usr/sbin/nologin\n"
 
 
-def test_elsewhere_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_our_images_no_account_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accounts, written = tmp_path / "passwd", tmp_path / "folder" / "written"
     ensure_own_account(accounts)  # its user has an account
     assert not accounts.exists()

@@ -55,7 +55,7 @@ def test_credentials_are_good_once_and_at_their_leader_only() -> None:
 @pytest.mark.parametrize(
     "text", ["", "HeteroInfer", "HeteroInfer a/b/c/d", "Basic x", "HeteroInfer ///", "ä/ö/ü/ß"]
 )
-def test_nonsense_is_not_admitted(text: str) -> None:
+def test_invalid_challenges_are_not_accepted(text: str) -> None:
     assert ReportGuard(KEY).accepted_challenge(text, 1.0) is None
 
 

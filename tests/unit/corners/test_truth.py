@@ -52,7 +52,7 @@ def seen(*pods: dict[str, Any], spec: dict[str, Any] | None = None, said: Said |
 BOTH = (pod("life-1-0-70-0"), pod("life-1-0-70-1"))
 
 
-def test_what_is_true_is_no_lie() -> None:
+def test_true_conditions_are_not_reported_as_lies() -> None:
     assert judge(seen(*BOTH)) == (Verdict.SERVES, "Serving")
     assert find_lies(seen(*BOTH)) == []
 
@@ -85,13 +85,13 @@ def test_conditions_of_another_generation_are_lies() -> None:
     assert len(found) == 5, "four conditions, and the status itself"
 
 
-def test_ready_beside_stalled_is_a_lie() -> None:
+def test_ready_and_stalled_at_once_are_reported_as_a_lie() -> None:
     assert find_lies(seen(*BOTH, said={"Stalled": ("True", "RestartsUsedUp")})) == [
         "Ready and Stalled are both True"
     ]
 
 
-def test_at_rest_with_pods_is_a_lie() -> None:
+def test_a_suspended_resource_with_pods_is_reported_as_a_lie() -> None:
     said = {"Available": ("False", "Suspended"), "Ready": ("True", "Suspended")}
     assert judge(seen(spec={"suspend": True}, said=said)) == (Verdict.RESTS, "Suspended")
     assert find_lies(seen(spec={"suspend": True}, said=said)) == []
@@ -115,7 +115,7 @@ def test_what_is_not_ready_moves_or_says_why_not(said: Said, verdict: Verdict) -
     assert judge(seen(said={"Ready": ("False", "Starting"), **said}))[0] is verdict
 
 
-def test_no_conditions_at_all_is_no_end() -> None:
+def test_a_resource_without_conditions_is_still_moving() -> None:
     assert judge(Seen(resource={"metadata": {"name": "life-1"}, "spec": {}}, pods={}))[0] is Verdict.MOVES
 
 

@@ -60,7 +60,7 @@ def test_keeps_commits_confirmed_after_the_list(cache: Path) -> None:
     assert clean(cache, keep=1, listed_s=time.time() + RECENT_S + 60) == [9]
 
 
-def test_by_an_old_list_nothing_is_removed(cache: Path) -> None:
+def test_an_old_list_of_users_removes_nothing(cache: Path) -> None:
     assert clean(cache, keep=1, listed_s=NOW_S - RECENT_S - 60) == [1, 2, 3, 4, 5, 9]
 
 
@@ -154,5 +154,5 @@ def test_a_cache_that_cannot_be_written_keeps_all(cache: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("text", ["", "[", '{"keep": 0, "in_use": [], "listed_s": 1.0}', '{"keep": 2}'])
-def test_without_a_whole_list_nothing_is_removed(text: str) -> None:
+def test_an_incomplete_list_of_users_removes_nothing(text: str) -> None:
     assert read_cleanup({names.ENV_CACHE_CLEANUP: text}) is None

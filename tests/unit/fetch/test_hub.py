@@ -16,7 +16,7 @@ FILE = FetchedFile(path="model.safetensors", size_bytes=10, digest=f"sha256:{'0'
 @pytest.mark.parametrize(
     "path", ["config.json", "sub/a b.safetensors", "..a/b..json", "größe.json", f"{'ö' * 127}/{'a' * 255}"]
 )
-def test_names_that_a_file_can_have(path: str) -> None:
+def test_accepts_names_that_a_file_can_have(path: str) -> None:
     assert can_be_a_file(path)
 
 

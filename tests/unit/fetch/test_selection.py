@@ -51,7 +51,7 @@ def test_weights_that_are_there_twice_are_taken_once() -> None:
     assert names(weight_files(both, None)) == {"model.safetensors"}
 
 
-def test_code_and_vocabularies_of_the_models_own() -> None:
+def test_selects_the_models_own_code_and_vocabularies() -> None:
     assert names(describing_files(listing(OWN_CODE))) == {*OWN_CODE} - {"model.safetensors"}
 
 
@@ -64,7 +64,7 @@ def test_code_and_vocabularies_of_the_models_own() -> None:
         ([], "names no files"),
     ],
 )
-def test_an_index_that_cannot_be_followed(index: object, words: str) -> None:
+def test_an_index_with_invalid_files_is_refused(index: object, words: str) -> None:
     files = [*listing(SHARDED), *listing(("../../etc/passwd",))]
     with pytest.raises(FetchError, match=words.replace(".", r"\.")) as caught:
         weight_files(files, index)
@@ -114,7 +114,9 @@ def test_an_index_names_none_of_our_files_in_any_way(name: str) -> None:
         (("additional_chat_templates", "additional_chat_templates/a.jinja"), ("additional_chat_templates",)),
     ],
 )
-def test_nothing_is_a_file_and_a_folder(listed: tuple[str, ...], named: tuple[str, ...]) -> None:
+def test_a_path_that_is_both_file_and_folder_is_refused(
+    listed: tuple[str, ...], named: tuple[str, ...]
+) -> None:
     index = {"weight_map": {f"t{i}": name for i, name in enumerate(named)}}
     with pytest.raises(FetchError, match="as a file, and a file below it or above it") as refused:
         weight_files(listing((*SHARDED, *listed)), index)

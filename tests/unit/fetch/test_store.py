@@ -169,7 +169,7 @@ def test_a_folder_for_each_model_and_commit() -> None:
     assert model_folder("gpt2", "abc") == "gpt2/abc"
 
 
-def test_progress_is_as_strict_as_every_message() -> None:
+def test_invalid_progress_is_refused() -> None:
     progress = FetchProgress(commit="abc", done_bytes=1, total_bytes=2, message="m")
     assert FetchProgress.from_json(progress.to_json()) == progress
     with pytest.raises(ContractError, match="done_bytes"):

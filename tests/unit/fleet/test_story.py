@@ -81,7 +81,7 @@ def test_a_message_of_kubernetes_is_shown_unchanged() -> None:
     assert story.title == "g-0-1-0: rank 0, role cpu on node a, waiting: ImagePullBackOff: no such image"
 
 
-def test_a_kept_failure_is_one_line() -> None:
+def test_each_failure_of_the_status_is_shown_on_one_line() -> None:
     uncounted = failure(1).model_copy(update={"counted": False})
     assert failure_text(failure(1)) == (
         "epoch 1 ended at 2026-11-21 08:00:00Z: RankExited, rank 1, exit code -9: killed"

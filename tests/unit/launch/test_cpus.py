@@ -108,7 +108,7 @@ def test_parses_cpu_lists_of_the_kernel(text: str, ids: list[int]) -> None:
     assert parse_id_list(text) == ids
 
 
-def test_topology_as_the_kernel_shows_it(tmp_path: Path) -> None:
+def test_reads_cores_and_nodes_from_the_kernels_files(tmp_path: Path) -> None:
     for node, ids in (("node0", "0-1,4-5\n"), ("node1", "2-3,6-7\n")):
         (tmp_path / "node" / node).mkdir(parents=True)
         (tmp_path / "node" / node / "cpulist").write_text(ids)

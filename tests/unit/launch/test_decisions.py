@@ -277,7 +277,7 @@ def test_stat_of_a_process_with_an_ugly_name(
         (None, "ended while Ready (exit code unknown)"),
     ],
 )
-def test_describes_an_exit(code: int | None, words: str) -> None:
+def test_describes_each_exit_code_and_signal(code: int | None, words: str) -> None:
     assert describe_exit(code, RankPhase.READY) == words
 
 

@@ -92,7 +92,7 @@ def test_it_is_overdue_after_just_so_long_without_answers_and_busy_ranks(
 
 
 @pytest.mark.parametrize("limit_s", [10.0, 300.0, 86400.0])
-def test_the_limit_is_the_resources_own(limit_s: float) -> None:
+def test_an_engine_is_overdue_after_the_limit_of_its_resource(limit_s: float) -> None:
     clock = EngineClock(limit_s, 0.0)
     look(clock, limit_s, waits_s=limit_s)
     assert clock.overdue() is None

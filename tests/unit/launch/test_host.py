@@ -16,6 +16,6 @@ from vllm_heteroinfer.launch.host import first_routed
         ([], None),
     ],
 )
-def test_an_address_that_other_links_reach(found: list[str], told: str | None) -> None:
+def test_finds_the_first_address_that_other_hosts_can_reach(found: list[str], told: str | None) -> None:
     expected = None if told is None else ipaddress.ip_address(told)
     assert first_routed(map(ipaddress.ip_address, found)) == expected

@@ -59,7 +59,7 @@ def test_a_late_turn_is_remembered_for_a_while() -> None:
 
 
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=60))
-def test_late_is_the_worst_of_the_window(pauses_s: list[float]) -> None:
+def test_the_delay_is_the_largest_of_the_window(pauses_s: list[float]) -> None:
     clock, now_s, turns = LoopClock(BEAT_S, 0.0), 0.0, []
     for pause_s in pauses_s:
         now_s += pause_s

@@ -23,7 +23,7 @@ def test_a_start_that_stands_still_is_overdue_after_the_timeout() -> None:
     assert clock.is_overdue(view(), 110.1)
 
 
-def test_bytes_phases_and_the_api_are_moves() -> None:
+def test_loaded_bytes_phases_and_the_api_count_as_progress() -> None:
     clock = StartClock(TIMEOUT_S)
     moves = [
         view(loaded_bytes=1),

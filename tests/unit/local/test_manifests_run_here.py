@@ -52,7 +52,7 @@ def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -
     assert inspect.arguments == ("inspect", "--model", str(tmp_path))
 
 
-def test_a_fetch_runs_here_without_a_secret(tmp_path: Path) -> None:
+def test_a_download_of_up_needs_no_secret(tmp_path: Path) -> None:
     _, resource = read_resource(str(EXAMPLES[0]), model_dir=tmp_path)
     model = {"uri": "hf://org/model", "tokenSecretRef": {"name": "hub"}, "cache": {"size": "1Gi"}}
     spec = parse_spec({**resource.spec.dump(), "model": model})

@@ -165,7 +165,7 @@ def test_a_resource_opens_nothing_beyond_what_the_installation_allows(spec: Hete
             assert each.subnet_of(whole)  # type: ignore[arg-type]  # raises TypeError for another family
 
 
-def test_an_installation_says_where_fetches_go() -> None:
+def test_the_installation_decides_where_downloads_may_connect() -> None:
     text = '{"ports": [3128], "cidrs": ["10.0.0.0/8", "10.1.0.0/17"], "except": ["10.1.0.0/16", "fe80::/10"]}'
     [rule] = rules_of_fetch(asked(), FetchEgress.from_json(text))
     assert rule == {
@@ -198,7 +198,7 @@ def test_the_chart_has_the_same_defaults() -> None:
         '{"except": [7]}',
     ],
 )
-def test_what_says_no_addresses_is_refused(text: str) -> None:
+def test_a_fetch_egress_without_valid_addresses_is_refused(text: str) -> None:
     with pytest.raises(HeteroInferError, match=r"fetchEgress of the chart.*Correct it"):
         FetchEgress.from_json(text)
 

@@ -101,7 +101,7 @@ MANIFESTS = _manifests()
 
 
 @pytest.mark.parametrize("name", sorted(MANIFESTS))
-def test_manifest_is_as_kept(name: str) -> None:
+def test_each_manifest_equals_its_golden_file(name: str) -> None:
     path = GOLDEN / f"{name}.yaml"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(yaml.safe_dump(MANIFESTS[name], sort_keys=False, width=120))

@@ -31,7 +31,7 @@ def test_every_pod_pulls_as_the_installation_says() -> None:
         assert {each["name"] for each in spec["imagePullSecrets"]} == {"given", "own", *given}, name
 
 
-def test_nothing_is_added_where_nothing_is_set() -> None:
+def test_without_settings_no_pull_policy_or_secret_is_added() -> None:
     for spec in specs_of(pulling(ImagePulls())).values():
         assert "imagePullPolicy" not in spec["containers"][0]
         assert {"name": "own"} not in spec.get("imagePullSecrets", [])

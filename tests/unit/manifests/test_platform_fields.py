@@ -137,14 +137,14 @@ def test_a_model_in_an_image_is_a_volume() -> None:
     assert advice not in refusal_message(CreateObject(manifest=model_pod(RESOURCE.spec)), said)
 
 
-def test_security_contexts_are_the_installations() -> None:
+def test_security_contexts_come_from_the_installation() -> None:
     security = PodSecurity(pod={"runAsNonRoot": True}, container={"privileged": False})
     pod = worker(RESOURCE.spec, security=security)["spec"]
     assert pod["securityContext"] == {"runAsNonRoot": True}
     assert pod["containers"][0]["securityContext"] == {"privileged": False}
 
 
-def test_service_accounts_are_listed() -> None:
+def test_only_listed_service_accounts_are_allowed() -> None:
     found = Allowed().find_forbidden(spec(PLATFORM))
     assert found is not None
     assert found.reason == "ServiceAccountNotAllowed"

@@ -166,7 +166,7 @@ def test_a_restarted_sidecar_does_not_end_the_pod() -> None:
     assert ended.exit_code == 2
 
 
-def test_why_a_pod_does_not_run_yet() -> None:
+def test_reads_why_a_pod_does_not_run_yet() -> None:
     unplaced = trim.pod_view(
         stored_pod(
             conditions=[
@@ -185,7 +185,7 @@ def test_why_a_pod_does_not_run_yet() -> None:
     assert trim.pod_view(stored_pod(containerStatuses=[waiting])).waiting == ("ImagePullBackOff", "no such")
 
 
-def test_a_pod_that_is_being_deleted() -> None:
+def test_a_pod_that_is_being_deleted_has_ended() -> None:
     going = stored_pod(phase="Running")
     going["metadata"]["deletionTimestamp"] = "2026-11-21T01:02:04Z"
     assert trim.pod_view(going).ended

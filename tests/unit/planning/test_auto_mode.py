@@ -121,7 +121,7 @@ def test_moved_resources_are_those_of_the_cpu_role_and_no_more() -> None:
     assert planned.plan.mode is Mode.FEED_FORWARD
 
 
-def test_the_load_decides() -> None:
+def test_the_load_decides_which_mode_is_the_fastest() -> None:
     """A cache for many requests is worth more than the fastest step for one."""
     model = shapes()["dense"]
     roles = (gpu(deviceMemory="23Gi"), cpu(resources=CPUS))

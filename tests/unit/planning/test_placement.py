@@ -286,7 +286,7 @@ def test_pods_that_no_zone_holds_together_are_refused_with_what_is_missing() -> 
     )
 
 
-def test_two_roles_that_must_be_together_are() -> None:
+def test_two_roles_that_must_be_together_get_one_zone() -> None:
     """A zone with capacity for each role by itself, and not for both."""
     small = PodDemand(name="role s", requests={"cpu": 2.0, "pods": 1.0}, labels={"app": "x"}, near=(NEAR,))
     demands = [*app(3, near=(NEAR,)), *[small] * 4]
@@ -358,7 +358,7 @@ def test_reports_missing_capacity_by_node() -> None:
     )
 
 
-def test_capacity_for_some_of_the_pods() -> None:
+def test_reports_for_how_many_pods_there_is_capacity() -> None:
     words = reported([pod(gpus=1)] * 4, node("a", gpus=2), node("b", gpus=1))
     assert words == (
         "needs 4 pods (role gpu) with 1 nvidia.com/gpu, and there is capacity for 3; "
@@ -374,12 +374,12 @@ def test_places_pods_by_memory_on_many_nodes() -> None:
     )
 
 
-def test_pods_that_fit_one_by_one_only() -> None:
+def test_reports_pods_that_fit_alone_but_not_together() -> None:
     words = reported([pod(gpus=1, cpu=5), pod(cpu=5)], node("a", gpus=1))
     assert words.startswith("each pod alone fits on a node, but not all pods together")
 
 
-def test_within_one_value_of_a_label() -> None:
+def test_all_pods_must_fit_within_one_value_of_the_topology_key() -> None:
     nodes = [node("a", gpus=1, labels={ZONE: "1"}), node("b", gpus=1, labels={ZONE: "2"})]
     assert assign_nodes([pod(gpus=1)] * 2, build_free_nodes(nodes)) is not None
     assert reported([pod(gpus=1)] * 2, *nodes, key=ZONE) == (

@@ -441,7 +441,7 @@ def test_notes_a_gpu_role_that_computes_on_cpus() -> None:
 # Settings
 
 
-def test_settings_of_a_group_with_cpus() -> None:
+def test_a_group_with_cpus_gets_these_default_settings() -> None:
     engine = plan(spec(gpu(), cpu())).plan.engine
     assert (engine.dtype, engine.max_model_len, engine.max_num_batched_tokens, engine.max_num_seqs) == (
         "bfloat16",
@@ -457,7 +457,7 @@ def test_settings_of_a_group_with_cpus() -> None:
     )
 
 
-def test_batches_in_flight_are_a_setting() -> None:
+def test_the_number_of_batches_in_flight_can_be_set() -> None:
     parsed = spec(gpu(), cpu(), parallelism={"batchesInFlight": 2})
     assert plan(parsed).plan.engine.batches_in_flight == 2
 
@@ -504,7 +504,7 @@ def test_an_argument_that_the_plan_owns_is_refused(args: list[str], remedy: str)
     assert remedy in error.message
 
 
-def test_other_arguments_reconcile() -> None:
+def test_other_arguments_are_passed_to_vllm_unchanged() -> None:
     args = ["--enable-prefix-caching", "--tokenizer", "x"]
     planned = plan(spec(cpu(), engine={"args": args})).plan
     assert planned.engine.extra_args == (*args, "--sse-keep-alive-interval", "15")

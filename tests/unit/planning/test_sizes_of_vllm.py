@@ -27,7 +27,7 @@ def test_no_shape_is_left_out() -> None:
         if "refused" not in answer
     ],
 )
-def test_weights_and_kv_of_both_stages(device: str, name: str) -> None:
+def test_weights_and_kv_cache_of_both_stages_equal_vllms(device: str, name: str) -> None:
     what, off = compare(recorded_profiles()[name], recorded(device)[name], device).worst()
     assert off <= MAX_RELATIVE_ERROR, what
 

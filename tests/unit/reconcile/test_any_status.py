@@ -270,7 +270,7 @@ def test_a_resource_is_deleted_with_any_status(data: st.DataObject) -> None:
     assert not world.finalizers
 
 
-def test_the_schema_checker_refuses() -> None:
+def test_the_schema_checker_refuses_invalid_statuses() -> None:
     """The checker of these tests refuses values that the API server refuses."""
     good = _worlds()["serves"].status
     assert list(find_problems(STATUS, good)) == []

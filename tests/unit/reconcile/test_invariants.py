@@ -454,7 +454,7 @@ TestGroupLife = GroupLife.TestCase
 TestGroupLife.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
 
 
-def test_a_group_whose_pod_is_rejected_late() -> None:
+def test_a_late_rejection_of_a_pod_is_handled() -> None:
     """`GroupLife` finds this case rarely."""
     life = GroupLife()
     while not life.world.workers():

@@ -84,7 +84,7 @@ def test_the_model_is_fetched_into_a_new_claim_before_planning(world: World) -> 
     assert world.status["model"]["phase"] == "Downloading"
 
 
-def test_apply_to_ready(world: World) -> None:
+def test_a_model_is_downloaded_and_then_served(world: World) -> None:
     serve(world)
     assert world.condition("Ready") == ("True", "Serving")
     model = world.status["model"]

@@ -77,7 +77,7 @@ def test_the_model_is_inspected_before_planning(world: World) -> None:
     assert world.condition("Ready") == ("False", "Pending")
 
 
-def test_apply_to_ready(world: World) -> None:
+def test_an_applied_resource_becomes_ready(world: World) -> None:
     world.serve()
     assert world.workers() == ["demo-0-1-0", "demo-0-1-1"]
     assert world.condition("Ready") == ("True", "Serving")

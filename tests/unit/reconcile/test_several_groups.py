@@ -224,7 +224,7 @@ def test_a_refused_budget_does_not_delay_the_rollout() -> None:
         ("another", (URGENT,), None),
     ],
 )
-def test_pods_that_a_pod_may_preempt(
+def test_the_priority_class_decides_which_pods_may_be_preempted(
     class_name: str, classes: tuple[PriorityClassView, ...] | None, priority: int | None
 ) -> None:
     assert preempting_priority(class_name, classes) == priority

@@ -147,7 +147,7 @@ def test_an_impossible_exit_code_ends_no_reconcile(exit_code: int) -> None:
 @pytest.mark.parametrize(
     "waiting", ["why not", "no such runtime/class", "R" * 129, "Größe: ist so", ": of it"]
 )
-def test_an_invalid_reason_from_the_kubelet(waiting: str) -> None:
+def test_an_invalid_reason_from_the_kubelet_is_replaced(waiting: str) -> None:
     world = World(spec=cpu_pair())
     world.settle()
     (name,) = world.pods
@@ -160,7 +160,7 @@ def test_an_invalid_reason_from_the_kubelet(waiting: str) -> None:
     )
 
 
-def test_a_model_inspection_that_takes_days() -> None:
+def test_a_model_inspection_that_fails_for_days_keeps_retrying() -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.status["model"] = {**world.status["model"], "phase": "Failed", "failures": 100_000}
@@ -184,7 +184,7 @@ def test_a_model_inspection_that_takes_days() -> None:
 @example(changed(PROFILE.to_json(), ("embedding_bytes",), -(10**15)))
 @example(changed(PROFILE.to_json(), ("scheme", "group"), -1))
 @settings(max_examples=60, deadline=None)
-def test_any_answer_of_a_model_pod(answer: str) -> None:
+def test_any_answer_of_a_model_pod_gives_a_valid_status(answer: str) -> None:
     world = World(spec=cpu_pair())
     world.settle()
     world.answer_inspection(answer)

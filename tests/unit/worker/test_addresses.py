@@ -46,7 +46,7 @@ def test_a_host_may_have_addresses_of_either_family() -> None:
     assert host_in_url("10.0.0.7") == "10.0.0.7"
 
 
-def test_own_address_is_the_supervisors_finding() -> None:
+def test_a_rank_uses_the_address_that_its_supervisor_found() -> None:
     assert own_address({"VLLM_HOST_IP": "10.0.0.7"}) == "10.0.0.7"
     with pytest.raises(ContractError, match="VLLM_HOST_IP is not set; ranks are started by"):
         own_address({})

@@ -33,13 +33,13 @@ def test_shared_memory_is_for_one_pod_or_one_address(hosts: tuple[str, ...], sha
 
 
 @pytest.mark.parametrize(("asked", "shared"), [("shared_memory", True), ("gloo", False)])
-def test_the_users_choice_wins(asked: str, *, shared: bool) -> None:
+def test_the_transport_that_the_user_sets_is_used(asked: str, *, shared: bool) -> None:
     for stage in (0, 1):
         found = shares_host(PLAN, launch("pod-0", "pod-1", "pod-2"), stage, {names.ENV_BRIDGE: asked})
         assert found == shared
 
 
-def test_another_choice_is_refused() -> None:
+def test_an_invalid_transport_is_refused() -> None:
     with pytest.raises(
         ContractError, match="HETEROINFER_BRIDGE must be one of auto, shared_memory, gloo, got 'nccl'"
     ):

@@ -81,7 +81,7 @@ def test_other_options_are_passed_to_vllm(args: list[str]) -> None:
         (["--ssl_certfile", "/model/crt"], "health by HTTP.*gateway in front of the Service"),
     ],
 )
-def test_features_that_are_refused_say_why(args: list[str], why: str) -> None:
+def test_refused_features_have_a_reason(args: list[str], why: str) -> None:
     refused = next(find_refused(args))
     assert re.search(why, str(refused))
 
@@ -91,7 +91,7 @@ SPELLED = REFUSED | {short for short, option in SHORT.items() if option in REFUS
 
 
 @given(st.sampled_from(sorted(SPELLED)), st.data())
-def test_no_spelling_slips_through(option: str, data: st.DataObject) -> None:
+def test_every_spelling_of_a_refused_option_is_refused(option: str, data: st.DataObject) -> None:
     if option.startswith("--"):
         spelled = "--" + "".join(data.draw(st.sampled_from("-_")) if c == "-" else c for c in option[2:])
     else:
@@ -114,7 +114,7 @@ def test_arguments_write_every_owned_setting() -> None:
     assert "--no-async-scheduling" in args
 
 
-def test_eager_is_each_devices_own() -> None:
+def test_eager_is_set_for_each_device_separately() -> None:
     base = plan()
     gpu = replace(base.ranks[1], device=Device.GPU)
     mixed = replace(base, ranks=(base.ranks[0], gpu))

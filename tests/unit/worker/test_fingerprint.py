@@ -51,7 +51,7 @@ def test_one_format_has_other_names_on_other_devices(on_cpus: str | None, on_gpu
     assert fingerprint.quantized_format(on_cpus) == fingerprint.quantized_format(on_gpus)
 
 
-def test_other_formats_differ() -> None:
+def test_each_quantization_has_its_own_fingerprint() -> None:
     formats = [fingerprint.quantized_format(name) for name in ("awq", "gptq", "fp8", "mxfp4", None)]
     assert len(set(formats)) == len(formats)
 
@@ -75,7 +75,7 @@ def test_feed_forward_ranks_compare_only_the_models_files() -> None:
         fingerprint.compare(both, [SETTINGS, {"model": "xyz"}])
 
 
-def test_a_model_is_its_files(tmp_path: Path) -> None:
+def test_equal_files_give_equal_fingerprints(tmp_path: Path) -> None:
     def write(name: str, config: str, weights: bytes) -> str:
         directory = tmp_path / name
         directory.mkdir()

@@ -27,7 +27,7 @@ def write(directory: Path, **files: str) -> None:
         (directory / name.replace("__", ".")).write_text(text)
 
 
-def test_the_tightest_limit_of_all_ancestors_v2(tmp_path: Path) -> None:
+def test_the_tightest_limit_of_all_parent_cgroups_counts_v2(tmp_path: Path) -> None:
     write(tmp_path / "pods/mine", memory__max="max\n", memory__current="9\n", memory__stat=STAT_V2)
     write(tmp_path / "pods", memory__max="1000000\n", memory__current="900000\n", memory__stat=STAT_V2)
     assert available_memory(tmp_path, "0::/pods/mine\n", MEMINFO) == 100_000 + 5_000
@@ -65,7 +65,7 @@ def test_ranks_share_memory_as_the_plan_shares_out_the_cache() -> None:
     ]
 
 
-def test_ranks_without_a_cache_share_memory_alike() -> None:
+def test_ranks_without_a_cache_get_equal_shares_of_memory() -> None:
     """A stage whose layers read the caches of others has none of its own."""
     cpu = tuple(replace(rank, device=Device.CPU, kv_cache_bytes=0) for rank in PLAN.ranks)
     plan = replace(PLAN, ranks=cpu)
@@ -147,7 +147,7 @@ def test_peak_of_a_run_on_a_kernel_without_peaks(tmp_path: Path) -> None:
     assert headroom.PeakOfRun(tmp_path).above_rest_bytes() >= own_peak_bytes - MIB > 0
 
 
-def test_peak_of_this_process() -> None:
+def test_the_peak_includes_memory_that_is_free_again() -> None:
     peak = headroom.PeakOfRun()
     before = peak.above_rest_bytes()
     taken = bytearray(64 * MIB)
@@ -173,6 +173,6 @@ def test_refuses_unsupported_levels_of_sleep(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [2, -1, 3])
-def test_levels_that_a_group_does_not_have(level: int) -> None:
+def test_unsupported_sleep_levels_are_refused_with_a_fix(level: int) -> None:
     with pytest.raises(ValueError, match=rf"sleep level must be 0 or 1 \(got {level}\): .*set spec.suspend"):
         check_level(level)

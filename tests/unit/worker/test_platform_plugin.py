@@ -13,7 +13,7 @@ from heteroinfer_contract import names
         ("cuda", "vllm_heteroinfer.platform.cuda.HeteroCudaPlatform"),
     ],
 )
-def test_heterogeneous_device_is_honoured(
+def test_the_variable_decides_the_device_of_a_rank(
     device: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(names.ENV_PLAN, "{}")

@@ -25,7 +25,7 @@ LAUNCH = PodLaunch(
 )
 
 
-def test_a_step_adds_up() -> None:
+def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
     ours, theirs = RankChannel.open_pair()
     reporter = RankReporter(theirs, 0, gone=lambda: None)
     try:
