@@ -60,7 +60,7 @@ def test_a_rank_with_an_unusual_process_name_is_found() -> None:
         assert child.observe().state is ProcessState.RUNNING
     finally:
         child.kill()
-        wait_until(child.reaped, 20)
+        wait_until(child.is_reaped, 20)
         wait_until(lambda: child.output.ended, 5)
 
 

@@ -72,7 +72,7 @@ os.dup2(unread, 1)  # nobody reads what the pumps write
 chat = [sys.executable, "-c", "while True: print('x' * 60)"]
 chats = [subprocess.Popen(chat, stdout=subprocess.PIPE) for _ in range(4)]
 pumps = [OutputPump(each.stdout, prefix=f"[rank {n}] ") for n, each in enumerate(chats)]
-while not all(pump.pending() and pump.last_line() for pump in pumps):
+while not all(pump.has_unread_output() and pump.last_line() for pump in pumps):
     time.sleep(0.01)
 time.sleep(0.5)
 began = time.monotonic()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from heteroinfer_contract import names
 from heteroinfer_contract.failure import Failure, FailureReason
 from heteroinfer_contract.group_report import RankStatus
-from vllm_heteroinfer.launch.culprit import Evidence, Weight, blame, exit_code, weigh
-from vllm_heteroinfer.launch.readiness import blame_stuck
+from vllm_heteroinfer.launch.culprit import Evidence, Weight, exit_code, most_likely_cause, weigh
+from vllm_heteroinfer.launch.readiness import find_stuck_rank
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.lost_peer import Lost
 
@@ -82,10 +82,10 @@ def test_cause_is_found_whatever_the_order() -> None:
     ]
     for seed in range(10):
         random.Random(seed).shuffle(evidence)
-        assert blame(evidence) == KILLED
-    assert blame([e for e in evidence if e.failure is not KILLED]) == ABORTED
-    assert blame([e for e in evidence if e.failure in (CLOSED, ENGINE)]) == CLOSED
-    assert blame([Evidence(failure=ENGINE)]) == ENGINE
+        assert most_likely_cause(evidence) == KILLED
+    assert most_likely_cause([e for e in evidence if e.failure is not KILLED]) == ABORTED
+    assert most_likely_cause([e for e in evidence if e.failure in (CLOSED, ENGINE)]) == CLOSED
+    assert most_likely_cause([Evidence(failure=ENGINE)]) == ENGINE
 
 
 def test_an_input_error_of_a_rank_is_not_a_lost_peer() -> None:
@@ -93,7 +93,7 @@ def test_an_input_error_of_a_rank_is_not_a_lost_peer() -> None:
     own = replace(RAISED, message="OSError: [Errno 104] Connection reset by peer while reading /models (NFS)")
     gone = replace(CLOSED, message="PeerGoneError: the engine's calls have ended")
     evidence = [Evidence(failure=own, age_s=2.0), Evidence(failure=gone, age_s=0.1, lost=Lost.ENGINE)]
-    assert blame(evidence) == own
+    assert most_likely_cause(evidence) == own
 
 
 OWN_WORDS = st.sampled_from(
@@ -135,7 +135,7 @@ def accused_ranks(draw: st.DrawFn) -> tuple[Failure, list[Evidence]]:
 def test_a_ranks_own_report_comes_before_reports_of_others(drawn: tuple[Failure, list[Evidence]]) -> None:
     """In whatever order all arrive, and however old each is."""
     own, evidence = drawn
-    assert blame(evidence) == own
+    assert most_likely_cause(evidence) == own
 
 
 @given(accused_ranks())
@@ -143,13 +143,16 @@ def test_an_accusation_is_nearer_to_the_cause_than_a_lost_connection(
     drawn: tuple[Failure, list[Evidence]],
 ) -> None:
     own, evidence = drawn
-    blamed = blame([e for e in evidence if e.failure is not own])
+    blamed = most_likely_cause([e for e in evidence if e.failure is not own])
     assert (blamed.rank, blamed.message) == (2, "rank 2 gave no answer")
 
 
 def test_oldest_of_equals_is_the_cause() -> None:
     later = Failure(reason=FailureReason.RANK_EXITED, message="", pod=0, rank=0, exit_code=-11)
-    assert blame([Evidence(failure=later, age_s=0.01), Evidence(failure=KILLED, age_s=0.02)]) == KILLED
+    assert (
+        most_likely_cause([Evidence(failure=later, age_s=0.01), Evidence(failure=KILLED, age_s=0.02)])
+        == KILLED
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def silent(rank: int, silent_s: float) -> RankBeat:
     ],
 )
 def test_names_the_rank_that_blocks_the_others(ranks: list[RankBeat], culprit: int | None) -> None:
-    failure = blame_stuck(ranks, 300.0)
+    failure = find_stuck_rank(ranks, 300.0)
     assert (failure.rank if failure else None) == culprit
 
 
@@ -223,5 +226,5 @@ def test_names_the_rank_that_blocks_the_others(ranks: list[RankBeat], culprit: i
 def test_names_a_rank_that_sends_nothing(
     ranks: list[RankBeat], culprit: int | None, reason: FailureReason | None
 ) -> None:
-    failure = blame_stuck(ranks, 300.0)
+    failure = find_stuck_rank(ranks, 300.0)
     assert (failure and failure.rank, failure and failure.reason) == (culprit, reason)

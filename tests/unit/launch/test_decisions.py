@@ -196,7 +196,7 @@ ALL = (beat(0, 0), beat(1, 0), beat(2, 1), beat(3, 1))
 def test_a_group_is_ready_when_all_its_parts_are(
     view: GroupView, message: str, pod: int | None, rank: int | None
 ) -> None:
-    assert (view.message, view.pod, view.rank) == (message, pod, rank)
+    assert (view.message, view.awaited_pod, view.awaited_rank) == (message, pod, rank)
     assert view.ready is not bool(message)
 
 
@@ -217,13 +217,13 @@ def test_names_an_unready_rank_of_the_unready_pod(
     view = GroupView(plan=PLAN, beats=tuple(beats), missing_pods=tuple(missing), only_pod=only)
     statuses = {status.rank: status for status in view.statuses()}
     if missing:
-        assert (view.pod, view.rank) == (1, None)
+        assert (view.awaited_pod, view.awaited_rank) == (1, None)
     elif all(status.phase is RankPhase.READY for status in statuses.values()):
-        assert (view.pod, view.rank, view.message) == (None, None, "")
+        assert (view.awaited_pod, view.awaited_rank, view.message) == (None, None, "")
     else:
-        assert view.rank is not None
-        assert statuses[view.rank].phase is not RankPhase.READY
-        assert statuses[view.rank].pod == view.pod
+        assert view.awaited_rank is not None
+        assert statuses[view.awaited_rank].phase is not RankPhase.READY
+        assert statuses[view.awaited_rank].pod == view.awaited_pod
         assert view.message
 
 
@@ -235,11 +235,11 @@ def test_names_the_rank_that_all_others_wait_for(order: list[int], data: st.Data
     for number, rank in enumerate(others, start=1):  # each for one before it, however far it has come itself
         awaited = data.draw(st.sampled_from(order[:number]))
         beats.append(replace(beat(rank, PLAN.ranks[rank].pod, data.draw(phases)), waiting_for_rank=awaited))
-    assert GroupView(plan=PLAN, beats=tuple(beats)).rank == hanging
+    assert GroupView(plan=PLAN, beats=tuple(beats)).awaited_rank == hanging
 
 
 def test_status_has_every_rank() -> None:
-    status = GroupView(plan=PLAN, beats=ALL[1:2], missing_pods=(1,)).status(FOLLOWER, "waiting")
+    status = GroupView(plan=PLAN, beats=ALL[1:2], missing_pods=(1,)).build_report(FOLLOWER, "waiting")
     assert [(r.rank, r.pod) for r in status.ranks] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert [r.phase for r in status.ranks] == [RankPhase.STARTING, RankPhase.READY] + [RankPhase.STARTING] * 2
 
@@ -273,7 +273,11 @@ def test_stat_of_a_process_with_an_ugly_name(
         ),
         (-11, "was killed by SIGSEGV while Ready"),
         (-99, "was killed by signal 99 while Ready"),
-        (0, "exited with code 0 while Ready, but must run as long as the group. See its log"),
+        (
+            0,
+            "exited with code 0 while Ready, although it must run as long as the group. Read the log of this "
+            "process",
+        ),
         (None, "ended while Ready (exit code unknown)"),
     ],
 )

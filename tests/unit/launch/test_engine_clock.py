@@ -11,7 +11,7 @@ LIMIT_S = 10.0
 TICK_S = 0.2
 
 
-def look(
+def update(
     clock: EngineClock,
     now_s: float,
     *,
@@ -20,7 +20,7 @@ def look(
     api_silent_s: float = 0.0,
     waits_s: float = 0.0,
 ) -> None:
-    clock.look(
+    clock.update(
         ranks_busy=busy, api_answers=api, api_silent_s=api_silent_s, engine_waits_s=waits_s, now_s=now_s
     )
 
@@ -29,12 +29,12 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
     clock = EngineClock(LIMIT_S, 100.0)
     answers = []
     for now_s, waits_s in ((110.0, 0.0), (111.5, 1.5), (111.6, 1.6)):
-        look(clock, now_s, waits_s=waits_s)
+        update(clock, now_s, waits_s=waits_s)
         answers.append(clock.engine_answers)
     assert answers == [True, True, False]
-    assert clock.overdue() is None
-    look(clock, 120.1, waits_s=10.1)
-    failure = clock.overdue()
+    assert clock.find_overdue() is None
+    update(clock, 120.1, waits_s=10.1)
+    failure = clock.find_overdue()
     assert failure is not None
     assert (failure.reason, failure.pod, failure.rank) == (FailureReason.ENGINE_STOPPED, 0, None)
     assert "the engine (pod 0) has not answered for 10 s" in failure.message
@@ -43,8 +43,8 @@ def test_an_engine_that_answers_nothing_is_named() -> None:
 
 def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None:
     clock = EngineClock(LIMIT_S, 100.0)
-    look(clock, 111.0, api=False, waits_s=11.0)
-    failure = clock.overdue()
+    update(clock, 111.0, api=False, waits_s=11.0)
+    failure = clock.find_overdue()
     assert failure is not None
     assert failure.message.startswith("the API server (pod 0) has not answered")
 
@@ -52,10 +52,10 @@ def test_an_api_server_that_answers_nothing_is_named_before_its_engine() -> None
 def test_names_an_api_server_that_answers_but_does_not_report() -> None:
     """It would not hear that the group drains."""
     clock = EngineClock(LIMIT_S, 100.0)
-    look(clock, 110.0, api_silent_s=10.0)
-    assert clock.overdue() is None
-    look(clock, 111.0, api_silent_s=11.0)
-    failure = clock.overdue()
+    update(clock, 110.0, api_silent_s=10.0)
+    assert clock.find_overdue() is None
+    update(clock, 111.0, api_silent_s=11.0)
+    failure = clock.find_overdue()
     assert failure is not None
     assert failure.message.startswith("the API server (pod 0) has not answered")
 
@@ -64,12 +64,12 @@ def test_a_long_step_does_not_count_as_silence() -> None:
     """A prefill of an hour; then the engine answers what it was asked before it."""
     clock = EngineClock(LIMIT_S, 0.0)
     for second in range(3600):
-        look(clock, float(second), busy=True, api=False, waits_s=float(second))
+        update(clock, float(second), busy=True, api=False, waits_s=float(second))
         assert clock.engine_answers
-        assert clock.overdue() is None
-    look(clock, 3600.2, waits_s=3600.2)
+        assert clock.find_overdue() is None
+    update(clock, 3600.2, waits_s=3600.2)
     assert clock.engine_answers, "the answer may be on its way"
-    look(clock, 3600.4)
+    update(clock, 3600.4)
     assert clock.engine_answers
 
 
@@ -86,15 +86,15 @@ def test_it_is_overdue_after_just_so_long_without_answers_and_busy_ranks(
         waits = 0 if answers else waits + 1
         api_silent = 0 if busy or api else api_silent + 1
         engine_silent = 0 if busy or answers else engine_silent + 1
-        look(clock, number * 1.0, busy=busy, api=api, waits_s=float(waits))
+        update(clock, number * 1.0, busy=busy, api=api, waits_s=float(waits))
         assert clock.engine_answers is (engine_silent <= ANSWERS_WITHIN_S)
-        assert (clock.overdue() is not None) is (max(api_silent, engine_silent) > LIMIT_S)
+        assert (clock.find_overdue() is not None) is (max(api_silent, engine_silent) > LIMIT_S)
 
 
 @pytest.mark.parametrize("limit_s", [10.0, 300.0, 86400.0])
 def test_an_engine_is_overdue_after_the_limit_of_its_resource(limit_s: float) -> None:
     clock = EngineClock(limit_s, 0.0)
-    look(clock, limit_s, waits_s=limit_s)
-    assert clock.overdue() is None
-    look(clock, limit_s + TICK_S, waits_s=limit_s + TICK_S)
-    assert clock.overdue() is not None
+    update(clock, limit_s, waits_s=limit_s)
+    assert clock.find_overdue() is None
+    update(clock, limit_s + TICK_S, waits_s=limit_s + TICK_S)
+    assert clock.find_overdue() is not None

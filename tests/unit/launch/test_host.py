@@ -4,7 +4,7 @@ import ipaddress
 
 import pytest
 
-from vllm_heteroinfer.launch.host import first_routed
+from vllm_heteroinfer.launch.host import first_not_link_local
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from vllm_heteroinfer.launch.host import first_routed
 )
 def test_finds_the_first_address_that_other_hosts_can_reach(found: list[str], told: str | None) -> None:
     expected = None if told is None else ipaddress.ip_address(told)
-    assert first_routed(map(ipaddress.ip_address, found)) == expected
+    assert first_not_link_local(map(ipaddress.ip_address, found)) == expected

@@ -24,10 +24,10 @@ from vllm_heteroinfer.launch.output import OutputPump
 PF_EXITING = 0x4
 """Flag of an exiting process in /proc/PID/stat (linux/sched.h)."""
 REAP_TIMEOUT_S = 30.0
-"""Longest wait for a killed process. It ends when the kernel has freed its memory. A process that takes
-longer hangs in the kernel, and user space cannot end it."""
+"""Longest wait for the end of a killed process. The process ends when the kernel has freed its memory. A
+process that takes longer hangs in the kernel, and no other process can end it."""
 REAP_INTERVAL_S = 0.01
-_NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+_TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 """Errors for too many open files. They pass: clients open connections, and excess connections are closed."""
 
 
@@ -64,15 +64,15 @@ def parse_stat(stat: str) -> ProcessObservation:
 
 
 def _read_stat(pid: int) -> str:
-    """Reads /proc/PID/stat. Raises OSError if the process is gone.
+    """Returns the text of /proc/PID/stat. Raises OSError if the process is gone.
 
     The kernel cuts a process's name after 15 bytes, possibly within a character.
     """
     return Path(f"/proc/{pid}/stat").read_text(errors="replace")
 
 
-def read_switches(pid: int) -> int:
-    """Counts the voluntary context switches of a process's first thread. Each stop adds one.
+def count_voluntary_switches(pid: int) -> int:
+    """Returns the number of voluntary context switches of a process's first thread. Each stop adds one.
 
     Raises:
         OSError: the process is gone.
@@ -101,7 +101,7 @@ class StopClock:
         """
         try:
             stopped = parse_stat(_read_stat(pid)).state is ProcessState.STOPPED
-            switches = read_switches(pid) if stopped else None
+            switches = count_voluntary_switches(pid) if stopped else None
         except OSError:
             switches = None
         if switches is None or switches != self._switches:
@@ -110,7 +110,7 @@ class StopClock:
 
 
 class ForkedProcess:
-    """A child of this process that another process forked. Implements the needed part of Popen."""
+    """A child of this process that another process forked; replaces the Popen of a ChildProcess."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -197,12 +197,12 @@ class ChildProcess:
         try:
             return parse_stat(_read_stat(self.pid))
         except OSError as error:
-            if error.errno not in _NO_FILES:
+            if error.errno not in _TOO_MANY_FILES:
                 raise
             # The state is unknown. The next check follows soon.
             return ProcessObservation(state=ProcessState.RUNNING)
 
-    def reaped(self) -> bool:
+    def is_reaped(self) -> bool:
         """Whether the process was reaped or never started. Reaps the process if it has ended."""
         return self._process is None or self._process.poll() is not None
 
@@ -234,17 +234,17 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
     for child in children:
         child.kill()
     deadline_s = time.monotonic() + REAP_TIMEOUT_S
-    left: list[int] = []
+    alive: list[int] = []
     while True:
         try:
-            left = _reap(children)
+            alive = _reap_ended(children)
         except OSError as error:
-            if error.errno not in _NO_FILES:
+            if error.errno not in _TOO_MANY_FILES:
                 raise
         else:
-            if not left:
+            if not alive:
                 return True
-        for pid in left:
+        for pid in alive:
             # The list can contain a zombie that another process traces. For it, the kill has no effect.
             os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline_s:
@@ -252,19 +252,19 @@ async def kill_everything(children: Sequence[ChildProcess]) -> bool:
         await asyncio.sleep(REAP_INTERVAL_S)
 
 
-def _reap(children: Sequence[ChildProcess]) -> list[int]:
-    """Reaps all ended children. Returns the process ids of the other direct children."""
-    own = {child.pid: child for child in children if child.started}
-    left = []
+def _reap_ended(children: Sequence[ChildProcess]) -> list[int]:
+    """Reaps all ended children. Returns the process ids of the direct children that have not ended."""
+    by_pid = {child.pid: child for child in children if child.started}
+    alive = []
     for pid in child_pids():
-        if pid in own:
-            own[pid].kill()
-            ended = own[pid].reaped()
+        if pid in by_pid:
+            by_pid[pid].kill()
+            ended = by_pid[pid].is_reaped()
         else:
             ended = os.waitpid(pid, os.WNOHANG)[0] == pid
         if not ended:
-            left.append(pid)
-    return left
+            alive.append(pid)
+    return alive
 
 
 def reap_orphans(children: Sequence[ChildProcess]) -> None:
@@ -277,10 +277,10 @@ def reap_orphans(children: Sequence[ChildProcess]) -> None:
     interval of the watch (2 cores, 2026-11-21). If the kernel returns one of `children`, this function stops,
     since ChildProcess reaps these. The next call reaps the zombies behind it.
     """
-    own = {child.pid for child in children if child.started}
+    own_pids = {child.pid for child in children if child.started}
     with contextlib.suppress(ChildProcessError):  # this process has no children
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if found.si_pid in own:
+            if found.si_pid in own_pids:
                 return
             os.waitpid(found.si_pid, 0)
 
@@ -292,7 +292,7 @@ def child_pids(parent: int | None = None) -> list[int]:
         parent: process id; default: this process.
     """
     parent = os.getpid() if parent is None else parent
-    found = []
+    children = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -301,5 +301,5 @@ def child_pids(parent: int | None = None) -> list[int]:
         except OSError:
             continue  # it has ended
         if int(stat[stat.rindex(")") + 2 :].split()[1]) == parent:
-            found.append(int(entry.name))
-    return found
+            children.append(int(entry.name))
+    return children

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_seconds,
         default=600.0,
         metavar="SECONDS",
-        help="time without a new byte after which the command fails",
+        help="fail if no new byte arrives for this time",
     )
     calibrate = commands.add_parser(
         "calibrate",
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--termination-message-path",
             type=Path,
-            default=_message_path(os.environ),
+            default=_default_message_path(os.environ),
             help="second file for the result or the failure; default: "
             f"{names.ENV_TERMINATION_MESSAGE_PATH}, or {names.TERMINATION_MESSAGE_PATH} in a pod",
         )
@@ -100,30 +100,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _port(text: str) -> int:
+    """Parses a port; raises ArgumentTypeError."""
     if not text.isdecimal() or not 0 < int(text) <= MAX_PORT:
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to {MAX_PORT}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to {MAX_PORT} (got {text!r})")
     return int(text)
 
 
 def _seconds(text: str) -> float:
+    """Parses a positive number of seconds; raises ArgumentTypeError."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be seconds above 0, at most {MAX_SECONDS:.0f}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0 and at most {MAX_SECONDS:.0f} (got {text!r})"
+        )
     return seconds
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    _prepare_hub(os.environ)
+    """Downloads the model that the arguments name. Returns the exit code."""
+    _disable_hub_telemetry(os.environ)
     from vllm_heteroinfer.fetch.fetch_pod import fetch_model, leave_failure, read_cleanup
     from vllm_heteroinfer.fetch.job import FetchOptions
 
-    given = {
+    options_given = {
         each.name: getattr(arguments, each.name) for each in fields(FetchOptions) if each.name != "cleanup"
     }
-    options = FetchOptions(**given, cleanup=read_cleanup(os.environ))
+    options = FetchOptions(**options_given, cleanup=read_cleanup(os.environ))
     try:
         trust_ca_bundle(os.environ, _SCRATCH)  # before the hub's client is imported
     except ContractError as error:
@@ -140,8 +145,9 @@ def _calibrate(message_path: Path | None, options: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, command)  # noqa: S606 - no shell is wanted
 
 
-def _prepare_hub(env: MutableMapping[str, str]) -> None:
-    env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the library is imported
+def _disable_hub_telemetry(env: MutableMapping[str, str]) -> None:
+    """Turns off telemetry of huggingface_hub, which reads the variable when it is imported."""
+    env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 def inspect_model(model: str, termination_message_path: Path | None, *, revision: str = "main") -> int:
@@ -152,17 +158,17 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     try:
         text, code = _read_profile(model, revision).to_json(), names.EXIT_STOPPED
         if termination_message_path is not None:
-            _check_length(text)
+            _check_profile_length(text)
     except Exception as error:  # top-level boundary: the pod must report the reason of every failure
-        words = str(error) if isinstance(error, ContractError) else f"the model cannot be read: {error!r}"
+        message = str(error) if isinstance(error, ContractError) else f"the model cannot be read: {error!r}"
         failure = Failure(
             reason=FailureReason.MODEL_NOT_READABLE,
-            message=words,
+            message=message,
             exit_code=names.EXIT_USAGE,
             time=time.time(),
         )
         text, code = failure.to_json(), names.EXIT_USAGE
-        print(f"heteroinfer-worker inspect: {words}", file=sys.stderr)  # noqa: T201 - a command prints
+        print(f"heteroinfer-worker inspect: {message}", file=sys.stderr)  # noqa: T201 - a command prints
     else:
         print(text)  # noqa: T201 - a command prints
     if termination_message_path is not None:
@@ -170,17 +176,19 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     return code
 
 
-def _check_length(profile: str) -> None:
+def _check_profile_length(profile: str) -> None:
     """Raises ContractError if Kubernetes would cut the profile."""
     size = len(profile.encode())
     if size > MAX_TERMINATION_MESSAGE_BYTES:
         raise ContractError(
-            f"the model's profile must be at most {MAX_TERMINATION_MESSAGE_BYTES} bytes, the limit of a "
-            f"termination message in Kubernetes, got {size} bytes: too many layers differ in size"
+            f"the model's profile must have at most {MAX_TERMINATION_MESSAGE_BYTES} bytes, the limit of a "
+            f"termination message in Kubernetes (got {size} bytes: too many layers differ in size). Use "
+            "another model"
         )
 
 
 def _read_profile(model: str, revision: str) -> "ModelProfile":
+    """Reads the profile of a model in a directory, or on a hub for `hf://ORG/MODEL`."""
     # Imported only for this command, since a supervisor must start fast.
     from heteroinfer_contract.model_fetch import HUB_SCHEME
     from heteroinfer_contract.model_files import read_profile
@@ -194,7 +202,8 @@ def _read_profile(model: str, revision: str) -> "ModelProfile":
         return read_hub_profile(HubReader(model.removeprefix(HUB_SCHEME), revision), Path(folder))
 
 
-def _message_path(env: Mapping[str, str]) -> Path | None:
+def _default_message_path(env: Mapping[str, str]) -> Path | None:
+    """Returns the path of the termination message; None outside of a pod."""
     path = Path(env.get(names.ENV_TERMINATION_MESSAGE_PATH) or names.TERMINATION_MESSAGE_PATH)
     # The kubelet creates the file before the container starts. Without the file, no kubelet reads a message.
     return path if names.ENV_TERMINATION_MESSAGE_PATH in env or path.exists() else None
@@ -218,7 +227,7 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
             step_timeout_s=_step_timeout_s(env),
             key=None if (key := GroupKey.from_env(env)) is None else key.of_epoch(launch.epoch),
         )
-        _check(plan, launch)
+        _check_launch(plan, launch)
         if env.get(names.ENV_MODEL_FETCHED) == "1":
             from heteroinfer_contract.model_cache import check_complete
 
@@ -236,28 +245,29 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
         code = names.EXIT_USAGE
     else:
         adopt_orphans()
-        _allow_files()
-        code = asyncio.run(_run(plan, launch, settings))
+        _raise_file_limit()
+        code = asyncio.run(_run_supervisor(plan, launch, settings))
     handler.finish(LOG_FINISH_TIMEOUT_S)
     return code
 
 
-def _allow_files() -> None:
+def _raise_file_limit() -> None:
     """Raises the limit of open files to the hard limit, at most MAX_OPEN_FILES.
 
     Clients with many connections could use up the soft limit, which is often 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    new_limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < new_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
 
 
-async def _run(plan: Plan, launch: PodLaunch, settings: SupervisorSettings) -> int:
+async def _run_supervisor(plan: Plan, launch: PodLaunch, settings: SupervisorSettings) -> int:
     return await Supervisor(plan, launch, settings).run()
 
 
-def _check(plan: Plan, launch: PodLaunch) -> None:
+def _check_launch(plan: Plan, launch: PodLaunch) -> None:
+    """Checks that the launch is valid and fits the plan; raises ContractError."""
     launch.check()
     pods = len(plan.pods)
     if len(launch.addresses) != pods:
@@ -270,6 +280,7 @@ def _check(plan: Plan, launch: PodLaunch) -> None:
 
 
 def _step_timeout_s(env: Mapping[str, str]) -> float:
+    """Returns the step time-out in seconds; raises ContractError if the variable is invalid."""
     text = env.get(names.ENV_STEP_TIMEOUT, str(names.DEFAULT_STEP_TIMEOUT_S))
     try:
         return _seconds(text)
@@ -278,6 +289,7 @@ def _step_timeout_s(env: Mapping[str, str]) -> float:
 
 
 def _set_up_logging(handler: logging.Handler, env: Mapping[str, str]) -> None:
+    """Makes all log records go through `handler`, with the pod's index."""
     pod = env.get(names.ENV_POD_INDEX, "?")
     handler.setFormatter(logging.Formatter(f"[supervisor {pod}] %(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -19,6 +19,7 @@ from vllm_heteroinfer.launch.culprit import Evidence
 HELLO_TIMEOUT_S = 5.0
 """Time-out for the identity of a new client, and for the leader's answer."""
 RETURN_POLL_S = 0.1
+"""Interval of attempts to reconnect, and of checks for a lost peer."""
 REFUSALS = 2
 """Refused connections in a row that mean that no process listens on a port any longer."""
 
@@ -28,10 +29,10 @@ class Handlers:
     """The supervisor's callbacks for events. All run on its event loop.
 
     Attributes:
-        on_evidence: a pod reported a failure (leader only), or a peer's supervisor is lost.
-        on_stopping: this pod was asked to stop.
-        on_left: this pod, which was asked to stop, has left.
-        on_verdict: the leader has decided (followers only).
+        on_evidence: called when a pod reports a failure (leader only), or when a peer's supervisor is lost.
+        on_stopping: called with the index of another pod when that pod was asked to stop.
+        on_left: called with the index of another pod that was asked to stop, when it has left.
+        on_verdict: called when the leader has decided which failure ended the group (followers only).
     """
 
     on_evidence: Callable[[Evidence], None]
@@ -40,7 +41,7 @@ class Handlers:
     on_verdict: Callable[[Failure], None]
 
 
-def pod_lost(launch: PodLaunch, pod: int, how: str) -> Failure:
+def build_pod_lost(launch: PodLaunch, pod: int, how: str) -> Failure:
     """Builds the failure of a pod whose supervisor is lost."""
     return Failure(
         reason=FailureReason.POD_LOST,
@@ -52,7 +53,7 @@ def pod_lost(launch: PodLaunch, pod: int, how: str) -> Failure:
     )
 
 
-async def is_refused(host: str, port: int) -> bool:
+async def refuses_connections(host: str, port: int) -> bool:
     """Returns whether a supervisor's port refuses connections, which means that the supervisor has ended."""
     try:
         async with asyncio.timeout(RETURN_POLL_S * 3):

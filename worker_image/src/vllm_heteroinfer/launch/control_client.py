@@ -10,7 +10,7 @@ from heteroinfer_contract.failure import Failure
 from heteroinfer_contract.group_key import EpochKey
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
-from vllm_heteroinfer.launch.control import HELLO_TIMEOUT_S, REFUSALS, RETURN_POLL_S, Handlers, pod_lost
+from vllm_heteroinfer.launch.control import HELLO_TIMEOUT_S, REFUSALS, RETURN_POLL_S, Handlers, build_pod_lost
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.supervisor_link import NO_ANSWER, SupervisorLink
@@ -56,7 +56,7 @@ class ControlClient:
         self._group_age_s = 0.0
         self._leader_stopping = False
         self._reconnecting = False
-        self._sent_again: list[Message] = []
+        self._resent_after_reconnect: list[Message] = []
 
     async def connect(self) -> None:
         """Waits until the leader accepts this pod.
@@ -67,7 +67,7 @@ class ControlClient:
             Refused: the leader refuses this pod.
         """
         leader = self._launch.leader
-        complaint = ""
+        logged_error = ""
         while self._link is None:
             try:
                 # The address of a pod never changes. No time-out: a resolver that has to repeat its query
@@ -75,12 +75,20 @@ class ControlClient:
                 self._address = await look_up(leader.host, leader.control_port)
                 self._link = await self._try_connect(CONNECT_TIMEOUT_S, HELLO_TIMEOUT_S)
             except (OSError, TimeoutError, ContractError) as error:
-                if str(error) != complaint:
-                    complaint = str(error)
+                if str(error) != logged_error:
+                    logged_error = str(error)
                     log.info("waiting for the leader at %s:%d: %s", leader.host, leader.control_port, error)
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _try_connect(self, timeout_s: float, hello_timeout_s: float) -> SupervisorLink:
+        """Connects once and says hello. Returns the link on which the leader has accepted this pod.
+
+        Raises:
+            Refused: the leader refuses this pod.
+            OSError: the leader cannot be reached, or closes the connection.
+            TimeoutError: the leader does not answer in time.
+            ContractError: the other end is not the leader.
+        """
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(self._address, self._launch.leader.control_port)
         link = SupervisorLink(reader, writer, self._launch.heartbeat_timeout_s, self._clock)
@@ -118,30 +126,31 @@ class ControlClient:
                         self._handlers.on_verdict(message.verdict)
                         return
                     self._handle(message)
-            left = self._leader_stopping and not link.broke_off
+            leader_left = self._leader_stopping and not link.network_failed
             self._reconnecting = True
-            if left or not await self._reconnect(link):
-                self._leader_lost(link.how_it_ended)
+            if leader_left or not await self._reconnect(link):
+                self._report_lost_leader(link.how_it_ended)
                 return
             self._reconnecting = False
 
     def _handle(self, message: Message) -> None:
+        """Stores the leader's news, or that the leader was asked to stop."""
         if message.group_age_s is not None:
             self._group_age_s = message.group_age_s
         if message.stopping:
             self._leader_stopping = True
             self._handlers.on_stopping(0)
 
-    async def _reconnect(self, cut: SupervisorLink) -> bool:
+    async def _reconnect(self, lost_link: SupervisorLink) -> bool:
         """Reconnects to the leader, within its heartbeat limit. Returns whether it succeeded.
 
         If the leader's port refuses connections, its process has ended, so the attempts end too.
         """
-        cut.close()
+        lost_link.close()
         refusals, hello_timeout_s = 0, RECONNECT_HELLO_TIMEOUT_S
-        while (left_s := cut.left_s()) > 0:
+        while (remaining_s := lost_link.allowed_silence_left_s()) > 0:
             try:
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(remaining_s):
                     link = await self._try_connect(RECONNECT_TIMEOUT_S, hello_timeout_s)
             except ConnectionRefusedError:
                 refusals += 1
@@ -156,9 +165,9 @@ class ControlClient:
             except Refused:
                 return False
             else:
-                log.info("reconnected to the leader after %.1f s", cut.silent_for_s())
+                log.info("reconnected to the leader after %.1f s", lost_link.silent_for_s())
                 self._link = link
-                for message in self._sent_again:  # may have been lost with the old connection
+                for message in self._resent_after_reconnect:  # may have been lost with the old connection
                     link.send(message)
                 return True
         return False
@@ -166,7 +175,7 @@ class ControlClient:
     def send(self, message: Message) -> None:
         """Sends a message to the leader. Evidence and a stop are sent again after a reconnect."""
         if message.evidence is not None or message.stopping:
-            self._sent_again.append(message)
+            self._resent_after_reconnect.append(message)
         if self._link is not None:
             self._link.send(message)
 
@@ -175,7 +184,7 @@ class ControlClient:
         assert self._link is not None
         return self._link.own_host
 
-    def welcomed(self) -> bool:
+    def was_accepted(self) -> bool:
         """Returns whether the leader has accepted this pod, even if the leader is lost since then."""
         return self._link is not None
 
@@ -193,8 +202,8 @@ class ControlClient:
 
     def check_silence(self) -> None:
         """Reports the leader if it was silent for too long."""
-        if self._link is not None and self._link.left_s() < 0:
-            self._leader_lost(self._link.describe_silence())
+        if self._link is not None and self._link.allowed_silence_left_s() < 0:
+            self._report_lost_leader(self._link.describe_silence())
 
     async def end(self) -> None:
         """Closes the link after all messages have left."""
@@ -202,9 +211,14 @@ class ControlClient:
             await self._link.flush()
             self._link.close()
 
-    def _leader_lost(self, how: str) -> None:
+    def _report_lost_leader(self, how: str) -> None:
+        """Reports a lost leader; a leader that was asked to stop has left in order.
+
+        Args:
+            how: how the connection ended, for the message.
+        """
         if self._leader_stopping:
             self._handlers.on_left(0)
         else:
             seen = f"{how} (seen by pod {self._launch.pod_index})"
-            self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, 0, seen)))
+            self._handlers.on_evidence(Evidence(failure=build_pod_lost(self._launch, 0, seen)))

@@ -17,8 +17,8 @@ from vllm_heteroinfer.launch.control import (
     REFUSALS,
     RETURN_POLL_S,
     Handlers,
-    is_refused,
-    pod_lost,
+    build_pod_lost,
+    refuses_connections,
 )
 from vllm_heteroinfer.launch.culprit import Evidence
 from vllm_heteroinfer.launch.loop_clock import LoopClock
@@ -55,15 +55,15 @@ class ControlServer:
         self._clock = clock
         self._links: dict[int, SupervisorLink] = {}
         self._instances: dict[int, str] = {}
-        self._away: set[int] = set()
+        self._disconnected: set[int] = set()
         self._stopping: set[int] = set()
         self._ranks: dict[int, tuple[RankBeat, ...]] = {}
         self._server: asyncio.Server | None = None
         self._verdict: Failure | None = None
-        self._said_stopping = False
+        self._announced_stop = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown_connections = ConnectionLimit(MAX_UNKNOWN_PEERS)
-        self._sent_away = 0
+        self._num_refused = 0
         self._logged_at_s = -LOG_INTERVAL_S
 
     async def start(self) -> None:
@@ -95,35 +95,36 @@ class ControlServer:
 
     def misses_a_stopping_pod(self) -> bool:
         """Returns whether a pod that was asked to stop lost its connection: it ended, or will reconnect."""
-        return bool(self._stopping & self._away)
+        return bool(self._stopping & self._disconnected)
 
     def beat(self) -> None:
         """Sends a heartbeat to every follower, with the age of this pod's news from the others."""
         self._send_to_all(Message(group_age_s=self.news_age_s(), late_s=self._clock.late_s()))
 
-    def tell_stopping(self) -> None:
+    def announce_stop(self) -> None:
         """Reports to every follower that this pod was asked to stop."""
-        self._said_stopping = True
+        self._announced_stop = True
         self._send_to_all(Message(stopping=True))
 
     def check_silence(self) -> None:
         """Reports each follower that was silent for too long."""
         for pod, link in self._links.items():
-            if pod not in self._away and link.left_s() < 0:
-                self._pod_lost(pod, link.describe_silence())
+            if pod not in self._disconnected and link.allowed_silence_left_s() < 0:
+                self._report_lost_pod(pod, link.describe_silence())
 
-    async def end(self, verdict: Failure | None, late_s: float) -> None:
+    async def end(self, verdict: Failure | None, wait_for_missing_s: float) -> None:
         """Sends the verdict, if any, to all followers and closes the connections.
 
         Args:
             verdict: the failure that ended the group; None if this pod only stops.
-            late_s: longest wait for pods that have not connected yet, in seconds. Without the verdict, they
+            wait_for_missing_s: longest wait for pods that have not connected yet, in seconds. Without the
+            verdict, they
                 would try to connect until their startup time-out.
         """
         if verdict is not None:
             self._verdict = verdict
             self._send_to_all(Message(verdict=verdict))
-            deadline_s = time.monotonic() + late_s
+            deadline_s = time.monotonic() + wait_for_missing_s
             while self.missing_pods() and time.monotonic() < deadline_s:
                 await asyncio.sleep(BEAT_INTERVAL_S / 4)
         await asyncio.gather(*(link.flush() for link in self._links.values()))
@@ -141,10 +142,12 @@ class ControlServer:
             link.close()
 
     def _send_to_all(self, message: Message) -> None:
+        """Sends a message to every connected follower."""
         for link in self._links.values():
             link.send(message)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one connection: admits the client, then handles its messages."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -165,13 +168,14 @@ class ControlServer:
             link.close()
 
     async def _admit(self, link: SupervisorLink) -> int | None:
+        """Checks a new client. Returns its pod's index; None if the client is no follower of this group."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 if self._key is not None:
                     await link.prove_as_leader(self._key)
                 message = await link.receive()
         except (TimeoutError, ContractError) as error:
-            self._log_stranger(error)
+            self._log_refused_connection(error)
             return None
         if message is None or message.hello is None:
             return None
@@ -185,27 +189,34 @@ class ControlServer:
         self._accept_follower(hello, link)
         return hello.pod
 
-    def _log_stranger(self, error: Exception) -> None:
-        """Logs strangers, but only once in LOG_INTERVAL_S, so that they cannot fill the log."""
-        self._sent_away += 1
+    def _log_refused_connection(self, error: Exception) -> None:
+        """Logs refused connections once in LOG_INTERVAL_S, so that strangers cannot fill the log."""
+        self._num_refused += 1
         if time.monotonic() - self._logged_at_s > LOG_INTERVAL_S:
             self._logged_at_s = time.monotonic()
-            log.warning("control port: refused %d connections so far; the last: %s", self._sent_away, error)
+            log.warning(
+                "control port: refused %d connections so far (the last because %s). Check which clients "
+                "connect to this port",
+                self._num_refused,
+                error,
+            )
 
     def _accept_follower(self, hello: Hello, link: SupervisorLink) -> None:
+        """Stores a follower's connection, and sends it the state of the group."""
         old = self._links.get(hello.pod)
         self._links[hello.pod], self._instances[hello.pod] = link, hello.instance
-        self._away.discard(hello.pod)
+        self._disconnected.discard(hello.pod)
         log.info("pod %d connected%s", hello.pod, "" if old is None else " again")
         if old is not None:
             old.close()
         link.send(Message(welcome=True))
-        if self._said_stopping:
+        if self._announced_stop:
             link.send(Message(stopping=True))
         if self._verdict is not None:
             link.send(Message(verdict=self._verdict))
 
     async def _refuse(self, link: SupervisorLink, hello: Hello, difference: str, *, ends_group: bool) -> None:
+        """Sends a follower the reason for its refusal, and reports the mismatch if it ends the group."""
         failure = Failure(
             reason=FailureReason.PLAN_MISMATCH,
             message=(
@@ -233,42 +244,47 @@ class ControlServer:
                 if message.evidence is not None:
                     self._handlers.on_evidence(message.evidence)
         if self._links.get(pod) is link:
-            self._away.add(pod)
-            left = pod in self._stopping and not link.broke_off
-            if left or not await self._waits_for_reconnect(pod, link):
-                self._pod_lost(pod, link.how_it_ended)
+            self._disconnected.add(pod)
+            has_left = pod in self._stopping and not link.network_failed
+            if has_left or not await self._waits_for_reconnect(pod, link):
+                self._report_lost_pod(pod, link.how_it_ended)
 
     async def _waits_for_reconnect(self, pod: int, link: SupervisorLink) -> bool:
         """Waits for a follower to reconnect, within its heartbeat limit. Returns whether it did.
 
         If its health port refuses connections, its process has ended, so the wait ends too.
         """
-        refusals, own = 0, self._launch.addresses[pod]
+        refusals, address = 0, self._launch.addresses[pod]
         # Use the address it listens on: its connection may come from the address of a gateway.
-        asked = start_task(
-            look_up(bind_host(own.host) or own.host, own.health_port),
+        lookup = start_task(
+            look_up(bind_host(address.host) or address.host, address.health_port),
             name="address of a pod",
             failed=lambda error: log.info("DNS has no address for pod %d: %r", pod, error),
         )
         try:
-            while link.left_s() > 0:
+            while link.allowed_silence_left_s() > 0:
                 if self._links[pod] is not link:
                     return True
-                if not asked.done():
-                    await asyncio.wait((asked,), timeout=RETURN_POLL_S)
+                if not lookup.done():
+                    await asyncio.wait((lookup,), timeout=RETURN_POLL_S)
                     continue
-                known = asked.exception() is None
-                refused = known and await is_refused(asked.result(), own.health_port)
+                has_address = lookup.exception() is None
+                refused = has_address and await refuses_connections(lookup.result(), address.health_port)
                 refusals = refusals + 1 if refused else 0
                 if refusals == REFUSALS:
                     break
                 await asyncio.sleep(RETURN_POLL_S / 2 if refused else RETURN_POLL_S)
         finally:
-            asked.cancel()
+            lookup.cancel()
         return self._links[pod] is not link
 
-    def _pod_lost(self, pod: int, how: str) -> None:
+    def _report_lost_pod(self, pod: int, how: str) -> None:
+        """Reports a lost pod; a pod that was asked to stop has left in order.
+
+        Args:
+            how: how the connection ended, for the message.
+        """
         if pod in self._stopping:
             self._handlers.on_left(pod)
         else:
-            self._handlers.on_evidence(Evidence(failure=pod_lost(self._launch, pod, how)))
+            self._handlers.on_evidence(Evidence(failure=build_pod_lost(self._launch, pod, how)))

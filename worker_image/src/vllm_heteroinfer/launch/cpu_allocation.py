@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 WORTH_ONE_NODE = 0.75
-"""Smallest share of its threads that a rank on one NUMA node keeps; otherwise it gets several nodes.
+"""A rank gets CPUs of several nodes if it would keep less than this part of its threads on one NUMA node.
 
 Remote memory is read at about two thirds of the speed of local memory, and only part of the memory is remote.
 """
@@ -51,11 +51,11 @@ def allocate(cpus: Sequence[Cpu], *, ranks: int, reserved: int) -> tuple[CpuSet,
     Returns:
         None if there are fewer CPUs than ranks and reserved ones.
     """
-    for units in (_cores(cpus), [[cpu] for cpu in sorted(cpus, key=lambda cpu: cpu.id)]):
-        left = _without_reserved(units, reserved)
-        count = sum(len(node) for node in left.values())
-        if count >= ranks:
-            return _distribute(left, ranks, count // ranks)
+    for core_lists in (_cores(cpus), [[cpu] for cpu in sorted(cpus, key=lambda cpu: cpu.id)]):
+        free = _without_reserved(core_lists, reserved)
+        free_units = sum(len(node) for node in free.values())
+        if free_units >= ranks:
+            return _distribute(free, ranks, free_units // ranks)
     return None
 
 
@@ -75,40 +75,52 @@ def _without_reserved(units: Sequence[Sequence[Cpu]], reserved: int) -> dict[int
     while reserved > 0 and any(nodes.values()):
         fullest = max(nodes.values(), key=len)
         reserved -= len(fullest.pop(0))
-    return {node: [unit[0] for unit in own] for node, own in sorted(nodes.items()) if own}
+    return {
+        node: [unit[0] for unit in node_units] for node, node_units in sorted(nodes.items()) if node_units
+    }
 
 
-def _distribute(left: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
-    on_one_node = _most_on_one_node([len(cpus) for cpus in left.values()], ranks)
+def _distribute(free: dict[int, list[Cpu]], ranks: int, threads: int) -> tuple[CpuSet, ...]:
+    """Returns a CPU set for each rank, on one node each if that costs few threads.
+
+    Args:
+        free: free CPUs by node.
+        threads: threads of each rank if ranks use several nodes.
+    """
+    on_one_node = _most_on_one_node([len(cpus) for cpus in free.values()], ranks)
     if on_one_node >= WORTH_ONE_NODE * threads:
         threads = on_one_node
-        takes = (_take_from_one_node(left, threads) for _ in range(ranks))
+        taken_cpus = (_take_from_one_node(free, threads) for _ in range(ranks))
     else:
-        takes = (_take_evenly(left, threads) for _ in range(ranks))
+        taken_cpus = (_take_evenly(free, threads) for _ in range(ranks))
     return tuple(
         CpuSet(
             cpus=tuple(sorted(cpu.id for cpu in taken)),
             nodes=tuple(sorted({cpu.node for cpu in taken})),
         )
-        for taken in takes
+        for taken in taken_cpus
     )
 
 
 def _most_on_one_node(sizes: Sequence[int], ranks: int) -> int:
     """Returns the most threads per rank with which each rank fits on one node; 0 if impossible."""
-    return next((n for n in range(max(sizes), 0, -1) if sum(size // n for size in sizes) >= ranks), 0)
+    return next(
+        (threads for threads in range(max(sizes), 0, -1) if sum(size // threads for size in sizes) >= ranks),
+        0,
+    )
 
 
-def _take_from_one_node(left: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
-    node = next(node for node, cpus in left.items() if len(cpus) >= threads)
-    taken, left[node] = left[node][:threads], left[node][threads:]
+def _take_from_one_node(free: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
+    """Takes the CPUs of a rank from the first node that has enough."""
+    node = next(node for node, cpus in free.items() if len(cpus) >= threads)
+    taken, free[node] = free[node][:threads], free[node][threads:]
     return taken
 
 
-def _take_evenly(left: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
+def _take_evenly(free: dict[int, list[Cpu]], threads: int) -> list[Cpu]:
     """Takes CPUs from all nodes in turn, so that a rank reads the memory of all nodes at once."""
-    turns = [cpu for row in zip_longest(*left.values()) for cpu in row if cpu is not None]
+    turns = [cpu for row in zip_longest(*free.values()) for cpu in row if cpu is not None]
     taken = turns[:threads]
-    for node, cpus in left.items():
-        left[node] = [cpu for cpu in cpus if cpu not in taken]
+    for node, cpus in free.items():
+        free[node] = [cpu for cpu in cpus if cpu not in taken]
     return taken

@@ -23,7 +23,7 @@ class Weight(IntEnum):
     OWN_ERROR = 1
     """The process reported an error that does not concern the connection to a peer."""
     ACCUSED = 2
-    """Another process reported it as the culprit; its own end or error would be closer to the cause."""
+    """Another process named this process as the culprit. An end or error of its own would be a better proof."""
     LOST_PEER = 3
     """The process lost a peer: a consequence of any other known failure."""
     ENGINE = 4
@@ -67,7 +67,7 @@ _LOSSES = {Lost.RANK: Weight.LOST_PEER, Lost.ENGINE: Weight.LOST_ENGINE}
 
 
 def weigh(evidence: Evidence) -> Weight:
-    """Rates how likely a failure is the cause and not a consequence."""
+    """Returns how likely a failure is the cause and not a consequence."""
     failure = evidence.failure
     if evidence.accused or evidence.lost is not None:
         return Weight.ACCUSED if evidence.lost is None else _LOSSES[evidence.lost]
@@ -86,7 +86,7 @@ def weigh(evidence: Evidence) -> Weight:
             return Weight.OWN_ERROR
 
 
-def blame(evidence: Sequence[Evidence]) -> Failure:
+def most_likely_cause(evidence: Sequence[Evidence]) -> Failure:
     """Returns the most likely cause; the oldest failure among equals.
 
     A process's own report has priority over reports by others about it, in any order of arrival.
@@ -94,10 +94,11 @@ def blame(evidence: Sequence[Evidence]) -> Failure:
     Args:
         evidence: at least one item, with current ages.
     """
-    return min(evidence, key=_order).failure
+    return min(evidence, key=_sort_key).failure
 
 
-def _order(evidence: Evidence) -> tuple[Weight, float, int, int]:
+def _sort_key(evidence: Evidence) -> tuple[Weight, float, int, int]:
+    """Sorts by weight, then the oldest failure first, then by pod and rank."""
     failure = evidence.failure
     pod = -1 if failure.pod is None else failure.pod
     rank = -1 if failure.rank is None else failure.rank

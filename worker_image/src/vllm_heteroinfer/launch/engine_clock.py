@@ -21,7 +21,7 @@ class EngineClock:
         self._api_answered_s = self._engine_answered_s = now_s
         self._now_s = now_s
 
-    def look(
+    def update(
         self,
         *,
         ranks_busy: bool,
@@ -50,16 +50,16 @@ class EngineClock:
         """Whether the engine answers now."""
         return self._now_s - self._engine_answered_s <= ANSWERS_WITHIN_S
 
-    def overdue(self) -> Failure | None:
+    def find_overdue(self) -> Failure | None:
         """Returns the failure of the API server or the engine, if either has not answered for too long."""
-        for who, answered_s in (("API server", self._api_answered_s), ("engine", self._engine_answered_s)):
+        for part, answered_s in (("API server", self._api_answered_s), ("engine", self._engine_answered_s)):
             silent_s = self._now_s - answered_s
             if silent_s > self._limit_s:
                 return Failure(
                     reason=FailureReason.ENGINE_STOPPED,
                     message=(
-                        f"the {who} (pod 0) has not answered for {silent_s:.0f} s although no rank was busy. "
-                        f"The limit is {self._limit_s:.0f} s (stepTimeout)"
+                        f"the {part} (pod 0) has not answered for {silent_s:.0f} s although no rank was "
+                        f"busy. The limit is {self._limit_s:.0f} s (stepTimeout). Read the log of pod 0"
                     ),
                     pod=0,
                 )

@@ -15,13 +15,13 @@ _STOPPED = 0
 
 def main() -> int:
     """Runs the command line (see `heteroinfer-worker --help`). Returns the exit code."""
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
     from vllm_heteroinfer.launch.cli import main as run
 
     return run()
 
 
-def _leave(*_: object) -> None:
+def _exit_on_sigterm(*_: object) -> None:
     """Ends a process that has started nothing yet; a supervisor later installs its own handler."""
     os._exit(_STOPPED if sys.argv[1:2] in ([], ["run"]) else exit_code_of_signal(signal.SIGTERM))
 

@@ -22,14 +22,17 @@ from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
 from vllm_heteroinfer.pod.open_mp import first_level
 
 HIDE_GPUS = "-1"
-"""With the empty string Triton would stay on, and the sampler would fail without a driver (vLLM 0.32.0)."""
+"""Value of CUDA_VISIBLE_DEVICES without GPUs. With the empty string, Triton would stay enabled, and the
+sampler would fail without a driver (vLLM 0.32.0)."""
 READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "LD_")
 """Prefixes of variables that libraries read when they load: a forked process keeps its parent's values."""
 GOMP_SPINCOUNT = "GOMP_SPINCOUNT"
 OPENMP_SPINS = "20000000"
-"""Tens of milliseconds. So the threads of a feed-forward rank still spin when the next layer's ask comes."""
+"""GOMP_SPINCOUNT of feed-forward ranks: tens of milliseconds, so that their threads still spin when the
+request for the next layer comes."""
 FEED_FORWARD_SPIN_S = 0.002
-"""Longer than the time between a GPU's asks for two layers, shorter than a step."""
+"""Time for which a feed-forward rank spins for the next request. It is longer than the time between a GPU's
+requests for two layers, and shorter than a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +83,12 @@ def rank_environment(
     base_env = _without_blank_threads(base_env)
     env = {**base_env, **_device_settings(plan, rank.device, host), names.ENV_RANK: str(rank.rank)}
     if rank.device is Device.GPU:
-        env[names.ENV_VISIBLE_GPUS] = _own_gpu(rank, base_env)
+        env[names.ENV_VISIBLE_GPUS] = _gpu_of_rank(rank, base_env)
         _add_relay(plan, launch, rank, env, host)
         return env
     env[names.ENV_VISIBLE_GPUS] = HIDE_GPUS
     cpu_set = bound_cpus(plan, launch, rank, host)
-    if cpu_set is not None and _more_threads(base_env, cpu_set):
+    if cpu_set is not None and _sets_more_threads(base_env, cpu_set):
         cpu_set = None
     for name, value in _thread_settings(plan, launch, cpu_set, host).items():
         env.setdefault(name, value)
@@ -136,13 +139,15 @@ def api_environment(plan: Plan, base_env: Mapping[str, str], host: Host) -> dict
     return env
 
 
-def can_be_forked(rank: Mapping[str, str], first: Mapping[str, str]) -> bool:
+def can_be_forked(rank_env: Mapping[str, str], first_env: Mapping[str, str]) -> bool:
     """Whether a rank can be forked from the first rank after the first rank has loaded its libraries.
 
     Ranks that are bound to cores cannot be forked: each has its own OMP_PLACES, which OpenMP reads only once.
     """
     return all(
-        rank.get(name) == first.get(name) for name in {*rank, *first} if name.startswith(READ_WHEN_LOADED)
+        rank_env.get(name) == first_env.get(name)
+        for name in {*rank_env, *first_env}
+        if name.startswith(READ_WHEN_LOADED)
     )
 
 
@@ -153,7 +158,7 @@ def threads_per_rank(plan: Plan, launch: PodLaunch, host: Host) -> int:
 
 
 def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) -> float:
-    """Seconds for which a feed-forward rank spins for its next ask. Then it sleeps.
+    """Returns the seconds for which a feed-forward rank spins for its next request before it sleeps.
 
     Returns 0 in two cases. Under a CPU limit spinning would use up the computing time (CFS throttling). With
     fewer CPUs than threads, spinning would keep other threads from running.
@@ -190,6 +195,7 @@ def _reserved_cpus(plan: Plan, launch: PodLaunch, host: Host) -> int:
 
 
 def _device_settings(plan: Plan, device: Device, host: Host) -> dict[str, str]:
+    """Returns the variables that select the platform, the network and the layers of a process."""
     return {
         names.ENV_HETEROGENEOUS_DEVICE: "cuda" if device is Device.GPU else "cpu",
         # The model is on disk. vLLM must not download it if the path looks like a repository of a hub.
@@ -214,7 +220,12 @@ def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
     return {name: value for name, value in base_env.items() if name != names.ENV_OMP_THREADS}
 
 
-def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
+def _gpu_of_rank(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
+    """Returns the GPU of a rank: the entry of CUDA_VISIBLE_DEVICES at its local rank.
+
+    Raises:
+        ContractError: the variable lists too few GPUs.
+    """
     listed = base_env.get(names.ENV_VISIBLE_GPUS)
     if listed is None:
         return str(rank.local_rank)
@@ -227,12 +238,13 @@ def _own_gpu(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
     return devices[rank.local_rank]
 
 
-def _more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
+def _sets_more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
     """Returns whether the user set more threads than the rank has CPUs; such threads wait for each other."""
     return (first_level(base_env) or 0) > len(cpu_set.cpus)
 
 
 def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host: Host) -> dict[str, str]:
+    """Returns the variables that set and bind the threads of a CPU rank."""
     threads = threads_per_rank(plan, launch, host) if cpu_set is None else len(cpu_set.cpus)
     settings = {
         names.ENV_OMP_THREADS: str(threads),

@@ -42,13 +42,13 @@ class Seal:
 
     def __init__(self, key: EpochKey, *, leads: bool) -> None:
         self._key = key
-        self._own, self._other = ("leader", "follower") if leads else ("follower", "leader")
+        self._own_side, self._other_side = ("leader", "follower") if leads else ("follower", "leader")
         self._sent = 0
         self._received = 0
 
     def seal(self, line: str) -> str:
         """Adds the code to the next line to send."""
-        code = self._key.code(self._own, str(self._sent), line)
+        code = self._key.code(self._own_side, str(self._sent), line)
         self._sent += 1
         return f"{code} {line}"
 
@@ -59,8 +59,8 @@ class Seal:
             ContractError: the other end did not send this line, or did not send it next.
         """
         code, _, line = sealed.partition(" ")
-        if not self._key.verifies(code, self._other, str(self._received), line):
-            raise ContractError("received a line whose code is not valid")
+        if not self._key.verifies(code, self._other_side, str(self._received), line):
+            raise ContractError("received a line without a valid code of this epoch's key")
         self._received += 1
         return line
 

@@ -71,10 +71,10 @@ def observe_cpus(ids: Sequence[int], system: Path) -> tuple[Cpu, ...]:
         for node in (system / "node").glob("node[0-9]*")
         for cpu in parse_id_list((node / "cpulist").read_text())
     }
-    return tuple(Cpu(id=cpu, core=_core(cpu, system), node=nodes.get(cpu, 0)) for cpu in ids)
+    return tuple(Cpu(id=cpu, core=_core_of(cpu, system), node=nodes.get(cpu, 0)) for cpu in ids)
 
 
-def _core(cpu: int, system: Path) -> int:
+def _core_of(cpu: int, system: Path) -> int:
     """Returns the number of a CPU's core, which is the lowest number of its hyper-threads."""
     try:
         siblings = (system / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
@@ -103,10 +103,10 @@ def interface_of(address: str) -> str:
     if ip.is_loopback:
         return LOOPBACK_INTERFACE
     for _, name in socket.if_nameindex():
-        if ip in _addresses(name):
+        if ip in _addresses_of(name):
             return name
     raise ContractError(
-        f"no interface of this pod has its address {address} (interfaces: {', '.join(_interfaces())}). "
+        f"no interface of this pod has its address {address} (interfaces: {', '.join(_interface_names())}). "
         f"Set network.interface ({names.ENV_NETWORK_INTERFACE})"
     )
 
@@ -117,12 +117,12 @@ def address_of(interface: str) -> str:
     Raises:
         ContractError: the interface does not exist, or has no such address.
     """
-    if interface not in _interfaces():
+    if interface not in _interface_names():
         raise ContractError(
             f"network.interface ({names.ENV_NETWORK_INTERFACE}) must be auto or one of "
-            f"{', '.join(_interfaces())}, got {interface!r}"
+            f"{', '.join(_interface_names())} (got {interface!r})"
         )
-    address = first_routed(_addresses(interface))
+    address = first_not_link_local(_addresses_of(interface))
     if address is None:
         raise ContractError(
             f"network interface {interface!r} has no address. Set network.interface to another name or auto"
@@ -130,16 +130,18 @@ def address_of(interface: str) -> str:
     return str(address)
 
 
-def first_routed(addresses: Iterable[IpAddress]) -> IpAddress | None:
+def first_not_link_local(addresses: Iterable[IpAddress]) -> IpAddress | None:
     """Returns the first address that is not link-local, or None."""
     return next((address for address in addresses if not address.is_link_local), None)
 
 
-def _interfaces() -> list[str]:
+def _interface_names() -> list[str]:
+    """Returns the names of all network interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
-def _addresses(interface: str) -> Iterator[IpAddress]:
+def _addresses_of(interface: str) -> Iterator[IpAddress]:
+    """Yields the IPv4 address and then the IPv6 addresses of an interface."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

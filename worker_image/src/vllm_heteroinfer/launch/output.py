@@ -18,7 +18,7 @@ import threading
 from typing import IO
 
 MAX_LINE_BYTES = 32 * 1024
-"""A longer line is split. Also the most memory for the output of a process."""
+"""Longer lines are split. This is also the largest memory for the output of a process."""
 LAST_LINE_CHARS = 300
 
 _stdout_lock = threading.Lock()
@@ -31,8 +31,8 @@ class OutputPump:
         self._pipe = pipe
         self._prefix = prefix.encode()
         self._last_line = ""
-        self._rest = b""
-        self._reading = threading.Lock()
+        self._incomplete_line = b""
+        self._read_lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"output {prefix}", daemon=True)
         self._thread.start()
@@ -46,11 +46,11 @@ class OutputPump:
         """Whether all output is copied, which is possible only after all writers have ended."""
         return self._ended.is_set()
 
-    def pending(self) -> bool:
+    def has_unread_output(self) -> bool:
         """Returns whether the pipe has unread output; does not wait."""
         if self._ended.is_set():
             return False
-        with self._reading:
+        with self._read_lock:
             if self._pipe.closed:
                 return False
             waiting = fcntl.ioctl(self._pipe.fileno(), termios.FIONREAD, struct.pack("i", 0))
@@ -61,29 +61,34 @@ class OutputPump:
         try:
             self._copy()
         finally:
-            with self._reading:
+            with self._read_lock:
                 self._pipe.close()
             self._ended.set()
 
     def _copy(self) -> None:
+        """Copies lines until the pipe's end."""
         fd = self._pipe.fileno()
         at_end = False
         while not at_end:
-            _wait(fd, select.POLLIN)
-            with self._reading:
-                # pending() must see the read and the update of the last line together. The write may block,
-                # so it is outside of the lock.
+            _wait_for_event(fd, select.POLLIN)
+            with self._read_lock:
+                # has_unread_output() must see the read and the update of the last line together. The write
+                # may block, so it is outside of the lock.
                 chunk = os.read(fd, MAX_LINE_BYTES)
                 at_end = not chunk
-                lines = self._cut(chunk, at_end=at_end)
+                lines = self._take_lines(chunk, at_end=at_end)
             if lines:
-                _write(b"".join(self._prefix + line + b"\n" for line in lines))
+                _write_all(b"".join(self._prefix + line + b"\n" for line in lines))
 
-    def _cut(self, chunk: bytes, *, at_end: bool) -> list[bytes]:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if self._rest and (at_end or len(self._rest) > MAX_LINE_BYTES):
-            lines.append(self._rest)
-            self._rest = b""
+    def _take_lines(self, chunk: bytes, *, at_end: bool) -> list[bytes]:
+        """Adds a chunk to the incomplete line; returns the complete lines and stores the last one.
+
+        Splits a line that is longer than MAX_LINE_BYTES.
+        """
+        *lines, self._incomplete_line = (self._incomplete_line + chunk).split(b"\n")
+        if self._incomplete_line and (at_end or len(self._incomplete_line) > MAX_LINE_BYTES):
+            lines.append(self._incomplete_line)
+            self._incomplete_line = b""
         for line in reversed(lines):
             text = line.decode(errors="replace").strip()
             if text:
@@ -107,31 +112,32 @@ class BackgroundHandler(logging.Handler):
             self._queue.put_nowait((self.format(record) + "\n").encode())
 
     def finish(self, timeout_s: float) -> None:
-        """Writes what is queued, for at most `timeout_s`."""
+        """Writes all queued records; gives up after `timeout_s`."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (line := self._queue.get()) is not None:
-            _write(line)
+            _write_all(line)
 
 
-def _wait(fd: int, event: int) -> None:
+def _wait_for_event(fd: int, event: int) -> None:
+    """Waits until a file descriptor is readable (POLLIN) or writable (POLLOUT)."""
     poller = select.poll()
     poller.register(fd, event)
     poller.poll()
 
 
-def _write(data: bytes) -> None:
-    """Writes whole lines; blocks while the reader is slow. Drops the lines after an error."""
+def _write_all(data: bytes) -> None:
+    """Writes whole lines to the standard output; waits for a slow reader, and drops the lines on an error."""
     view = memoryview(data)
     with _stdout_lock:
         while view:
             try:
                 view = view[os.write(sys.stdout.fileno(), view) :]
             except BlockingIOError:
-                _wait(sys.stdout.fileno(), select.POLLOUT)
+                _wait_for_event(sys.stdout.fileno(), select.POLLOUT)
             except OSError:
                 # The reader has left, or the disk of a log file is full. Processes must not block for that,
                 # and later lines may find space again.

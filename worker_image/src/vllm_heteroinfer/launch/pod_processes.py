@@ -32,9 +32,9 @@ from vllm_heteroinfer.launch.supervised_process import (
     STOPPED,
     STOPPED_LIMIT_S,
     SupervisedProcess,
-    beat_of,
+    build_beat,
+    build_failure,
     exit_reason,
-    failure_of,
 )
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.channel import RankChannel, SupervisorMessage
@@ -46,7 +46,7 @@ EXIT_CODE_WAIT_S = 0.15
 API_STOP_TIMEOUT_S = 3.0
 """Time for the API server to close its connections. Then it is killed."""
 STOP_INTERVAL_S = 0.02
-ENGINE_LOOK_UP_S = 1.0
+ENGINE_LIST_INTERVAL_S = 1.0
 """Interval for listing the processes of a starting API server."""
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Commands:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
+class _ProcessToStart:
     """A process to start. `assignment` is None for the API server."""
 
     label: str
@@ -98,11 +98,11 @@ class PodProcesses:
         self._processes: list[SupervisedProcess] = []
         self._starts = LastingThread("starts")
         self._starting = False
-        self._forks: ForkClient | None = None
+        self._fork_client: ForkClient | None = None
         self._draining = False
         self._engine_pids: list[int] = []
-        self._engine_looked_up_s = -ENGINE_LOOK_UP_S
-        self._engine_stops: dict[int, StopClock] = {}
+        self._engine_listed_at_s = -ENGINE_LIST_INTERVAL_S
+        self._engine_stop_clocks: dict[int, StopClock] = {}
 
     async def start(self, commands: Commands, base_env: Mapping[str, str], host: Host) -> None:
         """Starts every rank of the pod. In the leader's pod, also starts the API server.
@@ -113,68 +113,84 @@ class PodProcesses:
         """
         ranks = self._plan.pods[self._launch.pod_index].ranks
         environments = [rank_environment(self._plan, self._launch, rank, base_env, host) for rank in ranks]
-        wanted = [
-            _Wanted(label=f"rank {rank.rank}", command=commands.rank, env=env, assignment=rank)
+        to_start = [
+            _ProcessToStart(label=f"rank {rank.rank}", command=commands.rank, env=env, assignment=rank)
             for rank, env in zip(ranks, environments, strict=True)
         ]
         if self._launch.pod_index == 0 and commands.api_server:
             env = api_environment(self._plan, base_env, host)
-            wanted.append(_Wanted(label="api", command=commands.api_server, env=env, assignment=None))
-        first, *others = wanted
+            to_start.append(
+                _ProcessToStart(label="api", command=commands.api_server, env=env, assignment=None)
+            )
+        first, *others = to_start
         # CUDA does not work after a fork, and the imports of a CUDA build may initialize CUDA.
         forks = commands.forks and ranks[0].device is Device.CPU
         # The API server computes nothing. So it can be forked from a rank with other thread settings.
-        forked = [w for w in others if forks and (w.assignment is None or can_be_forked(w.env, first.env))]
+        to_fork = [
+            each
+            for each in others
+            if forks and (each.assignment is None or can_be_forked(each.env, first.env))
+        ]
         self._starting = True
-        await self._start_first(first, forked, sorted(cpu.id for cpu in host.cpus))
+        await self._start_first(first, to_fork, sorted(cpu.id for cpu in host.cpus))
         for each in others:
-            if each not in forked:
+            if each not in to_fork:
                 await self._start_one(each)
         self._starting = False
 
-    async def _start_first(self, first: "_Wanted", forked: "Sequence[_Wanted]", cpus: Sequence[int]) -> None:
-        """Starts the pod's first rank, and asks this rank to fork the processes in `forked`."""
-        if not forked:
+    async def _start_first(
+        self, first: "_ProcessToStart", to_fork: "Sequence[_ProcessToStart]", cpus: Sequence[int]
+    ) -> None:
+        """Starts the pod's first rank, and asks this rank to fork the processes in `to_fork`."""
+        if not to_fork:
             await self._start_one(first)
             return
-        self._forks, theirs = ForkClient.open_pair()
-        env = {**first.env, names.ENV_FORK_FD: str(theirs.fileno())}
-        await self._start_one(replace(first, env=env), theirs)
-        for each in forked:
+        self._fork_client, server_end = ForkClient.open_pair()
+        env = {**first.env, names.ENV_FORK_FD: str(server_end.fileno())}
+        await self._start_one(replace(first, env=env), server_end)
+        for each in to_fork:
             await self._request_fork(each, first, cpus)
         with contextlib.suppress(OSError):
-            self._forks.end_requests()
-        asyncio.get_running_loop().add_reader(self._forks.fileno(), self._adopt_forks, self._forks)
-
-    async def _start_one(self, wanted: "_Wanted", *theirs: socket.socket) -> None:
-        """Starts a process that inherits the sockets `theirs`, without blocking the event loop.
-
-        Closes this process's copies of the sockets.
-        """
-        process = await self._starts.call(lambda: self._store_process(_start(wanted, theirs)))
-        self._listen_to(process)
-        log.info("started %s as process %d", wanted.label, process.child.pid)
-
-    async def _request_fork(self, wanted: "_Wanted", first: "_Wanted", cpus: Sequence[int]) -> None:
-        """Asks the pod's first rank to fork a process. The rank answers after its imports."""
-        forks = self._forks
-        assert forks is not None
-        self._listen_to(
-            await self._starts.call(lambda: self._store_process(_ask_for_fork(forks, wanted, first, cpus)))
+            self._fork_client.end_requests()
+        asyncio.get_running_loop().add_reader(
+            self._fork_client.fileno(), self._adopt_forks, self._fork_client
         )
 
-    def _store_process(self, process: SupervisedProcess) -> SupervisedProcess:
-        """Stores a process. Runs on the starting thread, so kill() finds it even if start() was cancelled."""
+    async def _start_one(self, to_start: "_ProcessToStart", *child_sockets: socket.socket) -> None:
+        """Starts a process without blocking the event loop, and watches its channel.
+
+        Args:
+            child_sockets: sockets that the process inherits; this process's copies are closed.
+        """
+        process = await self._starts.call(lambda: self._keep_process(_start(to_start, child_sockets)))
+        self._watch_channel(process)
+        log.info("started %s as process %d", to_start.label, process.child.pid)
+
+    async def _request_fork(
+        self, to_start: "_ProcessToStart", first: "_ProcessToStart", cpus: Sequence[int]
+    ) -> None:
+        """Asks the pod's first rank to fork a process. The rank answers after its imports."""
+        fork_client = self._fork_client
+        assert fork_client is not None
+        self._watch_channel(
+            await self._starts.call(
+                lambda: self._keep_process(_request_process(fork_client, to_start, first, cpus))
+            )
+        )
+
+    def _keep_process(self, process: SupervisedProcess) -> SupervisedProcess:
+        """Stores a process, on the starting thread: then kill() finds it even if start() is cancelled."""
         self._processes.append(process)
         return process
 
-    def _listen_to(self, process: SupervisedProcess) -> None:
-        asyncio.get_running_loop().add_reader(process.channel.fileno(), self._readable, process)
+    def _watch_channel(self, process: SupervisedProcess) -> None:
+        """Reads the messages of a process as they come."""
+        asyncio.get_running_loop().add_reader(process.channel.fileno(), self._read_channel, process)
 
-    def _adopt_forks(self, forks: ForkClient) -> None:
+    def _adopt_forks(self, fork_client: ForkClient) -> None:
         """Reads the first rank's answers: adopts forked processes, and reports each failed fork."""
-        for answer in forks.read():
-            process = next(p for p in self._processes if p.child.label == answer.label)
+        for answer in fork_client.read():
+            process = next(process for process in self._processes if process.child.label == answer.label)
             if answer.pid:
                 process.child.adopt(answer.pid)
                 log.info("started %s as process %d", answer.label, answer.pid)
@@ -184,28 +200,33 @@ class PodProcesses:
                     "limit on processes"
                 )
                 process.reported = Failure(reason=exit_reason(process), message=message)
-        if forks.closed:
-            asyncio.get_running_loop().remove_reader(forks.fileno())
-            forks.close()
-            self._forks = None
+        if fork_client.closed:
+            asyncio.get_running_loop().remove_reader(fork_client.fileno())
+            fork_client.close()
+            self._fork_client = None
 
     @property
     def _api(self) -> SupervisedProcess | None:
+        """The API server's process; None in other pods than the leader's."""
         return next((process for process in self._processes if process.assignment is None), None)
 
     def beats(self) -> tuple[RankBeat, ...]:
-        """Builds the heartbeat entries of this pod's ranks."""
+        """Returns the heartbeat entries of this pod's ranks."""
         awake_s = self._awake_s()
-        return tuple(beat_of(m, m.assignment, awake_s) for m in self._processes if m.assignment is not None)
+        return tuple(
+            build_beat(process, process.assignment, awake_s)
+            for process in self._processes
+            if process.assignment is not None
+        )
 
-    def tell_age(self, group_age_s: float) -> None:
+    def send_group_age(self, group_age_s: float) -> None:
         """Sends every rank the age of the last heartbeat from the group, in seconds."""
         message = SupervisorMessage(group_age_s=group_age_s, drain=self._draining)
         for process in self._processes:
             process.channel.send(message)
 
     def last_log(self, rank: int) -> str:
-        """Returns the last log line of a rank, or "" for a rank of another pod."""
+        """Returns the last log line of a rank of this pod; "" for a rank of another pod."""
         own = (process for process in self._processes if process.rank == rank)
         return next((process.child.output.last_line() for process in own), "")
 
@@ -225,7 +246,9 @@ class PodProcesses:
         """Age of the API server's call that its engine has not answered, in seconds; 0 without a call."""
         api = self._api
         # Measured at the API server's last message. A silent API server does not report the engine's answer.
-        return 0.0 if api is None or api.heard_awake_s is None else api.busy_s(api.heard_awake_s)
+        return (
+            0.0 if api is None or api.last_message_awake_s is None else api.busy_s(api.last_message_awake_s)
+        )
 
     def api_silent_s(self) -> float:
         """Seconds since the last message of the API server; 0 if the pod has no API server."""
@@ -238,21 +261,21 @@ class PodProcesses:
             started: whether the API server is up. Then it starts no more processes.
         """
         server = self._api
-        if server is None or not server.child.started or server.blamed or self._draining:
+        if server is None or not server.child.started or server.failure_sent or self._draining:
             return
         now_s = self._awake_s()
-        if self._engine_looked_up_s < now_s - ENGINE_LOOK_UP_S:
+        if self._engine_listed_at_s < now_s - ENGINE_LIST_INTERVAL_S:
             try:
                 self._engine_pids = child_pids(server.child.pid)
             except OSError:  # too many open files: the next call tries again
                 return
-            self._engine_looked_up_s = math.inf if started else now_s
-        clocks = {pid: self._engine_stops.get(pid, StopClock()) for pid in self._engine_pids}
-        self._engine_stops = clocks
+            self._engine_listed_at_s = math.inf if started else now_s
+        clocks = {pid: self._engine_stop_clocks.get(pid, StopClock()) for pid in self._engine_pids}
+        self._engine_stop_clocks = clocks
         stops = {pid: clock.stopped_for_s(pid, now_s) for pid, clock in clocks.items()}
         stopped = next((pid for pid, stopped_s in stops.items() if stopped_s > STOPPED_LIMIT_S), None)
         if stopped is not None:
-            server.blamed = True
+            server.failure_sent = True
             pod = self._launch.pod_index
             message = f"the engine (pod {pod}, process {stopped}) {STOPPED}"
             failure = Failure(reason=FailureReason.ENGINE_STOPPED, message=message, pod=pod, time=time.time())
@@ -262,14 +285,14 @@ class PodProcesses:
         """Checks every process, and reports each failure once."""
         now_s = self._awake_s()
         for process in self._processes:
-            if not process.blamed and not (self._draining and process.assignment is None):
+            if not process.failure_sent and not (self._draining and process.assignment is None):
                 self._watch_one(process, now_s)
-        if self._forks is None and not self._starting:
+        if self._fork_client is None and not self._starting:
             reap_orphans([process.child for process in self._processes])
 
-    def failing(self) -> bool:
-        """Whether a process has failed, even if its exit code is not known yet."""
-        return any(m.blamed or m.failing_since_s is not None for m in self._processes)
+    def has_failing_process(self) -> bool:
+        """Whether a process has failed, even if its failure is not reported yet."""
+        return any(process.failure_sent or process.failing_since_s is not None for process in self._processes)
 
     async def stop(self, hurry: asyncio.Event) -> bool:
         """Asks the API server to end, waits for this end, then kills all processes.
@@ -281,9 +304,9 @@ class PodProcesses:
             Whether all processes are gone.
         """
         deadline_s = time.monotonic() + API_STOP_TIMEOUT_S
-        if self._api is not None and not self._api.child.reaped():
+        if self._api is not None and not self._api.child.is_reaped():
             self._api.child.terminate()
-            while not self._api.child.reaped() and not hurry.is_set() and time.monotonic() <= deadline_s:
+            while not self._api.child.is_reaped() and not hurry.is_set() and time.monotonic() <= deadline_s:
                 await asyncio.sleep(STOP_INTERVAL_S)
         return await self.kill()
 
@@ -292,9 +315,9 @@ class PodProcesses:
         loop = asyncio.get_running_loop()
         for process in self._processes:
             loop.remove_reader(process.channel.fileno())
-        if self._forks is not None:
-            loop.remove_reader(self._forks.fileno())
-            self._forks.close()
+        if self._fork_client is not None:
+            loop.remove_reader(self._fork_client.fileno())
+            self._fork_client.close()
         deadline_s = time.monotonic() + REAP_TIMEOUT_S
         while not await self._starts.end(STOP_INTERVAL_S) and time.monotonic() < deadline_s:
             await self._kill_all()  # also ends the process of a start that is still running
@@ -310,7 +333,8 @@ class PodProcesses:
     async def _kill_all(self) -> bool:
         return await kill_everything([process.child for process in self._processes])
 
-    def _readable(self, process: SupervisedProcess) -> None:
+    def _read_channel(self, process: SupervisedProcess) -> None:
+        """Reads the new messages of a process; stops watching a closed channel."""
         try:
             process.read_channel(self._awake_s())
         except ContractError as error:
@@ -320,57 +344,63 @@ class PodProcesses:
             asyncio.get_running_loop().remove_reader(process.channel.fileno())
 
     def _watch_one(self, process: SupervisedProcess, now_s: float) -> None:
+        """Reports a process that has failed, once its exit code and output are known or late."""
         seen = process.child.observe()
         if seen.state is ProcessState.ENDED:
-            self._readable(process)  # the socket may hold its last messages
+            self._read_channel(process)  # the socket may hold its last messages
         stopped = seen.state is ProcessState.STOPPED
         if stopped and process.child.stopped_for_s(now_s) > STOPPED_LIMIT_S:
-            self._blame(process, seen, now_s)
+            self._report_failure(process, seen, now_s)
         elif seen.state is ProcessState.ENDED or process.reported is not None:
             if process.failing_since_s is None:
                 process.failing_since_s = now_s
-            all_known = seen.exit_code is not None and not process.child.output.pending()
+            all_known = seen.exit_code is not None and not process.child.output.has_unread_output()
             if all_known or now_s - process.failing_since_s > EXIT_CODE_WAIT_S:
-                self._blame(process, seen, now_s)
+                self._report_failure(process, seen, now_s)
 
-    def _blame(self, process: SupervisedProcess, seen: ProcessObservation, now_s: float) -> None:
-        process.blamed = True
+    def _report_failure(self, process: SupervisedProcess, seen: ProcessObservation, now_s: float) -> None:
+        """Passes on the failure of a process as evidence, once."""
+        process.failure_sent = True
         since_s = process.failing_since_s if process.failing_since_s is not None else now_s
-        failure = failure_of(process, self._plan, self._launch.pod_index, seen)
+        failure = build_failure(process, self._plan, self._launch.pod_index, seen)
         accused = failure.rank not in (None, process.rank)
         evidence = Evidence(failure=failure, age_s=now_s - since_s, lost=process.lost, accused=accused)
         self._on_evidence(evidence)
 
 
-def _start(wanted: _Wanted, theirs: Sequence[socket.socket]) -> SupervisedProcess:
-    """Starts a process. Closes this process's copies of the inherited sockets."""
-    channel, their_end = RankChannel.open_pair()
+def _start(to_start: _ProcessToStart, child_sockets: Sequence[socket.socket]) -> SupervisedProcess:
+    """Starts a process. Closes this process's copies of `child_sockets`, which the process inherits."""
+    channel, child_end = RankChannel.open_pair()
     with contextlib.ExitStack() as inherited:
-        descriptors = [inherited.enter_context(each).fileno() for each in (their_end, *theirs)]
+        descriptors = [inherited.enter_context(each).fileno() for each in (child_end, *child_sockets)]
         child = ChildProcess.start(
-            label=wanted.label,
-            command=wanted.command,
-            env={**wanted.env, names.ENV_RANK_CHANNEL_FD: str(their_end.fileno())},
+            label=to_start.label,
+            command=to_start.command,
+            env={**to_start.env, names.ENV_RANK_CHANNEL_FD: str(child_end.fileno())},
             inherited_fds=descriptors,
         )
-    return SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment)
+    return SupervisedProcess(child=child, channel=channel, assignment=to_start.assignment)
 
 
-def _ask_for_fork(
-    forks: ForkClient, wanted: _Wanted, first: _Wanted, cpus: Sequence[int]
+def _request_process(
+    fork_client: ForkClient, to_start: _ProcessToStart, first: _ProcessToStart, cpus: Sequence[int]
 ) -> SupervisedProcess:
-    """Asks the pod's first rank to fork a process. The result has no process id yet."""
-    channel, theirs = RankChannel.open_pair()
+    """Asks the pod's first rank to fork a process. The result has no process id yet.
+
+    Args:
+        first: the first rank; only variables that differ from its environment are sent.
+    """
+    channel, child_end = RankChannel.open_pair()
     read_fd, write_fd = os.pipe()
     request = ForkRequest(
-        label=wanted.label,
-        module=wanted.command[-1],
-        environment=difference(first.env, wanted.env),
+        label=to_start.label,
+        module=to_start.command[-1],
+        environment=difference(first.env, to_start.env),
         cpus=cpus,
     )
     with contextlib.suppress(ConnectionError):  # the first rank has ended: watch() reports this
-        forks.ask(request, output_fd=write_fd, channel_fd=theirs.fileno())
+        fork_client.ask(request, output_fd=write_fd, channel_fd=child_end.fileno())
     os.close(write_fd)
-    theirs.close()
-    child = ChildProcess(wanted.label, os.fdopen(read_fd, "rb", buffering=0))
-    return SupervisedProcess(child=child, channel=channel, assignment=wanted.assignment)
+    child_end.close()
+    child = ChildProcess(to_start.label, os.fdopen(read_fd, "rb", buffering=0))
+    return SupervisedProcess(child=child, channel=channel, assignment=to_start.assignment)

@@ -1,4 +1,4 @@
-"""Readiness of a group: can it answer requests, what does it wait for, and is it overdue? PURE."""
+"""Decides whether a group can answer requests, what it waits for, and whether a rank is overdue. PURE."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 
 SILENT_S = 10.0
-"""A rank that sent its supervisor nothing for longer is the first suspect of a slow start."""
+"""A rank that has sent its supervisor nothing for longer is the most likely cause of a slow start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class GroupView:
 
     def statuses(self) -> tuple[RankStatus, ...]:
         """Returns the statuses of all ranks, in order; Starting for a rank without a report."""
-        spoken = {beat.status.rank: beat.status for beat in self.beats}
+        reported = {beat.status.rank: beat.status for beat in self.beats}
         return tuple(
-            spoken.get(rank.rank, RankStatus(rank=rank.rank, pod=rank.pod))
+            reported.get(rank.rank, RankStatus(rank=rank.rank, pod=rank.pod))
             for rank in self.plan.ranks
             if self.only_pod in (None, rank.pod)
         )
@@ -56,7 +56,7 @@ class GroupView:
 
         Programs use the phases of the ranks, not this text.
         """
-        asleep = [str(s.rank) for s in self.statuses() if s.phase is RankPhase.SLEEPING]
+        asleep = [str(status.rank) for status in self.statuses() if status.phase is RankPhase.SLEEPING]
         if asleep and not self.missing_pods:
             return f"asleep: rank {', '.join(asleep)}. To wake the group, POST /wake_up to the leader's API"
         waits = [f"pod {pod} has not connected" for pod in self.missing_pods]
@@ -64,15 +64,15 @@ class GroupView:
             self._describe_rank(status) for status in self._not_ready() if status.pod not in self.missing_pods
         ]
         if not waits and not self.api_healthy:
-            busy = self._busiest()
-            of_rank = f", and rank {busy.rank} (pod {busy.pod}) is busy" if busy else ""
-            waits = [f"the API server does not answer{of_rank}"]
+            busy = self._busy_rank_to_blame()
+            busy_rank_text = f", and rank {busy.rank} (pod {busy.pod}) is busy" if busy else ""
+            waits = [f"the API server does not answer{busy_rank_text}"]
         if not waits and not self.engine_answers:
             waits = ["the engine does not answer"]
         return f"waiting: {', '.join(waits)}" if waits else ""
 
     @property
-    def pod(self) -> int | None:
+    def awaited_pod(self) -> int | None:
         """The pod that the others wait for; None if all are ready.
 
         A pod that has not connected delays all ranks, so it has priority. The engine is in pod 0.
@@ -81,24 +81,24 @@ class GroupView:
             return self.missing_pods[0]
         first = next(iter(self._most_suspicious_first()), None)
         if first is None:
-            busy = None if self.api_healthy else self._busiest()
+            busy = None if self.api_healthy else self._busy_rank_to_blame()
             return busy.pod if busy else None if self.api_healthy and self.engine_answers else 0
         return 0 if self._waits_for_engine(first.rank) else first.pod
 
     @property
-    def rank(self) -> int | None:
+    def awaited_rank(self) -> int | None:
         """The rank that the others wait for; None if they wait for a whole pod or the engine."""
         first = next(iter(self._most_suspicious_first()), None)
         if first is None:
-            busy = None if self.api_healthy or self.missing_pods else self._busiest()
+            busy = None if self.api_healthy or self.missing_pods else self._busy_rank_to_blame()
             return busy.rank if busy else None
         return None if self.missing_pods or self._waits_for_engine(first.rank) else first.rank
 
     def busy_ranks(self) -> list[RankBeat]:
-        """Returns the ranks that are busy, or have sent their supervisor nothing for a while."""
+        """Returns the beats of ranks that are busy, or have sent their supervisor nothing for a second."""
         return [beat for beat in self.beats if beat.busy is not None or beat.silent_s > SILENT_S / 10]
 
-    def _busiest(self) -> RankStatus | None:
+    def _busy_rank_to_blame(self) -> RankStatus | None:
         """Returns the busy rank that an API server without an answer may wait for.
 
         Prefers a rank that does not wait for another rank.
@@ -107,7 +107,7 @@ class GroupView:
         first = min(busy, key=lambda beat: (beat.waiting_for_rank is not None, -beat.busy_s), default=None)
         return None if first is None else first.status
 
-    def status(self, launch: PodLaunch, message: str) -> GroupReport:
+    def build_report(self, launch: PodLaunch, message: str) -> GroupReport:
         """Builds the report for /group; `message` is "" if the group is ready."""
         return GroupReport(
             group_uid=launch.group_uid,
@@ -120,7 +120,8 @@ class GroupView:
         )
 
     def _describe_rank(self, status: RankStatus) -> str:
-        text, beat = f"rank {status.rank} (pod {status.pod}) is {status.phase}", self._beat(status.rank)
+        """Returns why a rank is not ready, for a message."""
+        text, beat = f"rank {status.rank} (pod {status.pod}) is {status.phase}", self._last_beat(status.rank)
         if beat.silent_s > SILENT_S:
             return f"{text} and has sent its supervisor nothing for {beat.silent_s:.0f} s"
         if beat.waiting_for_engine:
@@ -140,25 +141,27 @@ class GroupView:
         def order(status: RankStatus) -> tuple[bool, bool, bool, int, float]:
             loaded = status.loaded_bytes / status.total_bytes if status.total_bytes else 0.0
             return (
-                self._beat(status.rank).silent_s <= SILENT_S,
+                self._last_beat(status.rank).silent_s <= SILENT_S,
                 self._waits_for_engine(status.rank),
-                self._beat(status.rank).waiting_for_rank in not_ready,
+                self._last_beat(status.rank).waiting_for_rank in not_ready,
                 phases.index(status.phase),
                 loaded,
             )
 
         return sorted(not_ready.values(), key=order)
 
-    def _beat(self, rank: int) -> RankBeat:
+    def _last_beat(self, rank: int) -> RankBeat:
+        """Returns the last beat of a rank; a beat without work for a rank that has sent none."""
         status = RankStatus(rank=rank, pod=self.plan.ranks[rank].pod)
         return next((beat for beat in self.beats if beat.status.rank == rank), RankBeat(status=status))
 
     def _waits_for_engine(self, rank: int) -> bool:
         """Returns whether a rank waited for the engine in its last report, if that is recent enough."""
-        beat = self._beat(rank)
+        beat = self._last_beat(rank)
         return beat.waiting_for_engine and beat.silent_s <= SILENT_S
 
     def _not_ready(self) -> list[RankStatus]:
+        """Returns the statuses of the ranks that are not ready."""
         return [status for status in self.statuses() if status.phase is not RankPhase.READY]
 
 
@@ -171,8 +174,8 @@ class StartClock:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._seen: object = None
-        self._moved_at_s = 0.0
+        self._last_progress: object = None
+        self._progress_at_s = 0.0
 
     def is_overdue(self, view: GroupView, now_s: float) -> bool:
         """Returns whether an incomplete start has made no progress for too long.
@@ -182,16 +185,16 @@ class StartClock:
         """
         ranks = tuple((status.phase, status.loaded_bytes) for status in view.statuses())
         seen = (ranks, view.api_healthy)
-        if view.missing_pods or seen != self._seen:
-            self._seen, self._moved_at_s = seen, now_s
-        return self.still_s(now_s) > self._timeout_s
+        if view.missing_pods or seen != self._last_progress:
+            self._last_progress, self._progress_at_s = seen, now_s
+        return self.no_progress_s(now_s) > self._timeout_s
 
-    def still_s(self, now_s: float) -> float:
+    def no_progress_s(self, now_s: float) -> float:
         """Returns the time without progress according to the last call of `is_overdue`, in seconds."""
-        return now_s - self._moved_at_s
+        return now_s - self._progress_at_s
 
 
-def blame_stuck(stuck: Sequence[RankBeat], step_timeout_s: float) -> Failure | None:
+def find_stuck_rank(beats: Sequence[RankBeat], step_timeout_s: float) -> Failure | None:
     """Returns a failure that names the rank that blocks the others; None if no rank is overdue.
 
     If a late rank waits for another rank that has been busy for more than half of the deadline, the blame
@@ -200,14 +203,18 @@ def blame_stuck(stuck: Sequence[RankBeat], step_timeout_s: float) -> Failure | N
     last report is ignored as outdated.
 
     Args:
-        stuck: all ranks that are busy or silent, for any time.
+        beats: last beats of all ranks that are busy or silent, for any time.
     """
-    known = [replace(s, waiting_for_rank=None) if s.silent_s > step_timeout_s / 2 else s for s in stuck]
-    late = {s.status.rank: s for s in known if s.late_s > step_timeout_s}
-    slow = {s.status.rank: s for s in known if s.late_s > step_timeout_s / 2}
+    believed_beats = [
+        replace(beat, waiting_for_rank=None) if beat.silent_s > step_timeout_s / 2 else beat for beat in beats
+    ]
+    late = {beat.status.rank: beat for beat in believed_beats if beat.late_s > step_timeout_s}
+    slow = {beat.status.rank: beat for beat in believed_beats if beat.late_s > step_timeout_s / 2}
     if not late:
         return None
-    culprit = min(late.values(), key=lambda s: (s.waiting_for_rank is not None, -s.late_s, s.status.rank))
+    culprit = min(
+        late.values(), key=lambda beat: (beat.waiting_for_rank is not None, -beat.late_s, beat.status.rank)
+    )
     seen = {culprit.status.rank}
     while culprit.waiting_for_rank in slow and culprit.waiting_for_rank not in seen:
         culprit = slow[culprit.waiting_for_rank]
@@ -215,15 +222,18 @@ def blame_stuck(stuck: Sequence[RankBeat], step_timeout_s: float) -> Failure | N
     rank, is_silent = culprit.status.rank, culprit.silent_s > step_timeout_s / 2
     others = sorted(set(late) - {rank})
     if is_silent:
-        late_words = f"rank {rank} has sent its supervisor nothing for {culprit.silent_s:.0f} s"
+        late_text = f"rank {rank} has sent its supervisor nothing for {culprit.silent_s:.0f} s"
     else:
         for_rank = culprit.waiting_for_rank
         waiting = "" if for_rank is None else f", waiting for rank {for_rank}"
-        late_words = f"rank {rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"
-    beside = f"; ranks {others} also wait" if others else ""
+        late_text = f"rank {rank} has not finished '{culprit.busy}' in {culprit.busy_s:.0f} s{waiting}"
+    others_text = f"; ranks {others} also wait" if others else ""
     return Failure(
         reason=FailureReason.RANK_STOPPED if is_silent else FailureReason.STEP_TIMEOUT,
-        message=f"{late_words}{beside}. The limit is {step_timeout_s:.0f} s (stepTimeout)",
+        message=(
+            f"{late_text}{others_text}. The limit is {step_timeout_s:.0f} s (stepTimeout). Read the log of "
+            f"rank {rank}"
+        ),
         pod=culprit.status.pod,
         rank=rank,
     )

@@ -14,14 +14,31 @@ from vllm_heteroinfer.pod.lost_peer import Lost
 
 STOPPED_LIMIT_S = 1.0
 """Debuggers and profilers stop a process for a shorter time."""
-STOPPED = f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (SIGSTOP or a debugger)"
-_OF_REPORT = tuple({each.name for each in fields(RankReport)} & {each.name for each in fields(RankStatus)})
+STOPPED = (
+    f"has been stopped for more than {STOPPED_LIMIT_S:.0f} s (by SIGSTOP or a debugger). Do not stop "
+    "processes of a running group"
+)
+_FIELDS_FROM_REPORT = tuple(
+    {each.name for each in fields(RankReport)} & {each.name for each in fields(RankStatus)}
+)
 """Names of the fields that a rank's status copies from its report."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedProcess:
-    """The state of one process. `assignment` is None for the API server."""
+    """A supervisor's knowledge of one process.
+
+    Attributes:
+        assignment: assignment of a rank; None for the API server.
+        report: last report of the process.
+        reported: failure that the process itself reported.
+        last_heartbeat_at_s: time of the last message, on time.monotonic()'s clock.
+        last_message_awake_s: time of the last message, on PodProcesses' clock; None before the first.
+        failing_since_s: time of the first sign of a failure, on PodProcesses' clock.
+        lost: other process that this process lost, if its failure is only a consequence.
+        engine_end: end of the engine, reported by the API server.
+        failure_sent: whether PodProcesses has passed on the failure of this process.
+    """
 
     child: ChildProcess
     channel: RankChannel
@@ -29,12 +46,12 @@ class SupervisedProcess:
     report: RankReport = field(default_factory=RankReport)
     reported: Failure | None = None
     last_heartbeat_at_s: float = field(default_factory=time.monotonic)
-    heard_awake_s: float | None = None
+    last_message_awake_s: float | None = None
     busy_since_awake_s: float = 0.0
     failing_since_s: float | None = None
     lost: Lost | None = None
     engine_end: EngineEnd | None = None
-    blamed: bool = False
+    failure_sent: bool = False
 
     @property
     def rank(self) -> int | None:
@@ -51,7 +68,7 @@ class SupervisedProcess:
             ContractError: the process uses a different version of the channel.
         """
         for message in self.channel.read():
-            self.last_heartbeat_at_s, self.heard_awake_s = time.monotonic(), awake_s
+            self.last_heartbeat_at_s, self.last_message_awake_s = time.monotonic(), awake_s
             if message.report is not None:
                 if message.report.busy != self.report.busy:
                     self.busy_since_awake_s = awake_s
@@ -62,21 +79,25 @@ class SupervisedProcess:
 
     def silent_s(self, awake_s: float) -> float:
         """Seconds since the process's last message; 0 before its first message."""
-        return 0.0 if self.heard_awake_s is None else awake_s - self.heard_awake_s
+        return 0.0 if self.last_message_awake_s is None else awake_s - self.last_message_awake_s
 
     def busy_s(self, awake_s: float) -> float:
         """Seconds since the process's current activity began; 0 if it is idle."""
         return 0.0 if self.report.busy is None else awake_s - self.busy_since_awake_s
 
 
-def beat_of(process: SupervisedProcess, assignment: RankAssignment, awake_s: float) -> RankBeat:
-    """Builds a rank's entry in a heartbeat; `awake_s` is the current time of PodProcesses' clock."""
+def build_beat(process: SupervisedProcess, assignment: RankAssignment, awake_s: float) -> RankBeat:
+    """Returns a rank's entry in a heartbeat.
+
+    Args:
+        awake_s: current time of PodProcesses' clock.
+    """
     report = process.report
     status = RankStatus(
         rank=assignment.rank,
         pod=assignment.pod,
         heartbeat_age_s=time.monotonic() - process.last_heartbeat_at_s,
-        **{name: getattr(report, name) for name in _OF_REPORT},
+        **{name: getattr(report, name) for name in _FIELDS_FROM_REPORT},
     )
     return RankBeat(
         status=status,
@@ -88,10 +109,10 @@ def beat_of(process: SupervisedProcess, assignment: RankAssignment, awake_s: flo
     )
 
 
-def failure_of(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
-    """Builds the failure of this process, from its own report or else from its exit status."""
+def build_failure(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessObservation) -> Failure:
+    """Returns the failure of this process, from its own report or else from its exit status."""
     rank = process.rank
-    known = Failure(
+    observed = Failure(
         reason=exit_reason(process),
         message="",
         pod=pod,
@@ -100,17 +121,22 @@ def failure_of(process: SupervisedProcess, plan: Plan, pod: int, seen: ProcessOb
         last_log=process.child.output.last_line(),
         time=time.time(),
     )
-    who = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
+    process_name = f"rank {rank} (pod {pod})" if rank is not None else f"the API server (pod {pod})"
     if process.engine_end is not None:
-        code = process.engine_end.exit_code
-        known, who = replace(known, exit_code=code), f"the engine (pod {pod})"
-        return replace(known, message=f"{who} {describe_exit(code, RankPhase(process.report.phase))}")
+        engine_exit_code = process.engine_end.exit_code
+        observed, process_name = replace(observed, exit_code=engine_exit_code), f"the engine (pod {pod})"
+        return replace(
+            observed,
+            message=f"{process_name} {describe_exit(engine_exit_code, RankPhase(process.report.phase))}",
+        )
     if process.reported is not None:
-        return _completed_report(process.reported, known, plan, who)
+        return _completed_report(process.reported, observed, plan, process_name)
     if seen.state is ProcessState.STOPPED:
         reason = FailureReason.ENGINE_STOPPED if rank is None else FailureReason.RANK_STOPPED
-        return replace(known, reason=reason, message=f"{who} {STOPPED}")
-    return replace(known, message=f"{who} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}")
+        return replace(observed, reason=reason, message=f"{process_name} {STOPPED}")
+    return replace(
+        observed, message=f"{process_name} {describe_exit(seen.exit_code, RankPhase(process.report.phase))}"
+    )
 
 
 def exit_reason(process: SupervisedProcess) -> FailureReason:
@@ -118,17 +144,17 @@ def exit_reason(process: SupervisedProcess) -> FailureReason:
     return FailureReason.API_SERVER_EXITED if process.assignment is None else FailureReason.RANK_EXITED
 
 
-def _completed_report(reported: Failure, known: Failure, plan: Plan, who: str) -> Failure:
+def _completed_report(reported: Failure, observed: Failure, plan: Plan, process_name: str) -> Failure:
     """Completes a process's own report with the supervisor's knowledge.
 
     A rank may name another rank as the culprit, for example if their settings differ. Then the failure
     must not have the exit code and log of the reporting rank.
     """
-    if reported.rank in (None, known.rank) or not 0 <= reported.rank < plan.world_size:
-        return replace(known, reason=reported.reason, message=f"{who} failed: {reported.message}")
+    if reported.rank in (None, observed.rank) or not 0 <= reported.rank < plan.world_size:
+        return replace(observed, reason=reported.reason, message=f"{process_name} failed: {reported.message}")
     accused = plan.ranks[reported.rank]
     return replace(
-        known,
+        observed,
         reason=reported.reason,
         message=reported.message,
         pod=accused.pod,
@@ -139,17 +165,27 @@ def _completed_report(reported: Failure, known: Failure, plan: Plan, who: str) -
 
 
 def describe_exit(exit_code: int | None, phase: RankPhase) -> str:
-    """Describes an exit; `exit_code` is negative for a signal, None if it is unknown."""
+    """Returns what happened to a process that ended, for a message that begins with its name.
+
+    Args:
+        exit_code: negative for a signal; None if it is unknown.
+        phase: last phase that the process reported.
+    """
     during = f"while {phase}"
     if exit_code is None:
         return f"ended {during} (exit code unknown)"
     if exit_code >= 0:
-        return f"exited with code {exit_code} {during}, but must run as long as the group. See its log"
+        return (
+            f"exited with code {exit_code} {during}, although it must run as long as the group. Read the log "
+            "of this process"
+        )
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
     hint = (
-        ". If you did not kill it, the pod reached its memory limit" if -exit_code == signal.SIGKILL else ""
+        ". If you did not kill it, the pod reached its memory limit: raise the limit"
+        if -exit_code == signal.SIGKILL
+        else ""
     )
     return f"was killed by {name} {during}{hint}"

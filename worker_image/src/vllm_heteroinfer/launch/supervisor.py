@@ -34,7 +34,7 @@ from vllm_heteroinfer.launch.engine_clock import EngineClock
 from vllm_heteroinfer.launch.host import find_leader_address, observe_host, waited_for_cpu_s
 from vllm_heteroinfer.launch.loop_clock import LoopClock
 from vllm_heteroinfer.launch.pod_processes import Commands, PodProcesses
-from vllm_heteroinfer.launch.readiness import GroupView, StartClock, blame_stuck
+from vllm_heteroinfer.launch.readiness import GroupView, StartClock, find_stuck_rank
 from vllm_heteroinfer.launch.supervisor_messages import Message
 from vllm_heteroinfer.pod import termination_message
 from vllm_heteroinfer.pod.channel import BEAT_INTERVAL_S
@@ -51,20 +51,20 @@ failure appear.
 STOP_GATHER_S = 0.7
 """Wait after a peer was asked to stop. If the whole group is being deleted, this pod is asked too."""
 FOLLOWERS_DRAIN_LONGER_S = 10.0
-"""Extra time of followers: the leader may be asked later, and ends its API server in order at the end."""
+"""Extra time of followers: the leader may be asked to stop later, and then ends its API server in order."""
 VERDICT_TIMEOUT_S = 1.5
 """Longest wait of a follower for the leader's verdict; then the follower decides alone."""
 TURNS_TO_READ = 3
 """Turns of the event loop before a heartbeat, in which messages from peers are read.
 
-They must be read before this supervisor judges peers, and before it writes: a write to a peer that has left
-breaks the connection, and the peer's last message is lost.
+These messages must be read before this supervisor judges peers, and before it writes: a write to a peer that
+has left breaks the connection, and the peer's last message is lost.
 """
 LATE_TURN_S = 1.0
-"""A turn of the event loop that is later than this is logged: peers may consider this pod lost."""
+"""The supervisor logs a turn of the event loop that is later than this: peers may consider this pod lost."""
 LATE_POD_S = 1.0
 """Time for pods that have not connected yet to connect and receive the verdict."""
-LEAVE_TIMEOUT_S = 0.5
+WRITE_TIMEOUT_S = 0.5
 """Longest wait for the write of the termination message."""
 _ENDING = "the group is ending"
 
@@ -106,19 +106,19 @@ class Supervisor:
         self._clock = LoopClock(BEAT_INTERVAL_S, time.monotonic())
         self._server = ControlServer(plan, launch, handlers, settings.key, self._clock) if leads else None
         self._client = None if leads else ControlClient(plan, launch, handlers, settings.key, self._clock)
-        self._pod = PodProcesses(plan, launch, self._on_evidence, self._awake_s)
-        self._health = HealthServer(self._answer)
+        self._processes = PodProcesses(plan, launch, self._on_evidence, self._awake_s)
+        self._health = HealthServer(self._answer_request)
         self._guard = None if settings.key is None else ReportGuard(settings.key)
         self._api_healthy = not (leads and settings.commands.api_server)
         self._was_ready = False
-        self._start = StartClock(launch.startup_timeout_s)
-        self._engine = EngineClock(settings.step_timeout_s, self._awake_s())
-        self._asked = False
+        self._start_clock = StartClock(launch.startup_timeout_s)
+        self._engine_clock = EngineClock(settings.step_timeout_s, self._awake_s())
+        self._asked_to_stop = False
         self._draining = False
         self._drained = False
         self._evidence: list[tuple[float, Evidence]] = []
         self._stopping_pods: set[int] = set()
-        self._hurry = asyncio.Event()
+        self._stop_at_once = asyncio.Event()
         self._own_address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._outcome: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
 
@@ -129,14 +129,17 @@ class Supervisor:
         verdict: Failure | None = None
         try:
             await self._listen()
-            tasks = [start_task(work, name="supervisor", failed=self._failed) for work in self._work()]
+            tasks = [
+                start_task(work, name="supervisor", failed=self._task_failed)
+                for work in self._background_work()
+            ]
             verdict = await self._outcome
         except ContractError as error:
-            verdict = self._own_failure(FailureReason.BAD_SETTINGS, str(error))
+            verdict = self._failure_of_this_pod(FailureReason.BAD_SETTINGS, str(error))
         except Exception as error:
             # The only broad except: after a bug in the supervisor, the group must still end with a message.
             log.exception("the supervisor failed")
-            verdict = self._own_failure(FailureReason.POD_LOST, f"the supervisor failed: {error!r}")
+            verdict = self._failure_of_this_pod(FailureReason.POD_LOST, f"the supervisor failed: {error!r}")
         finally:
             for task in tasks:
                 task.cancel()
@@ -149,19 +152,21 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
 
     async def _listen(self) -> None:
+        """Opens the health port and, on the leader, the control port."""
         address = self._launch.address
         await self._health.start(address.host, address.health_port)
         if self._server is not None:
             await self._server.start()
 
-    def _work(self) -> list[Coroutine[Any, Any, None]]:
-        work = [self._start_pod(), self._beat_for_ever(), self._watch_for_ever()]
+    def _background_work(self) -> list[Coroutine[Any, Any, None]]:
+        """Returns the coroutines that run until the outcome is known."""
+        coroutines = [self._start_pod(), self._send_heartbeats_for_ever(), self._watch_for_ever()]
         if self._launch.pod_index == 0 and self._settings.commands.api_server:
             port = self._launch.address.api_port
-            work.append(probe_api(self._own_address, port, self._on_api_health, self._awake_s))
-        return work
+            coroutines.append(probe_api(self._own_address, port, self._on_api_health, self._awake_s))
+        return coroutines
 
-    def _failed(self, error: BaseException) -> None:
+    def _task_failed(self, error: BaseException) -> None:
         """Ends the group because a task of the supervisor raised an error."""
         if self._outcome.done():
             log.error("a task of the supervisor failed during the shutdown: %r", error)
@@ -174,7 +179,7 @@ class Supervisor:
             address = await self._join()
         except TimeoutError:
             name = self._launch.leader.host
-            self._conclude(self._startup_timeout(f"DNS has no address for {name}", pod=0))
+            self._conclude(self._startup_timeout_failure(f"DNS has no address for {name}", pod=0))
             return
         except Refused as refusal:
             self._conclude(refusal.failure)
@@ -182,16 +187,19 @@ class Supervisor:
         self._own_address.set_result(address)
         host = observe_host(self._launch, address)
         # Listen now, since commands may take long to load.
-        listening = start_task(self._listen_to_leader(), name="leader", failed=self._failed)
+        listening = start_task(self._listen_to_leader(), name="leader", failed=self._task_failed)
         try:
-            await self._pod.start(self._settings.commands, self._settings.base_env, host)
+            await self._processes.start(self._settings.commands, self._settings.base_env, host)
             await asyncio.wait((listening,))
         except OSError as error:
-            raise ContractError(f"cannot start a process: {error}") from error
+            raise ContractError(
+                f"cannot start a process: {error}. Check the worker image and the pod's limits"
+            ) from error
         finally:
             listening.cancel()
 
     async def _listen_to_leader(self) -> None:
+        """Handles the leader's messages; returns at once on the leader itself."""
         if self._client is not None:
             await self._client.listen()
 
@@ -218,13 +226,15 @@ class Supervisor:
                     raise
 
     async def _watch_for_ever(self) -> None:
+        """Checks the pod's processes, and ends a drain once all requests have ended."""
         while True:
-            self._pod.watch()
-            if self._draining and self._server is not None and self._pod.drained():
+            self._processes.watch()
+            if self._draining and self._server is not None and self._processes.drained():
                 self._end_drain()
             await asyncio.sleep(WATCH_INTERVAL_S)
 
-    async def _beat_for_ever(self) -> None:
+    async def _send_heartbeats_for_ever(self) -> None:
+        """Sends heartbeats, and logs a turn of the event loop that is too late."""
         waited_s = waited_for_cpu_s()
         while True:
             late_s = self._clock.turn(time.monotonic())
@@ -238,52 +248,59 @@ class Supervisor:
                 )
             for _ in range(TURNS_TO_READ):
                 await asyncio.sleep(0)
-            self._beat()
+            self._send_heartbeats()
             await asyncio.sleep(BEAT_INTERVAL_S)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
+        """Sends one heartbeat to the other supervisors and to this pod's ranks, and checks all limits."""
         if self._client is not None:
-            self._client.send(Message(ranks=self._pod.beats(), late_s=self._clock.late_s()))
+            self._client.send(Message(ranks=self._processes.beats(), late_s=self._clock.late_s()))
             self._client.check_silence()
-            self._pod.tell_age(self._client.news_age_s())
+            self._processes.send_group_age(self._client.news_age_s())
         if self._server is not None:
             self._server.beat()
             self._server.check_silence()
-            self._pod.tell_age(self._server.news_age_s())
+            self._processes.send_group_age(self._server.news_age_s())
             self._check_deadlines(self._server)
 
     def _check_deadlines(self, server: ControlServer) -> None:
-        ranks_busy = any(beat.busy is not None for beat in (*self._pod.beats(), *server.ranks()))
-        # Before the group is ready, the API server does not listen yet, but already asks its engine.
-        computes = self._was_ready or self._view().computes
-        self._engine.look(
+        """Ends a start without progress, and reports a rank, API server or engine that is stuck."""
+        ranks_busy = any(beat.busy is not None for beat in (*self._processes.beats(), *server.ranks()))
+        # Before the group is ready, the API server does not listen yet, but already sends calls to its
+        # engine.
+        computes = self._was_ready or self._group_view().computes
+        self._engine_clock.update(
             ranks_busy=ranks_busy or self._draining or not computes,
             api_answers=self._api_healthy or not self._was_ready,
-            api_silent_s=self._pod.api_silent_s(),
-            engine_waits_s=self._pod.engine_waits_s(),
+            api_silent_s=self._processes.api_silent_s(),
+            engine_waits_s=self._processes.engine_waits_s(),
             now_s=self._awake_s(),
         )
-        view = self._view()
+        view = self._group_view()
         self._was_ready = self._was_ready or view.ready
-        self._pod.watch_engine(started=self._was_ready)
+        self._processes.watch_engine(started=self._was_ready)
         busy_ranks, limit_s = view.busy_ranks(), self._settings.step_timeout_s
         if not self._was_ready:
             now_s = self._awake_s()
-            if self._start.is_overdue(view, now_s):
-                self._conclude(self._startup_timeout(view.message, pod=view.pod, rank=view.rank))
+            if self._start_clock.is_overdue(view, now_s):
+                self._conclude(
+                    self._startup_timeout_failure(view.message, pod=view.awaited_pod, rank=view.awaited_rank)
+                )
             # After the warm-up, which may be long, a rank may be stuck in the group's own first request.
-            if not view.computes or self._start.still_s(now_s) <= limit_s:
+            if not view.computes or self._start_clock.no_progress_s(now_s) <= limit_s:
                 return
-        stuck = blame_stuck(busy_ranks, limit_s) or self._engine.overdue()
-        if stuck is not None:
-            accused = stuck.reason is FailureReason.STEP_TIMEOUT
-            self._on_evidence(Evidence(failure=replace(stuck, time=time.time()), accused=accused))
+        failure = find_stuck_rank(busy_ranks, limit_s) or self._engine_clock.find_overdue()
+        if failure is not None:
+            accused = failure.reason is FailureReason.STEP_TIMEOUT
+            self._on_evidence(Evidence(failure=replace(failure, time=time.time()), accused=accused))
 
-    def _own_failure(self, reason: FailureReason, message: str) -> Failure:
+    def _failure_of_this_pod(self, reason: FailureReason, message: str) -> Failure:
+        """Returns a failure of this pod itself."""
         pod = self._launch.pod_index
         return Failure(reason=reason, message=f"pod {pod}: {message}", pod=pod, time=time.time())
 
-    def _startup_timeout(self, message: str, *, pod: int | None, rank: int | None = None) -> Failure:
+    def _startup_timeout_failure(self, message: str, *, pod: int | None, rank: int | None = None) -> Failure:
+        """Returns the failure of a start that makes no progress; `message` is what it waits for."""
         return Failure(
             reason=FailureReason.STARTUP_TIMEOUT,
             message=(
@@ -292,13 +309,14 @@ class Supervisor:
             ),
             pod=pod,
             rank=rank,
-            last_log="" if rank is None else self._pod.last_log(rank),
+            last_log="" if rank is None else self._processes.last_log(rank),
             time=time.time(),
         )
 
     # Decisions
 
     def _on_evidence(self, evidence: Evidence) -> None:
+        """Stores new evidence, sends it to the leader, and soon decides or expects the leader's verdict."""
         failure = evidence.failure
         if self._outcome.done() or _duplicate_key(evidence) in {
             _duplicate_key(known) for _, known in self._evidence
@@ -322,6 +340,7 @@ class Supervisor:
         self._call_at(self._awake_s() + wait_s, act)
 
     def _call_at(self, awake_s: float, act: Callable[[], None]) -> None:
+        """Calls `act` once the clock of _awake_s() shows `awake_s`."""
         left_s = awake_s - self._awake_s()
         if left_s > 0:
             asyncio.get_running_loop().call_later(left_s, self._call_at, awake_s, act)
@@ -329,6 +348,7 @@ class Supervisor:
             act()
 
     def _decide(self) -> None:
+        """Ends the group with the most likely cause of all evidence."""
         # After a drain, processes end because the group was asked to stop, so their ends are not failures.
         if self._outcome.done() or self._drained:
             return
@@ -336,16 +356,22 @@ class Supervisor:
             self._call_later(RETURN_POLL_S, self._decide)
             return
         now_s = time.monotonic()
-        self._conclude(culprit.blame([replace(e, age_s=now_s - seen_s) for seen_s, e in self._evidence]))
+        self._conclude(
+            culprit.most_likely_cause(
+                [replace(evidence, age_s=now_s - seen_s) for seen_s, evidence in self._evidence]
+            )
+        )
 
     def _misses_a_stopping_pod(self) -> bool:
+        """Returns whether a peer that was asked to stop has lost its connection."""
         return (self._server is not None and self._server.misses_a_stopping_pod()) or (
             self._client is not None and self._client.misses_a_stopping_leader()
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._asked or self._outcome.done():
-            self._hurry.set()
+        """Begins a drain at the first signal; stops at once at the second."""
+        if self._asked_to_stop or self._outcome.done():
+            self._stop_at_once.set()
             self._stop()
             return
         log.info(
@@ -353,7 +379,7 @@ class Supervisor:
             number.name,
             self._launch.drain_timeout_s,
         )
-        self._asked = True
+        self._asked_to_stop = True
         if self._client is not None:
             self._client.send(Message(stopping=True))
         if self._drained:
@@ -361,6 +387,7 @@ class Supervisor:
         self._drain()
 
     def _on_stopping(self, pod: int) -> None:
+        """Begins a drain because another pod was asked to stop."""
         self._stopping_pods.add(pod)
         self._drain()
 
@@ -371,30 +398,33 @@ class Supervisor:
         self._draining = True
         loop, timeout_s = asyncio.get_running_loop(), self._launch.drain_timeout_s
         if self._server is not None:
-            self._server.tell_stopping()
-            if timeout_s > 0 and (self._was_ready or self._view().ready):
-                self._pod.drain()
+            self._server.announce_stop()
+            if timeout_s > 0 and (self._was_ready or self._group_view().ready):
+                self._processes.drain()
                 loop.call_later(timeout_s, self._end_drain)
                 return
-        elif self._client is not None and self._client.welcomed():
+        elif self._client is not None and self._client.was_accepted():
             loop.call_later(timeout_s + FOLLOWERS_DRAIN_LONGER_S, self._end_drain)
             return
         self._end_drain()
 
     def _end_drain(self) -> None:
+        """Stops this pod if it was asked to stop; otherwise ends the group soon."""
         if self._drained or self._outcome.done():
             return
         self._drained = True
-        if self._asked:
+        if self._asked_to_stop:
             self._stop()
         else:
-            self._call_later(STOP_GATHER_S, self._decide_stopped)
+            self._call_later(STOP_GATHER_S, self._conclude_stopped)
 
     def _stop(self) -> None:
+        """Ends the supervisor without a failure."""
         if not self._outcome.done():
             self._outcome.set_result(None)
 
-    def _decide_stopped(self) -> None:
+    def _conclude_stopped(self) -> None:
+        """Ends the group because another pod was asked to stop."""
         pod = min(self._stopping_pods)
         self._conclude(
             Failure(
@@ -406,17 +436,20 @@ class Supervisor:
         )
 
     def _on_verdict(self, failure: Failure) -> None:
-        if self._asked and failure.reason is FailureReason.POD_LOST:
+        """Ends the group with the leader's verdict."""
+        if self._asked_to_stop and failure.reason is FailureReason.POD_LOST:
             self._stop()  # the leader names a pod that was asked to stop, and so was this pod
         self._conclude(failure)
 
     def _awake_s(self) -> float:
+        """Returns the time of a clock that stands still while this process is not scheduled, in seconds."""
         return self._clock.awake_s(time.monotonic())
 
     def _on_api_health(self, healthy: bool) -> None:
         self._api_healthy = healthy
 
     def _conclude(self, failure: Failure) -> None:
+        """Ends the supervisor with a failure, unless its outcome is known."""
         if not self._outcome.done():
             self._outcome.set_result(failure)
 
@@ -424,20 +457,20 @@ class Supervisor:
 
     async def _end(self, verdict: Failure | None) -> None:
         """Sends the verdict to the group, writes the termination message, and ends all processes."""
-        telling = start_task(
+        announcement = start_task(
             self._announce(verdict),
             name="telling",
             failed=lambda error: log.error("the verdict may not have reached the other pods: %r", error),
         )
         if verdict is None:
-            gone = await self._pod.stop(self._hurry)
+            gone = await self._processes.stop(self._stop_at_once)
         else:
             await self._write_termination_message(verdict)
             log.error("group %s ends: %s: %s", self._launch.group, verdict.reason, verdict.message)
-            gone = await self._pod.kill()
+            gone = await self._processes.kill()
         if not gone:
             log.error("a killed process hangs in the kernel and was left behind. See the node's kernel log")
-        await asyncio.wait((telling,))
+        await asyncio.wait((announcement,))
         self._health.close()
         log.info("ended")
 
@@ -445,17 +478,18 @@ class Supervisor:
         """Writes the failure to the termination message; does not wait long for a slow disk."""
         path, text = self._settings.termination_message_path, verdict.to_json()
         try:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await call_aside("last word", lambda: termination_message.leave(path, text))
         except TimeoutError:
             log.error(
-                "the termination message was not written within %g s. Check the node's disk", LEAVE_TIMEOUT_S
+                "the termination message was not written within %g s. Check the node's disk", WRITE_TIMEOUT_S
             )
 
     async def _announce(self, verdict: Failure | None) -> None:
+        """Sends the verdict, or that this pod stops, to the other supervisors."""
         if self._server is not None:
             if verdict is None:
-                self._server.tell_stopping()
+                self._server.announce_stop()
             await self._server.end(verdict, LATE_POD_S)
         if self._client is not None:
             if verdict is None:
@@ -464,52 +498,58 @@ class Supervisor:
 
     # Answers
 
-    def _view(self) -> GroupView:
+    def _group_view(self) -> GroupView:
+        """Returns the leader's current knowledge of all ranks."""
         assert self._server is not None
         return GroupView(
             plan=self._plan,
-            beats=(*self._pod.beats(), *self._server.ranks()),
+            beats=(*self._processes.beats(), *self._server.ranks()),
             missing_pods=tuple(self._server.missing_pods()),
             api_healthy=self._api_healthy,
-            engine_answers=self._engine.engine_answers,
+            engine_answers=self._engine_clock.engine_answers,
         )
 
-    def _not_ready_because(self) -> str:
-        """Describes why this pod is not ready; "" if it is ready."""
-        if self._outcome.done() or self._pod.failing() or self._evidence or self._draining:
+    def _not_ready_reason(self) -> str:
+        """Returns the reason why this pod is not ready; "" if it is ready."""
+        if self._outcome.done() or self._processes.has_failing_process() or self._evidence or self._draining:
             verdict = self._outcome.result() if self._outcome.done() else None
-            words = verdict.message if verdict else ", ".join(e.failure.message for _, e in self._evidence)
-            return f"{_ENDING}: {words or 'asked to stop'}"
+            cause = (
+                verdict.message
+                if verdict
+                else ", ".join(evidence.failure.message for _, evidence in self._evidence)
+            )
+            return f"{_ENDING}: {cause or 'asked to stop'}"
         if self._server is not None:
-            return self._view().message
+            return self._group_view().message
         assert self._client is not None
         if not self._client.connected():
             return "waiting for the leader"
-        own = self._plan.pods[self._launch.pod_index]
-        view = GroupView(plan=self._plan, beats=self._pod.beats(), only_pod=own.index)
+        this_pod = self._plan.pods[self._launch.pod_index]
+        view = GroupView(plan=self._plan, beats=self._processes.beats(), only_pod=this_pod.index)
         return view.message
 
-    def _answer(self, request: HealthRequest) -> HealthAnswer:
+    def _answer_request(self, request: HealthRequest) -> HealthAnswer:
+        """Answers a request to the health port."""
         path = request.path
         if path == names.PATH_HEALTHZ:
             return HealthAnswer(status=HTTPStatus.OK, body="ok")
         if path == names.PATH_READYZ:
-            reason = self._not_ready_because()
+            reason = self._not_ready_reason()
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
             if self._guard is not None:
-                reason = _without_cause(reason)
+                reason = _without_failure(reason)
             return HealthAnswer(status=status, body=reason or "ready")
         if path == names.PATH_GROUP and self._server is not None:
-            return self._report(request.credentials)
+            return self._answer_group(request.credentials)
         return HealthAnswer(
             status=HTTPStatus.NOT_FOUND,
             body=f"unknown path {path}. Use {names.PATH_HEALTHZ}, {names.PATH_READYZ}"
             f", or {names.PATH_GROUP} (on the leader's pod only)",
         )
 
-    def _report(self, credentials: str) -> HealthAnswer:
-        """Returns the group's report; a client without the group's key gets no identity of the group."""
-        report = self._view().status(self._launch, self._not_ready_because())
+    def _answer_group(self, credentials: str) -> HealthAnswer:
+        """Answers with the group's report; without the group's key, the report does not name the group."""
+        report = self._group_view().build_report(self._launch, self._not_ready_reason())
         kind = "application/json"
         if self._guard is None:
             return HealthAnswer(status=HTTPStatus.OK, body=report.to_json(), content_type=kind)
@@ -517,7 +557,7 @@ class Supervisor:
         challenge = self._guard.accepted_challenge(credentials, now_s)
         headers = {CHALLENGE_HEADER: f"{SCHEME} {self._guard.challenge(now_s)}"}
         if challenge is None:
-            message = _without_cause(report.message)
+            message = _without_failure(report.message)
             report = replace(report, group_uid="", epoch=0, plan_hash="", message=message)
         else:
             headers[CODE_HEADER] = self._guard.code_of_report(challenge, f"{report.to_json()}\n")
@@ -529,6 +569,6 @@ def _duplicate_key(evidence: Evidence) -> tuple[object, ...]:
     return evidence.failure.reason, evidence.failure.pod, evidence.failure.rank, evidence.accused
 
 
-def _without_cause(words: str) -> str:
-    """Removes from a reason the cause of the group's end, which clients without the key must not see."""
-    return _ENDING if words.startswith(_ENDING) else words
+def _without_failure(reason: str) -> str:
+    """Removes the cause of the group's end, which clients without the key must not see."""
+    return _ENDING if reason.startswith(_ENDING) else reason

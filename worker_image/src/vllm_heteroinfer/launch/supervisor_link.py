@@ -27,8 +27,8 @@ class SupervisorLink:
     """An established connection: `send` does not wait, `receive` returns one message after the other.
 
     Attributes:
-        how_it_ended: description of the end, after receive() has returned None or raised.
-        broke_off: whether the network ended the connection, and not the peer or its kernel.
+        how_it_ended: description of the connection's end, after receive() has returned None or raised.
+        network_failed: whether the network ended the connection, and not the peer or its kernel.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SupervisorLink:
         self._peer_late_s = 0.0
         self._unacknowledged = False
         self.how_it_ended = "closed its connection"
-        self.broke_off = False
+        self.network_failed = False
         self._lines = LineBuffer()
         self._queue: list[str] = []
         self._seal: Seal | None = None
@@ -79,6 +79,7 @@ class SupervisorLink:
         self._send_line(line if self._seal is None else self._seal.seal(line))
 
     def _send_line(self, line: str) -> None:
+        """Writes a line, unless the connection is closing."""
         if not self._writer.is_closing():
             self._writer.write(f"{line}\n".encode())
 
@@ -101,6 +102,7 @@ class SupervisorLink:
         return message
 
     async def _receive_line(self) -> str | None:
+        """Returns the next line, or None at the end of the connection."""
         while not self._queue:
             try:
                 chunk = await self._reader.read(65536)
@@ -114,12 +116,15 @@ class SupervisorLink:
         return self._queue.pop(0)
 
     def _record_heartbeat(self) -> None:
+        """Stores the current time as that of the peer's last message."""
         self._last_heartbeat_at_s = time.monotonic()
         self._last_heartbeat_awake_s = self._clock.awake_s(self._last_heartbeat_at_s)
 
     def _record_error(self, error: OSError) -> None:
-        # TCP_USER_TIMEOUT: the kernel of the peer's machine does not answer either, and it needs no process.
-        self.broke_off = True
+        """Stores how the network ended the connection."""
+        # These errors (TCP_USER_TIMEOUT) mean that the kernel of the peer's machine does not answer either. A
+        # kernel answers without any process.
+        self.network_failed = True
         self._unacknowledged = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
         how = "is no longer reachable" if self._unacknowledged else "lost its connection"
         self.how_it_ended = f"{how} ({error.strerror or error})"
@@ -148,13 +153,13 @@ class SupervisorLink:
             return True  # the socket is closed
         return info[_RETRANSMITS] < UNANSWERED
 
-    def left_s(self) -> float:
+    def allowed_silence_left_s(self) -> float:
         """Returns the remaining allowed silence, in seconds in which this process runs."""
         silent_s = self._clock.awake_s(time.monotonic()) - self._last_heartbeat_awake_s
         return self.limit_s() - silent_s
 
     def describe_silence(self) -> str:
-        """Describes a silence that is too long."""
+        """Returns a description of a silence that is too long, for a message about the peer."""
         silent, limit = (
             f"was silent for {self.silent_for_s():.1f} s",
             f"the limit is {self.limit_s():.1f} s",
@@ -187,6 +192,7 @@ class SupervisorLink:
 
 
 def _set_options(writer: asyncio.StreamWriter, timeout_s: float) -> None:
+    """Makes the kernel send messages at once, and end a connection whose data nobody acknowledges."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))

@@ -56,7 +56,7 @@ class Message:
     """One line between supervisors. A field with None or False has no meaning.
 
     Attributes:
-        ranks: in each heartbeat of a follower: its ranks.
+        ranks: in each heartbeat of a follower: the state of its ranks.
         group_age_s: in each heartbeat of the leader: age of its oldest news from a pod, in seconds.
         late_s: in each heartbeat: recent scheduling delay of the sender on a busy machine, in seconds.
         stopping: whether the sender was asked to stop; then its end is not a failure.
@@ -77,10 +77,10 @@ class Message:
 def check_hello(
     hello: Hello, *, plan: Plan, launch: PodLaunch, connected: Mapping[int, str]
 ) -> tuple[str, bool]:
-    """Returns how a follower differs ("" if it does not), and whether that ends the leader's group.
+    """Returns how a follower differs from the leader, and whether the difference ends the leader's group.
 
-    The leader only turns away a pod of a different group or of an earlier epoch. A process that
-    is connected may connect again.
+    The first value is "" if the follower does not differ. A pod of a different group or of an earlier epoch
+    is only refused. A process that is connected may connect again.
     """
     if hello.group_uid != launch.group_uid:
         return f"group uid must be {launch.group_uid} (got {hello.group_uid})", False
