@@ -511,7 +511,7 @@ def test_a_hub_with_a_private_authority_needs_its_bundle(
     bundle.write_text("not yet")
     with fetching(private_hub, cache, HETEROINFER_CA_BUNDLE=str(bundle), **scratch) as fetch:
         failure = fetch.failure()
-    assert "model.caBundle: the key that it names has no certificates" in failure.message
+    assert "model.caBundle: the key must contain certificates" in failure.message
     trusted = str(tmp_path / "pki" / "ca.crt")
     with fetching(private_hub, cache, HETEROINFER_CA_BUNDLE=trusted, **scratch) as fetch:
         fetch.model()

@@ -71,23 +71,23 @@ def drain() -> None:
     """Tells the supervisor when it has asked to drain and no request runs."""
     while running or not reporter.asked_to_drain():
         time.sleep(0.05)
-    reporter.drained()
+    reporter.report_drained()
 
 
 def ask() -> None:
     """Asks an engine that answers until TINY_TRIGGER exists."""
     while not Path(os.environ["TINY_TRIGGER"]).exists():
         time.sleep(0.05)
-    reporter.busy("question 7 to the engine")
+    reporter.set_work("question 7 to the engine")
 
 
 def ask_again_and_again() -> None:
     question = 0
     while True:
         question += 1
-        reporter.busy(f"question {question} to the engine")
+        reporter.set_work(f"question {question} to the engine")
         time.sleep(0.15)
-        reporter.busy(None)
+        reporter.set_work(None)
         time.sleep(0.02)
 
 
@@ -106,12 +106,12 @@ if __name__ == "__main__":
     reporter = RankReporter.from_env(os.environ)
     threading.Thread(target=drain, daemon=True).start()
     if os.environ.get("TINY_API") == "first_hangs":
-        reporter.busy("question 7 to the engine")
+        reporter.set_work("question 7 to the engine")
     while (
         os.environ.get("TINY_API", "").startswith("first") and not Path(os.environ["TINY_TRIGGER"]).exists()
     ):
         time.sleep(0.05)
-    reporter.phase(RankPhase.READY)
+    reporter.set_phase(RankPhase.READY)
     works = {"engine": ask, "asks": ask_again_and_again, "parent": be_parent}
     if work := works.get(os.environ.get("TINY_API", "")):
         threading.Thread(target=work, daemon=True).start()

@@ -39,13 +39,13 @@ def main() -> None:
     rank = reporter.rank
     assert rank is not None
     do = json.loads(os.environ.get("TINY_DO", "{}")).get(str(rank), "idle")
-    reporter.phase(RankPhase.CONNECTING)
+    reporter.set_phase(RankPhase.CONNECTING)
     try:
         peers = connect(rank, json.loads(os.environ["TINY_PORTS"]))
         for peer in peers:
             threading.Thread(target=watch_peer, args=(reporter, peer), daemon=True).start()
         print(f"rank {rank} is connected", flush=True)
-        reporter.phase(RankPhase.LOADING, 50, 100)
+        reporter.set_phase(RankPhase.LOADING, 50, 100)
         if do == "crawl":
             crawl(reporter)
         if do == "await":
@@ -53,7 +53,7 @@ def main() -> None:
         elif do == "engine":
             reporter.waits_for_engine()
         elif do != "late":
-            reporter.phase(RankPhase.READY, 100, 100)
+            reporter.set_phase(RankPhase.READY, 100, 100)
         act(do, reporter)
     except OSError as error:
         fail(reporter, error)
@@ -95,7 +95,7 @@ def watch_peer(reporter: RankReporter, peer: socket.socket) -> None:
 def fail(reporter: RankReporter, error: Exception, lost: Lost | None = None) -> None:
     print(f"{type(error).__name__}: {error}", flush=True)
     failure = Failure(reason=FailureReason.RANK_RAISED, message=f"{type(error).__name__}: {error}")
-    reporter.failure(failure, lost)
+    reporter.send_failure(failure, lost)
     os._exit(1)
 
 
@@ -109,12 +109,12 @@ def compute(reporter: RankReporter) -> None:
     steps = 0
     while True:
         steps += 1
-        reporter.busy(f"step {steps}")
+        reporter.set_work(f"step {steps}")
         end = time.monotonic() + 0.05
         while time.monotonic() < end:
             pass
-        reporter.step(steps, 0.05, 0.04, 0.005, 0.005)
-        reporter.busy(None)
+        reporter.set_step_times(steps, 0.05, 0.04, 0.005, 0.005)
+        reporter.set_work(None)
 
 
 def crawl(reporter: RankReporter) -> None:
@@ -122,7 +122,7 @@ def crawl(reporter: RankReporter) -> None:
     read = 0
     while not Path(os.environ["TINY_TRIGGER"]).exists():
         read += 1
-        reporter.phase(RankPhase.LOADING, read, 1_000_000)
+        reporter.set_phase(RankPhase.LOADING, read, 1_000_000)
         time.sleep(0.1)
 
 
@@ -141,7 +141,7 @@ def accuse_on_cue(reporter: RankReporter) -> None:
     """Ends as ranks do whose settings differ: each names the same one."""
     wait_for_trigger()
     message = "rank 1 has dtype float16, rank 0 has float32"
-    reporter.failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=message, rank=1))
+    reporter.send_failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=message, rank=1))
     os._exit(1)
 
 
@@ -149,7 +149,7 @@ def give_up_on_cue(reporter: RankReporter) -> None:
     """Says that rank 1 gave no answer, before rank 1 has said why."""
     wait_for_trigger()
     failure = Failure(reason=FailureReason.STEP_TIMEOUT, message="rank 1 gave no answer", rank=1)
-    reporter.failure(failure)
+    reporter.send_failure(failure)
     if reporter.rank != 1:
         time.sleep(60)
 
@@ -167,7 +167,7 @@ def lose_a_file_system(reporter: RankReporter) -> None:
 
 def wait_on_cue(reporter: RankReporter) -> None:
     wait_for_trigger()
-    reporter.busy("step 7", waiting_for_rank=1)
+    reporter.set_work("step 7", waiting_for_rank=1)
 
 
 def fall_mute(reporter: RankReporter) -> None:
@@ -211,8 +211,8 @@ acts: dict[str, Callable[[RankReporter], None]] = {
     "raise_late": raise_late,
     "nfs": lose_a_file_system,
     "exit3": exit_on_cue,
-    "hang": lambda reporter: reporter.busy("step 7"),
-    "wait": lambda reporter: reporter.busy("step 7", waiting_for_rank=1),
+    "hang": lambda reporter: reporter.set_work("step 7"),
+    "wait": lambda reporter: reporter.set_work("step 7", waiting_for_rank=1),
     "grandchild": start_daemon,
     "allocate": allocate,
 }

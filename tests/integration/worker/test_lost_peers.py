@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from vllm_heteroinfer.distributed.transport import HopSchema, PipelineTransport
-from vllm_heteroinfer.pod.lost_peer import lost_by
+from vllm_heteroinfer.pod.lost_peer import find_lost_process
 
 class Uncounted:
     def __getattr__(self, name):
@@ -67,7 +67,7 @@ for act in (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.barrier(), rece
         act()
         found[act.__name__ + str(len(found))] = "nothing raised"
     except Exception as error:
-        found[act.__name__ + str(len(found))] = [lost_by(error), type(error).__name__]
+        found[act.__name__ + str(len(found))] = [find_lost_process(error), type(error).__name__]
 print(json.dumps(found), flush=True)
 os._exit(0)
 """

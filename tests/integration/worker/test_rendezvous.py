@@ -119,11 +119,11 @@ other = threading.Thread(target=reach.check_pods, args=(plan, launches[1], plan.
 other.start()
 host, port_of_other = json.loads(stores[0].get("reach/1", end, what="address", rank=1))
 strangers = [socket.create_connection((host, port_of_other), timeout=5) for _ in range(300)]
-reach.PATIENCE_S = 5.0
+reach.REACH_TIMEOUT_S = 5.0
 reach.check_pods(plan, launches[0], plan.ranks[0], stores[0], end)
 other.join()
 print("reached")
-reach.PATIENCE_S = 0.5
+reach.REACH_TIMEOUT_S = 0.5
 stores[1].put("reach/1", f'["127.0.0.1", {closed}]')
 try:
     reach.check_pods(plan, launches[0], plan.ranks[0], stores[0], end)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from vllm_heteroinfer.distributed.bridge.waiting import SPIN_S, YIELD_S, wait_until
-from vllm_heteroinfer.group.deadline import MAX_TURN_S, Patience
+from vllm_heteroinfer.group.deadline import MAX_TURN_S, WaitCountdown
 
 
 def test_wait_ends_when_the_condition_is_true() -> None:
@@ -44,11 +44,11 @@ def test_does_not_count_time_without_a_cpu() -> None:
 
 
 def test_a_limit_counts_naps_but_no_time_without_cpu() -> None:
-    patience = Patience(1.0)
+    patience = WaitCountdown(1.0)
     until = time.monotonic() + 0.6
     while time.monotonic() < until:
         pass
-    patience.napped(0.1)
+    patience.record_nap(0.1)
     assert patience.left_s == pytest.approx(1.0 - 0.1 - MAX_TURN_S)
-    patience.napped(5.0)
+    patience.record_nap(5.0)
     assert 0.7 < patience.left_s < 0.81, "a nap that ended early counts with its real length"

@@ -62,7 +62,7 @@ def test_a_file_that_the_user_names_counts_as_the_systems(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("text", ["", "no certificate", f"{FIRST[:200]}\n{END}"])
 def test_reports_a_file_without_certificates(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ContractError, match=r"model\.caBundle: the key that it names has no certificates"):
+    with pytest.raises(ContractError, match=r"model\.caBundle: the key must contain certificates"):
         bundled(tmp_path, text)
 
 
@@ -100,5 +100,7 @@ def test_text_of_any_encoding_is_kept_in_the_systems_file(tmp_path: Path) -> Non
     ids=["UTF-16", "no certificate", "letters"],
 )
 def test_reports_which_certificate_cannot_be_read(tmp_path: Path, content: bytes, problem: str) -> None:
-    with pytest.raises(ContractError, match=rf"has no certificates in PEM \({problem}.*; put those of your"):
+    with pytest.raises(
+        ContractError, match=rf"must contain certificates in PEM \({problem}.* Put the certificates of your"
+    ):
         bundled_bytes(tmp_path, content)

@@ -56,10 +56,10 @@ def test_reports_come_by_themselves_and_hold_the_last_word(ends: tuple[RankChann
     channel, reporter = ends
     assert reporter.rank == 3
     read_until(channel, 1)
-    reporter.phase(RankPhase.LOADING, 5, 10)
-    reporter.phase(RankPhase.READY, 10, 10)
-    reporter.step(4, 0.5, 0.25, 0.125, 0.0625)
-    reporter.busy("step 5", waiting_for_rank=2)
+    reporter.set_phase(RankPhase.LOADING, 5, 10)
+    reporter.set_phase(RankPhase.READY, 10, 10)
+    reporter.set_step_times(4, 0.5, 0.25, 0.125, 0.0625)
+    reporter.set_work("step 5", waiting_for_rank=2)
     report = read_until(channel, 2)[-1].report
     assert report is not None
     assert (report.phase, report.loaded_bytes, report.total_bytes) == (RankPhase.READY, 10, 10)
@@ -76,7 +76,7 @@ def test_reports_come_by_themselves_and_hold_the_last_word(ends: tuple[RankChann
 def test_failure_is_sent_before_the_call_returns(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
     failure = Failure(reason=FailureReason.RANK_RAISED, message="no", rank=3)
-    reporter.failure(failure)
+    reporter.send_failure(failure)
     assert [m.failure for m in channel.read() if m.failure] == [failure]
 
 
@@ -100,7 +100,7 @@ def test_a_word_to_drain_holds_and_is_answered(ends: tuple[RankChannel, RankRepo
     while not reporter.asked_to_drain() and time.monotonic() < deadline:
         pass
     assert reporter.asked_to_drain()
-    reporter.drained()
+    reporter.report_drained()
     said: list[bool] = []
     while True not in said and time.monotonic() < deadline:
         said += [message.report.drained for message in channel.read() if message.report]
@@ -110,8 +110,8 @@ def test_a_word_to_drain_holds_and_is_answered(ends: tuple[RankChannel, RankRepo
 def test_last_words_to_a_supervisor_that_is_gone_are_dropped(ends: tuple[RankChannel, RankReporter]) -> None:
     channel, reporter = ends
     channel.close()
-    reporter.failure(Failure(reason=FailureReason.RANK_RAISED, message="nobody hears this"))
-    reporter.phase(RankPhase.READY)
+    reporter.send_failure(Failure(reason=FailureReason.RANK_RAISED, message="nobody hears this"))
+    reporter.set_phase(RankPhase.READY)
 
 
 @pytest.fixture
@@ -148,9 +148,9 @@ def fill(channel: RankChannel) -> None:
 def test_a_supervisor_that_stood_still_hears_and_is_heard_again(quick: None) -> None:
     """Whole lines are dropped while the buffer is full; the next one has the newest state."""
     with reporting() as (channel, reporter, gone):
-        reporter.busy("step 1")
+        reporter.set_work("step 1")
         fill(channel)
-        reporter.busy("step 2")
+        reporter.set_work("step 2")
         deadline, said = time.monotonic() + LIMIT_S, ""
         while said != "step 2" and time.monotonic() < deadline:
             said = "".join(m.report.busy or "" for m in channel.read()[-1:] if m.report)
@@ -166,7 +166,7 @@ def test_last_words_wait_for_a_supervisor_that_stands_still(quick: None) -> None
     failure = Failure(reason=FailureReason.RANK_RAISED, message="no", rank=0)
     with reporting() as (channel, reporter, _):
         fill(channel)
-        sending = threading.Thread(target=reporter.failure, args=(failure, Lost.RANK))
+        sending = threading.Thread(target=reporter.send_failure, args=(failure, Lost.RANK))
         sending.start()
         last: list[tuple[Failure, Lost | None]] = []
         deadline = time.monotonic() + LIMIT_S
@@ -256,7 +256,7 @@ def test_an_error_of_150000_characters_keeps_its_culprit(
     channel, reporter = ends
     word = "Connection closed by peer"
     text = f"{word} {'x' * 150_000}" if at == "front" else f"{'x' * 150_000} {word}"
-    reporter.failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=text, rank=1))
+    reporter.send_failure(Failure(reason=FailureReason.CONFIG_MISMATCH, message=text, rank=1))
     (failure,) = [m.failure for m in channel.read() if m.failure]
     assert (failure.reason, failure.rank) == (FailureReason.CONFIG_MISMATCH, 1)
     assert word in failure.message

@@ -275,8 +275,10 @@ def test_stat_of_a_process_with_an_ugly_name(
         (-99, "was killed by signal 99 while Ready"),
         (
             0,
-            "exited with code 0 while Ready, although it must run as long as the group. Read the log of this "
-            "process",
+            (
+                "exited with code 0 while Ready, although it must run as long as the group. Read the log of "
+                "this process"
+            ),
         ),
         (None, "ended while Ready (exit code unknown)"),
     ],

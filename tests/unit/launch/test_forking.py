@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_heteroinfer.pod.forking import difference
+from vllm_heteroinfer.pod.forking import environment_changes
 
 ENVIRONMENTS = st.dictionaries(st.sampled_from("ABCDE"), st.sampled_from(["", "0", "1"]))
 
@@ -10,7 +10,7 @@ ENVIRONMENTS = st.dictionaries(st.sampled_from("ABCDE"), st.sampled_from(["", "0
 def test_difference_turns_one_environment_into_the_other(
     first: dict[str, str], other: dict[str, str]
 ) -> None:
-    changed = difference(first, other)
+    changed = environment_changes(first, other)
     assert all(first.get(name) != text for name, text in changed.items())
     merged = {**first, **changed}
     assert {name: text for name, text in merged.items() if text is not None} == other

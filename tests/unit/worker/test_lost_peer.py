@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from heteroinfer_contract.failure import FailureReason
 from tests.unit.launch.test_environment import PLAN
 from vllm_heteroinfer.distributed.errors import PeerLostError
-from vllm_heteroinfer.pod.lost_peer import Conversation, Lost, PeerGoneError, lost_by
+from vllm_heteroinfer.pod.lost_peer import Conversation, Lost, PeerGoneError, find_lost_process
 from vllm_heteroinfer.rank.entry import failure
 
 WORDS = [
@@ -40,7 +40,7 @@ def raised(error: Exception) -> Exception:
 
 @given(st.sampled_from(KINDS), st.sampled_from(WORDS))
 def test_an_own_error_is_recognized_whatever_its_text(kind: Callable[[str], Exception], words: str) -> None:
-    assert lost_by(raised(kind(words))) is None
+    assert find_lost_process(raised(kind(words))) is None
 
 
 @given(st.sampled_from(KINDS[:3]), st.sampled_from(WORDS), st.none() | st.integers(0, 3))
@@ -51,13 +51,13 @@ def test_a_connection_error_is_marked_whatever_its_text(
         raise kind(words)
     assert caught.value.peer == peer
     assert words in str(caught.value)
-    assert lost_by(caught.value) is (Lost.ENGINE if peer is None else Lost.RANK)
+    assert find_lost_process(caught.value) is (Lost.ENGINE if peer is None else Lost.RANK)
 
 
 def test_the_mark_of_an_errors_cause_counts() -> None:
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError("the step failed") from PeerLostError(1, 2.0, "no sign of it")
-    assert lost_by(caught.value) is Lost.RANK
+    assert find_lost_process(caught.value) is Lost.RANK
 
 
 def test_a_defect_during_a_message_is_not_a_lost_peer() -> None:

@@ -12,7 +12,7 @@ from heteroinfer_contract.plan import Device
 from heteroinfer_contract.pod_launch import PodAddress, PodLaunch
 from tests.unit.launch.test_environment import LEADER, PLAN
 from vllm_heteroinfer.group import kv_blocks
-from vllm_heteroinfer.group.engine_calls import check_level
+from vllm_heteroinfer.group.engine_calls import check_sleep_level
 from vllm_heteroinfer.rank.worker import headroom
 
 MIB = 1 << 20
@@ -169,10 +169,10 @@ def test_the_limiting_rank_is_named() -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_refuses_unsupported_levels_of_sleep(level: int) -> None:
-    check_level(level)
+    check_sleep_level(level)
 
 
 @pytest.mark.parametrize("level", [2, -1, 3])
 def test_unsupported_sleep_levels_are_refused_with_a_fix(level: int) -> None:
     with pytest.raises(ValueError, match=rf"sleep level must be 0 or 1 \(got {level}\): .*set spec.suspend"):
-        check_level(level)
+        check_sleep_level(level)

@@ -366,5 +366,5 @@ def calibrate(output: Path | None, message_path: Path | None, *, limit_s: float 
         text, code = failure.to_json(), names.EXIT_USAGE
         sys.stderr.write(f"heteroinfer-worker calibrate: {error}\n")
     if message_path is not None:
-        termination_message.leave(message_path, text)
+        termination_message.write(message_path, text)
     return code

@@ -22,7 +22,7 @@ from heteroinfer_contract import names
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Device, Mode, Plan
 from heteroinfer_contract.pod_launch import PodLaunch, ranks_on_machine, share_machine
-from vllm_heteroinfer.pod.open_mp import first_level
+from vllm_heteroinfer.pod.open_mp import omp_thread_count
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is on Linux
 
@@ -149,7 +149,7 @@ def may_spin(plan: Plan, launch: PodLaunch) -> bool:
     if names.ENV_OMP_PLACES in os.environ:  # the supervisor pins threads if the pod has whole cores
         return True
     ranks = ranks_on_machine(plan, launch)
-    return len(os.sched_getaffinity(0)) >= len(ranks) * (first_level(os.environ) or 1)
+    return len(os.sched_getaffinity(0)) >= len(ranks) * (omp_thread_count(os.environ) or 1)
 
 
 def forget_shared_memory(*groups: Any) -> None:

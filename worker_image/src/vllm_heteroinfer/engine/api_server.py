@@ -28,7 +28,7 @@ from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.engine.draining import DRAIN
 from vllm_heteroinfer.engine.first_tokens import generate_first_tokens
-from vllm_heteroinfer.group.engine_calls import check_level
+from vllm_heteroinfer.group.engine_calls import check_sleep_level
 from vllm_heteroinfer.pod.channel import RankReporter
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
     is_setting = isinstance(error, ContractError)
     reason = FailureReason.BAD_SETTINGS if is_setting else FailureReason.API_SERVER_EXITED
     text = " ".join(str(error).split()) or type(error).__name__
-    reporter.failure(Failure(reason=reason, message=f"API server: {text}", time=time.time()))
+    reporter.send_failure(Failure(reason=reason, message=f"API server: {text}", time=time.time()))
     sys.stderr.flush()
     os._exit(names.EXIT_RANK_FAILED)
 
@@ -119,7 +119,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
         ]
         try:
             await generate_first_tokens(client)
-            reporter.phase(RankPhase.READY)
+            reporter.set_phase(RankPhase.READY)
             shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         finally:
             if client.errored and not ordered.is_set():  # the watcher has not noticed the error yet
@@ -141,7 +141,7 @@ def refuse_levels(client: "EngineClient") -> None:
     put_to_sleep = client.sleep
 
     async def sleep(level: int = 1, mode: str = "abort") -> None:
-        check_level(level)
+        check_sleep_level(level)
         await put_to_sleep(level, mode)
 
     client.sleep = sleep
@@ -194,7 +194,7 @@ async def _watch_engine(
             DRAIN.begin()
             DRAIN.give_up_bodies()
         if DRAIN.is_done():
-            reporter.drained()
+            reporter.report_drained()
         await asyncio.sleep(_WATCH_S)
     if not ordered.is_set():
         await _end_with_engine(engine, reporter)
@@ -209,13 +209,13 @@ async def _call_engine_regularly(client: "EngineClient", reporter: RankReporter)
     question = 0
     while not client.errored:
         question += 1
-        reporter.busy(f"question {question} to the engine")
+        reporter.set_work(f"question {question} to the engine")
         try:
             await client.is_sleeping()
         except Exception as error:
             # vLLM has no narrower exception for a failed call. An error is an answer too.
             _logger.debug("the engine answered with an error: %r", error)
-        reporter.busy(None)
+        reporter.set_work(None)
         await asyncio.sleep(_ASK_S)
 
 

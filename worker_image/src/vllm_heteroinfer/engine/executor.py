@@ -21,8 +21,8 @@ from heteroinfer_contract.parent_death import die_with_parent
 from heteroinfer_contract.plan import Plan
 from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group import fingerprint, kv_blocks, queues
-from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline, Patience
-from vllm_heteroinfer.group.engine_calls import check_level
+from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline, WaitCountdown
+from vllm_heteroinfer.group.engine_calls import check_sleep_level
 from vllm_heteroinfer.group.rendezvous import GroupStore
 from vllm_heteroinfer.patches import engine_pause
 from vllm_heteroinfer.pod import addresses
@@ -178,14 +178,14 @@ class GroupExecutor(MultiprocExecutor):
         are finished by now, and the process may have been stopped during them.
         """
         pending, got = list(ranks), {}
-        patience = Patience(deadline.total_s)
+        patience = WaitCountdown(deadline.total_s)
         while pending:
             for rank in tuple(pending):
                 nap_s = min(_LONG_POLL_S if len(pending) == 1 else _POLL_S, patience.left_s)
                 try:
                     status, result = self.response_mqs[rank].dequeue(timeout=nap_s)
                 except TimeoutError:
-                    patience.napped(nap_s)
+                    patience.record_nap(nap_s)
                     continue
                 if self._unread[rank]:
                     self._unread[rank] -= 1
@@ -224,7 +224,7 @@ class GroupExecutor(MultiprocExecutor):
         Raises:
             ValueError: groups do not support the level.
         """
-        check_level(level)
+        check_sleep_level(level)
         super().sleep(level)
 
     def compile_or_warm_up_model(self) -> None:

@@ -95,7 +95,7 @@ def _failure(options: FetchOptions, error: Exception) -> Failure:
 
 def _leave(options: FetchOptions, text: str) -> None:
     if options.termination_message_path is not None:
-        termination_message.leave(options.termination_message_path, text)
+        termination_message.write(options.termination_message_path, text)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

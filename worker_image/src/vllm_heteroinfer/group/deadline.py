@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass
 
 NO_LIMIT_S = 7 * 86400.0
-"""Longest wait between ranks and the engine at start. In practice it has no limit: the leader's supervisor
-ends a start that makes no progress much earlier, and a start that makes progress must not end."""
+"""Longest wait of ranks and the engine for each other at start. The leader's supervisor ends a start without
+progress much earlier, and a start that makes progress must not end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ MAX_TURN_S = 0.1
 """Longest delay of a nap's end that counts as waiting. After a longer delay, this process did not run."""
 
 
-class Patience:
+class WaitCountdown:
     """Counts down a wait in short naps; leaves out time in which this process did not run.
 
     Other processes on the same machine, or stopped with this process, did not run in that time either.
@@ -43,14 +43,14 @@ class Patience:
 
     def __init__(self, seconds: float) -> None:
         self.left_s = seconds
-        self._looked_at_s = time.monotonic()
+        self._updated_at_s = time.monotonic()
 
-    def napped(self, nap_s: float) -> None:
+    def record_nap(self, nap_s: float) -> None:
         """Records the end of a nap.
 
         Args:
             nap_s: intended length of the nap, which may have ended early or late.
         """
         now_s = time.monotonic()
-        passed_s = min(now_s - self._looked_at_s, nap_s + MAX_TURN_S)
-        self.left_s, self._looked_at_s = max(0.0, self.left_s - passed_s), now_s
+        passed_s = min(now_s - self._updated_at_s, nap_s + MAX_TURN_S)
+        self.left_s, self._updated_at_s = max(0.0, self.left_s - passed_s), now_s

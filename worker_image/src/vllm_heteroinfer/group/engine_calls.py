@@ -29,7 +29,7 @@ def count_tokens(output: "SchedulerOutput") -> tuple[int, int]:
     return output.total_num_scheduled_tokens - decode, decode
 
 
-def check_level(level: int) -> None:
+def check_sleep_level(level: int) -> None:
     """Raises ValueError, with a fix, if groups do not support a sleep level."""
     if level not in SLEEP_LEVELS:
         raise ValueError(

@@ -30,8 +30,8 @@ _SMALL_FILES = (
     "quant*_config.json",
 )
 
-_OF_A_DEVICE = frozenset({"enforce_eager", "async_scheduling"})
-"""Settings that may differ between ranks of different devices. Only GPU ranks may schedule a step ahead."""
+_DEVICE_SETTINGS = frozenset({"enforce_eager", "async_scheduling"})
+"""Settings in which ranks of different devices may differ. Only GPU ranks can schedule a step ahead."""
 SAME_MODEL = "Mount the same files at spec.model in all pods"
 _REMEDIES = {
     "model": SAME_MODEL,
@@ -45,7 +45,7 @@ _FORMATS = {
     "gpt_oss_mxfp4": "mxfp4",
 }
 """Quantization method -> format (vllm/model_executor/layers/quantization/__init__.py@v0.32.0)."""
-_REMEDY = "Start all pods from one plan and one image"
+_DEFAULT_REMEDY = "Start all pods from one plan and one image"
 
 Fingerprint = Mapping[str, Any]
 """Setting -> value; JSON scalars only."""
@@ -94,7 +94,7 @@ def of_config(config: "VllmConfig", *, layer_partition: str) -> dict[str, Any]:
 
 
 def of_files(model: str) -> dict[str, Any]:
-    """Returns the settings of a feed-forward rank, which takes the others from the asking rank's recipe."""
+    """Returns the settings that a feed-forward rank compares; the GPU rank's recipe has all others."""
     return {"model": of_model(Path(model)) if Path(model).is_dir() else model}
 
 
@@ -108,7 +108,7 @@ def quantized_format(method: str | None) -> str | None:
 
 
 def of_model(directory: Path) -> str:
-    """Hashes a model's files to 16 hex digits: small files completely, weights by header and samples.
+    """Returns a hash of a model's files, 16 hex digits: whole small files, headers and samples of weights.
 
     The hash is cheap (8 x 64 KiB per weight file). It distinguishes models and revisions, but does not detect
     damaged files.
@@ -132,24 +132,24 @@ def of_model(directory: Path) -> str:
 def compare(plan: Plan, fingerprints: Sequence[Fingerprint]) -> None:
     """Raises ConfigMismatchError if a rank differs from rank 0; every rank raises the same error."""
     expected = fingerprints[0]
-    differences, first = [], None
-    for rank, got in zip(plan.ranks, fingerprints, strict=True):
+    differences, first_rank = [], None
+    for rank, settings in zip(plan.ranks, fingerprints, strict=True):
         same_device = rank.device is plan.ranks[0].device
-        for field in sorted(expected.keys() | got.keys()):
-            if field in _OF_A_DEVICE and not same_device:
+        for field in sorted(expected.keys() | settings.keys()):
+            if field in _DEVICE_SETTINGS and not same_device:
                 continue
-            if rank.feed_forward is not None and field not in got:
+            if rank.feed_forward is not None and field not in settings:
                 continue
-            if got.get(field) != expected.get(field):
-                first = rank.rank if first is None else first
+            if settings.get(field) != expected.get(field):
+                first_rank = rank.rank if first_rank is None else first_rank
                 differences.append(
                     f"rank {rank.rank} (pod {rank.pod}, role {rank.role}): {field} must be "
-                    f"{expected.get(field)}, as on rank 0 (got {got.get(field)}). "
-                    f"{_REMEDIES.get(field, _REMEDY)}"
+                    f"{expected.get(field)}, as on rank 0 (got {settings.get(field)}). "
+                    f"{_REMEDIES.get(field, _DEFAULT_REMEDY)}"
                 )
-    if first is not None:
+    if first_rank is not None:
         raise ConfigMismatchError(
-            first, "the ranks of this group have different settings: " + "; ".join(differences)
+            first_rank, "the ranks of this group have different settings: " + "; ".join(differences)
         )
 
 
@@ -171,5 +171,5 @@ def compare_engine(plan: Plan, engine: Fingerprint, rank_0: Fingerprint) -> None
             raise ConfigMismatchError(
                 plan.ranks[0].rank,
                 f"the API server's engine: {field} must be {rank_0.get(field)}, as on rank 0 (got "
-                f"{engine.get(field)}). {_REMEDIES.get(field, _REMEDY)}",
+                f"{engine.get(field)}). {_REMEDIES.get(field, _DEFAULT_REMEDY)}",
             )

@@ -17,23 +17,23 @@ def size_bytes(kv_cache_config: Any) -> int:
 
 
 def headroom_blocks(*, blocks: int, size_bytes: int, headroom_bytes: int) -> int:
-    """Number of blocks that fit into the headroom, if `blocks` take `size_bytes`; 0 without a KV cache."""
+    """Returns the blocks that fit into the headroom if `blocks` take `size_bytes`; 0 without a KV cache."""
     return headroom_bytes * blocks // size_bytes if size_bytes else 0
 
 
 def describe(plan: Plan, *, blocks: int, sizes_bytes: Sequence[int], headrooms_bytes: Sequence[int]) -> str:
-    """Describes in one line the group's blocks, the tightest rank, and the headroom of each rank."""
-    could = [
+    """Returns one line with the group's blocks, the rank that limits them, and each rank's headroom."""
+    fitting_blocks = [
         headroom_blocks(blocks=blocks, size_bytes=size, headroom_bytes=headroom)
         for size, headroom in zip(sizes_bytes, headrooms_bytes, strict=True)
     ]
-    tightest = min(plan.stage_ranks, key=lambda rank: could[rank.rank])
-    headroom = could[tightest.rank]
+    tightest = min(plan.stage_ranks, key=lambda rank: fitting_blocks[rank.rank])
+    headroom = fitting_blocks[tightest.rank]
     by_plan = f", of which the plan gives {blocks}" if headroom > blocks else ""
-    each = ", ".join(f"rank {rank.rank} {could[rank.rank]}" for rank in plan.stage_ranks)
+    blocks_by_rank = ", ".join(f"rank {rank.rank} {fitting_blocks[rank.rank]}" for rank in plan.stage_ranks)
     return (
         f"KV cache: {blocks} blocks of {plan.engine.block_size} tokens on every rank; rank {tightest.rank} "
         f"(role {tightest.role}, {tightest.device}) limits it: "
         f"{format_bytes(headrooms_bytes[tightest.rank])} hold {headroom} blocks{by_plan}; "
-        f"headroom in blocks: {each}"
+        f"headroom in blocks: {blocks_by_rank}"
     )

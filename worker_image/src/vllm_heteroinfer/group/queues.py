@@ -45,7 +45,7 @@ def wait_until_ready(queue: MessageQueue, deadline: Deadline, *, what: str) -> N
         queue.wait_until_ready()
     except zmq.Again as error:
         raise TimeoutError(
-            f"{what} did not connect within {deadline.total_s:.0f} s. Check its log"
+            f"{what} did not connect within {deadline.total_s:.0f} s. Read the log of {what}"
         ) from error
     finally:
         for socket in sockets:

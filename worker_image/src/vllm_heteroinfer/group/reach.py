@@ -17,14 +17,14 @@ from typing import Final
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import Plan, RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
-from vllm_heteroinfer.group.deadline import Deadline, Patience
+from vllm_heteroinfer.group.deadline import Deadline, WaitCountdown
 from vllm_heteroinfer.group.rendezvous import GroupStore
 from vllm_heteroinfer.pod import addresses
 from vllm_heteroinfer.pod.threads import start_thread
 
-PATIENCE_S: Final = 30.0
+REACH_TIMEOUT_S: Final = 30.0
 """Longest wait until a pod can be reached. A CNI may need seconds to allow traffic of a new pod."""
-_TRY_S: Final = 3.0
+_ATTEMPT_TIMEOUT_S: Final = 3.0
 """Timeout of an attempt. The kernel resends a lost first packet after one second."""
 _NAP_S: Final = 0.2
 
@@ -33,7 +33,9 @@ class UnreachableError(RuntimeError):
     """This pod cannot connect to another pod of the group."""
 
 
-def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: GroupStore, end: Deadline) -> None:
+def check_pods(
+    plan: Plan, launch: PodLaunch, rank: RankAssignment, store: GroupStore, deadline: Deadline
+) -> None:
     """Waits until this pod has reached every other pod, and every other pod has done so too.
 
     Every rank calls this; only the first rank of each pod checks.
@@ -43,18 +45,20 @@ def check_pods(plan: Plan, launch: PodLaunch, rank: RankAssignment, store: Group
     """
     if len(plan.pods) == 1 or rank.local_rank != 0:
         return
-    own = addresses.own_address(os.environ)
-    with _listening(own) as port:
-        store.put(f"reach/{rank.pod}", json.dumps([own, port]))
+    own_host = addresses.own_address(os.environ)
+    with _listening(own_host) as port:
+        store.put(f"reach/{rank.pod}", json.dumps([own_host, port]))
         others = [pod.index for pod in plan.pods if pod.index != rank.pod]
         for pod in others:
-            first = plan.pods[pod].ranks[0].rank
-            text = store.get(f"reach/{pod}", end, what=f"address of pod {pod}", rank=first)
-            _reach(launch, pod, *_parse(text, pod))
+            first_rank = plan.pods[pod].ranks[0].rank
+            text = store.get(f"reach/{pod}", deadline, what=f"address of pod {pod}", rank=first_rank)
+            _connect_to_pod(launch, pod, *_parse_address(text, pod))
         store.put(f"reached/{rank.pod}", "")
         for pod in others:
-            first = plan.pods[pod].ranks[0].rank
-            store.get(f"reached/{pod}", end, what=f"message that pod {pod} reaches all others", rank=first)
+            first_rank = plan.pods[pod].ranks[0].rank
+            store.get(
+                f"reached/{pod}", deadline, what=f"message that pod {pod} reaches all others", rank=first_rank
+            )
 
 
 @contextlib.contextmanager
@@ -79,28 +83,30 @@ def _listening(host: str) -> Iterator[int]:
         finally:
             ended.set()
             listener.shutdown(socket.SHUT_RDWR)  # ends the accept
-            closing.join(_TRY_S)
+            closing.join(_ATTEMPT_TIMEOUT_S)
         if failures:
             raise failures[0]
 
 
-def _parse(text: str, pod: int) -> tuple[str, int]:
+def _parse_address(text: str, pod: int) -> tuple[str, int]:
+    """Parses the address that a pod has stored; raises ContractError."""
     match json.loads(text):
         case [str(host), int(port)]:
             return host, port
     raise ContractError(f"address of pod {pod}: must be a host and a port (got {text!r})")
 
 
-def _reach(launch: PodLaunch, pod: int, host: str, port: int) -> None:
-    patience = Patience(PATIENCE_S)
+def _connect_to_pod(launch: PodLaunch, pod: int, host: str, port: int) -> None:
+    """Waits until a pod accepts a connection; raises UnreachableError after REACH_TIMEOUT_S."""
+    countdown = WaitCountdown(REACH_TIMEOUT_S)
     while True:
         began_s = time.monotonic()
         try:
-            socket.create_connection((host, port), timeout=_TRY_S).close()
+            socket.create_connection((host, port), timeout=_ATTEMPT_TIMEOUT_S).close()
         except OSError as error:
             time.sleep(_NAP_S)
-            patience.napped(time.monotonic() - began_s)
-            if patience.left_s > 0:
+            countdown.record_nap(time.monotonic() - began_s)
+            if countdown.left_s > 0:
                 continue
             raise UnreachableError(
                 f"pod {pod} ({launch.addresses[pod].host}, {host}): pod {launch.pod_index} does not reach it "

@@ -22,7 +22,7 @@ from vllm_heteroinfer.group.deadline import Deadline
 from vllm_heteroinfer.pod import addresses
 from vllm_heteroinfer.pod.lost_peer import Conversation
 
-_SERVED_BY = 0
+_STORE_RANK = 0
 """The rank that serves the store."""
 _POLL_S = 1.0
 """Timeout of an attempt to connect. Python handles signals between attempts."""
@@ -51,26 +51,29 @@ _registered = False
 def _open_stores(
     url: str, timeout: timedelta = default_pg_timeout, **_: object
 ) -> Iterator[tuple[TCPStore, int, int]]:
-    """Yields store, rank and world size.
+    """Yields the store, the rank and the world size, as torch expects of a rendezvous handler.
 
     Source: torch/distributed/rendezvous.py::_tcp_rendezvous_handler@v2.13.0.
     """
-    where = urlsplit(url)
-    query = parse_qs(where.query)
+    address = urlsplit(url)
+    query = parse_qs(address.query)
     rank, world_size = int(query["rank"][0]), int(query["world_size"][0])
-    assert where.hostname is not None  # world_init_method wrote both
-    assert where.port is not None
-    listener = _listen(where.hostname, where.port, "rendezvous") if rank == 0 else None
+    assert address.hostname is not None  # world_init_method wrote both
+    assert address.port is not None
+    listener = _listen(address.hostname, address.port, "rendezvous") if rank == 0 else None
     store = TCPStore(
-        where.hostname,
-        where.port,
+        address.hostname,
+        address.port,
         world_size,
         is_master=rank == 0,
         timeout=timeout,
         master_listen_fd=listener,
     )
     yield store, rank, world_size
-    raise RuntimeError("torch asked for a second rendezvous, but a group can only restart as a whole")
+    raise RuntimeError(
+        "rendezvous: must happen once, because a group restarts only as a whole (torch asked for a second "
+        "one). Report this as a bug"
+    )
 
 
 def _listen(host: str, port: int, what: str) -> int:
@@ -82,7 +85,10 @@ def _listen(host: str, port: int, what: str) -> int:
     try:
         listener = addresses.open_listener(host, port)
     except OSError as error:
-        raise OSError(f"{what} port {port}: {error}. The leader needs this port for its group") from error
+        raise OSError(
+            f"{what} port {port}: is not available ({error}). End the process that uses this port on the "
+            "leader's machine"
+        ) from error
     listener.listen(1024)
     return listener.detach()
 
@@ -158,7 +164,7 @@ class GroupStore:
         """
         if self._key is not None:
             value = self._key.sign("store", key, value)
-        with Conversation(_SERVED_BY, "the group's store"):
+        with Conversation(_STORE_RANK, "the group's store"):
             self._store.set(self._prefix + key, value)
 
     def get(self, key: str, deadline: Deadline, *, what: str, rank: int | None = None) -> str:
@@ -173,19 +179,19 @@ class GroupStore:
             PeerGoneError: rank 0, which serves the store, is gone.
             ContractError: no process of this epoch signed the value.
         """
-        full = self._prefix + key
+        full_key = self._prefix + key
         self.waits_for(rank)
-        while not self._has(full):
+        while not self._has_value(full_key):
             if deadline.left_s == 0:
-                raise TimeoutError(
-                    f"got no {what} within {deadline.total_s:.0f} s. Check the log of that process"
-                )
+                source = "the process that sends it" if rank is None else f"rank {rank}"
+                raise TimeoutError(f"got no {what} within {deadline.total_s:.0f} s. Read the log of {source}")
             time.sleep(min(0.02, deadline.left_s))
         self.waits_for(None)
-        with Conversation(_SERVED_BY, "the group's store"):
-            value = str(self._store.get(full).decode())
+        with Conversation(_STORE_RANK, "the group's store"):
+            value = str(self._store.get(full_key).decode())
         return value if self._key is None else self._key.read_signed("store", key, value)
 
-    def _has(self, key: str) -> bool:
-        with Conversation(_SERVED_BY, "the group's store"):
+    def _has_value(self, key: str) -> bool:
+        """Returns whether the store has a value under a key."""
+        with Conversation(_STORE_RANK, "the group's store"):
             return bool(self._store.check([key]))

@@ -172,7 +172,7 @@ def inspect_model(model: str, termination_message_path: Path | None, *, revision
     else:
         print(text)  # noqa: T201 - a command prints
     if termination_message_path is not None:
-        termination_message.leave(termination_message_path, text)
+        termination_message.write(termination_message_path, text)
     return code
 
 
@@ -241,7 +241,7 @@ def supervise(env: MutableMapping[str, str], commands: Commands) -> int:
             time=time.time(),
         )
         logging.getLogger(__name__).error("%s", error)
-        termination_message.leave(path, failure.to_json())
+        termination_message.write(path, failure.to_json())
         code = names.EXIT_USAGE
     else:
         adopt_orphans()

@@ -158,7 +158,7 @@ class ControlServer:
             writer.close()  # the client has left already
             return
         try:
-            with self._unknown_connections.holding(link.abort):
+            with self._unknown_connections.counting(link.abort):
                 pod = await self._admit(link)
             if pod is not None:
                 await self._handle_follower(pod, link)

@@ -23,7 +23,7 @@ class Weight(IntEnum):
     OWN_ERROR = 1
     """The process reported an error that does not concern the connection to a peer."""
     ACCUSED = 2
-    """Another process named this process as the culprit. An end or error of its own would be a better proof."""
+    """Another process named this process as the culprit; its own end or error would prove more."""
     LOST_PEER = 3
     """The process lost a peer: a consequence of any other known failure."""
     ENGINE = 4

@@ -19,7 +19,7 @@ from heteroinfer_contract.pod_launch import (
     share_machine,
 )
 from vllm_heteroinfer.launch.cpu_allocation import Cpu, CpuSet, allocate
-from vllm_heteroinfer.pod.open_mp import first_level
+from vllm_heteroinfer.pod.open_mp import omp_thread_count
 
 HIDE_GPUS = "-1"
 """Value of CUDA_VISIBLE_DEVICES without GPUs. With the empty string, Triton would stay enabled, and the
@@ -163,7 +163,7 @@ def spin_s(plan: Plan, launch: PodLaunch, env: Mapping[str, str], host: Host) ->
     Returns 0 in two cases. Under a CPU limit spinning would use up the computing time (CFS throttling). With
     fewer CPUs than threads, spinning would keep other threads from running.
     """
-    threads = (first_level(env) or 1) * len(ranks_on_machine(plan, launch, Device.CPU))
+    threads = (omp_thread_count(env) or 1) * len(ranks_on_machine(plan, launch, Device.CPU))
     limited = host.usable_cpus < len(host.cpus)
     crowded = threads + _reserved_cpus(plan, launch, host) > host.usable_cpus
     return 0.0 if limited or crowded else FEED_FORWARD_SPIN_S
@@ -215,7 +215,7 @@ def _without_blank_threads(base_env: Mapping[str, str]) -> Mapping[str, str]:
     Raises:
         ContractError: the number of threads is not valid.
     """
-    if first_level(base_env) is not None:
+    if omp_thread_count(base_env) is not None:
         return base_env
     return {name: value for name, value in base_env.items() if name != names.ENV_OMP_THREADS}
 
@@ -240,7 +240,7 @@ def _gpu_of_rank(rank: RankAssignment, base_env: Mapping[str, str]) -> str:
 
 def _sets_more_threads(base_env: Mapping[str, str], cpu_set: CpuSet) -> bool:
     """Returns whether the user set more threads than the rank has CPUs; such threads wait for each other."""
-    return (first_level(base_env) or 0) > len(cpu_set.cpus)
+    return (omp_thread_count(base_env) or 0) > len(cpu_set.cpus)
 
 
 def _thread_settings(plan: Plan, launch: PodLaunch, cpu_set: CpuSet | None, host: Host) -> dict[str, str]:

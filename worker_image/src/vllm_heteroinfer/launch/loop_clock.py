@@ -22,7 +22,7 @@ class LoopClock(TurnClock):
     def __init__(self, interval_s: float, now_s: float) -> None:
         super().__init__(interval_s, now_s)
         self._late: deque[tuple[float, float]] = deque()
-        """(time, delay) of late turns, the largest delay first. A later, larger delay replaces smaller ones."""
+        """(time, delay) of late turns, the largest delay first; a larger delay replaces earlier ones."""
 
     def turn(self, now_s: float) -> float:
         """Records a turn of the event loop. Returns how late it is, in seconds."""

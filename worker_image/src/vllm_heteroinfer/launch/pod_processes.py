@@ -38,7 +38,7 @@ from vllm_heteroinfer.launch.supervised_process import (
 )
 from vllm_heteroinfer.launch.supervisor_messages import RankBeat
 from vllm_heteroinfer.pod.channel import RankChannel, SupervisorMessage
-from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, difference
+from vllm_heteroinfer.pod.forking import ForkClient, ForkRequest, environment_changes
 from vllm_heteroinfer.pod.threads import LastingThread
 
 EXIT_CODE_WAIT_S = 0.15
@@ -395,7 +395,7 @@ def _request_process(
     request = ForkRequest(
         label=to_start.label,
         module=to_start.command[-1],
-        environment=difference(first.env, to_start.env),
+        environment=environment_changes(first.env, to_start.env),
         cpus=cpus,
     )
     with contextlib.suppress(ConnectionError):  # the first rank has ended: watch() reports this

@@ -479,7 +479,7 @@ class Supervisor:
         path, text = self._settings.termination_message_path, verdict.to_json()
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await call_aside("last word", lambda: termination_message.leave(path, text))
+                await call_aside("last word", lambda: termination_message.write(path, text))
         except TimeoutError:
             log.error(
                 "the termination message was not written within %g s. Check the node's disk", WRITE_TIMEOUT_S

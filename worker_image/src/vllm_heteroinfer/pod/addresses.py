@@ -22,7 +22,7 @@ def resolve(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise OSError(f"{host}: {error}; the pods of a group find each other by these names") from error
+        raise OSError(f"{host}: has no address ({error}). Check the DNS names of the group's pods") from error
 
 
 async def look_up(host: str, port: int) -> str:
@@ -31,13 +31,13 @@ async def look_up(host: str, port: int) -> str:
     A resolver may take half a minute. The process does not wait for it at its end.
     """
 
-    def ask() -> str:
+    def resolve_blocking() -> str:
         try:
             return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         except UnicodeError as error:
             raise OSError(f"{host!r} is not a valid host name: {error}") from error
 
-    return await call_aside("name", ask)
+    return await call_aside("name", resolve_blocking)
 
 
 def own_address(env: Mapping[str, str]) -> str:
@@ -47,7 +47,10 @@ def own_address(env: Mapping[str, str]) -> str:
         ContractError: no supervisor started this process.
     """
     if not env.get(names.ENV_OWN_ADDRESS):
-        raise ContractError(f"{names.ENV_OWN_ADDRESS} is not set; ranks are started by `heteroinfer-worker`")
+        raise ContractError(
+            f"{names.ENV_OWN_ADDRESS}: must be set (the supervisor sets it when it starts a rank). Start "
+            "ranks with `heteroinfer-worker`"
+        )
     return env[names.ENV_OWN_ADDRESS]
 
 
@@ -65,10 +68,11 @@ def bind_host(host: str) -> str | None:
 
 
 def bind_address(host: str) -> str:
-    """Like `bind_host`, for sockets that need an address: `::`, which takes IPv4 too, means all addresses.
+    """Returns the address to listen at for `host`: a loopback address itself, otherwise all addresses.
 
-    On a kernel without IPv6 it is 0.0.0.0. A pod listens on all addresses because `kubectl port-forward` and
-    probes of sidecars use loopback.
+    Like `bind_host`, for sockets that need an address. All addresses are `::`, which includes IPv4, or
+    0.0.0.0 on a kernel without IPv6. A pod listens on all addresses because `kubectl port-forward` and probes
+    of sidecars use loopback.
     """
     everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - guarded by NetworkPolicy
     return bind_host(host) or everywhere
@@ -80,7 +84,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Binds a socket for IPv4 and IPv6 at the addresses of `bind_address`; the socket does not listen yet.
+    """Returns a socket that is bound at `bind_address`, for IPv4 and IPv6, and does not listen yet.
 
     Raises:
         OSError: the port is in use.

@@ -30,7 +30,8 @@ _CERTIFICATE: Final = re.compile(
 def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
     """Makes clients trust the authorities of the pod's bundle in addition to the system's.
 
-    Does nothing if the pod has no bundle. If the user sets SSL_CERT_FILE, that file replaces the system's.
+    Does nothing if the pod has no bundle. If the user sets SSL_CERT_FILE, that file replaces the system's
+    file.
 
     Args:
         env: environment of this process, which its children inherit.
@@ -43,16 +44,18 @@ def trust_ca_bundle(env: MutableMapping[str, str], folder: Path) -> None:
     if not bundle:
         return
     try:
-        own = _read_certificates(Path(bundle).read_bytes())
+        certificates = _read_certificates(Path(bundle).read_bytes())
     except (OSError, ValueError) as error:
         raise ContractError(
-            f"model.caBundle: the key that it names has no certificates in PEM ({error}); put those of your "
-            "authority there, each with its BEGIN CERTIFICATE line"
+            f"model.caBundle: the key must contain certificates in PEM ({error}). Put the certificates of "
+            "your authority into it, each with its BEGIN CERTIFICATE line"
         ) from error
-    given = [env[name] for name in VARIABLES[:1] if env.get(name)]
-    system = next((text for each in (*given, *SYSTEM_BUNDLES) if (text := _read(Path(each)))), b"")
+    user_files = [env[name] for name in VARIABLES[:1] if env.get(name)]
+    system_bundle = next(
+        (text for each in (*user_files, *SYSTEM_BUNDLES) if (text := _read_or_empty(Path(each)))), b""
+    )
     combined = folder / _COMBINED
-    combined.write_bytes(b"\n".join((system, *own, b"")))
+    combined.write_bytes(b"\n".join((system_bundle, *certificates, b"")))
     for name in VARIABLES:
         env[name] = str(combined)
 
@@ -74,7 +77,8 @@ def _read_certificates(bundle: bytes) -> list[bytes]:
     return found
 
 
-def _read(file: Path) -> bytes:
+def _read_or_empty(file: Path) -> bytes:
+    """Returns the content of a file; empty if the file cannot be read."""
     try:
         return file.read_bytes()
     except OSError:

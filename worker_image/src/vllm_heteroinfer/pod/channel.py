@@ -34,14 +34,15 @@ MAX_LINE_BYTES = 64 * 1024
 """Longest line of the channel. A Failure has at most 4096 bytes; a report is shorter."""
 
 
-def no_channel(got: str, error: Exception) -> ContractError:
-    """Builds the error for a process that no supervisor started.
+def no_channel_error(variables: str, error: Exception) -> ContractError:
+    """Returns the error for a process that no supervisor started.
 
     Args:
-        got: the environment variables that the process found, for the message.
+        variables: the environment variables that the process found, for the message.
     """
     return ContractError(
-        f"{got}: must be the open channel of a supervisor ({error}). Start ranks with `heteroinfer-worker`"
+        f"{variables}: must be the open channel of a supervisor ({error}). Start ranks with "
+        "`heteroinfer-worker`"
     )
 
 
@@ -136,9 +137,9 @@ class LineSender:
         """
         if not self.flush():
             return False
-        whole = f"{line}\n".encode()
-        self._rest = whole
-        if not self.flush() and len(self._rest) == len(whole):
+        whole_line = f"{line}\n".encode()
+        self._rest = whole_line
+        if not self.flush() and len(self._rest) == len(whole_line):
             self._rest = b""
             return False
         return True
@@ -202,24 +203,26 @@ class RankReporter:
             os.set_inheritable(fd, False)
             channel = socket.socket(fileno=fd)
         except (ValueError, OSError) as error:
-            got = f"{names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}"
-            raise no_channel(got, error) from error
+            variables = f"{names.ENV_RANK_CHANNEL_FD}={text!r} and {names.ENV_RANK}={rank!r}"
+            raise no_channel_error(variables, error) from error
         return cls(channel, number, gone)
 
-    def phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
+    def set_phase(self, phase: RankPhase, loaded_bytes: int = 0, total_bytes: int = 0) -> None:
         """Sets the phase of this rank, with the bytes of weights that are loaded and the total."""
         with self._state_lock:
             self._report = replace(
                 self._report, phase=phase, loaded_bytes=loaded_bytes, total_bytes=total_bytes
             )
 
-    def starting(self) -> bool:
+    def is_starting(self) -> bool:
         """Reports whether this rank is still starting."""
         with self._state_lock:
             return self._report.phase not in {RankPhase.READY, RankPhase.SLEEPING}
 
-    def step(self, steps: int, step_s: float, compute_s: float, wait_s: float, transfer_s: float) -> None:
-        """Sets the number of steps since warm-up and a step's moving averages, in seconds."""
+    def set_step_times(
+        self, steps: int, step_s: float, compute_s: float, wait_s: float, transfer_s: float
+    ) -> None:
+        """Sets the number of steps since warm-up, and the moving averages of a step's times, in seconds."""
         with self._state_lock:
             self._report = replace(
                 self._report,
@@ -230,26 +233,26 @@ class RankReporter:
                 transfer_s=transfer_s,
             )
 
-    def kv_cache(self, *, blocks: int, headroom_blocks: int, headroom_bytes: int) -> None:
-        """Sets the number of KV blocks on this rank, and the headroom that the rank measured for them."""
+    def set_kv_cache(self, *, blocks: int, headroom_blocks: int, headroom_bytes: int) -> None:
+        """Sets the number of KV blocks on this rank, and how many the rank's memory could hold."""
         with self._state_lock:
             self._report = replace(
                 self._report, kv_blocks=blocks, kv_room_blocks=headroom_blocks, kv_room_bytes=headroom_bytes
             )
 
-    def busy(self, what: str | None, *, waiting_for_rank: int | None = None) -> None:
+    def set_work(self, work: str | None, *, waiting_for_rank: int | None = None) -> None:
         """Sets the current work of this rank; None once the work is done.
 
-        If `what` stays the same past the step deadline, the group ends. A rank that waits for another rank is
+        If `work` stays the same past the step deadline, the group ends. A rank that waits for another rank is
         not the culprit as long as the other rank is stuck too.
 
         Args:
-            what: a name that differs from the previous one, for example `step 12`.
+            work: a name that differs from the previous one, for example `step 12`.
             waiting_for_rank: global rank whose message this rank waits for; None if it waits for no rank.
         """
         with self._state_lock:
             self._report = replace(
-                self._report, busy=what, waiting_for_rank=waiting_for_rank, waiting_for_engine=False
+                self._report, busy=work, waiting_for_rank=waiting_for_rank, waiting_for_engine=False
             )
 
     def waits_for(self, rank: int | None) -> None:
@@ -258,7 +261,7 @@ class RankReporter:
             self._report = replace(self._report, waiting_for_rank=rank)
 
     def waits_for_engine(self) -> None:
-        """Reports that this rank waits for the engine's next call; the next `busy` ends the wait."""
+        """Reports that this rank waits for the engine's next call; the next `set_work` ends the wait."""
         with self._state_lock:
             self._report = replace(self._report, busy=None, waiting_for_rank=None, waiting_for_engine=True)
 
@@ -267,12 +270,12 @@ class RankReporter:
         with self._state_lock:
             return self._drain
 
-    def drained(self) -> None:
+    def report_drained(self) -> None:
         """Reports that the last request has ended."""
         with self._state_lock:
             self._report = replace(self._report, drained=True)
 
-    def failure(self, failure: Failure, lost: Lost | None = None) -> None:
+    def send_failure(self, failure: Failure, lost: Lost | None = None) -> None:
         """Sends the failure that ends this rank. Call it once, just before exiting.
 
         Returns once the supervisor has the failure, or after FAILURE_TIMEOUT_S. The supervisor adds pod, exit
@@ -285,7 +288,7 @@ class RankReporter:
         self._send_last(RankMessage(failure=failure.cut(), lost=lost))
 
     def engine_ended(self, exit_code: int | None) -> None:
-        """Reports that the engine has ended, so this API server ends too. Waits like `failure`."""
+        """Reports that the engine has ended, so this API server ends too. Waits like `send_failure`."""
         self._send_last(RankMessage(engine_end=EngineEnd(exit_code=exit_code)))
 
     def heartbeat_age_s(self) -> float:
@@ -336,6 +339,10 @@ class RankReporter:
                 self._drain = self._drain or message.drain
 
     def _send_last(self, message: RankMessage) -> None:
+        """Sends the last message of this process; waits until the supervisor has it.
+
+        Gives up after FAILURE_TIMEOUT_S.
+        """
         line, taken = codec.to_json(message), False
         deadline_s = time.monotonic() + FAILURE_TIMEOUT_S
         with contextlib.suppress(OSError):  # the supervisor is gone: no process is left to report to

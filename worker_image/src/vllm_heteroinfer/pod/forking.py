@@ -22,10 +22,11 @@ from typing import NoReturn
 
 from heteroinfer_contract import codec, names
 from heteroinfer_contract.parent_death import die_with_parent
-from vllm_heteroinfer.pod.channel import SupervisorEnd, no_channel
+from vllm_heteroinfer.pod.channel import SupervisorEnd, no_channel_error
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""A request has only the variables that differ from the first process's and fit the socket's buffer."""
+"""Maximum size of a request, which must fit the socket's buffer. A request has only the variables that differ
+from those of the first process."""
 _ORPHANED_POLL_S = 0.001
 """Time between two checks of a fork whether its parent has ended."""
 
@@ -55,11 +56,13 @@ class ForkAnswer:
     error: str = ""
 
 
-def run_or_fork(main: Callable[[], None], settle: Callable[[str], None] = lambda module: None) -> None:
-    """Forks the processes that the supervisor asks for, then runs `main`. A fork runs its own module instead.
+def run_or_fork(main: Callable[[], None], prepare_fork: Callable[[str], None] = lambda module: None) -> None:
+    """Forks the processes that the supervisor asks for, then runs `main`.
+
+    A fork returns from this function after it has run its own module instead of `main`.
 
     Args:
-        settle: called in each fork with the name of its module, before the module runs.
+        prepare_fork: called in each fork with the name of its module, before the module runs.
 
     Raises:
         ContractError: see ForkServer.from_env.
@@ -71,14 +74,14 @@ def run_or_fork(main: Callable[[], None], settle: Callable[[str], None] = lambda
     else:
         import runpy  # imported here so that the supervisor, which imports this module, starts faster
 
-        settle(module)
+        prepare_fork(module)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def difference(first: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns the changes that turn the environment `first` into `other`; None removes a variable."""
-    changed: dict[str, str | None] = {name: text for name, text in other.items() if first.get(name) != text}
-    return changed | {name: None for name in first if name not in other}
+def environment_changes(first: Mapping[str, str], target: Mapping[str, str]) -> dict[str, str | None]:
+    """Returns the changes that turn the environment `first` into `target`; None removes a variable."""
+    changes: dict[str, str | None] = {name: text for name, text in target.items() if first.get(name) != text}
+    return changes | {name: None for name in first if name not in target}
 
 
 class ForkClient(SupervisorEnd):
@@ -134,7 +137,7 @@ class ForkServer:
         try:
             channel = socket.socket(fileno=int(text))
         except (ValueError, OSError) as error:
-            raise no_channel(f"{names.ENV_FORK_FD}={text!r}", error) from error
+            raise no_channel_error(f"{names.ENV_FORK_FD}={text!r}", error) from error
         return cls(channel, os.getppid())
 
     def serve(self) -> str | None:
@@ -157,13 +160,14 @@ class ForkServer:
             pid = _fork_orphan(self._supervisor)
             if pid == 0:
                 self._socket.close()
-                _become(request, *fds)
+                _take_over(request, *fds)
                 return request.module
             for fd in fds:
                 os.close(fd)
             self._answer(request, pid)
 
     def _answer(self, request: ForkRequest, pid: int | OSError) -> None:
+        """Sends the process id of a fork, or its error, to the supervisor."""
         if isinstance(pid, OSError):
             answer = ForkAnswer(label=request.label, error=str(pid))
         else:
@@ -175,15 +179,15 @@ def _fork_orphan(supervisor: int) -> int | OSError:
     """Forks a child of the supervisor. Returns 0 in the child; its PID, or the error, in this process."""
     read_fd, write_fd = os.pipe()
     try:
-        between = os.fork()
+        intermediate = os.fork()
     except OSError as error:
         os.close(read_fd)
         os.close(write_fd)
         return error
-    if between == 0:
+    if intermediate == 0:
         os.close(read_fd)
         parent = os.getpid()
-        _fork_and_leave(write_fd)
+        _fork_and_exit(write_fd)
         os.close(write_fd)
         while os.getppid() == parent:
             time.sleep(_ORPHANED_POLL_S)
@@ -193,29 +197,32 @@ def _fork_orphan(supervisor: int) -> int | OSError:
     with os.fdopen(read_fd) as pipe:
         text = pipe.read()
     # The supervisor becomes the fork's parent once the intermediate process has ended.
-    os.waitpid(between, 0)
-    return int(text) if text.isdecimal() else OSError(text or "the process between ended before its fork")
+    os.waitpid(intermediate, 0)
+    return (
+        int(text) if text.isdecimal() else OSError(text or "the intermediate process ended before it forked")
+    )
 
 
-def _fork_and_leave(write_fd: int) -> None:
+def _fork_and_exit(write_fd: int) -> None:
     """Forks again: returns in the new process and ends the calling process."""
     try:
         pid = os.fork()
     except OSError as error:
-        _leave(write_fd, str(error))
+        _exit_with_result(write_fd, str(error))
     if pid:
-        _leave(write_fd, str(pid))
+        _exit_with_result(write_fd, str(pid))
 
 
-def _leave(write_fd: int, text: str) -> NoReturn:
+def _exit_with_result(write_fd: int, text: str) -> NoReturn:
+    """Passes `text` to the first process, and ends the intermediate process."""
     try:
         os.write(write_fd, text.encode())
     finally:  # also if the first process has ended: the intermediate process has nothing else to do
         os._exit(0)
 
 
-def _become(request: ForkRequest, output_fd: int, channel_fd: int) -> None:
-    """Sets up this fork as `request` describes, in a new session."""
+def _take_over(request: ForkRequest, output_fd: int, channel_fd: int) -> None:
+    """Turns this fork into the process that `request` describes, in a new session."""
     os.setsid()
     os.close(int(os.environ[names.ENV_RANK_CHANNEL_FD]))  # the first process's own
     for standard in (1, 2):

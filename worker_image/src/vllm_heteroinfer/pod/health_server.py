@@ -73,8 +73,8 @@ class HealthServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection, which counts against the limit until it is closed."""
-        end = writer.transport.abort
-        with self._connections.holding(end):
+        abort = writer.transport.abort
+        with self._connections.counting(abort):
             try:
                 with contextlib.suppress(
                     OSError, TimeoutError, asyncio.LimitOverrunError, asyncio.IncompleteReadError
@@ -87,9 +87,10 @@ class HealthServer:
                         writer.close()
                         await writer.wait_closed()
             finally:
-                end()
+                abort()
 
     def _route(self, request: bytes) -> HealthAnswer:
+        """Parses a request and returns its answer."""
         first, *rest = request.decode("latin-1").split("\r\n")
         line = first.split(" ")
         if len(line) != 3 or line[0] not in ("GET", "HEAD"):
@@ -109,10 +110,11 @@ def _limit_unread(writer: asyncio.StreamWriter) -> None:
 
 
 def _response(answer: HealthAnswer, *, only_head: bool) -> bytes:
+    """Returns the bytes of an HTTP response."""
     body = (answer.body + "\n").encode()
-    more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
+    extra_headers = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n{extra_headers}\r\n"
     )
     return head.encode() + (b"" if only_head else body)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 MAX_WAITING_CONNECTIONS: Final = 1024
-"""Connections that the kernel queues. If the queue is full, a peer tries again after a second."""
+"""Maximum connections that wait in the kernel. If the queue is full, a peer tries again after a second."""
 MAX_ACCEPTED_AT_ONCE: Final = 16
 """Connections that one turn of the event loop accepts, so that heart-beats are not delayed."""
 READ_LIMIT_BYTES: Final = 2**16
@@ -22,7 +22,7 @@ async def listen(
     """Returns a server that listens; raises OSError if the port cannot be taken.
 
     Args:
-        host: as `addresses.bind_host` gives it.
+        host: result of `addresses.bind_host`.
         limit: size of each connection's read buffer, in bytes.
     """
     server = await asyncio.start_server(
@@ -31,8 +31,8 @@ async def listen(
     # asyncio uses its backlog both as the length of the queue and as the number of connections to accept in
     # one turn (asyncio/selector_events.py::_accept_connection, CPython 3.11).
     for each in server.sockets:
-        with each.dup() as own:
-            own.listen(MAX_WAITING_CONNECTIONS)
+        with each.dup() as duplicate:
+            duplicate.listen(MAX_WAITING_CONNECTIONS)
     return server
 
 
@@ -43,20 +43,20 @@ class ConnectionLimit:
     authenticates at once.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
         self._open: dict[object, Callable[[], None]] = {}
 
     @contextlib.contextmanager
-    def holding(self, end: Callable[[], None]) -> Iterator[None]:
+    def counting(self, end: Callable[[], None]) -> Iterator[None]:
         """Counts a connection for as long as the context lasts.
 
         Args:
-            end: ends the connection; called when it is the oldest of too many.
+            end: closes the connection; called if there are too many connections and this one is the oldest.
         """
         token = object()
         self._open[token] = end
-        if len(self._open) > self._most:
+        if len(self._open) > self._max_connections:
             self._open.pop(next(iter(self._open)))()
         try:
             yield

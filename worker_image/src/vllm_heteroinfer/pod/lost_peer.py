@@ -51,7 +51,7 @@ class Conversation:
             raise PeerGoneError(self._peer, message) from error
 
 
-def lost_by(error: BaseException) -> Lost | None:
+def find_lost_process(error: BaseException) -> Lost | None:
     """Returns the lost process that caused an error; None if this process caused the error itself."""
     cause: BaseException | None = error
     while cause is not None:

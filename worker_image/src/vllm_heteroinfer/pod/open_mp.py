@@ -13,7 +13,7 @@ from heteroinfer_contract.errors import ContractError
 _NUMBERS: Final = re.compile(r"\s*0*([1-9][0-9]{0,5})\s*(,\s*0*[1-9][0-9]{0,5}\s*)*")
 
 
-def first_level(env: Mapping[str, str]) -> int | None:
+def omp_thread_count(env: Mapping[str, str]) -> int | None:
     """Returns the number of threads of outermost parallel regions; None if the variable is not set.
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 _logger = logging.getLogger(__name__)
 
 
-def leave(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Writes a termination message; only logs an error if that fails."""
     try:
         path.write_text(text)

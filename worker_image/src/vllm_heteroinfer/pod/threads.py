@@ -69,6 +69,7 @@ class LastingThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Runs the calls one after another, until `close`."""
         while (call := self._calls.get()) is not None:
             answer, function = call
             if not answer.set_running_or_notify_cancel():

@@ -2,31 +2,32 @@
 
 
 class TurnClock:
-    """Measures how late the turns of a loop come, and leaves the delays out of its time.
+    """A clock for a loop: measures how late each turn comes, and does not count the delays.
 
     A process that did not run (its pod frozen, its machine suspended, its CPU stolen) cannot know whether
-    another process was silent or whether it failed to listen itself.
+    another process was silent, or whether the messages wait unread.
 
     Args:
-        interval_s: between two turns, in seconds.
-        now_s: on a clock that never goes back, in seconds.
+        interval_s: intended time between two turns, in seconds.
+        now_s: current time of a clock that never goes back, in seconds.
     """
 
     def __init__(self, interval_s: float, now_s: float) -> None:
         self._interval_s = interval_s
-        self._turn_s = now_s
+        self._last_turn_s = now_s
         self._missed_s = 0.0
 
     def turn(self, now_s: float) -> float:
         """Records a turn of this process; returns how late the turn is, in seconds."""
-        late_s = self._overdue_s(now_s)
+        late_s = self._lateness_s(now_s)
         self._missed_s += late_s
-        self._turn_s = now_s
+        self._last_turn_s = now_s
         return late_s
 
     def awake_s(self, now_s: float) -> float:
         """Returns a time in seconds that advances only while turns come on time."""
-        return now_s - self._missed_s - self._overdue_s(now_s)
+        return now_s - self._missed_s - self._lateness_s(now_s)
 
-    def _overdue_s(self, now_s: float) -> float:
-        return max(0.0, now_s - self._turn_s - self._interval_s)
+    def _lateness_s(self, now_s: float) -> float:
+        """Returns how late the next turn already is, in seconds."""
+        return max(0.0, now_s - self._last_turn_s - self._interval_s)

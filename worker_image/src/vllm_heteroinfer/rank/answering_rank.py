@@ -46,7 +46,7 @@ def serve(context: RankContext) -> NoReturn:
     """
     plan, rank, reporter = context.plan, context.rank, context.reporter
     assert rank.feed_forward is not None
-    reporter.phase(RankPhase.LOADING, 0, rank.weight_bytes)
+    reporter.set_phase(RankPhase.LOADING, 0, rank.weight_bytes)
     shares = read_rate.agreed_shares(plan, rank, context.store, context.startup)
     asking = served_rank(plan, rank).rank
     start = time.perf_counter()
@@ -57,7 +57,7 @@ def serve(context: RankContext) -> NoReturn:
     recipe = Recipe.from_text(text)
     held = hold(recipe, Path(plan.engine.model), rank.feed_forward, shares, rank.tensor_rank)
     context.metrics.weight_bytes.set(held.stored_bytes)
-    reporter.phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
+    reporter.set_phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
     _logger.info(
         "feed-forward rank %d: %d layers by %s, %s; waited %.1f s for the recipe, then loaded in %.1f s",
         rank.rank,
@@ -88,7 +88,7 @@ class Lane:
         self._computes = computes(held, asks)
         self._meter = LaneMeter(context, slab, self._line.lane, held)
         self._line.report_ready(ask_s, row_s)
-        context.reporter.phase(RankPhase.READY, held.stored_bytes, held.stored_bytes)
+        context.reporter.set_phase(RankPhase.READY, held.stored_bytes, held.stored_bytes)
 
     def _warm_up(self, shape: Shape) -> tuple[float, float]:
         """Runs all layers with one row, and one layer with the largest batch.

@@ -21,7 +21,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from vllm_heteroinfer.group.deadline import NO_LIMIT_S, Deadline
 from vllm_heteroinfer.pod.channel import RankReporter
 from vllm_heteroinfer.pod.forking import run_or_fork
-from vllm_heteroinfer.pod.lost_peer import PeerGoneError, lost_by
+from vllm_heteroinfer.pod.lost_peer import PeerGoneError, find_lost_process
 from vllm_heteroinfer.rank import imports
 from vllm_heteroinfer.rank.preload import preload
 
@@ -61,12 +61,12 @@ def main(problem: BaseException | None = None) -> NoReturn:
 
     def fail(error: BaseException) -> NoReturn:
         traceback.print_exception(error)
-        ours = failure(error, rank, starting=reporter.starting())
-        lost = lost_by(error)
+        ours = failure(error, rank, starting=reporter.is_starting())
+        lost = find_lost_process(error)
         if lost is not None:
             # The peer's supervisor reports the failed rank, and then our supervisor ends this process.
             time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
-        reporter.failure(ours, lost)
+        reporter.send_failure(ours, lost)
         _logger.error("rank %d failed, so its group ends: %s", rank.rank, error)
         os._exit(names.EXIT_RANK_FAILED)
 
@@ -126,7 +126,7 @@ def run(
         ours = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
     else:
         ours = fingerprint.of_files(plan.engine.model)
-    reporter.phase(RankPhase.CONNECTING)
+    reporter.set_phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
     store.waits_for = reporter.waits_for
     if rank.feed_forward is not None:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from heteroinfer_contract.plan import Device, Plan, RankAssignment
-from vllm_heteroinfer.pod.open_mp import first_level
+from vllm_heteroinfer.pod.open_mp import omp_thread_count
 
 SHARED = (
     "vllm_heteroinfer.engine.executor",
@@ -83,6 +83,6 @@ def settle(module: str) -> None:
 
     setproctitle(f"{sys.executable} -m {module}")
 
-    threads = first_level(os.environ)
+    threads = omp_thread_count(os.environ)
     if threads is not None and threads != torch.get_num_threads():
         torch.set_num_threads(threads)

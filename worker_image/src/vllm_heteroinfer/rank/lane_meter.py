@@ -55,14 +55,16 @@ class LaneMeter:
         self._before = now
         self._count(now, before)
         stuck = now.seen != now.answered and now.seen == before.seen
-        self._context.reporter.busy(f"layer {self._slab.asked_layer} of ask {now.seen}" if stuck else None)
+        self._context.reporter.set_work(
+            f"layer {self._slab.asked_layer} of ask {now.seen}" if stuck else None
+        )
         steps, busy_s = (self._slab.steps - self._steps) % 2**32, (now.busy_ns - before.busy_ns) / 1e9
         if not steps:
             return
         self._steps = self._slab.steps
         self._total_steps += steps
         idle_s = min(INTERVAL_S, (now.idle_ns - before.idle_ns) / 1e9)
-        self._context.reporter.step(
+        self._context.reporter.set_step_times(
             self._total_steps, (busy_s + idle_s) / steps, busy_s / steps, idle_s / steps, 0.0
         )
 

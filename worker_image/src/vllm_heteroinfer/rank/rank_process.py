@@ -119,7 +119,7 @@ class RankProcess(WorkerProc):
         if method not in STEP_METHODS:
             self._calls += 1
             name = method if isinstance(method, str) else "a function of the engine"
-            self.context.reporter.busy(f"{name}, call {self._calls}")
+            self.context.reporter.set_work(f"{name}, call {self._calls}")
         try:
             output: Any = call(*args, **kwargs)
         except Exception as error:

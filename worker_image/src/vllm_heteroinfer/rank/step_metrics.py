@@ -152,7 +152,7 @@ class RankMetrics(Meter):
     def waiting_for(self, rank: int | None) -> None:
         """Reports to the supervisor which rank's message this rank waits for."""
         if self._inside:
-            self._reporter.busy(self._busy, waiting_for_rank=rank)
+            self._reporter.set_work(self._busy, waiting_for_rank=rank)
 
     def travels(self, between: str, path: str) -> None:
         """Records the path of tensors between `stages`, or between `ranks` of a stage (TRANSPORT_INFO)."""
@@ -170,7 +170,7 @@ class RankMetrics(Meter):
             if self._left is not None:
                 self._idle.inc(self._entered - self._left)
         self._busy = f"step {self._called + 1}"
-        self._reporter.busy(self._busy)
+        self._reporter.set_work(self._busy)
 
     def leave(self) -> None:
         """Ends a call of the step. Between two calls this rank is idle, unless its device still works."""
@@ -180,7 +180,7 @@ class RankMetrics(Meter):
             if not self._step.runs_on:
                 self._step.step_s += self._left - self._entered
             if not self._on_device:
-                self._reporter.busy(None)
+                self._reporter.set_work(None)
 
     def runs_on(self) -> Callable[[float], None]:
         """Marks this step as running on the device after the worker's calls. Call it between enter and leave.
@@ -235,7 +235,7 @@ class RankMetrics(Meter):
         if not self._inside:
             self._left = now  # the rank was busy until now
             if not self._on_device:
-                self._reporter.busy(None)
+                self._reporter.set_work(None)
         if step.tokens is not None:
             self._record(step, step.tokens)
 
@@ -267,7 +267,7 @@ class RankMetrics(Meter):
         self._steps += 1
         if phase == metric_names.PHASE_DECODE:
             self._average(step.step_s, compute_s, step.wait_s, transfer_s)
-        self._reporter.step(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
+        self._reporter.set_step_times(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
 
     def _count(self, step: Step, phase: str, tokens: tuple[int, int], compute_s: float) -> None:
         self._step_seconds.labels(*self.labels, phase).observe(step.step_s)

@@ -72,7 +72,7 @@ class GroupWorkerMixin:
     def load_model(self, **kwargs: Any) -> None:
         """Loads this stage's weights, then connects the model with other ranks."""
         context = self.context
-        context.reporter.phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
+        context.reporter.set_phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
         with (
             self.mode.loading() as load,
             weight_loading.counted(self.model_runner, self._report_load, load),
@@ -80,7 +80,7 @@ class GroupWorkerMixin:
             super().load_model(**kwargs)  # type: ignore[misc]
         self._loaded_bytes = weight_bytes(self.model_runner.get_model())
         context.metrics.weight_bytes.set(self._loaded_bytes)
-        context.reporter.phase(RankPhase.LOADING, self._loaded_bytes, self._loaded_bytes)
+        context.reporter.set_phase(RankPhase.LOADING, self._loaded_bytes, self._loaded_bytes)
         self.mode.model_loaded(self.model_runner)
 
     def _report_load(self, done_bytes: int, total_bytes: int) -> None:
@@ -88,7 +88,7 @@ class GroupWorkerMixin:
         own = self.context.rank.weight_bytes
         if own:
             done_bytes, total_bytes = own * done_bytes // total_bytes, own
-        self.context.reporter.phase(RankPhase.LOADING, done_bytes, total_bytes)
+        self.context.reporter.set_phase(RankPhase.LOADING, done_bytes, total_bytes)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """The only layout that CPU attention supports. The lists of all ranks must be equal.
@@ -103,7 +103,7 @@ class GroupWorkerMixin:
         Raises:
             MemoryError: the largest batch leaves no memory for a KV cache.
         """
-        self.context.reporter.phase(RankPhase.WARMING_UP, self._loaded_bytes, self._loaded_bytes)
+        self.context.reporter.set_phase(RankPhase.WARMING_UP, self._loaded_bytes, self._loaded_bytes)
         self.begin_profile()
         with self.mode.warming_up(self.model_runner, "memory profile"):
             self.warm_up()
@@ -142,7 +142,7 @@ class GroupWorkerMixin:
         self.context.metrics.kv_blocks.set(blocks)
         self.context.metrics.kv_cache_bytes.set(size)
         headroom_bytes = self._headroom.size_bytes
-        self.context.reporter.kv_cache(
+        self.context.reporter.set_kv_cache(
             blocks=blocks,
             headroom_blocks=kv_blocks.headroom_blocks(
                 blocks=blocks, size_bytes=size, headroom_bytes=headroom_bytes
@@ -155,7 +155,7 @@ class GroupWorkerMixin:
         with self.mode.warming_up(self.model_runner, "warm-up"):
             times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.mode.ready()
-        self.context.reporter.phase(RankPhase.READY, self._loaded_bytes, self._loaded_bytes)
+        self.context.reporter.set_phase(RankPhase.READY, self._loaded_bytes, self._loaded_bytes)
         return times
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:

@@ -15,7 +15,7 @@ from vllm.v1.executor.abstract import SLEEP_TAGS
 
 from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.printable import format_bytes
-from vllm_heteroinfer.group.engine_calls import check_level
+from vllm_heteroinfer.group.engine_calls import check_sleep_level
 from vllm_heteroinfer.rank.context import RankContext
 
 KV_CACHE = "kv_cache"
@@ -39,7 +39,7 @@ class SleepMixin:
         Raises:
             ValueError: groups do not support this level.
         """
-        check_level(level)
+        check_sleep_level(level)
         super().sleep(level)  # type: ignore[misc]
         self._set_asleep(SLEEP_TAGS)
 
@@ -56,7 +56,7 @@ class SleepMixin:
     def _set_asleep(self, tags: frozenset[str]) -> None:
         self._asleep = tags
         phase = RankPhase.SLEEPING if tags else RankPhase.READY
-        self.context.reporter.phase(phase, self._loaded_bytes, self._loaded_bytes)
+        self.context.reporter.set_phase(phase, self._loaded_bytes, self._loaded_bytes)
 
 
 class CpuSleepMixin:
