@@ -81,7 +81,7 @@ class ControlClient:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _try_connect(self, timeout_s: float, hello_timeout_s: float) -> SupervisorLink:
-        """Connects once and says hello. Returns the link on which the leader has accepted this pod.
+        """Connects once and sends this pod's identity. Returns the link on which the leader has accepted this pod.
 
         Raises:
             Refused: the leader refuses this pod.
@@ -134,7 +134,7 @@ class ControlClient:
             self._reconnecting = False
 
     def _handle(self, message: Message) -> None:
-        """Stores the leader's news, or that the leader was asked to stop."""
+        """Stores the leader's news, or that the leader is stopping."""
         if message.group_age_s is not None:
             self._group_age_s = message.group_age_s
         if message.stopping:
@@ -212,7 +212,7 @@ class ControlClient:
             self._link.close()
 
     def _report_lost_leader(self, how: str) -> None:
-        """Reports a lost leader; a leader that was asked to stop has left in order.
+        """Reports a lost leader; a stopping leader has left in order.
 
         Args:
             how: how the connection ended, for the message.

@@ -168,7 +168,7 @@ class ControlServer:
             link.close()
 
     async def _admit(self, link: SupervisorLink) -> int | None:
-        """Checks a new client. Returns its pod's index; None if the client is no follower of this group."""
+        """Checks a new client. Returns its pod's index; None if this group refuses the client."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 if self._key is not None:
@@ -279,7 +279,7 @@ class ControlServer:
         return self._links[pod] is not link
 
     def _report_lost_pod(self, pod: int, how: str) -> None:
-        """Reports a lost pod; a pod that was asked to stop has left in order.
+        """Reports a lost pod; a stopping pod has left in order.
 
         Args:
             how: how the connection ended, for the message.

@@ -1,4 +1,4 @@
-"""Decides whether a group can answer requests, what it waits for, and whether a rank is overdue. PURE."""
+"""Decides whether a group can answer requests, which rank delays it, and whether a rank is overdue. PURE."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ class GroupView:
 
     @property
     def message(self) -> str:
-        """Description of what the group waits for; "" if it is ready.
+        """Text that names each part for which the group waits; "" if the group is ready.
 
         Programs use the phases of the ranks, not this text.
         """

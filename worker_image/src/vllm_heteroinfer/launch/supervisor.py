@@ -51,7 +51,7 @@ failure appear.
 STOP_GATHER_S = 0.7
 """Wait after a peer was asked to stop. If the whole group is being deleted, this pod is asked too."""
 FOLLOWERS_DRAIN_LONGER_S = 10.0
-"""Extra time of followers: the leader may be asked to stop later, and then ends its API server in order."""
+"""Extra time of followers: the leader may receive its signal later, and then ends its API server in order."""
 VERDICT_TIMEOUT_S = 1.5
 """Longest wait of a follower for the leader's verdict; then the follower decides alone."""
 TURNS_TO_READ = 3
@@ -300,7 +300,11 @@ class Supervisor:
         return Failure(reason=reason, message=f"pod {pod}: {message}", pod=pod, time=time.time())
 
     def _startup_timeout_failure(self, message: str, *, pod: int | None, rank: int | None = None) -> Failure:
-        """Returns the failure of a start that makes no progress; `message` is what it waits for."""
+        """Returns the failure of a start that makes no progress.
+
+        Args:
+            message: names the parts for which the start waits.
+        """
         return Failure(
             reason=FailureReason.STARTUP_TIMEOUT,
             message=(
@@ -363,7 +367,7 @@ class Supervisor:
         )
 
     def _misses_a_stopping_pod(self) -> bool:
-        """Returns whether a peer that was asked to stop has lost its connection."""
+        """Returns whether a stopping peer has lost its connection."""
         return (self._server is not None and self._server.misses_a_stopping_pod()) or (
             self._client is not None and self._client.misses_a_stopping_leader()
         )
@@ -387,7 +391,7 @@ class Supervisor:
         self._drain()
 
     def _on_stopping(self, pod: int) -> None:
-        """Begins a drain because another pod was asked to stop."""
+        """Begins a drain because another pod is stopping."""
         self._stopping_pods.add(pod)
         self._drain()
 
@@ -409,7 +413,7 @@ class Supervisor:
         self._end_drain()
 
     def _end_drain(self) -> None:
-        """Stops this pod if it was asked to stop; otherwise ends the group soon."""
+        """Stops this pod if it received a signal; otherwise ends the group soon."""
         if self._drained or self._outcome.done():
             return
         self._drained = True
@@ -424,7 +428,7 @@ class Supervisor:
             self._outcome.set_result(None)
 
     def _conclude_stopped(self) -> None:
-        """Ends the group because another pod was asked to stop."""
+        """Ends the group because another pod is stopping."""
         pod = min(self._stopping_pods)
         self._conclude(
             Failure(
@@ -442,7 +446,7 @@ class Supervisor:
         self._conclude(failure)
 
     def _awake_s(self) -> float:
-        """Returns the time of a clock that stands still while this process is not scheduled, in seconds."""
+        """Returns the time of a clock that pauses while this process is not scheduled, in seconds."""
         return self._clock.awake_s(time.monotonic())
 
     def _on_api_health(self, healthy: bool) -> None:
