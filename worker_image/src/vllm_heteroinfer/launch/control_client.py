@@ -81,7 +81,7 @@ class ControlClient:
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _try_connect(self, timeout_s: float, hello_timeout_s: float) -> SupervisorLink:
-        """Connects once and sends this pod's identity. Returns the link on which the leader has accepted this pod.
+        """Connects once and identifies this pod. Returns the link after the leader has accepted the pod.
 
         Raises:
             Refused: the leader refuses this pod.

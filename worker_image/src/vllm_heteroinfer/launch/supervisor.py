@@ -413,7 +413,7 @@ class Supervisor:
         self._end_drain()
 
     def _end_drain(self) -> None:
-        """Stops this pod if it received a signal; otherwise ends the group soon."""
+        """Stops this pod if the pod received a signal; otherwise ends the group soon."""
         if self._drained or self._outcome.done():
             return
         self._drained = True
