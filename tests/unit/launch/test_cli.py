@@ -21,5 +21,5 @@ def test_a_profile_that_kubernetes_would_cut_is_refused(
     failure = Failure.from_json((tmp_path / "message").read_text())
     assert failure is not None
     assert failure.reason is FailureReason.MODEL_NOT_READABLE
-    assert "the model's profile must be at most 4096 bytes" in failure.message
+    assert "the model's profile must have at most 4096 bytes" in failure.message
     assert cli.inspect_model("/model", None) == names.EXIT_STOPPED
