@@ -336,8 +336,8 @@ def engine_of(group: TinyGroup) -> int:
         (
             signal.SIGKILL,
             (
-                "was killed by SIGKILL while Ready. If you did not kill it, the pod reached its memory limit: "
-                "raise the limit"
+                "was killed by SIGKILL while Ready. If you did not kill it, the pod reached its memory "
+                "limit: raise the limit"
             ),
         ),
         (signal.SIGABRT, "was killed by SIGABRT while Ready"),

@@ -270,8 +270,8 @@ def test_stat_of_a_process_with_an_ugly_name(
         (
             -9,
             (
-                "was killed by SIGKILL while Ready. If you did not kill it, the pod reached its memory limit: "
-                "raise the limit"
+                "was killed by SIGKILL while Ready. If you did not kill it, the pod reached its memory "
+                "limit: raise the limit"
             ),
         ),
         (-11, "was killed by SIGSEGV while Ready"),
