@@ -4,7 +4,7 @@ Sizes are tiny, but where a kernel of CPUs is written for one size only: then it
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ CHUNK: Final = 32
 PROMPTS: Final = ((3, 17, 42, 5, 99, 7), tuple(range(10, 130, 3)))
 ANSWER_TOKENS: Final = 12
 AMX: Final = "AMX"
-AVX512: Final = "AVX-512"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,22 +307,21 @@ FORMATS: Final = (
         },
         scheme=SchemeName.MXFP4,
         dtype="bfloat16",
-        needs=AMX,
-        refused="AMX is needed on CPUs for experts in MXFP4",
+        widened=True,
     ),
 )
 """Plain weights are the cases above."""
 
 
-def _mixture(name: str, scheme: SchemeName, needs: str = AMX) -> Case:
+def _mixture(name: str, scheme: SchemeName, drawn: str = "") -> Case:
     return Case(
         name=f"mixture-{name}",
         architecture="qwen3_moe",
         settings={**_HEADS, **_MIXTURE, "moe_intermediate_size": 256, "num_experts": 8},
         scheme=scheme,
-        dtype="bfloat16",
-        needs=needs,
-        refused=f"{needs} is needed on CPUs for experts in",
+        drawn=drawn,
+        dtype="float16",
+        widened=True,
     )
 
 
@@ -331,14 +329,19 @@ MIXTURES: Final = (
     _mixture("awq", SchemeName.AWQ),
     _mixture("gptq", SchemeName.GPTQ),
     _mixture("int4", SchemeName.INT4),
-    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK, AVX512),
+    _mixture("int4-zero-points", SchemeName.INT4, "int4 with zero points"),
+    _mixture("int8", SchemeName.INT8),
+    _mixture("fp8-in-blocks", SchemeName.FP8_BLOCK),
+    _mixture("fp8-per-channel", SchemeName.FP8_CHANNEL),
+    _mixture("fp8-per-tensor", SchemeName.FP8_TENSOR),
+    _mixture("mxfp4", SchemeName.MXFP4, "MXFP4"),
+    _mixture("mxfp8", SchemeName.MXFP8, "MXFP8"),
+    _mixture("nvfp4", SchemeName.NVFP4, "NVFP4 of experts"),
 )
-"""Experts in each format that kernels of CPUs have; in MXFP4 they are above."""
+"""Experts in each format that our kernels compute."""
 
-FEED_FORWARD: Final = (
-    replace(_mixture("fp8-in-float16", SchemeName.FP8_BLOCK), dtype="float16", needs="", widened=True),
-)
-"""Experts that only feed-forward ranks compute on any CPU; feed_forward/test_experts.py has all formats."""
+FEED_FORWARD: Final = (_mixture("fp8-in-float16", SchemeName.FP8_BLOCK),)
+"""Experts of a feed-forward rank; feed_forward/test_experts.py has all formats."""
 
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {case.name: case for case in (*ATTENTION, *FORMATS, *MIXTURES, *FEED_FORWARD)}

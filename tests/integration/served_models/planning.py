@@ -8,11 +8,11 @@ from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from tests.integration.served_models.cases import AMX, AVX512, LONGEST
+from tests.integration.served_models.cases import AMX, LONGEST
 
 _CPUID: Final = {"SSE42": "sse4_2", "AVX512F": "avx512f", "AMXTILE": "amx_tile", "AMXBF16": "amx_bf16"}
 """As labels of node-feature-discovery name it -> as /proc/cpuinfo does."""
-_FLAGS: Final = {AMX: {"amx_tile", "amx_bf16"}, AVX512: {"avx512f"}}
+_FLAGS: Final = {AMX: {"amx_tile", "amx_bf16"}}
 _ROLE: Final = {
     "name": "cpu",
     "device": "CPU",
@@ -27,7 +27,7 @@ def _flags() -> frozenset[str]:
 
 
 def this_cpu() -> frozenset[str]:
-    """Returns which of AMX and AVX-512 this machine has."""
+    """Returns whether this machine has AMX, in the words of a case."""
     return frozenset(name for name, needed in _FLAGS.items() if needed <= _flags())
 
 

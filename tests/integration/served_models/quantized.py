@@ -17,6 +17,9 @@ _MXFP4_GROUP: Final = 32
 _MXFP4_EXPONENT: Final = 122
 """Of 2, less 127: with it, random codes have a standard deviation of 0.1."""
 
+_FP4: Final = tuple(sign * each for sign in (1.0, -1.0) for each in (0, 0.5, 1, 1.5, 2, 3, 4, 6))
+"""Numbers of the codes of 4 bits in MXFP4."""
+
 _LAYERS_ALONE: Final = ["lm_head"]
 
 Tensors = dict[str, Any]
@@ -102,6 +105,14 @@ DRAWN: Final[Mapping[str, Drawn]] = {
         ),
         draw=("nvfp4", {"model_opt": False}),
     ),
+    "NVFP4 of experts": Drawn(
+        config=_compressed(
+            "nvfp4-pack-quantized",
+            _in_floats(4, "tensor_group", 16)[0],
+            {**_in_floats(4, "tensor_group", 16)[0], "dynamic": "local"},
+        ),
+        draw=("nvfp4", {"model_opt": False, "factor_of_all": 2.0**-14}),
+    ),
     "NVFP4 of ModelOpt": Drawn(
         config={
             "quant_method": "modelopt",
@@ -179,7 +190,7 @@ def quantize(
         drawn: another format of this scheme.
     """
     if scheme is SchemeName.MXFP4 and drawn is None:
-        return _experts_in_mxfp4(tensors), {}
+        return _experts_in_mxfp4(tensors)
     quantize_one = _LINEAR[scheme] if drawn is None else drawn.quantize
     found: Tensors = {}
     meant: Tensors = {}
@@ -312,17 +323,22 @@ _LINEAR: Final[Mapping[SchemeName, Callable[[Any], Quantized]]] = {
 }
 
 
-def _experts_in_mxfp4(tensors: Mapping[str, Any]) -> Tensors:
+def _experts_in_mxfp4(tensors: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
     """Returns GPT-OSS's tensors with random experts, [experts, in, out] as [experts, out, groups, 16]."""
     import torch
 
     found: Tensors = {}
+    meant: Tensors = {}
     for name, tensor in tensors.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = tensor
+            found[name], meant[name] = tensor, tensor.float()
             continue
         experts, inputs, outputs = tensor.shape
         groups = (experts, outputs, inputs // _MXFP4_GROUP)
-        found[f"{name}_blocks"] = torch.randint(0, 256, (*groups, _MXFP4_GROUP // 2), dtype=torch.uint8)
+        blocks = torch.randint(0, 256, (*groups, _MXFP4_GROUP // 2), dtype=torch.uint8)
+        found[f"{name}_blocks"] = blocks
         found[f"{name}_scales"] = torch.full(groups, _MXFP4_EXPONENT, dtype=torch.uint8)
-    return found
+        codes = torch.stack((blocks & 15, blocks >> 4), -1).view(experts, outputs, inputs).long()
+        wide = torch.tensor(_FP4)[codes] * 2.0 ** (_MXFP4_EXPONENT - 127)
+        meant[name] = wide.transpose(1, 2)
+    return found, meant

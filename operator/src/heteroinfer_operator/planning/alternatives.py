@@ -46,7 +46,7 @@ def name_alternatives(
         ways.append(f"mode FeedForward, with {_of_feed_forward(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
         first = Device.GPU
-        if _passes(lambda: check_support(profile, engine, cpus, stages=2, first=first)):
+        if _passes(lambda: check_support(profile, engine, cpus, stages=2, tensor=1, first=first)):
             memory = format_bytes(_whole(profile, engine, Device.CPU))
             ways.append(f"mode Pipeline, with CPU roles of {memory} in all")
     gpus = format_bytes(int(_whole(profile, engine, Device.GPU) / GPU_USABLE))

@@ -55,11 +55,12 @@ def packed_part(scheme: Scheme) -> Fraction:
 
 
 def packed_for_amx(scheme: Scheme) -> Fraction:
-    """Returns the size of a stage's 4-bit experts in vLLM's kernels for AMX, relative to the checkpoint.
+    """Returns the size of 4-bit experts in vLLM's kernels for AMX, relative to the checkpoint.
 
-    A group has its values, a sum of 4 bytes per block, a scale of 4 bytes instead of 2, and a zero point of
-    one byte: 1.106 for int4 and 1.098 for AWQ and GPTQ, in groups of 128. Measured with vLLM's own functions
-    on an EPYC, where they also pack for AMX (2026-11-25).
+    CPU ranks that share the layers of a stage use these kernels. A group has its values, a sum of 4 bytes per
+    block, a scale of 4 bytes instead of 2, and a zero point of one byte: 1.106 for int4 and 1.098 for AWQ and
+    GPTQ, in groups of 128. Measured with vLLM's own functions on an EPYC, where they also pack for AMX
+    (2026-11-25).
     Source: vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0.
     """
     if scheme.name not in FOUR_BITS:
@@ -88,7 +89,9 @@ def grown_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Frac
     grown = kind.quantized_bytes * (packed_part(profile.scheme) - 1)
     columns = Fraction(kind.columns, tensor)
     if kind.experts_quantized:
-        grown += kind.routed_bytes * (packed_for_amx(profile.scheme_of_experts) - 1)
+        # Our kernels compute the experts of ranks that hold whole layers, vLLM's those of other ranks.
+        packed = packed_part if tensor == 1 else packed_for_amx
+        grown += kind.routed_bytes * (packed(profile.scheme_of_experts) - 1)
     elif kind.experts and columns:
         filled = ceil(columns / KERNEL_BLOCK) * KERNEL_BLOCK / columns
         grown += kind.routed_bytes * (filled - 1) * scale

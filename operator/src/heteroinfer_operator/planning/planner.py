@@ -161,7 +161,7 @@ def _check_model(
 
     def check(profile: ModelProfile) -> tuple[str, ...]:
         return every_reason(
-            lambda: check_support(profile, engine, cpus, stages=stages, first=first),
+            lambda: check_support(profile, engine, cpus, stages=stages, tensor=topology.tensor, first=first),
             lambda: check_mode(mode, topology, profile, engine),
         )
 

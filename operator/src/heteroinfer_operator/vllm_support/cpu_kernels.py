@@ -26,6 +26,7 @@ _GROUPS: Final = "the kernel supports groups of a multiple of 32, and in FP8 blo
 _FP8_BLOCK: Final = 128
 """Columns and inputs of a block of experts in FP8."""
 _SILU: Final = frozenset({"silu"})
+_GATED: Final = _SILU | {"swigluoai", "gelu", "gelu_tanh"}
 _FOUR: Final = frozenset({4})
 
 
@@ -63,14 +64,14 @@ CODED: Final[Mapping[SchemeName, frozenset[int]]] = MappingProxyType(
     }
 )
 """Formats that our own kernels compute on any CPU with AVX2, with their bits: linear layers of stages
-(patches/cpu_coded.py), and MLPs and experts of feed-forward ranks (feed_forward/expert_formats.py, whose
-experts in int4 have 4 bits)."""
+(patches/cpu_coded.py), experts of stages that hold whole layers (patches/cpu_coded_experts.py), and MLPs and
+experts of feed-forward ranks (feed_forward/expert_formats.py, whose experts in int4 have 4 bits)."""
 CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     {
         SchemeName.NONE: ExpertsKernel(
             routing=None,
             dtypes=frozenset(),
-            activations=_SILU | {"swigluoai", "gelu", "gelu_tanh"},
+            activations=_GATED,
             needs="",
         ),
         SchemeName.FP8_BLOCK: ExpertsKernel(
@@ -83,9 +84,10 @@ CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
         SchemeName.INT8: ExpertsKernel(routing=_SOFTMAX),
     }
 )
-"""Kernels for experts of stages (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0). They
-compute 16-bit types only, and fail with others at the first step (csrc/cpu/sgl-kernels/moe.cpp
-::fused_experts_cpu). FP8 in blocks is computed by our kernels (patches/cpu_experts.py)."""
+"""Kernels for experts of stages whose ranks do not hold whole layers
+(vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0). They compute 16-bit types only, and fail
+with others at the first step (csrc/cpu/sgl-kernels/moe.cpp::fused_experts_cpu). FP8 in blocks is computed by
+our kernels (patches/cpu_experts.py)."""
 REMOTE_ACTIVATIONS: Final = frozenset(
     {"silu", "gelu", "gelu_tanh", "relu2", "relu2_no_mul", "swigluoai", "swigluoai_uninterleave"}
 )
@@ -141,8 +143,13 @@ def check_remote_experts(profile: ModelProfile) -> None:
     """Checks that feed-forward ranks support a model's experts; raises PlanError."""
     if not profile.experts:
         return
-    scheme, plain = profile.scheme_of_experts, f"Use the same model {in_bf16(profile)}, or use GPU roles only"
     _check_activation(profile, REMOTE_ACTIVATIONS, "Use GPU roles only")
+    _check_coded(profile, f"Use the same model {in_bf16(profile)}, or use GPU roles only")
+
+
+def _check_coded(profile: ModelProfile, plain: str) -> None:
+    """Checks that our kernels for coded weights support the format and sizes of a model's experts."""
+    scheme = profile.scheme_of_experts
     quantized = [kind for kind in profile.layers if kind.experts_quantized]
     if not quantized:
         return
@@ -159,8 +166,12 @@ def check_remote_experts(profile: ModelProfile) -> None:
         )
 
 
-def check_experts(profile: ModelProfile, engine: EngineSettings) -> None:
-    """Checks that CPU ranks of stages support a model's experts; raises PlanError."""
+def check_experts(profile: ModelProfile, engine: EngineSettings, *, whole: bool) -> None:
+    """Checks that CPU ranks of stages support a model's experts; raises PlanError.
+
+    Args:
+        whole: whether a rank holds whole layers, so that our kernels compute quantized experts.
+    """
     if not profile.experts:
         return
     remote = "use GPU roles only, or let only experts run on CPUs (parallelism.mode: FeedForward)"
@@ -179,6 +190,10 @@ def check_experts(profile: ModelProfile, engine: EngineSettings) -> None:
     scheme = profile.scheme_of_experts
     kernel = CPU_EXPERTS.get(scheme.name if quantized else SchemeName.NONE)
     plain = f"Use the same model {in_bf16(profile)}, {remote}"
+    if quantized and whole:
+        _check_activation(profile, _GATED, in_turn)
+        _check_coded(profile, plain)
+        return
     if kernel is None:
         raise refuse(f"experts in {format_of(profile)}", "vLLM has no CPU kernel for this format", plain)
     _check_activation(profile, kernel.activations, in_turn)
@@ -202,8 +217,12 @@ def check_experts(profile: ModelProfile, engine: EngineSettings) -> None:
         )
 
 
-def stage_needs(profile: ModelProfile) -> str:
-    """Returns AMX or AVX512 if the kernel for a model's experts in stages needs it, or ""."""
+def stage_needs(profile: ModelProfile, *, whole: bool) -> str:
+    """Returns AMX or AVX512 if the kernel for a model's experts in stages needs it, or "".
+
+    Args:
+        whole: whether a rank holds whole layers.
+    """
     kernel = CPU_EXPERTS.get(profile.scheme_of_experts.name)
     quantized = any(kind.experts_quantized for kind in profile.layers)
-    return kernel.needs if kernel and quantized else ""
+    return kernel.needs if kernel and quantized and not whole else ""

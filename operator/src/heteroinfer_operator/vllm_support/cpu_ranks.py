@@ -73,12 +73,19 @@ _KEYS_AND_VALUES: Final = (AttentionKind.FULL, AttentionKind.WINDOW, AttentionKi
 
 
 def check_support(
-    profile: ModelProfile, engine: EngineSettings, cpus: CpuFeatures, *, stages: int, first: Device
+    profile: ModelProfile,
+    engine: EngineSettings,
+    cpus: CpuFeatures,
+    *,
+    stages: int,
+    tensor: int,
+    first: Device,
 ) -> tuple[str, ...]:
     """Checks that stages and CPU ranks support a model. Returns warnings for the user, one line each.
 
     Args:
         cpus: features of the group's CPU ranks; empty if the group has no CPU rank.
+        tensor: ranks that share each layer of a stage.
         first: device of the first rank.
 
     Raises:
@@ -97,8 +104,8 @@ def check_support(
         lambda: _check_encoder(profile, engine, first),
         lambda: _check_linear(profile, engine),
         lambda: check_backend(profile, engine),
-        lambda: check_experts(profile, engine),
-        lambda: _check_instructions(_needs(profile, engine), cpus),
+        lambda: check_experts(profile, engine, whole=tensor == 1),
+        lambda: _check_instructions(_needs(profile, engine, whole=tensor == 1), cpus),
     )
 
 
@@ -291,12 +298,12 @@ def _other_format(profile: ModelProfile) -> str:
     return f"Use the same model in FP8, in 4 bits (AWQ, GPTQ) or {in_bf16(profile)}, or use GPU roles only"
 
 
-def _needs(profile: ModelProfile, engine: EngineSettings) -> tuple[str, str]:
+def _needs(profile: ModelProfile, engine: EngineSettings, *, whole: bool) -> tuple[str, str]:
     """Returns AMX or AVX512, and the part of a model that needs it on CPU ranks; "" twice if none does."""
     if profile.is_latent:
         without = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
         return AMX, f"multi-head latent attention (without AMX, vLLM uses {without})"
-    if needs := stage_needs(profile):
+    if needs := stage_needs(profile, whole=whole):
         return needs, f"experts in {profile.scheme_of_experts}"
     asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
     if asked.startswith("fp8"):

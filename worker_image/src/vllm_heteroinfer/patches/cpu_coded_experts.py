@@ -107,12 +107,13 @@ def _choosing(
 
 
 def _is_of_cpu_experts(method: Any, config: Any) -> bool:
-    """Whether the patch `cpu_experts` computes these experts: FP8 in blocks, SiLU, on AVX-512."""
+    """Whether the patch `cpu_experts` computes these experts: FP8 in blocks, bf16, SiLU, on AVX-512."""
     blocks = getattr(method, "weight_block_size", None)
     return (
         linear.find() is not None
         and blocks is not None
         and list(blocks) == [BLOCK, BLOCK]
+        and config.in_dtype == torch.bfloat16
         and config.activation == MoEActivation.SILU
         and not config.swiglu_limit
         and not config.has_bias
