@@ -110,8 +110,6 @@ def _kv(profile: ModelProfile) -> str:
 _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("A 70B model in bf16 for one small GPU and one CPU pod", "Llama-3.1-70B-Instruct", "A", {}),
     ("DeepSeek-V3.2 with CPU ranks", "DeepSeek-V3.2", "B", {}),
-    ("Kimi-K2-Thinking in 4 bits", "Kimi-K2-Thinking", "B", {}),
-    ("MiniMax-M2 in FP8", "MiniMax-M2", "B", {}),
     ("Gemma-3 with images", "gemma-3-27b-it", "B", {}),
     ("Quantization at load", "Llama-3.1-8B-Instruct", "A", {"engine": {"args": ["--quantization", "fp8"]}}),
     ("Latent attention in float16", "DeepSeek-V3", "B", {"engine": {"dtype": "float16"}}),
@@ -127,7 +125,7 @@ _QUESTIONS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 
 
 def _answers() -> str:
-    parts = ["\n## Ten that do not fit or cannot run, by `heteroinfer plan`\n"]
+    parts = ["\n## Eight that do not fit or cannot run, by `heteroinfer plan`\n"]
     for title, name, group, fields in _QUESTIONS:
         try:
             ask(recorded_profiles()[name], group, **fields)
@@ -147,6 +145,8 @@ _FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
     ("Experts in MXFP4 and windows", "gpt-oss-120b", "A", {}),
     ("Experts in bf16 on two CPU pods", "Qwen3-235B-A22B", "B", {"engine": {"maxModelLen": 32768}}),
     ("Latent attention, FP8 in blocks", "DeepSeek-V3", "B", {}),
+    ("Latent attention, int4 in groups of 32", "Kimi-K2-Thinking", "B", {}),
+    ("Experts in FP8 with sigmoid routing", "MiniMax-M2", "B", {}),
     ("Linear attention", "Qwen3-Next-80B-A3B-Instruct", "B", {}),
     ("States, attention and MLPs in layers of their own", "Nemotron-H-8B-Base-8K", "A", {}),
     (
@@ -160,7 +160,7 @@ _FITS: Final[tuple[tuple[str, str, str, dict[str, Any]], ...]] = (
 
 
 def _accounts() -> str:
-    parts = ["\n## Eleven that fit, by `heteroinfer plan --explain --choices`\n"]
+    parts = ["\n## Thirteen that fit, by `heteroinfer plan --explain --choices`\n"]
     for title, name, group, fields in _FITS:
         shown = ShownParts(explain=True, choices=True)
         said = describe_plan(ask(recorded_profiles()[name], group, **fields), "m", shown)
