@@ -170,14 +170,22 @@ def test_packing_uses_the_memory_of_the_later_kv_cache() -> None:
     """Of experts in GPTQ three copies lie beside a layer: more than KV cache for one short sequence."""
     model, short = mixture(256), {"maxModelLen": 64}
     (rank,) = plan(spec(cpu(), engine=short), model).plan.ranks
-    grown = 20 * MIB * Fraction(-1, 133) + 3 * 256 * MIB * Fraction(13, 133)
+    grown = (3 * 256 + 20) * MIB * Fraction(-1, 133)
     assert rank.weight_bytes == 2 * ((3 * 256 + 22) * MIB + ceil(grown)) + 2 * 2 * 1002 * MIB + 8192
     # The process and the API server have 2 GiB, of which packing may use 384 MiB.
-    need = rank.weight_bytes + 3 * (3 * 256 + 20) * MIB - 384 * MIB + 2 * GIB
+    loaded = rank.weight_bytes - 2 * ceil(grown)
+    need = loaded + 3 * (3 * 256 + 20) * MIB - 384 * MIB + 2 * GIB
     assert plan(spec(cpu(memory=str(ceil(need))), engine=short), model)
     said = refusal(spec(cpu(memory=str(ceil(need) - MIB), layers=[2]), engine=short), model)
-    assert "2 layers need 7.54 GiB with the copy of a layer while it is packed" in said, said
+    assert "2 layers need 7.39 GiB with the copy of a layer while it is packed" in said, said
     assert "maxModelLen" not in said
+
+
+def test_ranks_that_share_layers_pack_experts_for_amx() -> None:
+    """Those that hold whole layers keep GPTQ's experts in less than the checkpoint has."""
+    shared = spec(cpu(memory="64Gi", ranksPerPod=2), parallelism={"tensor": 2}, engine={"maxModelLen": 64})
+    grown = 20 * MIB * Fraction(-1, 133) + 3 * 256 * MIB * Fraction(13, 133)
+    assert set(plan(shared, mixture(256)).sizes.grown_bytes) == {ceil(grown / 2)}
 
 
 @pytest.mark.parametrize("group", [32, 128])
