@@ -61,7 +61,7 @@ def test_names_the_mode_that_runs_it_with_its_memory() -> None:
 
 def test_names_the_format_that_runs_it_with_its_size() -> None:
     slow = Inventory(cpu_features={"cpu": frozenset()})
-    text = {"engine": {"args": ["--language-model-only"]}}
+    text = {"engine": {"args": ["--language-model-only"]}, "parallelism": {"mode": "Tensor"}}
     *_, ways = refusal("Qwen3.5-397B-A17B-FP8", cpu(memory=HUGE, pods=2), inventory=slow, **text)
     assert "the same model in bf16 (about 727 GiB), with these roles" in ways
 
