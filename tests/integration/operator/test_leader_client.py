@@ -20,7 +20,12 @@ from heteroinfer_contract.group_report import GroupReport, RankStatus
 from heteroinfer_contract.plan import MAX_WORLD_SIZE
 from heteroinfer_contract.report_access import CHALLENGE_HEADER, CODE_HEADER, SCHEME, ReportGuard
 from heteroinfer_operator.cluster import PodView, ResourceKey
-from heteroinfer_operator.kube.leader_client import KEEP_S, UNREADY_TIMEOUT_S, WATCH_S, LeaderClient
+from heteroinfer_operator.kube.leader_client import (
+    REPORT_VALID_S,
+    TEST_EVERY_S,
+    UNREADY_TIMEOUT_S,
+    LeaderClient,
+)
 from heteroinfer_operator.kube.trim import PodRecord
 from heteroinfer_operator.manifests.group_key_secret import group_key_secret_name
 from heteroinfer_operator.manifests.identity import GroupRef, Owner
@@ -103,7 +108,7 @@ async def test_a_ready_leader_is_queried_rarely(leader: Leader) -> None:
         assert await client.observe([pod(leader.port), pod(1, uid="b", leads=False)]) == {3: SAID}
         assert await client.observe([pod(leader.port)]) == {3: SAID}
         assert leader.asked == 1
-        now += KEEP_S
+        now += REPORT_VALID_S
         assert await client.observe([pod(leader.port)]) == {3: SAID}
         assert leader.asked == 2
         assert await client.observe([pod(leader.port, uid="next-epoch")]) == {3: SAID}
@@ -240,7 +245,7 @@ async def test_a_leader_that_timed_out_is_not_waited_for_again_soon(ready: bool)
             for _ in range(3):
                 assert await client.observe([leader]) == {}
             assert asked == 1
-            now += KEEP_S
+            now += REPORT_VALID_S
             assert await client.observe([leader]) == {}
             assert asked == 2
         finally:
@@ -272,13 +277,13 @@ async def test_a_leader_that_no_longer_accepts_connections_is_silent(leader: Lea
     gone, never_reached = pod(leader.port), pod(1, uid="b")
     try:
         assert await client.observe([gone]) == {3: SAID}
-        clock[0] += KEEP_S
+        clock[0] += REPORT_VALID_S
         gone = replace(gone, health_port=1)  # no process listens there
         assert await ask_for(client, gone, clock, 2) == 0.0, "two failed connections prove nothing"
         assert await ask_for(client, gone, clock, 2) == 3.0
         assert await ask_for(client, never_reached, clock, 9) is None, "it never answered this operator"
         gone = replace(gone, health_port=leader.port)
-        clock[0] += KEEP_S
+        clock[0] += REPORT_VALID_S
         assert await client.observe([gone]) == {3: SAID}
         assert client.silences([gone]) == {}
     finally:
@@ -291,13 +296,15 @@ async def test_an_unreachable_node_is_silent_and_queried_rarely(leader: Leader) 
     with deaf(0) as port:
         try:
             assert await client.observe([pod(leader.port)]) == {3: SAID}
-            clock[0] += KEEP_S
+            clock[0] += REPORT_VALID_S
             assert await ask_for(client, pod(port), clock, 4) == 3.0
             started = time.monotonic()
             await ask_for(client, pod(port), clock, 2)
             before = time.monotonic()
-            await ask_for(client, pod(port), clock, int(KEEP_S) - 1)
-            assert time.monotonic() - before < 2 * (before - started), "once in KEEP_S, not each second"
+            await ask_for(client, pod(port), clock, int(REPORT_VALID_S) - 1)
+            assert time.monotonic() - before < 2 * (before - started), (
+                "once in REPORT_VALID_S, not each second"
+            )
         finally:
             await client.close()
 
@@ -313,7 +320,7 @@ async def test_a_busy_leader_is_not_silent(leader: Leader) -> None:
     async with stream_server(take) as busy:
         try:
             assert await client.observe([pod(leader.port)]) == {3: SAID}
-            clock[0] += KEEP_S
+            clock[0] += REPORT_VALID_S
             assert await ask_for(client, pod(busy.sockets[0].getsockname()[1]), clock, 15) is None
         finally:
             await client.close()
@@ -328,7 +335,7 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
             watch = group.create_task(client.test_connections(changed.put_nowait))
             assert await client.observe([known]) == {3: SAID}
             assert await client.observe([pod(1, uid="never reached")]) == {}
-            await asyncio.sleep(2 * WATCH_S)
+            await asyncio.sleep(2 * TEST_EVERY_S)
             assert (leader.asked, changed.empty()) == (1, True)
             await leader.stop()
             with deaf(port):
@@ -336,14 +343,14 @@ async def test_an_idle_groups_unreachable_leader_is_silent_within_two_seconds() 
                 assert await asyncio.wait_for(changed.get(), 5) == known.key
                 assert time.monotonic() - before < 2.1
                 assert client.silences([known])[3, 1] >= MIN_SILENT_S
-                await asyncio.sleep(2 * WATCH_S)
+                await asyncio.sleep(2 * TEST_EVERY_S)
                 assert changed.empty(), "it is reported once"
             await leader.start(port)
             assert await asyncio.wait_for(changed.get(), 5) == known.key
             assert client.silences([known]) == {}
             client.limit_tests_to(known.key, [])
             await leader.stop()
-            await asyncio.sleep(2 * WATCH_S)
+            await asyncio.sleep(2 * TEST_EVERY_S)
             assert changed.empty(), "a pod that is gone is not watched"
             watch.cancel()
     finally:
@@ -364,7 +371,7 @@ async def test_running_out_of_descriptors_neither_ends_the_watch_nor_blames_a_le
             watch = group.create_task(client.test_connections(changed.put_nowait))
             with monkeypatch.context() as patch:
                 patch.setattr("heteroinfer_operator.report_client.socket.socket", no_socket)
-                await asyncio.sleep(2 * WATCH_S)
+                await asyncio.sleep(2 * TEST_EVERY_S)
             assert (changed.empty(), client.silences([known])) == (True, {})
             await leader.stop()
             assert await asyncio.wait_for(changed.get(), 5) == known.key
@@ -407,7 +414,7 @@ async def test_silence_persists_while_another_pod_is_unready() -> None:
             assert await client.observe([known, other]) == {3: SAID}
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(client.test_connections(lambda key: None))
-            await asyncio.sleep(2.5 * WATCH_S)
+            await asyncio.sleep(2.5 * TEST_EVERY_S)
             for pods in ([known, late], [known, other]):
                 client.limit_tests_to(known.key, pods)
                 await client.observe(pods)
@@ -426,7 +433,7 @@ async def test_silence_belongs_to_the_epoch_of_the_leader(leader: Leader) -> Non
             await client.observe([other])
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(client.test_connections(lambda key: None))
-            await asyncio.sleep(2.5 * WATCH_S)
+            await asyncio.sleep(2.5 * TEST_EVERY_S)
             watch.cancel()
         assert list(client.silences([mine, other])) == [(3, 2)]
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from heteroinfer_operator.cluster import ResourceKey, ResourceView, TryObjects
 from heteroinfer_operator.kube.child_errors import ChildError
-from heteroinfer_operator.kube.dry_runs import AT_ONCE, HOLDS_S, DryRuns
+from heteroinfer_operator.kube.dry_runs import AT_ONCE, RESULT_VALID_S, DryRuns
 from heteroinfer_operator.kube.server import ApiError
 from heteroinfer_operator.reconcile.refusals import NOT_ANSWERED
 
@@ -85,7 +85,7 @@ async def test_a_result_applies_to_one_uid_and_expires() -> None:
     await runs.await_admission(resource(), asks(), patience_s=5)
     assert runs.admitted_revisions(resource()) == {"r"}
     assert runs.admitted_revisions(resource(uid="another")) == frozenset()
-    now = HOLDS_S + 1
+    now = RESULT_VALID_S + 1
     assert runs.admitted_revisions(resource()) == frozenset()
 
 

@@ -144,7 +144,7 @@ def _parse_operator(manifest: Mapping[str, Any]) -> InstalledOperator:
     (container, *_) = pod["containers"]
     variables = {each["name"]: each["value"] for each in container.get("env") or () if "value" in each}
     return InstalledOperator(
-        name=NamespacedName.of(manifest),
+        name=NamespacedName.from_object(manifest),
         version=_version_of(manifest),
         image=str(container.get("image", "")),
         replicas=int(manifest["spec"].get("replicas", 1)),

@@ -311,7 +311,12 @@ class ActionRun:
                 task.result()
 
     def _prepare_pod_create(self, action: CreateObject) -> CreateObject | None:
-        """Returns the create of a pod with its first manifest, or None if it may not start now."""
+        """Returns the create of a pod, or None if it may not start now.
+
+        An earlier decision may have tried to create the pod without getting an answer. The create then has
+        the manifest of that decision, so that both requests create the same pod. While requests for pods of
+        another epoch of the group have no answer, no pod is created.
+        """
         name, epoch = action.manifest["metadata"]["name"], _epoch_of_create(action)
         if (POD.name, name) in self._memory.pending_requests:
             return None
@@ -457,6 +462,7 @@ class ActionRun:
         return start_task(work, name=name, failed=self._report)
 
     def _report(self, error: BaseException) -> None:
+        """Logs the error of a background task that no reconcile awaits."""
         if isinstance(error, HeteroInferError):  # this process may not write any more
             logger.warning("%s: %s", self._resource.key, error.message)
         elif self._is_finished:  # before that, the reconcile raises the error
@@ -478,6 +484,7 @@ def _split_stages(actions: Sequence[Action]) -> Iterator[list[Write]]:
 
 
 def _stage_kind(action: Write) -> str:
+    """Returns the kind of the stage that runs an action: deletes, other children, or pods."""
     if isinstance(action, DeleteObject):
         return "delete"
     is_pod_create = isinstance(action, CreateObject) and action.manifest["kind"] == POD.name

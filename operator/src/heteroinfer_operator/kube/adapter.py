@@ -202,7 +202,10 @@ class KubeCluster:
 
     async def _try_create(self, manifest: Manifest) -> None:
         """Sends the dry run of one object."""
-        kind, name = writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)
+        kind, name = (
+            writable_kind(manifest["kind"], manifest["apiVersion"]),
+            NamespacedName.from_object(manifest),
+        )
         await self._server.dry_run_create(
             kind.path(name.namespace), manifest, {"fieldManager": names.MANAGER}
         )
@@ -222,7 +225,7 @@ class KubeCluster:
         """
         key = observation.resource.key
         memory = self._memory_of(observation.resource)
-        memory.begin(observation.resource, observation.refusals, actions)
+        memory.begin_decision(observation.resource, observation.refusals, actions)
         again_s = await ActionRun(self._context, observation, memory).run_all(actions)
         waits = [again_s, LOOK_AGAIN_S if self._unlabelled.has_pods(key) else None]
         waits.append(self._pending.next_check_s(key))

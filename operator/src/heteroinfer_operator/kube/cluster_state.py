@@ -98,11 +98,13 @@ class ClusterState:
         def wake_resources(
             before: PodRecord | ChildRecord | None, after: PodRecord | ChildRecord | None
         ) -> None:
+            """Wakes the resources that the changed object belonged to and belongs to."""
             for record in (before, after):
                 if record is not None:
                     touched(record.key)
 
         def pod_changed(before: PodRecord | None, after: PodRecord | None) -> None:
+            """Records when the pod was created or will be gone, and wakes its resource."""
             if before is not None and (after is None or after.view.uid != before.view.uid):
                 self._deletions.record(before.view.uid, None)
                 self._creations.record(before.view.uid, None)
@@ -113,6 +115,7 @@ class ClusterState:
             wake_resources(before, after)
 
         def build_pods(scope: str | None) -> WatchCache[PodRecord]:
+            """Builds the cache of the operator's pods in a scope."""
             return WatchCache(
                 server,
                 _collection_of_ours(POD, scope),
@@ -125,6 +128,7 @@ class ClusterState:
             )
 
         def build_children(kind: Kind) -> dict[str | None, WatchCache[ChildRecord]]:
+            """Builds the caches of children of one kind, by scope."""
             return {
                 scope: WatchCache(
                     server,
@@ -221,7 +225,7 @@ class ClusterState:
         if cache is not None:
             cache.store_written(stored)
         if kind is POD and self._requests is not None:
-            self._new_demands.pop(NamespacedName.of(stored), None)
+            self._new_demands.pop(NamespacedName.from_object(stored), None)
             self._requests.store_written(stored)
 
     def remove_gone(self, kind: Kind, name: NamespacedName, uid: str) -> None:
@@ -465,7 +469,7 @@ class ClusterState:
 
         Otherwise two resources that decide one after the other could plan the same capacity.
         """
-        promises = {NamespacedName.of(pod): self._demand_of_new_pod(pod) for pod in pods}
+        promises = {NamespacedName.from_object(pod): self._demand_of_new_pod(pod) for pod in pods}
         del pods  # frees the manifests (13 KB each) early: a promise lasts until the next decision
         self._new_demands |= promises
         try:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 16
 """At most this many dry-run requests run at the same time, over all resources."""
-HOLDS_S: Final = 600.0
+RESULT_VALID_S: Final = 600.0
 """How long a result is valid. Policies change, and a rollout may take hours."""
 
 TryCreate = Callable[[Manifest], Awaitable[None]]
@@ -51,11 +51,11 @@ class DryRuns:
         self._by_resource: dict[ResourceKey, _DryRun] = {}
 
     def admitted_revisions(self, resource: ResourceView) -> frozenset[str]:
-        """Returns the resource's revision that passed its dry run within HOLDS_S, or an empty set."""
+        """Returns the resource's revision that passed its dry run within RESULT_VALID_S, or an empty set."""
         dry_run = self._by_resource.get(resource.key)
         if dry_run is None or not dry_run.is_admitted or dry_run.uid != resource.uid:
             return frozenset()
-        is_valid = self._clock() - dry_run.since_s <= HOLDS_S
+        is_valid = self._clock() - dry_run.since_s <= RESULT_VALID_S
         return frozenset({dry_run.revision}) if is_valid else frozenset()
 
     async def await_admission(self, resource: ResourceView, action: TryObjects, *, patience_s: float) -> None:
@@ -91,7 +91,7 @@ class DryRuns:
     def _is_usable(self, dry_run: _DryRun, resource: ResourceView, action: TryObjects) -> bool:
         """Reports whether a dry run is of this revision, and its result is not too old."""
         is_same = (dry_run.uid, dry_run.revision) == (resource.uid, action.revision)
-        return is_same and not (dry_run.task.done() and self._clock() - dry_run.since_s > HOLDS_S)
+        return is_same and not (dry_run.task.done() and self._clock() - dry_run.since_s > RESULT_VALID_S)
 
     def _start(self, resource: ResourceView, action: TryObjects) -> _DryRun:
         """Starts a dry run in the background, and cancels the resource's earlier one."""

@@ -24,7 +24,7 @@ WINDOW_S: Final = 600.0
 SERIES_UPDATE_S: Final = 60.0
 """Shortest time between two writes of a series."""
 MAX_REMEMBERED_EVENTS: Final = 2000
-ENDING_S: Final = 30.0
+NAMESPACE_ENDING_S: Final = 30.0
 """How long no events are written into a namespace that is being deleted. It may be created again."""
 MESSAGE_CHARACTERS: Final = 1024
 """Kubernetes' limit of `note` (`k8s.io/kubernetes/pkg/apis/core/validation/events.go`)."""
@@ -168,9 +168,11 @@ class EventRecorder:
             self._series.popitem(last=False)
 
     def _is_ending(self, namespace: str, now: float) -> bool:
-        """Reports whether a namespace was being deleted less than ENDING_S ago."""
+        """Reports whether a namespace was being deleted less than NAMESPACE_ENDING_S ago."""
         self._refused_at = {
-            name: refused_at for name, refused_at in self._refused_at.items() if now - refused_at < ENDING_S
+            name: refused_at
+            for name, refused_at in self._refused_at.items()
+            if now - refused_at < NAMESPACE_ENDING_S
         }
         return namespace in self._refused_at
 

@@ -19,7 +19,7 @@ from heteroinfer_operator.nodes.node_assignment import Gang
 
 logger = logging.getLogger(__name__)
 
-ASK_S: Final = 300.0
+CHECK_EVERY_S: Final = 300.0
 """Time between two checks."""
 RETRY_FIRST_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0
@@ -140,7 +140,7 @@ class GangSchedulers:
         self._tasks: dict[Gang, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Checks every ASK_S until cancelled; sooner after an error."""
+        """Checks every CHECK_EVERY_S until cancelled; sooner after an error."""
         retry_s = RETRY_FIRST_S
         try:
             while True:
@@ -154,7 +154,7 @@ class GangSchedulers:
                     continue
                 retry_s = RETRY_FIRST_S
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ASK_S):
+                    async with asyncio.timeout(CHECK_EVERY_S):
                         await self._failure.wait()
         finally:
             for task in self._tasks.values():
@@ -184,6 +184,7 @@ class GangSchedulers:
         """
 
         def failed(error: BaseException) -> None:
+            """Logs the error, and forgets the gang scheduler until the next check."""
             logger.error(
                 "gang scheduler %s: caching its objects failed: %r. Listing them again",
                 gang,

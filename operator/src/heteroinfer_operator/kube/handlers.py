@@ -55,6 +55,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.ConnectionInfo:
+        """Gives kopf the operator's own access to the API server."""
         refresh: Callable[[client.Configuration], Any] | None = getattr(
             configuration, "refresh_api_key_hook", None
         )
@@ -76,6 +77,7 @@ def build_registry(configuration: client.Configuration, announce: Announce) -> k
     async def changed(
         event: kopf.RawEvent, namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any
     ) -> None:
+        """Announces a deletion, or a change of a field that decisions read."""
         key = ResourceKey(namespace=namespace or "", name=name or "")
         fields = ("uid", "generation", "deletionTimestamp", "finalizers")
         fields_now = tuple(copy.deepcopy(meta.get(field)) for field in fields)
@@ -105,9 +107,11 @@ async def announce_changes(
     ended: asyncio.Future[BaseException] = loop.create_future()
 
     def announce_in_loop(key: ResourceKey, version: int) -> None:
+        """Calls `announce` in the operator's own event loop."""
         loop.call_soon_threadsafe(announce, key, version)
 
     async def operator() -> None:
+        """Runs kopf's operator until `stop` is set."""
         await kopf.operator(
             registry=build_registry(configuration, announce_in_loop),
             settings=build_settings(),
@@ -118,6 +122,7 @@ async def announce_changes(
         )
 
     def run_kopf() -> None:
+        """Runs kopf in this thread, and hands its error to the operator's event loop."""
         error: BaseException = HeteroInferError("kopf stopped unexpectedly", reason="KopfEnded")
         try:
             asyncio.run(operator())

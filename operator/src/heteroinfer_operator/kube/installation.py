@@ -76,6 +76,7 @@ async def list_resources(server: ApiServer, namespaces: Sequence[str]) -> Listed
     unread: dict[str | None, ApiError] = {}
 
     async def list_scope(scope: str | None) -> None:
+        """Lists the resources of one namespace, or of all with None; keeps the error of a failed list."""
         listed: dict[ResourceKey, int] = {}
         try:
             async for page in server.list_pages(HETERO_INFERENCE.path(scope), {}, accept=ONLY_METADATA):

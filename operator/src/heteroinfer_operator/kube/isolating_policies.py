@@ -64,6 +64,7 @@ class IsolatingPolicies:
         self, server: ApiServer, scopes: Sequence[str | None], changed: Callable[[str], None]
     ) -> None:
         def report_change(before: IsolatingPolicy | None, after: IsolatingPolicy | None) -> None:
+            """Reports the namespace of a changed policy."""
             if before != after:
                 changed((after or before).namespace)  # type: ignore[union-attr]  # at most one is None
 

@@ -148,10 +148,14 @@ class ResourceMemory:
             known if resource.generation == self.generation else retry_revisions_now(known, datetime.now(UTC))
         )
 
-    def begin(
+    def begin_decision(
         self, resource: ResourceView, refusals: tuple[Refusal, ...], actions: Sequence[Action]
     ) -> ActionPermits:
-        """Starts a decision. Returns the object that decides which actions may run now."""
+        """Prepares the memory for the actions of a new decision.
+
+        Returns:
+            The permits, which decide for each action whether it may run now.
+        """
         if resource.generation != self.generation:
             self.written = WrittenAgain()
         self.generation = resource.generation

@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S: Final = 0.5
 UNREADY_TIMEOUT_S: Final = 0.2
 """Timeout for the leader of a group that is not Ready. It may be failing, and the decision must not wait."""
-KEEP_S: Final = 10.0
+REPORT_VALID_S: Final = 10.0
 REPORT_AGAIN_S: Final = 600.0
 """Pause between two events about invalid reports of the same leader."""
 ASK_AGAIN_S: Final = 1.0
 """Interval of requests to a leader that answered before and cannot be reached, until SURE_AFTER_S."""
 SURE_AFTER_S: Final = 5.0
-"""If a leader was unreachable for this long, it gets one request per KEEP_S again."""
-SURE_TRIES: Final = 3
+"""If a leader was unreachable for this long, it gets one request per REPORT_VALID_S again."""
+TRIES_UNTIL_SILENT: Final = 3
 """Consecutive failed connections until a leader counts as silent. One lost packet proves nothing."""
-WATCH_S: Final = 1.0
+TEST_EVERY_S: Final = 1.0
 """Interval of test connections to a leader that answered before. They send no request."""
 MAX_TESTED_AT_ONCE: Final = 200
-"""At most this many leaders get a test connection within one WATCH_S. If there are more, they take turns."""
+"""Limit of leaders that get a test connection within one TEST_EVERY_S. More leaders take turns."""
 TRY_S: Final = 0.3
-"""Timeout of a test connection. SURE_TRIES connections and WATCH_S together take less than 2 s."""
+"""Timeout of a test connection, so that TRIES_UNTIL_SILENT of them and TEST_EVERY_S take less than 2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Silence:
 
 
 class LeaderClient:
-    """Requests reports from the leaders of groups, at most once per KEEP_S each.
+    """Requests reports from the leaders of groups, at most once per REPORT_VALID_S each.
 
     A report only adds progress and step times. Pods decide about readiness, so a missing report is harmless.
 
@@ -102,12 +102,12 @@ class LeaderClient:
           decision about the group must not wait.
         - If a pod of the group is not Ready, its leader gets a request each time, with a short timeout. The
           group may sleep, and only the leader reports that.
-        - After a request that timed out, the leader gets no other request within KEEP_S. Otherwise each
-          reconcile would wait for all leaders if the operator cannot reach pods.
+        - After a request that timed out, the leader gets no other request within REPORT_VALID_S. Otherwise
+          each reconcile would wait for all leaders if the operator cannot reach pods.
 
         Args:
-            anew: request new reports after ASK_AGAIN_S instead of KEEP_S, because the watch of the pods
-                fails.
+            anew: request new reports after ASK_AGAIN_S instead of REPORT_VALID_S, because the watch of the
+                pods fails.
         """
         known = tuple(pods)
         ended = {_group_label(pod) for pod in known if pod.view.ended}
@@ -129,7 +129,8 @@ class LeaderClient:
     def silences(self, pods: Iterable[PodRecord]) -> dict[tuple[int, int], float]:
         """Returns the seconds without a successful connection to a leader, by group index and epoch.
 
-        The value is 0 until SURE_TRIES connections have failed. A busy leader still accepts connections.
+        The value is 0 until TRIES_UNTIL_SILENT connections have failed. A busy leader still accepts
+        connections.
         Contains only leaders that answered this operator before, because in some clusters the operator
         cannot reach any pod.
         """
@@ -138,7 +139,7 @@ class LeaderClient:
             index, silence = _led_group(pod), self._silences.get(pod.view.uid)
             epoch = pod.view.labels.get(names.LABEL_EPOCH, "")
             if index is not None and silence is not None and epoch.isdigit():
-                is_certain = silence.tries >= SURE_TRIES
+                is_certain = silence.tries >= TRIES_UNTIL_SILENT
                 silences[index, int(epoch)] = self._clock() - silence.since_s if is_certain else 0.0
         return silences
 
@@ -156,21 +157,24 @@ class LeaderClient:
             for first in range(0, max(len(leaders), 1), MAX_TESTED_AT_ONCE):
                 tried = leaders[first : first + MAX_TESTED_AT_ONCE]
                 await asyncio.gather(
-                    asyncio.sleep(WATCH_S), *(self._test_connection(pod, changed) for pod in tried)
+                    asyncio.sleep(TEST_EVERY_S), *(self._test_connection(pod, changed) for pod in tried)
                 )
 
     async def _test_connection(self, pod: PodRecord, changed: Callable[[ResourceKey], None]) -> None:
-        """Opens up to SURE_TRIES connections to a leader, and reports a change of its reachability."""
+        """Tests whether a leader accepts connections, and reports a change of its reachability.
+
+        It opens up to TRIES_UNTIL_SILENT connections.
+        """
         uid, started_s = pod.view.uid, self._clock()
-        for _ in range(SURE_TRIES):
+        for _ in range(TRIES_UNTIL_SILENT):
             if await is_reached(pod.ip, pod.health_port, timeout_s=TRY_S):
                 if self._silences.pop(uid, None) is not None:
                     self._answers.pop(uid, None)
                     changed(pod.key)
                 return
         silence = self._silences.get(uid, _Silence(started_s, 0))
-        if uid in self._watched and silence.tries < SURE_TRIES:
-            self._silences[uid] = _Silence(silence.since_s, SURE_TRIES)
+        if uid in self._watched and silence.tries < TRIES_UNTIL_SILENT:
+            self._silences[uid] = _Silence(silence.since_s, TRIES_UNTIL_SILENT)
             self._answers[uid] = _Answer(self._clock(), None, unreached=True)
             changed(pod.key)
 
@@ -208,7 +212,7 @@ class LeaderClient:
             self._silences[uid] = _Silence(silence.since_s, silence.tries + 1)
 
     def _is_request_due(self, uid: str, kept: _Answer) -> bool:
-        """Reports whether an unreachable leader gets another request before KEEP_S has passed."""
+        """Reports whether an unreachable leader gets another request before REPORT_VALID_S has passed."""
         silence, now = self._silences.get(uid), self._clock()
         if silence is None or now - silence.since_s > SURE_AFTER_S:
             return False
@@ -216,7 +220,7 @@ class LeaderClient:
 
     def _forget_old(self) -> None:
         """Removes answers, challenges and silences that are too old."""
-        oldest = self._clock() - KEEP_S
+        oldest = self._clock() - REPORT_VALID_S
         self._answers = {uid: answer for uid, answer in self._answers.items() if answer.at_s > oldest}
         self._readers = {
             uid: (at_s, reader)

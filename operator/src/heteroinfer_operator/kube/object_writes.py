@@ -66,7 +66,7 @@ class ObjectWrites:
     async def _create_pod(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
         """Creates a pod, and deletes it again if a webhook changed it so that it cannot serve."""
         manifest = action.manifest
-        name = NamespacedName.of(manifest)
+        name = NamespacedName.from_object(manifest)
         was_requested = memory.never_created.is_requested(name.name)
         memory.never_created.record_request(name.name)
         try:
@@ -216,7 +216,7 @@ class ObjectWrites:
 
 def _read_kind_and_name(manifest: Manifest) -> tuple[Kind, NamespacedName]:
     """Returns kind, namespace and name of a manifest's object."""
-    return writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.of(manifest)
+    return writable_kind(manifest["kind"], manifest["apiVersion"]), NamespacedName.from_object(manifest)
 
 
 def delete_options(uid: str, grace_s: int | None) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class NamespacedName:
     name: str
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "NamespacedName":
+    def from_object(cls, stored: Mapping[str, Any]) -> "NamespacedName":
         """Returns namespace and name from a stored object's metadata."""
         metadata = stored["metadata"]
         return cls(namespace=metadata.get("namespace", ""), name=metadata["name"])

@@ -306,6 +306,6 @@ def _describe_unbound_claim(claim: Mapping[str, Any], name: str, reported: str) 
 
 
 def _report_error(error: BaseException) -> None:
-    """Logs an error that is a defect of the operator; the next check repeats other requests."""
+    """Logs an error that is a defect of the operator. After any other error, the next check tries again."""
     if not isinstance(error, HeteroInferError):
         logger.error("cannot read a claim or events: a defect of the operator. Report it", exc_info=error)

@@ -37,6 +37,7 @@ class ResourceCache:
         operator_class: str = "",
     ) -> None:
         def changed(before: ResourceRecord | None, after: ResourceRecord | None) -> None:
+            """Wakes the resource once, whether it appeared, changed or disappeared."""
             for record in {record.key: record for record in (before, after) if record is not None}.values():
                 touched(record.key)
 
@@ -124,7 +125,7 @@ class ResourceCache:
 
     def store_written(self, stored: Manifest) -> None:
         """Updates the cache from the API server's answer to a write."""
-        name = NamespacedName.of(stored)
+        name = NamespacedName.from_object(stored)
         cache = self._find_cache(ResourceKey(namespace=name.namespace, name=name.name))
         if cache is not None:
             cache.store_written(stored)

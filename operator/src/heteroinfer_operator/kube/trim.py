@@ -287,6 +287,7 @@ def unreadable_pod_record(stored: Manifest, *, key: ResourceKey | None = None) -
 
 
 def _spec(stored: Manifest) -> Manifest:
+    """Returns the spec of a stored object; raises UnreadableError if it is not a JSON object."""
     return as_object(stored.get("spec"), "spec")
 
 
@@ -379,6 +380,7 @@ def pod_view(stored: Manifest) -> PodView:
 
 
 def _conditions_by_type(status: Manifest) -> dict[str, Manifest]:
+    """Returns the conditions of a status by their type."""
     found = as_objects(status.get("conditions"), "conditions")
     return {as_text(condition.get("type"), "conditions.type"): condition for condition in found}
 
@@ -398,20 +400,24 @@ def _find_unschedulable_reason(stored: Manifest, scheduled: Manifest) -> str:
 
 
 def _gate_names(spec: Manifest) -> list[str]:
+    """Returns the names of a pod's scheduling gates."""
     gates = as_objects(spec.get("schedulingGates"), "schedulingGates")
     return [as_text(gate.get("name"), "schedulingGates.name") for gate in gates]
 
 
 def _state(container: Manifest, field: str = "state") -> Manifest:
+    """Returns the present state of a container, or with `lastState` its state before a restart."""
     return as_object(container.get(field), field)
 
 
 def _has_run(container: Manifest) -> bool:
+    """Reports whether a container runs or ever ran."""
     states = [_state(container), _state(container, "lastState")]
     return any("running" in state or "terminated" in state for state in states)
 
 
 def _find_waiting(containers: Iterable[Manifest]) -> Waiting | None:
+    """Returns why the first waiting container waits, or None."""
     for container in containers:
         waiting = as_object(_state(container).get("waiting"), "waiting")
         if waiting:

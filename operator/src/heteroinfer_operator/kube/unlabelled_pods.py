@@ -123,6 +123,7 @@ class UnlabelledPods:
         """Requests pods and waits for `patience_s`. A later answer wakes the resource."""
 
         def wake(request: PodRequest) -> None:
+            """Wakes the resource after a late answer."""
             if not request.cancelled():
                 self._wake(resource.key)
 
@@ -217,6 +218,6 @@ def _build_unknown_pod(resource: ResourceView, name: str, rank: RankEntry | None
 
 
 def _report_error(error: BaseException) -> None:
-    """Logs an error that is a defect of the operator; `find` handles the others."""
-    if not isinstance(error, ApiError):  # `find` handles ApiError
+    """Logs an error that is a defect of the operator. `find` handles errors of the API server."""
+    if not isinstance(error, ApiError):
         logger.error("cannot read a pod: a defect of the operator. Report it", exc_info=error)

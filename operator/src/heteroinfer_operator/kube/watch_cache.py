@@ -69,7 +69,7 @@ class _StoredObject:
     body: Manifest
 
     @classmethod
-    def of(cls, body: object) -> "_StoredObject":
+    def from_body(cls, body: object) -> "_StoredObject":
         """Returns the metadata of an object.
 
         Raises:
@@ -223,7 +223,7 @@ class WatchCache(Generic[T]):
         Raises:
             UnreadableError: the answer has no metadata.
         """
-        written = _StoredObject.of(stored)
+        written = _StoredObject.from_body(stored)
         value = self._read_value(written)
         if value is not None and written.version > version_number(self._version):
             entry = _Entry(written.uid, written.version, value, time.monotonic())
@@ -351,7 +351,7 @@ class WatchCache(Generic[T]):
             list_fields = {"apiVersion": page["apiVersion"], "kind": str(page["kind"]).removesuffix("List")}
             for raw_item in page.get("items") or ():
                 try:
-                    item = _StoredObject.of({**list_fields, **as_object(raw_item, "item")})
+                    item = _StoredObject.from_body({**list_fields, **as_object(raw_item, "item")})
                 except UnreadableError as error:
                     self._report_unreadable(_NAMELESS, "", error)
                     continue
@@ -429,7 +429,7 @@ class WatchCache(Generic[T]):
             raise UnreadableError(
                 f"watch: event type must be {_ADDED}, {_MODIFIED} or {_DELETED}, got {str(kind)[:40]!r}"
             )
-        stored = _StoredObject.of(body)
+        stored = _StoredObject.from_body(body)
         cached = self._entries.get(stored.name)
         if kind == _DELETED:
             self._reported.pop(stored.name, None)

@@ -39,7 +39,11 @@ def build_disruption_budget(group: GroupRef, *, pods: int, spares_start: bool) -
 
 
 def build_shared_budget(owner: Owner, *, min_available: int) -> dict[str, Any]:
-    """Returns the budget of all groups of a resource with several; `min_available` counts pods."""
+    """Returns the budget that all groups of a resource share.
+
+    Args:
+        min_available: number of pods that must stay available.
+    """
     metadata = identity.metadata(owner, identity.shared_budget(owner), {})
     selected = {names.LABEL_RESOURCE: owner.key.name, names.LABEL_COMPONENT: names.COMPONENT_WORKER}
     return _build_budget(metadata, selected, min_available=min_available, policy="AlwaysAllow")

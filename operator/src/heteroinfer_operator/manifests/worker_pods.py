@@ -65,17 +65,17 @@ class WorkerImages:
     gpu: str
     pulls: ImagePulls = ImagePulls()  # noqa: RUF009 - frozen
 
-    def default_for(self, device: Device) -> str:
+    def default_image(self, device: Device) -> str:
         """Returns the default image for a device."""
         return self.gpu if device is Device.GPU else self.cpu
 
-    def of_pod(self, spec: HeteroInferenceSpec, device: Device) -> str:
-        """Returns the spec's image, or the default image for a device."""
-        return spec.engine.image or self.default_for(device)
+    def image_for(self, spec: HeteroInferenceSpec, device: Device) -> str:
+        """Returns the image of pods with this device: the spec's image, or the default."""
+        return spec.engine.image or self.default_image(device)
 
-    def of_plan(self, spec: HeteroInferenceSpec, plan: Plan) -> str:
+    def images_of_plan(self, spec: HeteroInferenceSpec, plan: Plan) -> str:
         """Returns the images of all pods of a plan, without duplicates."""
-        return ", ".join(dict.fromkeys(self.of_pod(spec, pod.device) for pod in plan.pods))
+        return ", ".join(dict.fromkeys(self.image_for(spec, pod.device) for pod in plan.pods))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class WorkerPods:
         annotations = {
             **metadata.get("annotations", {}),
             **gang_annotations(self.group, self.node_assignment.gang, len(self.plan.pods)),
-            names.ANNOTATION_IMAGES: self.images.of_plan(self.spec, self.plan),
+            names.ANNOTATION_IMAGES: self.images.images_of_plan(self.spec, self.plan),
         }
         return {
             "apiVersion": "v1",
@@ -149,7 +149,7 @@ class WorkerPods:
     def _build_container_of(self, pod: PodAssignment, role: RoleSpec) -> dict[str, Any]:
         """Returns the container of a pod."""
         address = self.addresses[pod.index]
-        container = build_container(self.images.of_pod(self.spec, pod.device), self.source, self.security)
+        container = build_container(self.images.image_for(self.spec, pod.device), self.source, self.security)
         return {
             **container,
             "volumeMounts": [*container["volumeMounts"], *self._mounted_files(role).mounts],

@@ -103,6 +103,7 @@ def _without_impossible_members(
     """Removes the entries of pods that the epoch cannot have."""
 
     def is_possible(entry: RankEntry) -> bool:
+        """Reports whether the pod's name belongs to this group and epoch, with an index of the plan."""
         parsed_name = identity.parse_worker_name(context.owner, entry.pod)
         return (
             parsed_name is not None

@@ -56,6 +56,7 @@ def wanted_pods(resource: ResourceView) -> int:
 
 
 def _integer_or(value: Any, default: int) -> int:
+    """Returns the value if it is an integer, otherwise the default."""
     return value if isinstance(value, int) else default
 
 
@@ -66,16 +67,16 @@ class Window:
     within: timedelta
     _moments: list[datetime] = field(default_factory=list)
 
-    def wait(self, count: int, most: int, now: datetime) -> timedelta:
+    def wait(self, count: int, limit: int, now: datetime) -> timedelta:
         """Returns the time that `count` more actions must wait.
 
-        The wait ends when the window has space: it has at most `most` actions. If `count` alone is larger
-        than `most`, the actions wait until the window is empty; otherwise they would never run.
+        The wait ends when the window has space: it has at most `limit` actions. If `count` alone is larger
+        than `limit`, the actions wait until the window is empty; otherwise they would never run.
         """
         # A clock that was set back must not prolong the wait.
         recent = [min(moment, now) for moment in self._moments if now - moment < self.within]
         self._moments = recent
-        excess = min(len(recent) + count - most, len(recent))
+        excess = min(len(recent) + count - limit, len(recent))
         return recent[excess - 1] + self.within - now if excess > 0 else timedelta()
 
     def add(self, now: datetime) -> None:

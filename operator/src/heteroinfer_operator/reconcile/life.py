@@ -44,7 +44,10 @@ def find_serving(decisions: Sequence[GroupDecision]) -> tuple[GroupStatus, ...]:
 
 
 def find_worst(decisions: Sequence[GroupDecision]) -> GroupStatus:
-    """Returns the status of the group that needs attention most; without groups, a waiting group 0."""
+    """Returns the status of the group that needs attention most.
+
+    If the resource has no groups, it is an empty status of group 0.
+    """
     groups = (decision.status for decision in decisions)
     worst_first = min(groups, key=lambda group: _SEVERITY.get(group.phase, _SEVERITY_OF_OTHERS), default=None)
     return worst_first or GroupStatus(index=0)

@@ -44,7 +44,9 @@ class NodeLoss:
     now: datetime
 
     @classmethod
-    def of(cls, observation: ResourceObservation, restart: RestartSpec, now: datetime) -> "NodeLoss":
+    def from_observation(
+        cls, observation: ResourceObservation, restart: RestartSpec, now: datetime
+    ) -> "NodeLoss":
         """Builds the detector from the observed nodes."""
         nodes = observation.nodes
         return cls(

@@ -113,7 +113,7 @@ def _decide_living_resource(
     owner = Owner(key=resource.key, uid=resource.uid)
     observation = replace(observation, pods=with_complete_labels(observation.pods, owner))
     life = parse_life(resource.spec)
-    node_loss = NodeLoss.of(observation, life.restart, now)
+    node_loss = NodeLoss.from_observation(observation, life.restart, now)
     signer = Signer.for_owner(options.operator_key, owner)
     stored_records = read_records(observation, status, signer, options.allowed)
     target = find_target(observation, status, owner, options, stored_records.records)

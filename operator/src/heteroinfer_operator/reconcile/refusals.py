@@ -135,6 +135,7 @@ def limit_retry_times(refusals: Iterable[Refusal], now: datetime) -> tuple[Refus
     """Limits the retry times of refusals to those of new refusals, in case the clock was set back."""
 
     def with_limit(refusal: Refusal) -> Refusal:
+        """Returns the refusal with a retry at most one delay from now."""
         latest = now + timedelta(seconds=_delay_s(refusal.kind, refusal.reason, refusal.tries))
         return replace(refusal, retry_at=latest) if refusal.retry_at > latest else refusal
 

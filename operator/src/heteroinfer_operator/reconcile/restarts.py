@@ -58,7 +58,7 @@ def next_epoch_time(failures: Sequence[FailureStatus], restart: RestartSpec) -> 
     restarts for an upgrade.
     """
     last = failures[-1]
-    count = count_recent(failures, restart) if last.counted else _count_recent_alike(failures, restart)
+    count = count_recent(failures, restart) if last.counted else _count_recent_uncounted(failures, restart)
     if count <= 1:
         return None
     return last.time + timedelta(seconds=backoff_s(count - 2, restart))
@@ -69,10 +69,10 @@ def backoff_s(num_waits: int, restart: RestartSpec) -> float:
     return min(_FIRST_BACKOFF_S * 2.0 ** min(num_waits, 32), parse_duration_s(restart.backoff_max))
 
 
-def _count_recent_alike(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
-    """Returns the number of uncounted ends within the window before now.
+def _count_recent_uncounted(failures: Sequence[FailureStatus], restart: RestartSpec) -> int:
+    """Returns how many of the last epoch ends did not count as restarts, within the window.
 
-    After a restart for an upgrade, only such restarts count; after another end, only other ends.
+    If the last end was a restart for an upgrade, only such ends are included; otherwise only other ends.
     """
     last = failures[-1]
     since = last.time - timedelta(seconds=parse_duration_s(restart.window))

@@ -22,7 +22,7 @@ from heteroinfer_operator.reconcile.one_group.made import EpochOrigin, revision_
 from heteroinfer_operator.reconcile.reading import epoch_of
 from heteroinfer_operator.reconcile.reconcile_context import Context, EvictionBlock
 
-_MAX_TURN: Final = timedelta(seconds=10)
+_MAX_WAIT_FOR_PODS: Final = timedelta(seconds=10)
 """Time after which a group that still lacks pods no longer delays the start of other groups."""
 
 
@@ -176,9 +176,9 @@ def _find_incomplete(
 
 
 def _delays_others(context: Context, status: GroupStatus) -> bool:
-    """Reports whether other groups still wait for this group's pods; the wait is at most `_MAX_TURN`."""
+    """Reports whether other groups still wait for this group's pods, at most for `_MAX_WAIT_FOR_PODS`."""
     began = status.epoch_start_time
-    return began is not None and context.now - began < _MAX_TURN
+    return began is not None and context.now - began < _MAX_WAIT_FOR_PODS
 
 
 def find_unfinished_rollout(

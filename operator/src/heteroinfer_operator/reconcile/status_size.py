@@ -60,6 +60,7 @@ def _fit_failures(groups: Sequence[GroupStatus]) -> list[GroupStatus]:
         return list(groups)
 
     def fitted(i: int, j: int) -> FailureStatus:
+        """Returns failure j of group i, without its message if the message does not fit."""
         failure = by_position[i, j]
         return failure if (i, j) in kept else failure.changed(message=LEFT_OUT)
 
@@ -81,4 +82,5 @@ def _json_bytes(text: str) -> int:
 
 
 def _escaped_bytes(text: str) -> int:
+    """Returns the bytes of a text as a JSON string, without the quotes."""
     return len(json.dumps(text, ensure_ascii=False).encode()) - 2

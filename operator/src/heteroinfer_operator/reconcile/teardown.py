@@ -32,7 +32,7 @@ def decide_teardown(
     """Returns the deletes of a deleted resource's pods, whose running requests may finish first."""
     if not observation.pods or _LEAVES_CHILDREN in observation.resource.finalizers:
         return Decision()
-    node_loss = NodeLoss.of(observation, parse_life(observation.resource.spec).restart, now)
+    node_loss = NodeLoss.from_observation(observation, parse_life(observation.resource.spec).restart, now)
     return Decision(
         actions=(
             # The deletes come first: they must not depend on a successful write of the status.
@@ -74,4 +74,5 @@ def _build_status(
 
 
 def _reason(kind: ConditionType, blocked_pod: str) -> str:
+    """Returns the reason of a condition; only Progressing names a finalizer that blocks a pod."""
     return HELD_BY_FINALIZER if blocked_pod and kind is ConditionType.PROGRESSING else _REASON

@@ -112,7 +112,7 @@ def images_changed(epoch: BegunEpoch) -> EpochEnd | None:
     origin = epoch.origin
     if origin.plan is None or origin.revision is None or not epoch.missing & set(epoch.status.spare_pods):
         return None
-    images = epoch.context.options.images.of_plan(origin.revision.spec, origin.plan)
+    images = epoch.context.options.images.images_of_plan(origin.revision.spec, origin.plan)
     old = next((pod for pod in epoch.pods if pod.images and pod.images != images), None)
     if old is None:
         return None
