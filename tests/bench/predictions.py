@@ -140,7 +140,9 @@ class Cell:
 
         def elsewhere(load: Load) -> float:
             remote = planned.remote
-            return 0.0 if remote is None else feed_forward_seconds(remote, plan.engine, rates[-1], load)
+            if remote is None:
+                return 0.0
+            return max(feed_forward_seconds(remote, plan.engine, rates[-remote.ranks :], load))
 
         if self.what == "step":
             load = Load(requests=self.requests, context=self.context)

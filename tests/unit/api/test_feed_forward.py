@@ -19,6 +19,20 @@ def spec(mode: str = "FeedForward", own: dict[str, Any] | None = OWN, **fields: 
     }
 
 
+def beside(raw: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Returns a spec with a further role of CPUs, with some fields changed."""
+    return {**raw, "roles": [*raw["roles"], {"name": "cpus", "device": "CPU", **fields}]}
+
+
+@pytest.mark.parametrize("own", [None, OWN])
+def test_cpu_roles_have_feed_forward_ranks_in_pods_of_their_own(own: dict[str, Any] | None) -> None:
+    parsed: HeteroInferenceSpec = parse_spec(beside(spec(own=own), pods=3, ranksPerPod=2))
+    assert [role.name for role in parsed.stage_roles] == ["gpu"]
+    assert parsed.world_size == 7
+    sizes = {"mode": "FeedForward", "tensor": 1, "pipeline": 1}
+    assert parse_spec({**beside(spec(own=own), pods=3), "parallelism": sizes}).world_size == 4
+
+
 def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
     parsed: HeteroInferenceSpec = parse_spec(spec())
     assert (parsed.world_size, parsed.roles[0].pod_ranks) == (1, 2)
@@ -28,14 +42,14 @@ def test_a_role_with_feed_forward_ranks_is_one_rank_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
+        (spec(mode="Pipeline"), "must be FeedForward or Auto if a role sets feedForward"),
+        (spec(own=None), "FeedForward must have a role with feedForward, or CPU roles beside a GPU role"),
+        (beside(spec(own=None), pods=2, layers=[4]), "Roles must have no layers"),
         (
-            spec(mode="Pipeline"),
-            "must be FeedForward or Auto if a role sets feedForward, and another mode if none does",
+            beside(spec(), feedForward=OWN),
+            "one role must have the GPU or feedForward, with pods 1 and ranksPerPod 1",
         ),
-        (
-            spec(own=None),
-            "must be FeedForward or Auto if a role sets feedForward, and another mode if none does",
-        ),
+        (beside(spec(own=None), device="GPU"), "does not support several GPUs yet"),
         (spec(pods=2), "does not support several GPUs yet"),
         (spec(ranksPerPod=2), "does not support several GPUs yet"),
         (spec(layers=[4]), "Set feedForward.layers"),

@@ -18,6 +18,7 @@ from heteroinfer_operator.errors import SpecError
 from heteroinfer_operator.manifests import identity
 
 OWN = {"cpu": "14", "memory": "64Gi"}
+PODS = "FeedForward, CPU pods"
 
 
 def role(name: str, cpu: str = "16", memory: str = "64Gi", **fields: Any) -> dict[str, Any]:
@@ -67,9 +68,12 @@ def test_a_role_may_offer_feed_forward_ranks_without_a_mode() -> None:
         ([role("cpu")], ["Pipeline"]),
         ([role("cpu", pods=2)], ["Pipeline", "Tensor"]),
         ([role("gpu", ranksPerPod=2)], ["Pipeline", "Tensor"]),
-        ([role("gpu"), role("cpu")], ["GPU only", "FeedForward", "Pipeline", "Tensor"]),
+        ([role("gpu"), role("cpu")], ["GPU only", "FeedForward", PODS, "Pipeline", "Tensor"]),
         ([role("gpu", feedForward=OWN)], ["GPU only", "FeedForward"]),
-        ([role("gpu", feedForward=OWN), role("cpu")], ["GPU only", "FeedForward", "Pipeline", "Tensor"]),
+        (
+            [role("gpu", feedForward=OWN), role("cpu")],
+            ["GPU only", "FeedForward", PODS, "Pipeline", "Tensor"],
+        ),
         ([role("gpu", pods=2), role("cpu")], ["GPU only", "GPU only, mode Tensor", "Pipeline", "Tensor"]),
         ([role("cpu", feedForward=OWN)], ["FeedForward", "Pipeline"]),
     ],
@@ -110,9 +114,10 @@ def test_the_spec_of_a_mode_has_only_the_roles_that_it_uses() -> None:
     for each in candidate_modes(given)[0]:
         resolved = each.apply_to(given)
         assert resolved.parallelism.mode is each.mode
-        only_gpu = each.gpu_only or each.mode is Mode.FEED_FORWARD
+        only_gpu = each.gpu_only or (each.mode is Mode.FEED_FORWARD and not each.keeps_cpu_pods)
         assert [own.name for own in resolved.roles] == (["gpu"] if only_gpu else ["gpu", "cpu"])
-        assert (resolved.roles[0].feed_forward is not None) is (each.mode is Mode.FEED_FORWARD)
+        moves = each.mode is Mode.FEED_FORWARD and not each.keeps_cpu_pods
+        assert (resolved.roles[0].feed_forward is not None) is moves
 
 
 def test_the_mode_of_a_lost_record_follows_from_the_plan() -> None:
@@ -122,4 +127,6 @@ def test_the_mode_of_a_lost_record_follows_from_the_plan() -> None:
     feed_forward = infer_mode(given, ["gpu"], Mode.FEED_FORWARD)
     assert feed_forward is not None
     assert feed_forward.feed_forward == FeedForwardSpec(ranks=1, cpu="16", memory="65536Mi")
+    pods = infer_mode(given, ["gpu", "cpu"], Mode.FEED_FORWARD)
+    assert pods == ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True)
     assert infer_mode(given, ["other"], Mode.PIPELINE) is None

@@ -16,11 +16,12 @@ MODELS = {
     "gpu-and-cpu": "Llama-3.1-8B-Instruct",
     "hub-model": "Llama-3.1-8B-Instruct",
     "moe": "Qwen3-0.6B",
+    "moe-nodes": "Qwen3-0.6B",
     "quickstart": "Qwen3-0.6B",
     "small-model": "Qwen3-0.6B",
     "tensor": "Llama-3.1-8B-Instruct",
 }
-OF_ANY_GPU = {"moe", "quickstart"}
+OF_ANY_GPU = {"moe", "moe-nodes", "quickstart"}
 """Those that any machine serves; they do not say how much memory a GPU has."""
 
 

@@ -38,6 +38,7 @@ from heteroinfer_operator.planning.prediction import (
     predict,
 )
 from heteroinfer_operator.planning.rates import CPU_PLAIN_OTHER, EXCHANGE_BYTES_PER_S
+from heteroinfer_operator.planning.remote_ranks import RankSet
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
@@ -107,6 +108,17 @@ def test_refuses_layers_whose_mlps_cannot_move(name: str, why: str) -> None:
     with pytest.raises(PlanError, match=rf"does not support {name}: {why}\. Use mode Pipeline") as e:
         plan(feed_forward(), replace(mixture(), architecture=name))
     assert e.value.reason == "UnsupportedParallelism"
+
+
+def one_rank() -> tuple[RankSet, ...]:
+    return (RankSet(role=feed_forward().roles[0], pods=0, per_pod=1),)
+
+
+def seconds(planned: Planned, load: Load) -> float:
+    """Returns the predicted time of the slowest feed-forward rank."""
+    assert planned.remote is not None
+    rates = planned.rates[-planned.remote.ranks :]
+    return max(feed_forward_seconds(planned.remote, planned.plan.engine, rates, load))
 
 
 def with_args(*args: str) -> HeteroInferenceSpec:
@@ -225,7 +237,7 @@ def test_a_rank_has_whole_units_of_columns() -> None:
 
 def test_memory_is_counted_for_the_largest_share() -> None:
     # A third of 6 layers of 1.125 GiB, 1 GiB of the process, and the longest batch.
-    with pytest.raises(PlanError, match=r"needs 3\.55 GiB .* feedForward.memory is 3Gi"):
+    with pytest.raises(PlanError, match=r"needs 3\.55 GiB .* has 3\.00 GiB by feedForward.memory"):
         plan(of_ranks(4, memory="3Gi"), in_units(128))
     assert plan(of_ranks(4, memory="3Gi"), in_units(32)).plan.ranks
 
@@ -235,7 +247,7 @@ def test_kernel_scratch_is_counted_for_the_largest_share() -> None:
         kinds = tuple(replace(kind, experts_per_token=min(64, kind.experts)) for kind in model.kinds)
         planned = plan(of_ranks(4), replace(model, kinds=kinds))
         assert planned.remote is not None
-        return beside_weights_bytes(planned.remote, planned.plan.engine)
+        return beside_weights_bytes(planned.remote, planned.plan.engine, range(4))
 
     rows = 2048 * 64
     assert beside(in_units(32)) == GIB + rows * (8 * 2048 + 12 * 192)
@@ -261,22 +273,18 @@ def test_experts_take_the_memory_that_they_take_in_the_checkpoint(
     quantized = scheme is not SchemeName.NONE
     kinds = tuple(replace(kind, experts_quantized=bool(kind.experts) and quantized) for kind in model.kinds)
     model = replace(model, kinds=kinds, scheme=Scheme(name=scheme, bits=4 if quantized else 16, group=128))
-    own = feed_forward().roles[0].feed_forward
-    assert own is not None
-    remote = remote_of(own, model, range(6))
+    remote = remote_of(one_rank(), model, range(6))
     engine = plan(feed_forward(), mixture()).plan.engine
     assert rank_weight_bytes(remote, engine, 0) == ceil(6 * 128 * EXPERT * weights)
     rows = 2048 * 8
-    assert beside_weights_bytes(remote, engine) >= GIB + rows * 8 * 2048
+    assert beside_weights_bytes(remote, engine, (0,)) >= GIB + rows * 8 * 2048
 
 
 def test_a_layer_of_an_mlp_is_there_twice_while_it_is_packed() -> None:
-    own = feed_forward().roles[0].feed_forward
-    assert own is not None
     model = replace(mixture(24), kinds=(DENSE, MOE))
-    remote = remote_of(own, model, range(6))
+    remote = remote_of(one_rank(), model, range(6))
     engine = plan(feed_forward(), mixture()).plan.engine
-    assert beside_weights_bytes(remote, engine) == GIB + DENSE.mlp_bytes
+    assert beside_weights_bytes(remote, engine, (0,)) == GIB + DENSE.mlp_bytes
 
 
 def test_a_step_waits_for_the_largest_share() -> None:
@@ -301,9 +309,10 @@ def test_ranks_that_share_by_rate_work_as_fast_as_all_nodes_together() -> None:
     planned = plan(of_ranks(2, cpu="8"), in_units(32))
     assert planned.remote is not None
     engine, known = planned.plan.engine, Inventory(calibration={"gpu": measured})
-    assert feed_forward_rates(planned.remote, engine, "gpu", known).cache == 120e9 * CPU_PLAIN_OTHER
-    one = replace(planned.remote, spec=planned.remote.spec.model_copy(update={"ranks": 1}))
-    assert feed_forward_rates(one, engine, "gpu", known).cache == 90e9 * CPU_PLAIN_OTHER
+    two = feed_forward_rates(planned.remote, engine, known)
+    assert [each.cache for each in two] == [120e9 * CPU_PLAIN_OTHER] * 2
+    one = replace(planned.remote, sets=(replace(planned.remote.sets[0], per_pod=1),))
+    assert feed_forward_rates(one, engine, known)[0].cache == 90e9 * CPU_PLAIN_OTHER
 
 
 UNSHARED = pytest.mark.parametrize(
@@ -356,7 +365,7 @@ def test_a_step_waits_for_the_rank_with_most_of_its_experts() -> None:
         load = Load(requests=rows)
         rates = planned.rates[-1]
         exchanged = rows * 2 * planned.remote.profile.hidden_size * 2 / EXCHANGE_BYTES_PER_S
-        step_s = feed_forward_seconds(planned.remote, planned.plan.engine, rates, load)
+        step_s = seconds(planned, load)
         return step_s - 6 * (rates.exchange_s + exchanged)
 
     # 8 of 128 experts over two ranks: the fuller one has 5.06 on average, not 4.
@@ -401,7 +410,7 @@ def fullest(ranks: int, experts: int, topk: int, rows: int) -> float:
     assert planned.remote is not None
     rates = planned.rates[-1]
     exchanged = rates.exchange_s + rows * 2 * 2048 * 2 / EXCHANGE_BYTES_PER_S
-    step_s = feed_forward_seconds(planned.remote, planned.plan.engine, rates, Load(requests=rows))
+    step_s = seconds(planned, Load(requests=rows))
     return (step_s / 6 - exchanged) * rates.experts / EXPERT
 
 
@@ -416,7 +425,7 @@ def test_predicts_plans_of_earlier_versions_that_cannot_be_shared() -> None:
     assert planned.remote is not None
     unshared = replace(planned.remote, profile=replace(planned.remote.profile, column_unit=512))
     even_s, unshared_s = (
-        feed_forward_seconds(remote, planned.plan.engine, planned.rates[-1], Load())
+        feed_forward_seconds(remote, planned.plan.engine, planned.rates[-4:], Load())
         for remote in (planned.remote, unshared)
     )
     assert unshared_s == even_s
@@ -456,7 +465,8 @@ def test_notes_a_gpu_that_holds_the_whole_model() -> None:
 
 def test_reports_the_missing_memory_of_feed_forward_ranks() -> None:
     with pytest.raises(
-        PlanError, match=r"12.39 GiB of memory is missing .* needs 28\.39 GiB .* feedForward.memory is 16Gi"
+        PlanError,
+        match=r"12.39 GiB of memory is missing .* needs 28\.39 GiB .* has 16\.00 GiB by feedForward.memory",
     ):
         plan(feed_forward(memory="16Gi", own={"layers": 24}), mixture())
     with pytest.raises(PlanError, match="its layers have no known experts or MLPs"):
@@ -486,7 +496,7 @@ def test_steps_by_load_include_feed_forward_ranks() -> None:
     planned = plan(feed_forward(own={"layers": 24}), mixture())
     assert planned.remote is not None
     load = Load(requests=8, context=1024)
-    on_cpus = feed_forward_seconds(planned.remote, planned.plan.engine, planned.rates[-1], load)
+    on_cpus = seconds(planned, load)
     words = "\n".join(text for _, text in describe_times(planned))
     found = re.search(r"([0-9.]+) ms .* for 8 requests of 1,024 tokens", words)
     assert found is not None, words
@@ -564,6 +574,8 @@ def test_sending_rows_of_a_prompt_to_feed_forward_ranks_takes_time() -> None:
     assert remote is not None
     fast = replace(planned.rates[-1], plain=1e18, quantized=1e18, experts=1e18, operations=1e30)
     fast = replace(fast, plain_kernel=None, quantized_kernel=None, experts_kernel=None)
-    one, many = (feed_forward_seconds(remote, engine, fast, Load(tokens=tokens)) for tokens in (1, 1025))
+    one, many = (
+        max(feed_forward_seconds(remote, engine, [fast], Load(tokens=tokens))) for tokens in (1, 1025)
+    )
     assert one == pytest.approx(4 * fast.exchange_s, rel=0.05)
     assert many - one == pytest.approx(4 * 1024 * 2 * 2048 * 2 / EXCHANGE_BYTES_PER_S, rel=0.01)

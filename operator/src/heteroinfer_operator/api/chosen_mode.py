@@ -21,10 +21,14 @@ class ChosenMode(Model):
     """Whether CPU roles are left out."""
     feed_forward: FeedForwardSpec | None = None
     """Resources of CPU roles that the mode moves into the pod of the GPU; None if it moves none."""
+    keeps_cpu_pods: bool = False
+    """Whether CPU roles have feed-forward ranks in their own pods."""
 
     @property
     def title(self) -> str:
         """The mode in words, such as "GPU only"."""
+        if self.keeps_cpu_pods:
+            return f"{self.mode}, CPU pods"
         if not self.gpu_only:
             return self.mode.value
         return "GPU only" if self.mode is Mode.PIPELINE else f"GPU only, mode {self.mode}"
@@ -38,6 +42,9 @@ class ChosenMode(Model):
     def _roles(self, spec: HeteroInferenceSpec) -> Iterator[RoleSpec]:
         having = [role for role in spec.roles if role.feed_forward is not None]
         gpus = [role for role in spec.roles if role.device is Device.GPU]
+        if self.keeps_cpu_pods:
+            yield from spec.roles
+            return
         if self.mode is Mode.FEED_FORWARD:
             for role in having or gpus:
                 yield role.changed(feed_forward=self.feed_forward or role.feed_forward)
@@ -74,6 +81,9 @@ def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], 
         moved, refused = _moved(num_gpus, cpus)
     if has_feed_forward or moved is not None:
         found.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=moved))
+    asking = [role for role in spec.roles if role.device is Device.GPU or role.feed_forward is not None]
+    if sum(role.num_ranks for role in asking) == 1 and len(asking) < len(spec.roles):
+        found.append(ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True))
     if cpus or not found:
         found.append(ChosenMode(mode=Mode.PIPELINE))
         if spec.world_size > 1:

@@ -138,7 +138,8 @@ class RoleSpec(Model):
     """Memory of one GPU, for the plan. Only for device GPU. Default: the memory that node labels report."""
     feed_forward: FeedForwardSpec | None = None
     """CPU ranks in the same pods that compute experts and MLPs. Only for parallelism.mode FeedForward, or
-    Auto, with which the plan decides whether to use them. Default: none."""
+    Auto, with which the plan decides whether to use them. In FeedForward the ranks of other CPU roles compute
+    experts and MLPs too. Default: none."""
     resources: Resources | None = None
     """CPU and memory of each pod. The operator adds the GPUs and the resources of feedForward. Default:
     none."""

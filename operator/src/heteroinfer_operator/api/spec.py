@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Final
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import MAX_WORLD_SIZE, Mode
+from heteroinfer_contract.plan import MAX_WORLD_SIZE, Device, Mode
 from heteroinfer_operator.api.base import (
     Duration,
     Model,
@@ -66,7 +66,8 @@ class ParallelismSpec(Model):
     """How the model is divided. Auto: the plan chooses the fastest mode that fits, once for each revision. It
     may leave out CPU roles, or compute experts and MLPs with their resources. Pipeline: each stage holds
     whole layers. Tensor: GPU and CPU ranks split each layer. FeedForward: the GPU computes attention, and CPU
-    ranks in its pod (roles[].feedForward) compute experts and MLPs. Default: Auto."""
+    ranks compute experts and MLPs, in its pod (roles[].feedForward) or in the pods of CPU roles. Default:
+    Auto."""
     tensor: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
     """Number of ranks in each stage. Default: chosen by the plan."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_WORLD_SIZE)] | None = None
@@ -200,6 +201,9 @@ class SchedulingSpec(Model):
 
 _MODE_CEL: Final = f"(has(self.parallelism.mode) ? self.parallelism.mode : '{AUTO_MODE}')"
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
+_ASKS_CEL: Final = "r.device == 'GPU' || has(r.feedForward)"
+"""Whether a role has the rank with attention in mode FeedForward."""
+_ASKING_CEL: Final = f"self.roles.filter(r, {_ASKS_CEL}).map(r, r.pods * r.ranksPerPod).sum()"
 RESERVED_PORTS: Final = (
     names.DEFAULT_HEALTH_PORT,
     names.DEFAULT_CONTROL_PORT,
@@ -226,13 +230,21 @@ def _layers_match_stages(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
-def _is_one_rank(spec: "HeteroInferenceSpec") -> bool:
+def _has_one_asking_rank(spec: "HeteroInferenceSpec") -> bool:
     sizes = spec.parallelism
     return sizes.mode is not Mode.FEED_FORWARD or (
-        spec.world_size == 1
-        and spec.roles[0].layers is None
+        sum(role.num_ranks for role in spec.stage_roles) == 1
+        and all(role.layers is None for role in spec.roles)
         and (sizes.tensor or 1) == (sizes.pipeline or 1) == 1
     )
+
+
+def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
+    """Returns whether the mode has feed-forward ranks if it needs them, and none otherwise."""
+    set_by_role = any(role.feed_forward is not None for role in spec.roles)
+    if spec.parallelism.mode is Mode.FEED_FORWARD:
+        return set_by_role or len(spec.stage_roles) < len(spec.roles)
+    return spec.parallelism.mode is None or not set_by_role
 
 
 class HeteroInferenceSpec(Model):
@@ -242,25 +254,25 @@ class HeteroInferenceSpec(Model):
     rules: ClassVar[tuple[ValidationRule, ...]] = (
         ValidationRule(
             field="parallelism.mode",
-            cel=f"{_MODE_CEL} == '{AUTO_MODE}' "
-            f"|| ({_MODE_CEL} == 'FeedForward') == self.roles.exists(r, has(r.feedForward))",
-            message="must be FeedForward or Auto if a role sets feedForward, and another mode if none does",
-            fix="Set both, or neither, or remove mode",
-            holds=lambda spec: (
-                spec.parallelism.mode is None
-                or (spec.parallelism.mode is Mode.FEED_FORWARD)
-                == any(role.feed_forward is not None for role in spec.roles)
-            ),
+            cel=f"{_MODE_CEL} == '{AUTO_MODE}' || ({_MODE_CEL} == 'FeedForward' "
+            f"? self.roles.exists(r, has(r.feedForward)) || !self.roles.all(r, {_ASKS_CEL}) "
+            ": !self.roles.exists(r, has(r.feedForward)))",
+            message="must be FeedForward or Auto if a role sets feedForward. FeedForward must have a role "
+            "with feedForward, or CPU roles beside a GPU role",
+            fix="Set feedForward, add a CPU role, or use another mode",
+            holds=_has_feed_forward_ranks,
         ),
         ValidationRule(
             field="parallelism.mode",
-            cel=f"{_MODE_CEL} != 'FeedForward' || ({_WORLD_CEL} == 1 && !has(self.roles[0].layers) "
+            cel=f"{_MODE_CEL} != 'FeedForward' || ({_ASKING_CEL} == 1 "
+            "&& !self.roles.exists(r, has(r.layers)) "
             "&& (!has(self.parallelism.tensor) || self.parallelism.tensor == 1) "
             "&& (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1))",
-            message="FeedForward does not support several GPUs yet: there must be one role with pods 1, "
-            "ranksPerPod 1 and no layers, and tensor and pipeline must be 1 or unset",
+            message="FeedForward does not support several GPUs yet: one role must have the GPU or "
+            "feedForward, with pods 1 and ranksPerPod 1. Roles must have no layers, and tensor and pipeline "
+            "must be 1 or unset",
             fix="Set feedForward.layers instead of layers, or use mode Pipeline for several GPUs",
-            holds=_is_one_rank,
+            holds=_has_one_asking_rank,
         ),
         ValidationRule(
             field="roles",
@@ -284,12 +296,14 @@ class HeteroInferenceSpec(Model):
         ),
         ValidationRule(
             field="parallelism",
-            cel="!has(self.parallelism.pipeline) || !has(self.parallelism.tensor) "
+            cel=f"{_MODE_CEL} == 'FeedForward' "
+            "|| !has(self.parallelism.pipeline) || !has(self.parallelism.tensor) "
             f"|| self.parallelism.tensor * self.parallelism.pipeline == {_WORLD_CEL}",
             message="tensor x pipeline must be the number of ranks, the sum of pods x ranksPerPod over roles",
             fix="Change the roles, or remove tensor and pipeline",
             holds=lambda spec: (
-                None in (spec.parallelism.tensor, spec.parallelism.pipeline)
+                spec.parallelism.mode is Mode.FEED_FORWARD
+                or None in (spec.parallelism.tensor, spec.parallelism.pipeline)
                 or spec.parallelism.tensor * spec.parallelism.pipeline == spec.world_size
             ),
             got="tensor %d x pipeline %d and roles with %d ranks",
@@ -422,6 +436,13 @@ class HeteroInferenceSpec(Model):
     def world_size(self) -> int:
         """Number of ranks in a group."""
         return sum(role.num_ranks for role in self.roles)
+
+    @property
+    def stage_roles(self) -> tuple[RoleSpec, ...]:
+        """Roles whose ranks have attention; in mode FeedForward the ranks of other roles have none."""
+        if self.parallelism.mode is not Mode.FEED_FORWARD:
+            return self.roles
+        return tuple(r for r in self.roles if r.device is Device.GPU or r.feed_forward is not None)
 
 
 class LifeSpec(StatusModel):

@@ -16,7 +16,7 @@ from heteroinfer_operator.commands.plan_figures import (
 )
 from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread
 from heteroinfer_operator.planning.concurrency import kv_blocks
-from heteroinfer_operator.planning.feed_forward import beside_weights_bytes
+from heteroinfer_operator.planning.feed_forward import Remote, beside_weights_bytes, rank_weight_bytes
 from heteroinfer_operator.planning.first_token import waits_elsewhere
 from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
@@ -95,15 +95,21 @@ def describe_memory(planned: Planned) -> list[str]:
         found.setdefault(_describe_stage_memory(planned, stage), []).append(stage)
     lines = [f"{_name_stages(stages)}, {words}" for words, stages in found.items()]
     if planned.remote is not None:
-        remote = sorted({(r.role, r.weight_bytes) for r in planned.plan.ranks if r.feed_forward is not None})
-        besides = format_bytes(beside_weights_bytes(planned.remote, planned.plan.engine))
-        by_experts = " (whole experts)" if planned.remote.by_experts else ""
-        lines += [
-            f"feed-forward rank of role {role}: {format_bytes(size)} of weights{by_experts}, and up to "
-            f"{besides} for the process and for packing a layer or the largest batch"
-            for role, size in remote
-        ]
+        lines += _describe_feed_forward_memory(planned, planned.remote)
     return lines
+
+
+def _describe_feed_forward_memory(planned: Planned, remote: Remote) -> list[str]:
+    """Describes the bytes of each role's feed-forward rank that takes the most memory."""
+    engine = planned.plan.engine
+    by_experts = " (whole experts)" if remote.by_experts else ""
+    return [
+        f"feed-forward rank of role {own.role.name}: "
+        f"{format_bytes(max(rank_weight_bytes(remote, engine, number) for number in numbers))} of "
+        f"weights{by_experts}, and up to {format_bytes(beside_weights_bytes(remote, engine, numbers))} for the "
+        "process and for packing a layer or the largest batch"
+        for own, numbers in remote.numbered_sets
+    ]
 
 
 def _describe_stage_memory(planned: Planned, stage: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from heteroinfer_contract import names
-from heteroinfer_contract.plan import Device
+from heteroinfer_contract.plan import Device, Mode
 from heteroinfer_operator.api import FeedForwardSpec, HeteroInferenceSpec, PodTemplate, ResourceKey, RoleSpec
 from heteroinfer_operator.nodes.demand import PodDemand, pod_demand, requests_of, require_label
 from heteroinfer_operator.nodes.node_platform import platform_selector
@@ -45,7 +45,7 @@ def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> di
         wanted = {"key": role.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
         given = list(fields.get("tolerations", ()))
         fields["tolerations"] = given if wanted in given else [*given, wanted]
-        if role.feed_forward is not None:
+        if role.feed_forward is not None or spec.parallelism.mode is Mode.FEED_FORWARD:
             fields["affinity"] = require_label(fields.get("affinity", {}), unshared(role.gpu_resource))
     return fields
 

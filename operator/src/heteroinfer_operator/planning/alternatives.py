@@ -72,7 +72,7 @@ def _of_feed_forward(profile: ModelProfile, engine: EngineSettings) -> str:
     held = _whole(remote.kept, engine, Device.GPU)
     floor = GpuFloor.of(profile, engine, 1).total(embeds=True, samples=True, gpus=1)
     gpu = format_bytes(max(ceil(held / GPU_USABLE), held + floor))
-    host = rank_weight_bytes(remote, engine, 0) + beside_weights_bytes(remote, engine)
+    host = rank_weight_bytes(remote, engine, 0) + beside_weights_bytes(remote, engine, (0,))
     return f"a GPU of {gpu} or more and {format_bytes(host + profile.host_table_bytes)} of host memory"
 
 

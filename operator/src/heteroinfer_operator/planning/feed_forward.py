@@ -1,4 +1,4 @@
-"""Mode FeedForward: chooses the layers whose experts or MLPs go to CPU ranks of the GPU's pod. Pure.
+"""Mode FeedForward: chooses the layers whose experts or MLPs go to CPU ranks. Pure.
 
 The rest of the planner handles the GPU's remaining model like any other model.
 """
@@ -7,27 +7,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from math import ceil, sqrt
 from statistics import NormalDist
 from typing import Final
 
 from heteroinfer_contract import load_formats
-from heteroinfer_contract.calibration import HopPath
 from heteroinfer_contract.column_shares import share_columns, share_experts
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings, Mode, batches_at_once
 from heteroinfer_contract.printable import format_bytes
-from heteroinfer_operator.api import FeedForwardSpec, Resources, RoleSpec
+from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
 from heteroinfer_operator.planning.packing import packed_part
 from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates, cpu_rates
+from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates
+from heteroinfer_operator.planning.remote_ranks import (
+    NETWORK_BYTES_PER_S,
+    NETWORK_S,
+    RankSet,
+    fit_shares,
+    rank_sets,
+)
 from heteroinfer_operator.planning.topology import Topology
-from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.architectures import NO_FEED_FORWARD
 from heteroinfer_operator.vllm_support.cpu_ranks import check_remote_support
 from heteroinfer_operator.vllm_support.engine_options import (
@@ -44,6 +50,8 @@ from heteroinfer_operator.vllm_support.served_architectures import is_by_transfo
 _SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
 """Bytes of a kernel's inputs and sums per element of a row, and per intermediate column of a row."""
 
+_FITS: Final = 0.97
+"""Part of a rank's free memory that planned shares use, because columns are shared in whole blocks."""
 _OFFLOADS: Final = "its CPU ranks have the weights that vLLM would offload. Remove the option"
 _ARGS: Final = (
     (OFFLOADED_GIB, ("0",), _OFFLOADS),
@@ -62,18 +70,37 @@ class Remote:
         layers: layers whose experts or MLPs they compute, ascending.
         profile: a model of only these experts or MLPs, so that reads are counted as in any other model.
         kept: the model without them, which the role's own rank computes.
+        sets: the feed-forward ranks by role, in rank order.
         by_experts: whether each rank has whole experts, because their columns cannot be shared.
+        shares: share of each rank; empty if the ranks of one pod share by the rates that they measure.
     """
 
-    spec: FeedForwardSpec
+    sets: tuple[RankSet, ...]
     layers: tuple[int, ...]
     profile: ModelProfile
     kept: ModelProfile
     by_experts: bool = False
+    shares: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Number of feed-forward ranks."""
+        return sum(each.count for each in self.sets)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Planned share of each rank, relative to the others."""
+        return self.shares or (1,) * self.ranks
+
+    @property
+    def numbered_sets(self) -> tuple[tuple[RankSet, range], ...]:
+        """Each set with the numbers of its ranks among the feed-forward ranks."""
+        ends = tuple(accumulate(each.count for each in self.sets))
+        return tuple((each, range(end - each.count, end)) for each, end in zip(self.sets, ends, strict=True))
 
 
 def choose_remote(
-    own: FeedForwardSpec,
+    roles: Sequence[RoleSpec],
     topology: Topology,
     profile: ModelProfile,
     engine: EngineSettings,
@@ -81,30 +108,37 @@ def choose_remote(
 ) -> Remote:
     """Returns the part of the model that feed-forward ranks compute.
 
-    It has the number of layers that the user set, otherwise the fewest that leave the role's own rank enough
+    It has the number of layers that the user set, otherwise the fewest that leave the asking rank enough
     memory for the KV cache of one full-length request. The cheapest layers come first: those that read the
     smallest part of their weights in a step.
+
+    Args:
+        roles: all roles of the group.
 
     Raises:
         PlanError: its layers do not fit.
     """
     role = topology.stages[0][0].placed.role
+    sets = rank_sets(role, roles, inventory)
+    set_by_user = None if role.feed_forward is None else role.feed_forward.layers
     order = _cheapest_first(profile)
-    if own.layers is not None and own.layers > len(order):
+    if set_by_user is not None and set_by_user > len(order):
         raise PlanError(
             f"role {role.name}: feedForward.layers must be at most {len(order)}, the number of layers with "
-            f"experts or an MLP (got {own.layers}). Lower it",
+            f"experts or an MLP (got {set_by_user}). Lower it",
             reason=PlanReason.LAYERS_MISMATCH,
         )
-    by_experts = _is_by_experts(own, profile, order)
-    counts = range(1, len(order) + 1) if own.layers is None else (own.layers,)
+    by_experts = _is_by_experts(sum(each.count for each in sets), profile, order)
+    counts = range(1, len(order) + 1) if set_by_user is None else (set_by_user,)
     missing = 0
     for count in counts:
-        remote = remote_of(own, profile, order[:count], by_experts=by_experts)
+        remote = remote_of(sets, profile, order[:count], by_experts=by_experts)
         missing = missing_bytes(topology, remote.kept, engine, inventory)
         if missing <= 0:
+            remote = replace(remote, shares=_planned_shares(remote, engine, inventory))
             _check_shares(role.name, remote)
-            _check_memory(role.name, remote, engine)
+            for each, numbers in remote.numbered_sets:
+                _check_memory(each, numbers, remote, engine)
             return remote
     raise PlanError(
         f"role {role.name}: {format_bytes(missing)} of memory is missing on its rank, which holds the model "
@@ -116,23 +150,44 @@ def choose_remote(
     )
 
 
+def _planned_shares(remote: Remote, engine: EngineSettings, inventory: Inventory) -> tuple[int, ...]:
+    """Returns the share of each rank by predicted speed and memory, if ranks are in several pods.
+
+    The ranks of one pod share by the rates that they measure, because they also share the pod's memory.
+    """
+    if not any(each.pods for each in remote.sets):
+        return ()
+    whole = Sizes.of(remote.profile, engine, 1, batches=1)
+    reads = count_reads(whole, 0, remote.profile.num_layers, Load(), last=False, engine=engine)
+    weights = _packed_bytes(remote, list(whole.layer_bytes))
+    speeds, most = [], []
+    for each, numbers in remote.numbered_sets:
+        rates = each.rates(remote.profile, engine, inventory, by_rate=False)
+        left = None
+        if each.memory_bytes is not None:
+            left = max(each.memory_bytes - beside_weights_bytes(remote, engine, numbers), 0)
+        speeds += [1 / max(reads.seconds(rates), 1e-9)] * each.count
+        most += [1.0 if left is None else _FITS * left / max(weights, 1)] * each.count
+    return fit_shares(speeds, most)
+
+
 def _layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
 
 
-def _is_by_experts(own: FeedForwardSpec, profile: ModelProfile, layers: Sequence[int]) -> bool:
+def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int]) -> bool:
     """Returns whether ranks share whole experts, because the columns of a layer cannot be shared.
 
     Shared columns are better: all ranks then read equally much in each step, whichever experts a token uses.
     """
     kinds = [profile.layer(index) for index in layers]
-    if own.ranks == 1 or not all(kind.experts for kind in kinds):
+    if ranks == 1 or not all(kind.experts for kind in kinds):
         return False
     if any(kind.gates_together for kind in kinds):
         return True
     try:
         for kind in kinds:
-            _column_counts(kind, profile.column_unit, own.ranks)
+            _column_counts(kind, profile.column_unit, (1,) * ranks)
     except ContractError:
         return True
     return False
@@ -159,8 +214,8 @@ def check_feed_forward(role: str, profile: ModelProfile, engine: EngineSettings)
 
 def whole_remote(profile: ModelProfile) -> Remote:
     """Returns the part of the model of one feed-forward rank that has all layers' experts or MLPs."""
-    own = FeedForwardSpec(ranks=1, cpu="1", memory="1Gi")
-    return remote_of(own, profile, _cheapest_first(profile))
+    one = RankSet(role=RoleSpec(name="cpu", device=Device.CPU), pods=0, per_pod=1)
+    return remote_of((one,), profile, _cheapest_first(profile))
 
 
 def _refusals(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
@@ -198,7 +253,12 @@ def _cheapest_first(profile: ModelProfile) -> list[int]:
 
 
 def remote_of(
-    own: FeedForwardSpec, profile: ModelProfile, chosen: Sequence[int], *, by_experts: bool = False
+    sets: tuple[RankSet, ...],
+    profile: ModelProfile,
+    chosen: Sequence[int],
+    *,
+    by_experts: bool = False,
+    shares: tuple[int, ...] = (),
 ) -> Remote:
     """Returns the part of the model with the experts or MLPs of these layers."""
     layers = tuple(sorted(chosen))
@@ -210,9 +270,10 @@ def remote_of(
     gone = [kind.feed_forward_bytes if index in moved else 0 for index, kind in enumerate(kinds)]
     only = [_only(kind) if index in moved else LayerKind() for index, kind in enumerate(kinds)]
     return Remote(
-        spec=own,
+        sets=sets,
         layers=layers,
         by_experts=by_experts,
+        shares=shares,
         profile=replace(
             _with_kinds(profile, only),
             scheme=scheme,
@@ -290,8 +351,9 @@ def _check_shares(role: str, remote: Remote) -> None:
 def _units(remote: Remote, index: int) -> list[int]:
     """Returns each rank's intermediate columns of a layer, or its experts, in order of ranks.
 
-    The plan assumes ranks that read equally fast. When ranks start, they share by their measured rates
-    (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between the ranks of a pod.
+    Without planned shares, the plan assumes ranks that read equally fast. When such ranks start, they share
+    by their measured rates (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between the ranks
+    of a pod.
 
     Returns:
         [] if the columns are unknown.
@@ -301,62 +363,62 @@ def _units(remote: Remote, index: int) -> list[int]:
     """
     kind = remote.profile.layer(index)
     if remote.by_experts:
-        return [own.count for own in share_experts(kind.experts, (1,) * remote.spec.ranks)]
-    return _column_counts(kind, remote.profile.column_unit, remote.spec.ranks)
+        return [own.count for own in share_experts(kind.experts, remote.weights)]
+    return _column_counts(kind, remote.profile.column_unit, remote.weights)
 
 
-def _column_counts(kind: LayerKind, unit: int, ranks: int) -> list[int]:
+def _column_counts(kind: LayerKind, unit: int, shares: Sequence[int]) -> list[int]:
     """Returns each rank's intermediate columns, [] if they are unknown; raises ContractError."""
     if not kind.columns or not unit:
         return []
-    return [own.count for own in share_columns(kind.columns, (1,) * ranks, unit)]
+    return [own.count for own in share_columns(kind.columns, shares, unit)]
 
 
 def _parts(remote: Remote, index: int) -> list[Fraction]:
     """Returns each rank's part of a layer, in order of ranks.
 
-    Parts are equal if columns are unknown, or if an earlier version planned a layer that cannot be shared.
+    Parts follow the shares if columns are unknown, or if an earlier version planned a layer that cannot be
+    shared.
     """
     try:
         units = _units(remote, index)
     except ContractError:
         units = []
-    return [Fraction(each, sum(units)) for each in units] or [
-        Fraction(1, remote.spec.ranks)
-    ] * remote.spec.ranks
+    units = units or list(remote.weights)
+    return [Fraction(each, sum(units)) for each in units]
 
 
-def _sizes(remote: Remote, engine: EngineSettings, rank: int | None = None) -> Sizes:
-    """Returns the sizes of one feed-forward rank's part of the model.
-
-    Args:
-        rank: number among the feed-forward ranks; None for the largest part of each layer.
-    """
+def _sizes(remote: Remote, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:
+    """Returns the sizes of a feed-forward rank's part of the model: the largest part among these ranks."""
     whole = Sizes.of(remote.profile, engine, 1, batches=1)
     sizes = list(whole.layer_bytes)
     for index in remote.layers:
         parts = _parts(remote, index)
-        sizes[index] = ceil(sizes[index] * (max(parts) if rank is None else parts[rank]))
+        sizes[index] = ceil(sizes[index] * max(parts[rank] for rank in ranks))
     return replace(whole, layer_bytes=tuple(sizes))
 
 
 def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
     """Returns the bytes of a feed-forward rank's weights, in its kernels' form."""
-    sizes = _sizes(remote, engine, rank).layer_bytes
+    return _packed_bytes(remote, _sizes(remote, engine, (rank,)).layer_bytes)
+
+
+def _packed_bytes(remote: Remote, layer_bytes: Sequence[int]) -> int:
+    """Returns the bytes of layers in the form of kernels, from their stored bytes."""
     packed = packed_part(remote.profile.scheme)
     kinds = ((index, remote.profile.layer(index)) for index in remote.layers)
     parts = {index: packed if kind.experts_quantized or kind.quantized_bytes else 1 for index, kind in kinds}
-    return ceil(sum(sizes[index] * part for index, part in parts.items()))
+    return ceil(sum(layer_bytes[index] * part for index, part in parts.items()))
 
 
-def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
-    """Returns the most bytes that a feed-forward rank needs besides its packed weights.
+def beside_weights_bytes(remote: Remote, engine: EngineSettings, ranks: Sequence[int]) -> int:
+    """Returns the most bytes that any of these feed-forward ranks needs besides its packed weights.
 
     While an MLP is packed, the rank has two copies of its layer; experts are read and packed one by one.
     After that the kernels keep inputs and sums of the longest batch's rows, once for each expert of a row
     (kernels/source/experts.cpp).
     """
-    sizes = _sizes(remote, engine).layer_bytes
+    sizes = _sizes(remote, engine, ranks).layer_bytes
     hidden, packing, scratch = remote.profile.hidden_size, 0, 0
     for index in remote.layers:
         kind = remote.profile.layer(index)
@@ -364,46 +426,62 @@ def beside_weights_bytes(remote: Remote, engine: EngineSettings) -> int:
         rows = engine.max_num_batched_tokens * kind.experts_per_token
         bits = remote.profile.scheme.bits if kind.experts_quantized else 0
         total = kind.columns or kind.expert_bytes * 8 // (3 * hidden * (bits or 16))
-        columns = total if remote.by_experts else ceil(total * max(_parts(remote, index)))
+        parts = _parts(remote, index)
+        columns = total if remote.by_experts else ceil(total * max(parts[rank] for rank in ranks))
         scratch = max(scratch, rows * (_SCRATCH_OF_HIDDEN * hidden + _SCRATCH_OF_COLUMN * columns))
     return RANK_OVERHEAD_BYTES + max(packing, scratch)
 
 
-def _check_memory(role: str, remote: Remote, engine: EngineSettings) -> None:
-    weights = max(rank_weight_bytes(remote, engine, rank) for rank in range(remote.spec.ranks))
-    need = weights + beside_weights_bytes(remote, engine)
-    have = parse_bytes(remote.spec.memory)
-    if need > have:
+def _check_memory(own: RankSet, numbers: range, remote: Remote, engine: EngineSettings) -> None:
+    """Checks that the part of each rank of a set fits its memory; raises PlanError."""
+    if own.memory_bytes is None:
+        return
+    weights = max(rank_weight_bytes(remote, engine, number) for number in numbers)
+    need = weights + beside_weights_bytes(remote, engine, numbers)
+    if need > own.memory_bytes:
+        more = "feedForward.ranks" if not own.pods else "pods"
         raise PlanError(
-            f"role {role}: {format_bytes(need - have)} of memory is missing on each feed-forward rank. It "
-            f"needs {format_bytes(need)} for its part of {_layers(len(remote.layers))}, and "
-            f"feedForward.memory is {remote.spec.memory}. Raise feedForward.memory or feedForward.ranks",
+            f"role {own.role.name}: {format_bytes(need - own.memory_bytes)} of memory is missing on each "
+            f"feed-forward rank. It needs {format_bytes(need)} for its part of "
+            f"{_layers(len(remote.layers))}, and has {format_bytes(own.memory_bytes)} by {own.memory_field}. "
+            f"Raise {own.memory_field} or {more}",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
 
-def feed_forward_rates(remote: Remote, engine: EngineSettings, role: str, inventory: Inventory) -> Rates:
-    """Returns the speed of each feed-forward rank of a role while all of them compute."""
-    own = RoleSpec(name=role, device=Device.CPU, resources=Resources(requests={"cpu": remote.spec.cpu}))
-    together = remote.spec.ranks
-    rates = cpu_rates(own, remote.profile, engine, inventory, leads=False, together=together, by_rate=True)
-    calibration = inventory.calibration.get(role)
-    measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
-    return rates if measured_s is None else replace(rates, exchange_s=measured_s)
+def feed_forward_rates(remote: Remote, engine: EngineSettings, inventory: Inventory) -> tuple[Rates, ...]:
+    """Returns the speed of each feed-forward rank while all of them compute, in rank order."""
+    by_rate = not remote.shares
+    sets = ((each, each.rates(remote.profile, engine, inventory, by_rate=by_rate)) for each in remote.sets)
+    return tuple(rates for each, rates in sets for _ in range(each.count))
 
 
-def feed_forward_seconds(remote: Remote, engine: EngineSettings, rates: Rates, load: Load) -> float:
-    """Returns the seconds that feed-forward ranks take in a step of this load, including exchanges."""
-    sizes = _sizes(remote, engine)
-    reads = count_reads(sizes, 0, remote.profile.num_layers, load, last=False, engine=engine)
+def feed_forward_seconds(
+    remote: Remote, engine: EngineSettings, rates: Sequence[Rates], load: Load
+) -> tuple[float, ...]:
+    """Returns the seconds that each feed-forward rank takes in a step of this load, including exchanges.
+
+    Args:
+        rates: speed of each feed-forward rank, in rank order.
+    """
     rows = load.requests * load.tokens
     there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
-    exchange_s = rates.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
-    return reads.seconds(rates) * _unevenness(remote, rows) + len(remote.layers) * exchange_s
+    found: list[float] = []
+    for each, numbers in remote.numbered_sets:
+        own = rates[numbers[0]]
+        reads = count_reads(
+            _sizes(remote, engine, numbers), 0, remote.profile.num_layers, load, last=False, engine=engine
+        )
+        exchange_s = own.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
+        if each.pods:
+            exchange_s += NETWORK_S + there_and_back / NETWORK_BYTES_PER_S
+        computing_s = reads.seconds(own) * _unevenness(remote, numbers, rows)
+        found += [computing_s + len(remote.layers) * exchange_s] * each.count
+    return tuple(found)
 
 
-def _unevenness(remote: Remote, rows: int) -> float:
-    """Returns the load of the busiest rank relative to its part in `_sizes`, for this number of rows.
+def _unevenness(remote: Remote, numbers: range, rows: int) -> float:
+    """Returns the load of the busiest of these ranks relative to its part in `_sizes`, for this many rows.
 
     It is 1 if ranks share columns. If ranks have whole experts, the rows' experts are treated as drawn
     without replacement: mean and spread are those of the hypergeometric distribution, and the maximum over
@@ -412,13 +490,15 @@ def _unevenness(remote: Remote, rows: int) -> float:
     expert, and at most those that it holds. Compared with drawn experts the result is 13 % too low to 9 %
     too high (8 to 256 experts over 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
     """
-    ranks = remote.spec.ranks
+    ranks = remote.ranks
     if not remote.by_experts:
         return 1.0
-    kind, part = remote.profile.layer(remote.layers[0]), max(_parts(remote, remote.layers[0]))
+    parts = _parts(remote, remote.layers[0])
+    kind, part = remote.profile.layer(remote.layers[0]), max(parts[number] for number in numbers)
     chosen = kind.expected_experts(rows)
     spread = sqrt(chosen / ranks * (1 - chosen / kind.experts))
     above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread
     mean = chosen * float(part)  # for the rank that holds the most experts
-    most = min(max(chosen / ranks + above, mean, 1.0), chosen, float(kind.experts * part))
+    even = mean if remote.shares else chosen / ranks
+    most = min(max(even + above, mean, 1.0), chosen, float(kind.experts * part))
     return most / mean

@@ -24,7 +24,9 @@ def waits_elsewhere(plan: Plan, rates: Sequence[Rates], remote: Remote | None) -
     """Returns the function that predicts how long a step waits for feed-forward ranks."""
 
     def seconds(load: Load) -> float:
-        return 0.0 if remote is None else feed_forward_seconds(remote, plan.engine, rates[-1], load)
+        if remote is None:
+            return 0.0
+        return max(feed_forward_seconds(remote, plan.engine, rates[-remote.ranks :], load))
 
     return seconds
 

@@ -4,8 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, FeedForwardShare, Mode, Plan, RankAssignment
+from heteroinfer_contract.plan import (
+    BY_RATE,
+    Device,
+    EngineSettings,
+    FeedForwardShare,
+    Mode,
+    Plan,
+    RankAssignment,
+)
 from heteroinfer_contract.printable import format_bytes
+from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.feed_forward import (
     Remote,
@@ -47,23 +56,34 @@ class PlannedMode:
         own, remote = self.topology.stages[0], self.remote
         if remote is None:
             return ()
-        return tuple(
-            RankAssignment(
-                rank=len(own) + number,
-                local_rank=len(own) + number,
-                pod=own[0].pod,
-                role=own[0].placed.role.name,
-                device=Device.CPU,
-                stage=0,
-                tensor_rank=number,
-                first_layer=remote.layers[0],
-                end_layer=remote.layers[-1] + 1,
-                kv_cache_bytes=0,
-                weight_bytes=rank_weight_bytes(remote, self.engine, number),
-                feed_forward=FeedForwardShare(layers=remote.layers, by_experts=remote.by_experts),
-            )
-            for number in range(remote.spec.ranks)
-        )
+        ranks, pod = [], own[0].pod
+        for each, numbers in remote.numbered_sets:
+            for number in numbers:
+                position = number - numbers[0]
+                in_pod = position % each.per_pod
+                if each.pods and not in_pod:
+                    pod += 1
+                ranks.append(
+                    RankAssignment(
+                        rank=len(own) + number,
+                        local_rank=in_pod if each.pods else len(own) + position,
+                        pod=pod,
+                        role=each.role.name,
+                        device=Device.CPU,
+                        stage=0,
+                        tensor_rank=number,
+                        first_layer=remote.layers[0],
+                        end_layer=remote.layers[-1] + 1,
+                        kv_cache_bytes=0,
+                        weight_bytes=rank_weight_bytes(remote, self.engine, number),
+                        feed_forward=FeedForwardShare(
+                            layers=remote.layers,
+                            share=remote.shares[number] if remote.shares else BY_RATE,
+                            by_experts=remote.by_experts,
+                        ),
+                    )
+                )
+        return tuple(ranks)
 
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
         """Returns notes on the plan for the user; `rates` are by rank.
@@ -73,22 +93,24 @@ class PlannedMode:
         topology, remote, engine = self.topology, self.remote, self.engine
         if remote is None:
             return advise(topology, plan, self.profile, self.inventory)
-        notes = [self._in_pipeline(remote, rates[0], rates[-1])]
+        notes = [self._in_pipeline(remote, rates[0], rates[-remote.ranks :])]
         placed = topology.stages[0][0].placed
-        resources = placed.role.resources
-        if resources and resources.limits and "cpu" in resources.limits:
-            notes.append(
-                "the pod has a CPU limit: feed-forward ranks sleep between layers instead of spinning, "
-                "because spinning would use up the limit. Remove limits.cpu, or use nodes with the static "
-                "CPU manager"
-            )
+        with_ranks = [placed.role] * (not remote.sets[0].pods)
+        with_ranks += [each.role for each in remote.sets if each.pods]
+        notes += [
+            f"the pods of role {role.name} have a CPU limit: feed-forward ranks sleep between layers instead "
+            "of spinning, because spinning would use up the limit. Remove limits.cpu, or use nodes with the "
+            "static CPU manager"
+            for role in with_ranks
+            if role.resources and role.resources.limits and "cpu" in role.resources.limits
+        ]
         if placed.device is not Device.GPU:
             return Advice(notes=tuple(notes))
         stage = stage_budgets(topology.stages, Sizes.of(self.profile, engine, 1, batches=1), self.inventory)[
             0
         ]
         if not stage.is_known:
-            if remote.spec.layers is None:
+            if placed.role.feed_forward is None or placed.role.feed_forward.layers is None:
                 notes.append("the GPU's memory is unknown. Set deviceMemory to plan layers by memory")
             return Advice(notes=tuple(notes))
         if missing_bytes(topology, self.profile, engine, self.inventory) > 0:
@@ -96,16 +118,16 @@ class PlannedMode:
         words = (
             "feed-forward ranks not needed: the GPU holds the model and KV cache for one request of "
             f"{engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline without "
-            "feedForward"
+            f"{'CPU roles' if any(each.pods for each in remote.sets) else 'feedForward'}"
         )
         return Advice(notes=(*notes, words), hybrid_not_needed=words)
 
-    def _in_pipeline(self, remote: Remote, own: Rates, theirs: Rates) -> str:
+    def _in_pipeline(self, remote: Remote, own: Rates, theirs: Sequence[Rates]) -> str:
         """Returns the compute time of this mode and of mode Pipeline with the same memory, as text.
 
         Args:
             own: rates of the role's own rank.
-            theirs: rates of a feed-forward rank.
+            theirs: rates of each feed-forward rank.
         """
         profile, engine = self.profile, self.engine
         moved = sum(remote.profile.layer_bytes)
@@ -116,10 +138,10 @@ class PlannedMode:
         sizes = Sizes.of(profile, engine, 1, batches=1)
         on_cpus = count_reads(sizes, 0, count, Load(), last=False, engine=engine)
         on_gpu = count_reads(sizes, count, profile.num_layers, Load(), last=True, engine=engine)
-        pipeline_s = on_cpus.seconds(theirs) / remote.spec.ranks + on_gpu.seconds(own)
+        pipeline_s = 1 / sum(1 / on_cpus.seconds(each) for each in theirs) + on_gpu.seconds(own)
         kept = Sizes.of(remote.kept, engine, 1, batches=1)
         ours_s = count_reads(kept, 0, profile.num_layers, Load(), last=True, engine=engine).seconds(own)
-        ours_s += feed_forward_seconds(remote, engine, theirs, Load())
+        ours_s += max(feed_forward_seconds(remote, engine, theirs, Load()))
         kind = "experts" if profile.experts else "MLPs"
         layers = f"{len(remote.layers)} layer{'' if len(remote.layers) == 1 else 's'}"
         whole = f"{count} whole layer{'' if count == 1 else 's'}"
@@ -146,16 +168,22 @@ def check_mode(
 
 
 def choose_mode(
-    mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings, inventory: Inventory
+    mode: Mode,
+    roles: Sequence[RoleSpec],
+    topology: Topology,
+    profile: ModelProfile,
+    engine: EngineSettings,
+    inventory: Inventory,
 ) -> PlannedMode:
     """Returns the mode with its ranks' parts of the model.
+
+    Args:
+        roles: all roles of the group.
 
     Raises:
         PlanError: feed-forward ranks cannot compute this model, or their part does not fit.
     """
     remote = None
     if mode is Mode.FEED_FORWARD:
-        own = topology.stages[0][0].placed.role.feed_forward
-        assert own is not None  # validated by the API's rules
-        remote = choose_remote(own, topology, profile, engine, inventory)
+        remote = choose_remote(roles, topology, profile, engine, inventory)
     return PlannedMode(topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote)

@@ -104,7 +104,8 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     asked = spec.parallelism.mode
     assert asked is not None  # auto_mode.py has chosen a mode
     has_encoder = bool(profile.encoder) and not EngineOptions.of(spec.engine.args).is_text_only
-    topology = lay_out(spec, inventory, has_encoder=has_encoder)
+    in_stages = spec.changed(roles=spec.stage_roles)
+    topology = lay_out(in_stages, inventory, has_encoder=has_encoder)
     _check_tensor(topology.tensor, profile)
     engine = engine_settings(
         spec,
@@ -117,11 +118,11 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
     )
     stages, first = len(topology.stages), topology.stages[0][0].placed.device
     warnings = _check_model(request, asked, topology, engine, inventory)
-    mode = choose_mode(asked, topology, profile, engine, inventory)
+    mode = choose_mode(asked, spec.roles, topology, profile, engine, inventory)
     batches = batches_at_once(asked, stages, first)
     sizes = Sizes.of(mode.in_stages, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
-    layers = choose_layers(spec, topology, budgets, sizes)
+    layers = choose_layers(in_stages, topology, budgets, sizes)
     without_times = Plan(
         mode=asked,
         tensor_parallel_size=topology.tensor,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, Plan, RankAssignment
+from heteroinfer_contract.plan import BY_RATE, Device, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
 from heteroinfer_operator.planning.feed_forward import (
     Remote,
@@ -19,6 +19,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.planning.prediction import Load, Prediction, count_reads, predict
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
+from heteroinfer_operator.planning.remote_ranks import rank_sets
 
 
 def predict_ranks(
@@ -37,9 +38,9 @@ def predict_ranks(
     seconds = [_seconds(rank, plan, sizes, rates[rank.rank]) for rank in in_stages]
     beside = plan.ranks[len(in_stages) :]
     if remote is not None and beside:
-        theirs = feed_forward_rates(remote, plan.engine, beside[0].role, inventory)
-        rates += [theirs] * len(beside)
-        seconds += [feed_forward_seconds(remote, plan.engine, theirs, Load())] * len(beside)
+        theirs = feed_forward_rates(remote, plan.engine, inventory)
+        rates += theirs
+        seconds += feed_forward_seconds(remote, plan.engine, theirs, Load())
     timed = (replace(rank, predicted_step_s=each) for rank, each in zip(plan.ranks, seconds, strict=True))
     return replace(plan, ranks=tuple(timed)), tuple(rates)
 
@@ -109,17 +110,23 @@ def find_sizes(
         return None
     if max(rank.end_layer for rank in plan.ranks) > profile.num_layers:
         return None
-    remote = _feed_forward_share(plan, roles, profile)
+    has_remote = any(rank.feed_forward is not None for rank in plan.ranks)
+    remote = _feed_forward_share(plan, spec, profile) if has_remote else None
+    if has_remote and remote is None:
+        return None
     kept = profile if remote is None else remote.kept
     sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once)
     return sizes, remote
 
 
-def _feed_forward_share(plan: Plan, roles: Mapping[str, RoleSpec], profile: ModelProfile) -> Remote | None:
-    """Returns the layers that feed-forward ranks compute, or None without such ranks."""
-    for rank in plan.ranks:
-        role_setting = roles[rank.role].feed_forward
-        if rank.feed_forward is not None and role_setting is not None:
-            share = rank.feed_forward
-            return remote_of(role_setting, profile, share.layers, by_experts=share.by_experts)
-    return None
+def _feed_forward_share(plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile) -> Remote | None:
+    """Returns the part of feed-forward ranks; None if the spec's roles have another number of such ranks."""
+    beside = [rank for rank in plan.ranks if rank.feed_forward is not None]
+    asking = next(role for role in spec.roles if role.name == plan.ranks[0].role)
+    named = {rank.role for rank in plan.ranks}
+    sets = rank_sets(asking, [role for role in spec.roles if role.name in named], Inventory())
+    if sum(each.count for each in sets) != len(beside):
+        return None
+    parts = [rank.feed_forward for rank in beside if rank.feed_forward is not None]
+    shares = () if parts[0].share == BY_RATE else tuple(part.share for part in parts)
+    return remote_of(sets, profile, parts[0].layers, by_experts=parts[0].by_experts, shares=shares)

@@ -1,0 +1,128 @@
+"""Feed-forward ranks of a group by role: their pods, memory, rates and shares of each layer. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from heteroinfer_contract.calibration import HopPath
+from heteroinfer_contract.column_shares import shares_by_rate
+from heteroinfer_contract.model_profile import ModelProfile
+from heteroinfer_contract.plan import Device, EngineSettings
+from heteroinfer_operator.api import Resources, RoleSpec
+from heteroinfer_operator.planning.inventory import Inventory
+from heteroinfer_operator.planning.rates import Rates, cpu_rates
+from heteroinfer_operator.quantity import parse_bytes
+
+NETWORK_S: Final = 100e-6
+"""Time of one row to another pod and back, besides computing: 30 to 150 us over TCP (data sheets of
+networks; a group measures it when it starts)."""
+NETWORK_BYTES_PER_S: Final = 3e9
+"""Rate of rows to another pod: a network of 25 Gbit/s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSet:
+    """The feed-forward ranks of one role, which have equal resources.
+
+    Attributes:
+        role: role whose CPUs these ranks have.
+        pods: pods of only such ranks; 0 if the ranks are in the pod of the rank with attention.
+        per_pod: ranks in each pod.
+        memory_bytes: memory of each rank; None if it is unknown.
+        memory_field: field of the role that sets the memory, for messages.
+    """
+
+    role: RoleSpec
+    pods: int
+    per_pod: int
+    memory_bytes: int | None = None
+    memory_field: str = ""
+
+    @property
+    def count(self) -> int:
+        """Number of ranks in all pods."""
+        return max(self.pods, 1) * self.per_pod
+
+    def rates(
+        self, profile: ModelProfile, engine: EngineSettings, inventory: Inventory, *, by_rate: bool
+    ) -> Rates:
+        """Returns the speed of each of these ranks while all of them compute.
+
+        Args:
+            profile: the feed-forward ranks' part of the model.
+            by_rate: whether the ranks share each layer by their measured rates.
+        """
+        rates = cpu_rates(
+            self.role, profile, engine, inventory, leads=False, together=self.per_pod, by_rate=by_rate
+        )
+        calibration = inventory.calibration.get(self.role.name)
+        measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
+        return rates if measured_s is None else replace(rates, exchange_s=measured_s)
+
+
+def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory) -> tuple[RankSet, ...]:
+    """Returns the feed-forward ranks of a group, by role.
+
+    Args:
+        asking: role of the rank with attention. The ranks in its pod come first.
+        roles: all roles of the group. The ranks of the other roles are feed-forward ranks in their own pods.
+    """
+    found = []
+    own = asking.feed_forward
+    if own is not None:
+        cpus = RoleSpec(name=asking.name, device=Device.CPU, resources=Resources(requests={"cpu": own.cpu}))
+        memory, field = parse_bytes(own.memory), "feedForward.memory"
+        found.append(RankSet(role=cpus, pods=0, per_pod=own.ranks, memory_bytes=memory, memory_field=field))
+    for role in roles:
+        if role.name != asking.name:
+            memory_bytes, field = _rank_memory(role, inventory)
+            found.append(
+                RankSet(
+                    role=role,
+                    pods=role.pods,
+                    per_pod=role.ranks_per_pod,
+                    memory_bytes=memory_bytes,
+                    memory_field=field,
+                )
+            )
+    return tuple(found)
+
+
+def _rank_memory(role: RoleSpec, inventory: Inventory) -> tuple[int | None, str]:
+    """Returns the memory of each rank of a role, None if it is unknown, and the field that sets it."""
+    resources = role.resources
+    for field in ("limits", "requests"):
+        amounts = getattr(resources, field) if resources else None
+        if amounts and "memory" in amounts:
+            return parse_bytes(amounts["memory"]) // role.ranks_per_pod, f"resources.{field}.memory"
+    host = inventory.host_memory_bytes.get(role.name)
+    return None if host is None else host // role.ranks_per_pod, "resources.requests.memory"
+
+
+def fit_shares(speeds: Sequence[float], most: Sequence[float]) -> tuple[int, ...]:
+    """Returns the shares of ranks by speed, where no rank has a larger part than fits its memory.
+
+    A rank whose part by speed does not fit gets the largest part that fits. The other ranks compute the rest.
+
+    Args:
+        speeds: speed of each rank.
+        most: largest part of a layer that fits the memory of each rank, of 1.
+
+    Returns:
+        The shares; parts larger than `most` if the memory of all ranks together is too small.
+    """
+    parts = [0.0] * len(speeds)
+    free = set(range(len(speeds)))
+    left = 1.0
+    while free:
+        total = sum(speeds[each] for each in free)
+        full = {each for each in free if left * speeds[each] / total > most[each]}
+        if not full or full == free:
+            for each in free:
+                parts[each] = left * speeds[each] / total
+            break
+        for each in full:
+            parts[each] = most[each]
+        left -= sum(most[each] for each in full)
+        free -= full
+    return shares_by_rate(parts)
