@@ -1,4 +1,4 @@
-"""`heteroinfer up` of examples/moe-nodes.yaml: experts in two pods give right tokens, a dead rank is named."""
+"""`heteroinfer up` of examples/moe-nodes.yaml: two pods give right tokens, and a dead rank is named."""
 
 import os
 import re

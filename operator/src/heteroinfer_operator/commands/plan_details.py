@@ -103,13 +103,15 @@ def _describe_feed_forward_memory(planned: Planned, remote: Remote) -> list[str]
     """Describes the bytes of each role's feed-forward rank that takes the most memory."""
     engine = planned.plan.engine
     by_experts = " (whole experts)" if remote.by_experts else ""
-    return [
-        f"feed-forward rank of role {own.role.name}: "
-        f"{format_bytes(max(rank_weight_bytes(remote, engine, number) for number in numbers))} of "
-        f"weights{by_experts}, and up to {format_bytes(beside_weights_bytes(remote, engine, numbers))} for the "
-        "process and for packing a layer or the largest batch"
-        for own, numbers in remote.numbered_sets
-    ]
+    lines = []
+    for own, numbers in remote.numbered_sets:
+        weights = max(rank_weight_bytes(remote, engine, number) for number in numbers)
+        besides = beside_weights_bytes(remote, engine, numbers)
+        lines.append(
+            f"feed-forward rank of role {own.role.name}: {format_bytes(weights)} of weights{by_experts}, and "
+            f"up to {format_bytes(besides)} for the process and for packing a layer or the largest batch"
+        )
+    return lines
 
 
 def _describe_stage_memory(planned: Planned, stage: int) -> str:

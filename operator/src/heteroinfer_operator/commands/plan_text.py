@@ -187,7 +187,7 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
     role = roles[rank.role]
     if rank.feed_forward is not None:
         own, is_beside = role.feed_forward, rank.pod == planned.plan.ranks[0].pod
-        written = f" ({own.memory})" if own is not None and is_beside else _written_memory(role, rank.device)
+        written = f" ({own.memory})" if own is not None and is_beside else _quote_memory(role, rank.device)
         return f"{format_bytes(taken)}{written}"
     budget = next(each for each in planned.budgets[rank.stage].ranks if each.role == rank.role)
     if budget.budget is None:

@@ -260,7 +260,7 @@ def remote_of(
     by_experts: bool = False,
     shares: tuple[int, ...] = (),
 ) -> Remote:
-    """Returns the part of the model with the experts or MLPs of these layers."""
+    """Returns the part of the model with the experts or MLPs of the given layers."""
     layers = tuple(sorted(chosen))
     kinds = profile.layers
     moved = set(layers)
@@ -412,7 +412,7 @@ def _packed_bytes(remote: Remote, layer_bytes: Sequence[int]) -> int:
 
 
 def beside_weights_bytes(remote: Remote, engine: EngineSettings, ranks: Sequence[int]) -> int:
-    """Returns the most bytes that any of these feed-forward ranks needs besides its packed weights.
+    """Returns the largest memory that a rank of this set needs in addition to its packed weights, in bytes.
 
     While an MLP is packed, the rank has two copies of its layer; experts are read and packed one by one.
     After that the kernels keep inputs and sums of the longest batch's rows, once for each expert of a row
@@ -450,7 +450,7 @@ def _check_memory(own: RankSet, numbers: range, remote: Remote, engine: EngineSe
 
 
 def feed_forward_rates(remote: Remote, engine: EngineSettings, inventory: Inventory) -> tuple[Rates, ...]:
-    """Returns the speed of each feed-forward rank while all of them compute, in rank order."""
+    """Returns the speed of each feed-forward rank while all ranks compute, in rank order."""
     by_rate = not remote.shares
     sets = ((each, each.rates(remote.profile, engine, inventory, by_rate=by_rate)) for each in remote.sets)
     return tuple(rates for each, rates in sets for _ in range(each.count))
@@ -481,7 +481,7 @@ def feed_forward_seconds(
 
 
 def _unevenness(remote: Remote, numbers: range, rows: int) -> float:
-    """Returns the load of the busiest of these ranks relative to its part in `_sizes`, for this many rows.
+    """Returns the load of the busiest rank of a set, relative to its part in `_sizes`.
 
     It is 1 if ranks share columns. If ranks have whole experts, the rows' experts are treated as drawn
     without replacement: mean and spread are those of the hypergeometric distribution, and the maximum over

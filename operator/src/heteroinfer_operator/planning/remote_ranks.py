@@ -46,7 +46,7 @@ class RankSet:
     def rates(
         self, profile: ModelProfile, engine: EngineSettings, inventory: Inventory, *, by_rate: bool
     ) -> Rates:
-        """Returns the speed of each of these ranks while all of them compute.
+        """Returns the speed of a rank of this set while all ranks compute.
 
         Args:
             profile: the feed-forward ranks' part of the model.
