@@ -60,6 +60,7 @@ def forced(memory: str, load: LoadSpec) -> dict[str, HeteroInferenceSpec]:
         "FeedForward": auto(
             gpu(deviceMemory=memory, feedForward=own), load=load, parallelism={"mode": "FeedForward"}
         ),
+        "FeedForward, CPU pods": auto(*both, load=load, parallelism={"mode": "FeedForward"}),
         "Pipeline": auto(*both, load=load, parallelism={"mode": "Pipeline"}),
         "Tensor": auto(*both, load=load, parallelism={"mode": "Tensor"}),
     }
@@ -143,7 +144,13 @@ def test_every_mode_has_figures_or_a_reason() -> None:
     planned = plan(auto(gpu(deviceMemory="12Gi"), cpu(resources=CPUS)), shapes()["dense"])
     assert planned.choice is not None
     options = planned.choice.options
-    assert sorted(each.title for each in options) == ["FeedForward", "GPU only", "Pipeline", "Tensor"]
+    assert sorted(each.title for each in options) == [
+        "FeedForward",
+        "FeedForward, CPU pods",
+        "GPU only",
+        "Pipeline",
+        "Tensor",
+    ]
     assert all((each.figures is None) == bool(each.reason) for each in options)
     words = str(planned.choice)
     assert words.startswith("Pipeline chosen by prediction for 1 request of 1,024 prompt and 256 output")
@@ -163,12 +170,12 @@ def test_reports_what_a_larger_gpu_would_gain() -> None:
 
 
 def test_reports_what_more_feed_forward_memory_would_gain() -> None:
-    small = {"requests": {"cpu": "14", "memory": "30Gi"}}
+    small = {"requests": {"cpu": "2", "memory": "30Gi"}}
     own = {"cpu": "14", "memory": "8Gi"}
     roles = (gpu(deviceMemory="16Gi", feedForward=own), cpu(resources=small))
     planned = plan(auto(*roles), shapes()["mixture"])
     assert planned.choice is not None
-    assert title(planned) == "Pipeline"
+    assert title(planned) == "FeedForward, CPU pods"
     assert any(
         "of memory for each feed-forward rank, FeedForward would take" in gain
         for gain in planned.choice.gains
@@ -236,12 +243,13 @@ def on_nodes(spec: HeteroInferenceSpec, *nodes: NodeView) -> tuple[Planned, Capa
 
 
 def test_a_mode_whose_pods_have_no_node_does_not_fit() -> None:
-    """FeedForward is faster, but needs 14 CPUs on the GPU's node."""
+    """FeedForward in the GPU's pod is faster, but needs 14 CPUs on the GPU's node."""
     spec = auto(gpu(deviceMemory="24Gi"), cpu(resources=CPUS))
     together, _ = on_nodes(spec, node("a", 32, gpus=1), node("b", 32))
     assert title(together) == "FeedForward"
     apart, capacity = on_nodes(spec, node("a", 8, gpus=1), node("b", 32))
-    assert title(apart) == "Pipeline"
+    assert title(apart) == "FeedForward, CPU pods"
+    assert [rank.pod for rank in apart.plan.ranks] == [0, 1]
     assert apart.choice is not None
     reasons = {each.title: each.reason for each in apart.choice.options}
     assert "needs 1 pod (role gpu)" in reasons["FeedForward"]
