@@ -65,7 +65,7 @@ class Contenders:
         from vllm_heteroinfer.kernels.experts import FP8, SCALED, PackedExperts, experts, pack_experts
 
         self._torch, self._ops, self._library, self._experts = torch, ops, linear.prepare(), experts
-        from vllm_heteroinfer.kernels.weight_memory import WeightMemory, used
+        from vllm_heteroinfer.kernels.weight_memory import WeightMemory, place_weights_in
 
         self._against = library.load(against) if against else self._library if private else None
         self._memory = WeightMemory() if private else None
@@ -99,10 +99,10 @@ class Contenders:
 
             if self._memory is not None:
                 start = time.perf_counter()
-                with used(self._memory):
+                with place_weights_in(self._memory):
                     self.ours.append(packed())
                 for weight in (self.ours[-1].w13, self.ours[-1].w2):
-                    self._memory.gather_pages(weight)
+                    self._memory.move_to_huge_pages(weight)
                 self.packing_s[0] += time.perf_counter() - start
                 self.packing_s[1] += timed(lambda: self.theirs.append(packed()))
                 continue

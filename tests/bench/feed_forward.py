@@ -133,11 +133,11 @@ def padded_rows(bench: Exchange) -> None:
     graph = graph_of(1, lambda: out.append(bench.asks.ask(0, x, ids, weights, padding)))
     for live in (8, 5, 0):
         padding[:live], padding[live:] = False, True
-        before = bench.slab.lane(0).rows
+        before = bench.slab.read_lane(0).rows
         graph.replay()
         torch.cuda.synchronize()
         right = torch.equal(out[-1][:live], x[:live]) and not out[-1][live:].any()
-        asked = bench.slab.lane(0).rows - before
+        asked = bench.slab.read_lane(0).rows - before
         print(f"RESULT padded live={live} of 8: rows asked {asked}, right {right}", flush=True)
 
 
@@ -185,7 +185,7 @@ def many(bench: Exchange, asks: int) -> None:
     seconds = time.perf_counter() - start
     print(
         f"RESULT many {bench.slab.asked - before} asks in {seconds:.1f} s: wrong words {int(wrong)}, "
-        f"device gave up {bench.slab.failed}",
+        f"device gave up {bench.slab.device_gave_up}",
         flush=True,
     )
 
@@ -213,7 +213,7 @@ def frozen(options: argparse.Namespace) -> None:
         weights = torch.zeros((4, 8), device="cuda")
         assert torch.equal(bench.asks.ask(0, x, ids, weights, None), 3 * x), "a wrong answer"
         if case != "no watch":
-            bench.slab.count_turn()
+            bench.slab.count_watch_turn()
         stopped = bench.lanes[-1].pid or 0
         os.kill(stopped, signal.SIGSTOP)
         start, done = time.monotonic(), torch.cuda.Event()
@@ -222,13 +222,13 @@ def frozen(options: argparse.Namespace) -> None:
         while not done.query() and time.monotonic() - start < FROZEN_S:
             time.sleep(WATCH_INTERVAL_S)
             if case == "watch":
-                bench.slab.count_turn()
+                bench.slab.count_watch_turn()
         waited_s = time.monotonic() - start
         os.kill(stopped, signal.SIGCONT)
         torch.cuda.synchronize()
         found[case] = {
             "waited_s": waited_s,
-            "gave_up": bench.slab.given_up_lane if bench.slab.failed else None,
+            "gave_up": bench.slab.given_up_lane if bench.slab.device_gave_up else None,
             "right": torch.equal(out, 3 * x),
         }
         bench.close()

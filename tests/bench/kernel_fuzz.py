@@ -154,7 +154,7 @@ class Fuzz:
         y = torch.full((case["rows"], case["columns"]), 7.0).to(product.x.dtype)
         whole = product.x._base if product.x._base is not None else product.x
         weights, x, y, bias = self._place((packed.packed, whole, y, product.bias), case)
-        native = packed.format.build()
+        native = packed.format.to_native()
         torch.set_num_threads(case["threads"])
         tune(case)
         self.library.calls.heteroinfer_coded_linear(

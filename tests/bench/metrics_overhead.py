@@ -191,12 +191,12 @@ def fastest(call: Callable[[], object], number: int) -> float:
 
 def one_step(metrics: RankMetrics) -> None:
     """Tells the metrics of a decode step with all that a GPU rank has of it."""
-    metrics.enter()
+    metrics.begin_call()
     for direction in ("recv", "send"):
         metrics.waited(1e-3)
         metrics.transferred(direction, 1e-4, 8192)
-    metrics.on_device(lambda: 1e-3)
-    metrics.leave()
+    metrics.set_device_timer(lambda: 1e-3)
+    metrics.end_call()
     metrics.finish_step(prefill_tokens=0, decode_tokens=1)
 
 

@@ -109,8 +109,8 @@ FAULTS: Final = (
     PlantedFault(
         name="a follower does not look at what it ran",
         path=f"{_WORKER}/rank/worker/following.py",
-        right="            if ran != expected:",
-        wrong="            if not ran and expected:",
+        right="            if run_tokens != expected:",
+        wrong="            if not run_tokens and expected:",
         tests=(f"{_GROUPS}/test_following.py",),
     ),
     PlantedFault(
@@ -179,8 +179,8 @@ FAULTS: Final = (
     PlantedFault(
         name="a rank of whole experts answers for those of others, too",
         path=f"{_WORKER}/feed_forward/compute.py",
-        right="torch.mul(weights, here, out=self._weights[:rows])",
-        wrong="self._weights[:rows] = weights",
+        right="local.masked_fill_(local >= self._own.count, -1)",
+        wrong="local",
         tests=(f"{_KERNELS}/test_experts.py", "-k", "layers_of_vllm"),
     ),
     PlantedFault(

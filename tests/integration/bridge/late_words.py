@@ -31,7 +31,7 @@ class LateWords(StreamSignal):
     def stream(self) -> int:
         return 0
 
-    def check(self) -> None:
+    def raise_device_error(self) -> None:
         if self.failed:
             raise RuntimeError("the device has failed")
 

@@ -25,7 +25,7 @@ from vllm_heteroinfer.feed_forward.expert_reader import ExpertReader, LayerReade
 from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
 from vllm_heteroinfer.feed_forward.recipe import Recipe
 from vllm_heteroinfer.feed_forward.recording import record_load
-from vllm_heteroinfer.feed_forward.remote import replacing
+from vllm_heteroinfer.feed_forward.remote import replace_remote_parts
 from vllm_heteroinfer.kernels import linear
 
 EXPERTS, TOPK, HIDDEN = 4, 2, 256
@@ -221,7 +221,7 @@ def load(module: Any, how: Layout, path: Path, files: MappedFiles) -> None:
 
 def record(published: Published, how: Layout, path: Path) -> tuple[Recipe, str]:
     """Returns the recipe of a rank with attention, after its way through the group's store."""
-    with replacing(frozenset({0}), records=True) as remote:
+    with replace_remote_parts(frozenset({0}), records=True) as remote:
         module = build(published, how)
     files = MappedFiles()
     given = config(published, path.parent)
@@ -282,7 +282,7 @@ def compute(
     x, weights, ids = drawn
     total, methods = torch.zeros(x.shape, dtype=torch.float64), []
     for part in parts:
-        held = held_experts.load(reader, part, dtype)
+        held = held_experts.load_experts(reader, part, dtype)
         local = ids - part.experts.first
         local = torch.where((local >= 0) & (local < part.experts.count), local, -1).to(torch.int32)
         y = torch.full_like(x, torch.nan)

@@ -175,7 +175,10 @@ def case(name: str, kind: str, activation: str, *, bias: bool) -> dict[str, Any]
             for case_name, parts in ranks(published.unit).items():
                 total = torch.zeros(wanted.shape, dtype=torch.float64)
                 for part in parts:
-                    held, y = held_experts.load(reader, part, published.dtype), torch.full_like(x, torch.nan)
+                    held, y = (
+                        held_experts.load_experts(reader, part, published.dtype),
+                        torch.full_like(x, torch.nan),
+                    )
                     held.compute(y, x, torch.ones(rows, 1), torch.zeros(rows, 1, dtype=torch.int32))
                     total += y.double()
                 answer["gaps"][f"{case_name}, {rows} rows"] = float(

@@ -114,7 +114,7 @@ class Pods:
         self.failures: queue.Queue[BaseException] = queue.Queue()
         cpus = frozenset[int]()
         self.relay = Relay(self.slab, relayed, spin_ns=SPIN_NS, cpus=cpus, fail=self.failures.put)
-        self.exchange = HostExchange(self.slab, self.lanes, self.reports, self.relay.note)
+        self.exchange = HostExchange(self.slab, self.lanes, self.reports, self.relay.describe_ask)
 
     def stress(self, count: int, rows: int) -> int:
         """Returns how many of `count` asks of 1 to `rows` rows came back right."""
@@ -264,7 +264,7 @@ def delayed(options: argparse.Namespace) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             pod_link.connect = through  # type: ignore[assignment]
             pods = Pods(options.pods, own=1)
-            watch = Watch(pods.slab, pods.lanes, pods.reports, pods.failures.put, pods.relay.note)
+            watch = Watch(pods.slab, pods.lanes, pods.reports, pods.failures.put, pods.relay.describe_ask)
             start = time.monotonic()
             for _ in range(options.count):
                 pods.ask()

@@ -143,7 +143,7 @@ def stress(count: int, lanes: int) -> dict[str, Any]:
     start = time.monotonic()
     right = bench.stress(count)
     seconds = time.monotonic() - start
-    views = [bench.slab.lane(lane) for lane in range(lanes)]
+    views = [bench.slab.read_lane(lane) for lane in range(lanes)]
     return {
         "right": right,
         "us": seconds / count * 1e6,

@@ -34,7 +34,7 @@ def case(name: str, layout: str) -> dict[str, Any]:
     """Answers how far a CPU stage's sums are from the exact ones, by vLLM's own methods and loader."""
     published, how = FORMATS[name], LAYOUTS[layout]
     cpu_experts.install()
-    cpu_coded_experts.install(loaded_experts.hold)
+    cpu_coded_experts.install(loaded_experts.pack_loaded_experts)
     # A rank has a configuration of its model; this process has none.
     override = mock.patch(f"{_ORACLE}._user_moe_activation_override", return_value=None)
     with tempfile.TemporaryDirectory() as scratch, override:

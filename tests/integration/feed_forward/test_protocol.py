@@ -52,7 +52,7 @@ def test_a_device_that_gave_up_ends_the_group_though_the_lane_answered_since(lan
     got = play("gave up", "--lanes", str(lanes))
     assert (got["before"], got["rank"]) == (0, lanes)
     assert "no answer" in got["words"]
-    assert "given up" in got["refused"]  # no token of that step is answered
+    assert "gave up" in got["refused"]  # no token of that step is answered
 
 
 def test_names_the_lane_that_was_late_though_it_answered_before_the_watch_looked() -> None:

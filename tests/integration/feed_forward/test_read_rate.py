@@ -40,7 +40,7 @@ print("connected", flush=True)
 sys.stdin.readline()
 rank, deadline = plan.ranks[number], Deadline.after(120)
 if number:
-    read_rate.publish(plan, rank, store, deadline)
+    read_rate.publish_read_rate(plan, rank, store, deadline)
 print(json.dumps(read_rate.agreed_shares(plan, rank, store, deadline)), flush=True)
 sys.stdin.readline()
 """
@@ -124,7 +124,8 @@ kept, counts, plan = {}, [], Plan.from_env(os.environ)
 memory_stream.bytes_beyond_caches = lambda: 768 << 20
 read_rate.median_s, read = reads, read_rate.median_s
 for weight_bytes in (1 << 20, 400 << 20):
-    read_rate.publish(plan, replace(plan.ranks[1], weight_bytes=weight_bytes), Store(), Deadline.after(60))
+    rank = replace(plan.ranks[1], weight_bytes=weight_bytes)
+    read_rate.publish_read_rate(plan, rank, Store(), Deadline.after(60))
 assert int(kept["feed-forward/rate/1"]) > 1e8, kept
 print(json.dumps([bool(linear._prepared), sorted(set(counts))]))
 """

@@ -91,7 +91,7 @@ def compared(
         for patched in (False, True):
             if patched:
                 counted.reset_mock()
-                module.Attention.forward = cpu_attention._attending(counted)
+                module.Attention.forward = cpu_attention._with_direct_calls(counted)
             layer.impl.sinks = options.get("sinks")  # vLLM casts them in its first call
             layer.kv_cache = empty_cache(dtype)
             outputs = []
@@ -113,7 +113,7 @@ def gives_back() -> bool:
     layer.use_direct_call, layer.kv_cache = True, empty_cache(torch.bfloat16)
     storage = layer.kv_cache.untyped_storage()._weak_ref()
     original = mock.Mock(wraps=Attention.forward)
-    with mock.patch.object(Attention, "forward", cpu_attention._attending(original)):
+    with mock.patch.object(Attention, "forward", cpu_attention._with_direct_calls(original)):
         asked(layer, drawn(layer, [5], torch.bfloat16, 0), transfers=False, warm_up=False)
     assert not original.called
     clear_layer_kv_caches([layer])

@@ -12,8 +12,8 @@ from vllm_heteroinfer.kernels.coded_experts import (
     Activation,
     ActivationKind,
     CodedExperts,
-    empty_part,
-    put,
+    allocate_part,
+    pack_expert_into,
 )
 
 ACTIVATIONS = {
@@ -58,11 +58,11 @@ class Layer:
         self.w13 = [draw_coded(draw, form, wide, hidden) for _ in range(experts)]
         self.w2 = [draw_coded(draw, form, hidden, inner) for _ in range(experts)]
         self.parts = [
-            empty_part(library, form, experts, *shape) for shape in ((wide, hidden), (hidden, inner))
+            allocate_part(library, form, experts, *shape) for shape in ((wide, hidden), (hidden, inner))
         ]
         for expert in range(experts):
-            put(library, self.parts[0], expert, self.w13[expert], gated=self.activation.gated)
-            put(library, self.parts[1], expert, self.w2[expert], gated=False)
+            pack_expert_into(library, self.parts[0], expert, self.w13[expert], gated=self.activation.gated)
+            pack_expert_into(library, self.parts[1], expert, self.w2[expert], gated=False)
         self.biases: list[torch.Tensor | None] = [None, None]
         if case["bias"]:
             self.biases = [torch.randn(experts, columns, generator=draw) for columns in (wide, hidden)]

@@ -18,7 +18,7 @@ from tests.integration.kernels.fp8_weights import draw_fp8, draw_scales, widen_e
 from tests.integration.kernels.tuning import tune
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.experts import FP8, PackedExperts, experts, pack_experts
-from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, NAME, WeightMemory, used
+from vllm_heteroinfer.kernels.weight_memory import HUGE_PAGE, NAME, WeightMemory, place_weights_in
 
 LIBRARY = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 ROUNDING = 2.0**-8
@@ -135,7 +135,7 @@ def in_shared_memory(question: dict[str, Any]) -> Any:
     layer = Layer(question["case"], 3)
     alone = digest(layer.compute(question["case"]))
     memory = WeightMemory()
-    with used(memory):
+    with place_weights_in(memory):
         shared = digest(layer.compute(question["case"]))
         packed = pack_experts(linear.prepare(LIBRARY), layer.w2, gates=False)
     first = memory.num_bytes - HUGE_PAGE * -(-packed.nbytes // HUGE_PAGE)
@@ -144,13 +144,13 @@ def in_shared_memory(question: dict[str, Any]) -> Any:
         f"print(hashlib.sha256(f.read({packed.nbytes})).hexdigest())"
     )
     seen = subprocess.run([sys.executable, "-c", read], check=True, capture_output=True, text=True)
-    memory.gather_pages(packed)
+    memory.move_to_huge_pages(packed)
     return {
         "private": alone,
         "shared": shared,
         "packed": hashlib.sha256(packed.view(torch.uint8).numpy().tobytes()).hexdigest(),
         "seen by another": seen.stdout.strip(),
-        "held": [memory.holds(packed), memory.holds(layer.w2)],
+        "held": [memory.contains(packed), memory.contains(layer.w2)],
         "aligned": packed.data_ptr() % HUGE_PAGE,
         "mapped": in_maps(),
         "mapped when dropped": (packed := None, in_maps())[1],

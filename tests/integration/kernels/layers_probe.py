@@ -134,7 +134,7 @@ def patch() -> Any:
     for found, version in ((None, None), (lambda layer: None, None), (original, "0.33.0+cpu")):
         try:
             with mock.patch.object(vllm, "__version__", version or vllm.__version__):
-                replacing.check(CPU_LINEAR, found)
+                replacing.check_target(CPU_LINEAR, found)
         except PatchError as error:
             refusals.append(str(error))
     return {**answer, "refusals": refusals}

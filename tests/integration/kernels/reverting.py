@@ -8,7 +8,7 @@ def revert(patch_id: str) -> None:
     """Puts vLLM's own functions back in place of a patch's; a no-op where it is not applied."""
     for patch in PATCHES:
         if patch.id == patch_id:
-            owner, name = replacing._find(patch)
+            owner, name = replacing._find_target(patch)
             original = getattr(getattr(owner, name), replacing._ORIGINAL, None)
             if original is not None:
                 setattr(owner, name, original)

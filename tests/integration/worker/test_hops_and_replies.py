@@ -28,9 +28,9 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, 
 stage = SimpleNamespace(is_first_rank=rank == 0, is_last_rank=rank == 1, next_rank=1, prev_rank=0,
                         cpu_group=dist.group.WORLD)
 columns = {"features": torch.zeros(1, 3), "hidden": torch.zeros(1, 4)}
-hops = PipelineTransport(group=stage, schema=HopSchema.of(columns), max_rows=4, device=torch.device("cpu"),
-                         timeout_s=120, meter=Uncounted(), on_error=print)
-hops.expect(2)
+hops = PipelineTransport(group=stage, schema=HopSchema.of_tensors(columns), max_rows=4,
+                         device=torch.device("cpu"), timeout_s=120, meter=Uncounted(), on_error=print)
+hops.expect_rows(2)
 steps = [{"hidden": torch.full((2, 4), float(step)), "features": torch.full((2, 3), 7.0)} for step in (1, 2)]
 steps += [{"hidden": torch.full((2, 4), 3.0)}]
 if rank == 1:

@@ -34,9 +34,9 @@ if rank == 1:
 os.waitpid(child, 0)
 stage = SimpleNamespace(is_first_rank=False, is_last_rank=False, next_rank=1, prev_rank=1,
                         cpu_group=dist.group.WORLD)
-hops = PipelineTransport(group=stage, schema=HopSchema.of({"hidden": torch.zeros(1, 4)}), max_rows=4,
+hops = PipelineTransport(group=stage, schema=HopSchema.of_tensors({"hidden": torch.zeros(1, 4)}), max_rows=4,
                          device=torch.device("cpu"), timeout_s=20, meter=Uncounted(), on_error=print)
-hops.expect(2)
+hops.expect_rows(2)
 
 def receive():
     for handle in hops.irecv_tensor_dict()[1]:

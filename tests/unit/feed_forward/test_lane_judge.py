@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_heteroinfer.feed_forward.lane_judge import LATE_TURN_GRACE_S, LaneJudge, Look, Verdict
+from vllm_heteroinfer.feed_forward.lane_judge import LATE_TURN_GRACE_S, LaneJudge, SlabState, Verdict
 
 INTERVAL_S = 0.1
 LIMIT_S = 1.5
@@ -11,15 +11,15 @@ TURNS = 25
 """With an interval each, well beyond the limit."""
 
 
-def look(
+def state(
     asked: int,
     answered: tuple[int, ...],
     *,
     failed: tuple[bool, ...] = (),
     gave_up: bool = False,
     given_up_lane: int | None = None,
-) -> Look:
-    return Look(
+) -> SlabState:
+    return SlabState(
         asked=asked,
         answered=answered,
         failed=failed or (False,) * len(answered),
@@ -31,29 +31,29 @@ def look(
 
 def test_names_the_lane_that_was_late_before_the_device_gave_up() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
-    assert judge.look(look(1, (1, 1, 0)), 0.1) is None
-    verdict = judge.look(look(1, (1, 1, 1), gave_up=True), 0.2)
+    assert judge.judge(state(1, (1, 1, 0)), 0.1) is None
+    verdict = judge.judge(state(1, (1, 1, 1), gave_up=True), 0.2)
     assert verdict is not None
     assert (verdict.lane, verdict.failed) == (2, False)
 
 
 def test_the_device_knows_better_than_a_look_at_a_later_ask() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
-    verdict = judge.look(look(2, (1, 2, 2), gave_up=True, given_up_lane=2), 0.1)
+    verdict = judge.judge(state(2, (1, 2, 2), gave_up=True, given_up_lane=2), 0.1)
     assert verdict is not None
     assert verdict.lane == 2
 
 
 def test_names_no_lane_if_none_was_late() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
-    verdict = judge.look(look(1, (1, 1, 1), gave_up=True), 0.1)
+    verdict = judge.judge(state(1, (1, 1, 1), gave_up=True), 0.1)
     assert verdict is not None
     assert verdict.lane is None
 
 
 def test_a_lane_that_failed_is_told_from_one_that_is_late() -> None:
     judge = LaneJudge(INTERVAL_S, 0.0)
-    verdict = judge.look(look(1, (1, 1), failed=(False, True), gave_up=True), 0.1)
+    verdict = judge.judge(state(1, (1, 1), failed=(False, True), gave_up=True), 0.1)
     assert verdict is not None
     assert (verdict.lane, verdict.failed) == (1, True)
 
@@ -69,7 +69,7 @@ def test_counts_no_time_without_a_turn(gaps_s: list[float], late: int) -> None:
     verdict: Verdict | None = None
     for gap_s in gaps_s:
         now_s += gap_s
-        verdict = judge.look(look(1, answered), now_s)
+        verdict = judge.judge(state(1, answered), now_s)
         if verdict is not None:
             break
         awake_s += min(gap_s, INTERVAL_S)
@@ -88,7 +88,7 @@ def test_names_a_lane_that_never_answers_within_its_limit_of_turns(
     answered = tuple(0 if lane == late else 1 for lane in range(3))
     for turn in range(TURNS):
         now_s += INTERVAL_S + (frozen_s if turn == frozen_at else 0.0)
-        verdict = judge.look(look(1, answered), now_s)
+        verdict = judge.judge(state(1, answered), now_s)
         if verdict is not None:
             assert verdict.lane == late
             assert turn <= (LIMIT_S + LATE_TURN_GRACE_S) / INTERVAL_S + 2
@@ -107,6 +107,6 @@ def test_never_names_a_lane_that_answers_in_time(asks: list[tuple[float, float, 
         for turn in range(turns):
             now_s += INTERVAL_S + (frozen_s if turn == turns // 2 else 0.0)
             answered = tuple(number - 1 if lane == slow else number for lane in range(3))
-            assert judge.look(look(number, answered), now_s) is None
+            assert judge.judge(state(number, answered), now_s) is None
         now_s += INTERVAL_S
-        assert judge.look(look(number, (number,) * 3), now_s) is None
+        assert judge.judge(state(number, (number,) * 3), now_s) is None

@@ -13,8 +13,8 @@ from vllm_heteroinfer.feed_forward.recipe import (
     Piece,
     Recipe,
     RecipeFile,
-    missing,
-    place,
+    find_missing_values,
+    locate_view,
 )
 
 GATES = tuple(Piece((expert, 0, 0), (1, 4, 8), 0, 64 * expert, "bfloat16", (0, 8, 1)) for expert in range(2))
@@ -52,7 +52,7 @@ def test_layers_of_a_recipe_have_rows_of_one_size() -> None:
 
 
 def test_experts_without_all_values_are_named() -> None:
-    assert missing(LAYER) == []
+    assert find_missing_values(LAYER) == []
 
     def having(*pieces: Piece) -> LayerRecipe:
         weight = replace(LAYER.parameters["w13_weight"], pieces=pieces)
@@ -67,11 +67,11 @@ def test_experts_without_all_values_are_named() -> None:
         ("w13_qzeros", bias, 1, ["w13_qzeros of expert 0", "w13_qzeros of expert 1"]),
         ("w13_input_scale", one, 1, []),
     ):
-        assert missing(replace(LAYER, topk=topk, parameters={name: parameter})) == lacking
+        assert find_missing_values(replace(LAYER, topk=topk, parameters={name: parameter})) == lacking
 
-    assert missing(having(*GATES, UPS[0])) == ["w13_weight of expert 1"]
-    assert missing(having(*GATES)) == ["w13_weight of expert 0", "w13_weight of expert 1"]
-    assert missing(having()) == ["w13_weight of expert 0", "w13_weight of expert 1"]
+    assert find_missing_values(having(*GATES, UPS[0])) == ["w13_weight of expert 1"]
+    assert find_missing_values(having(*GATES)) == ["w13_weight of expert 0", "w13_weight of expert 1"]
+    assert find_missing_values(having()) == ["w13_weight of expert 0", "w13_weight of expert 1"]
 
 
 @given(data=st.data())
@@ -86,7 +86,7 @@ def test_a_view_is_placed_where_its_elements_are(data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))
     source = list(range(100, 100 + len(shape)))
     offset = sum(first * step for first, step in zip(start, steps, strict=True))
-    found = place(
+    found = locate_view(
         shape,
         offset,
         [size[dim] for dim in order],
@@ -104,4 +104,4 @@ def test_a_view_is_placed_where_its_elements_are(data: st.DataObject) -> None:
 
 def test_a_view_that_is_no_region_is_refused() -> None:
     with pytest.raises(ContractError, match="must be a rectangular region"):
-        place((4, 6), 0, (12,), (2,), (1,))
+        locate_view((4, 6), 0, (12,), (2,), (1,))

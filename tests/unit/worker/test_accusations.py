@@ -5,7 +5,7 @@ import pytest
 from heteroinfer_contract.failure import FailureReason
 from tests.unit.launch.test_environment import PLAN
 from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError
-from vllm_heteroinfer.rank.entry import failure
+from vllm_heteroinfer.rank.entry import build_failure
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,11 @@ from vllm_heteroinfer.rank.entry import failure
     ],
 )
 def test_an_accusation_names_the_accused_rank(error: LaneError, reason: FailureReason) -> None:
-    seen = failure(error, PLAN.ranks[0], starting=False)
+    seen = build_failure(error, PLAN.ranks[0], starting=False)
     assert (seen.reason, seen.rank, seen.message) == (reason, 1, str(error))
 
 
 def test_an_own_report_has_the_kind_of_the_exception() -> None:
-    seen = failure(OSError("expert weights: Input/output error"), PLAN.ranks[1], starting=False)
+    seen = build_failure(OSError("expert weights: Input/output error"), PLAN.ranks[1], starting=False)
     assert (seen.reason, seen.rank) == (FailureReason.RANK_RAISED, 1)
     assert seen.message == "OSError: expert weights: Input/output error"

@@ -10,7 +10,7 @@ from heteroinfer_contract.failure import FailureReason
 from tests.unit.launch.test_environment import PLAN
 from vllm_heteroinfer.distributed.errors import PeerLostError
 from vllm_heteroinfer.pod.lost_peer import Conversation, Lost, PeerGoneError, find_lost_process
-from vllm_heteroinfer.rank.entry import failure
+from vllm_heteroinfer.rank.entry import build_failure
 
 WORDS = [
     "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242",
@@ -75,5 +75,5 @@ def test_a_mark_is_not_marked_again() -> None:
     ("starting", "reason"), [(True, FailureReason.STARTUP_TIMEOUT), (False, FailureReason.RANK_RAISED)]
 )
 def test_a_timeout_while_serving_is_not_one_of_the_start(starting: bool, reason: FailureReason) -> None:
-    seen = failure(TimeoutError("rank 1 sent nothing"), PLAN.ranks[0], starting=starting)
+    seen = build_failure(TimeoutError("rank 1 sent nothing"), PLAN.ranks[0], starting=starting)
     assert (seen.reason, "rank 1 sent nothing" in seen.message) == (reason, True)

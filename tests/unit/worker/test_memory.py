@@ -107,7 +107,7 @@ def test_a_rank_gets_the_planned_memory_or_the_free_memory(measured: int, grante
         assert warning == (
             f"rank 1 (role cpu, CPU): memory for the KV cache is {measured}.0 MiB, but the plan needs "
             "64.0 MiB: as measured. Raise resources.limits.memory of the role, or give the rank fewer "
-            "layers. Until then all ranks use the number of KV blocks that fits here"
+            "layers. Until then all ranks use the number of KV blocks that fits on this rank"
         )
 
 

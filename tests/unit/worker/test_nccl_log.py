@@ -27,7 +27,7 @@ def test_finds_each_transport_in_the_log(said: str, used_transports: set[str]) -
 
 def test_reads_the_log_file_that_the_environment_names() -> None:
     env: dict[str, str] = {}
-    log = NcclLog.begin(env)
+    log = NcclLog.capture(env)
     assert log is not None
     assert log.used_transports() == frozenset()
     assert env["NCCL_DEBUG"] == "INFO"
@@ -42,5 +42,5 @@ def test_reads_the_log_file_that_the_environment_names() -> None:
 @pytest.mark.parametrize("name", ["NCCL_DEBUG", "NCCL_DEBUG_FILE"])
 def test_keeps_a_log_that_the_user_enabled(name: str) -> None:
     env = {name: "WARN"}
-    assert NcclLog.begin(env) is None
+    assert NcclLog.capture(env) is None
     assert env == {name: "WARN"}

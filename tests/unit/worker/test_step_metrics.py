@@ -32,10 +32,10 @@ def test_compute_wait_and_transfer_add_up_to_the_step() -> None:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
         metrics.transferred("send", 1.0, 1 << 20)  # of the warm-up, which belongs to no step
-        metrics.enter()
+        metrics.begin_call()
         metrics.waited(1e-9)
         metrics.transferred("send", 2e-9, 4096)
-        metrics.leave()
+        metrics.end_call()
         metrics.finish_step(prefill_tokens=0, decode_tokens=4)
 
         def value(name: str, **labels: str) -> float:
@@ -75,15 +75,15 @@ def test_a_step_whose_copy_ends_early_is_not_counted_twice(ends: str) -> None:
         rank = build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0]
         metrics = RankMetrics(rank, LAUNCH, reporter)
         began = time.perf_counter()
-        metrics.enter()
-        done = metrics.runs_on()
+        metrics.begin_call()
+        done = metrics.continue_on_device()
         time.sleep(0.02)
         if ends == "before the call is left":
             done(0.0)
-        metrics.leave()
+        metrics.end_call()
         metrics.finish_step(prefill_tokens=0, decode_tokens=1)
         if ends == "in the next step":
-            metrics.enter()
+            metrics.begin_call()
         if ends != "before the call is left":
             done(0.0)
         took_s = time.perf_counter() - began
@@ -118,15 +118,15 @@ def test_a_rank_is_busy_while_its_device_works(ahead: bool) -> None:
 
     try:
         metrics = RankMetrics(build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0], LAUNCH, reporter)
-        metrics.enter()
-        first = metrics.runs_ahead() if ahead else partial(metrics.runs_on(), 0.0)
-        metrics.leave()
+        metrics.begin_call()
+        first = metrics.continue_into_next_step() if ahead else partial(metrics.continue_on_device(), 0.0)
+        metrics.end_call()
         metrics.finish_step(prefill_tokens=1, decode_tokens=0)
         assert busy() == "step 1"
-        metrics.enter()
-        second = metrics.runs_ahead() if ahead else partial(metrics.runs_on(), 0.0)
+        metrics.begin_call()
+        second = metrics.continue_into_next_step() if ahead else partial(metrics.continue_on_device(), 0.0)
         first()
-        metrics.leave()
+        metrics.end_call()
         metrics.finish_step(prefill_tokens=0, decode_tokens=1)
         assert busy() is not None, "the device works on the second step"
         second()
@@ -144,9 +144,9 @@ def test_steps_of_the_groups_own_request_have_names_of_their_own() -> None:
         metrics = RankMetrics(build_plan(Path("/model"), layers=[1], pods=[1]).ranks[0], LAUNCH, reporter)
         names_of_steps = []
         for counts in (False, False, True):
-            metrics.enter()
+            metrics.begin_call()
             names_of_steps.append(reporter._report.busy)
-            metrics.leave()
+            metrics.end_call()
             metrics.finish_step(prefill_tokens=1, decode_tokens=0, counts=counts)
         assert len(set(names_of_steps)) == 3
     finally:

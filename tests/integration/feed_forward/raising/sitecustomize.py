@@ -35,7 +35,7 @@ class Raising:
 
 def change(module: Any) -> None:
     """Has the lane read its trigger before each computation."""
-    compute = module.Lane._compute
+    compute = module.Lane._compute_of_layer
 
     def raising(lane: Any, layer: int) -> Any:
         text = os.environ["RAISES_FROM"]
@@ -43,7 +43,7 @@ def change(module: Any) -> None:
             raise OSError(Path(text).read_text())
         return compute(lane, layer)
 
-    module.Lane._compute = raising
+    module.Lane._compute_of_layer = raising
 
 
 FINDER = Raising()

@@ -123,7 +123,7 @@ def _exchange(device: torch.device) -> None:
     with _answering(offer.to_json()):
         exchange = CudaExchange(slab, device, limit_s=LIMIT_S)
         x = torch.ones((ROWS, HIDDEN), dtype=torch.bfloat16, device=device)
-        exchange.slab.ring()
+        exchange.slab.wake_lanes()
         first = exchange.ask(0, x, None, None, None)
         torch.cuda.synchronize()
         if not torch.equal(first, x):

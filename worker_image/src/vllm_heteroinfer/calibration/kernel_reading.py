@@ -27,7 +27,7 @@ from vllm_heteroinfer.calibration.formats import FORMATS, SIZE, WeightFormat
 from vllm_heteroinfer.calibration.process_output import report, report_begun, report_skipped, rounded
 from vllm_heteroinfer.feed_forward.expert_reader import LayerReader
 from vllm_heteroinfer.feed_forward.file_tensors import MappedFiles
-from vllm_heteroinfer.feed_forward.held_experts import Experts, OwnPart, load
+from vllm_heteroinfer.feed_forward.held_experts import Experts, OwnPart, load_experts
 from vllm_heteroinfer.kernels import linear
 from vllm_heteroinfer.kernels.host_caches import bytes_beyond_caches
 from vllm_heteroinfer.kernels.rounds import median_s
@@ -311,7 +311,7 @@ class KernelBench:
             experts.compute(y, x, weights, ids)
 
         held = [
-            load(LayerReader(MappedFiles(), layer, dummy=True), every, torch.bfloat16)
+            load_experts(LayerReader(MappedFiles(), layer, dummy=True), every, torch.bfloat16)
             for _ in range(-(-bytes_beyond_caches() // whole))
         ]
         calls = [partial(call, experts, turn) for experts in held for turn in range(given.turns)]

@@ -34,46 +34,52 @@ class BridgeCommunicator(DeviceCommunicatorBase):
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Returns the sum over the process group; every rank calls it in the same order."""
-        return self._connected("all_reduce").all_reduce(input_, in_place=self._in_place)
+        return self._require_bridge("all_reduce").all_reduce(input_, in_place=self._in_place)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenates the ranks' tensors along `dim`; every rank calls it in the same order."""
-        return self._connected("all_gather").all_gather(input_, dim)
+        return self._require_bridge("all_gather").all_gather(input_, dim)
 
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Like `all_gather`, but rank i's tensor has `sizes[i]` rows."""
-        return self._connected("all_gatherv").all_gatherv(input_, dim, sizes)
+        """Like `all_gather`, but rank i's tensor has `sizes[i]` entries along `dim`."""
+        return self._require_bridge("all_gatherv").all_gatherv(input_, dim, sizes)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Returns this rank's share of the sum over the process group; the shares along `dim` are equal."""
-        return self._connected("reduce_scatter").reduce_scatter(input_, dim)
+        """Returns this rank's share of the sum over the process group.
+
+        All ranks have equal shares, cut along `dim`.
+        """
+        return self._require_bridge("reduce_scatter").reduce_scatter(input_, dim)
 
     def reduce_scatterv(
         self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
     ) -> torch.Tensor:
-        """Returns this rank's share of the sum over the process group; rank i's share has `sizes[i]` rows."""
-        return self._connected("reduce_scatterv").reduce_scatterv(input_, dim, sizes)
+        """Returns this rank's share of the sum over the process group.
+
+        Rank i's share has `sizes[i]` entries along `dim`.
+        """
+        return self._require_bridge("reduce_scatterv").reduce_scatterv(input_, dim, sizes)
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
         """Concatenates the ranks' tensors along `dim` on rank `dst`; returns None on other ranks."""
-        return self._connected("gather").gather(input_, dst, dim)
+        return self._require_bridge("gather").gather(input_, dst, dim)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrites `tensor` with the tensor of rank `src` of the process group."""
-        return self._connected("broadcast").broadcast(tensor, src)
+        """Overwrites `tensor` with the tensor of rank `src` of the process group, and returns it."""
+        return self._require_bridge("broadcast").broadcast(tensor, src)
 
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
         """Sends to rank `dst` of the process group, by default the next rank."""
-        self._connected("send").send(
+        self._require_bridge("send").send(
             tensor, (self.rank_in_group + 1) % self.world_size if dst is None else dst
         )
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
         """Receives a tensor from rank `src` of the process group, by default the previous rank."""
         src = (self.rank_in_group - 1) % self.world_size if src is None else src
-        return self._connected("recv").recv(size, dtype, src)
+        return self._require_bridge("recv").recv(size, dtype, src)
 
     def batch_isend_irecv(self, p2p_ops: list[Any]) -> NoReturn:
         """Refuses the call: only expert parallelism and connectors use it, which HeteroInfer also refuses."""
@@ -85,13 +91,15 @@ class BridgeCommunicator(DeviceCommunicatorBase):
             self.bridge.close()
             self.bridge = None
 
-    def _connected(self, operation: str) -> Bridge:
+    def _require_bridge(self, operation: str) -> Bridge:
+        """Returns the bridge; refuses `operation` if this process group has none."""
         if self.bridge is None:
             self._refuse(operation)
         return self.bridge
 
     def _refuse(self, operation: str) -> NoReturn:
+        """Raises the ContractError for an operation that this process group does not support."""
         raise ContractError(
-            f"process group {self.unique_name}: {operation} is not supported: between GPU and CPU ranks, "
-            "only the tensor-parallel process group has collectives. Set spec.parallelism.mode: Pipeline"
+            f"process group {self.unique_name}: {operation} is not supported (between GPU and CPU ranks, "
+            "only the tensor-parallel process group has collectives). Set spec.parallelism.mode: Pipeline"
         )

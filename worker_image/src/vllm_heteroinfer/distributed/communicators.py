@@ -43,15 +43,18 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
 
     vLLM calls it in place of a communicator class, on every rank of the process group.
     """
-    if _is_pipeline(kwargs):
+    if _is_pipeline_group(kwargs):
         return None
     if Plan.from_env(os.environ).mode is Mode.TENSOR:
-        return _bridge_communicator(kwargs)
+        return _build_bridge_communicator(kwargs)
     import torch.distributed
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
     class GroupCpuCommunicator(CpuCommunicator):
-        """vLLM's CpuCommunicator, timed, which spins on shared memory only if each thread has a CPU."""
+        """vLLM's CpuCommunicator, with timed collectives.
+
+        It uses shared memory, on which its collectives spin, only if each compute thread has a CPU.
+        """
 
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
@@ -63,28 +66,29 @@ def build_cpu_communicator(**kwargs: Any) -> Any:
         def _all_group_ranks_share_shm_group_name(self) -> bool:
             """Returns whether the process group's collectives may use shared memory; the same on each rank.
 
-            vLLM compares names made from the rendezvous port, which are the same in every pod.
-            vLLM's collectives spin, so each rank needs its own CPUs.
+            vLLM's own check compares names that contain the rendezvous port. These are the same in every pod,
+            so the check would also accept pods on different hosts. It also ignores that the collectives spin,
+            so that each rank needs its own CPUs.
             """
             plan, launch = Plan.from_env(os.environ), PodLaunch.from_env(os.environ)
-            wish = len({plan.ranks[rank].pod for rank in self.ranks}) == 1 and may_spin(plan, launch)
-            wishes: list[bool] = [False] * self.world_size
-            torch.distributed.all_gather_object(wishes, wish, group=self.device_group)
-            return all(wishes)
+            can_share = len({plan.ranks[rank].pod for rank in self.ranks}) == 1 and may_spin(plan, launch)
+            answers: list[bool] = [False] * self.world_size
+            torch.distributed.all_gather_object(answers, can_share, group=self.device_group)
+            return all(answers)
 
         def all_reduce(self, input_: Any) -> Any:
             """Sums over the process group; every rank calls it in the same order."""
-            with _Timed():
+            with _TimedCollective():
                 return super().all_reduce(input_)
 
         def all_gather(self, input_: Any, dim: int = -1) -> Any:
             """Concatenates over the process group along `dim`; every rank calls it in the same order."""
-            with _Timed():
+            with _TimedCollective():
                 return super().all_gather(input_, dim)
 
         def gather(self, input_: Any, dst: int = 0, dim: int = -1) -> Any:
             """Concatenates on `dst` only; every rank calls it in the same order."""
-            with _Timed():
+            with _TimedCollective():
                 return super().gather(input_, dst, dim)
 
     return GroupCpuCommunicator(**kwargs)
@@ -96,7 +100,7 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
     Raises:
         ContractError: the process group also has CPU ranks in pipeline mode, or NCCL is not available.
     """
-    if _is_pipeline(kwargs):
+    if _is_pipeline_group(kwargs):
         return None
     import torch.distributed
 
@@ -104,7 +108,7 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
     ranks = torch.distributed.get_process_group_ranks(kwargs["cpu_group"])
     if any(plan.ranks[rank].device is not Device.GPU for rank in ranks):
         if plan.mode is Mode.TENSOR:
-            return _bridge_communicator(kwargs)
+            return _build_bridge_communicator(kwargs)
         raise ContractError(
             f"process group {kwargs.get('unique_name')}: ranks {ranks} must be all on GPUs or all on CPUs in "
             f"mode {plan.mode}. Set spec.parallelism.mode: Tensor, or give each stage one kind of device"
@@ -122,21 +126,22 @@ def build_cuda_communicator(**kwargs: Any) -> Any:
 
 
 def shares_host(plan: Plan, launch: PodLaunch, stage: int, env: Mapping[str, str]) -> bool:
-    """Returns whether a stage's ranks should use one host's shared memory. The bridge tests that they can.
+    """Returns whether the ranks of a stage should exchange tensors over the shared memory of one host.
 
-    Pods with the same address share a machine, as under `heteroinfer up`. In a cluster, each pod has its
+    HETEROINFER_BRIDGE decides if the user set it, otherwise the plan does. The bridge tests whether the ranks
+    can. Pods with the same address share a machine, as under `heteroinfer up`. In a cluster, each pod has its
     own address.
 
     Raises:
         ContractError: the value of HETEROINFER_BRIDGE is not valid.
     """
-    asked = env.get(names.ENV_BRIDGE, "auto")
-    if asked not in _BRIDGES:
+    setting = env.get(names.ENV_BRIDGE, "auto")
+    if setting not in _BRIDGES:
         raise ContractError(
-            f"{names.ENV_BRIDGE} must be one of {', '.join(_BRIDGES)}, got {asked!r}. Set it in engine.env"
+            f"{names.ENV_BRIDGE} must be one of {', '.join(_BRIDGES)} (got {setting!r}). Change engine.env"
         )
-    if asked != "auto":
-        return asked == "shared_memory"
+    if setting != "auto":
+        return setting == "shared_memory"
     return share_machine(launch, (rank.pod for rank in plan.stage(stage)))
 
 
@@ -165,18 +170,20 @@ def forget_shared_memory(*groups: Any) -> None:
             queue.buffer.is_creator = False
 
 
-def _bridge_communicator(kwargs: dict[str, Any]) -> Any:
+def _build_bridge_communicator(kwargs: dict[str, Any]) -> Any:
+    """Builds the communicator over the bridge. Imports it late, because it imports vLLM."""
     from vllm_heteroinfer.distributed.bridge_communicator import BridgeCommunicator
 
     return BridgeCommunicator(**kwargs)
 
 
-def _is_pipeline(kwargs: dict[str, Any]) -> bool:
+def _is_pipeline_group(kwargs: dict[str, Any]) -> bool:
+    """Returns whether vLLM builds a communicator for a pipeline's process group ("pp")."""
     return str(kwargs.get("unique_name", "")).split(":")[0] == "pp"
 
 
-class _Timed:
-    """Adds the time of a collective to the wait for peers. Does nothing inside compiled graphs."""
+class _TimedCollective:
+    """Adds the time of a collective to `take_wait_s`. Does nothing inside compiled graphs."""
 
     def __enter__(self) -> None:
         import torch

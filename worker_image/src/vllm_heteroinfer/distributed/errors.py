@@ -4,10 +4,13 @@ from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 
 
 class PeerLostError(PeerGoneError):
-    """Another rank is gone or silent. The message names the awaited data and the time of the wait."""
+    """Another rank is gone or silent.
+
+    The message contains the data that this rank waited for (`awaited`), and the time of the wait.
+    """
 
     def __init__(self, peer: int, waited_s: float, detail: str, *, awaited: str = "hidden states") -> None:
-        super().__init__(peer, f"waited {waited_s:.1f} s for {awaited} from rank {peer}, in vain: {detail}")
+        super().__init__(peer, f"rank {peer}: did not provide {awaited} within {waited_s:.1f} s ({detail})")
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -17,9 +20,9 @@ class CollectiveMismatchError(RuntimeError):
         peer: global rank of the other rank.
     """
 
-    def __init__(self, group: str, peer: int, here: str, there: str) -> None:
+    def __init__(self, group: str, peer: int, own_call: str, peer_call: str) -> None:
         self.peer = peer
         super().__init__(
-            f"process group {group}: {here}, but {there}. All ranks must call the same collectives in the "
-            "same order. The forward passes of these ranks differ, so the group must restart"
+            f"process group {group}: {own_call}, but {peer_call} (all ranks must call the same collectives "
+            "in the same order). The group restarts. If the error comes again, report it with this model"
         )

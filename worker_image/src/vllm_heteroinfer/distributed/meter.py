@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 class Meter:
-    """Counts the cost of hops and collectives; this base class counts nothing."""
+    """Counts the cost of hops and collectives. This base class discards all values."""
 
     def waited(self, seconds: float) -> None:
         """Adds the time of a wait for data from peers."""
@@ -15,9 +15,10 @@ class Meter:
     def waiting_for(self, rank: int | None) -> None:
         """Reports the global rank that this rank waits for now; None when the wait ends."""
 
-    def runs_on(self) -> Callable[[float], None]:
-        """Reports that the device still works after the step's calls.
+    def continue_on_device(self) -> Callable[[float], None]:
+        """Reports that the device still works on this step after the worker's calls.
 
-        Returns a function to call with the device's seconds when the work ends.
+        Returns a function to call when the device is done, with the seconds that the last copy to the host
+        took.
         """
         return lambda seconds: None

@@ -12,7 +12,7 @@ from typing import Final
 
 _LEVEL: Final = "NCCL_DEBUG"
 _FILE: Final = "NCCL_DEBUG_FILE"
-_WAY: Final = re.compile(r" via (P2P|SHM|NVLS|COLLNET|NET/[A-Za-z0-9_ -]{1,32})(?![A-Za-z0-9_ -])")
+_TRANSPORT: Final = re.compile(r" via (P2P|SHM|NVLS|COLLNET|NET/[A-Za-z0-9_ -]{1,32})(?![A-Za-z0-9_ -])")
 _MAX_BYTES: Final = 4 * 2**20
 """Limit of bytes to read from the log; the connection of 8 ranks logs about 100 KB."""
 
@@ -24,8 +24,8 @@ class NcclLog:
         self._fd = fd
 
     @classmethod
-    def begin(cls, env: MutableMapping[str, str]) -> "NcclLog | None":
-        """Makes NCCL log into memory. Returns None if the user has set a log of NCCL.
+    def capture(cls, env: MutableMapping[str, str]) -> "NcclLog | None":
+        """Redirects NCCL's log into memory. Returns None if the user configured NCCL's log.
 
         Args:
             env: the environment of this process; NCCL reads it when the first process group begins.
@@ -43,4 +43,6 @@ class NcclLog:
 
 def find_transports(log: str) -> frozenset[str]:
     """Finds the transports in a log of NCCL, such as `nccl_p2p`, `nccl_shm` or `nccl_net_socket`."""
-    return frozenset("nccl_" + re.sub(r"[^a-z0-9]+", "_", way.lower()) for way in _WAY.findall(log))
+    return frozenset(
+        "nccl_" + re.sub(r"[^a-z0-9]+", "_", transport.lower()) for transport in _TRANSPORT.findall(log)
+    )

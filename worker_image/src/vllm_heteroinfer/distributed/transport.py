@@ -56,8 +56,8 @@ class HopSchema:
     row_bytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> "HopSchema":
-        """Builds the schema of tensors that have one row for each token."""
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "HopSchema":
+        """Builds the schema of a hop with these tensors, which have one row for each token."""
         columns, offset = [], 0
         for name in sorted(tensors):
             row = tensors[name][0]
@@ -74,8 +74,8 @@ class HopSchema:
             offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return cls(columns=tuple(columns), row_bytes=offset)
 
-    def views(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views each column of `rows` as a tensor.
+    def view_columns(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns a view of each column of `rows`, by name.
 
         Args:
             rows: [num_rows, row_bytes], uint8, contiguous, any device.
@@ -93,14 +93,21 @@ class HopSchema:
 
 
 class _Slot:
-    """A buffer of rows on the host; on a GPU rank it is pinned, with a second buffer on the device."""
+    """A buffer for the rows of one hop.
+
+    Attributes:
+        host: the rows in host memory, where gloo reads and writes them; pinned on a GPU rank.
+        staged: the rows on this rank's device; on a CPU rank the same tensor as `host`.
+        copied: event after the last copy between `host` and `staged`; None on a CPU rank.
+        filled: event before that copy, after the computation of the rows; None on a CPU rank.
+    """
 
     def __init__(self, schema: HopSchema, max_rows: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         size = (max_rows, schema.row_bytes)
         self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
         self.staged = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else self.host
-        self.columns = schema.views(self.staged)
+        self.columns = schema.view_columns(self.staged)
         self.copied = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.filled = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.wait_for_send: Callable[[float], object] | None = None
@@ -108,6 +115,7 @@ class _Slot:
 
 
 def _wait_for_gloo(work: Any, peer: int, timeout_s: float) -> None:
+    """Waits for a send over gloo. If the send fails, the error names the peer."""
     with Conversation(peer, "a send"):
         work.wait(timedelta(seconds=timeout_s))
 
@@ -150,8 +158,8 @@ class PipelineTransport:
         receives = 0 if group.is_first_rank else _SLOTS
         self._send_slots = itertools.cycle([_Slot(schema, max_rows, device) for _ in range(sends)])
         self._recv_slots = itertools.cycle([_Slot(schema, max_rows, device) for _ in range(receives)])
-        self._copies = torch.cuda.Stream(device) if on_gpu and sends else None
-        self._sender = ThreadPoolExecutor(1, "heteroinfer-send") if on_gpu and sends else None
+        self._copy_stream = torch.cuda.Stream(device) if on_gpu and sends else None
+        self._send_thread = ThreadPoolExecutor(1, "heteroinfer-send") if on_gpu and sends else None
 
     def attach(self) -> None:
         """Replaces the process group's own methods for hops, on this instance only.
@@ -161,7 +169,7 @@ class PipelineTransport:
         self._group.isend_tensor_dict = self.isend_tensor_dict
         self._group.irecv_tensor_dict = self.irecv_tensor_dict
 
-    def expect(self, rows: int) -> None:
+    def expect_rows(self, rows: int) -> None:
         """Sets the number of rows of the next step, as the scheduler decided."""
         self._rows = rows
 
@@ -186,7 +194,7 @@ class PipelineTransport:
         return (
             dict(slot.columns),
             [_Receive(self, work, peer, message.nbytes)],
-            [lambda: self._unstage(slot, rows)],
+            [lambda: self._copy_to_device(slot, rows)],
         )
 
     def isend_tensor_dict(
@@ -200,13 +208,14 @@ class PipelineTransport:
             No handles: the transport waits for a buffer before it uses the buffer again.
         """
         slot = next(self._send_slots)
-        self._wait_for(slot)
+        self._wait_until_sent(slot)
         start = time.perf_counter()
         rows = self._rows
         if unknown := set(tensor_dict) - set(slot.columns):
             raise RuntimeError(
-                f"this stage sends {', '.join(sorted(unknown))}, but the next stage has no buffer for it "
-                "(not in make_empty_intermediate_tensors). This model cannot be split into stages"
+                f"pipeline hop: this stage sends {', '.join(sorted(unknown))}, but the next stage has no "
+                "buffer for it (the model's make_empty_intermediate_tensors lacks it). Use another "
+                "spec.parallelism.mode than Pipeline"
             )
         for name, column in slot.columns.items():
             # A step may omit a column (Granite4Vision's features, if there is no image or this stage was the
@@ -216,18 +225,21 @@ class PipelineTransport:
             else:
                 column[:rows].zero_()
         peer = self._group.next_rank
-        if self._sender is None:
+        if self._send_thread is None:
             with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
             slot.wait_for_send = functools.partial(_wait_for_gloo, work, peer)
         else:
-            self._stage(slot, rows)
-            done = self._meter.runs_on()
-            slot.wait_for_send = self._sender.submit(self._send_staged, slot, rows, peer, done).result
+            self._copy_to_host(slot, rows)
+            report_copy_time = self._meter.continue_on_device()
+            slot.wait_for_send = self._send_thread.submit(
+                self._send_after_copy, slot, rows, peer, report_copy_time
+            ).result
         self._meter.transferred("send", time.perf_counter() - start, rows * self._schema.row_bytes)
         return []
 
-    def _wait_for(self, slot: _Slot) -> None:
+    def _wait_until_sent(self, slot: _Slot) -> None:
+        """Waits until the earlier send from this buffer is done, so that the buffer is free."""
         if slot.wait_for_send is None:
             return
         start = time.perf_counter()
@@ -237,18 +249,18 @@ class PipelineTransport:
         self._meter.waiting_for(None)
         self._meter.waited(time.perf_counter() - start)
 
-    def _stage(self, slot: _Slot, rows: int) -> None:
+    def _copy_to_host(self, slot: _Slot, rows: int) -> None:
         """Copies rows to the host on a separate stream, after their computation."""
-        assert self._copies is not None
+        assert self._copy_stream is not None
         assert slot.copied is not None
         assert slot.filled is not None
-        self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies):
-            slot.filled.record(self._copies)
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            slot.filled.record(self._copy_stream)
             slot.host[:rows].copy_(slot.staged[:rows], non_blocking=True)
-            slot.copied.record(self._copies)
+            slot.copied.record(self._copy_stream)
 
-    def _unstage(self, slot: _Slot, rows: int) -> None:
+    def _copy_to_device(self, slot: _Slot, rows: int) -> None:
         """Copies received rows to the device, in the order of the stream that computes with them."""
         if slot.copied is None:
             return
@@ -257,12 +269,15 @@ class PipelineTransport:
         slot.copied.record()
         self._meter.transferred("recv", time.perf_counter() - start, 0)
 
-    def _send_staged(self, slot: _Slot, rows: int, peer: int, done: Callable[[float], None]) -> None:
+    def _send_after_copy(
+        self, slot: _Slot, rows: int, peer: int, report_copy_time: Callable[[float], None]
+    ) -> None:
+        """Sends a buffer's rows after their copy to the host, in the sending thread of a GPU rank."""
         assert slot.copied is not None
         assert slot.filled is not None
         try:
             slot.copied.synchronize()
-            done(slot.filled.elapsed_time(slot.copied) / 1e3)
+            report_copy_time(slot.filled.elapsed_time(slot.copied) / 1e3)
             with Conversation(peer, "a send"):
                 work = dist.isend(slot.host[:rows], dst=peer, group=self._group.cpu_group)
                 work.wait(timedelta(seconds=self._timeout_s))
@@ -270,8 +285,8 @@ class PipelineTransport:
             self._on_error(error)
             raise
 
-    def finish_receive(self, work: Any, peer: int, num_bytes: int) -> None:
-        """Waits for a receive.
+    def wait_for_receive(self, work: Any, peer: int, num_bytes: int) -> None:
+        """Waits for a receive and reports its cost to the meter.
 
         Raises:
             PeerLostError: the previous stage is gone or sent nothing in time.
@@ -294,7 +309,7 @@ class _Receive:
         self._transport, self._work, self._peer, self._num_bytes = transport, work, peer, num_bytes
 
     def wait(self) -> None:
-        self._transport.finish_receive(self._work, self._peer, self._num_bytes)
+        self._transport.wait_for_receive(self._work, self._peer, self._num_bytes)
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

@@ -6,7 +6,7 @@ from typing import Final, Protocol
 import torch
 
 from heteroinfer_contract.column_shares import Span
-from vllm_heteroinfer.feed_forward.held import HeldParts
+from vllm_heteroinfer.feed_forward.held import LoadedParts
 from vllm_heteroinfer.feed_forward.held_experts import Experts
 
 MAX_VIEWS: Final = 256
@@ -18,52 +18,57 @@ Compute = Callable[[int], None]
 class AskTensors(Protocol):
     """Inputs and outputs of asks, in a slab or for a measurement."""
 
-    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+    def first_rows(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows."""
 
 
-class Views:
-    """Views of a lane's tensors with the rows of an ask; caches those of small asks."""
+class AskViews:
+    """Views of a slab's tensors with the rows of an ask. The views of short asks are cached."""
 
     def __init__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor) -> None:
         """Takes tensors with the rows of the longest ask; `y` is this lane's answer."""
-        self._whole, self.ids = (x, ids, weights, y), ids
-        self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._longest, self.ids = (x, ids, weights, y), ids
+        self._cached: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+    def first_rows(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows."""
-        views = self._kept.get(rows)
+        views = self._cached.get(rows)
         if views is None:
-            views = tuple(tensor[:rows] for tensor in self._whole)
+            views = tuple(tensor[:rows] for tensor in self._longest)
             if rows <= MAX_VIEWS:
-                self._kept[rows] = views
+                self._cached[rows] = views
         return views
 
 
-class OwnExperts:
-    """Asks to a rank with whole experts; its kernels skip choices of other ranks' experts."""
+class OwnExpertAsks:
+    """Asks as a rank with whole experts sees them: experts of other ranks have ids below 0.
+
+    The kernels skip such ids.
+    """
 
     def __init__(self, asks: AskTensors, own: Span, rows: int) -> None:
         """Takes asks with ids of all ranks' experts; `rows` is the length of the longest ask."""
         self._asks, self._own = asks, own
-        self.ids = torch.empty_like(asks.of(rows)[1])
+        self.ids = torch.empty_like(asks.first_rows(rows)[1])
 
-    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+    def first_rows(self, rows: int) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of the first `rows` rows; ids count from this rank's first expert.
 
         Ids of other ranks' experts are below 0.
         """
-        x, ids, weights, y = self._asks.of(rows)
+        x, ids, weights, y = self._asks.first_rows(rows)
         local = torch.sub(ids, self._own.first, out=self.ids[:rows])
         return x, local.masked_fill_(local >= self._own.count, -1), weights, y
 
 
-def computes(held: HeldParts, asks: AskTensors) -> dict[int, Compute]:
+def build_compute_functions(held: LoadedParts, asks: AskTensors) -> dict[int, Compute]:
     """Returns for each layer a function that answers an ask (a request for this layer) of some rows."""
 
     def compute_of(part: Experts) -> Compute:
+        """Returns the function for one layer, whose experts are `part`."""
+
         def compute(rows: int) -> None:
-            x, ids, weights, y = asks.of(rows)
+            x, ids, weights, y = asks.first_rows(rows)
             part.compute(y, x, weights, ids)
 
         return compute

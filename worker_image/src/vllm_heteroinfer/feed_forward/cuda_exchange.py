@@ -60,12 +60,13 @@ class Kernels:
     """The compiled kernels of the current device."""
 
     def __init__(self, device: torch.device) -> None:
+        """Compiles the kernels for this device and loads them."""
         major, minor = torch.cuda.get_device_capability(device)
         image = compile_source(SOURCE.read_bytes(), f"sm_{major}{minor}")
         self._driver = ctypes.CDLL("libcuda.so.1")
         module = ctypes.c_void_p()
         torch.cuda.current_stream(device).synchronize()  # creates the context
-        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        self._raise_if_failed(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
         self._module = module
         self._launch = self._driver.cuLaunchKernel
         self._launch.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
@@ -74,25 +75,26 @@ class Kernels:
         """Returns a kernel by its name."""
         found = ctypes.c_void_p()
         status = self._driver.cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
-        self._check(status, "cuModuleGetFunction")
+        self._raise_if_failed(status, "cuModuleGetFunction")
         return found
 
     def launch(self, function: ctypes.c_void_p, blocks: int, arguments: Any, stream: int) -> None:
         """Puts a kernel into a stream; `arguments` is an array of pointers to its arguments."""
         status = self._launch(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, None)
-        self._check(status, "cuLaunchKernel")
+        self._raise_if_failed(status, "cuLaunchKernel")
 
     def device_address(self, address: int) -> int:
         """Returns the device address of registered host memory."""
         found = ctypes.c_uint64()
         status = self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
-        self._check(status, "cuMemHostGetDevicePointer")
+        self._raise_if_failed(status, "cuMemHostGetDevicePointer")
         return found.value
 
     @staticmethod
-    def _check(status: int, what: str) -> None:
+    def _raise_if_failed(status: int, call: str) -> None:
+        """Raises CudaError for a status other than 0. `call` is the name of the CUDA function."""
         if status:
-            raise CudaError(f"{what} failed with {status}")
+            raise CudaError(f"{call} failed with {status}")
 
 
 class CudaExchange:
@@ -119,10 +121,13 @@ class CudaExchange:
             self._kernels = Kernels(device)
             # Not in the pool that sleep empties, because the number of asks must never decrease.
             self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-        self._ask, self._get = self._kernels.function("ff_ask"), self._kernels.function("ff_get")
+        self._ask_kernel, self._sum_kernel = (
+            self._kernels.function("ff_ask"),
+            self._kernels.function("ff_get"),
+        )
         self._index = torch.cuda.current_device() if device.index is None else device.index
         layout = slab.layout
-        self._fixed = {
+        self._fixed_params = {
             "slab": self._kernels.device_address(slab.address),
             "state": self._state.data_ptr(),
             "x_offset": layout.x,
@@ -158,14 +163,14 @@ class CudaExchange:
             padding=None if padding is None else padding.data_ptr(),
             rows=rows,
             layer=layer,
-            **self._fixed,
+            **self._fixed_params,
         )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        parts = rows * self._fixed["row_parts"]
+        parts = rows * self._fixed_params["row_parts"]
         blocks = max(1, min(MAX_BLOCKS, -(-parts // THREADS)))
         stream = int(torch._C._cuda_getCurrentRawStream(self._index))
-        self._kernels.launch(self._ask, blocks, arguments, stream)
-        self._kernels.launch(self._get, blocks, arguments, stream)
+        self._kernels.launch(self._ask_kernel, blocks, arguments, stream)
+        self._kernels.launch(self._sum_kernel, blocks, arguments, stream)
         return out
 
 
@@ -185,7 +190,7 @@ def compile_source(source: bytes, architecture: str) -> bytes:
     options = (f"--gpu-architecture={architecture}".encode(), b"--std=c++17")
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status:
-        raise CudaError(f"NVRTC failed with {status} on {SOURCE.name}: {_text(nvrtc, program)}")
+        raise CudaError(f"NVRTC failed with {status} on {SOURCE.name}: {_compile_log(nvrtc, program)}")
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     code = ctypes.create_string_buffer(size.value)
@@ -194,7 +199,8 @@ def compile_source(source: bytes, architecture: str) -> bytes:
     return code.raw
 
 
-def _text(nvrtc: Any, program: ctypes.c_void_p) -> str:
+def _compile_log(nvrtc: Any, program: ctypes.c_void_p) -> str:
+    """Returns the compiler's messages about a program."""
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
@@ -211,11 +217,12 @@ def _load_nvrtc() -> Any:
         except OSError as error:
             problems.append(str(error))
     raise CudaError(
-        f"libnvrtc is not installed ({'; '.join(problems)}). Install the version of torch's packages"
+        f"libnvrtc: not found ({'; '.join(problems)}). Install the nvidia-cuda-nvrtc package that torch needs"
     )
 
 
 def _nvrtc_files() -> Iterator[str]:
+    """Yields files and names under which NVRTC may be found, those of torch's packages first."""
     # Loads libnvrtc-builtins from the same folder first, so that NVRTC finds it.
     for folder in sys.path:
         for file in sorted(Path(folder).glob("nvidia/*/lib/libnvrtc.so.1*")):

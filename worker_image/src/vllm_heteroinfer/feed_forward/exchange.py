@@ -16,7 +16,7 @@ from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import RankAssignment
 from vllm_heteroinfer.feed_forward import slab_library
-from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError, LaneJudge, Look, Verdict
+from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError, LaneJudge, SlabState, Verdict
 from vllm_heteroinfer.feed_forward.slab import Shape, Slab, create
 from vllm_heteroinfer.pod.threads import start_thread
 
@@ -32,10 +32,10 @@ STALL_BASE_S: Final = 1.5
 STALL_TIMES: Final = 20.0
 """A lane is stuck after this multiple of its warm-up time, but not before STALL_BASE_S."""
 WATCH_INTERVAL_S: Final = 0.1
-OWN_WORD_S: Final = 1.0
-"""Time in which a failed lane can report its own exception; after that the asking rank accuses it."""
+OWN_REPORT_S: Final = 1.0
+"""Time for a failed lane to report its own exception, before the asking rank accuses the lane."""
 NAMING_LIMIT_S: Final = 2.0
-"""Time in which the watch must name a lane and end this process after the device gave up an ask."""
+"""Time for the watch to name a lane and end this process, after the device gave up an ask."""
 
 
 def offer_key(rank: int) -> str:
@@ -92,13 +92,13 @@ def open_slab(
     for lane, rank in enumerate(lanes):
         if rank == asking:
             continue
-        what = f"word from feed-forward rank {rank.rank} that it can answer"
-        text = store.get(lane_key(rank.rank), deadline, what=what, rank=rank.rank)
+        awaited = f"message from feed-forward rank {rank.rank} that it is ready"
+        text = store.get(lane_key(rank.rank), deadline, what=awaited, rank=rank.rank)
         ready.append(codec.from_json(LaneReady, text))
-        if rank.pod == asking.pod and slab.lane(lane).nonce.hex() != ready[-1].nonce:
+        if rank.pod == asking.pod and slab.read_lane(lane).nonce.hex() != ready[-1].nonce:
             raise ContractError(
-                f"rank {asking.rank} does not see what feed-forward rank {rank.rank} wrote into their slab; "
-                "the ranks of a pod share a PID namespace"
+                f"feed-forward rank {rank.rank}: must share memory with the rank that it serves (rank "
+                f"{asking.rank} cannot read its data). Run both in one PID namespace"
             )
     return slab, tuple(ready)
 
@@ -110,8 +110,8 @@ def stall_limit_s(ready: Sequence[LaneReady], rows: int) -> float:
     return max(STALL_BASE_S, STALL_TIMES * ask_s) + STALL_TIMES * rows * row_s
 
 
-def no_note(lane: int) -> str:
-    """Describes no lane."""
+def no_description(lane: int) -> str:
+    """Returns "", because all lanes are in this pod. The default of `describe_ask`."""
     del lane
     return ""
 
@@ -124,11 +124,12 @@ class HostExchange:
         slab: Slab,
         lanes: Sequence[RankAssignment],
         ready: Sequence[LaneReady],
-        note: Callable[[int], str] = no_note,
+        describe_ask: Callable[[int], str] = no_description,
     ) -> None:
+        """Sends asks through `slab` to `lanes`, whose reports are `ready`."""
         self.slab = slab
-        self._lanes, self._ready, self._note = lanes, ready, note
-        self._call = slab_library.load().heteroinfer_ff_exchange
+        self._lanes, self._ready, self._describe_ask = lanes, ready, describe_ask
+        self._exchange = slab_library.load().heteroinfer_ff_exchange
         self._layout = ctypes.byref(slab.layout)
 
     def ask(
@@ -146,16 +147,16 @@ class HostExchange:
         """
         rows = x.shape[0]
         out = torch.empty_like(x)
-        live = rows if padding is None else int(rows - padding.sum())
-        if live < rows:
-            out[live:] = 0
+        unpadded_rows = rows if padding is None else int(rows - padding.sum())
+        if unpadded_rows < rows:
+            out[unpadded_rows:] = 0
         check_ask(self.slab.shape, x, ids)
-        limit_ns = int(stall_limit_s(self._ready, live) * 1e9)
-        result = self._call(
+        limit_ns = int(stall_limit_s(self._ready, unpadded_rows) * 1e9)
+        result = self._exchange(
             self.slab.address,
             self._layout,
             layer,
-            live,
+            unpadded_rows,
             x.data_ptr(),
             None if ids is None else ids.data_ptr(),
             None if weights is None else weights.data_ptr(),
@@ -164,22 +165,23 @@ class HostExchange:
             limit_ns,
         )
         if result:
-            self._raise_error(result, layer, live, limit_ns / 1e9)
+            self._raise_error(result, layer, unpadded_rows, limit_ns / 1e9)
         return out
 
     def _raise_error(self, result: int, layer: int, rows: int, limit_s: float) -> None:
+        """Raises the error for a `result` of the library other than 0."""
         if result == slab_library.WAS_STOPPED:
-            raise RuntimeError("the feed-forward slab was stopped: the group is ending")
+            raise RuntimeError("the feed-forward slab was stopped, because the group is ending")
         lane = abs(result) - 1
         rank = self._lanes[lane].rank
         if result > 0:
-            raise late_lane(rank, layer, rows, limit_s, self._note(lane))
-        time.sleep(OWN_WORD_S)
-        raise failed_lane(rank, layer, rows)
+            raise build_late_error(rank, layer, rows, limit_s, self._describe_ask(lane))
+        time.sleep(OWN_REPORT_S)
+        raise build_failed_error(rank, layer, rows)
 
 
-def late_lane(rank: int, layer: int, rows: int, late_s: float, note: str = "") -> LaneError:
-    """Returns the error that accuses a lane of no answer within `late_s` seconds.
+def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str = "") -> LaneError:
+    """Returns the error that accuses a lane because it sent no answer within `late_s` seconds.
 
     Args:
         note: how far the ask got, for a lane of another pod.
@@ -187,16 +189,16 @@ def late_lane(rank: int, layer: int, rows: int, late_s: float, note: str = "") -
     return LaneError(
         rank,
         f"feed-forward rank {rank}: sent no answer within {late_s:.1f} s for layer {layer} with {rows} rows"
-        f"{note}. See its log",
+        f"{note}. See the log of this rank",
     )
 
 
-def failed_lane(rank: int, layer: int, rows: int) -> LaneFailedError:
-    """Returns the error that accuses a lane of a failed computation."""
+def build_failed_error(rank: int, layer: int, rows: int) -> LaneFailedError:
+    """Returns the error that accuses a lane because its computation failed."""
     return LaneFailedError(
         rank,
-        f"feed-forward rank {rank}: its computation of layer {layer} with {rows} rows failed, and it did not "
-        "report the cause. See its log",
+        f"feed-forward rank {rank}: the computation of layer {layer} with {rows} rows failed (the rank did "
+        "not report the cause). See the log of this rank",
     )
 
 
@@ -213,9 +215,10 @@ def check_ask(shape: Shape, x: torch.Tensor, ids: torch.Tensor | None) -> None:
 
 
 def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
-    """Sends a test pattern that each of `ranks` returns.
+    """Sends a test pattern to `ranks` ranks, which return it.
 
-    Raises RuntimeError if the sum of answers is wrong.
+    Raises:
+        RuntimeError: the sum of the answers is wrong.
     """
     rows = min(shape.max_rows, 64)
     pattern = torch.arange(rows * shape.hidden) % 7 + 1  # sums of up to MAX_LANES are exact in bfloat16
@@ -224,8 +227,8 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
     if shape.topk:
         ids = torch.zeros((rows, shape.topk), dtype=torch.int32, device=device)
         weights = torch.zeros((rows, shape.topk), dtype=torch.float32, device=device)
-    got = asks.ask(PROBE_LAYER, x, ids, weights, None)
-    if not torch.equal(got, x * ranks):
+    answer = asks.ask(PROBE_LAYER, x, ids, weights, None)
+    if not torch.equal(answer, x * ranks):
         raise RuntimeError(
             f"{ranks} feed-forward ranks returned a wrong sum of the test pattern (perhaps this device "
             "does not see writes of other processes to shared memory). Restart the group. If the error comes "
@@ -234,7 +237,10 @@ def probe(asks: Any, shape: Shape, device: torch.device, ranks: int) -> None:
 
 
 class Watch:
-    """A thread that finds a lane without an answer if no host thread waits for that lane."""
+    """A thread that finds a lane without an answer while no host thread waits for lanes.
+
+    A GPU waits for lanes by itself, so no host thread would notice a lane that hangs.
+    """
 
     def __init__(
         self,
@@ -242,11 +248,11 @@ class Watch:
         lanes: Sequence[RankAssignment],
         ready: Sequence[LaneReady],
         fail: Callable[[BaseException], Any],
-        note: Callable[[int], str] = no_note,
+        describe_ask: Callable[[int], str] = no_description,
     ) -> None:
         """Starts the thread; `fail` gets the error that ends this rank, and does not return."""
         self._slab, self._lanes, self._ready, self._fail = slab, lanes, ready, fail
-        self._note = note
+        self._describe_ask = describe_ask
         self._ended = threading.Event()
         self._thread = start_thread(self._run, name="heteroinfer-feed-forward", failed=fail)
 
@@ -256,9 +262,11 @@ class Watch:
         Raises:
             RuntimeError: the device gave up an ask, and `fail` returned or was not called in time.
         """
-        if self._slab.failed:
+        if self._slab.device_gave_up:
             self._thread.join(NAMING_LIMIT_S)
-            raise RuntimeError("an ask of feed-forward ranks was given up: what the step gave is wrong")
+            raise RuntimeError(
+                "the device gave up an ask to a feed-forward rank, so this step has no valid result"
+            )
 
     def close(self) -> None:
         """Ends the thread."""
@@ -266,19 +274,21 @@ class Watch:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
+        """Judges the lanes at regular times, until a lane has failed or the watch is closed."""
+        lane_judge = LaneJudge(WATCH_INTERVAL_S, time.monotonic())
         while not self._ended.wait(WATCH_INTERVAL_S):
-            self._slab.count_turn()
-            verdict = judge.look(self._observe_lanes(), time.monotonic())
+            self._slab.count_watch_turn()
+            verdict = lane_judge.judge(self._observe_lanes(), time.monotonic())
             if verdict is not None:
-                self._fail(self._error(verdict))
+                self._fail(self._build_error(verdict))
                 return
 
-    def _observe_lanes(self) -> Look:
+    def _observe_lanes(self) -> SlabState:
+        """Reads the state of the slab."""
         slab = self._slab
-        asked, gave_up = slab.asked, slab.failed
-        views = [slab.lane(lane) for lane in range(len(self._lanes))]
-        return Look(
+        asked, gave_up = slab.asked, slab.device_gave_up
+        views = [slab.read_lane(lane) for lane in range(len(self._lanes))]
+        return SlabState(
             asked=asked,
             answered=tuple(view.answered for view in views),
             failed=tuple(view.status != 0 for view in views),
@@ -287,15 +297,16 @@ class Watch:
             given_up_lane=slab.given_up_lane if gave_up else None,
         )
 
-    def _error(self, verdict: Verdict) -> RuntimeError:
+    def _build_error(self, verdict: Verdict) -> RuntimeError:
+        """Returns the error that ends this rank for a verdict."""
         layer, rows = self._slab.asked_layer, self._slab.asked_rows
         if verdict.lane is None:
             return RuntimeError(
-                f"the device gave up an ask near layer {layer}, though every feed-forward rank has answered; "
-                "restart the group, and report this if it comes again"
+                f"the device gave up an ask near layer {layer}, although every feed-forward rank has "
+                "answered. Restart the group. If the error comes again, report it"
             )
-        rank = self._lanes[verdict.lane].rank
+        accused = self._lanes[verdict.lane].rank
         if not verdict.failed:
-            return late_lane(rank, layer, rows, verdict.waited_s, self._note(verdict.lane))
-        self._ended.wait(OWN_WORD_S)
-        return failed_lane(rank, layer, rows)
+            return build_late_error(accused, layer, rows, verdict.waited_s, self._describe_ask(verdict.lane))
+        self._ended.wait(OWN_REPORT_S)
+        return build_failed_error(accused, layer, rows)

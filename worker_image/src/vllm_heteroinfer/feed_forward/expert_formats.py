@@ -58,20 +58,20 @@ class ExpertWeights:
         self._read, self.name = self._recognize()
 
     @property
-    def dense(self) -> torch.dtype | None:
+    def unquantized_dtype(self) -> torch.dtype | None:
         """Type of unquantized weights; None for coded weights."""
-        dtype = self._type("w13_weight")
+        dtype = self._find_dtype("w13_weight")
         return dtype if dtype in {torch.bfloat16, torch.float16, torch.float32} else None
 
-    def part(self, expert: int, *, w13: bool) -> Coded:
-        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2."""
+    def read_coded(self, expert: int, *, w13: bool) -> Coded:
+        """Returns this rank's columns of w13 (gates, then ups) or its inputs of w2, in the kernels' terms."""
         return self._read(expert, w13)
 
-    def floats(self, expert: int, *, w13: bool) -> torch.Tensor:
+    def read_floats(self, expert: int, *, w13: bool) -> torch.Tensor:
         """Returns this rank's part of unquantized weights, [columns, inputs]."""
         return self._read_columns("w13_weight", expert) if w13 else self._read_inputs("w2_weight", expert)
 
-    def bias(self, expert: int, *, w13: bool) -> torch.Tensor | None:
+    def read_bias(self, expert: int, *, w13: bool) -> torch.Tensor | None:
         """Returns this rank's bias of w13 or of w2; only one rank adds the bias of w2."""
         name = "w13_bias" if w13 else "w2_bias"
         if not self._reader.has(name):
@@ -93,6 +93,7 @@ class ExpertWeights:
         shape, own = self._shape, self._shape.own
 
         def read(first: int, end: int) -> torch.Tensor:
+            """Reads columns [first, end) of the parameter."""
             ranges: list[Range | None] = [None, None]
             ranges[dim] = (first // per, -(-end // per))
             return self._reader.read(name, expert, *ranges[: len(self._reader.shape(name))])
@@ -110,7 +111,12 @@ class ExpertWeights:
         return torch.cat(parts, dim)
 
     def _read_inputs(self, name: str, expert: int, dim: int = 1, per: int = 1) -> torch.Tensor:
-        """Reads this rank's inputs of w2."""
+        """Reads this rank's inputs of w2.
+
+        Args:
+            dim: dimension of the inputs.
+            per: inputs per element.
+        """
         own = self._shape.own
         ranges: list[Range | None] = [None, None]
         ranges[dim] = (own.first // per, -(-own.end // per))
@@ -127,74 +133,87 @@ class ExpertWeights:
     def _columns_and_inputs(self, w13: bool) -> tuple[int, int]:
         """Returns columns and inputs of w13 or w2."""
         shape = self._shape
-        wide = shape.own.count * (2 if shape.gated else 1)
-        return (wide, shape.hidden) if w13 else (shape.hidden, shape.own.count)
+        columns = shape.own.count * (2 if shape.gated else 1)
+        return (columns, shape.hidden) if w13 else (shape.hidden, shape.own.count)
 
-    def _coded(self, form: Format, w13: bool, codes: torch.Tensor, **rest: torch.Tensor | None) -> Coded:
+    def _build_coded(
+        self, form: Format, w13: bool, codes: torch.Tensor, **rest: torch.Tensor | None
+    ) -> Coded:
+        """Returns the weight with these codes, and this rank's size of w13 or w2."""
         columns, inputs = self._columns_and_inputs(w13)
         return Coded(format=form, columns=columns, inputs=inputs, codes=codes, **rest)
 
     # Formats
 
-    def _type(self, name: str) -> torch.dtype | None:
+    def _find_dtype(self, name: str) -> torch.dtype | None:
+        """Returns the type of a parameter; None if the layer does not have it."""
         return self._reader.dtype(name) if name in self._reader.recipe.parameters else None
 
     def _recognize(self) -> tuple[Callable[[int, bool], Coded], str]:
-        weight = self._type("w13_weight") or self._type("w13_weight_packed") or self._type("w13_qweight")
+        """Returns the method that reads this layer's format, and the format's name."""
+        weight = (
+            self._find_dtype("w13_weight")
+            or self._find_dtype("w13_weight_packed")
+            or self._find_dtype("w13_qweight")
+        )
         if weight in _FLOATS or weight == torch.float32:
-            return self._unquantized, str(weight).removeprefix("torch.")
+            return self._read_unquantized, str(weight).removeprefix("torch.")
         known = {
             _FP8: self._recognize_fp8,
             torch.int8: self._recognize_int8,
             torch.uint8: self._recognize_fp4,
             torch.int32: self._recognize_packed
-            if self._type("w13_weight_packed")
+            if self._find_dtype("w13_weight_packed")
             else self._recognize_awq_or_gptq,
         }
         if weight not in known:
-            raise self._refusal()
+            raise self._build_refusal()
         return known[weight]()
 
-    def _refusal(self) -> ContractError:
+    def _build_refusal(self) -> ContractError:
+        """Returns the error for a format that no kernel computes."""
         recipe = self._reader.recipe
         parameters = ", ".join(f"{name} {describe(each)}" for name, each in sorted(recipe.parameters.items()))
         return ContractError(
-            f"experts: HeteroInfer's CPU kernels do not compute the format of {recipe.method} "
-            f"({parameters}). Take the model in bf16, FP8, int4 or MXFP4, or use GPU roles only"
+            f"experts: HeteroInfer's CPU kernels do not support the format of {recipe.method} "
+            f"({parameters}). Use the model in bf16, FP8, int4 or MXFP4, or use GPU roles only"
         )
 
-    def _unquantized(self, expert: int, w13: bool) -> Coded:
-        weight = self.floats(expert, w13=w13)
-        return self._coded(Format(code=_FLOATS[weight.dtype]), w13, _rows(weight))
+    def _read_unquantized(self, expert: int, w13: bool) -> Coded:
+        """Reads bf16 or float16 weights as codes of 16 bits without scales."""
+        weight = self.read_floats(expert, w13=w13)
+        return self._build_coded(Format(code=_FLOATS[weight.dtype]), w13, _with_contiguous_rows(weight))
 
-    def _per_column(self, suffix: str) -> bool:
-        shape = self._reader.shape(f"w13_{suffix}") if self._type(f"w13_{suffix}") else ()
+    def _has_column_scales(self, suffix: str) -> bool:
+        """Returns whether a parameter of w13 has one scale for each column."""
+        shape = self._reader.shape(f"w13_{suffix}") if self._find_dtype(f"w13_{suffix}") else ()
         return len(shape) == 2 and shape[1] == 1 and shape[0] == self._reader.shape("w13_weight")[0]
 
     def _recognize_fp8(self) -> tuple[Callable[[int, bool], Coded], str]:
-        if self._type("w13_weight_scale") == torch.uint8:
-            return self._mxfp8, "MXFP8"
-        if self._per_column("weight_scale"):
-            return self._fp8_column, "FP8 per channel"
-        scale = f"w13_{self._block_suffix}"
-        if self._type(scale) is None:
-            raise self._refusal()
+        """Recognizes FP8 by its scales: MXFP8, per channel, per tensor, or in blocks."""
+        if self._find_dtype("w13_weight_scale") == torch.uint8:
+            return self._read_mxfp8, "MXFP8"
+        if self._has_column_scales("weight_scale"):
+            return self._read_fp8_column, "FP8 per channel"
+        scale = f"w13_{self._block_scale_suffix}"
+        if self._find_dtype(scale) is None:
+            raise self._build_refusal()
         if len(self._reader.shape(scale)) <= 1:
-            return self._fp8_tensor, "FP8 per tensor"
-        if not self.in_blocks:
-            raise self._refusal()
-        return self._fp8_block, "FP8 in blocks"
+            return self._read_fp8_tensor, "FP8 per tensor"
+        if not self.has_fp8_blocks:
+            raise self._build_refusal()
+        return self._read_fp8_block, "FP8 in blocks"
 
     @property
-    def _block_suffix(self) -> str:
-        """The name of the scales of FP8 blocks, without the part."""
-        return "weight_scale_inv" if self._type("w13_weight_scale_inv") else "weight_scale"
+    def _block_scale_suffix(self) -> str:
+        """The name of the parameter with the scales of FP8 blocks, after `w13_` or `w2_`."""
+        return "weight_scale_inv" if self._find_dtype("w13_weight_scale_inv") else "weight_scale"
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether blocks of _BLOCK columns and inputs of FP8 weights share a scale."""
-        scale = f"w13_{self._block_suffix}"
-        if self._type("w13_weight") != _FP8 or self._type(scale) != torch.float32:
+    def has_fp8_blocks(self) -> bool:
+        """Whether each block of _BLOCK columns and _BLOCK inputs of FP8 weights has one scale."""
+        scale = f"w13_{self._block_scale_suffix}"
+        if self._find_dtype("w13_weight") != _FP8 or self._find_dtype(scale) != torch.float32:
             return False
         columns, inputs = self._reader.shape("w13_weight")
         halves = 2 if self._shape.gated else 1
@@ -203,13 +222,17 @@ class ExpertWeights:
 
     def block_scales(self, expert: int, *, w13: bool) -> torch.Tensor:
         """Returns the scales of this rank's blocks of 128 columns and 128 inputs, float32."""
-        return self._read_columns_and_inputs(self._block_suffix, expert, w13, _BLOCK, _BLOCK)
+        return self._read_columns_and_inputs(self._block_scale_suffix, expert, w13, _BLOCK, _BLOCK)
 
-    def _bytes(self, expert: int, w13: bool) -> torch.Tensor:
+    def _read_bytes(self, expert: int, w13: bool) -> torch.Tensor:
         """Reads codes of 8 bits."""
-        return _rows(self._read_columns_and_inputs("weight", expert, w13).view(torch.uint8))
+        return _with_contiguous_rows(self._read_columns_and_inputs("weight", expert, w13).view(torch.uint8))
 
-    def _fp8_block(self, expert: int, w13: bool) -> Coded:
+    def _read_fp8_block(self, expert: int, w13: bool) -> Coded:
+        """Reads FP8 with a float32 scale for each block of 128 columns and inputs.
+
+        The kernels need a scale for each 32 columns, so each scale is repeated.
+        """
         scales = self.block_scales(expert, w13=w13).repeat_interleave(_BLOCK // SHARED_COLUMNS, 0)
         columns, _ = self._columns_and_inputs(w13)
         if w13 and self._shape.gated:  # each half is cut to its own columns
@@ -218,119 +241,146 @@ class ExpertWeights:
         else:
             scales = scales[: -(-columns // SHARED_COLUMNS)]
         form = Format(code=Code.FP8, scale=Scale.BLOCK_F32, group=_BLOCK)
-        return self._coded(form, w13, self._bytes(expert, w13), scales=scales.contiguous())
+        return self._build_coded(form, w13, self._read_bytes(expert, w13), scales=scales.contiguous())
 
-    def _fp8_column(self, expert: int, w13: bool) -> Coded:
-        scales = self._column_scales(expert, w13)
+    def _read_fp8_column(self, expert: int, w13: bool) -> Coded:
+        """Reads FP8 with a scale for each column."""
+        scales = self._read_column_scales(expert, w13)
         form = Format(code=Code.FP8, scale=_COLUMN_SCALES[scales.dtype])
-        return self._coded(form, w13, self._bytes(expert, w13), scales=scales)
+        return self._build_coded(form, w13, self._read_bytes(expert, w13), scales=scales)
 
-    def _column_scales(self, expert: int, w13: bool) -> torch.Tensor:
+    def _read_column_scales(self, expert: int, w13: bool) -> torch.Tensor:
+        """Reads one scale for each column of w13 or w2."""
         if w13:
             return self._read_columns("w13_weight_scale", expert).contiguous()
         return self._reader.read("w2_weight_scale", expert).contiguous()
 
-    def _fp8_tensor(self, expert: int, w13: bool) -> Coded:
+    def _read_fp8_tensor(self, expert: int, w13: bool) -> Coded:
+        """Reads FP8 with one scale for w2, and one or two (one for each half) for w13.
+
+        The kernels need a scale for each column, so each scale is repeated.
+        """
         columns, _ = self._columns_and_inputs(w13)
-        given = self._reader.read("w13_weight_scale" if w13 else "w2_weight_scale", expert).float().view(-1)
-        scales = given.repeat_interleave(columns // given.numel()).view(columns, 1)
-        return self._coded(
-            Format(code=Code.FP8, scale=Scale.COLUMN_F32), w13, self._bytes(expert, w13), scales=scales
+        checkpoint_scales = (
+            self._reader.read("w13_weight_scale" if w13 else "w2_weight_scale", expert).float().view(-1)
+        )
+        scales = checkpoint_scales.repeat_interleave(columns // checkpoint_scales.numel()).view(columns, 1)
+        return self._build_coded(
+            Format(code=Code.FP8, scale=Scale.COLUMN_F32), w13, self._read_bytes(expert, w13), scales=scales
         )
 
-    def _mxfp8(self, expert: int, w13: bool) -> Coded:
+    def _read_mxfp8(self, expert: int, w13: bool) -> Coded:
+        """Reads FP8 with a power of two as the scale of 32 inputs."""
         form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=32)
         scales = self._read_columns_and_inputs("weight_scale", expert, w13, 1, 32).contiguous()
-        return self._coded(form, w13, self._bytes(expert, w13), scales=scales)
+        return self._build_coded(form, w13, self._read_bytes(expert, w13), scales=scales)
 
     def _recognize_int8(self) -> tuple[Callable[[int, bool], Coded], str]:
-        if not self._per_column("weight_scale"):
-            raise self._refusal()
-        return self._int8, "int8"
+        """Recognizes int8 with one scale for each column."""
+        if not self._has_column_scales("weight_scale"):
+            raise self._build_refusal()
+        return self._read_int8, "int8"
 
-    def _int8(self, expert: int, w13: bool) -> Coded:
-        scales = self._column_scales(expert, w13)
-        return self._coded(
+    def _read_int8(self, expert: int, w13: bool) -> Coded:
+        """Reads int8 with a scale for each column."""
+        scales = self._read_column_scales(expert, w13)
+        return self._build_coded(
             Format(code=Code.INT8, scale=_COLUMN_SCALES[scales.dtype]),
             w13,
-            self._bytes(expert, w13),
+            self._read_bytes(expert, w13),
             scales=scales,
         )
 
     def _recognize_fp4(self) -> tuple[Callable[[int, bool], Coded], str]:
-        scale = self._type("w13_weight_scale")
+        """Recognizes MXFP4 and NVFP4 by the type and the number of their scales."""
+        scale = self._find_dtype("w13_weight_scale")
         groups = self._reader.shape("w13_weight_scale")[-1] if scale else 0
         if scale == torch.uint8 and groups * 32 >= self._shape.hidden:
-            return self._mxfp4, "MXFP4"
+            return self._read_mxfp4, "MXFP4"
         if scale == _FP8 and groups * 16 >= self._shape.hidden:
-            return self._nvfp4, "NVFP4"
-        raise self._refusal()
+            return self._read_nvfp4, "NVFP4"
+        raise self._build_refusal()
 
-    def _fp4_codes(self, expert: int, w13: bool) -> torch.Tensor:
-        suffix = "weight" if self._type("w13_weight") else "weight_packed"
+    def _read_fp4_codes(self, expert: int, w13: bool) -> torch.Tensor:
+        """Reads codes of FP4, without the padding of the checkpoint."""
+        suffix = "weight" if self._find_dtype("w13_weight") else "weight_packed"
         columns, inputs = self._columns_and_inputs(w13)
-        return _rows(self._read_columns_and_inputs(suffix, expert, w13, 1, 2)[:columns, : inputs // 2])
+        return _with_contiguous_rows(
+            self._read_columns_and_inputs(suffix, expert, w13, 1, 2)[:columns, : inputs // 2]
+        )
 
-    def _mxfp4(self, expert: int, w13: bool) -> Coded:
+    def _read_mxfp4(self, expert: int, w13: bool) -> Coded:
+        """Reads FP4 with a power of two as the scale of 32 inputs, without padding."""
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=32)
         columns, inputs = self._columns_and_inputs(w13)
         scales = self._read_columns_and_inputs("weight_scale", expert, w13, 1, 32)[
             :columns, : -(-inputs // 32)
         ].contiguous()
-        return self._coded(form, w13, self._fp4_codes(expert, w13), scales=scales)
+        return self._build_coded(form, w13, self._read_fp4_codes(expert, w13), scales=scales)
 
-    def _nvfp4(self, expert: int, w13: bool) -> Coded:
+    def _read_nvfp4(self, expert: int, w13: bool) -> Coded:
+        """Reads FP4 with an FP8 scale for 16 inputs, and a float32 factor.
+
+        w2 has one factor, w13 one or one for each half. compressed-tensors stores the divisor
+        (`_global_scale`), ModelOpt the factor (`_scale_2`).
+        """
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=16)
         columns, _ = self._columns_and_inputs(w13)
         part = "w13" if w13 else "w2"
-        divides = self._type("w13_weight_global_scale") is not None
+        divides = self._find_dtype("w13_weight_global_scale") is not None
         name = f"{part}_weight_global_scale" if divides else f"{part}_weight_scale_2"
-        given = self._reader.read(name, expert).float().view(-1)
-        factors = (1 / given if divides else given).repeat_interleave(columns // given.numel())
+        checkpoint_factors = self._reader.read(name, expert).float().view(-1)
+        factors = (1 / checkpoint_factors if divides else checkpoint_factors).repeat_interleave(
+            columns // checkpoint_factors.numel()
+        )
         scales = (
             self._read_columns_and_inputs("weight_scale", expert, w13, 1, 16).contiguous().view(torch.uint8)
         )
-        codes = self._fp4_codes(expert, w13)
-        return self._coded(form, w13, codes, scales=scales, factors=factors.contiguous())
+        codes = self._read_fp4_codes(expert, w13)
+        return self._build_coded(form, w13, codes, scales=scales, factors=factors.contiguous())
 
     def _recognize_packed(self) -> tuple[Callable[[int, bool], Coded], str]:
         """Recognizes compressed-tensors' format: int32 words with codes of one column."""
         packed = self._reader.shape("w13_weight_packed")
         if packed[1] * _NIBBLES != self._shape.hidden or self._reader.has("w13_weight_g_idx"):
-            raise self._refusal()
-        return self._int4_packed, "int4"
+            raise self._build_refusal()
+        return self._read_int4_packed, "int4"
 
-    def _int4_packed(self, expert: int, w13: bool) -> Coded:
+    def _read_int4_packed(self, expert: int, w13: bool) -> Coded:
+        """Reads compressed-tensors' int4, in two's complement and with zero points if there are any."""
         part = "w13" if w13 else "w2"
-        group = self._group(self._reader.shape(f"{part}_weight_scale")[1], w13)
+        group = self._inputs_per_scale(self._reader.shape(f"{part}_weight_scale")[1], w13)
         codes = (
-            _rows(self._read_columns_and_inputs("weight_packed", expert, w13, 1, _NIBBLES)).view(torch.uint8)
+            _with_contiguous_rows(
+                self._read_columns_and_inputs("weight_packed", expert, w13, 1, _NIBBLES)
+            ).view(torch.uint8)
             ^ _SIGNS
         )
-        scales = self._scales_by_group("weight_scale", expert, w13, group)
+        scales = self._read_group_scales("weight_scale", expert, w13, group)
         zeros = None
         if self._reader.has(f"{part}_weight_zero_point"):
-            zeros = self._zero_points(f"{part}_weight_zero_point", expert, w13, group)
+            zeros = self._read_zero_points(f"{part}_weight_zero_point", expert, w13, group)
         form = Format(
             code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=zeros is not None
         )
-        return self._coded(form, w13, codes, scales=scales, zeros=zeros)
+        return self._build_coded(form, w13, codes, scales=scales, zeros=zeros)
 
-    def _zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
+    def _read_zero_points(self, name: str, expert: int, w13: bool, group: int) -> torch.Tensor:
         """Reads zero points that are packed along the columns, [columns / 8, groups]; stored as value + 8."""
         if w13:
             packed = self._read_columns(name, expert, 0, _NIBBLES)
         else:
             packed = self._read_inputs(name, expert, 1, group) if group else self._reader.read(name, expert)
-        unpacked = _nibbles(packed.t().contiguous()).t()
+        unpacked = _unpack_nibbles(packed.t().contiguous()).t()
         return (unpacked.to(torch.int8) - 8).contiguous()
 
-    def _group(self, groups: int, w13: bool) -> int:
+    def _inputs_per_scale(self, scales: int, w13: bool) -> int:
         """Returns the number of inputs that share a scale; 0 if all inputs do."""
         inputs = self._shape.hidden if w13 else self._shape.own.total
-        return 0 if groups == 1 else inputs // groups
+        return 0 if scales == 1 else inputs // scales
 
-    def _scales_by_group(self, suffix: str, expert: int, w13: bool, group: int) -> torch.Tensor:
+    def _read_group_scales(self, suffix: str, expert: int, w13: bool, group: int) -> torch.Tensor:
+        """Reads the scales of groups of inputs, [columns, groups]."""
         if w13:
             return self._read_columns(f"w13_{suffix}", expert).contiguous()
         if not group:
@@ -341,12 +391,12 @@ class ExpertWeights:
         """Recognizes AWQ (codes packed along the columns) and GPTQ (packed along the inputs)."""
         rows, hidden = self._reader.shape("w13_qweight")[0], self._shape.hidden
         if rows == hidden:
-            return self._awq, "int4 (AWQ)"
+            return self._read_awq, "int4 (AWQ)"
         if rows * _NIBBLES == hidden:
-            return self._gptq, "int4 (GPTQ)"
-        raise self._refusal()
+            return self._read_gptq, "int4 (GPTQ)"
+        raise self._build_refusal()
 
-    def _read_groups(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
+    def _read_by_group(self, suffix: str, expert: int, w13: bool, group: int, per: int) -> torch.Tensor:
         """Reads a parameter [groups, columns / per] of AWQ or GPTQ."""
         if w13:
             return self._read_columns(f"w13_{suffix}", expert, 1, per)
@@ -354,46 +404,48 @@ class ExpertWeights:
             return self._reader.read(f"w2_{suffix}", expert)
         return self._read_inputs(f"w2_{suffix}", expert, 0, group)
 
-    def _awq(self, expert: int, w13: bool) -> Coded:
-        group = self._group(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
+    def _read_awq(self, expert: int, w13: bool) -> Coded:
+        """Reads AWQ's int4, transposed and in two's complement, with zero points."""
+        group = self._inputs_per_scale(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
         packed = (
             self._read_columns("w13_qweight", expert, 1, _NIBBLES)
             if w13
             else self._read_inputs("w2_qweight", expert, 0)
         )
-        codes = _nibbles(packed, _AWQ_ORDER).t().contiguous()
-        scales = self._read_groups("scales", expert, w13, group, 1).t().contiguous()
-        zeros = _nibbles(self._read_groups("qzeros", expert, w13, group, _NIBBLES), _AWQ_ORDER)
+        codes = _unpack_nibbles(packed, _AWQ_ORDER).t().contiguous()
+        scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()
+        zeros = _unpack_nibbles(self._read_by_group("qzeros", expert, w13, group, _NIBBLES), _AWQ_ORDER)
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group, zeros=True)
         points = (zeros.t().to(torch.int8) - 8).contiguous()
-        return self._coded(form, w13, _pairs(codes) ^ _SIGNS, scales=scales, zeros=points)
+        return self._build_coded(form, w13, _pack_nibbles(codes) ^ _SIGNS, scales=scales, zeros=points)
 
-    def _gptq(self, expert: int, w13: bool) -> Coded:
+    def _read_gptq(self, expert: int, w13: bool) -> Coded:
+        """Reads GPTQ's int4, transposed and in two's complement."""
         part = "w13" if w13 else "w2"
-        group = self._group(self._reader.shape(f"{part}_scales")[0], w13)
+        group = self._inputs_per_scale(self._reader.shape(f"{part}_scales")[0], w13)
         if self._reader.has(f"{part}_g_idx"):
             order = self._reader.read(f"{part}_g_idx", expert)
             if group and not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // group):
-                raise self._refusal()  # act-order
+                raise self._build_refusal()  # act-order
         packed = (
             self._read_columns("w13_qweight", expert, 1)
             if w13
             else self._read_inputs("w2_qweight", expert, 0, _NIBBLES)
         )
         codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS
-        scales = self._read_groups("scales", expert, w13, group, 1).t().contiguous()
+        scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()
         # vLLM takes symmetric GPTQ alone, and ignores the zero points that its files have.
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group)
-        return self._coded(form, w13, codes, scales=scales)
+        return self._build_coded(form, w13, codes, scales=scales)
 
 
-def _rows(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight with contiguous rows."""
+def _with_contiguous_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Returns the weight itself if its rows are contiguous, otherwise a copy."""
     return weight if weight.stride(-1) == 1 else weight.contiguous()
 
 
-def _nibbles(packed: torch.Tensor, order: tuple[int, ...] = tuple(range(_NIBBLES))) -> torch.Tensor:
-    """Returns the codes of 4 bits of int32 [rows, n] as uint8 [rows, 8 n].
+def _unpack_nibbles(packed: torch.Tensor, order: tuple[int, ...] = tuple(range(_NIBBLES))) -> torch.Tensor:
+    """Unpacks codes of 4 bits: int32 [rows, n] to uint8 [rows, 8 n].
 
     Args:
         order: place of each of the 8 codes in an int32.
@@ -403,6 +455,6 @@ def _nibbles(packed: torch.Tensor, order: tuple[int, ...] = tuple(range(_NIBBLES
     return codes.flatten(-2).to(torch.uint8)
 
 
-def _pairs(codes: torch.Tensor) -> torch.Tensor:
+def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Packs 4-bit codes [rows, n] into bytes [rows, n / 2], the first code in the low half."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)

@@ -57,6 +57,7 @@ class LayerReader:
     """
 
     def __init__(self, mapped: MappedFiles, layer: LayerRecipe, *, dummy: bool) -> None:
+        """Sorts the pieces of each parameter by expert. `dummy`: read random numbers instead of files."""
         self._mapped, self.recipe, self._dummy = mapped, layer, dummy
         self._pieces: dict[str, list[list[Piece]]] = {}
         for name, parameter in layer.parameters.items():
@@ -89,39 +90,42 @@ class LayerReader:
                 checkpoint does not fill are 0.
         """
         parameter = self.recipe.parameters[name]
-        wanted = [(0, count) for count in parameter.shape[1:]]
-        wanted[: len(ranges)] = [given or whole for given, whole in zip(ranges, wanted, strict=False)]
-        dtype, size = self.dtype(name), [end - first for first, end in wanted]
+        ranges_read = [(0, count) for count in parameter.shape[1:]]
+        ranges_read[: len(ranges)] = [
+            given or whole for given, whole in zip(ranges, ranges_read, strict=False)
+        ]
+        dtype, size = self.dtype(name), [end - first for first, end in ranges_read]
         if self._dummy:
-            return _random(size, dtype)
-        parts = [
+            return _random_weights(size, dtype)
+        regions = [
             part
             for piece in self._pieces[name][expert]
-            if (part := _intersection(piece, expert, wanted)) is not None
+            if (part := _intersection(piece, expert, ranges_read)) is not None
         ]
-        if len(parts) == 1 and parts[0][2] == size:
-            found = self._view(*parts[0])
-            self.read_bytes += found.nbytes
-            return found if found.dtype == dtype else found.to(dtype)
-        out = torch.zeros(size, dtype=dtype)
-        for piece, start, count in parts:
-            target = out
+        if len(regions) == 1 and regions[0][2] == size:
+            piece_values = self._view(*regions[0])
+            self.read_bytes += piece_values.nbytes
+            return piece_values if piece_values.dtype == dtype else piece_values.to(dtype)
+        values = torch.zeros(size, dtype=dtype)
+        for piece, start, count in regions:
+            target = values
             for dim, (first, length) in enumerate(zip(start, count, strict=True)):
-                at = max(first, wanted[dim][0]) - wanted[dim][0]
-                target = target.narrow(dim, at, length)
-            found = self._view(piece, start, count)
-            self.read_bytes += found.nbytes
-            target.copy_(found)
-        return out
+                offset = max(first, ranges_read[dim][0]) - ranges_read[dim][0]
+                target = target.narrow(dim, offset, length)
+            piece_values = self._view(piece, start, count)
+            self.read_bytes += piece_values.nbytes
+            target.copy_(piece_values)
+        return values
 
     def _view(self, piece: Piece, start: Sequence[int], count: Sequence[int]) -> torch.Tensor:
+        """Returns a region of a piece: a view of the file, or of the values in the recipe."""
         dtype: torch.dtype = getattr(torch, piece.dtype)
         if piece.file == VALUES:
-            whole = torch.frombuffer(bytearray.fromhex(piece.values), dtype=dtype).view(piece.size)
-            found = whole.select(0, 0)
+            all_values = torch.frombuffer(bytearray.fromhex(piece.values), dtype=dtype).view(piece.size)
+            view = all_values.select(0, 0)
             for dim, (first, length) in enumerate(zip(start, count, strict=True)):
-                found = found.narrow(dim, first - piece.start[1 + dim], length)
-            return found
+                view = view.narrow(dim, first - piece.start[1 + dim], length)
+            return view
         skipped = sum(
             (first - begin) * stride
             for first, begin, stride in zip(start, piece.start[1:], piece.strides[1:], strict=True)
@@ -131,32 +135,33 @@ class LayerReader:
 
 
 def _intersection(
-    piece: Piece, expert: int, wanted: Sequence[Range]
+    piece: Piece, expert: int, ranges: Sequence[Range]
 ) -> tuple[Piece, list[int], list[int]] | None:
     """Returns an expert's piece with the start and size of its region inside the wanted ranges."""
     start, count = [], []
-    for (first, end), begin, length in zip(wanted, piece.start[1:], piece.size[1:], strict=True):
+    for (first, end), begin, length in zip(ranges, piece.start[1:], piece.size[1:], strict=True):
         low, high = max(first, begin), min(end, begin + length)
         if low >= high:
             return None
         start.append(low)
         count.append(high - low)
-    moved = expert - piece.start[0]
-    if not moved:
+    experts_skipped = expert - piece.start[0]
+    if not experts_skipped:
         return piece, start, count
     if piece.file == VALUES:
-        return _select_values(piece, moved), start, count
+        return _select_values(piece, experts_skipped), start, count
     size = getattr(torch, piece.dtype).itemsize
-    return replace(piece, offset=piece.offset + moved * piece.strides[0] * size), start, count
+    return replace(piece, offset=piece.offset + experts_skipped * piece.strides[0] * size), start, count
 
 
 def _select_values(piece: Piece, expert: int) -> Piece:
-    each = 2 * math.prod(piece.size[1:]) * getattr(torch, piece.dtype).itemsize
-    values = piece.values[expert * each : (expert + 1) * each]
+    """Returns a piece with the values of one expert only. `expert` counts from the piece's first expert."""
+    digits = 2 * math.prod(piece.size[1:]) * getattr(torch, piece.dtype).itemsize
+    values = piece.values[expert * digits : (expert + 1) * digits]
     return replace(piece, size=(1, *piece.size[1:]), values=values)
 
 
-def _random(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _random_weights(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns small random numbers that repeat, because drawing 30 GB takes minutes; zeros for integers."""
     if not dtype.is_floating_point:
         return torch.zeros(tuple(size), dtype=dtype)

@@ -54,29 +54,29 @@ class MappedFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._state = _state(os.fstat(file.fileno()))
+                self._identity = _identity_of(os.fstat(file.fileno()))
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: the file is empty
-            raise ContractError(f"{path}: {_reason(error)}. Download the model again") from error
+            raise ContractError(f"{path}: {_describe_open_error(error)}. Download the model again") from error
         self.num_bytes = len(self._memory)
         length = int.from_bytes(self._memory[:_HEADER_LENGTH], "little")
-        self._data = _HEADER_LENGTH + length
+        self._data_start = _HEADER_LENGTH + length
         if not 0 < length <= min(MAX_HEADER_BYTES, self.num_bytes - _HEADER_LENGTH):
-            raise self._invalid(f"its header has {length} of {self.num_bytes} bytes")
-        header = self._memory[_HEADER_LENGTH : self._data]
+            raise self._invalid(f"its header of {length} bytes does not fit into {self.num_bytes} bytes")
+        header = self._memory[_HEADER_LENGTH : self._data_start]
         self.digest = hashlib.sha256(header).hexdigest()
         try:
             found = json.loads(header)
             entries = [(name, entry) for name, entry in found.items() if name != "__metadata__"]
-            self._entries = sorted((self._entry(*each) for each in entries), key=lambda entry: entry[1])
+            self._entries = sorted((self._parse_entry(*each) for each in entries), key=lambda entry: entry[1])
         except ContractError:  # a ValueError, too
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._invalid(f"its header is damaged ({type(error).__name__}: {error})") from error
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
-    def _entry(self, name: str, entry: Any) -> tuple[str, int, torch.dtype, list[int]]:
-        """Returns name, first byte, type and shape of a tensor, whose bytes the file must have."""
+    def _parse_entry(self, name: str, entry: Any) -> tuple[str, int, torch.dtype, list[int]]:
+        """Returns name, first byte, type and shape of a tensor, and checks that the file has its bytes."""
         shape, dtype, (start, end) = list(entry["shape"]), _TYPES.get(entry["dtype"]), entry["data_offsets"]
         if dtype is None:
             raise ContractError(
@@ -86,14 +86,15 @@ class MappedFile:
         if any(type(number) is not int for number in (*shape, start, end)):
             raise TypeError(f"tensor {name} has {shape} and bytes {start} to {end}, which must be integers")
         size = math.prod(shape) * dtype.itemsize
-        if min(0, *shape, start) < 0 or end - start != size or self._data + end > self.num_bytes:
+        if min(0, *shape, start) < 0 or end - start != size or self._data_start + end > self.num_bytes:
             raise self._invalid(
                 f"tensor {name} {entry['dtype']} {shape} has bytes {start} to {end} of "
-                f"{self.num_bytes - self._data}"
+                f"{self.num_bytes - self._data_start}"
             )
-        return name, self._data + start, dtype, shape
+        return name, self._data_start + start, dtype, shape
 
     def _invalid(self, problem: str) -> ContractError:
+        """Returns the error for a file that is not a whole safetensors file."""
         return ContractError(
             f"{self.path}: not a whole safetensors file: {problem}. Download the model again"
         )
@@ -101,10 +102,10 @@ class MappedFile:
     def check_unchanged(self) -> None:
         """Raises ContractError if somebody wrote to the file since it was mapped, or replaced it."""
         try:
-            same = _state(self.path.stat()) == self._state
+            unchanged = _identity_of(self.path.stat()) == self._identity
         except OSError:
-            same = False
-        if not same:
+            unchanged = False
+        if not unchanged:
             raise ContractError(
                 f"{self.path}: the file changed while this rank read it. Keep the model's files as they are "
                 "until the group is ready"
@@ -126,8 +127,8 @@ class MappedFile:
         """
         if not math.prod(shape):
             return torch.empty(tuple(shape), dtype=dtype)
-        reach = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=reach, offset=offset)
+        elements = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=elements, offset=offset)
         return flat.as_strided(tuple(shape), tuple(strides))
 
 
@@ -153,16 +154,18 @@ class MappedFiles:
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        at = bisect.bisect(self._addresses, (address, len(self.files))) - 1
-        if at < 0:
+        index = bisect.bisect(self._addresses, (address, len(self.files))) - 1
+        if index < 0:
             return None
-        start, number = self._addresses[at]
+        start, number = self._addresses[index]
         return (number, address - start) if address < start + self.files[number].num_bytes else None
 
 
-def _state(found: os.stat_result) -> tuple[int, ...]:
+def _identity_of(found: os.stat_result) -> tuple[int, ...]:
+    """Returns numbers that differ after the file is replaced or written to."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _reason(error: Exception) -> str:
+def _describe_open_error(error: Exception) -> str:
+    """Returns the reason why a file cannot be mapped, in words."""
     return (isinstance(error, OSError) and error.strerror) or "the file is empty"

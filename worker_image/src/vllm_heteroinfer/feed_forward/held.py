@@ -10,19 +10,19 @@ from heteroinfer_contract.column_shares import Span, share_columns, share_expert
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import FeedForwardShare
 from vllm_heteroinfer.feed_forward.expert_reader import ExpertReader
-from vllm_heteroinfer.feed_forward.held_experts import Experts, OwnPart, load
+from vllm_heteroinfer.feed_forward.held_experts import Experts, OwnPart, load_experts
 from vllm_heteroinfer.feed_forward.recipe import Recipe
 from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.weight_memory import WeightMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParts:
-    """The parts of a model that this rank computes.
+class LoadedParts:
+    """The experts and MLPs that this rank has loaded and computes.
 
     Attributes:
         parts: layer -> its experts, or its MLP as one expert.
-        own_experts: this rank's experts in each layer; None if it has a part of each expert.
+        own_experts: this rank's experts in each layer; None if it has columns of each expert.
     """
 
     parts: Mapping[int, Experts]
@@ -45,7 +45,9 @@ class HeldParts:
         return ", ".join(sorted({part.method for part in self.parts.values()}))
 
 
-def hold(recipe: Recipe, model: Path, own: FeedForwardShare, shares: Sequence[int], lane: int) -> HeldParts:
+def load_parts(
+    recipe: Recipe, model: Path, own: FeedForwardShare, shares: Sequence[int], lane: int
+) -> LoadedParts:
     """Reads and packs this rank's part of the recipe's layers.
 
     Args:
@@ -56,15 +58,16 @@ def hold(recipe: Recipe, model: Path, own: FeedForwardShare, shares: Sequence[in
         ContractError: a file is not as the asking rank saw it, or no kernel computes a layer.
     """
     by_experts = own.by_experts and recipe.topk > 0
-    counts = {layer.experts for layer in recipe.layers.values()}
-    if by_experts and len(counts) > 1:
+    expert_counts = {layer.experts for layer in recipe.layers.values()}
+    if by_experts and len(expert_counts) > 1:
         raise ContractError(
-            f"feed-forward ranks: layers have {sorted(counts)} experts, but ranks with whole experts need "
-            "one number. Set feedForward.ranks: 1, with the cores and memory of all"
+            "feed-forward ranks: all layers must have the same number of experts, because each rank has "
+            f"whole experts (got {sorted(expert_counts)}). Set feedForward.ranks: 1, and give this "
+            "rank the cores and memory of all ranks"
         )
     reader, memory = ExpertReader(recipe, model), WeightMemory()
     parts, own_experts = {}, None
-    with weight_memory.used(memory):
+    with weight_memory.place_weights_in(memory):
         for number, layer in sorted(recipe.layers.items()):
             columns = Span(total=layer.inner, first=0, end=layer.inner)
             experts = Span(total=layer.experts, first=0, end=layer.experts)
@@ -72,8 +75,8 @@ def hold(recipe: Recipe, model: Path, own: FeedForwardShare, shares: Sequence[in
                 experts = own_experts = share_experts(layer.experts, shares)[lane]
             else:
                 columns = share_columns(layer.inner, shares, recipe.unit)[lane]
-            part = OwnPart(columns=columns, experts=experts)
-            parts[number] = load(reader.layer(layer), part, getattr(torch, recipe.dtype))
+            own_part = OwnPart(columns=columns, experts=experts)
+            parts[number] = load_experts(reader.layer(layer), own_part, getattr(torch, recipe.dtype))
     reader.check_unchanged()
-    memory.gather_all_pages()
-    return HeldParts(parts=parts, own_experts=own_experts, memory=memory)
+    memory.move_all_to_huge_pages()
+    return LoadedParts(parts=parts, own_experts=own_experts, memory=memory)

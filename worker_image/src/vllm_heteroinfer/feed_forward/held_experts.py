@@ -16,7 +16,13 @@ from vllm_heteroinfer.feed_forward.expert_reader import LayerReader
 from vllm_heteroinfer.feed_forward.recipe import LayerRecipe
 from vllm_heteroinfer.kernels import linear, weight_memory
 from vllm_heteroinfer.kernels.coded import ELEMENTS, SHARED_COLUMNS, register
-from vllm_heteroinfer.kernels.coded_experts import Activation, ActivationKind, CodedExperts, empty_part, put
+from vllm_heteroinfer.kernels.coded_experts import (
+    Activation,
+    ActivationKind,
+    CodedExperts,
+    allocate_part,
+    pack_expert_into,
+)
 from vllm_heteroinfer.kernels.experts import FP8, PackedExperts, experts, pack_expert
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError
 
@@ -70,8 +76,8 @@ def activation_of(recipe: LayerRecipe) -> Activation:
     kind = _KINDS.get(name.removesuffix(_UNGATED))
     if kind is None:
         raise ContractError(
-            f"experts: HeteroInfer's CPU kernels do not compute the activation {name!r} "
-            f"(known: {', '.join(sorted(_KINDS))}, {ALTERNATING}). Leave these layers to the GPU"
+            f"experts: activation must be one of {', '.join(sorted(_KINDS))}, {ALTERNATING} in HeteroInfer's "
+            f"CPU kernels (got {name!r}). Use GPU roles only for these layers"
         )
     gated = not name.endswith(_UNGATED) and name != "relu2"
     return Activation(kind=kind, gated=gated, limit=inf if recipe.limit is None else recipe.limit)
@@ -85,8 +91,8 @@ class OwnPart:
     experts: Span
 
 
-def load(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Experts:
-    """Reads and packs this rank's part of a layer's experts.
+def load_experts(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Experts:
+    """Reads and packs this rank's part of a layer's experts, for the fastest kernel that supports it.
 
     Args:
         dtype: of inputs and outputs.
@@ -105,21 +111,28 @@ def load(reader: LayerReader, part: OwnPart, dtype: torch.dtype) -> Experts:
     )
     weights = ExpertWeights(reader, shape)
     library = _find_kernels()
-    even = recipe.hidden % SHARED_COLUMNS == part.columns.count % SHARED_COLUMNS == 0
-    biased = any(reader.has(name) for name in ("w13_bias", "w2_bias"))
-    if library is None or dtype not in ELEMENTS or not even or weights.dense == torch.float32:
-        if weights.dense is None:
+    has_supported_sizes = recipe.hidden % SHARED_COLUMNS == part.columns.count % SHARED_COLUMNS == 0
+    has_biases = any(reader.has(name) for name in ("w13_bias", "w2_bias"))
+    if (
+        library is None
+        or dtype not in ELEMENTS
+        or not has_supported_sizes
+        or weights.unquantized_dtype == torch.float32
+    ):
+        if weights.unquantized_dtype is None:
             raise ContractError(
-                f"experts: HeteroInfer's CPU kernels do not compute {weights.name} here (hidden "
-                f"{recipe.hidden}, {part.columns.count} columns, {dtype}, "
-                f"{'no kernels for this CPU' if library is None else 'sizes must be multiples of 32'}). Take "
-                "the model in bf16, or leave these layers to the GPU"
+                f"experts: HeteroInfer's CPU kernels do not support {weights.name} with these sizes on this "
+                f"CPU (hidden {recipe.hidden}, {part.columns.count} columns, {dtype}; "
+                f"{'no kernels for this CPU' if library is None else 'sizes must be multiples of 32'}). Use "
+                "the bf16 version of the model, or lower feedForward.layers"
             )
-        return _Floats(weights, part, activation, biased=biased)
-    plain = library.paths and activation == Activation() and not biased and dtype == torch.bfloat16
-    if plain and (weights.dense == torch.bfloat16 or weights.in_blocks):
-        return _Swish(library, weights, part, shape)
-    return _InAnyFormat(library, weights, part, activation, dtype, biased=biased)
+        return _TorchExperts(weights, part, activation, biased=has_biases)
+    fits_swish_kernel = (
+        library.paths and activation == Activation() and not has_biases and dtype == torch.bfloat16
+    )
+    if fits_swish_kernel and (weights.unquantized_dtype == torch.bfloat16 or weights.has_fp8_blocks):
+        return _SwishExperts(library, weights, part, shape)
+    return _CodedFormatExperts(library, weights, part, activation, dtype, biased=has_biases)
 
 
 def _find_kernels() -> KernelLibrary | None:
@@ -129,40 +142,45 @@ def _find_kernels() -> KernelLibrary | None:
     return None
 
 
-class _Swish:
-    """Experts in bf16 or FP8 blocks with SiLU."""
+class _SwishExperts:
+    """Experts in bf16 or FP8 blocks with SiLU, for the kernels of `kernels.experts`."""
 
     def __init__(
         self, library: KernelLibrary, weights: ExpertWeights, part: OwnPart, shape: ExpertShape
     ) -> None:
+        """Reads this rank's part of each expert, and packs it."""
         self._library, self.count = library, part.experts.count
         inner, hidden = part.columns.count, shape.hidden
-        dense = weights.dense is not None
-        dtype = torch.bfloat16 if dense else FP8
+        is_unquantized = weights.unquantized_dtype is not None
+        dtype = torch.bfloat16 if is_unquantized else FP8
         w13 = weight_memory.empty((self.count, 2 * inner, hidden), dtype)
         w2 = weight_memory.empty((self.count, hidden, inner), dtype)
         for packed in (w13, w2):
             library.calls.heteroinfer_ask_for_huge_pages(packed.data_ptr(), packed.nbytes)
-        of_w13, of_w2 = [], []
+        w13_scales, w2_scales = [], []
         for local in range(self.count):
             expert = part.experts.first + local
             for packed, gates in ((w13, True), (w2, False)):
-                pack_expert(library, packed[local], weights.floats(expert, w13=gates), gates=gates)
-            if not dense:
-                of_w13.append(weights.block_scales(expert, w13=True))
-                of_w2.append(weights.block_scales(expert, w13=False))
-        scales = None if dense else (torch.stack(of_w13).contiguous(), torch.stack(of_w2).contiguous())
+                pack_expert(library, packed[local], weights.read_floats(expert, w13=gates), gates=gates)
+            if not is_unquantized:
+                w13_scales.append(weights.block_scales(expert, w13=True))
+                w2_scales.append(weights.block_scales(expert, w13=False))
+        scales = (
+            None
+            if is_unquantized
+            else (torch.stack(w13_scales).contiguous(), torch.stack(w2_scales).contiguous())
+        )
         self._packed = PackedExperts(w13=w13, w2=w2, scales=scales)
         self.packed: Sequence[torch.Tensor] = (w13, w2, *(scales or ()))
-        self.num_bytes = sum(each.nbytes for each in self.packed)
+        self.num_bytes = sum(tensor.nbytes for tensor in self.packed)
         self.method = f"{weights.name} ({', '.join(library.paths)})"
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
         experts(self._library, y, x, self._packed, weights=weights, ids=ids)
 
 
-class _InAnyFormat:
-    """Experts in any format of the coded kernels."""
+class _CodedFormatExperts:
+    """Experts in any format, for the kernels of `kernels.coded_experts`."""
 
     def __init__(
         self,
@@ -174,19 +192,20 @@ class _InAnyFormat:
         *,
         biased: bool,
     ) -> None:
+        """Reads this rank's part of each expert, and packs it in its own format."""
         self.count = part.experts.count
         packed: dict[bool, Any] = {}
         biases: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for local in range(self.count):
             expert = part.experts.first + local
             for w13 in (True, False):
-                weight = weights.part(expert, w13=w13)
+                weight = weights.read_coded(expert, w13=w13)
                 if local == 0:
-                    packed[w13] = empty_part(
+                    packed[w13] = allocate_part(
                         library, weight.format, self.count, weight.columns, weight.inputs
                     )
-                put(library, packed[w13], local, weight, gated=w13 and activation.gated)
-                bias = weights.bias(expert, w13=w13) if biased else None
+                pack_expert_into(library, packed[w13], local, weight, gated=w13 and activation.gated)
+                bias = weights.read_bias(expert, w13=w13) if biased else None
                 if bias is not None:
                     biases[w13].append(bias)
         both = [torch.stack(found) if found else None for found in (biases[True], biases[False])]
@@ -201,18 +220,19 @@ class _InAnyFormat:
         self._experts.compute(y, x, weights, ids)
 
 
-class _Floats:
-    """Unquantized experts of sizes and types without kernels, computed by torch one expert at a time."""
+class _TorchExperts:
+    """Unquantized experts that no kernel supports. torch computes them one expert at a time."""
 
     def __init__(
         self, weights: ExpertWeights, part: OwnPart, activation: Activation, *, biased: bool
     ) -> None:
+        """Reads this rank's part of each expert."""
         self._activation, self.count = activation, part.experts.count
         self._layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         tensors: list[torch.Tensor] = []
         for expert in range(part.experts.first, part.experts.end):
-            w13, w2 = (_copy_in_own_memory(weights.floats(expert, w13=which)) for which in (True, False))
-            bias13, bias2 = (weights.bias(expert, w13=w) if biased else None for w in (True, False))
+            w13, w2 = (_copy_in_own_memory(weights.read_floats(expert, w13=which)) for which in (True, False))
+            bias13, bias2 = (weights.read_bias(expert, w13=w) if biased else None for w in (True, False))
             self._layers.append((w13, w2, bias13, bias2))
             tensors += (w13, w2)
         self.packed: Sequence[torch.Tensor] = tensors
@@ -220,6 +240,7 @@ class _Floats:
         self.method = f"{weights.name} (torch)"
 
     def compute(self, y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        """Computes the experts one by one, each with the rows that chose it."""
         total = torch.zeros(y.shape, dtype=torch.float32)
         for expert, (w13, w2, bias13, bias2) in enumerate(self._layers):
             rows, choices = (ids == expert).nonzero(as_tuple=True)
@@ -235,18 +256,24 @@ class _Floats:
         y.copy_(total)
 
     def _activate(self, sums: torch.Tensor) -> torch.Tensor:
-        how = self._activation
-        gate, up = sums.chunk(2, -1) if how.gated else (sums, None)
-        gate = gate.clamp(max=how.limit)
-        if how.kind is ActivationKind.SWISH:
-            made = gate * torch.sigmoid(how.alpha * gate)
-        elif how.kind is ActivationKind.RELU2:
-            made = torch.relu(gate).square()
+        """Returns the input of w2: the activation of the sums of w13."""
+        activation = self._activation
+        gate, up = sums.chunk(2, -1) if activation.gated else (sums, None)
+        gate = gate.clamp(max=activation.limit)
+        if activation.kind is ActivationKind.SWISH:
+            activated = gate * torch.sigmoid(activation.alpha * gate)
+        elif activation.kind is ActivationKind.RELU2:
+            activated = torch.relu(gate).square()
         else:
-            approximate = "tanh" if how.kind is ActivationKind.GELU_TANH else "none"
-            made = functional.gelu(gate, approximate=approximate)
-        return made if up is None else made * (up.clamp(-how.limit, how.limit) + how.offset)
+            approximate = "tanh" if activation.kind is ActivationKind.GELU_TANH else "none"
+            activated = functional.gelu(gate, approximate=approximate)
+        return (
+            activated
+            if up is None
+            else activated * (up.clamp(-activation.limit, activation.limit) + activation.offset)
+        )
 
 
 def _copy_in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor into the memory for packed weights, because it may be a view of a file."""
     return weight_memory.empty(tensor.shape, tensor.dtype).copy_(tensor)

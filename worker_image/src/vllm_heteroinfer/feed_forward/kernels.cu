@@ -36,19 +36,23 @@ constexpr u64 kAsk = 128, kEnd = 384, kLanes = 512, kLaneBytes = 128;
 constexpr u64 kStop = kEnd, kFailed = kEnd + 4, kTurns = kEnd + 8, kGivenUp = kEnd + 12;
 constexpr u32 kPollsPerLook = 256;
 
+// Reads a number that a process of the host writes. Sees all that the process wrote before it.
 __device__ u64 load_number(const void* p) {
   u64 v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+// Like `load_number`, for 32 bits.
 __device__ u32 load_word(const void* p) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// Writes a number that processes of the host read. They see all that was written before it.
 __device__ void store_number(void* p, u64 v) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+// Like `store_number`, for 32 bits.
 __device__ void store_word(void* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -60,37 +64,44 @@ __device__ uint4 load_part(const uint4* p) {  // bypasses the caches, because th
                : "memory");
   return v;
 }
+// Time of the device's clock.
 __device__ u64 clock_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
 }
 
+// float32 of a float16, exact.
 __device__ float from_half(u16 v) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
   return f;
 }
+// float16 of a float32, rounded to nearest even.
 __device__ u16 to_half(float f) {
   u16 v;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
   return v;
 }
+// bfloat16 of a float32, rounded to nearest even.
 __device__ u16 to_bfloat16(float f) {
   const u32 bits = __float_as_uint(f);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
   return (u16)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
+// float32 of the first of two 16-bit elements in a word. `upper` returns the second.
 __device__ float lower(u32 w, u32 dtype) { return dtype == 1 ? __uint_as_float(w << 16) : from_half((u16)(w & 0xffff)); }
 __device__ float upper(u32 w, u32 dtype) {
   return dtype == 1 ? __uint_as_float(w & 0xffff0000u) : from_half((u16)(w >> 16));
 }
+// Two 16-bit elements in a word, rounded to nearest even.
 __device__ u32 narrow(float low, float high, u32 dtype) {
   return dtype == 1 ? (u32)to_bfloat16(low) | (u32)to_bfloat16(high) << 16
                     : (u32)to_half(low) | (u32)to_half(high) << 16;
 }
 
+// The sum of the lanes' answers at the i-th 16 bytes: added in float32 in the order of the lanes, and rounded once.
 __device__ uint4 sum_parts(const char* y, u64 stride, u32 lanes, u64 i, u32 dtype) {
   const uint4 first = load_part((const uint4*)y + i);
   if (lanes == 1) return first;
@@ -113,6 +124,8 @@ __device__ uint4 sum_parts(const char* y, u64 stride, u32 lanes, u64 i, u32 dtyp
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// Writes the rows of an ask into the slab, without padding rows. The last block that has written its rows raises the
+// ask's number.
 extern "C" __global__ void ff_ask(const Params p) {
   __shared__ u32 live;
   if (threadIdx.x == 0) live = p.padding ? 0 : p.rows;
@@ -171,6 +184,8 @@ __device__ u32 wait_for_lanes(const Params& p, u64 number) {
   return 0;
 }
 
+// Waits for all lanes, then writes the sum of their answers to `out`, and zeros to padding rows. The first block polls
+// the slab, the other blocks wait for the first. If a lane is late or failed, all of `out` becomes zeros.
 extern "C" __global__ void ff_get(const Params p) {
   __shared__ bool good;
   if (threadIdx.x == 0) {
@@ -203,7 +218,7 @@ extern "C" __global__ void ff_get(const Params p) {
     p.out[i] = i < live ? sum_parts(y, p.y_stride, p.lanes, i, p.dtype) : make_uint4(0, 0, 0, 0);
 }
 
-// Fills x with a pattern that depends on the number of the exchange, for measurements and checks; see cuda.py.
+// Fills x with a pattern that depends on the number of the exchange, for measurements and checks.
 extern "C" __global__ void ff_fill(u32* x, u64 words, const u64* number) {
   for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += (u64)gridDim.x * blockDim.x)
     x[i] = (u32)(*number * 2654435761ull + i);

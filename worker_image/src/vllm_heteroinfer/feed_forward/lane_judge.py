@@ -10,9 +10,9 @@ LATE_TURN_GRACE_S: Final = 0.2
 
 
 class LaneError(RuntimeError):
-    """A feed-forward rank did not answer in time.
+    """A feed-forward rank did not answer in time, according to the asking rank.
 
-    This is an accusation by the asking rank. Reports of the lane itself and of its supervisor outweigh it.
+    The supervisor believes a report of that rank itself, or of its supervisor, more than this error.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -25,8 +25,8 @@ class LaneFailedError(LaneError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """State of the slab at one moment.
+class SlabState:
+    """The slab's control words at one moment.
 
     Attributes:
         asked: number of the last ask.
@@ -44,7 +44,7 @@ class Look:
     gave_up: bool = False
     given_up_lane: int | None = None
 
-    def late_lane(self) -> int | None:
+    def find_late_lane(self) -> int | None:
         """Returns the first lane that has not answered the last ask, or has answered that it failed."""
         for lane, (answered, failed) in enumerate(zip(self.answered, self.failed, strict=True)):
             if answered != self.asked or failed:
@@ -68,10 +68,10 @@ class Verdict:
 
 
 class LaneJudge:
-    """Judges lanes by regular looks at the slab; ignores time in which its own thread did not run.
+    """Judges the lanes at regular times. Ignores time in which its own thread did not run.
 
     Args:
-        interval_s: seconds between two looks.
+        interval_s: seconds between two calls of `judge`.
         now_s: seconds on a monotonic clock.
     """
 
@@ -79,26 +79,26 @@ class LaneJudge:
         self._interval_s = interval_s
         self._clock = TurnClock(interval_s, now_s)
         self._asked = 0
-        self._since_s = self._clock.awake_s(now_s)
+        self._waiting_since_s = self._clock.awake_s(now_s)
         self._last_late: int | None = None
 
-    def look(self, seen: Look, now_s: float) -> Verdict | None:
-        """Adds a look; returns a verdict once a lane is late for longer than its limit."""
+    def judge(self, state: SlabState, now_s: float) -> Verdict | None:
+        """Judges the slab's current state. Returns a verdict once a lane is late beyond its limit."""
         late_turn = self._clock.turn(now_s) > self._interval_s
         awake_s = self._clock.awake_s(now_s)
-        if seen.asked != self._asked:
-            self._asked, self._since_s, self._last_late = seen.asked, awake_s, None
-        late = seen.late_lane()
+        if state.asked != self._asked:
+            self._asked, self._waiting_since_s, self._last_late = state.asked, awake_s, None
+        late_lane = state.find_late_lane()
         # If the device gave up, the step is lost even if the lane has answered since.
-        if late is None and not seen.gave_up:
-            self._since_s = awake_s
+        if late_lane is None and not state.gave_up:
+            self._waiting_since_s = awake_s
             return None
-        waited_s = awake_s - self._since_s
+        waited_s = awake_s - self._waiting_since_s
         grace_s = LATE_TURN_GRACE_S if late_turn else 0.0
-        if not seen.gave_up and waited_s <= seen.limit_s + grace_s:
-            self._last_late = late
+        if not state.gave_up and waited_s <= state.limit_s + grace_s:
+            self._last_late = late_lane
             return None
         # Trusts the device first: it keeps asking after it gave up, so any lane may be computing now.
-        found = (seen.given_up_lane, late, self._last_late)
-        lane = next((each for each in found if each is not None), None)
-        return Verdict(lane=lane, failed=lane is not None and seen.failed[lane], waited_s=waited_s)
+        suspects = (state.given_up_lane, late_lane, self._last_late)
+        lane = next((suspect for suspect in suspects if suspect is not None), None)
+        return Verdict(lane=lane, failed=lane is not None and state.failed[lane], waited_s=waited_s)

@@ -28,9 +28,13 @@ class LoadedReader(LayerReader):
         self.read_bytes, self._module = 0, module
 
     def has(self, name: str) -> bool:
-        """Returns whether the layer has a parameter, except for an order of inputs that the format lacks."""
+        """Returns whether the layer has a parameter.
+
+        vLLM creates an order of inputs (`_g_idx`) for each checkpoint, so it counts only if the format uses
+        one.
+        """
         if name.endswith("_g_idx"):
-            return _is_reordered(self._module.quant_method)
+            return _orders_inputs(self._module.quant_method)
         return self._module._parameters.get(name) is not None
 
     def read(self, name: str, expert: int, *ranges: Range | None) -> torch.Tensor:
@@ -39,17 +43,18 @@ class LoadedReader(LayerReader):
         Args:
             ranges: of each dimension of the parameter; None or omitted for all indices.
         """
-        found: torch.Tensor = self._module._parameters[name].data[expert]
-        for dim, wanted in enumerate(ranges):
-            if wanted is not None:
-                found = found.narrow(dim, wanted[0], wanted[1] - wanted[0])
-        return found
+        values: torch.Tensor = self._module._parameters[name].data[expert]
+        for dim, indices in enumerate(ranges):
+            if indices is not None:
+                values = values.narrow(dim, indices[0], indices[1] - indices[0])
+        return values
 
 
-def hold(module: Any, dtype: torch.dtype) -> held_experts.Experts:
-    """Packs the loaded experts of a layer.
+def pack_loaded_experts(module: Any, dtype: torch.dtype) -> held_experts.Experts:
+    """Packs the experts of a layer that vLLM has loaded.
 
     Args:
+        module: vLLM's RoutedExperts.
         dtype: of inputs and outputs.
 
     Raises:
@@ -57,13 +62,13 @@ def hold(module: Any, dtype: torch.dtype) -> held_experts.Experts:
     """
     reader = LoadedReader(module)
     inner, experts = reader.recipe.inner, reader.recipe.experts
-    part = held_experts.OwnPart(
+    whole_layer = held_experts.OwnPart(
         columns=Span(total=inner, first=0, end=inner), experts=Span(total=experts, first=0, end=experts)
     )
-    return held_experts.load(reader, part, dtype)
+    return held_experts.load_experts(reader, whole_layer, dtype)
 
 
-def _is_reordered(method: Any) -> bool:
+def _orders_inputs(method: Any) -> bool:
     """Returns whether a checkpoint of 4 bits orders its inputs by their activations."""
     config = getattr(method, "quant_config", None)
     ordered = getattr(getattr(method, "weight_quant", None), "actorder", None)

@@ -23,7 +23,7 @@ from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter
 _ROWS: Final = 16
 _LARGE: Final = 30.0
 """Factor of the second half of the rows, which shows an activation's limits."""
-_MAX_GAP: Final = 1e-3
+_MAX_DISTANCE: Final = 1e-3
 """Largest distance from an activation, as a share of the largest value."""
 _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "silu": functional.silu,
@@ -31,7 +31,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu2": lambda gate: functional.relu(gate).square(),
 }
-_Answered = tuple[Any, torch.Tensor, torch.Tensor]
+_LinearCall = tuple[Any, torch.Tensor, torch.Tensor]
 """A linear layer, its input and its answer."""
 
 
@@ -61,7 +61,7 @@ class RecordedMlp:
         Raises:
             ContractError: no module is an MLP that feed-forward ranks compute, or several are.
         """
-        candidates = [(name, module) for name, module in layer.named_children() if _has_one_input(module)]
+        candidates = [(name, module) for name, module in layer.named_children() if _could_be_mlp(module)]
         found, problems = [], []
         for name, module in candidates:
             try:
@@ -119,8 +119,8 @@ class RecordedMlp:
         )
 
 
-def _has_one_input(module: torch.nn.Module) -> bool:
-    """Returns whether a module has linear layers of a decoder, no experts, and one input."""
+def _could_be_mlp(module: torch.nn.Module) -> bool:
+    """Returns whether a module may be a layer's MLP: linear layers of a decoder, no experts, one input."""
     linears = [each for each in module.modules() if isinstance(each, LinearBase)]
     # An encoder numbers its layers from 0, too (vllm/model_executor/models/whisper.py@v0.32.0).
     if not linears or any(is_of_encoder(each.prefix) for each in linears):
@@ -141,50 +141,57 @@ def _trace(mlp: Any) -> tuple[str, list[Any], Any]:
         _NoMlpError: the module computes something else.
     """
     linears = [module for module in mlp.modules() if isinstance(module, LinearBase)]
-    own = {f"{name}." for name, module in mlp.named_modules() if isinstance(module, LinearBase)}
+    linear_prefixes = {f"{name}." for name, module in mlp.named_modules() if isinstance(module, LinearBase)}
     for name, _ in mlp.named_parameters():
-        if not name.startswith(tuple(own)):
+        if not name.startswith(tuple(linear_prefixes)):
             raise _NoMlpError(f"has the parameter {name} besides those of linear layers")
-    x, y, calls = _run(mlp, linears)
+    input_, output, calls = _run_with_random_answers(mlp, linears)
     if not 1 < len(calls) == len(linears) <= 3:
         raise _NoMlpError(f"calls {len(calls)} of {len(linears)} linear layers")
-    *ups, (down, inner, answer) = calls
-    if not all(taken is x for _, taken, _ in ups) or y is not answer:
+    *ups, (down, down_input, down_output) = calls
+    if not all(linear_input is input_ for _, linear_input, _ in ups) or output is not down_output:
         raise _NoMlpError("changes its input or output besides its linear layers")
     if any(linear.skip_bias_add and linear.has_bias for linear in linears):
         raise _NoMlpError("adds a bias after a linear layer")
-    gated = sum(sums.shape[1] for _, _, sums in ups) == 2 * inner.shape[1]
-    orders = [ups, ups[::-1]] if len(ups) > 1 else [ups]
-    gap, activation, order = min(
+    gated = sum(answered.shape[1] for _, _, answered in ups) == 2 * down_input.shape[1]
+    possible_orders = [ups, ups[::-1]] if len(ups) > 1 else [ups]
+    distance, activation, gate_and_up = min(
         (
-            (_gap(inner, compute, order, gated=gated), name, order)
+            (_distance(down_input, compute, gate_and_up, gated=gated), name, gate_and_up)
             for name, compute in _ACTIVATIONS.items()
-            for order in orders
+            for gate_and_up in possible_orders
         ),
-        key=lambda found: found[0],
+        key=lambda linears_in_order: linears_in_order[0],
     )
-    if gap > _MAX_GAP or (gated and activation == "relu2"):
+    if distance > _MAX_DISTANCE or (gated and activation == "relu2"):
         raise _NoMlpError(f"has an activation that is none of {', '.join(_ACTIVATIONS)}")
-    found = [linear for linear, _, _ in order]
-    if len(found) > 1 and {name for each in found for name, _ in each.named_parameters()} - {
+    linears_in_order = [linear for linear, _, _ in gate_and_up]
+    if len(linears_in_order) > 1 and {
+        name for each in linears_in_order for name, _ in each.named_parameters()
+    } - {
         "weight",
         "bias",
     }:
         raise _NoMlpError("has quantized gate and up in two linear layers")
-    return activation if gated else f"{activation}_no_mul", found, down
+    return activation if gated else f"{activation}_no_mul", linears_in_order, down
 
 
-def _run(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_Answered]]:
-    """Runs an MLP whose linear layers answer random numbers. Returns input, output and the layers' calls."""
+def _run_with_random_answers(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_LinearCall]]:
+    """Runs an MLP whose linear layers answer random numbers instead of products.
+
+    Returns the MLP's input and output, and the calls of its linear layers.
+    """
     draw, device = torch.Generator().manual_seed(0), torch.get_default_device()
-    calls: list[_Answered] = []
+    calls: list[_LinearCall] = []
 
     def numbers(width: int) -> torch.Tensor:
+        """Draws rows of random numbers; those of the second half are larger."""
         rows = torch.randn((2 * _ROWS, width), generator=draw, device="cpu", dtype=torch.float32)
         rows[_ROWS:] *= _LARGE
         return rows.to(device)
 
     def answer(linear: Any, x: torch.Tensor) -> Any:
+        """Notes a call of a linear layer, and answers with random numbers."""
         calls.append((linear, x, numbers(linear.output_size)))
         return (calls[-1][2], None) if linear.return_bias else calls[-1][2]
 
@@ -201,18 +208,19 @@ def _run(mlp: Any, linears: Sequence[Any]) -> tuple[torch.Tensor, Any, list[_Ans
             del linear.forward
 
 
-def _gap(
-    inner: torch.Tensor,
+def _distance(
+    down_input: torch.Tensor,
     compute: Callable[[torch.Tensor], torch.Tensor],
-    ups: Sequence[_Answered],
+    ups: Sequence[_LinearCall],
     *,
     gated: bool,
 ) -> float:
-    """Returns the distance of the down layer's input from an activation, as a share of the largest value."""
+    """Returns how far the down layer's input is from that of an activation, relative to the largest value."""
     sums = torch.cat([each for _, _, each in ups], 1)
     gate, up = sums.chunk(2, 1) if gated else (sums, sums.new_ones(()))
     expected = compute(gate) * up
-    if expected.shape != inner.shape:
+    if expected.shape != down_input.shape:
         return torch.inf
-    halves = ((inner - expected).abs().view(2, -1), expected.abs().view(2, -1))
-    return float((halves[0].amax(1) / halves[1].amax(1)).max())
+    # The second half of the rows has larger numbers, so each half is compared with its own largest value.
+    gaps, sizes = (down_input - expected).abs().view(2, -1), expected.abs().view(2, -1)
+    return float((gaps.amax(1) / sizes.amax(1)).max())

@@ -42,7 +42,7 @@ _RETRANSMITS_AT, _UNACKED_AT, _INFO_BYTES = 2, 24, 104
 """Offsets in `struct tcp_info` (linux/tcp.h)."""
 _SLOW: Final = "the network is slow"
 _UNANSWERED: Final = 2
-"""Resent packets after which the other machine is silent: one may be lost."""
+"""Packets that the kernel sent again before the other machine counts as silent. One packet may be lost."""
 
 
 class Link(ctypes.Structure):
@@ -136,19 +136,20 @@ class Connection:
             OSError: the connection ended, or a message took longer than TRIAL_S.
         """
         self.socket.settimeout(TRIAL_S)
-        small = statistics.median(self._trial(ask_bytes, answer_bytes) for _ in range(TRIALS))
-        count = max(1, min(rows, LARGE_BYTES // (ask_bytes + answer_bytes)))
-        large = min(self._trial(count * ask_bytes, count * answer_bytes) for _ in range(LARGE_TRIALS))
+        small_s = statistics.median(self._trial(ask_bytes, answer_bytes) for _ in range(TRIALS))
+        num_rows = max(1, min(rows, LARGE_BYTES // (ask_bytes + answer_bytes)))
+        large_s = min(self._trial(num_rows * ask_bytes, num_rows * answer_bytes) for _ in range(LARGE_TRIALS))
         _send_line(self.socket, codec.to_json(_Trial(ask=0, answer=0)))
-        moved = count * (ask_bytes + answer_bytes)
-        return LinkCost(round_trip_s=small, bytes_per_s=moved / max(large - small, large / 10))
+        num_bytes = num_rows * (ask_bytes + answer_bytes)
+        return LinkCost(round_trip_s=small_s, bytes_per_s=num_bytes / max(large_s - small_s, large_s / 10))
 
     def _trial(self, ask_bytes: int, answer_bytes: int) -> float:
+        """Sends a trial message, and returns the seconds until its answer has arrived."""
         payload = bytes(ask_bytes)
         start = time.perf_counter()
         line = codec.to_json(_Trial(ask=ask_bytes, answer=answer_bytes)).encode() + b"\n"
         self.socket.sendall(line + payload)
-        _read(self.socket, answer_bytes)
+        _read_and_discard(self.socket, answer_bytes)
         return time.perf_counter() - start
 
     def answer_trials(self) -> None:
@@ -159,12 +160,12 @@ class Connection:
             if not trial.ask:
                 return
             codec.at_most(LARGE_BYTES * 2, "trial", ask=trial.ask, answer=trial.answer)
-            _read(self.socket, trial.ask)
+            _read_and_discard(self.socket, trial.ask)
             self.socket.sendall(bytes(trial.answer))
 
 
 class Listener:
-    """Waits for the asking rank in a feed-forward rank of another pod."""
+    """Waits for the asking rank, in a feed-forward rank of another pod."""
 
     def __init__(self, address: str) -> None:
         """Listens at a free port; raises OSError if there is none."""
@@ -191,29 +192,40 @@ class Listener:
                 except TimeoutError:
                     if deadline.left_s == 0:
                         raise TimeoutError(
-                            f"rank {asking} did not connect within {deadline.total_s:.0f} s. Check its log"
+                            f"rank {asking} did not connect within {deadline.total_s:.0f} s. See its log"
                         ) from None
                     continue
                 with contextlib.suppress(OSError, ContractError):  # a stranger, or one that left
-                    return _welcome(connected, launch, asking)
+                    return _prove_to_client(connected, launch, asking)
                 connected.close()
 
 
-def _welcome(connected: socket.socket, launch: PodLaunch, asking: int) -> Connection:
+def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -> Connection:
+    """Proves both ends of an accepted connection to each other, and returns the connection.
+
+    Raises:
+        OSError: the client left.
+        ContractError: the client is not the asking rank of this epoch.
+    """
     _set_options(connected, launch)
     connected.settimeout(PROOF_S)
     opening = codec.from_json(_AskerProof, _read_line(connected))
     if (opening.protocol, opening.rank) != (PROTOCOL, asking):
-        raise ContractError(f"got protocol {opening.protocol} of rank {opening.rank}")
+        raise ContractError(
+            f"client: must be rank {asking} with protocol {PROTOCOL} (got rank {opening.rank}, protocol "
+            f"{opening.protocol})"
+        )
     key, parts = epoch_key(launch), (str(opening.rank), opening.nonce)
     if key is not None and not key.verifies(opening.code, "feed-forward open", *parts):
         raise ContractError("the client does not have this epoch's key")
     nonce = secrets.token_hex(16)
-    _send_line(connected, codec.to_json(_AnswererProof(nonce=nonce, code=_code(key, "reply", *parts, nonce))))
+    _send_line(
+        connected, codec.to_json(_AnswererProof(nonce=nonce, code=_prove(key, "reply", *parts, nonce)))
+    )
     confirmed = _read_line(connected)
     if key is not None and not key.verifies(confirmed, "feed-forward confirm", *parts, nonce):
         raise ContractError("the client repeats a line of another connection")
-    return Connection(connected, _token(key, *parts, nonce))
+    return Connection(connected, _derive_token(key, *parts, nonce))
 
 
 def connect(host: str, port: int, launch: PodLaunch, asking: int, peer: RankAssignment) -> Connection:
@@ -228,32 +240,34 @@ def connect(host: str, port: int, launch: PodLaunch, asking: int, peer: RankAssi
         _set_options(connected, launch)
         key, nonce = epoch_key(launch), secrets.token_hex(16)
         parts = (str(asking), nonce)
-        opening = _AskerProof(protocol=PROTOCOL, rank=asking, nonce=nonce, code=_code(key, "open", *parts))
+        opening = _AskerProof(protocol=PROTOCOL, rank=asking, nonce=nonce, code=_prove(key, "open", *parts))
         _send_line(connected, codec.to_json(opening))
-        reply = codec.from_json(_AnswererProof, _read_line(connected))
-        if key is not None and not key.verifies(reply.code, "feed-forward reply", *parts, reply.nonce):
+        proof = codec.from_json(_AnswererProof, _read_line(connected))
+        if key is not None and not key.verifies(proof.code, "feed-forward reply", *parts, proof.nonce):
             raise ContractError(
                 f"{host} port {port}: the process there is not feed-forward rank {peer.rank} of this epoch. "
                 "Restrict access to the group's ports with a NetworkPolicy"
             )
-        _send_line(connected, _code(key, "confirm", *parts, reply.nonce))
-        return Connection(connected, _token(key, *parts, reply.nonce))
+        _send_line(connected, _prove(key, "confirm", *parts, proof.nonce))
+        return Connection(connected, _derive_token(key, *parts, proof.nonce))
     except BaseException:
         connected.close()
         raise
 
 
-def _code(key: EpochKey | None, purpose: str, *parts: str) -> str:
+def _prove(key: EpochKey | None, purpose: str, *parts: str) -> str:
+    """Returns the code that proves the key for a step of the hand-shake; "" without a key."""
     return "" if key is None else key.code(f"feed-forward {purpose}", *parts)
 
 
-def _token(key: EpochKey | None, *parts: str) -> int:
+def _derive_token(key: EpochKey | None, *parts: str) -> int:
+    """Returns the number that each message of a connection carries."""
     text = parts[-1] if key is None else key.session("feed-forward", *parts).code("token")
     return int(text[:16], 16)
 
 
 def _set_options(connected: socket.socket, launch: PodLaunch) -> None:
-    """Sends at once, and ends a connection whose other machine is silent for the heartbeat timeout."""
+    """Makes a socket send at once, and end if the other machine is silent for the heartbeat timeout."""
     timeout_ms = int(launch.heartbeat_timeout_s * 1000)
     tcp = socket.IPPROTO_TCP
     connected.setsockopt(tcp, socket.TCP_NODELAY, 1)
@@ -264,11 +278,12 @@ def _set_options(connected: socket.socket, launch: PodLaunch) -> None:
 
 
 def _send_line(connected: socket.socket, text: str) -> None:
+    """Sends a text and a line break."""
     connected.sendall(text.encode() + b"\n")
 
 
 def _read_line(connected: socket.socket) -> str:
-    """Reads a line; its sender waits for the answer, or sends bytes that must stay in the socket."""
+    """Reads a line byte by byte, because the bytes after the line must stay in the socket."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connected.recv(1)
@@ -278,13 +293,14 @@ def _read_line(connected: socket.socket) -> str:
     return line[:-1].decode(errors="replace")
 
 
-def _read(connected: socket.socket, num_bytes: int) -> None:
-    left = num_bytes
-    while left:
-        got = len(connected.recv(min(left, LARGE_BYTES)))
-        if not got:
+def _read_and_discard(connected: socket.socket, num_bytes: int) -> None:
+    """Reads `num_bytes` bytes; raises ConnectionError if the connection ends before."""
+    remaining = num_bytes
+    while remaining:
+        count = len(connected.recv(min(remaining, LARGE_BYTES)))
+        if not count:
             raise ConnectionError("the other end closed the connection")
-        left -= got
+        remaining -= count
 
 
 def describe(link: Link) -> str:
@@ -301,12 +317,19 @@ def describe(link: Link) -> str:
     cases = (
         (link.error, "its connection broke"),
         (info[_RETRANSMITS_AT] >= _UNANSWERED, "its machine acknowledges nothing"),
-        (link.sent < link.to_send, f"{_progress(link.sent, link.to_send)} of the ask are sent; {_SLOW}"),
+        (
+            link.sent < link.to_send,
+            f"{_describe_progress(link.sent, link.to_send)} of the ask are sent; {_SLOW}",
+        ),
         (unacked, f"its machine has not acknowledged the ask; {_SLOW}"),
-        (link.received, f"{_progress(link.received, link.to_receive)} of the answer arrived; {_SLOW}"),
+        (
+            link.received,
+            f"{_describe_progress(link.received, link.to_receive)} of the answer arrived; {_SLOW}",
+        ),
     )
-    return next((words for holds, words in cases if holds), "its machine has the ask")
+    return next((text for applies, text in cases if applies), "its machine has the ask")
 
 
-def _progress(done: int, total: int) -> str:
+def _describe_progress(done: int, total: int) -> str:
+    """Returns the moved bytes of a message and its size, in words."""
     return f"{format_bytes(done)} of {format_bytes(total)}"

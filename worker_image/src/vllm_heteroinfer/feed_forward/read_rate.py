@@ -30,59 +30,70 @@ READING_S: Final = 1.0
 """Time for which all ranks read at once: longer than most short disturbances on a host."""
 
 
-def publish(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline") -> None:
-    """Measures this rank's read rate together with all feed-forward ranks of the stage, and publishes it.
+def publish_read_rate(plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline") -> None:
+    """Measures this rank's read rate together with the stage's other feed-forward ranks, and publishes it.
 
-    All of them must call it. It does nothing if the plan sets their shares.
+    Every feed-forward rank must call it. It does nothing if the plan sets their shares.
 
     Raises:
         ContractError: HETEROINFER_CPU_LINEAR is neither `auto` nor `onednn`.
         TimeoutError: another rank did not start by the deadline.
     """
-    lanes = plan.feed_forward_ranks(rank.stage)
-    if not _is_by_rate(lanes):
+    ranks = plan.feed_forward_ranks(rank.stage)
+    if not _shares_follow_rates(ranks):
         return
     # The memory for its weights is still free, because nothing is loaded yet.
     max_bytes = max(rank.weight_bytes, MIN_SAMPLE_BYTES)
     products = memory_stream(ours=is_wanted(os.environ), max_bytes=max_bytes)
-    store.put(_key("reads", rank), "")
-    for lane in lanes:
-        store.get(_key("reads", lane), deadline, what=f"read measurement of rank {lane.rank}", rank=lane.rank)
+    store.put(_store_key("reads", rank), "")
+    for other in ranks:
+        store.get(
+            _store_key("reads", other),
+            deadline,
+            what=f"message from rank {other.rank} that it measures",
+            rank=other.rank,
+        )
     with torch.inference_mode():
         round_s = median_s(products, min_s=READING_S, max_s=READING_S)
-    store.put(_key("rate", rank), str(round(PRODUCT_BYTES * len(products) / round_s)))
+    store.put(_store_key("rate", rank), str(round(PRODUCT_BYTES * len(products) / round_s)))
 
 
 def agreed_shares(
     plan: Plan, rank: RankAssignment, store: "GroupStore", deadline: "Deadline"
 ) -> tuple[int, ...]:
-    """Returns the shares of all feed-forward ranks of a rank's stage, the same in each of them.
+    """Returns the shares of all feed-forward ranks of a stage. All these ranks get the same result.
 
     Raises:
-        TimeoutError: another rank did not `publish` by the deadline.
+        TimeoutError: another rank did not `publish_read_rate` by the deadline.
     """
     lanes = plan.feed_forward_ranks(rank.stage)
-    if not _is_by_rate(lanes):
+    if not _shares_follow_rates(lanes):
         return tuple(lane.feed_forward.share or 1 for lane in lanes if lane.feed_forward is not None)
     rates = [
-        int(store.get(_key("rate", lane), deadline, what=f"read rate of rank {lane.rank}", rank=lane.rank))
+        int(
+            store.get(
+                _store_key("rate", lane), deadline, what=f"read rate of rank {lane.rank}", rank=lane.rank
+            )
+        )
         for lane in lanes
     ]
     shares = shares_by_rate(rates)
     if rank == lanes[0]:
-        words = ", ".join(
+        rates_text = ", ".join(
             f"rank {lane.rank} {rate / 1e9:.1f}" for lane, rate in zip(lanes, rates, strict=True)
         )
         _logger.info(
-            "feed-forward ranks read at once, in GB/s: %s; shares %s", words, ":".join(map(str, shares))
+            "feed-forward ranks read at once, in GB/s: %s; shares %s", rates_text, ":".join(map(str, shares))
         )
     return shares
 
 
-def _is_by_rate(lanes: Sequence[RankAssignment]) -> bool:
+def _shares_follow_rates(lanes: Sequence[RankAssignment]) -> bool:
+    """Returns whether the ranks' shares follow their read rates, because the plan sets none."""
     shares = [lane.feed_forward.share for lane in lanes if lane.feed_forward is not None]
     return len(shares) > 1 and not any(shares)
 
 
-def _key(what: str, rank: RankAssignment) -> str:
-    return f"feed-forward/{what}/{rank.rank}"
+def _store_key(name: str, rank: RankAssignment) -> str:
+    """Returns the key of a rank's value in the group's store."""
+    return f"feed-forward/{name}/{rank.rank}"

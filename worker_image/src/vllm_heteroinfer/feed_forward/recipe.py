@@ -97,7 +97,7 @@ class RecipeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What feed-forward ranks compute for a rank with attention.
+    """The layers that feed-forward ranks compute for a rank with attention, and the files with their weights.
 
     Attributes:
         dtype: type of rows and answers, such as "bfloat16".
@@ -116,16 +116,19 @@ class Recipe:
     @property
     def hidden(self) -> int:
         """Elements of a row in all layers."""
-        return self._row[0]
+        return self._row_sizes[0]
 
     @property
     def topk(self) -> int:
         """Experts of a row in all layers; 0 for MLPs."""
-        return self._row[1]
+        return self._row_sizes[1]
 
     @property
-    def _row(self) -> tuple[int, int]:
-        """Elements and experts of a row. A slab needs equal rows, so ContractError if layers differ."""
+    def _row_sizes(self) -> tuple[int, int]:
+        """Elements of a row, and experts of a row. Raises ContractError if they differ between layers.
+
+        A slab has rows of one size only.
+        """
         rows = {(layer.hidden, layer.topk) for layer in self.layers.values()}
         if len(rows) != 1:
             raise ContractError(
@@ -154,6 +157,7 @@ class Recipe:
 
 
 def _layer_to_json(layer: LayerRecipe) -> dict[str, Any]:
+    """Returns a layer's recipe as JSON. Parameters and pieces are lists, because they are many."""
     plain = {name: getattr(layer, name) for name in LayerRecipe.__slots__ if name != "parameters"}
     parameters = {
         name: [each.shape, each.dtype, [_piece_to_json(piece) for piece in each.pieces]]
@@ -167,6 +171,7 @@ def _piece_to_json(piece: Piece) -> list[Any]:
 
 
 def _layer_from_json(document: dict[str, Any]) -> LayerRecipe:
+    """Reads the result of `_layer_to_json`."""
     parameters = {
         name: ExpertParameter(
             shape=tuple(shape),
@@ -189,10 +194,10 @@ def contiguous_strides(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def place(
+def locate_view(
     shape: Sequence[int], offset: int, size: Sequence[int], strides: Sequence[int], source: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Finds a view's region in a contiguous tensor.
+    """Finds the region of a contiguous tensor that a view of it covers.
 
     Args:
         shape: of the contiguous tensor.
@@ -208,48 +213,48 @@ def place(
         ContractError: the view does not cover a rectangular region of the tensor.
     """
     steps = contiguous_strides(shape)
-    start, rest = [], offset
+    start, remaining = [], offset
     for step in steps:
-        start.append(rest // step)
-        rest %= step
+        start.append(remaining // step)
+        remaining %= step
     region, from_source = [1] * len(shape), [0] * len(shape)
     for count, stride, source_stride in zip(size, strides, source, strict=True):
         if count == 1:
             continue
-        fits = [
+        dims = [
             dim
             for dim in range(len(shape))
             if steps[dim] == stride and region[dim] == 1 and start[dim] + count <= shape[dim]
         ]
-        if not fits:
+        if not dims:
             raise ContractError(
                 f"a view of a parameter must be a rectangular region (got a view {tuple(size)} with strides "
                 f"{tuple(strides)} of a parameter {tuple(shape)})"
             )
-        region[fits[0]], from_source[fits[0]] = count, source_stride
+        region[dims[0]], from_source[dims[0]] = count, source_stride
     return tuple(start), tuple(region), tuple(from_source)
 
 
-def missing(layer: LayerRecipe) -> list[str]:
+def find_missing_values(layer: LayerRecipe) -> list[str]:
     """Returns the parameters and experts of a layer that get no value, or only a part of their values.
 
     Biases of experts may lack as a whole: vLLM creates them for some checkpoints that have none. The kernels
     do not read scales of inputs.
     """
-    found = []
+    missing = []
     for name, parameter in layer.parameters.items():
-        without = "bias" in name and layer.topk and not parameter.pieces
-        if without or any(part in name for part in ("input", "shape", "g_idx")):
+        is_optional = "bias" in name and layer.topk and not parameter.pieces
+        if is_optional or any(part in name for part in ("input", "shape", "g_idx")):
             continue
         filled = [0] * layer.experts
         for piece in parameter.pieces:
-            each = math.prod(piece.size[1:])
+            piece_elements = math.prod(piece.size[1:])
             for expert in range(piece.start[0], piece.start[0] + piece.size[0]):
-                filled[expert] += each
-        most, full = max(filled), math.prod(parameter.shape[1:])
-        found += [
+                filled[expert] += piece_elements
+        largest, complete = max(filled), math.prod(parameter.shape[1:])
+        missing += [
             f"{name} of expert {expert}"
             for expert, count in enumerate(filled)
-            if count < most or 2 * most <= full  # a method may pad its parameters
+            if count < largest or 2 * largest <= complete  # a method may pad its parameters
         ]
-    return found
+    return missing

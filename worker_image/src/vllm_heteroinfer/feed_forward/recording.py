@@ -27,8 +27,8 @@ from vllm_heteroinfer.feed_forward.recipe import (
     Piece,
     Recipe,
     RecipeFile,
-    missing,
-    place,
+    find_missing_values,
+    locate_view,
 )
 from vllm_heteroinfer.feed_forward.remote_parts import RecordedParameter, RemotePart, layer_of
 
@@ -50,7 +50,7 @@ class RemoteExperts:
 
     def __init__(self, module: Any, method: Any) -> None:
         self.module, self.method = module, method
-        self._asking: Any = None
+        self._asking_method: Any = None
         self.targets: dict[str, RecordedParameter] = {}
 
     def create(self, **sizes: Any) -> None:
@@ -76,13 +76,13 @@ class RemoteExperts:
 
     def begin(self) -> None:
         """Gives the module the method that created the parameters, which loaders ask for the format."""
-        self._asking = self.module.quant_method
+        self._asking_method = self.module.quant_method
         _set_method(self.module, self.method)
 
     def end(self) -> None:
         """Removes the parameters, and gives the module back the method that asks feed-forward ranks."""
-        if self._asking is not None:
-            _set_method(self.module, self._asking)
+        if self._asking_method is not None:
+            _set_method(self.module, self._asking_method)
         for name in self.targets:
             self.module._parameters.pop(name, None)
 
@@ -97,9 +97,9 @@ class RemoteExperts:
             activation=module.activation.value,
             method=type(self.method).__name__,
             parameters=parameters,
-            limit=_number(module.swiglu_limit, config.swiglu_limit),
-            alpha=_number(module.swiglu_alpha, config.swiglu_alpha),
-            beta=_number(module.swiglu_beta, config.swiglu_beta),
+            limit=_first_number(module.swiglu_limit, config.swiglu_limit),
+            alpha=_first_number(module.swiglu_alpha, config.swiglu_alpha),
+            beta=_first_number(module.swiglu_beta, config.swiglu_beta),
         )
 
 
@@ -121,7 +121,7 @@ def describe_dummy(config: Any, layers: Mapping[int, RemotePart]) -> Recipe:
     Args:
         config: vLLM's configuration.
     """
-    return _recipe(config, {layer: _describe(part) for layer, part in layers.items()}, dummy=True)
+    return _build_recipe(config, {layer: _describe_part(part) for layer, part in layers.items()}, dummy=True)
 
 
 def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart]) -> Recording:
@@ -138,26 +138,29 @@ def record(model: Any, loader: Any, config: Any, layers: Mapping[int, RemotePart
     """
     files = MappedFiles()
     names: dict[int, str] = {}
-    tensors = _tensors(loader, model, config.model_config, files, frozenset(layers), names)
+    tensors = _yield_tensors(loader, model, config.model_config, files, frozenset(layers), names)
     recipe, copies = record_load(config, files, layers, lambda: model.load_weights(tensors))
-    starts = sorted(names)
-    remote = _names_at(copies.remote, starts, names)
-    own = _names_at(copies.own, starts, names)
-    untaken = sorted(set(names.values()) - remote - own)
-    if untaken:
+    addresses = sorted(names)
+    remote_names = _find_names(copies.remote_tensors, addresses, names)
+    own_names = _find_names(copies.own_tensors, addresses, names)
+    unused = sorted(set(names.values()) - remote_names - own_names)
+    if unused:
         _logger.warning(
-            "%s: no layer takes %d tensors of the checkpoint: %s",
+            "%s: no layer uses these %d tensors of the checkpoint: %s",
             config.model_config.model,
-            len(untaken),
-            ", ".join(untaken[:_SHOWN]),
+            len(unused),
+            ", ".join(unused[:_SHOWN]),
         )
-    return Recording(recipe, remote - own)
+    return Recording(recipe, remote_names - own_names)
 
 
 def record_load(
     config: Any, files: MappedFiles, layers: Mapping[int, RemotePart], load: Callable[[], object]
 ) -> tuple[Recipe, "Copies"]:
     """Calls `load`, which loads tensors of `files` into the remote layers, and records its copies.
+
+    Args:
+        load: calls the model's loader.
 
     Raises:
         ContractError: as in `record`.
@@ -170,22 +173,25 @@ def record_load(
         with torch.no_grad(), copies:
             load()
     if copies.problems:
-        raise ContractError(f"{model}: {copies.problems[0]}; use spec.parallelism.mode: Pipeline")
-    described = {
-        layer: _describe(part, {name: copies.pieces.get((layer, name), []) for name in part.targets})
+        raise ContractError(f"{model}: {copies.problems[0]}. Use spec.parallelism.mode: Pipeline")
+    recipes = {
+        layer: _describe_part(part, {name: copies.pieces.get((layer, name), []) for name in part.targets})
         for layer, part in layers.items()
     }
-    for number, layer in described.items():
-        if lacking := missing(layer):
-            others = f" and {len(lacking) - 1} others" if len(lacking) > 1 else ""
+    for number, layer in recipes.items():
+        if missing_values := find_missing_values(layer):
+            others = f" and {len(missing_values) - 1} others" if len(missing_values) > 1 else ""
             raise ContractError(
-                f"{model}: layer {number}: the checkpoint has no values for {lacking[0]}{others}. Download "
-                "the model again"
+                f"{model}: layer {number}: the checkpoint has no values for {missing_values[0]}{others}. "
+                "Download the model again"
             )
-    return _recipe(config, described, files.files), copies
+    return _build_recipe(config, recipes, files.files), copies
 
 
-def _describe(part: RemotePart, pieces: Mapping[str, Sequence[Piece]] = MappingProxyType({})) -> LayerRecipe:
+def _describe_part(
+    part: RemotePart, pieces: Mapping[str, Sequence[Piece]] = MappingProxyType({})
+) -> LayerRecipe:
+    """Returns the recipe of a remote part, whose parameters consist of the given pieces."""
     return part.describe(
         {
             name: ExpertParameter(
@@ -198,9 +204,10 @@ def _describe(part: RemotePart, pieces: Mapping[str, Sequence[Piece]] = MappingP
     )
 
 
-def _recipe(
+def _build_recipe(
     config: Any, layers: Mapping[int, LayerRecipe], files: Sequence[MappedFile] = (), *, dummy: bool = False
 ) -> Recipe:
+    """Returns the recipe of all remote layers, with the model's sizes and the files' digests."""
     model, root = config.model_config, Path(config.model_config.model)
     return Recipe(
         layers=layers,
@@ -216,15 +223,20 @@ def _recipe(
 
 
 def _set_method(module: Any, method: Any) -> None:
-    """Sets the method without registering it as a child module, because methods need not be modules."""
+    """Sets the method without registering it as a child module, because a method may be no module."""
     object.__setattr__(module, "quant_method", method)
 
 
-def _names_at(addresses: Collection[int], starts: list[int], names: Mapping[int, str]) -> set[str]:
+def _find_names(addresses: Collection[int], starts: list[int], names: Mapping[int, str]) -> set[str]:
+    """Returns the names of the tensors that contain these addresses.
+
+    Args:
+        starts: addresses of the tensors' first bytes, in order.
+    """
     return {names[starts[bisect.bisect(starts, address) - 1]] for address in addresses}
 
 
-def _tensors(
+def _yield_tensors(
     loader: Any,
     model: Any,
     model_config: Any,
@@ -254,12 +266,13 @@ def _tensors(
             )
         for path in sorted(paths):
             for name, tensor in files.add(Path(path)).tensors():
-                if tensor.numel() and _may_belong(source.prefix + name, layers):
+                if tensor.numel() and _may_be_remote(source.prefix + name, layers):
                     names[tensor.data_ptr()] = source.prefix + name
                     yield source.prefix + name, tensor
 
 
-def _may_belong(name: str, layers: Collection[int]) -> bool:
+def _may_be_remote(name: str, layers: Collection[int]) -> bool:
+    """Returns whether a tensor of the checkpoint may belong to a remote layer, judged by its name."""
     layer = layer_of(name)
     if layer is not None:
         return layer in layers
@@ -271,11 +284,12 @@ class Copies(TorchDispatchMode):
 
     Attributes:
         pieces: (layer, parameter) -> its pieces.
-        remote: addresses of tensors that remote parts take.
-        own: addresses of tensors that this rank's own parameters take.
+        remote_tensors: addresses of tensors that remote parts take.
+        own_tensors: addresses of tensors that this rank's own parameters take.
     """
 
     def __init__(self, files: MappedFiles, layers: Mapping[int, RemotePart]) -> None:
+        """Notes the memory of each parameter of the remote layers, to recognize copies to it."""
         super().__init__()
         self._files = files
         self._targets: dict[int, tuple[int, str, Sequence[int], int]] = {}
@@ -286,12 +300,15 @@ class Copies(TorchDispatchMode):
                     self._targets[each.untyped_storage()._cdata] = (layer, name, target.shape, first)
                     first += each.numel()
         self.pieces: dict[tuple[int, str], list[Piece]] = {}
-        self.remote: set[int] = set()
-        self.own: set[int] = set()
+        self.remote_tensors: set[int] = set()
+        self.own_tensors: set[int] = set()
         self.problems: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, except for copies."""
+        """Runs torch's operation, but records copies and replaces clones of a file's tensors by views.
+
+        A clone would have its own address, from which its place in the file could not be found.
+        """
         kwargs = kwargs or {}
         if func is _aten.copy_.default:
             return self._copy(args[0], args[1])
@@ -302,24 +319,27 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        known = self._targets.get(target.untyped_storage()._cdata)
-        found = self._files.find(source)
-        if known is None:
-            if found is not None:
-                self.own.add(source.data_ptr())
+        """Records a copy from a file to a remote part, or notes which tensor this rank itself uses."""
+        recorded = self._targets.get(target.untyped_storage()._cdata)
+        place_in_file = self._files.find(source)
+        if recorded is None:
+            if place_in_file is not None:
+                self.own_tensors.add(source.data_ptr())
             return target
-        layer, name, shape, first = known
-        wide = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
-        start, size, strides = place(
-            shape, first + target.storage_offset(), target.shape, target.stride(), wide.stride()
+        layer, name, shape, offset = recorded
+        expanded = (
+            source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
+        )
+        start, size, strides = locate_view(
+            shape, offset + target.storage_offset(), target.shape, target.stride(), expanded.stride()
         )
         dtype = str(source.dtype).removeprefix("torch.")
         pieces = self.pieces.setdefault((layer, name), [])
-        if found is not None:
-            self.remote.add(source.data_ptr())
-            pieces.append(Piece(start, size, *found, dtype, strides))
+        if place_in_file is not None:
+            self.remote_tensors.add(source.data_ptr())
+            pieces.append(Piece(start, size, *place_in_file, dtype, strides))
         elif source.device.type == "cpu" and source.numel() <= _MAX_RECORDED_VALUES:
-            values = wide.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
+            values = expanded.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
             pieces.append(Piece(start, size, VALUES, 0, dtype, strides, values))
         else:
             self.problems.append(
@@ -331,5 +351,6 @@ class Copies(TorchDispatchMode):
         return target
 
 
-def _number(*values: Any) -> float | None:
+def _first_number(*values: Any) -> float | None:
+    """Returns the first value that is not None as a float; None if there is none."""
     return next((float(value) for value in values if value is not None), None)

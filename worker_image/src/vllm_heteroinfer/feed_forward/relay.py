@@ -19,7 +19,7 @@ from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.feed_forward import pod_link, slab_library
-from vllm_heteroinfer.feed_forward.exchange import OWN_WORD_S, LaneReady
+from vllm_heteroinfer.feed_forward.exchange import OWN_REPORT_S, LaneReady
 from vllm_heteroinfer.feed_forward.lane_judge import LaneError
 from vllm_heteroinfer.feed_forward.slab import Shape, Slab
 from vllm_heteroinfer.pod.threads import start_thread
@@ -29,12 +29,12 @@ _logger = logging.getLogger(__name__)
 _CHOICE_BYTES: Final = 8
 """A row's expert and its weight."""
 _HEADER_BYTES: Final = 40
-_SILENT: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+_SILENT_MACHINE_ERRORS: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
 @dataclass(frozen=True, slots=True)
-class Relayed:
-    """A lane of another pod.
+class RelayedLane:
+    """A lane of another pod, and the connection to this pod.
 
     Attributes:
         lane: number in the asking rank's slab.
@@ -52,7 +52,7 @@ def connect_all(
     shape: Shape,
     launch: PodLaunch,
     asking: RankAssignment,
-) -> tuple[tuple[Relayed, ...], tuple[LaneReady, ...]]:
+) -> tuple[tuple[RelayedLane, ...], tuple[LaneReady, ...]]:
     """Connects to other pods, and measures each connection.
 
     Args:
@@ -65,7 +65,7 @@ def connect_all(
     Raises:
         LaneError: a rank cannot be reached, or the connection ended.
     """
-    relayed, reports = [], list(ready)
+    connected_lanes, reports = [], list(ready)
     for lane, rank in lanes:
         report = reports[lane]
         ask_bytes = shape.row_bytes + _CHOICE_BYTES * shape.topk
@@ -77,8 +77,8 @@ def connect_all(
         except OSError as error:
             raise LaneError(
                 rank.rank,
-                f"feed-forward rank {rank.rank}: rank {asking.rank} does not reach it at {report.host} port "
-                f"{report.port} ({error}). Let the pods of a group reach each other at all ports",
+                f"feed-forward rank {rank.rank}: {report.host} port {report.port} is not reachable from rank "
+                f"{asking.rank} ({error}). Let the pods of a group reach each other at all ports",
             ) from error
         _logger.info(
             "feed-forward rank %d in pod %d: %.0f us for one row there and back, %s a second",
@@ -87,13 +87,13 @@ def connect_all(
             cost.round_trip_s * 1e6,
             format_bytes(cost.bytes_per_s),
         )
-        relayed.append(Relayed(lane, rank, connection))
+        connected_lanes.append(RelayedLane(lane, rank, connection))
         reports[lane] = replace(
             report,
             ask_s=report.ask_s + cost.round_trip_s,
             row_s=report.row_s + (ask_bytes + shape.row_bytes) / cost.bytes_per_s,
         )
-    return tuple(relayed), tuple(reports)
+    return tuple(connected_lanes), tuple(reports)
 
 
 def relay_cpus(env: Mapping[str, str]) -> frozenset[int]:
@@ -108,7 +108,7 @@ class Relay:
     def __init__(
         self,
         slab: Slab,
-        relayed: Sequence[Relayed],
+        relayed: Sequence[RelayedLane],
         *,
         spin_ns: int,
         cpus: Collection[int],
@@ -127,6 +127,7 @@ class Relay:
         start_thread(self._run, name="heteroinfer-relay", failed=fail)
 
     def _run(self) -> None:
+        """Relays asks until the slab is stopped; raises the error of a connection that ended."""
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
         result = slab_library.load().heteroinfer_ff_relay(
@@ -137,22 +138,27 @@ class Relay:
             self._spin_ns,
         )
         if result > 0:
-            raise self._broken(result - 1)
+            raise self._build_error(result - 1)
 
-    def _broken(self, number: int) -> LaneError:
-        """Returns the error that accuses a pod's first rank, after the pod had time to report the cause."""
+    def _build_error(self, number: int) -> LaneError:
+        """Returns the error that accuses a pod's first rank of the end of its connection.
+
+        If the pod may still report the cause, waits so that this report comes first.
+        """
         rank, error = self._relayed[number].rank, self._links[number].error
         if error == pod_link.MALFORMED:
-            how = "sent a message that answers no ask; start all pods from one image"
-        elif error in _SILENT:
-            how = f"its machine acknowledges nothing ({os.strerror(error)}); check its node and the network"
+            problem = "sent a message that answers no ask. Start all pods from one image"
+        elif error in _SILENT_MACHINE_ERRORS:
+            problem = (
+                f"its machine acknowledges nothing ({os.strerror(error)}). Check its node and the network"
+            )
         else:
-            time.sleep(OWN_WORD_S)
-            words = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)
-            how = f"its connection broke ({words}); look at its log"
-        return LaneError(rank.rank, f"feed-forward rank {rank.rank} (pod {rank.pod}): {how}")
+            time.sleep(OWN_REPORT_S)
+            reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(error)
+            problem = f"its connection broke ({reason}). See the log of this rank"
+        return LaneError(rank.rank, f"feed-forward rank {rank.rank} (pod {rank.pod}): {problem}")
 
-    def note(self, lane: int) -> str:
+    def describe_ask(self, lane: int) -> str:
         """Describes how far the last ask of a lane got; "" for a lane of this pod."""
         for each, link in zip(self._relayed, self._links, strict=True):
             if each.lane == lane:

@@ -46,20 +46,23 @@ class Asks(Protocol):
         """
 
 
-_connected: Asks | None = None
+_asks_of_process: Asks | None = None
 """Exchange of this process. Global, because an opaque op cannot hold a reference to it."""
 
 
 def connect(asks: Asks) -> None:
     """Connects all replaced parts of this process's model to `asks`."""
-    global _connected  # noqa: PLW0603 - torch's table of ops is as global
-    _connected = asks
+    global _asks_of_process  # noqa: PLW0603 - torch's table of ops is as global
+    _asks_of_process = asks
 
 
-def _ask(layer: int, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+def _ask_feed_forward_ranks(
+    layer: int, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Sends a layer's rows to the feed-forward ranks, without padding rows, and returns the answer."""
     padding = get_forward_context().is_padding if is_forward_context_available() else None
-    assert _connected is not None
-    return _connected.ask(layer, x, ids, weights, padding)
+    assert _asks_of_process is not None
+    return _asks_of_process.ask(layer, x, ids, weights, padding)
 
 
 class RemoteMethod(FusedMoEMethodBase):
@@ -98,20 +101,24 @@ class RemoteMethod(FusedMoEMethodBase):
         if layer.apply_router_weight_on_input:
             x = (x * weights).to(x.dtype)  # one expert a row
             weights = torch.ones_like(weights)
-        return _ask(self._layer, x.contiguous(), topk_ids.to(torch.int32).contiguous(), weights.contiguous())
+        return _ask_feed_forward_ranks(
+            self._layer, x.contiguous(), topk_ids.to(torch.int32).contiguous(), weights.contiguous()
+        )
 
 
-def _feed_forward(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
-    return _ask(layer, hidden_states.contiguous(), None, None)
+def _compute_mlp(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+    """The opaque op `heteroinfer_feed_forward`: computes a layer's MLP on feed-forward ranks."""
+    return _ask_feed_forward_ranks(layer, hidden_states.contiguous(), None, None)
 
 
-def _feed_forward_fake(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+def _fake_mlp(hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+    """Returns a tensor of the op's result for torch's tracing."""
     del layer
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
 @contextmanager
-def replacing(layers: frozenset[int], *, records: bool) -> Iterator[dict[int, RemotePart]]:
+def replace_remote_parts(layers: frozenset[int], *, records: bool) -> Iterator[dict[int, RemotePart]]:
     """Replaces the feed-forward parts of `layers` in a model that is built inside the context.
 
     Args:
@@ -124,43 +131,45 @@ def replacing(layers: frozenset[int], *, records: bool) -> Iterator[dict[int, Re
         ContractError: the user enabled an offloader of vLLM, or feed-forward ranks cannot compute a layer.
     """
     _register_op()
-    found: dict[int, RemotePart] = {}
-    before = get_offloader()
-    if type(before) is not NoopOffloader:
+    remote_parts: dict[int, RemotePart] = {}
+    user_offloader = get_offloader()
+    if type(user_offloader) is not NoopOffloader:
         raise ContractError(
-            f"engine.args: vLLM's {type(before).__name__} cannot be used in mode FeedForward. Remove "
+            f"engine.args: vLLM's {type(user_offloader).__name__} cannot be used in mode FeedForward. Remove "
             "--cpu-offload-gb and --offload-group-size"
         )
 
     original = RoutedExperts._get_quant_method
 
     def ask_others(module: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+        """Replaces vLLM's choice of a method for a layer's experts, in a remote layer."""
         method = original(module, prefix, quant_config, moe_config)
         layer = layer_of(prefix)
         if layer not in layers or layer is None:
             return method
-        if layer in found:  # both might ask
+        if layer in remote_parts:  # lanes could not distinguish the asks of the two
             raise ContractError(
                 f"layer {layer}: a layer of feed-forward ranks must have one set of routed experts (got two)."
                 " Leave this layer to the GPU, or use spec.parallelism.mode: Pipeline"
             )
-        experts = found[layer] = RemoteExperts(module, method)
+        experts = remote_parts[layer] = RemoteExperts(module, method)
         return RemoteMethod(moe_config, layer, experts, records=records)
 
     def replace_mlp(index: int, layer: torch.nn.Module) -> None:
+        """Replaces the MLP of a remote layer that has no experts."""
         # If a layer has experts and a dense MLP (Gemma-4), the MLP stays. An encoder has layers, too.
-        if index in layers and index not in found and (mlp := RecordedMlp.find(index, layer)):
-            found[index] = mlp
+        if index in layers and index not in remote_parts and (mlp := RecordedMlp.find(index, layer)):
+            remote_parts[index] = mlp
             if not records:
                 mlp.end()
 
     set_offloader(VisitingOffloader(replace_mlp))
     RoutedExperts._get_quant_method = ask_others
     try:
-        yield found
+        yield remote_parts
     finally:
         RoutedExperts._get_quant_method = original
-        set_offloader(before)
+        set_offloader(user_offloader)
 
 
 class VisitingOffloader(NoopOffloader):
@@ -181,7 +190,8 @@ class VisitingOffloader(NoopOffloader):
 
 
 def _register_op() -> None:
+    """Registers the op `heteroinfer_feed_forward` once in this process."""
     if not hasattr(torch.ops.vllm, "heteroinfer_feed_forward"):
         direct_register_custom_op(
-            op_name="heteroinfer_feed_forward", op_func=_feed_forward, fake_impl=_feed_forward_fake
+            op_name="heteroinfer_feed_forward", op_func=_compute_mlp, fake_impl=_fake_mlp
         )

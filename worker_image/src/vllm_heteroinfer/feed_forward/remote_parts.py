@@ -15,8 +15,8 @@ _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 def layer_of(name: str) -> int | None:
     """Returns the decoder layer of a module or tensor; None if it belongs to no decoder layer."""
-    found = None if is_of_encoder(name) else _LAYER.search(f"{name}.")
-    return int(found[1]) if found else None
+    match = None if is_of_encoder(name) else _LAYER.search(f"{name}.")
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class RemotePart(Protocol):
         """Returns the layer's recipe with these parameters."""
 
 
-def check_found(found: Iterable[int], wanted: Iterable[int], model: str) -> None:
+def check_found(found_layers: Iterable[int], planned_layers: Iterable[int], model: str) -> None:
     """Raises ContractError unless every planned layer has a part that other ranks can compute."""
-    missing = sorted(set(wanted) - set(found))
+    missing = sorted(set(planned_layers) - set(found_layers))
     if missing:
         raise ContractError(
             f"{model}: layers of feed-forward ranks must have routed experts of vLLM's RoutedExperts, or "

@@ -70,14 +70,14 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """Returns the size of a row, in bytes."""
+        """Size of a row, in bytes."""
         return self.hidden * (4 if self.dtype == "float32" else 2)
 
     @property
     def layout(self) -> slab_library.Layout:
         """Offsets of all parts of the slab."""
-        rows = _pages(self.max_rows * self.row_bytes)
-        choices = _pages(self.max_rows * max(1, self.topk) * 4)
+        rows = _round_up_to_pages(self.max_rows * self.row_bytes)
+        choices = _round_up_to_pages(self.max_rows * max(1, self.topk) * 4)
         x = CONTROL_BYTES
         ids = x + rows
         return slab_library.Layout(
@@ -94,12 +94,12 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the slab."""
+        """Size of the slab, in bytes."""
         layout = self.layout
         return int(layout.y + self.lanes * layout.y_stride)
 
     def header(self) -> bytes:
-        """Returns the slab's first bytes."""
+        """Returns the slab's first bytes, which both sides compare."""
         return _HEADER.pack(
             MAGIC,
             VERSION,
@@ -112,7 +112,8 @@ class Shape:
         )
 
 
-def _pages(num_bytes: int) -> int:
+def _round_up_to_pages(num_bytes: int) -> int:
+    """Rounds a size up to whole pages of 4,096 bytes."""
     return -(-num_bytes // 4096) * 4096
 
 
@@ -177,54 +178,56 @@ class Slab:
         self._words = memoryview(self._memory)[:CONTROL_BYTES]
 
     def _view(self, offset: int, dtype: torch.dtype, size: tuple[int, int]) -> torch.Tensor:
+        """Returns a tensor of this size at an offset of the slab."""
         count = size[0] * size[1]
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(size)
 
-    def _word(self, offset: int, kind: str) -> int:
+    def _read_word(self, offset: int, kind: str) -> int:
+        """Returns the control word at an offset; `kind` is its format for `struct`."""
         size = struct.calcsize(kind)
         return int(struct.unpack_from(kind, self._words[offset : offset + size])[0])
 
     @property
     def asked(self) -> int:
-        """Returns the number of the last ask."""
-        return self._word(ASK_OFFSET, "=Q")
+        """Number of the last ask."""
+        return self._read_word(ASK_OFFSET, "=Q")
 
     @property
     def asked_rows(self) -> int:
-        """Returns the rows of the last ask."""
-        return self._word(ASK_OFFSET + 12, "=I")
+        """Rows of the last ask."""
+        return self._read_word(ASK_OFFSET + 12, "=I")
 
     @property
     def asked_layer(self) -> int:
-        """Returns the layer of the last ask."""
-        return self._word(ASK_OFFSET + 8, "=I")
+        """Layer of the last ask."""
+        return self._read_word(ASK_OFFSET + 8, "=I")
 
     @property
     def steps(self) -> int:
-        """Returns how often the asking rank has begun a step."""
-        return self._word(BELL_OFFSET + 4, "=I")
+        """Number of steps that the asking rank has begun."""
+        return self._read_word(BELL_OFFSET + 4, "=I")
 
     @property
-    def failed(self) -> bool:
-        """Returns whether the device stopped waiting for an answer."""
-        return bool(self._word(FAILED_OFFSET, "=I"))
+    def device_gave_up(self) -> bool:
+        """Whether the device stopped waiting for an answer."""
+        return bool(self._read_word(FAILED_OFFSET, "=I"))
 
     @property
     def given_up_lane(self) -> int | None:
-        """Returns the lane that the device waited for when it gave up, None if it never did."""
-        word = self._word(GIVEN_UP_OFFSET, "=I")
+        """The lane for which the device waited when it gave up; None if it never did."""
+        word = self._read_word(GIVEN_UP_OFFSET, "=I")
         return word - 1 if word else None
 
-    def lane(self, lane: int) -> "LaneView":
+    def read_lane(self, lane: int) -> "LaneView":
         """Reads a lane's current words."""
         return LaneView(*_LANE.unpack_from(self._words, LANES_OFFSET + lane * LANE_BYTES))
 
     @property
     def turns(self) -> int:
-        """Returns how many turns the asking rank's watch has had."""
-        return self._word(TURNS_OFFSET, "=I")
+        """Number of turns that the asking rank's watch has had."""
+        return self._read_word(TURNS_OFFSET, "=I")
 
-    def count_turn(self) -> None:
+    def count_watch_turn(self) -> None:
         """Counts a turn of the asking rank's watch; a device keeps waiting while the count does not grow."""
         ctypes.c_uint32.from_address(self.address + TURNS_OFFSET).value = self.turns + 1
 
@@ -237,9 +240,9 @@ class Slab:
         """Ends every wait on this slab, in every process that has it."""
         slab_library.load().heteroinfer_ff_stop(ctypes.c_void_p(self.address))
 
-    def ring(self) -> None:
+    def wake_lanes(self) -> None:
         """Wakes the lanes before the first ask of a step, so that they are awake in time."""
-        slab_library.load().heteroinfer_ff_ring(ctypes.c_void_p(self.address))
+        slab_library.load().heteroinfer_ff_wake(ctypes.c_void_p(self.address))
 
 
 _LANE: Final = struct.Struct("=QiI16sQQQQQQ")
@@ -247,10 +250,10 @@ _LANE: Final = struct.Struct("=QiI16sQQQQQQ")
 
 @dataclass(frozen=True, slots=True)
 class LaneView:
-    """A lane's words.
+    """The control words of a lane.
 
     Attributes:
-        answered: number of the last ask that it answered.
+        answered: number of the last ask that the lane answered.
         status: status of that answer; 0 means success.
         sleeps: whether the asking process sleeps until the lane answers.
         nonce: proof that the lane maps this memory.
@@ -258,7 +261,7 @@ class LaneView:
         idle_ns: total nanoseconds of waiting for asks.
         asks: number of answered asks.
         rows: number of computed rows.
-        experts: number of experts whose weights it read; an MLP counts one per ask.
+        experts: number of experts whose weights the lane read; an MLP counts one per ask.
         seen: number of the ask in progress.
     """
 
@@ -290,7 +293,10 @@ def create(shape: Shape) -> tuple[Slab, Offer]:
         slab = Slab(fd, shape)
     except OSError as error:
         os.close(fd)
-        raise OSError(f"no {shape.num_bytes} bytes of memory for a feed-forward slab: {error}") from error
+        raise OSError(
+            f"feed-forward slab: cannot allocate {shape.num_bytes} bytes ({error}). Raise the memory limit "
+            "of this role"
+        ) from error
     return slab, Offer(pid=os.getpid(), fd=fd, name=name, shape=shape)
 
 
@@ -313,13 +319,13 @@ def connect(offer: Offer, lane: int, expected: Shape) -> tuple[Slab, bytes]:
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     try:
         # In another PID namespace this number means another process, whose file must not be changed.
-        target = os.readlink(path)
-        if target != f"/memfd:{offer.name} (deleted)":
-            raise OSError(f"{path} is {target}, not the slab of the rank that asks")
+        opened = os.readlink(path)
+        if opened != f"/memfd:{offer.name} (deleted)":
+            raise OSError(f"{path} must be the slab of the rank that it serves (got {opened})")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise ContractError(
-            f"feed-forward lane {lane}: {error}; it runs in the pod of the rank that it serves"
+            f"feed-forward lane {lane}: {error}. Run this rank in the pod of the rank that it serves"
         ) from error
     try:
         slab = Slab(fd, offer.shape)

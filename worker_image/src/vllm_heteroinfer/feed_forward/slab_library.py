@@ -36,7 +36,7 @@ _LAYOUT, _OUT = ctypes.POINTER(Layout), ctypes.POINTER(ctypes.c_uint32)
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "heteroinfer_ff_next": (_INT, (_PTR, _INT, _U64, _U64, _OUT, _OUT)),
     "heteroinfer_ff_answer": (None, (_PTR, _INT, ctypes.c_int32, _U32, _PTR, _U32, _U64)),
-    "heteroinfer_ff_ring": (None, (_PTR,)),
+    "heteroinfer_ff_wake": (None, (_PTR,)),
     "heteroinfer_ff_stop": (None, (_PTR,)),
     "heteroinfer_ff_exchange": (_INT, (_PTR, _LAYOUT, _U32, _U32, _PTR, _PTR, _PTR, _PTR, _U64, _U64)),
     "heteroinfer_ff_stress": (_U64, (_PTR, _LAYOUT, _U64, _U32, _U64, _U64)),

@@ -46,7 +46,7 @@ class BuildError(RuntimeError):
 def library_path(folder: Path = BUILT) -> Path:
     """Path of the library for these sources, whether it exists or not."""
     digest = hashlib.sha256(" ".join((*FLAGS, "|", *LINK_FLAGS)).encode())
-    for file in _sources("*"):
+    for file in _list_sources("*"):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return folder / f"libheteroinfer_cpu-{digest.hexdigest()[:16]}.so"
 
@@ -61,7 +61,7 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
     Raises:
         BuildError: the compiler is missing or failed.
     """
-    version = _version(compiler)
+    version = _find_version(compiler)
     library = library_path(into)
     stamp = library.with_suffix(".compiler")
     if library.exists() and stamp.exists() and stamp.read_text() == version:
@@ -72,44 +72,47 @@ def build(into: Path = BUILT, compiler: str = COMPILER) -> Path:
         for old in into.glob("libheteroinfer_cpu-*"):
             if old.stem != library.stem:
                 old.unlink(missing_ok=True)
-        made = Path(scratch) / "library.so"
-        made.chmod(0o755)
-        made.replace(library)
+        library_made = Path(scratch) / "library.so"
+        library_made.chmod(0o755)
+        library_made.replace(library)
     stamp.write_text(version)
     return library
 
 
 def _compile(compiler: str, scratch: Path) -> None:
-    sources = _sources("*.cpp")
+    """Compiles all sources at once, and links them to `library.so` in the folder `scratch`."""
+    sources = _list_sources("*.cpp")
     objects = [scratch / f"{source.stem}.o" for source in sources]
     compiling = [
         subprocess.Popen(
-            [compiler, *FLAGS, "-c", str(source), "-o", str(made)],
+            [compiler, *FLAGS, "-c", str(source), "-o", str(object_file)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for source, made in zip(sources, objects, strict=True)
+        for source, object_file in zip(sources, objects, strict=True)
     ]
     outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in compiling]
-    failed = [out for process, out in zip(compiling, outputs, strict=True) if process.returncode]
-    if not failed:
+    failures = [out for process, out in zip(compiling, outputs, strict=True) if process.returncode]
+    if not failures:
         link = [compiler, *LINK_FLAGS, *map(str, objects), "-o", str(scratch / "library.so")]
-        linked = subprocess.run(
+        done = subprocess.run(
             link, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S
         )
-        failed = [linked.stdout] if linked.returncode else []
-    if failed:
+        failures = [done.stdout] if done.returncode else []
+    if failures:
         raise BuildError(
-            f"{compiler} failed on {SOURCE}. Use GCC 11 or later, which supports AMX:\n" + "\n".join(failed)
+            f"{compiler} failed on {SOURCE}. Use GCC 11 or later, which supports AMX:\n" + "\n".join(failures)
         )
 
 
-def _sources(pattern: str) -> list[Path]:
+def _list_sources(pattern: str) -> list[Path]:
+    """Returns the sources and headers that match the pattern, by name."""
     return sorted(file for file in SOURCE.glob(pattern) if file.suffix in {".cpp", ".h"})
 
 
-def _version(compiler: str) -> str:
+def _find_version(compiler: str) -> str:
+    """Returns the first line of the compiler's version; raises BuildError if the compiler is missing."""
     found = shutil.which(compiler)
     if found is None:
         raise BuildError(f"{compiler} not found. Install it (Debian: apt-get install g++)")

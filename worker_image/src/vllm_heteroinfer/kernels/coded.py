@@ -16,7 +16,7 @@ from vllm_heteroinfer.kernels import weight_memory
 from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableError, load
 
 SHARED_COLUMNS: Final = 32
-"""Columns of a block of the packed form. A scale that columns share is for a multiple of 32 columns."""
+"""Columns of a block in the packed format. A scale of several columns covers a multiple of 32 columns."""
 ELEMENTS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _HALF_BYTE: Final = 2
 """Codes of 4 bits in a byte."""
@@ -40,11 +40,11 @@ class Code(IntEnum):
 
 
 class Scale(IntEnum):
-    """What multiplies the codes, and its type."""
+    """Number that multiplies the codes, and its type."""
 
     NONE = 0
     BLOCK_F32 = 1
-    """One for a group of inputs of a multiple of 32 columns."""
+    """One scale for a group of inputs of 32 columns, or of a multiple."""
     COLUMN_F32 = 2
     COLUMN_BF16 = 3
     COLUMN_F16 = 4
@@ -75,7 +75,7 @@ class Format:
     """How weights are coded.
 
     Attributes:
-        group: inputs that share a scale: 16, or a multiple of 32; 0 if all inputs of a column do.
+        group: inputs that share a scale: 16, or a multiple of 32; 0 if all inputs of a column share it.
         zeros: whether each group has a zero point, which is subtracted from its codes.
     """
 
@@ -84,11 +84,11 @@ class Format:
     group: int = 0
     zeros: bool = False
 
-    def build(self) -> NativeFormat:
+    def to_native(self) -> NativeFormat:
         """Returns the format for a call of the library."""
         return NativeFormat(self.code, self.scale, self.group, self.zeros)
 
-    def numbers(self) -> list[int]:
+    def to_numbers(self) -> list[int]:
         """Returns the format for an op of torch."""
         return [self.code, self.scale, self.group, self.zeros]
 
@@ -99,14 +99,14 @@ class Format:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coded:
-    """A weight [columns, inputs] as a checkpoint has it.
+    """A weight [columns, inputs] as a checkpoint stores it.
 
     Attributes:
-        codes: uint8 [columns, inputs], or [columns, inputs / 2] of codes of 4 bits; bf16 or float16
-            [columns, inputs] of codes of 16 bits. Rows are contiguous.
+        codes: uint8 [columns, inputs], or [columns, inputs / 2] of codes of 4 bits; bf16 or float16 [columns,
+            inputs] of codes of 16 bits. Rows are contiguous.
         scales: [columns, groups] of the format's type; [columns / 32, groups] if columns share them.
         zeros: int8 [columns, groups].
-        factors: float32 [columns], of scales in e4m3.
+        factors: float32 [columns], which multiply scales in e4m3.
     """
 
     format: Format
@@ -118,14 +118,14 @@ class Coded:
     factors: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a shape or dtype is another."""
+        """Raises ValueError if a shape or dtype differs from the format's."""
         form, groups = self.format, self.format.groups(self.inputs)
-        blocks = -(-self.columns // SHARED_COLUMNS)
+        column_blocks = -(-self.columns // SHARED_COLUMNS)
         width = -(-self.inputs // _HALF_BYTE) if form.code >= Code.INT4 else self.inputs
-        rows = blocks if form.scale == Scale.BLOCK_F32 else self.columns
+        scale_rows = column_blocks if form.scale == Scale.BLOCK_F32 else self.columns
         expected = {
             "codes": ((self.columns, width), _CODE_TYPES.get(form.code, torch.uint8)),
-            "scales": ((rows, groups), _SCALE_TYPES[form.scale]) if form.scale else None,
+            "scales": ((scale_rows, groups), _SCALE_TYPES[form.scale]) if form.scale else None,
             "zeros": ((self.columns, groups), torch.int8) if form.zeros else None,
             "factors": ((self.columns,), torch.float32) if form.scale == Scale.COLUMN_E4M3 else None,
         }
@@ -151,10 +151,12 @@ class PackedWeight:
 
 def packed_bytes(library: KernelLibrary, form: Format, columns: int, inputs: int) -> int:
     """Returns the bytes of a packed weight; raises ValueError if no kernel supports the format."""
-    native = form.build()
+    native = form.to_native()
     size = int(library.calls.heteroinfer_coded_bytes(ctypes.addressof(native), columns, inputs))
     if not size:
-        raise ValueError(f"weight: no kernel takes {form} of {columns} x {inputs}.")
+        raise ValueError(
+            f"coded weight: format and size must have a kernel (got {form} of {columns} x {inputs})."
+        )
     return size
 
 
@@ -165,7 +167,7 @@ def pack(library: KernelLibrary, weight: Coded, out: torch.Tensor | None = None)
         out = weight_memory.empty((size,), torch.uint8)
     if out.numel() != size or out.dtype != torch.uint8 or not out.is_contiguous():
         raise ValueError(f"out must be {size} bytes (got {tuple(out.shape)} {out.dtype}).")
-    native, codes = weight.format.build(), weight.codes
+    native, codes = weight.format.to_native(), weight.codes
     library.calls.heteroinfer_ask_for_huge_pages(out.data_ptr(), out.nbytes)
     library.calls.heteroinfer_coded_pack(
         *(out.data_ptr(), ctypes.addressof(native)),
@@ -187,31 +189,36 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
         bias: [columns] of the same dtype.
 
     Raises:
-        RuntimeError: a shape or dtype is another.
+        RuntimeError: a shape or dtype differs.
     """
-    return product(x, weight.packed, bias, weight.format.numbers(), weight.columns, weight.inputs)
+    return product(x, weight.packed, bias, weight.format.to_numbers(), weight.columns, weight.inputs)
 
 
 def product(
     x: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
-    numbers: list[int],
+    format_numbers: list[int],
     columns: int,
     inputs: int,
 ) -> torch.Tensor:
-    """Computes the same as `linear`, from the format's `numbers`."""
+    """Computes the same as `linear`, from the numbers of the format, which torch's op can take."""
     if torch.compiler.is_compiling():
-        made: torch.Tensor = torch.ops.heteroinfer.coded_linear(x, packed, bias, numbers, columns, inputs)
-        return made
-    return _linear(x, packed, bias, numbers, columns, inputs)
+        result: torch.Tensor = torch.ops.heteroinfer.coded_linear(
+            x, packed, bias, format_numbers, columns, inputs
+        )
+        return result
+    return _call_kernel(x, packed, bias, format_numbers, columns, inputs)
 
 
 def register(path: Path | None = None) -> KernelLibrary:
-    """Returns the kernels, after which `linear` may be used; the first call chooses.
+    """Loads the kernels and registers the op, so that callers can use `linear`.
+
+    Args:
+        path: file of the library; later calls ignore it.
 
     Raises:
-        KernelsUnavailableError: they can't be used here, and why.
+        KernelsUnavailableError: this process cannot use the kernels.
     """
     if not _registered:
         library = load(path)
@@ -221,32 +228,35 @@ def register(path: Path | None = None) -> KernelLibrary:
             "coded_linear(Tensor x, Tensor packed, Tensor? bias, int[] format, int columns, int inputs)"
             " -> Tensor"
         )
-        _schema.impl("coded_linear", _linear, "CPU")
-        torch.library.register_fake("heteroinfer::coded_linear", _linear_shape, lib=_schema)
+        _schema.impl("coded_linear", _call_kernel, "CPU")
+        torch.library.register_fake("heteroinfer::coded_linear", _fake_linear, lib=_schema)
         _registered.append(library)
     return _registered[0]
 
 
-def _linear(
+def _call_kernel(
     x: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
-    numbers: list[int],
+    format_numbers: list[int],
     columns: int,
     inputs: int,
 ) -> torch.Tensor:
+    """Implements the op: checks the arguments, and calls the library."""
     rows = x if x.ndim == _AXES else x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    fits = bias is None or (bias.dtype == x.dtype and bias.shape == (columns,) and bias.is_contiguous())
-    if x.dtype not in ELEMENTS or x.shape[-1] != inputs or x.device.type != "cpu" or not fits:
+    is_valid_bias = bias is None or (
+        bias.dtype == x.dtype and bias.shape == (columns,) and bias.is_contiguous()
+    )
+    if x.dtype not in ELEMENTS or x.shape[-1] != inputs or x.device.type != "cpu" or not is_valid_bias:
         raise RuntimeError(
             f"heteroinfer::coded_linear: x must be [..., {inputs}] and bias [{columns}] of one of "
             f"{', '.join(map(str, ELEMENTS))} (got x {tuple(x.shape)} {x.dtype}, bias "
             f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."
         )
     out = x.new_empty((*x.shape[:-1], columns))
-    native = NativeFormat(*numbers)
+    native = NativeFormat(*format_numbers)
     _registered[0].calls.heteroinfer_coded_linear(
         *(out.data_ptr(), columns, rows.data_ptr(), rows.stride(0), ELEMENTS[x.dtype], packed.data_ptr()),
         *(ctypes.addressof(native), None if bias is None else bias.data_ptr()),
@@ -255,7 +265,7 @@ def _linear(
     return out
 
 
-def _linear_shape(
+def _fake_linear(
     x: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
@@ -263,4 +273,5 @@ def _linear_shape(
     columns: int,
     inputs: int,
 ) -> torch.Tensor:
+    """Returns an empty result of the op, for torch's tracing."""
     return x.new_empty((*x.shape[:-1], columns))

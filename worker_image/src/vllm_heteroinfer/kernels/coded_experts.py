@@ -26,7 +26,7 @@ from vllm_heteroinfer.kernels.coded import (
 from vllm_heteroinfer.kernels.library import KernelLibrary
 
 MAX_CHOICES: Final = 256
-"""Experts of a row."""
+"""Limit of experts for each row."""
 
 
 class ActivationKind(IntEnum):
@@ -84,7 +84,7 @@ class PackedPart:
 
     Attributes:
         packed: uint8 [experts, bytes].
-        columns: of w13 gates, then ups, as the checkpoint has them.
+        columns: number of columns; w13 has those of gates and of ups.
     """
 
     format: Format
@@ -93,14 +93,18 @@ class PackedPart:
     packed: torch.Tensor
 
 
-def empty_part(library: KernelLibrary, form: Format, experts: int, columns: int, inputs: int) -> PackedPart:
-    """Returns memory for the packed weights of all experts; `put` fills it."""
+def allocate_part(
+    library: KernelLibrary, form: Format, experts: int, columns: int, inputs: int
+) -> PackedPart:
+    """Returns uninitialized memory for the packed weights of all experts; `pack_expert_into` fills it."""
     size = packed_bytes(library, form, columns, inputs)
     packed = weight_memory.empty((experts, size), torch.uint8)
     return PackedPart(format=form, columns=columns, inputs=inputs, packed=packed)
 
 
-def put(library: KernelLibrary, part: PackedPart, expert: int, weight: Coded, *, gated: bool) -> None:
+def pack_expert_into(
+    library: KernelLibrary, part: PackedPart, expert: int, weight: Coded, *, gated: bool
+) -> None:
     """Packs the weight of one expert.
 
     Args:
@@ -114,34 +118,38 @@ def put(library: KernelLibrary, part: PackedPart, expert: int, weight: Coded, *,
             f"expert {expert} must be {part.format} of {part.columns} x {part.inputs} "
             f"(got {weight.format} of {weight.columns} x {weight.inputs})."
         )
-    pack(library, by_turns(weight) if gated else weight, part.packed[expert])
+    pack(library, alternate_gates_and_ups(weight) if gated else weight, part.packed[expert])
 
 
-def by_turns(weight: Coded) -> Coded:
-    """Returns w13 with alternating blocks of 32 gates and 32 ups, the order that the kernels read."""
+def alternate_gates_and_ups(weight: Coded) -> Coded:
+    """Returns w13 with alternating blocks of 32 gates and 32 ups, the order that the kernels read.
+
+    Raises:
+        ValueError: the columns are not a multiple of 64.
+    """
     if weight.columns % (2 * SHARED_COLUMNS):
         raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns}).")
 
-    def turn(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
-        return None if tensor is None else rows_by_turns(tensor, block)
+    def alternate(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
+        return None if tensor is None else alternate_halves(tensor, block)
 
-    scales = 1 if weight.format.scale == Scale.BLOCK_F32 else SHARED_COLUMNS
+    scale_block = 1 if weight.format.scale == Scale.BLOCK_F32 else SHARED_COLUMNS
     return replace(
         weight,
-        codes=rows_by_turns(weight.codes, SHARED_COLUMNS),
-        scales=turn(weight.scales, scales),
-        zeros=turn(weight.zeros, SHARED_COLUMNS),
-        factors=turn(weight.factors, SHARED_COLUMNS),
+        codes=alternate_halves(weight.codes, SHARED_COLUMNS),
+        scales=alternate(weight.scales, scale_block),
+        zeros=alternate(weight.zeros, SHARED_COLUMNS),
+        factors=alternate(weight.factors, SHARED_COLUMNS),
     )
 
 
-def rows_by_turns(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Reorders rows (all gates, then all ups) into alternating blocks of gates and ups."""
+def alternate_halves(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Reorders rows: from all gates, then all ups, to alternating blocks of gates and ups."""
     return rows.view(2, -1, block, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
 
 
 class CodedExperts:
-    """A layer's routed experts."""
+    """A layer's routed experts, packed and computed in their checkpoint's format."""
 
     def __init__(
         self,
@@ -160,13 +168,13 @@ class CodedExperts:
             biases: [experts, columns] of w13 (gates, then ups) and of w2.
 
         Raises:
-            ValueError: they do not, or a size is not a multiple of 32.
+            ValueError: the parts do not belong together, or a size is not a multiple of 32.
         """
         experts, inner, hidden = len(w13.packed), w2.inputs, w2.columns
-        wide = w13.columns // (2 if activation.gated else 1)
+        w13_width = w13.columns // (2 if activation.gated else 1)
         fits = (
             len(w2.packed) == experts
-            and wide == inner
+            and w13_width == inner
             and w13.inputs == hidden
             and hidden % SHARED_COLUMNS == inner % SHARED_COLUMNS == 0
             and dtype in ELEMENTS
@@ -178,15 +186,17 @@ class CodedExperts:
                 f"w2 {hidden} x {inner} of {len(w2.packed)}, {dtype})."
             )
         self._dtype, self._hidden = dtype, hidden
-        of_w13, of_w2 = biases
-        if of_w13 is not None:
-            turned = [rows_by_turns(each, SHARED_COLUMNS) if activation.gated else each for each in of_w13]
-            of_w13 = torch.stack(turned).float().contiguous()
-        of_w2 = None if of_w2 is None else of_w2.float().contiguous()
-        self._kept = (w13, w2, of_w13, of_w2)
+        w13_biases, w2_biases = biases
+        if w13_biases is not None:
+            alternated = [
+                alternate_halves(each, SHARED_COLUMNS) if activation.gated else each for each in w13_biases
+            ]
+            w13_biases = torch.stack(alternated).float().contiguous()
+        w2_biases = None if w2_biases is None else w2_biases.float().contiguous()
+        self._referenced = (w13, w2, w13_biases, w2_biases)
         self._layer = _NativeCodedExperts(
-            *(w13.packed.data_ptr(), w2.packed.data_ptr(), w13.format.build(), w2.format.build()),
-            *(None if each is None else each.data_ptr() for each in (of_w13, of_w2)),
+            *(w13.packed.data_ptr(), w2.packed.data_ptr(), w13.format.to_native(), w2.format.to_native()),
+            *(None if each is None else each.data_ptr() for each in (w13_biases, w2_biases)),
             *(experts, hidden, inner, ELEMENTS[dtype]),
             _NativeActivation(
                 activation.kind, activation.gated, activation.alpha, activation.limit, activation.offset
@@ -201,10 +211,10 @@ class CodedExperts:
             y: [rows, hidden], rows contiguous; must not share memory with x.
             x: [rows, hidden], rows contiguous.
             weights: [rows, topk], float32, contiguous.
-            ids: [rows, topk], int32, contiguous; other ids than those of experts count nothing.
+            ids: [rows, topk], int32, contiguous; an id that is not an expert adds nothing.
 
         Raises:
-            ValueError: a shape or dtype is another.
+            ValueError: a shape or dtype differs.
         """
         rows, topk = ids.shape
         fits = (

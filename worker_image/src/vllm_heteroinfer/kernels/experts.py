@@ -62,7 +62,7 @@ def pack_expert(library: KernelLibrary, out: torch.Tensor, weight: torch.Tensor,
 
 
 def can_pack(weight: torch.Tensor, *, gates: bool) -> bool:
-    """Reports whether `pack_experts` supports a weight.
+    """Returns whether `pack_experts` supports a weight.
 
     Args:
         gates: whether this is w13.
@@ -95,24 +95,29 @@ class PackedExperts:
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        count, hidden, inner = self.w2.shape
-        right = (
-            self.w13.shape == (count, 2 * inner, hidden)
+        """Checks shapes and dtypes, because the kernel reads raw pointers."""
+        num_experts, hidden, inner = self.w2.shape
+        is_valid = (
+            self.w13.shape == (num_experts, 2 * inner, hidden)
             and self.w13.dtype == self.w2.dtype == (FP8 if self.scales else torch.bfloat16)
             and self.w13.is_contiguous()
             and self.w2.is_contiguous()
         )
         if self.scales:
-            (of_w13, of_w2), rows, columns = self.scales, -(-hidden // SCALED), -(-inner // SCALED)
-            right = (
-                right
-                and of_w13.shape == (count, 2 * columns, rows)
-                and of_w2.shape == (count, rows, columns)
-                and of_w13.dtype == of_w2.dtype == torch.float32
-                and of_w13.is_contiguous()
-                and of_w2.is_contiguous()
+            (w13_scales, w2_scales), hidden_blocks, inner_blocks = (
+                self.scales,
+                -(-hidden // SCALED),
+                -(-inner // SCALED),
             )
-        if not right:
+            is_valid = (
+                is_valid
+                and w13_scales.shape == (num_experts, 2 * inner_blocks, hidden_blocks)
+                and w2_scales.shape == (num_experts, hidden_blocks, inner_blocks)
+                and w13_scales.dtype == w2_scales.dtype == torch.float32
+                and w13_scales.is_contiguous()
+                and w2_scales.is_contiguous()
+            )
+        if not is_valid:
             raise ValueError(
                 "packed experts must be contiguous w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, "
                 "inner] in bf16, or in float8_e4m3fn with float32 scales "
@@ -142,10 +147,10 @@ def experts(
     Raises:
         ValueError: a shape or dtype differs.
     """
-    m, topk = ids.shape
-    count, hidden, inner = packed.w2.shape
-    right = (
-        x.shape == y.shape == (m, hidden)
+    rows, topk = ids.shape
+    num_experts, hidden, inner = packed.w2.shape
+    is_valid = (
+        x.shape == y.shape == (rows, hidden)
         and weights.shape == ids.shape
         and topk <= MAX_CHOICES
         and x.dtype == y.dtype == torch.bfloat16
@@ -154,14 +159,14 @@ def experts(
         and weights.is_contiguous()
         and ids.is_contiguous()
     )
-    if not right:
+    if not is_valid:
         raise ValueError(
-            f"x and y must be [{m}, {hidden}] bf16, weights float32 and ids int32 [{m}, at most "
+            f"x and y must be [{rows}, {hidden}] bf16, weights float32 and ids int32 [{rows}, at most "
             f"{MAX_CHOICES}] (got x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}, "
             f"weights {tuple(weights.shape)} {weights.dtype}, ids {tuple(ids.shape)} {ids.dtype})."
         )
     scales13, scales2 = (scale.data_ptr() for scale in packed.scales) if packed.scales else (None, None)
     library.calls.heteroinfer_experts(
         *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), packed.w13.data_ptr(), packed.w2.data_ptr()),
-        *(scales13, scales2, weights.data_ptr(), ids.data_ptr(), m, topk, count, hidden, inner),
+        *(scales13, scales2, weights.data_ptr(), ids.data_ptr(), rows, topk, num_experts, hidden, inner),
     )

@@ -19,20 +19,24 @@ def bytes_beyond_caches(
     """
     largest: dict[str, int] = {}
     for cpu in os.sched_getaffinity(0) if cpus is None else cpus:
-        caches = [_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]
+        caches = [_read_cache(file) for file in (folder / f"cpu{cpu}/cache").glob("index*/size")]
         if caches:
             size, shared = max(caches)
             largest[shared or str(cpu)] = size
     return min(max(2 * sum(largest.values()), MIN_SAMPLE_BYTES), MAX_SAMPLE_BYTES)
 
 
-def _cache(size: Path) -> tuple[int, str]:
-    """Returns the size of a cache in bytes and the list of cores that share it; "" if the list is unknown."""
-    shared = size.with_name("shared_cpu_list")
-    return _cache_bytes(size.read_text()), shared.read_text().strip() if shared.exists() else ""
+def _read_cache(size: Path) -> tuple[int, str]:
+    """Returns the size of a cache in bytes, and the list of the cores that share it.
+
+    The list is "" if the kernel does not have it.
+    """
+    sharing = size.with_name("shared_cpu_list")
+    return _parse_cache_size(size.read_text()), sharing.read_text().strip() if sharing.exists() else ""
 
 
-def _cache_bytes(text: str) -> int:
+def _parse_cache_size(text: str) -> int:
+    """Returns the bytes of a size such as "32K" or "1M"; 0 for other texts."""
     number, unit = text.strip()[:-1], text.strip()[-1:]
     factor = {"K": 1 << 10, "M": 1 << 20}.get(unit, 0)
     return int(number) * factor if number.isdecimal() else 0

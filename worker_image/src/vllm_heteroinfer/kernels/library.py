@@ -18,7 +18,7 @@ CODED_PATHS: Final = (*PATHS, "avx2")
 """Instruction sets for coded weights (`kernels/coded.py`), which also run on AVX2 with FMA and F16C."""
 _WIDENING: Final = 1 << len(CODED_PATHS)
 """AVX512-VBMI, without which coded weights are not widened to bf16."""
-_CEILINGS: Final = {"avx2": 8, "avx512f": 9, "avx512_bf16": 11, "amx_bf16": 15}
+_ALLOWED_BITS: Final = {"avx2": 8, "avx512f": 9, "avx512_bf16": 11, "amx_bf16": 15}
 """Bits that a value of HETEROINFER_MAX_INSTRUCTIONS allows."""
 
 _POINTER = ctypes.c_void_p
@@ -82,7 +82,8 @@ class KernelLibrary:
 
     Attributes:
         path: file of the library.
-        paths: instruction sets that this CPU has and the kernels for bf16 support; none without AVX-512F.
+        calls: its functions.
+        paths: instruction sets that both this CPU and the kernels for bf16 support; none without AVX-512F.
         coded_paths: the same for coded weights; none without AVX2, FMA and F16C.
     """
 
@@ -133,21 +134,27 @@ def load(path: Path | None = None) -> KernelLibrary:
     """
     path = path or library_path()
     calls = load_functions(path, _SIGNATURES)
-    highest = os.environ.get(names.ENV_MAX_INSTRUCTIONS, "amx_bf16")
-    if highest not in _CEILINGS:
+    setting = os.environ.get(names.ENV_MAX_INSTRUCTIONS, "amx_bf16")
+    if setting not in _ALLOWED_BITS:
         raise ContractError(
-            f"{names.ENV_MAX_INSTRUCTIONS} must be one of {', '.join(_CEILINGS)} (got {highest})."
+            f"{names.ENV_MAX_INSTRUCTIONS} must be one of {', '.join(_ALLOWED_BITS)} (got {setting}). Change "
+            "engine.env"
         )
-    bits = calls.heteroinfer_init(_CEILINGS[highest])
+    available_bits = calls.heteroinfer_init(_ALLOWED_BITS[setting])
     # Without VBMI, weights that could be widened to bf16 are decoded to float32 by AVX-512F.
-    coded = bits if bits & _WIDENING else bits & ~(_bit("avx512_bf16") | _bit("amx_bf16"))
+    coded_bits = (
+        available_bits
+        if available_bits & _WIDENING
+        else available_bits & ~(_bit_of("avx512_bf16") | _bit_of("amx_bf16"))
+    )
     return KernelLibrary(
         path=path,
         calls=calls,
-        paths=tuple(name for name in PATHS if bits & _bit(name)),
-        coded_paths=tuple(name for name in CODED_PATHS if coded & _bit(name)),
+        paths=tuple(name for name in PATHS if available_bits & _bit_of(name)),
+        coded_paths=tuple(name for name in CODED_PATHS if coded_bits & _bit_of(name)),
     )
 
 
-def _bit(path: str) -> int:
+def _bit_of(path: str) -> int:
+    """Returns the bit of an instruction set in the result of `heteroinfer_init`."""
     return 1 << CODED_PATHS.index(path)

@@ -9,8 +9,8 @@ from vllm_heteroinfer.kernels.library import KernelLibrary, KernelsUnavailableEr
 
 __all__ = ["KernelsUnavailableError", "linear", "pack", "prepare"]
 
-_COLUMNS = 32
-_PAIRS = 16
+_BLOCK_COLUMNS = 32
+_UNIT_PAIRS = 16
 _schema = torch.library.Library("heteroinfer", "FRAGMENT")
 _prepared: list[KernelLibrary] = []
 
@@ -29,8 +29,8 @@ def prepare(path: Path | None = None) -> KernelLibrary:
         raise KernelsUnavailableError("this CPU does not support AVX512F")
     if not _prepared:
         _schema.define("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor")
-        _schema.impl("linear", _linear, "CPU")
-        torch.library.register_fake("heteroinfer::linear", _linear_shape, lib=_schema)
+        _schema.impl("linear", _call_kernel, "CPU")
+        torch.library.register_fake("heteroinfer::linear", _fake_linear, lib=_schema)
         _prepared.append(library)
     return library
 
@@ -63,7 +63,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     columns, inputs = weight.shape
-    shape = (-(-columns // _COLUMNS), -(-inputs // (2 * _PAIRS)) * _PAIRS, _COLUMNS, 2)
+    shape = (-(-columns // _BLOCK_COLUMNS), -(-inputs // (2 * _UNIT_PAIRS)) * _UNIT_PAIRS, _BLOCK_COLUMNS, 2)
     packed = weight_memory.empty(shape, torch.bfloat16)
     _prepared[0].calls.heteroinfer_pack(
         packed.data_ptr(), weight.data_ptr(), weight.stride(0), columns, inputs
@@ -89,12 +89,15 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, col
         product: torch.Tensor = torch.ops.heteroinfer.linear(x, packed, bias, columns)
         return product
     # The direct call bypasses torch's dispatcher, which takes as long as a small product itself.
-    return _linear(x, packed, bias, columns)
+    return _call_kernel(x, packed, bias, columns)
 
 
-def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
+def _call_kernel(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int
+) -> torch.Tensor:
+    """Implements the op: checks the arguments, and calls the library."""
     inputs = x.shape[-1]
-    _check(x, packed, bias, columns)
+    _check_arguments(x, packed, bias, columns)
     rows = x if x.ndim == 2 else x.reshape(-1, inputs)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -113,7 +116,7 @@ def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, co
     return out
 
 
-def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
+def _check_arguments(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> None:
     """Checks dtypes and shapes, because the kernel reads raw pointers. Raises RuntimeError."""
     blocks, pairs = packed.shape[0], packed.shape[1]
     inputs = x.shape[-1]
@@ -122,7 +125,7 @@ def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, col
             "heteroinfer::linear: x and the packed weight must be bf16, the weight contiguous "
             f"(got x {x.dtype}, weight {packed.dtype})."
         )
-    if not (0 < inputs <= 2 * pairs < inputs + 2 * _PAIRS and 0 < columns <= blocks * _COLUMNS):
+    if not (0 < inputs <= 2 * pairs < inputs + 2 * _UNIT_PAIRS and 0 < columns <= blocks * _BLOCK_COLUMNS):
         raise RuntimeError(
             f"heteroinfer::linear: x and columns must fit the packed weight (got x {tuple(x.shape)}, "
             f"{columns} columns, weight {tuple(packed.shape)})."
@@ -136,7 +139,8 @@ def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, col
         )
 
 
-def _linear_shape(
+def _fake_linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
+    """Returns an empty result of the op, for torch's tracing."""
     return x.new_empty((*x.shape[:-1], columns))

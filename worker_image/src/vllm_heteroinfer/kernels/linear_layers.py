@@ -19,25 +19,27 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:
-    """Reports whether the user's setting selects our kernels.
+    """Returns whether the user's setting selects our kernels.
 
     Raises:
         ContractError: the setting is neither `auto` nor `onednn`.
     """
     value = env.get(names.ENV_CPU_LINEAR, AUTO)
     if value not in (AUTO, ONEDNN):
-        raise ContractError(f"{names.ENV_CPU_LINEAR} must be {AUTO} or {ONEDNN} (got {value!r}).")
+        raise ContractError(
+            f"{names.ENV_CPU_LINEAR} must be {AUTO} or {ONEDNN} (got {value!r}). Change engine.env"
+        )
     return value == AUTO
 
 
 class LinearLayers:
-    """Moves layers to the kernels, and logs each reason for leaving a layer to vLLM once."""
+    """Gives layers to the kernels. Logs each reason for leaving a layer to vLLM once."""
 
     def __init__(self) -> None:
         self._library: KernelLibrary | None = None
         self._logged: set[str] = set()
 
-    def take(self, layer: torch.nn.Module, *, remove_weight: bool) -> bool:
+    def pack_layer(self, layer: torch.nn.Module, *, remove_weight: bool) -> bool:
         """Packs a layer's weight and sets its `cpu_linear`. Returns False if vLLM must compute the layer.
 
         `layer.weight` becomes the packed weight, which vLLM passes to `cpu_linear` at each call.
@@ -73,9 +75,10 @@ class LinearLayers:
             return f"a {bias.dtype} bias"
         if _is_head(layer) and _head_dtype() not in (None, weight.dtype):
             return f"a head computed in {_head_dtype()}"
-        return None if self._prepare() else ""
+        return None if self._load_kernels() else ""
 
-    def _prepare(self) -> bool:
+    def _load_kernels(self) -> bool:
+        """Loads the kernels once; returns False, with a warning in the log, if that fails."""
         if self._library is not None:
             return True
         try:
@@ -92,12 +95,15 @@ class LinearLayers:
         return True
 
     def _log_once(self, level: int, text: str) -> None:
+        """Logs a text, if it was not logged before."""
         if text not in self._logged:
             self._logged.add(text)
             _logger.log(level, text)
 
 
 def _product(columns: int) -> Product:
+    """Returns a product with a packed weight of `columns` columns, in the form that vLLM calls."""
+
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return linear.linear(x, weight, bias, columns)
 
@@ -121,6 +127,7 @@ def _lazy_product(weight: torch.Tensor) -> Product:
 
 
 def _is_head(layer: torch.nn.Module) -> bool:
+    """Returns whether a layer computes logits."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     return isinstance(layer, ParallelLMHead)

@@ -16,26 +16,28 @@ INPUTS, COLUMNS = 4096, 4096
 PRODUCT_BYTES = INPUTS * COLUMNS * 2
 """Bytes that one product reads."""
 
-Read = Callable[[], torch.Tensor]
+ReadingProduct = Callable[[], torch.Tensor]
 
 
-def memory_stream(*, ours: bool = True, max_bytes: int = MAX_SAMPLE_BYTES) -> list[Read]:
-    """Returns products of PRODUCT_BYTES each, whose weights together exceed all caches.
+def memory_stream(*, ours: bool = True, max_bytes: int = MAX_SAMPLE_BYTES) -> list[ReadingProduct]:
+    """Returns products of PRODUCT_BYTES each, which together read more bytes than all caches hold.
 
     The weights stay in memory as long as the products.
 
     Args:
+        ours: whether to use our kernel, if this process can.
         max_bytes: limit of the bytes of all weights, even if caches hold more.
     """
     count = -(-min(bytes_beyond_caches(), max_bytes) // PRODUCT_BYTES)
     x = torch.randn((1, INPUTS)).to(torch.bfloat16)
     dense = torch.randn((COLUMNS, INPUTS)).to(torch.bfloat16)
-    if ours and _are_available():
+    if ours and _can_use_kernels():
         return [_our_product(x, linear.pack(dense)) for _ in range(count)]
     return [_torch_product(x, dense.clone()) for _ in range(count)]
 
 
-def _are_available() -> bool:
+def _can_use_kernels() -> bool:
+    """Returns whether this process can use our kernels."""
     try:
         linear.prepare()
     except KernelsUnavailableError:
@@ -43,9 +45,9 @@ def _are_available() -> bool:
     return True
 
 
-def _torch_product(x: torch.Tensor, weight: torch.Tensor) -> Read:
+def _torch_product(x: torch.Tensor, weight: torch.Tensor) -> ReadingProduct:
     return lambda: torch.nn.functional.linear(x, weight)
 
 
-def _our_product(x: torch.Tensor, packed: torch.Tensor) -> Read:
+def _our_product(x: torch.Tensor, packed: torch.Tensor) -> ReadingProduct:
     return lambda: linear.linear(x, packed, None, COLUMNS)

@@ -25,6 +25,7 @@ def median_s(calls: Sequence[Callable[[], Any]], *, min_s: float = MIN_S, max_s:
 
 
 def _round(calls: Sequence[Callable[[], Any]]) -> float:
+    """Returns the seconds that one round over all calls takes."""
     start = time.perf_counter()
     for call in calls:
         call()

@@ -59,11 +59,12 @@ class ExpertChoice:
     factor: float
 
     def __post_init__(self) -> None:
+        """Checks the rule, because the kernel reads raw pointers."""
         bias = self.bias
-        right = bias is None or (
+        is_valid_bias = bias is None or (
             bias.shape == (self.experts,) and bias.dtype == torch.float32 and bias.is_contiguous()
         )
-        if not (right and self.scoring in SCORES and 0 < self.topk <= min(self.experts, MAX_CHOICES)):
+        if not (is_valid_bias and self.scoring in SCORES and 0 < self.topk <= min(self.experts, MAX_CHOICES)):
             raise ValueError(
                 f"expert choice: topk must be 1 to min(experts, {MAX_CHOICES}), scoring one of "
                 f"{', '.join(SCORES)}, and bias None or [experts] float32, contiguous (got {self.topk} of "
@@ -71,22 +72,23 @@ class ExpertChoice:
                 f"{None if bias is None else (tuple(bias.shape), bias.dtype)})."
             )
 
-    def _build(self) -> _NativeRouting:
+    def _to_native(self) -> _NativeRouting:
+        """Returns the rule for a call of the library. This object must outlive the result."""
         bias = None if self.bias is None else self.bias.data_ptr()
         sigmoid = self.scoring == "sigmoid"
         return _NativeRouting(self.experts, self.topk, bias, sigmoid, self.normalize, self.factor)
 
 
 class Chooser:
-    """Chooses experts by logits. Of experts with equal scores the lower number comes first."""
+    """Chooses experts by logits. If experts have equal scores, the lower number comes first."""
 
     def __init__(self, library: KernelLibrary, routing: ExpertChoice) -> None:
         self._call = library.calls.heteroinfer_choose_experts
-        self._routing, self._built = routing, routing._build()
-        self._address = ctypes.addressof(self._built)
+        self._routing, self._native_routing = routing, routing._to_native()
+        self._address = ctypes.addressof(self._native_routing)
 
-    def accepts(self, logits: torch.Tensor) -> bool:
-        """Reports whether `choose` supports these logits."""
+    def supports(self, logits: torch.Tensor) -> bool:
+        """Returns whether `choose` supports these logits."""
         return supports_logits(logits, self._routing.experts)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,25 +131,25 @@ class Mixture:
         Raises:
             ValueError: the parts do not belong to one layer.
         """
-        count, hidden, inner = packed.w2.shape
-        blocks, pairs = -(-count // 32), -(-hidden // 32) * 16
-        right = routing.experts == count and (
+        num_experts, hidden, inner = packed.w2.shape
+        blocks, pairs = -(-num_experts // 32), -(-hidden // 32) * 16
+        fits = routing.experts == num_experts and (
             gate is None
             or (
                 gate.shape == (blocks, pairs, 32, 2) and gate.dtype == torch.bfloat16 and gate.is_contiguous()
             )
         )
-        if not right:
+        if not fits:
             raise ValueError(
-                f"mixture: gate and routing must be for {count} experts of {hidden} inputs (got gate "
+                f"mixture: gate and routing must be for {num_experts} experts of {hidden} inputs (got gate "
                 f"{None if gate is None else tuple(gate.shape)}, routing to {routing.experts} experts)."
             )
-        self._kept = (routing, packed, gate)
-        self._experts, self._hidden, self._gated = count, hidden, gate is not None
+        self._referenced = (routing, packed, gate)
+        self._experts, self._hidden, self._gated = num_experts, hidden, gate is not None
         scales = [scale.data_ptr() for scale in packed.scales] if packed.scales else [None, None]
         self._layer = _Layer(
             *(packed.w13.data_ptr(), packed.w2.data_ptr(), *scales),
-            *(None if gate is None else gate.data_ptr(), hidden, inner, routing._build()),
+            *(None if gate is None else gate.data_ptr(), hidden, inner, routing._to_native()),
         )
         self._call, self._address = library.calls.heteroinfer_mixture, ctypes.addressof(self._layer)
 
@@ -167,21 +169,30 @@ class Mixture:
                 f"x must be [rows, {self._hidden}] bf16, rows contiguous "
                 f"(got {tuple(x.shape)} {x.dtype}, strides {x.stride()})."
             )
-        address = None
+        logits_address = None
         if not self._gated:
             if logits is None or _check_logits(logits, self._experts) != rows:
-                given = None if logits is None else tuple(logits.shape)
-                raise ValueError(f"logits must have {rows} rows, as x has (got {given}).")
-            address, bf16 = logits.data_ptr(), _LOGITS[logits.dtype]
+                found = None if logits is None else tuple(logits.shape)
+                raise ValueError(f"logits must have {rows} rows, as x has (got {found}).")
+            logits_address, bf16 = logits.data_ptr(), _LOGITS[logits.dtype]
         y = x.new_empty((rows, self._hidden))
         self._call(
-            *(self._address, y.data_ptr(), self._hidden, x.data_ptr(), x.stride(0), address, bf16, rows)
+            *(
+                self._address,
+                y.data_ptr(),
+                self._hidden,
+                x.data_ptr(),
+                x.stride(0),
+                logits_address,
+                bf16,
+                rows,
+            )
         )
         return y
 
 
 def supports_logits(logits: torch.Tensor, experts: int) -> bool:
-    """Reports whether logits are [rows, experts], bf16 or float32, cpu, contiguous."""
+    """Returns whether logits are [rows, experts], bf16 or float32, cpu, contiguous."""
     return (
         logits.ndim == 2
         and logits.shape[1] == experts
@@ -192,7 +203,7 @@ def supports_logits(logits: torch.Tensor, experts: int) -> bool:
 
 
 def _check_logits(logits: torch.Tensor, experts: int) -> int:
-    """Checks logits and returns the number of their rows. Raises ValueError."""
+    """Returns the number of rows of the logits; raises ValueError for unsupported logits."""
     if not supports_logits(logits, experts):
         raise ValueError(
             f"logits must be [rows, {experts}] bf16 or float32, contiguous, on the CPU "

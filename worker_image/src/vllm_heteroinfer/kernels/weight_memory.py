@@ -59,9 +59,9 @@ class WeightMemory:
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        length = _whole_pages(count * dtype.itemsize)
+        length = _round_up_to_huge_pages(count * dtype.itemsize)
         os.ftruncate(self.fd, self.num_bytes + length)
-        address = _map(self.fd, self.num_bytes, length)
+        address = _map_aligned(self.fd, self.num_bytes, length)
         self.num_bytes += length
         self._spans.append((address, address + length))
         memory = (ctypes.c_char * length).from_address(address)
@@ -72,46 +72,53 @@ class WeightMemory:
         """Copies a tensor into this memory, contiguous. Raises OSError if the memory cannot be mapped."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Reports whether a tensor's first byte is in this memory."""
-        return any(first <= tensor.data_ptr() < end for first, end in self._spans)
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor's first byte is in this memory."""
+        return any(begin <= tensor.data_ptr() < end for begin, end in self._spans)
 
-    def gather_pages(self, tensor: torch.Tensor) -> None:
+    def move_to_huge_pages(self, tensor: torch.Tensor) -> None:
         """Asks the Linux kernel to move a written tensor of this memory into huge pages."""
-        _libc.madvise(tensor.data_ptr(), _whole_pages(tensor.nbytes), _MADV_COLLAPSE)
+        _libc.madvise(tensor.data_ptr(), _round_up_to_huge_pages(tensor.nbytes), _MADV_COLLAPSE)
 
-    def gather_all_pages(self) -> None:
+    def move_all_to_huge_pages(self) -> None:
         """Asks the Linux kernel to move all tensors of this memory into huge pages, if possible."""
         for address, end in self._spans:
             _libc.madvise(address, end - address, _MADV_COLLAPSE)
 
 
-_used: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=None)
+_memory_in_use: ContextVar[WeightMemory | None] = ContextVar("weight_memory", default=None)
 
 
 @contextlib.contextmanager
-def used(memory: WeightMemory) -> Iterator[None]:
-    """Places weights that are packed inside this context in `memory`."""
-    token = _used.set(memory)
+def place_weights_in(memory: WeightMemory) -> Iterator[None]:
+    """Places weights that are packed inside this context in `memory`, instead of private memory."""
+    token = _memory_in_use.set(memory)
     try:
         yield
     finally:
-        _used.reset(token)
+        _memory_in_use.reset(token)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialized tensor for packed weights, in the memory of `used` if there is one."""
-    memory = _used.get()
+    """Returns an uninitialized tensor for packed weights.
+
+    Inside `place_weights_in` the tensor is in that memory, otherwise in private memory.
+    """
+    memory = _memory_in_use.get()
     return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
 
-def _whole_pages(num_bytes: int) -> int:
+def _round_up_to_huge_pages(num_bytes: int) -> int:
+    """Rounds a size or an address up to whole huge pages."""
     return -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
 
 
-def _map(fd: int, offset: int, length: int) -> int:
-    """Maps `length` bytes of a file at a multiple of a huge page, and returns the address."""
-    reserved = _call_mmap(
+def _map_aligned(fd: int, offset: int, length: int) -> int:
+    """Maps `length` bytes of a file at a multiple of a huge page, and returns the address.
+
+    Reserves one huge page more than needed, and releases the addresses before and after the mapping.
+    """
+    reserved_address = _call_mmap(
         None,
         length + HUGE_PAGE,
         _PROT_NONE,
@@ -119,20 +126,25 @@ def _map(fd: int, offset: int, length: int) -> int:
         -1,
         0,
     )
-    address = _whole_pages(reserved)
+    address = _round_up_to_huge_pages(reserved_address)
     _call_mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
-    end, reserved_end = address + length, reserved + length + HUGE_PAGE
-    if address > reserved:
-        _libc.munmap(reserved, address - reserved)
-    if end < reserved_end:
-        _libc.munmap(end, reserved_end - end)
+    mapped_end, reserved_end = address + length, reserved_address + length + HUGE_PAGE
+    if address > reserved_address:
+        _libc.munmap(reserved_address, address - reserved_address)
+    if mapped_end < reserved_end:
+        _libc.munmap(mapped_end, reserved_end - mapped_end)
     _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
     return address
 
 
 def _call_mmap(address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    """Calls mmap() and returns the address; raises OSError if the kernel refuses."""
     found = _libc.mmap(address, length, protection, flags, fd, offset)
     if found is None or found == _MAP_FAILED:
         number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {length} bytes for weights: {os.strerror(number)}")
+        raise OSError(
+            number,
+            f"weights: cannot map {length} bytes ({os.strerror(number)}). Raise the memory limit of this "
+            "role",
+        )
     return int(found)

@@ -11,7 +11,7 @@ import torch
 from vllm.model_executor.kernels.linear import MxFp4LinearKernel, Mxfp8LinearKernel, NvFp4LinearKernel
 
 from vllm_heteroinfer.kernels.coded import Code, Coded, Format, Scale
-from vllm_heteroinfer.patches.coded_layer import CodedLayer, drop
+from vllm_heteroinfer.patches.coded_layer import CodedLayer, free_parameters
 
 _MX_GROUP: Final = 32
 _NV_GROUP: Final = 16
@@ -19,17 +19,23 @@ _NAME: Final = "weight"
 _SCALE: Final = "weight_scale"
 
 
-class _CodedKernel:
-    """The three kernels share this; `process_weights_after_loading` sets `_coded`."""
+class _AnyLayerKernel:
+    """Base of the three kernels, which support every layer of their format.
+
+    `process_weights_after_loading` packs the weight and sets `_coded`. The methods are those of vLLM's kernel
+    classes.
+    """
 
     _coded: CodedLayer
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Returns True: the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        """Returns True: the kernels support every layer of the format."""
         return True, None
 
     def apply_weights(
@@ -38,18 +44,19 @@ class _CodedKernel:
         return self._coded.compute(layer, x, bias)
 
 
-class CodedMxFp4Kernel(_CodedKernel, MxFp4LinearKernel):
+class CodedMxFp4Kernel(_AnyLayerKernel, MxFp4LinearKernel):
     """e2m1 weights with an e8m0 scale of each 32 inputs."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the codes and the scales of groups of 32 inputs."""
         codes = layer.weight.data
         columns, inputs = codes.shape[0], codes.shape[1] * 2
-        self._coded = _pack(
+        self._coded = _pack_layer(
             layer, Format(code=Code.FP4, scale=Scale.COLUMN_E8M0, group=_MX_GROUP), columns, inputs
         )
 
 
-class CodedMxFp8Kernel(_CodedKernel, Mxfp8LinearKernel):
+class CodedMxFp8Kernel(_AnyLayerKernel, Mxfp8LinearKernel):
     """e4m3 weights with an e8m0 scale of each 32 inputs."""
 
     @classmethod
@@ -57,24 +64,27 @@ class CodedMxFp8Kernel(_CodedKernel, Mxfp8LinearKernel):
         return config.bmm_batch_size is None, "takes no batches of weights"
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the codes and the scales of groups of 32 inputs."""
         form = Format(code=Code.FP8, scale=Scale.COLUMN_E8M0, group=_MX_GROUP)
-        self._coded = _pack(layer, form, *layer.weight.shape)
+        self._coded = _pack_layer(layer, form, *layer.weight.shape)
 
 
-class CodedNvFp4Kernel(_CodedKernel, NvFp4LinearKernel):
+class CodedNvFp4Kernel(_AnyLayerKernel, NvFp4LinearKernel):
     """e2m1 weights with an e4m3 scale of each 16 inputs, and one float32 factor for the layer."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the codes, the scales of groups of 16 inputs, and the layer's factor."""
         codes = layer.weight.data
         columns, inputs = codes.shape[0], codes.shape[1] * 2
         factors = layer.weight_global_scale.data.float().reshape(-1).expand(columns).contiguous()
         form = Format(code=Code.FP4, scale=Scale.COLUMN_E4M3, group=_NV_GROUP)
-        self._coded = _pack(layer, form, columns, inputs, factors)
+        self._coded = _pack_layer(layer, form, columns, inputs, factors)
 
 
-def _pack(
+def _pack_layer(
     layer: torch.nn.Module, form: Format, columns: int, inputs: int, factors: torch.Tensor | None = None
 ) -> CodedLayer:
+    """Packs a layer's codes and scales, without padding of the scales, and frees the scales."""
     scales = getattr(layer, _SCALE).data[:columns, : form.groups(inputs)]
     weight = Coded(
         format=form,
@@ -85,5 +95,5 @@ def _pack(
         factors=factors,
     )
     coded = CodedLayer(layer, _NAME, weight)
-    drop(layer, _SCALE)
+    free_parameters(layer, _SCALE)
     return coded

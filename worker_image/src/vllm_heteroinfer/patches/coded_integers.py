@@ -11,13 +11,13 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, MPLinea
 from vllm.scalar_type import scalar_types
 
 from vllm_heteroinfer.kernels.coded import ELEMENTS, SHARED_COLUMNS, Code, Coded, Format, Scale
-from vllm_heteroinfer.patches.coded_layer import CodedLayer, column_scale, drop
+from vllm_heteroinfer.patches.coded_layer import CodedLayer, find_column_scale, free_parameters
 
 _SYMMETRIC: Final = (scalar_types.uint4b8, scalar_types.uint8b128)
 _WITH_ZEROS: Final = (scalar_types.uint4, scalar_types.uint8)
 _WORD_BITS: Final = 32
 _FLIPPED: Final = {4: 0x88, 8: 0x80}
-"""Bits of a byte that differ between codes from 0 on, as in checkpoints, and two's complement."""
+"""Bits of a byte that differ between the checkpoint's codes, which start at 0, and two's complement."""
 
 
 class CodedWNA16Kernel(MPLinearKernel):
@@ -29,17 +29,22 @@ class CodedWNA16Kernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Returns whether the kernels support the layer's type and groups, and the reason if not."""
         types = _WITH_ZEROS if c.zero_points else _SYMMETRIC
         if c.weight_type not in types:
-            return False, f"takes weights in {', '.join(map(str, types))} (got {c.weight_type})"
+            return (
+                False,
+                f"the type of weights must be one of {', '.join(map(str, types))} (got {c.weight_type})",
+            )
         if c.group_size != -1 and (c.group_size <= 0 or c.group_size % SHARED_COLUMNS):
-            return False, f"takes groups of a multiple of {SHARED_COLUMNS} inputs (got {c.group_size})"
+            return False, f"the group size must be a multiple of {SHARED_COLUMNS} inputs (got {c.group_size})"
         return (
             c.act_type in ELEMENTS,
-            f"takes activations in {', '.join(map(str, ELEMENTS))} (got {c.act_type})",
+            f"the type of activations must be one of {', '.join(map(str, ELEMENTS))} (got {c.act_type})",
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the codes in two's complement, with scales and zero points by column."""
         weights, scales, zeros = self._get_weight_params(layer)
         bits = self.config.weight_type.size_bits
         inputs, columns = self.config.partition_weight_shape
@@ -52,7 +57,7 @@ class CodedWNA16Kernel(MPLinearKernel):
         weight = Coded(
             format=Format(
                 code=Code.INT4 if bits == 4 else Code.INT8,
-                scale=column_scale(of_columns.dtype),
+                scale=find_column_scale(of_columns.dtype),
                 group=group,
                 zeros=self.config.zero_points,
             ),
@@ -60,19 +65,20 @@ class CodedWNA16Kernel(MPLinearKernel):
             inputs=inputs,
             codes=codes,
             scales=of_columns.contiguous(),
-            zeros=_zero_points(zeros, bits, columns) if self.config.zero_points else None,
+            zeros=_unpack_zero_points(zeros, bits, columns) if self.config.zero_points else None,
         )
         self._coded = CodedLayer(layer, self.w_q_name, weight)
-        drop(layer, self.w_s_name, self.w_zp_name)
+        free_parameters(layer, self.w_s_name, self.w_zp_name)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Returns x times the layer's weight, plus bias."""
         return self._coded.compute(layer, x, bias)
 
 
-def _zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
-    """Returns zero points [columns, groups] less half of the range, as the codes are; int8."""
+def _unpack_zero_points(packed: Any, bits: int, columns: int) -> torch.Tensor:
+    """Returns zero points [columns, groups], int8, less half of the range, like the codes."""
     words = packed.data if packed.output_dim == 0 else packed.data.t()
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
     values = (words.unsqueeze(1) >> shifts.view(1, -1, 1)) & ((1 << bits) - 1)
@@ -84,13 +90,16 @@ class CodedInt8Kernel(Int8ScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Returns True: the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        """Returns True: the kernels support every int8 layer."""
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the codes, with one scale for each column."""
         name, *others = self.layer_param_names
         codes, scales = getattr(layer, name).data, getattr(layer, others[0]).data.float()
         columns, inputs = codes.shape
@@ -104,9 +113,10 @@ class CodedInt8Kernel(Int8ScaledMMLinearKernel):
             scales=scales.reshape(-1, 1).expand(columns, 1).contiguous(),
         )
         self._coded = CodedLayer(layer, name, weight)
-        drop(layer, *others)
+        free_parameters(layer, *others)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Returns x times the layer's weight, plus bias."""
         return self._coded.compute(layer, x, bias)

@@ -8,33 +8,40 @@ from vllm_heteroinfer.kernels.coded import Coded, Scale
 
 
 class CodedLayer:
-    """A layer's weight, packed: the parameter holds the bytes, and this object how to read them."""
+    """A layer's weight, packed for our kernels.
+
+    The layer's parameter holds the packed bytes, and this object describes them.
+    """
 
     def __init__(self, layer: torch.nn.Module, name: str, weight: Coded, *, keep: bool = False) -> None:
-        """Packs the weight in place of a layer's parameter; beside it if `keep`."""
+        """Packs the weight in place of the layer's parameter `name`.
+
+        Args:
+            keep: whether vLLM still reads the parameter, so that this object holds the packed copy.
+        """
         packed = coded.pack(coded.register(), weight)
-        self._name, self._kept = name, packed.packed if keep else None
-        self._numbers, self._sizes = weight.format.numbers(), (weight.columns, weight.inputs)
+        self._name, self._packed = name, packed.packed if keep else None
+        self._numbers, self._sizes = weight.format.to_numbers(), (weight.columns, weight.inputs)
         if not keep:
             replace_parameter(layer, name, torch.nn.Parameter(packed.packed, requires_grad=False))
 
     def compute(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns x times the weight, plus bias."""
-        packed = getattr(layer, self._name) if self._kept is None else self._kept
+        weight = getattr(layer, self._name) if self._packed is None else self._packed
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        return coded.product(x, packed, bias, self._numbers, *self._sizes)
+        return coded.product(x, weight, bias, self._numbers, *self._sizes)
 
 
-def drop(layer: torch.nn.Module, *names: str | None) -> None:
+def free_parameters(layer: torch.nn.Module, *names: str | None) -> None:
     """Frees parameters whose values are in the packed weight."""
     for name in names:
         if name is not None and getattr(layer, name, None) is not None:
             setattr(layer, name, None)
 
 
-def column_scale(dtype: torch.dtype) -> Scale:
-    """Returns the scale of columns in a dtype: bf16, float16 or float32."""
+def find_column_scale(dtype: torch.dtype) -> Scale:
+    """Returns the type of scale for column scales of this dtype: bf16, float16 or float32."""
     return {
         torch.bfloat16: Scale.COLUMN_BF16,
         torch.float16: Scale.COLUMN_F16,

@@ -34,7 +34,7 @@ def install() -> None:
     Does nothing if HETEROINFER_CPU_LINEAR=onednn.
     """
     if is_wanted(os.environ):
-        replace(CPU_ATTENTION, _attending)
+        replace(CPU_ATTENTION, _with_direct_calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,8 @@ class _CacheHalves:
     values: torch.Tensor
 
 
-def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _with_direct_calls(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns a forward() that calls vLLM's two operations directly, or calls `original`."""
     update = torch.ops._C.cpu_attn_reshape_and_cache.default
     attend = torch.ops._C.cpu_attention_with_kv_cache.default
 
@@ -64,12 +65,19 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         output_shape: torch.Size | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        plain = output_shape is None and output_dtype is None and key is not None and value is not None
-        if not plain or not self.use_direct_call or torch.compiler.is_compiling():
+        """Writes keys and values into the cache and computes attention, by one operation each."""
+        has_default_outputs = (
+            output_shape is None and output_dtype is None and key is not None and value is not None
+        )
+        if not has_default_outputs or not self.use_direct_call or torch.compiler.is_compiling():
             return original(self, query, key, value, output_shape, output_dtype)
         context, impl, name = get_forward_context(), self.impl, self.layer_name
         metadata = context.attn_metadata
-        if type(metadata) is not dict or has_kv_transfer_group() or not _is_ours(self, impl):
+        if (
+            type(metadata) is not dict
+            or has_kv_transfer_group()
+            or not _needs_only_two_operations(self, impl)
+        ):
             return original(self, query, key, value)
         mapping, batch = context.slot_mapping.get(name), metadata.get(name)
         if mapping is None or batch is None:
@@ -77,7 +85,7 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         cache = self.kv_cache
         halves = getattr(cache, _HALVES, None)
         if halves is None or halves.address != cache.data_ptr():
-            halves = _cut(cache)
+            halves = _cut_into_halves(cache)
         keys, values, rows, size = halves.keys, halves.values, query.shape[0], self.head_size
         scales = (self._k_scale_float, self._v_scale_float, impl.kv_cache_dtype)
         output = query.new_empty((rows, self.num_heads, size))
@@ -85,11 +93,11 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
             *(key.view(-1, self.num_kv_heads, size), value.view(-1, self.num_kv_heads, size)),
             *(keys, values, mapping, self.isa, *scales),
         )
-        query, answered, used = query.view(rows, self.num_heads, size), output, batch.num_actual_tokens
-        if used != rows:  # the remaining rows are padding
-            query, answered = query[:used], output[:used]
+        query, output_rows, num_rows = query.view(rows, self.num_heads, size), output, batch.num_actual_tokens
+        if num_rows != rows:  # the remaining rows are padding
+            query, output_rows = query[:num_rows], output[:num_rows]
         attend(
-            *(query, keys, values, answered),
+            *(query, keys, values, output_rows),
             *(batch.query_start_loc, batch.seq_lens, impl.scale, batch.causal, impl.alibi_slopes),
             *(impl.sliding_window, batch.block_table, impl.logits_soft_cap, batch.scheduler_metadata),
             *(impl.sinks, batch.dynamic_causal, *scales),
@@ -99,8 +107,8 @@ def _attending(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return forward
 
 
-def _is_ours(layer: Any, impl: Any) -> bool:
-    """Whether the layer owns its cache and needs nothing beyond vLLM's two operations."""
+def _needs_only_two_operations(layer: Any, impl: Any) -> bool:
+    """Returns whether the layer owns its cache and needs only vLLM's two operations."""
     return (
         type(impl) is CPUAttentionBackendImpl
         and impl.attn_type == _DECODER
@@ -111,7 +119,7 @@ def _is_ours(layer: Any, impl: Any) -> bool:
     )
 
 
-def _cut(cache: torch.Tensor) -> _CacheHalves:
+def _cut_into_halves(cache: torch.Tensor) -> _CacheHalves:
     """Cuts a cache [blocks, KV heads, block size, 2 * head size] into halves and stores them on the cache."""
     blocks, heads, block_size, _ = cache.size()
     # The cache holds these views. A view of `cache` itself would be a reference cycle and keep it alive.

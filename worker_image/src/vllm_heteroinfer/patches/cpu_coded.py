@@ -63,16 +63,24 @@ def install() -> None:
         kernels = by_platform.setdefault(PlatformEnum.CPU, [])
         if kernel not in kernels:
             kernels.insert(0, kernel)
-    replace(CPU_CODED_SCALES, _keeping_scales)
+    replace(CPU_CODED_SCALES, _with_kept_scales)
     _logger.info("CPU quantized linear layers: HeteroInfer's kernels (%s)", ", ".join(library.coded_paths))
 
 
-def _keeping_scales(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps the weights of layers that vLLM joins, with the scale of each, which vLLM makes one scale of."""
+def _with_kept_scales(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that keeps the weights of joined layers, and repeats each layer's scale.
+
+    vLLM's own function would round the weights again, to share one scale.
+    """
 
     def requantize_with_max_scale(
         weight: torch.Tensor, weight_scale: torch.Tensor, logical_widths: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the weight, and returns a scale for each column, or one scale.
+
+        A layer that the checkpoint stores joined has one scale; vLLM fills the other scales with the smallest
+        number.
+        """
         joined_on_disk = weight_scale.ndim == 0 or bool(
             weight_scale[-1] <= torch.finfo(torch.float8_e4m3fn).min
         )
@@ -85,20 +93,23 @@ def _keeping_scales(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CodedFp8Kernel(FP8ScaledMMLinearKernel):
-    """FP8 weights with a scale of each column, or of all of a layer (or of each layer that vLLM joins)."""
+    """FP8 weights with one scale for each column, for the whole layer, or for each joined layer."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Returns True: the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        """Returns whether the kernels support the layer's scales, and the requirement."""
         shape = c.weight_quant_key.scale.group_shape
         return shape.is_per_tensor() or shape.is_per_channel() or shape.is_per_token(), (
-            "supports one scale for each column, or one for all weights"
+            "the layer must have one scale for each column, or one for all weights"
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the codes, with one scale for each column."""
         name, scale_name, *_ = self.layer_param_names
         codes = getattr(layer, name).data.t()  # vLLM has made it [inputs, columns] by a view
         columns, inputs = codes.shape
@@ -115,6 +126,7 @@ class CodedFp8Kernel(FP8ScaledMMLinearKernel):
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Returns x times the layer's weight, plus bias."""
         return self._coded.compute(layer, x, bias)
 
     def apply_scaled_mm(self, **_: Any) -> torch.Tensor:
@@ -128,16 +140,19 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Returns True: the patch installs this class only if our kernels can run."""
         return True, None
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        """Returns whether the kernels support the layer's blocks, and the requirement."""
         shape = config.weight_quant_key.scale.group_shape
         return shape.col == _GROUP and shape.row > 0 and shape.row % SHARED_COLUMNS == 0, (
-            f"takes blocks of {_GROUP} inputs and a multiple of {SHARED_COLUMNS} columns"
+            f"blocks must have {_GROUP} inputs and a multiple of {SHARED_COLUMNS} columns"
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Packs the codes, with the scale of each block repeated for each 32 columns."""
         params = self._get_layer_params(layer)
         codes, scales = params.weight.data.contiguous(), params.block_scale.data
         if scales.dtype in {torch.float8_e8m0fnu, torch.uint8}:
@@ -159,6 +174,7 @@ class CodedFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
     ) -> torch.Tensor:
+        """Returns x times the layer's weight, plus bias."""
         return self._coded.compute(layer, x, bias)
 
     def apply_block_scaled_mm(self, **_: Any) -> torch.Tensor:

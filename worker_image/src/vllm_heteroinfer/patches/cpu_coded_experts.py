@@ -31,10 +31,10 @@ _OFFERED: Final = frozenset(
         *("Mxfp8EmulationTritonExperts", "Nvfp4QuantizationEmulationTritonExperts"),
     }
 )
-"""vLLM's classes of CPU kernels; of formats without one, classes that keep parameters as in the file."""
+"""vLLM's classes of CPU kernels. For formats without one: classes that keep parameters as in the file."""
 
 
-class StageExperts(Protocol):
+class PackedStageExperts(Protocol):
     """A layer's packed experts.
 
     Attributes:
@@ -49,11 +49,11 @@ class StageExperts(Protocol):
         """Writes each row's weighted sum of its experts into y."""
 
 
-Hold = Callable[[Any, torch.dtype], StageExperts]
+PackExperts = Callable[[Any, torch.dtype], PackedStageExperts]
 """Packs the loaded experts of a RoutedExperts for inputs of a dtype."""
 
 
-def install(hold: Hold) -> None:
+def install(pack_experts: PackExperts) -> None:
     """Replaces vLLM's choice of kernels for quantized experts in this process.
 
     Does nothing if HETEROINFER_CPU_LINEAR=onednn, or without AVX2, FMA and F16C.
@@ -66,48 +66,60 @@ def install(hold: Hold) -> None:
         _logger.warning("vLLM's kernels compute quantized experts: %s", error)
         return
     logged: set[str] = set()
-    replace(CPU_CODED_EXPERTS_CHOICE, _offering)
-    replace(CPU_CODED_EXPERTS_METHOD, lambda original: _choosing(original, hold, logged))
+    replace(CPU_CODED_EXPERTS_CHOICE, _with_our_formats)
+    replace(CPU_CODED_EXPERTS_METHOD, lambda original: _with_our_method(original, pack_experts, logged))
 
 
-def _is_whole(config: Any) -> bool:
-    """Whether this rank has all columns of all experts of a layer."""
+def _has_all_experts(config: Any) -> bool:
+    """Returns whether this rank has all columns of all experts of a layer."""
     return {config.tp_size, config.ep_size, config.dp_size, config.pcp_size} == {1}
 
 
-def _offering(original: Callable[..., tuple[bool, str | None]]) -> Callable[..., tuple[bool, str | None]]:
+def _with_our_formats(
+    original: Callable[..., tuple[bool, str | None]],
+) -> Callable[..., tuple[bool, str | None]]:
+    """Returns a check that also accepts the formats of our kernels."""
+
     def is_supported_config(
         cls: Any, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any
     ) -> tuple[bool, str | None]:
-        if cls.__name__ in _OFFERED and _is_whole(moe_config):
+        """Returns True for classes whose format our kernels compute, else vLLM's answer."""
+        if cls.__name__ in _OFFERED and _has_all_experts(moe_config):
             return True, None
         return original(cls, moe_config, weight_key, activation_key, activation_format)
 
     return is_supported_config
 
 
-def _choosing(
-    original: Callable[..., FusedMoEMethodBase], hold: Hold, logged: set[str]
+def _with_our_method(
+    original: Callable[..., FusedMoEMethodBase], pack_experts: PackExperts, logged: set[str]
 ) -> Callable[..., FusedMoEMethodBase]:
+    """Returns a choice of methods that gives quantized experts to our kernels."""
+
     def get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+        """Returns vLLM's method, changed so that our kernels pack and compute the experts."""
         method = original(self, prefix, quant_config, moe_config)
         if (
             isinstance(method, UnquantizedFusedMoEMethod)
-            or not _is_whole(moe_config)
-            or _is_of_cpu_experts(method, moe_config)
+            or not _has_all_experts(moe_config)
+            or _uses_cpu_experts(method, moe_config)
         ):
             return method
         # vLLM's loader asks for the name of the class, and loaders of models for its base classes.
-        kind = type(method)
-        own = {name: each for name, each in vars(_CodedMethod).items() if not name.startswith("__")}
-        method.__class__ = type(kind.__name__, (kind,), {**own, "hold": (hold,), "logged": logged})
+        vllm_class = type(method)
+        own_members = {name: each for name, each in vars(_CodedMethod).items() if not name.startswith("__")}
+        method.__class__ = type(
+            vllm_class.__name__,
+            (vllm_class,),
+            {**own_members, "pack_experts": (pack_experts,), "logged": logged},
+        )
         return method
 
     return get_quant_method
 
 
-def _is_of_cpu_experts(method: Any, config: Any) -> bool:
-    """Whether the patch `cpu_experts` computes these experts: FP8 in blocks, bf16, SiLU, on AVX-512."""
+def _uses_cpu_experts(method: Any, config: Any) -> bool:
+    """Returns whether `cpu_experts` computes these experts: FP8 in blocks, bf16, SiLU, on AVX-512."""
     blocks = getattr(method, "weight_block_size", None)
     return (
         linear.find() is not None
@@ -127,14 +139,14 @@ class _CodedMethod:
     method, which exists already.
     """
 
-    hold: tuple[Hold]
+    pack_experts: tuple[PackExperts]
     logged: set[str]
     moe: Any
-    _experts: StageExperts
+    _experts: PackedStageExperts
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Packs the experts in place of the parameters."""
-        self._experts = self.hold[0](layer, self.moe.in_dtype)
+        self._experts = self.pack_experts[0](layer, self.moe.in_dtype)
         for name in list(layer._parameters):
             del layer._parameters[name]
         for number, tensor in enumerate(self._experts.packed):

@@ -41,14 +41,14 @@ def install() -> None:
     """
     if is_wanted(os.environ):
         logged: set[torch.dtype] = set()
-        replace(CPU_EXPERTS_PACKING, partial(_packing, logged))
+        replace(CPU_EXPERTS_PACKING, partial(_packing_bf16, logged))
         replace(CPU_FP8_EXPERTS_PACKING, partial(_packing_fp8, logged))
-        replace(CPU_EXPERTS_APPLY, _applying)
-        replace(CPU_FP8_EXPERTS_APPLY, _applying)
+        replace(CPU_EXPERTS_APPLY, _computing)
+        replace(CPU_FP8_EXPERTS_APPLY, _computing)
 
 
 def library_of(layer: Any) -> KernelLibrary | None:
-    """Our kernels for which a layer's routed experts are packed; None if vLLM computes the experts."""
+    """Returns the kernels for which a layer's routed experts are packed; None if vLLM computes them."""
     return _library_of(getattr(layer, "w13_weight", None))
 
 
@@ -58,8 +58,8 @@ def packed_experts(vllm_experts: Any, w13: torch.Tensor, w2: torch.Tensor) -> Pa
     Raises:
         ValueError: weights and scales do not fit together.
     """
-    of_w13, of_w2 = vllm_experts.w1_scale, vllm_experts.w2_scale
-    scales = None if of_w13 is None else (of_w13, of_w2)
+    w13_scales, w2_scales = vllm_experts.w1_scale, vllm_experts.w2_scale
+    scales = None if w13_scales is None else (w13_scales, w2_scales)
     return PackedExperts(w13=w13, w2=w2, scales=scales)
 
 
@@ -78,21 +78,25 @@ def check_limit(vllm_experts: Any) -> None:
 
 
 def _library_of(weight: Any) -> KernelLibrary | None:
+    """Returns the kernels for which a weight is packed; None if it is vLLM's own."""
     found: KernelLibrary | None = getattr(weight, _LIBRARY, None)
     return found
 
 
-def _packing(
+def _packing_bf16(
     logged: set[torch.dtype], original: Callable[[Any, torch.nn.Module], None]
 ) -> Callable[[Any, torch.nn.Module], None]:
+    """Returns a packing of bf16 experts for our kernels, which calls vLLM's `original` for others."""
+
     def process_weights_after_loading(self: Any, layer: Any) -> None:
-        library = _taking(self, layer)
+        """Packs a layer's experts in place of its parameters."""
+        library = _find_kernels(self, layer)
         if library is None:
             original(self, layer)
             return
         self._pad_moe_intermediate(layer)
         for name, gates in (("w13_weight", True), ("w2_weight", False)):
-            replace_parameter(layer, name, _packed(library, getattr(layer, name), gates=gates))
+            replace_parameter(layer, name, _pack(library, getattr(layer, name), gates=gates))
         _log_once(logged, library, layer.w13_weight.dtype)
 
     return process_weights_after_loading
@@ -102,34 +106,44 @@ def _packing_fp8(
     logged: set[torch.dtype],
     original: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Returns a packing of FP8 experts for our kernels, which calls vLLM's `original` for others."""
+
     def prepare_fp8_moe_layer_for_cpu(
         w13: torch.Tensor, w2: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        takes = w13.dtype == w2.dtype == FP8 and can_pack(w13, gates=True) and can_pack(w2, gates=False)
-        library = linear.find() if takes else None
+        """Returns the packed weights of a layer's experts."""
+        is_supported = (
+            w13.dtype == w2.dtype == FP8 and can_pack(w13, gates=True) and can_pack(w2, gates=False)
+        )
+        library = linear.find() if is_supported else None
         if library is None:
             return original(w13, w2)
         _log_once(logged, library, FP8)
-        return _packed(library, w13, gates=True), _packed(library, w2, gates=False)
+        return _pack(library, w13, gates=True), _pack(library, w2, gates=False)
 
     return prepare_fp8_moe_layer_for_cpu
 
 
-def _packed(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> torch.Tensor:
+def _pack(library: KernelLibrary, weight: torch.Tensor, *, gates: bool) -> torch.Tensor:
+    """Packs a weight, and marks it as packed for the library."""
     packed = pack_experts(library, weight.data, gates=gates)
     setattr(packed, _LIBRARY, library)
     return packed
 
 
 def _log_once(logged: set[torch.dtype], library: KernelLibrary, dtype: torch.dtype) -> None:
+    """Logs once for each dtype that our kernels compute the experts."""
     if dtype not in logged:
         logged.add(dtype)
         name = "FP8" if dtype == FP8 else "bf16"
         _logger.info("CPU experts: HeteroInfer's %s kernels (%s)", name, ", ".join(library.paths))
 
 
-def _applying(original: Callable[..., None]) -> Callable[..., None]:
+def _computing(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns an apply() that computes packed experts by our kernels, and others by vLLM's `original`."""
+
     def apply(self: Any, **named: Any) -> None:
+        """Writes each row's weighted sum of its experts to `output`."""
         check_limit(self)
         library = _library_of(named["w1"])
         # Simulated routers return int64, but all kernels need int32 (…/router/routing_simulator_router.py).
@@ -142,21 +156,24 @@ def _applying(original: Callable[..., None]) -> Callable[..., None]:
             named["output"],
             named["hidden_states"].contiguous(),
             packed_experts(self, named["w1"], named["w2"]),
-            weights=_weights(**named),
+            weights=_router_weights(**named),
             ids=named["topk_ids"],
         )
 
     return apply
 
 
-def _weights(*, topk_weights: torch.Tensor, apply_router_weight_on_input: bool, **_: Any) -> torch.Tensor:
+def _router_weights(
+    *, topk_weights: torch.Tensor, apply_router_weight_on_input: bool, **_: Any
+) -> torch.Tensor:
+    """Returns the weights of each row's experts, float32; ones if the inputs contain them already."""
     if apply_router_weight_on_input:  # `hidden_states` is already multiplied by the weights
         return torch.ones(topk_weights.shape)
     return topk_weights.float().contiguous()
 
 
-def _taking(vllm_experts: Any, layer: Any) -> KernelLibrary | None:
-    """Our kernels if they can compute these experts, else None."""
+def _find_kernels(vllm_experts: Any, layer: Any) -> KernelLibrary | None:
+    """Returns our kernels if they can compute these experts, else None."""
     weight, config = layer.w13_weight, vllm_experts.moe_config
     if (
         weight.dtype != torch.bfloat16

@@ -29,14 +29,17 @@ def install() -> None:
     Does nothing if HETEROINFER_CPU_LINEAR=onednn.
     """
     if is_wanted(os.environ):
-        replace(CPU_LINEAR, partial(_dispatching, LinearLayers()))
+        replace(CPU_LINEAR, partial(_with_our_layers, LinearLayers()))
     else:
         _logger.info("CPU linear layers: oneDNN, because %s=%s", names.ENV_CPU_LINEAR, ONEDNN)
 
 
-def _dispatching(layers: LinearLayers, original: Dispatch) -> Dispatch:
+def _with_our_layers(layers: LinearLayers, original: Dispatch) -> Dispatch:
+    """Returns a dispatch() that packs a layer for our kernels, or calls vLLM's `original`."""
+
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if not layers.take(layer, remove_weight=remove_weight):
+        """Packs a layer, or lets vLLM choose its kernel."""
+        if not layers.pack_layer(layer, remove_weight=remove_weight):
             original(layer, remove_weight)
 
     return dispatch

@@ -49,8 +49,8 @@ class _KernelChoice:
 
     Attributes:
         mixture: computes the layer; None if vLLM computes the layer.
-        weights: tensors whose raw pointers `mixture` is_valid: mapping that contains the tensor, its key, and
-            its address.
+        weights: tensors whose raw pointers `mixture` has: for each, the mapping that contains the tensor, its
+            key, and its address.
         methods: mapping that contains the `quant_method` of the runner's experts.
         method: that `quant_method`.
         hidden: hidden size.
@@ -83,6 +83,7 @@ def _with_mixture_kernel(original: Callable[..., torch.Tensor]) -> Callable[...,
         input_ids: torch.Tensor | None = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Returns the experts' answer; chooses the kernels again if the weights have moved."""
         if torch.compiler.is_compiling():
             return original(self, hidden_states, router_logits, input_ids, shared_experts_input)
         kept_choice = self.__dict__.get(_CHOICE)
@@ -122,9 +123,9 @@ def _choose_kernels(runner: Any) -> _KernelChoice:
     part = runner.routed_experts
     methods = part._modules if "quant_method" in part._modules else part.__dict__
     method = part.quant_method
-    routing = _routing(runner) if _is_plain(runner) else None
+    routing = _find_routing(runner) if _consists_of_supported_parts(runner) else None
     library, gate = library_of(part), runner.gate
-    if library is None or routing is None or not (gate is None or _is_packed(gate)):
+    if library is None or routing is None or not (gate is None or _has_packed_weight(gate)):
         return _KernelChoice(mixture=None, methods=methods, method=method)
     experts = packed_experts(method.moe_kernel.fused_experts, part.w13_weight.data, part.w2_weight.data)
     mixture = Mixture(library, routing, experts, None if gate is None else gate.weight.data)
@@ -143,17 +144,17 @@ def _choose_kernels(runner: Any) -> _KernelChoice:
     )
 
 
-def _routing(runner: Any) -> ExpertChoice | None:
-    """The router's choice of experts; None for other routers, and for routers that balance load (EPLB)."""
+def _find_routing(runner: Any) -> ExpertChoice | None:
+    """Returns the router's choice of experts; None for routers that our kernels do not support."""
     router = runner.router
     return routing_of(router) if type(router) is CPURouter and router.eplb_state is None else None
 
 
-def _is_plain(runner: Any) -> bool:
-    """Whether a runner consists only of a router and experts of classes that our kernels can compute."""
+def _consists_of_supported_parts(runner: Any) -> bool:
+    """Returns whether a runner has only a router and experts of classes that our kernels support."""
     part, config = runner.routed_experts, runner.moe_config
     kernel = getattr(part.quant_method, "moe_kernel", None)
-    alone = all(
+    has_no_other_parts = all(
         each is None
         for each in (
             *(runner._shared_experts, runner.shared_expert_gate),
@@ -165,7 +166,7 @@ def _is_plain(runner: Any) -> bool:
     if (
         type(runner) is not MoERunner
         or type(part) is not RoutedExperts
-        or not alone
+        or not has_no_other_parts
         or set(sizes) != {1}
         or config.is_sequence_parallel
         or runner.routed_scaling_factor != 1.0
@@ -179,8 +180,8 @@ def _is_plain(runner: Any) -> bool:
     return True
 
 
-def _is_packed(gate: Any) -> bool:
-    """Whether a router's layer is a plain product with a weight that our kernels packed.
+def _has_packed_weight(gate: Any) -> bool:
+    """Returns whether a router's layer is a plain product with a weight that our kernels packed.
 
     Output in float32 is allowed: `GateLinear.forward` rounds logits to bf16 before it widens them.
     """

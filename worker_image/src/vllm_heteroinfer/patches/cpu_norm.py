@@ -30,14 +30,16 @@ def install() -> None:
     """
     library = linear.find() if is_wanted(os.environ) else None
     if library is not None:
-        replace(CPU_NORM, partial(_norming, library))
+        replace(CPU_NORM, partial(_with_our_norms, library))
 
 
-def _norming(library: KernelLibrary, original: Callable[..., Normed]) -> Callable[..., Normed]:
+def _with_our_norms(library: KernelLibrary, original: Callable[..., Normed]) -> Callable[..., Normed]:
+    """Returns a forward_native() that calls our kernels, or vLLM's `original`."""
     single, added = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
 
     def forward_native(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-        if torch.compiler.is_compiling() or not _is_ours(self, single if residual is None else added):
+        """Returns the norm of x, or adds x to the residual first and returns both."""
+        if torch.compiler.is_compiling() or not _can_replace(self, single if residual is None else added):
             return original(self, x, residual)
         weight = self._parameters["weight"]
         if residual is None:
@@ -52,8 +54,8 @@ def _norming(library: KernelLibrary, original: Callable[..., Normed]) -> Callabl
     return forward_native
 
 
-def _is_ours(norm: Any, operation: Any) -> bool:
-    """Whether a norm covers whole rows, has a weight, and uses the implementation of our platform."""
+def _can_replace(norm: Any, operation: Any) -> bool:
+    """Returns whether a norm covers whole rows, has a weight, and uses our platform's implementation."""
     whole = norm.has_weight and norm.pass_weight and norm.pass_weight_add
     if not whole or norm.variance_size_override is not None:
         return False

@@ -37,13 +37,13 @@ _WORD: Final = 8
 
 def install() -> None:
     """Replaces vLLM's packing of 4-bit weights in this process."""
-    replace(CPU_INT4_EXPERTS_PACKING, _experts)
-    replace(CPU_AWQ_PACKING, _awq)
-    replace(CPU_INT4_PACKING, partial(_linear, replaces_scales=False))
-    replace(CPU_INT4_PACKING_AMX, partial(_linear, replaces_scales=True))
+    replace(CPU_INT4_EXPERTS_PACKING, _packing_by_expert)
+    replace(CPU_AWQ_PACKING, _converting_in_slices)
+    replace(CPU_INT4_PACKING, partial(_packing_in_slices, replaces_scales=False))
+    replace(CPU_INT4_PACKING_AMX, partial(_packing_in_slices, replaces_scales=True))
 
 
-class _Joined:
+class _JoinedTensor:
     """A tensor that is assembled from slices along one dimension."""
 
     def __init__(self, parts: int, dim: int, empty: Callable[..., torch.Tensor]) -> None:
@@ -53,11 +53,11 @@ class _Joined:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The assembled tensor. `put` must have been called."""
+        """The assembled tensor. `copy_in` must have been called."""
         assert self._whole is not None
         return self._whole
 
-    def put(self, part: torch.Tensor, first: int, end: int) -> None:
+    def copy_in(self, part: torch.Tensor, first: int, end: int) -> None:
         """Copies parts `first` to `end - 1` into the tensor.
 
         A part can cover several indices of the dimension, or a fraction of an index.
@@ -70,54 +70,63 @@ class _Joined:
         self._whole.narrow(self._dim, size * first // count, size).copy_(part)
 
 
-def _experts(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def _packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Returns a packing of experts that calls vLLM's `original` for one expert at a time."""
+
     def process_weights_cpu(quant_config: Any, *tensors: Any, **named: Any) -> tuple[Any, ...]:
+        """Packs the experts one by one into tensors for all experts."""
         count = tensors[0].shape[0]
-        joined: list[_Joined | None] = []
+        joined_tensors: list[_JoinedTensor | None] = []
         for index in range(count):
             packed = original(
                 quant_config,
-                *(_one(each, index) for each in tensors),
-                **{name: _one(each, index) for name, each in named.items()},
+                *(_slice_of(tensor, index) for tensor in tensors),
+                **{name: _slice_of(tensor, index) for name, tensor in named.items()},
             )
-            joined = joined or [
-                None if each is None else _Joined(count, 0, weight_memory.empty) for each in packed
+            joined_tensors = joined_tensors or [
+                None if tensor is None else _JoinedTensor(count, 0, weight_memory.empty) for tensor in packed
             ]
-            for whole, each in zip(joined, packed, strict=True):
+            for whole, tensor in zip(joined_tensors, packed, strict=True):
                 if whole is not None:
-                    whole.put(each, index, index + 1)
-        return tuple(None if each is None else each.tensor for each in joined)
+                    whole.copy_in(tensor, index, index + 1)
+        return tuple(None if tensor is None else tensor.tensor for tensor in joined_tensors)
 
     return process_weights_cpu
 
 
-def _one(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+def _slice_of(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+    """Returns one expert of a tensor, as a tensor with one expert; None for None."""
     return None if tensor is None else tensor[index : index + 1]
 
 
-def _slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
+def _yield_slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
     """Yields the first output of each slice and the output after its last."""
     width = max(_UNPACKED_BYTES // (4 * inputs) // _OUTPUTS, 1) * _OUTPUTS
     for first in range(0, outputs, width):
         yield first, min(first + width, outputs)
 
 
-def _awq(original: Callable[..., None]) -> Callable[..., None]:
+def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a conversion from AWQ that calls vLLM's `original` for some outputs at a time."""
+
     def convert_awq_to_standard_format(
         layer: Any, w_q_name: str, w_zp_name: str | None, size_bits: int
     ) -> None:
-        given = {name: getattr(layer, name).data for name in (w_q_name, w_zp_name) if name is not None}
-        inputs, words = given[w_q_name].shape
+        """Converts a layer's tensors slice by slice."""
+        tensors = {name: getattr(layer, name).data for name in (w_q_name, w_zp_name) if name is not None}
+        inputs, words = tensors[w_q_name].shape
         # Temporary memory, not `weight_memory`: vLLM packs this tensor again for the kernel.
-        joined = {name: _Joined(words, 1 if name == w_q_name else 0, torch.empty) for name in given}
+        joined_tensors = {
+            name: _JoinedTensor(words, 1 if name == w_q_name else 0, torch.empty) for name in tensors
+        }
         part = SimpleNamespace()
-        for first, end in _slices(inputs, words * 32 // size_bits):
+        for first, end in _yield_slices(inputs, words * 32 // size_bits):
             cut = slice(first * size_bits // 32, end * size_bits // 32)
-            part = SimpleNamespace(**{name: tensor[:, cut] for name, tensor in given.items()})
+            part = SimpleNamespace(**{name: tensor[:, cut] for name, tensor in tensors.items()})
             original(part, w_q_name, w_zp_name, size_bits)
-            for name, whole in joined.items():
-                whole.put(getattr(part, name).data, cut.start, cut.stop)
-        for name, whole in joined.items():
+            for name, whole in joined_tensors.items():
+                whole.copy_in(getattr(part, name).data, cut.start, cut.stop)
+        for name, whole in joined_tensors.items():
             parameter = getattr(part, name)
             parameter.data = whole.tensor
             setattr(layer, name, parameter)
@@ -125,25 +134,34 @@ def _awq(original: Callable[..., None]) -> Callable[..., None]:
     return convert_awq_to_standard_format
 
 
-def _linear(original: Callable[[Any, Any], None], *, replaces_scales: bool) -> Callable[[Any, Any], None]:
+def _packing_in_slices(
+    original: Callable[[Any, Any], None], *, replaces_scales: bool
+) -> Callable[[Any, Any], None]:
+    """Returns a packing of linear layers that calls vLLM's `original` for some outputs at a time.
+
+    Args:
+        replaces_scales: whether `original` also packs the scales and the zero points.
+    """
+
     def process_gptq_weights(self: Any, layer: Any) -> None:
+        """Packs a layer's weight slice by slice; replaces its parameters."""
         names = [name for name in (self.w_q_name, self.w_s_name, self.w_zp_name) if name is not None]
-        given = {name: getattr(layer, name).data for name in names if getattr(layer, name) is not None}
-        words, outputs = given[self.w_q_name].shape
+        tensors = {name: getattr(layer, name).data for name in names if getattr(layer, name) is not None}
+        words, outputs = tensors[self.w_q_name].shape
         replaced = names if replaces_scales else names[:1]
-        joined = {name: _Joined(outputs, 0, weight_memory.empty) for name in replaced}
-        for first, end in _slices(words * _WORD, outputs):
+        joined_tensors = {name: _JoinedTensor(outputs, 0, weight_memory.empty) for name in replaced}
+        for first, end in _yield_slices(words * _WORD, outputs):
             part = SimpleNamespace(bias=getattr(layer, "bias", None))
-            for name, tensor in given.items():
+            for name, tensor in tensors.items():
                 width = outputs // tensor.shape[1]  # a word of zero points covers several outputs
-                own = tensor[:, first // width : end // width].contiguous()
-                setattr(part, name, torch.nn.Parameter(own, requires_grad=False))
+                slice_ = tensor[:, first // width : end // width].contiguous()
+                setattr(part, name, torch.nn.Parameter(slice_, requires_grad=False))
             original(self, part)
-            for name, whole in joined.items():
-                whole.put(getattr(part, name).data, first, end)
-            for name in vars(part).keys() - given.keys() - joined.keys():
+            for name, whole in joined_tensors.items():
+                whole.copy_in(getattr(part, name).data, first, end)
+            for name in vars(part).keys() - tensors.keys() - joined_tensors.keys():
                 setattr(layer, name, getattr(part, name))
-        for name, whole in joined.items():
+        for name, whole in joined_tensors.items():
             parameter = getattr(layer, name)
             if parameter is None:
                 setattr(layer, name, torch.nn.Parameter(whole.tensor, requires_grad=False))

@@ -25,13 +25,16 @@ _VECTOR: Final = 8
 
 def install() -> None:
     """Replaces vLLM's rotary embedding for CPUs in this process."""
-    replace(CPU_ROPE, _rotating)
+    replace(CPU_ROPE, _with_correct_rotation)
 
 
-def _rotating(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_correct_rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward_cpu() that calls vLLM's `original` only for shapes without these bugs."""
+
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rotates query and key by the angles of their positions."""
         with_heads = positions.dim() + 2
         unaligned = self.is_neox_style and query.dtype is torch.bfloat16 and self.rotary_dim // 2 % _VECTOR
         if not unaligned and query.dim() < with_heads and (key is None or key.dim() < with_heads):

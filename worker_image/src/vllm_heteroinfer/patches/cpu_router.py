@@ -31,15 +31,18 @@ _SCORES: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 def install() -> None:
     """Replaces the choice of experts in vLLM's CPU router in this process."""
-    replace(CPU_ROUTER, _routing)
+    replace(CPU_ROUTER, _with_gpu_choice)
 
 
 def routing_of(router: Any) -> ExpertChoice | None:
-    """The router's choice of experts, with a view of its bias; None if our kernels do not support it."""
+    """Returns the router's choice of experts, with a view of its bias.
+
+    None if our kernels do not support the choice.
+    """
     bias = router.e_score_correction_bias
-    by_itself = router.use_grouped_topk or router.custom_routing_function is not None
+    has_own_choice = router.use_grouped_topk or router.custom_routing_function is not None
     if (
-        by_itself
+        has_own_choice
         or router.scoring_func not in SCORES
         or getattr(router, "_hash_indices_table", None) is not None
     ):
@@ -59,7 +62,9 @@ def routing_of(router: Any) -> ExpertChoice | None:
     )
 
 
-def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+def _with_gpu_choice(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    """Returns a compute_routing() that chooses as vLLM's GPU routers do, by our kernels if possible."""
+
     def compute_routing(
         self: Any,
         hidden_states: torch.Tensor,
@@ -68,12 +73,13 @@ def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Call
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns weights and numbers of the chosen experts."""
         bias, scoring = self.e_score_correction_bias, self.scoring_func
-        by_itself = self.use_grouped_topk or self.custom_routing_function is not None
-        if by_itself or scoring not in _SCORES:
+        has_own_choice = self.use_grouped_topk or self.custom_routing_function is not None
+        if has_own_choice or scoring not in _SCORES:
             return original(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
-        chooser = None if torch.compiler.is_compiling() else _chooser(self)
-        if chooser is not None and chooser.accepts(router_logits):
+        chooser = None if torch.compiler.is_compiling() else _find_chooser(self)
+        if chooser is not None and chooser.supports(router_logits):
             return chooser.choose(router_logits)
         # vLLM's routers for GPUs apply the factor only if there is a bias; otherwise the model applies it.
         factor = 1.0 if bias is None else self.routed_scaling_factor
@@ -83,17 +89,17 @@ def _routing(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Call
     return compute_routing
 
 
-def _chooser(router: Any) -> Chooser | None:
-    """The kernels' chooser for a router, cached on the router; None if torch must choose."""
+def _find_chooser(router: Any) -> Chooser | None:
+    """Returns the kernels' chooser for a router, cached on the router; None if torch must choose."""
     bias = router.e_score_correction_bias
     address = 0 if bias is None else bias.data_ptr()
-    held = router.__dict__.get(_CHOOSER)
-    if held is None or held[0] != address:
+    cached = router.__dict__.get(_CHOOSER)
+    if cached is None or cached[0] != address:
         library, routing = linear.find() if is_wanted(os.environ) else None, routing_of(router)
         chooser = None if library is None or routing is None else Chooser(library, routing)
-        held = router.__dict__[_CHOOSER] = (address, chooser)
-    found: Chooser | None = held[1]
-    return found
+        cached = router.__dict__[_CHOOSER] = (address, chooser)
+    result: Chooser | None = cached[1]
+    return result
 
 
 def choose(

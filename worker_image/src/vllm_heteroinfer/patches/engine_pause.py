@@ -20,11 +20,14 @@ def install() -> None:
     Raises:
         PatchError: vLLM's function is missing or differs from the verified version.
     """
-    replace(ENGINE_PAUSE, _build)
+    replace(ENGINE_PAUSE, _counting_answers)
 
 
-def _build(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _counting_answers(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns a step of the engine that counts as executed if it has answers."""
+
     def process_engine_step(self: Any) -> bool:
+        """Runs vLLM's step with a step function that counts answers."""
         step = self.step_fn
 
         def step_that_counts_answers() -> tuple[Any, bool]:

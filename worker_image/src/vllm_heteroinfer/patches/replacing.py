@@ -11,23 +11,23 @@ from vllm_heteroinfer.patches.registry import Patch, build_refusal
 _ORIGINAL = "heteroinfer_original"
 
 
-def replace(patch: Patch, build: Callable[[Any], Callable[..., Any]]) -> None:
-    """Replaces a patch's target by `build(original)`. A second call does nothing.
+def replace(patch: Patch, build_replacement: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replaces a patch's target by `build_replacement(original)`. A second call does nothing.
 
     Raises:
         PatchError: vLLM's function is missing or differs from the verified version.
     """
-    owner, name = _find(patch)
+    owner, name = _find_target(patch)
     original: Any = getattr(owner, name, None)
     if hasattr(original, _ORIGINAL):
         return
-    check(patch, original)
-    replacement = functools.wraps(original)(build(original))
+    check_target(patch, original)
+    replacement = functools.wraps(original)(build_replacement(original))
     setattr(replacement, _ORIGINAL, original)
     setattr(owner, name, replacement)
 
 
-def check(patch: Patch, target: Any) -> None:
+def check_target(patch: Patch, target: Any) -> None:
     """Raises PatchError unless `target` is the function that the patch was written for.
 
     Compares the version too: a function with the same parameters can have another body.
@@ -44,8 +44,8 @@ def check(patch: Patch, target: Any) -> None:
         raise build_refusal(patch, "an unverified version of the function", version)
 
 
-def _find(patch: Patch) -> tuple[Any, str]:
-    """The module or class that contains the target, and the target's name there."""
+def _find_target(patch: Patch) -> tuple[Any, str]:
+    """Returns the module or class that contains the target, and the target's name there."""
     module, path = patch.target.split(":")
     *owners, name = path.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), name

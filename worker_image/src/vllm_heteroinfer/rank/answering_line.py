@@ -10,11 +10,11 @@ from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
 from vllm_heteroinfer.feed_forward import pod_link, slab_library
 from vllm_heteroinfer.feed_forward.exchange import (
-    OWN_WORD_S,
+    OWN_REPORT_S,
     LaneReady,
-    failed_lane,
+    build_failed_error,
+    build_late_error,
     lane_key,
-    late_lane,
     offer_key,
     open_slab,
     stall_limit_s,
@@ -27,8 +27,8 @@ from vllm_heteroinfer.pod import addresses
 from vllm_heteroinfer.pod.lost_peer import PeerGoneError
 from vllm_heteroinfer.rank.context import RankContext
 
-HEAD_START_S = 0.3
-"""Time by which a pod's first rank accuses the pod's other ranks before the asking rank accuses the first."""
+ACCUSE_EARLIER_S = 0.3
+"""Seconds by which a pod's first rank precedes the asking rank if it accuses another rank of its pod."""
 
 
 class Line(Protocol):
@@ -46,7 +46,9 @@ class Line(Protocol):
         """Reports that this rank can answer; the times are those of LaneReady."""
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
-        """Waits for an ask, and writes its layer and rows; returns False if none came within the limit.
+        """Waits for an ask, and writes its layer and rows to `layer` and `rows`.
+
+        Returns False if no ask came within the limit.
 
         Raises:
             PeerGoneError: the rank that asks has ended.
@@ -77,9 +79,10 @@ def open_line(context: RankContext, expected: Shape) -> Line:
     return SlabLine(context, lanes[0].rank, lanes.index(rank), replace(shape, lanes=len(lanes)))
 
 
-def _offer(context: RankContext, rank: int) -> Offer:
-    what = f"slab of rank {rank}"
-    return Offer.from_json(context.store.get(offer_key(rank), context.startup, what=what, rank=rank))
+def _get_offer(context: RankContext, rank: int) -> Offer:
+    """Waits for the offer of a slab by its owner, and returns the offer."""
+    awaited = f"slab of rank {rank}"
+    return Offer.from_json(context.store.get(offer_key(rank), context.startup, what=awaited, rank=rank))
 
 
 class SlabLine:
@@ -88,7 +91,7 @@ class SlabLine:
     def __init__(self, context: RankContext, owner: int, lane: int, shape: Shape) -> None:
         """Maps the slab of rank `owner`, in which this rank has a lane."""
         self._context, self._owner, self.lane = context, owner, lane
-        self.slab, self._nonce = connect(_offer(context, owner), lane, shape)
+        self.slab, self._nonce = connect(_get_offer(context, owner), lane, shape)
         self._spin_ns = spin_time_ns(os.environ)
         calls, self._address = slab_library.load(), self.slab.address
         self._wait, self._answer = calls.heteroinfer_ff_next, calls.heteroinfer_ff_answer
@@ -100,10 +103,10 @@ class SlabLine:
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
         """See `Line`."""
-        got = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
-        if got == slab_library.STOPPED:
-            raise PeerGoneError(self._owner, "the slab was stopped: the rank that asks has ended")
-        return bool(got == slab_library.ASKED)
+        result = self._wait(self._address, self.lane, self._spin_ns, limit_ns, layer, rows)
+        if result == slab_library.STOPPED:
+            raise PeerGoneError(self._owner, "the slab was stopped, because the rank that asks has ended")
+        return bool(result == slab_library.ASKED)
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
         """See `Line`."""
@@ -119,10 +122,10 @@ class PodLine:
     lane = 0
 
     def __init__(self, context: RankContext, expected: Shape) -> None:
-        """Creates the pod's slab; the asking rank connects after `report_ready`."""
+        """Creates the pod's slab, and listens for the asking rank, which connects after `report_ready`."""
         self._context = context
         self._asking = served_rank(context.plan, context.rank).rank
-        offered = _offer(context, self._asking).shape
+        offered = _get_offer(context, self._asking).shape
         check_offer(offered, expected, f"feed-forward rank {context.rank.rank}")
         self._lanes = pod_lanes(context.plan, context.rank)
         self._shape = replace(offered, lanes=len(self._lanes))
@@ -131,7 +134,7 @@ class PodLine:
             self._shape, context.rank, self._lanes, context.store, context.startup
         )
         self._listener = pod_link.Listener(addresses.own_address(os.environ))
-        self._began_ns = 0
+        self._ask_arrived_ns = 0
 
     def report_ready(self, ask_s: float, row_s: float) -> None:
         """Reports the pod as ready, and waits until the asking rank has connected and measured."""
@@ -149,14 +152,16 @@ class PodLine:
         try:
             self._connection.answer_trials()
         except (OSError, ContractError) as error:
-            raise PeerGoneError(self._asking, f"its connection broke at the start: {error}") from error
+            raise PeerGoneError(
+                self._asking, f"the connection ended while it was measured: {error}"
+            ) from error
         context.reporter.waits_for(None)
         self._link = self._connection.link(self.lane)
         self._link_at, self._layout = ctypes.byref(self._link), ctypes.byref(self.slab.layout)
 
     def next(self, limit_ns: int, layer: Any, rows: Any) -> bool:
         """See `Line`."""
-        got = slab_library.load().heteroinfer_ff_receive(
+        result = slab_library.load().heteroinfer_ff_receive(
             self._link_at,
             self.slab.address,
             self._layout,
@@ -166,10 +171,10 @@ class PodLine:
             layer,
             rows,
         )
-        self._began_ns = time.monotonic_ns()
-        if got == slab_library.STOPPED:
-            raise self._lost()
-        return bool(got == slab_library.ASKED)
+        self._ask_arrived_ns = time.monotonic_ns()
+        if result == slab_library.STOPPED:
+            raise self._build_lost_error()
+        return bool(result == slab_library.ASKED)
 
     def answer(self, status: int, rows: int, ids: int | None, topk: int, busy_ns: int) -> None:
         """See `Line`.
@@ -180,22 +185,23 @@ class PodLine:
         """
         calls, slab = slab_library.load(), self.slab
         calls.heteroinfer_ff_answer(slab.address, self.lane, status, rows, ids, topk, busy_ns)
-        limit_s = stall_limit_s(self._ready, slab.asked_rows) - HEAD_START_S
+        limit_s = stall_limit_s(self._ready, slab.asked_rows) - ACCUSE_EARLIER_S
         limit_ns = int(limit_s * 1e9)
         result = calls.heteroinfer_ff_reply(
-            self._link_at, slab.address, self._layout, self._began_ns, self._spin_ns, limit_ns
+            self._link_at, slab.address, self._layout, self._ask_arrived_ns, self._spin_ns, limit_ns
         )
         if result == slab_library.WAS_STOPPED:
-            raise self._lost()
+            raise self._build_lost_error()
         if result > 0:
-            raise late_lane(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
+            raise build_late_error(self._lanes[result - 1].rank, slab.asked_layer, slab.asked_rows, limit_s)
         if result < -1:  # -1 is this rank itself, which raises its own error
-            time.sleep(OWN_WORD_S)
-            raise failed_lane(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
+            time.sleep(OWN_REPORT_S)
+            raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 
-    def _lost(self) -> PeerGoneError:
+    def _build_lost_error(self) -> PeerGoneError:
+        """Returns the error for a connection that ended, with the reason."""
         error = self._link.error
-        words = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
+        reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
         if error == pod_link.MALFORMED:
-            words = "it sent a message that is not an ask. Start all pods from one image"
-        return PeerGoneError(self._asking, f"the connection to the rank that asks ended: {words}")
+            reason = "the rank sent a message that is not an ask. Start all pods from one image"
+        return PeerGoneError(self._asking, f"the connection to the rank that asks ended: {reason}")

@@ -17,9 +17,9 @@ from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.group_report import RankPhase
 from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.feed_forward import read_rate
-from vllm_heteroinfer.feed_forward.compute import Compute, OwnExperts, Views, computes
+from vllm_heteroinfer.feed_forward.compute import AskViews, Compute, OwnExpertAsks, build_compute_functions
 from vllm_heteroinfer.feed_forward.exchange import PROBE_LAYER
-from vllm_heteroinfer.feed_forward.held import HeldParts, hold
+from vllm_heteroinfer.feed_forward.held import LoadedParts, load_parts
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.remote_parts import served_rank
 from vllm_heteroinfer.feed_forward.slab import Shape, shape_of
@@ -51,11 +51,11 @@ def serve(context: RankContext) -> NoReturn:
     asking = served_rank(plan, rank).rank
     start = time.perf_counter()
     text = context.store.get(
-        recipe_key(asking), context.startup, what=f"recipe from rank {asking}", rank=asking
+        recipe_key(asking), context.startup, what=f"recipe of rank {asking}", rank=asking
     )
     waited_s, start = time.perf_counter() - start, time.perf_counter()
     recipe = Recipe.from_text(text)
-    held = hold(recipe, Path(plan.engine.model), rank.feed_forward, shares, rank.tensor_rank)
+    held = load_parts(recipe, Path(plan.engine.model), rank.feed_forward, shares, rank.tensor_rank)
     context.metrics.weight_bytes.set(held.stored_bytes)
     reporter.set_phase(RankPhase.WARMING_UP, held.stored_bytes, held.stored_bytes)
     _logger.info(
@@ -71,9 +71,9 @@ def serve(context: RankContext) -> NoReturn:
 
 
 class Lane:
-    """The answering side of a slab."""
+    """The answering side of a slab. A lane is a feed-forward rank as the slab numbers it."""
 
-    def __init__(self, context: RankContext, shape: Shape, held: HeldParts) -> None:
+    def __init__(self, context: RankContext, shape: Shape, held: LoadedParts) -> None:
         """Warms up, opens the line to the asking rank, and reports this rank as ready."""
         self._context, self._held = context, held
         ask_s, row_s = self._warm_up(shape)
@@ -82,10 +82,10 @@ class Lane:
         # The asking rank writes no choices for MLPs: each row chooses the only expert.
         ids = slab.ids if shape.topk else torch.zeros_like(slab.ids)
         weights = slab.weights if shape.topk else torch.ones_like(slab.weights)
-        views = Views(slab.x, ids, weights, slab.y[self._line.lane])
-        asks = self._own(views, shape.max_rows)
+        views = AskViews(slab.x, ids, weights, slab.y[self._line.lane])
+        asks = self._own_asks(views, shape.max_rows)
         self._ids = asks.ids.data_ptr()
-        self._computes = computes(held, asks)
+        self._compute_by_layer = build_compute_functions(held, asks)
         self._meter = LaneMeter(context, slab, self._line.lane, held)
         self._line.report_ready(ask_s, row_s)
         context.reporter.set_phase(RankPhase.READY, held.stored_bytes, held.stored_bytes)
@@ -100,23 +100,24 @@ class Lane:
         experts = max(part.count for part in self._held.parts.values())
         own = self._held.own_experts
         ids = torch.rand((rows, max(experts, topk))).topk(topk).indices.to(torch.int32)
-        views = Views(
+        views = AskViews(
             torch.randn((rows, shape.hidden)).to(dtype),
             ids + (own.first if own else 0),
             torch.full((rows, topk), 1 / topk),
             torch.empty((rows, shape.hidden), dtype=dtype),
         )
-        all_computes = computes(self._held, self._own(views, rows))
+        all_computes = build_compute_functions(self._held, self._own_asks(views, rows))
         with torch.inference_mode():
             for compute in all_computes.values():
                 compute(1)
-            ask_s = max(_seconds(compute, 1) for compute in all_computes.values())
-            row_s = _seconds(next(iter(all_computes.values())), rows) / rows
+            ask_s = max(_time_of(compute, 1) for compute in all_computes.values())
+            row_s = _time_of(next(iter(all_computes.values())), rows) / rows
         return ask_s, row_s
 
-    def _own(self, views: Views, rows: int) -> Views | OwnExperts:
+    def _own_asks(self, views: AskViews, rows: int) -> AskViews | OwnExpertAsks:
+        """Returns these asks, limited to this rank's experts if it has whole experts."""
         own = self._held.own_experts
-        return views if own is None else OwnExperts(views, own, rows)
+        return views if own is None else OwnExpertAsks(views, own, rows)
 
     def run(self) -> NoReturn:
         """Answers asks until the rank that asks has ended or a computation raises."""
@@ -133,31 +134,37 @@ class Lane:
                 start = time.perf_counter_ns()
                 try:
                     if rows.value:
-                        self._compute(layer.value)(rows.value)
+                        self._compute_of_layer(layer.value)(rows.value)
                 except BaseException:
                     line.answer(FAILED, 0, None, 0, 0)
                     raise
                 # The probe reads no weights, and arrives before any experts are chosen.
-                counted = 0 if layer.value == PROBE_LAYER else rows.value
-                line.answer(0, counted, ids, topk, time.perf_counter_ns() - start)
+                counted_rows = 0 if layer.value == PROBE_LAYER else rows.value
+                line.answer(0, counted_rows, ids, topk, time.perf_counter_ns() - start)
 
-    def _compute(self, layer: int) -> Compute:
-        found = self._computes.get(layer)
-        if found is not None:
-            return found
+    def _compute_of_layer(self, layer: int) -> Compute:
+        """Returns the function that answers asks for a layer.
+
+        The probe's layer is answered with its input.
+        """
+        compute = self._compute_by_layer.get(layer)
+        if compute is not None:
+            return compute
         if layer == PROBE_LAYER:
-            return self._echo
+            return self._answer_with_input
         raise ContractError(
-            f"feed-forward rank {self._context.rank.rank}: an ask must be for a layer of "
-            f"{sorted(self._computes)} (got {layer})"
+            f"feed-forward rank {self._context.rank.rank}: the asked layer must be one of "
+            f"{sorted(self._compute_by_layer)} (got {layer}). Report this defect of HeteroInfer"
         )
 
-    def _echo(self, rows: int) -> None:
+    def _answer_with_input(self, rows: int) -> None:
+        """Answers the probe: copies the input to this lane's answer."""
         slab = self._line.slab
         slab.y[self._line.lane][:rows].copy_(slab.x[:rows])
 
 
-def _seconds(compute: Compute, rows: int) -> float:
+def _time_of(compute: Compute, rows: int) -> float:
+    """Returns the seconds that a computation of `rows` rows takes."""
     start = time.perf_counter()
     compute(rows)
     return time.perf_counter() - start

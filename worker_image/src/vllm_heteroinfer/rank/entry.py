@@ -40,11 +40,15 @@ _READERS_GRACE_S = 10.0
 
 
 def start() -> None:
-    """Runs a rank. The first rank of a pod imports the libraries; the pod's other processes fork from it."""
+    """Runs a rank of this pod.
+
+    The first rank imports the libraries. The pod's other processes are forked from it, and do not import them
+    again.
+    """
     plan, _, rank = read_assignment(os.environ)
     preload("vllm_heteroinfer.rank.entry", rank)
     problem = imports.load(plan, rank)
-    run_or_fork(lambda: main(problem), imports.settle)
+    run_or_fork(lambda: main(problem), imports.adapt_forked_process)
 
 
 def main(problem: BaseException | None = None) -> NoReturn:
@@ -60,13 +64,14 @@ def main(problem: BaseException | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code_of_signal(signal.SIGTERM)))
 
     def fail(error: BaseException) -> NoReturn:
+        """Reports an error and ends this process. If another rank caused it, waits for its report first."""
         traceback.print_exception(error)
-        ours = failure(error, rank, starting=reporter.is_starting())
+        own_failure = build_failure(error, rank, starting=reporter.is_starting())
         lost = find_lost_process(error)
         if lost is not None:
             # The peer's supervisor reports the failed rank, and then our supervisor ends this process.
             time.sleep(launch.heartbeat_timeout_s + _PEER_LOST_GRACE_S)
-        reporter.send_failure(ours, lost)
+        reporter.send_failure(own_failure, lost)
         _logger.error("rank %d failed, so its group ends: %s", rank.rank, error)
         os._exit(names.EXIT_RANK_FAILED)
 
@@ -76,7 +81,7 @@ def main(problem: BaseException | None = None) -> NoReturn:
         run(plan, launch, rank, reporter, fail)
     except BaseException as error:
         fail(error)
-    fail(PeerGoneError(None, "the engine's calls have ended: the engine or its API server has ended"))
+    fail(PeerGoneError(None, "the engine or the API server has ended, so this rank gets no more calls"))
 
 
 def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssignment]:
@@ -90,7 +95,10 @@ def read_assignment(env: Mapping[str, str]) -> tuple[Plan, PodLaunch, RankAssign
         )
     rank = plan.ranks[int(text)]
     if rank.pod != launch.pod_index:
-        raise ContractError(f"rank {rank.rank} belongs to pod {rank.pod}, not to this pod {launch.pod_index}")
+        raise ContractError(
+            f"{names.ENV_RANK}: must be a rank of this pod {launch.pod_index} (got {rank.rank}, a rank of "
+            f"pod {rank.pod}). Start ranks with `heteroinfer-worker`"
+        )
     return plan, launch, rank
 
 
@@ -123,9 +131,9 @@ def run(
         from vllm_heteroinfer.engine import arguments
 
         config = arguments.build_config(plan, launch, rank)
-        ours = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
+        own_settings = fingerprint.of_config(config, layer_partition=os.environ[names.ENV_LAYER_PARTITION])
     else:
-        ours = fingerprint.of_files(plan.engine.model)
+        own_settings = fingerprint.of_files(plan.engine.model)
     reporter.set_phase(RankPhase.CONNECTING)
     store = store or GroupStore.connect(launch, startup)
     store.waits_for = reporter.waits_for
@@ -134,8 +142,8 @@ def run(
         from vllm_heteroinfer.rank.worker.memory_policy import prefer_nodes_or_warn
 
         prefer_nodes_or_warn(memory_nodes(os.environ))
-        read_rate.publish(plan, rank, store, startup)
-    agree(plan, rank, ours, store, startup)
+        read_rate.publish_read_rate(plan, rank, store, startup)
+    agree_on_settings(plan, rank, own_settings, store, startup)
     reach.check_pods(plan, launch, rank, store, startup)
 
     from vllm_heteroinfer.rank.context import RankContext
@@ -171,14 +179,14 @@ def counts_metrics(env: Mapping[str, str]) -> bool:
     """Whether this rank collects and serves metrics. Raises ContractError if the value is not on or off."""
     word = env.get(names.ENV_METRICS, "on")
     if word not in {"on", "off"}:
-        raise ContractError(f"{names.ENV_METRICS}: must be on or off, got {word!r}. Set it in engine.env")
+        raise ContractError(f"{names.ENV_METRICS}: must be on or off (got {word!r}). Change engine.env")
     return word == "on"
 
 
-def agree(
-    plan: Plan, rank: RankAssignment, ours: "Fingerprint", store: "GroupStore", startup: Deadline
+def agree_on_settings(
+    plan: Plan, rank: RankAssignment, own_settings: "Fingerprint", store: "GroupStore", startup: Deadline
 ) -> None:
-    """Publishes this rank's settings and compares the settings of all ranks.
+    """Publishes this rank's settings, and compares them with the settings of all other ranks.
 
     Raises:
         ConfigMismatchError: settings differ. Every rank raises the same text.
@@ -186,12 +194,14 @@ def agree(
     """
     from vllm_heteroinfer.group import fingerprint
 
-    store.put(f"fingerprint/{rank.rank}", fingerprint.to_json(ours))
+    store.put(f"fingerprint/{rank.rank}", fingerprint.to_json(own_settings))
     fingerprints = [
         fingerprint.from_json(
-            store.get(f"fingerprint/{r.rank}", startup, what=f"settings of rank {r.rank}", rank=r.rank)
+            store.get(
+                f"fingerprint/{each.rank}", startup, what=f"settings of rank {each.rank}", rank=each.rank
+            )
         )
-        for r in plan.ranks
+        for each in plan.ranks
     ]
     store.put(f"compared/{rank.rank}", "")
     try:
@@ -204,16 +214,25 @@ def agree(
 
 
 def _wait_for_readers(plan: Plan, store: "GroupStore") -> None:
+    """Waits until all other ranks have compared the settings, at most for the grace period."""
     grace = Deadline.after(_READERS_GRACE_S)
     for other in plan.ranks[1:]:
         try:
-            store.get(f"compared/{other.rank}", grace, what=f"comparison of rank {other.rank}")
+            store.get(
+                f"compared/{other.rank}",
+                grace,
+                what=f"message from rank {other.rank} that it has compared the settings",
+            )
         except TimeoutError as error:
             _logger.error("%s", error)
 
 
-def failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
-    """Builds the failure report for an error in a rank; `starting`: the rank was not ready yet."""
+def build_failure(error: BaseException, rank: RankAssignment, *, starting: bool) -> Failure:
+    """Returns the failure report for an error in a rank, with the rank that caused it.
+
+    Args:
+        starting: whether the rank was not ready yet, so that a time-out is a failed start.
+    """
     from vllm_heteroinfer.feed_forward.lane_judge import LaneError, LaneFailedError
     from vllm_heteroinfer.group.fingerprint import ConfigMismatchError
 

@@ -35,8 +35,8 @@ def load(plan: Plan, rank: RankAssignment) -> BaseException | None:
     """
     gc.disable()
     try:
-        for name in SHARED if rank.feed_forward is None else FEED_FORWARD:
-            importlib.import_module(name)
+        for module in SHARED if rank.feed_forward is None else FEED_FORWARD:
+            importlib.import_module(module)
         if rank.device is Device.CPU and rank.feed_forward is None:
             register_class(plan.engine.model)
     except Exception as error:  # boundary of a rank's start: main() reports the error
@@ -76,8 +76,11 @@ def architectures(model: Path) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def settle(module: str) -> None:
-    """Sets a forked process's title and its number of threads; OpenMP has read the parent's environment."""
+def adapt_forked_process(module: str) -> None:
+    """Sets a forked process's title and its number of OpenMP threads.
+
+    OpenMP read only the environment of the parent, so torch must set the number.
+    """
     import torch
     from setproctitle import setproctitle
 

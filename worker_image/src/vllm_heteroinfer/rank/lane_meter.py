@@ -6,7 +6,7 @@ from typing import Final
 from prometheus_client import Counter
 
 from heteroinfer_contract import metric_names
-from vllm_heteroinfer.feed_forward.held import HeldParts
+from vllm_heteroinfer.feed_forward.held import LoadedParts
 from vllm_heteroinfer.feed_forward.slab import LaneView, Slab
 from vllm_heteroinfer.pod.threads import start_thread
 from vllm_heteroinfer.rank.context import RankContext
@@ -18,10 +18,11 @@ INTERVAL_S: Final = 0.25
 class LaneMeter:
     """Reads a lane's counters in a thread and reports them to the supervisor and Prometheus."""
 
-    def __init__(self, context: RankContext, slab: Slab, lane: int, held: HeldParts) -> None:
+    def __init__(self, context: RankContext, slab: Slab, lane: int, held: LoadedParts) -> None:
+        """Creates the metrics of the lane; `start` begins to report."""
         self._context, self._slab, self._lane = context, slab, lane
         self._expert_bytes = held.stored_bytes // max(1, held.experts)
-        self._before = slab.lane(self._lane)
+        self._last = slab.read_lane(self._lane)
         self._steps = slab.steps
         self._total_steps = 0
         self._ended = threading.Event()
@@ -46,31 +47,33 @@ class LaneMeter:
         start_thread(self._run, name="heteroinfer-lane", failed=self._context.fail)
 
     def _run(self) -> None:
+        """Reports changes at each interval."""
         while not self._ended.wait(INTERVAL_S):
-            self.look()
+            self.report_changes()
 
-    def look(self) -> None:
-        """Reports the changes since the last call."""
-        now, before = self._slab.lane(self._lane), self._before
-        self._before = now
-        self._count(now, before)
-        stuck = now.seen != now.answered and now.seen == before.seen
+    def report_changes(self) -> None:
+        """Reports what changed since the last call: metrics, step times, and an ask that takes long."""
+        current, last = self._slab.read_lane(self._lane), self._last
+        self._last = current
+        self._count(current, last)
+        stuck = current.seen != current.answered and current.seen == last.seen
         self._context.reporter.set_work(
-            f"layer {self._slab.asked_layer} of ask {now.seen}" if stuck else None
+            f"layer {self._slab.asked_layer} of ask {current.seen}" if stuck else None
         )
-        steps, busy_s = (self._slab.steps - self._steps) % 2**32, (now.busy_ns - before.busy_ns) / 1e9
+        steps, busy_s = (self._slab.steps - self._steps) % 2**32, (current.busy_ns - last.busy_ns) / 1e9
         if not steps:
             return
         self._steps = self._slab.steps
         self._total_steps += steps
-        idle_s = min(INTERVAL_S, (now.idle_ns - before.idle_ns) / 1e9)
+        idle_s = min(INTERVAL_S, (current.idle_ns - last.idle_ns) / 1e9)
         self._context.reporter.set_step_times(
             self._total_steps, (busy_s + idle_s) / steps, busy_s / steps, idle_s / steps, 0.0
         )
 
-    def _count(self, now: LaneView, before: LaneView) -> None:
+    def _count(self, current: LaneView, last: LaneView) -> None:
+        """Adds the changes between two reads of the lane's counters to the metrics."""
         for field in ("busy_ns", "idle_ns"):
-            self._counters[field].inc((getattr(now, field) - getattr(before, field)) / 1e9)
+            self._counters[field].inc((getattr(current, field) - getattr(last, field)) / 1e9)
         for field in ("asks", "rows", "experts"):
-            self._counters[field].inc(getattr(now, field) - getattr(before, field))
-        self._counters["bytes"].inc((now.experts - before.experts) * self._expert_bytes)
+            self._counters[field].inc(getattr(current, field) - getattr(last, field))
+        self._counters["bytes"].inc((current.experts - last.experts) * self._expert_bytes)

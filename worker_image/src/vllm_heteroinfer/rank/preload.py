@@ -53,5 +53,6 @@ def preload_libraries() -> list[Path]:
 
 
 def _package_dir(package: str) -> Path | None:
+    """Returns the folder of a package; None if it is not installed."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None

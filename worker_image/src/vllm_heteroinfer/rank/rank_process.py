@@ -82,7 +82,7 @@ class RankProcess(WorkerProc):
         enable_envs_cache()
 
     def _connect(self) -> None:
-        """Connects this rank's queues with the queues of the executor.
+        """Connects this rank's message queues with those of the executor.
 
         Raises:
             TimeoutError: the executor did not connect before the start-up deadline.

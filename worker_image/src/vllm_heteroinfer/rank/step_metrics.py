@@ -49,9 +49,9 @@ class Step:
         wait_s: the part of `step_s` spent waiting for peers.
         transfer_s: the part of `step_s` spent copying and sending, by direction.
         tokens: number of prompt tokens and of decode tokens, if known.
-        left: whether no call of the step is running.
+        between_calls: whether the worker is in none of the step's calls.
         began: start of the first call, by time.perf_counter().
-        runs_on: whether the device still works on the step after the worker's calls.
+        on_device: whether the device still works on the step after the worker's calls.
         device_s: returns the seconds of the forward pass on the device; None on CPU ranks.
     """
 
@@ -60,17 +60,17 @@ class Step:
     transfer_s: dict[str, float] = field(default_factory=lambda: {"send": 0.0, "recv": 0.0})
     transfer_bytes: dict[str, int] = field(default_factory=lambda: {"send": 0, "recv": 0})
     tokens: tuple[int, int] | None = None
-    left: bool = False
+    between_calls: bool = False
     began: float = 0.0
-    runs_on: bool = False
+    on_device: bool = False
     device_s: Callable[[], float] | None = None
 
 
 class RankMetrics(Meter):
     """The metrics of a rank, and the meter of its steps.
 
-    Only the worker's thread may call the methods. Any thread may call the functions that `runs_on` and
-    `runs_ahead` return.
+    Only the worker's thread may call the methods. Any thread may call the functions that
+    `continue_on_device` and `continue_into_next_step` return.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class RankMetrics(Meter):
         self._gauge(
             metric_names.PREDICTED_STEP_SECONDS, "Planned compute of a decode step of one request"
         ).set(rank.predicted_step_s)
-        self._gauge(metric_names.HEARTBEAT_AGE_SECONDS, "Since the group was last known whole").set_function(
-            reporter.heartbeat_age_s
-        )
+        self._gauge(
+            metric_names.HEARTBEAT_AGE_SECONDS, "Since all ranks of the group were last known to run"
+        ).set_function(reporter.heartbeat_age_s)
         self._gauge(metric_names.LOCKED_MEMORY_BYTES, "Locked or pinned memory").set_function(
             locked_memory_bytes
         )
@@ -126,84 +126,85 @@ class RankMetrics(Meter):
             (*metric_names.RANK_LABELS, "between", "path"),
             registry=self.registry,
         )
-        self._steps = 0
-        self._called = 0
-        """Finished steps, including the group's own, so that each step has a unique name in reports."""
+        self._client_steps = 0
+        self._all_steps = 0
+        """Finished steps of all requests, including the group's own: they name steps in reports."""
         self._averages: tuple[float, ...] = ()
-        self._busy: str | None = None
+        self._step_name: str | None = None
         self._step = Step()
-        self._left: float | None = None
-        self._ended = 0.0
-        self._inside = False
-        self._on_device = 0
+        self._idle_since: float | None = None
+        self._last_step_end = 0.0
+        self._in_call = False
+        self._steps_on_device = 0
         self._lock = threading.Lock()
 
     def waited(self, seconds: float) -> None:
         """Adds time that this step waited for a peer. Outside a step (warm-up) it does nothing."""
-        if self._inside:
+        if self._in_call:
             self._step.wait_s += seconds
 
     def transferred(self, direction: str, seconds: float, num_bytes: int) -> None:
         """Adds time and bytes of a copy or message in this step; direction is `send` or `recv`."""
-        if self._inside:
+        if self._in_call:
             self._step.transfer_s[direction] += seconds
             self._step.transfer_bytes[direction] += num_bytes
 
     def waiting_for(self, rank: int | None) -> None:
         """Reports to the supervisor which rank's message this rank waits for."""
-        if self._inside:
-            self._reporter.set_work(self._busy, waiting_for_rank=rank)
+        if self._in_call:
+            self._reporter.set_work(self._step_name, waiting_for_rank=rank)
 
-    def travels(self, between: str, path: str) -> None:
-        """Records the path of tensors between `stages`, or between `ranks` of a stage (TRANSPORT_INFO)."""
+    def record_path(self, between: str, path: str) -> None:
+        """Records how tensors travel between `stages`, or between `ranks` of a stage (TRANSPORT_INFO)."""
         self._transport.labels(*self.labels, between, path).set(1)
 
-    def on_device(self, seconds: Callable[[], float]) -> None:
+    def set_device_timer(self, seconds: Callable[[], float]) -> None:
         """Sets the function that returns the device time of this step's forward pass after the step."""
         self._step.device_s = seconds
 
-    def enter(self) -> None:
-        """Begins a call of the current step."""
+    def begin_call(self) -> None:
+        """Begins a call of the current step. Ends the idle time since the call before it."""
         with self._lock:
-            self._entered, self._inside, self._step.left = time.perf_counter(), True, False
-            self._step.began = self._step.began or self._entered
-            if self._left is not None:
-                self._idle.inc(self._entered - self._left)
-        self._busy = f"step {self._called + 1}"
-        self._reporter.set_work(self._busy)
+            self._call_began, self._in_call, self._step.between_calls = time.perf_counter(), True, False
+            self._step.began = self._step.began or self._call_began
+            if self._idle_since is not None:
+                self._idle.inc(self._call_began - self._idle_since)
+        self._step_name = f"step {self._all_steps + 1}"
+        self._reporter.set_work(self._step_name)
 
-    def leave(self) -> None:
-        """Ends a call of the step. Between two calls this rank is idle, unless its device still works."""
+    def end_call(self) -> None:
+        """Ends a call of the step. Until the next call this rank is idle, unless its device still works."""
         with self._lock:
-            self._left, self._inside = time.perf_counter(), False
-            self._step.left = True
-            if not self._step.runs_on:
-                self._step.step_s += self._left - self._entered
-            if not self._on_device:
+            self._idle_since, self._in_call = time.perf_counter(), False
+            self._step.between_calls = True
+            if not self._step.on_device:
+                self._step.step_s += self._idle_since - self._call_began
+            if not self._steps_on_device:
                 self._reporter.set_work(None)
 
-    def runs_on(self) -> Callable[[float], None]:
+    def continue_on_device(self) -> Callable[[float], None]:
         """Marks this step as running on the device after the worker's calls. Call it between enter and leave.
 
         Returns:
             A function to call once, from any thread, when the device is done, with the seconds that the last
             copy to the host took.
         """
-        step, entered = self._step, self._entered
-        self._device_begins(step)
+        step, entered = self._step, self._call_began
+        self._mark_on_device(step)
 
         def done(copy_s: float) -> None:
+            """Ends the step's work on the device."""
             with self._lock:
                 now = time.perf_counter()
-                if step.left:  # else leave() adds the time of the call
+                if step.between_calls:  # else leave() adds the time of the call
                     step.step_s += now - entered
                 step.transfer_s["send"] += copy_s
-                self._device_ends(step, now)
+                self._mark_done_on_device(step, now)
 
         return done
 
-    def runs_ahead(self) -> Callable[[], None]:
-        """Like `runs_on`, for a step that the device still runs when the next step is called.
+    def continue_into_next_step(self) -> Callable[[], None]:
+        """Like `continue_on_device`, for a step that the device still runs when the next step is called.
 
         Such steps overlap. A step's time begins at its first call or at the end of the step before it,
         whichever is later.
@@ -212,32 +213,37 @@ class RankMetrics(Meter):
             A function to call once, from any thread, when the step's answer is available.
         """
         step = self._step
-        self._device_begins(step)
+        self._mark_on_device(step)
 
         def done() -> None:
+            """Ends the step, whose time begins after the step before it."""
             with self._lock:
                 now = time.perf_counter()
-                step.step_s = now - max(step.began, self._ended)
-                self._ended = now
-                self._device_ends(step, now)
+                step.step_s = now - max(step.began, self._last_step_end)
+                self._last_step_end = now
+                self._mark_done_on_device(step, now)
 
         return done
 
-    def _device_begins(self, step: Step) -> None:
+    def _mark_on_device(self, step: Step) -> None:
+        """Notes that the device still works on a step after the worker's calls."""
         with self._lock:
-            step.runs_on = True
-            self._on_device += 1
+            step.on_device = True
+            self._steps_on_device += 1
 
-    def _device_ends(self, step: Step, now: float) -> None:
-        """Ends a step's work on the device, after which this rank is idle. Call it with the lock held."""
-        step.runs_on = False
-        self._on_device -= 1
-        if not self._inside:
-            self._left = now  # the rank was busy until now
-            if not self._on_device:
+    def _mark_done_on_device(self, step: Step, now: float) -> None:
+        """Ends a step's work on the device. Call it with the lock held.
+
+        This rank is idle from then on, if no call runs and the device works on no other step.
+        """
+        step.on_device = False
+        self._steps_on_device -= 1
+        if not self._in_call:
+            self._idle_since = now  # the rank was busy until now
+            if not self._steps_on_device:
                 self._reporter.set_work(None)
         if step.tokens is not None:
-            self._record(step, step.tokens)
+            self._record_step(step, step.tokens)
 
     def finish_step(self, *, prefill_tokens: int, decode_tokens: int, counts: bool = True) -> None:
         """Records the current step after all its calls.
@@ -246,30 +252,32 @@ class RankMetrics(Meter):
             prefill_tokens: prompt tokens of the step; a step with prompt tokens counts as prefill.
             counts: whether the step serves a client. Steps of the group's own request are not recorded.
         """
-        step, self._step, self._busy = self._step, Step(), None
-        self._called += 1
+        step, self._step, self._step_name = self._step, Step(), None
+        self._all_steps += 1
         if not counts:
             with self._lock:
-                self._left = None  # idle time starts with the first step of a client
+                self._idle_since = None  # idle time starts with the first step of a client
             return
         with self._lock:
             step.tokens = (prefill_tokens, decode_tokens)
-            if not step.runs_on:
-                self._record(step, step.tokens)
+            if not step.on_device:
+                self._record_step(step, step.tokens)
 
-    def _record(self, step: Step, tokens: tuple[int, int]) -> None:
-        phase = metric_names.PHASE_PREFILL if tokens[0] else metric_names.PHASE_DECODE
+    def _record_step(self, step: Step, token_counts: tuple[int, int]) -> None:
+        """Records a finished step: its metrics, and the averages that the supervisor gets."""
+        phase = metric_names.PHASE_PREFILL if token_counts[0] else metric_names.PHASE_DECODE
         fit_transfer(step)
         transfer_s = sum(step.transfer_s.values())
         compute_s = max(0.0, step.step_s - step.wait_s - transfer_s)
         if self.counts:
-            self._count(step, phase, tokens, compute_s)
-        self._steps += 1
+            self._count(step, phase, token_counts, compute_s)
+        self._client_steps += 1
         if phase == metric_names.PHASE_DECODE:
-            self._average(step.step_s, compute_s, step.wait_s, transfer_s)
-        self._reporter.set_step_times(self._steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
+            self._update_averages(step.step_s, compute_s, step.wait_s, transfer_s)
+        self._reporter.set_step_times(self._client_steps, *(self._averages or (0.0, 0.0, 0.0, 0.0)))
 
-    def _count(self, step: Step, phase: str, tokens: tuple[int, int], compute_s: float) -> None:
+    def _count(self, step: Step, phase: str, token_counts: tuple[int, int], compute_s: float) -> None:
+        """Adds a finished step to the histograms and counters of its phase."""
         self._step_seconds.labels(*self.labels, phase).observe(step.step_s)
         self._compute.labels(*self.labels, phase).observe(compute_s)
         self._wait.labels(*self.labels, phase).observe(step.wait_s)
@@ -279,13 +287,18 @@ class RankMetrics(Meter):
             if step.transfer_bytes[direction]:
                 self._transfer.labels(*self.labels, direction).observe(step.transfer_s[direction])
                 self._bytes.labels(*self.labels, direction).inc(step.transfer_bytes[direction])
-        for label, count in zip((metric_names.PHASE_PREFILL, metric_names.PHASE_DECODE), tokens, strict=True):
+        for label, count in zip(
+            (metric_names.PHASE_PREFILL, metric_names.PHASE_DECODE), token_counts, strict=True
+        ):
             if count:
                 self._tokens.labels(*self.labels, label).inc(count)
 
-    def _average(self, *newest: float) -> None:
+    def _update_averages(self, *newest: float) -> None:
+        """Updates the moving averages of decode steps with the newest values."""
         old = self._averages or newest
-        self._averages = tuple(a + _SMOOTHING * (b - a) for a, b in zip(old, newest, strict=True))
+        self._averages = tuple(
+            average + _SMOOTHING * (value - average) for average, value in zip(old, newest, strict=True)
+        )
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -313,7 +326,7 @@ def locked_memory_limit_bytes() -> float:
 
 
 def fit_transfer(step: Step) -> None:
-    """Scales a step's transfer times down so that they fit into its wall time.
+    """Scales a step's transfer times down, so that they are not longer than the step without its waits.
 
     Times of small GPU copies are sampled, so a step can get more transfer time than its copies took.
     """
@@ -330,7 +343,8 @@ class MetricsServer(http.server.ThreadingHTTPServer):
     request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
-        self._open: dict[socket.socket, None] = {}
+        """Listens at a port of an address, without looking up the host's name."""
+        self._connections: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         super().__init__((host, port), handler, bind_and_activate=False)
         self.socket.close()
@@ -342,11 +356,11 @@ class MetricsServer(http.server.ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answers a request in a thread. Closes the oldest connection if there are too many."""
         with self._lock:
-            self._open[request] = None
-            too_many = len(self._open) > MAX_CONNECTIONS
-            oldest = next(iter(self._open))
+            self._connections[request] = None
+            too_many = len(self._connections) > MAX_CONNECTIONS
+            oldest = next(iter(self._connections))
             if too_many:
-                del self._open[oldest]
+                del self._connections[oldest]
         if too_many:
             with contextlib.suppress(OSError):  # the client has just closed it
                 oldest.shutdown(socket.SHUT_RDWR)
@@ -355,7 +369,7 @@ class MetricsServer(http.server.ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         """Closes a connection."""
         with self._lock:
-            self._open.pop(request, None)
+            self._connections.pop(request, None)
         super().shutdown_request(request)
 
 
@@ -381,6 +395,7 @@ def serve(
         timeout = _REQUEST_TIMEOUT_S
 
         def do_GET(self) -> None:
+            """Answers /metrics, /healthz, or 404."""
             if self.path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
             elif self.path == names.PATH_HEALTHZ:

@@ -56,11 +56,11 @@ class Bridge:
         PeerLostError: another rank did not call the collective within the time-out.
 
     Attributes:
-        path: the path of the parts, tested when the bridge connects.
+        path: how parts travel between the ranks: `shared_memory` or `gloo`.
         listeners: global ranks that receive announcements: all CPU ranks except the first rank.
     """
 
-    def __init__(  # noqa: PLR0913 - what each rank of a process group must know
+    def __init__(  # noqa: PLR0913 - a rank needs them all to connect
         self,
         *,
         group: str,
@@ -87,25 +87,25 @@ class Bridge:
             ContractError: the ranks got different arguments, or cannot share memory although
                 the plan puts them on one host.
         """
-        hellos = gather_values((share_host, device.type, platform.machine()), cpu_group)
-        if len({share for share, _, _ in hellos}) > 1:
+        rank_facts = gather_values((share_host, device.type, platform.machine()), cpu_group)
+        if len({share for share, _, _ in rank_facts}) > 1:
             raise ContractError(
-                f"process group {group}: share_host must be the same on all ranks, but ranks {list(ranks)} "
-                f"got {[share for share, _, _ in hellos]}. Start every rank with the same plan"
+                f"process group {group}: share_host must be the same on ranks {list(ranks)} "
+                f"(got {[share for share, _, _ in rank_facts]}). Start every rank with the same plan"
             )
         self._process_group = ProcessGroupRanks(
             group=group,
             ranks=tuple(ranks),
             index=tuple(ranks).index(rank),
-            listeners=tuple(i for i, (_, kind, _) in enumerate(hellos) if i and kind == "cpu"),
+            listeners=tuple(i for i, (_, kind, _) in enumerate(rank_facts) if i and kind == "cpu"),
         )
         self.listeners = tuple(ranks[i] for i in self._process_group.listeners)
-        machines = {machine for _, _, machine in hellos}
+        machines = {machine for _, _, machine in rank_facts}
         self.path: Literal["shared_memory", "gloo"]
-        self.path, why = choose_path(share_host, machines)
+        self.path, reason = choose_path(share_host, machines)
         self._device = device
-        self._mail = GlooLink(cpu_group, self._process_group, device, timeout_s=timeout_s, meter=meter)
-        self._link: BridgeLink = self._mail
+        self._send_link = GlooLink(cpu_group, self._process_group, device, timeout_s=timeout_s, meter=meter)
+        self._link: BridgeLink = self._send_link
         signal, publisher = None, "by the host"
         if self.path == "shared_memory":
             slab = share_slab(self._process_group, cpu_group, device)
@@ -117,22 +117,22 @@ class Bridge:
         if device.type == "cuda":
             staging = CudaStaging(device, self._process_group.peers, self._link.buffers(), signal)
         self._exchange = Exchange(self._process_group, self._link, staging, meter)
-        self._wide = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
+        self._sum_buffer = Buffer(torch.empty(2 * PART_BYTES, dtype=torch.uint8, device=device))
         self._step = self._count = self._history = 0
-        self._mailed: dict[tuple[int, int], int] = {}
-        words = "process group %s (ranks %s): the bridge uses %s, since %s. Host memory: %s. Publishing: %s"
-        _logger.info(words, group, list(ranks), self.path, why, staging.way, publisher)
+        self._send_counts: dict[tuple[int, int], int] = {}
+        text = "process group %s (ranks %s): the bridge uses %s, since %s. Host memory: %s. Publishing: %s"
+        _logger.info(text, group, list(ranks), self.path, reason, staging.description, publisher)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Sets the longest wait for another rank, in seconds."""
-        self._mail.timeout_s = self._link.timeout_s = timeout_s
+        self._send_link.timeout_s = self._link.timeout_s = timeout_s
 
     def begin_step(self, step: int) -> None:
         """Starts a step of the engine: ranks compare its number, and the count of collectives restarts."""
         self._step, self._count = step, 0
 
     def set_history(self, digest: int) -> None:
-        """Sets the checksum of the tokens sampled so far, which ranks compare; keeps 64 bits."""
+        """Sets the checksum of all tokens sampled so far, which the ranks compare; 64 bits are used."""
         self._history = digest & 0xFFFFFFFFFFFFFFFF
 
     def all_reduce(self, x: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
@@ -145,36 +145,36 @@ class Bridge:
             in_place: whether the sum may overwrite and return `x`.
         """
         if x.nbytes <= PART_BYTES:
-            return self._all_reduce_whole(x, x if in_place else None)
+            return self._all_reduce_one_part(x, x if in_place else None)
         header = self._header(Operation.ALL_REDUCE, x, x.shape)
         source = x.contiguous()
         target = x if in_place and source is x else torch.empty_like(source)
-        into = target.view(-1)
-        self._exchange.run(
+        flat_target = target.view(-1)
+        self._exchange.exchange_parts(
             header,
             source.view(-1),
             [x.numel()] * len(self._process_group.ranks),
-            lambda begin, end, parts: self._sum(into[begin:end], parts),
+            lambda begin, end, parts: self._sum(flat_target[begin:end], parts),
         )
         return target
 
-    def _all_reduce_whole(self, x: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-        """Sums a tensor that fits in one part, in its own shape.
+    def _all_reduce_one_part(self, x: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+        """Sums a tensor that fits in one part, and keeps its shape.
 
-        Each avoided view saves 1 us, and a decode step makes 65 of these calls.
+        Each avoided view saves 1 us, and a decode step makes 65 calls.
         """
         form = form_of(x.dtype, x.shape)
-        self._exchange.put(x, form)
+        self._exchange.copy_out(x, form)
         self._count += 1
         # The header is filled while the copy runs.
         header = _all_reduce_template(form).fill(self._step, self._count, self._history)
-        parts = self._exchange.swap(header, x, form)
+        parts = self._exchange.publish_and_collect(header, x, form)
         if len(parts) == 2:
             result = torch.add(*parts, out=target)
         else:
             result = torch.empty_like(parts[self._process_group.index]) if target is None else target
             self._sum(result, parts)
-        self._exchange.taken(form)
+        self._exchange.mark_used(form)
         return result
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -185,17 +185,18 @@ class Bridge:
     def all_gatherv(
         self, x: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Concatenates the ranks' tensors along `dim`, where their sizes may differ.
+        """Concatenates the ranks' tensors along `dim`. Their sizes along `dim` may differ.
 
         Args:
             x: this rank's tensor, or several tensors.
             sizes: each rank's size along `dim`; None if all sizes are equal.
         """
         if isinstance(x, list):
-            return [self._gather_one(each, dim, sizes) for each in x]
-        return self._gather_one(x, dim, sizes)
+            return [self._gather_unequal(each, dim, sizes) for each in x]
+        return self._gather_unequal(x, dim, sizes)
 
-    def _gather_one(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
+    def _gather_unequal(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
+        """Like `all_gatherv`, for one tensor."""
         if sizes is None:
             return self.all_gather(x, dim)
         dim %= x.dim()
@@ -209,7 +210,7 @@ class Bridge:
         sizes = [x.shape[dim]] * len(self._process_group.ranks)
         if self._process_group.index == dst:
             return self._gather(header, x, dim, sizes)
-        self._exchange.run(header, x.movedim(dim, 0).reshape(-1), [x.numel()] * len(sizes), None)
+        self._exchange.exchange_parts(header, x.movedim(dim, 0).reshape(-1), [x.numel()] * len(sizes), None)
         return None
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -221,7 +222,7 @@ class Bridge:
         world, size = len(self._process_group.ranks), x.shape[dim]
         if size % world:
             raise ValueError(
-                f"reduce_scatter: size along dim {dim} must be a multiple of {world}, got {size}"
+                f"reduce_scatter: size along dim {dim} must be a multiple of {world} (got {size})"
             )
         return self._scatter(
             self._header(Operation.REDUCE_SCATTER, x, x.shape), x, dim, [size // world] * world
@@ -230,12 +231,15 @@ class Bridge:
     def reduce_scatterv(
         self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Returns this rank's share of the sum along `dim`; rank i's share has `sizes[i]` rows."""
+        """Returns this rank's share of the sum over the ranks.
+
+        Rank i's share has `sizes[i]` entries along `dim`.
+        """
         if sizes is None:
             return self.reduce_scatter(x, dim)
         self._check_sizes(sizes, sizes[self._process_group.index], dim)
         if sum(sizes) != x.shape[dim]:
-            raise ValueError(f"reduce_scatterv: sizes must add up to {x.shape[dim]}, got {list(sizes)}")
+            raise ValueError(f"reduce_scatterv: sizes must add up to {x.shape[dim]} (got {list(sizes)})")
         return self._scatter(self._header(Operation.REDUCE_SCATTERV, x, x.shape, sizes=sizes), x, dim, sizes)
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -244,20 +248,24 @@ class Bridge:
         counts = [x.numel() if index == src else 0 for index in range(len(self._process_group.ranks))]
         flat = x.contiguous().view(-1)
         if self._process_group.index == src:
-            self._exchange.run(header, flat, counts, None)
+            self._exchange.exchange_parts(header, flat, counts, None)
             return x
-        self._exchange.run(header, flat, counts, lambda begin, end, parts: flat[begin:end].copy_(parts[src]))
+        self._exchange.exchange_parts(
+            header, flat, counts, lambda begin, end, parts: flat[begin:end].copy_(parts[src])
+        )
         if flat.data_ptr() != x.data_ptr():
             x.copy_(flat.view(x.shape))
         return x
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Sends a tensor to rank `dst`, which must call `recv`. Uses gloo on both paths."""
+        """Sends a tensor to rank `dst`, which must call `recv`. Uses gloo even with shared memory."""
         flat = x.contiguous().view(-1)
-        header = self._mail_header(self._process_group.index, dst, x.shape, x.dtype)
+        header = self._send_header(self._process_group.index, dst, x.shape, x.dtype)
         per_part = PART_BYTES // x.element_size()
         for part in range(num_parts(flat.numel(), per_part)):
-            self._mail.send(dst, header_of_part(header, part), flat[part * per_part : (part + 1) * per_part])
+            self._send_link.send(
+                dst, header_of_part(header, part), flat[part * per_part : (part + 1) * per_part]
+            )
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, src: int) -> torch.Tensor:
         """Receives a tensor from rank `src`, on this rank's device.
@@ -267,13 +275,13 @@ class Bridge:
         """
         target = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         flat = target.view(-1)
-        header = self._mail_header(src, self._process_group.index, shape, dtype)
+        header = self._send_header(src, self._process_group.index, shape, dtype)
         per_part = PART_BYTES // target.element_size()
         for part in range(num_parts(flat.numel(), per_part)):
-            theirs, bytes_ = self._mail.receive(src)
-            self._exchange.compare(header_of_part(header, part), src, theirs)
-            wanted = flat[part * per_part : (part + 1) * per_part]
-            wanted.copy_(bytes_.elements(dtype, wanted.numel()))
+            peer_header, buffer = self._send_link.receive(src)
+            self._exchange.compare(header_of_part(header, part), src, peer_header)
+            target_part = flat[part * per_part : (part + 1) * per_part]
+            target_part.copy_(buffer.first_elements(dtype, target_part.numel()))
         return target
 
     def announce(self, message: bytes) -> None:
@@ -287,8 +295,8 @@ class Bridge:
         """
         if len(message) > MESSAGE_BYTES or self._process_group.index:
             raise ValueError(
-                f"announce: only rank {self._process_group.ranks[0]} may send, up to {MESSAGE_BYTES} bytes; "
-                f"got {len(message)} bytes on rank {self._process_group.own_rank}"
+                f"announce: sender must be rank {self._process_group.ranks[0]}, and the message at most "
+                f"{MESSAGE_BYTES} bytes (got {len(message)} bytes on rank {self._process_group.own_rank})"
             )
         self._link.announce(message)
 
@@ -302,39 +310,45 @@ class Bridge:
 
     def close(self) -> None:
         """Frees the buffers and connections; ranks that wait for this rank see at once that it left."""
-        self._exchange.settle()
+        self._exchange.wait_for_copies()
         self._link.close()
-        self._mail.close()
+        self._send_link.close()
 
     def _gather(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        """Concatenates the ranks' tensors along `dim`; `sizes` has each rank's size along `dim`."""
         dim %= x.dim()
         rows = x.movedim(dim, 0).contiguous()
-        others = math.prod(rows.shape[1:])
+        row_elements = math.prod(rows.shape[1:])
         whole = torch.empty((sum(sizes), *rows.shape[1:]), dtype=x.dtype, device=x.device)
         flat = whole.view(-1)
-        counts = [size * others for size in sizes]
+        counts = [size * row_elements for size in sizes]
         starts = [sum(counts[:index]) for index in range(len(counts))]
 
-        def take(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
+        def copy_parts(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
+            """Copies elements [begin, end) of each rank's tensor to their places in the result."""
             for start, part in zip(starts, parts, strict=True):
                 flat[start + begin : start + begin + part.numel()].copy_(part)
 
-        self._exchange.run(header, rows.view(-1), counts, take)
+        self._exchange.exchange_parts(header, rows.view(-1), counts, copy_parts)
         return whole.movedim(0, dim).contiguous()
 
     def _scatter(self, header: bytes, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        """Returns this rank's share of the sum along `dim`; `sizes` has the size of each rank's share."""
         dim %= x.dim()
         rows = x.movedim(dim, 0).contiguous()
-        here = self._process_group.index
-        share = torch.empty((sizes[here], *rows.shape[1:]), dtype=x.dtype, device=x.device)
+        index = self._process_group.index
+        share = torch.empty((sizes[index], *rows.shape[1:]), dtype=x.dtype, device=x.device)
         flat = share.view(-1)
-        first = sum(sizes[:here]) * math.prod(rows.shape[1:])
+        first = sum(sizes[:index]) * math.prod(rows.shape[1:])
 
-        def take(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
+        def sum_parts(begin: int, end: int, parts: Sequence[torch.Tensor]) -> None:
+            """Sums elements [begin, end), which are in this rank's share."""
             self._sum(flat[begin - first : end - first], parts)
 
         counts = [x.numel()] * len(sizes)
-        self._exchange.run(header, rows.view(-1), counts, take, window=(first, first + flat.numel()))
+        self._exchange.exchange_parts(
+            header, rows.view(-1), counts, sum_parts, needed=(first, first + flat.numel())
+        )
         return share.movedim(0, dim).contiguous()
 
     def _sum(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -343,7 +357,7 @@ class Bridge:
             torch.add(parts[0], parts[1], out=target)
             return
         wide = torch.float32 if target.dtype in _NARROW else target.dtype
-        total = self._wide.shaped(form_of(wide, target.shape))
+        total = self._sum_buffer.view_as(form_of(wide, target.shape))
         total.copy_(parts[0])
         for part in parts[1:]:
             total.add_(part)
@@ -358,6 +372,7 @@ class Bridge:
         root: int = -1,
         sizes: Sequence[int] | None = None,
     ) -> bytes:
+        """Counts a collective of this step, and packs its header."""
         self._count += 1
         return pack_header(
             operation,
@@ -370,8 +385,9 @@ class Bridge:
             sizes=sizes,
         )
 
-    def _mail_header(self, src: int, dst: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
-        count = self._mailed[src, dst] = self._mailed.get((src, dst), 0) + 1
+    def _send_header(self, src: int, dst: int, shape: Sequence[int], dtype: torch.dtype) -> bytes:
+        """Counts a tensor that rank `src` sends to rank `dst`, and packs its header."""
+        count = self._send_counts[src, dst] = self._send_counts.get((src, dst), 0) + 1
         return pack_header(
             Operation.SEND,
             shape=shape,
@@ -383,13 +399,15 @@ class Bridge:
         )
 
     def _check_sizes(self, sizes: Sequence[int], own: int, dim: int) -> None:
+        """Raises ValueError unless `sizes` has an entry for each rank, which is `own` for this rank."""
         if len(sizes) != len(self._process_group.ranks) or sizes[self._process_group.index] != own:
             raise ValueError(
-                f"sizes along dim {dim} must have {len(self._process_group.ranks)} entries, with {own} for "
-                f"rank {self._process_group.index}; got {list(sizes)}"
+                f"sizes along dim {dim}: must have {len(self._process_group.ranks)} entries, and {own} for "
+                f"rank {self._process_group.index} of the process group (got {list(sizes)})"
             )
 
 
 @functools.lru_cache(1024)
 def _all_reduce_template(form: Form) -> HeaderTemplate:
+    """Returns the header of sums of tensors of this form, without step, count and history."""
     return HeaderTemplate(Operation.ALL_REDUCE, shape=form.shape, dtype=str(form.dtype))

@@ -16,8 +16,11 @@ from vllm_heteroinfer.distributed.bridge.staging import Staging
 from vllm_heteroinfer.distributed.errors import CollectiveMismatchError
 from vllm_heteroinfer.distributed.meter import Meter
 
-Take = Callable[[int, int, Sequence[torch.Tensor]], None]
-"""Uses elements [begin, end) of each rank's tensor, in process-group order; shorter tensors end early."""
+UseParts = Callable[[int, int, Sequence[torch.Tensor]], None]
+"""Called with begin, end, and elements [begin, end) of each rank's tensor, in the process group's order.
+
+A rank whose tensor is shorter than `end` contributes fewer elements, or none.
+"""
 
 
 class Exchange:
@@ -31,100 +34,116 @@ class Exchange:
     ) -> None:
         self._process_group, self._link, self._staging, self._meter = process_group, link, staging, meter
 
-    def put(self, x: torch.Tensor, form: Form) -> None:
+    def copy_out(self, x: torch.Tensor, form: Form) -> None:
         """Starts to copy a tensor of at most PART_BYTES to the outgoing buffer."""
-        self._staging.put(self._link.outgoing(), x, form, first=True)
+        self._staging.copy_out(self._link.outgoing(), x, form, first=True)
 
-    def swap(self, header: bytes, x: torch.Tensor, form: Form) -> list[torch.Tensor]:
-        """Publishes the tensor that `put` copied. Returns each rank's tensor, valid until `taken`.
+    def publish_and_collect(self, header: bytes, x: torch.Tensor, form: Form) -> list[torch.Tensor]:
+        """Publishes the tensor that `copy_out` copied, and returns the tensors of all ranks.
 
-        The tensors are in the process group's order. A tensor of one part keeps its shape: `run` would
-        create views, which takes longer than the rest of this method.
+        The tensors are in the process group's order and valid until `mark_used`. A tensor of one part keeps
+        its shape: `exchange_parts` would create views, which takes longer than the rest of this method.
         """
-        signal = self._staging.in_order()
-        self._meter.transferred("send", self._staging.settle() if signal is None else 0.0, form.num_bytes)
+        signal = self._staging.publishing_signal()
+        self._meter.transferred(
+            "send", self._staging.wait_for_copies() if signal is None else 0.0, form.num_bytes
+        )
         self._link.publish(header, form.num_bytes, signal)
         parts = [x] * len(self._process_group.ranks)
-        for peer, theirs, buffer in self._link.collect():
-            if theirs != header:
-                self.compare(header, peer, theirs)
+        for peer, peer_header, buffer in self._link.collect():
+            if peer_header != header:
+                self.compare(header, peer, peer_header)
             parts[peer] = self._staging.fetch(peer, buffer, form)
         return parts
 
-    def taken(self, form: Form) -> None:
-        """Marks the tensors from `swap` as used: their last use is queued on the current stream."""
-        self._staging.fetched()
+    def mark_used(self, form: Form) -> None:
+        """Marks the tensors of `publish_and_collect` as used: their last use is queued on the stream."""
+        self._staging.end_fetches()
         self._meter.transferred("recv", 0.0, form.num_bytes * (len(self._process_group.ranks) - 1))
 
-    def run(
+    def exchange_parts(
         self,
         header: bytes,
-        mine: torch.Tensor,
+        own_elements: torch.Tensor,
         counts: Sequence[int],
-        take: Take | None,
-        window: tuple[int, int] | None = None,
+        use_parts: UseParts | None,
+        needed: tuple[int, int] | None = None,
     ) -> None:
         """Publishes this rank's elements part by part, and reads the parts of the other ranks.
 
         Args:
-            mine: [n], contiguous.
-            counts: number of elements that each rank sends; this rank sends the first ones of `mine`.
-            take: called with every part, if given; on a GPU in the order of the current stream.
-            window: [begin, end) of the elements that `take` needs; all elements if None.
+            own_elements: [n], contiguous.
+            counts: number of elements that each rank sends; this rank sends its first elements.
+            use_parts: called for every part; on a GPU in the order of the current stream. None: only headers
+                are compared, as this rank needs no data.
+            needed: [begin, end) of the elements that `use_parts` needs; all elements if None.
         """
-        per_part = PART_BYTES // mine.element_size()
-        low, high = window or (0, max(counts))
+        per_part = PART_BYTES // own_elements.element_size()
+        low, high = needed or (0, max(counts))
         for part in range(num_parts(max(counts), per_part)):
             offset = part * per_part
-            own = mine[offset : max(offset, min(offset + per_part, counts[self._process_group.index]))]
-            if own.numel():
-                self._staging.put(self._link.outgoing(), own, form_of(own.dtype, own.shape), first=part == 0)
-            self._meter.transferred("send", self._staging.settle(), own.nbytes)
-            ours = header_of_part(header, part)
-            self._link.publish(ours, own.nbytes)
+            own_part = own_elements[
+                offset : max(offset, min(offset + per_part, counts[self._process_group.index]))
+            ]
+            if own_part.numel():
+                self._staging.copy_out(
+                    self._link.outgoing(), own_part, form_of(own_part.dtype, own_part.shape), first=part == 0
+                )
+            self._meter.transferred("send", self._staging.wait_for_copies(), own_part.nbytes)
+            own_header = header_of_part(header, part)
+            self._link.publish(own_header, own_part.nbytes)
             begin, end = max(offset, low), min(offset + per_part, high)
-            if take is None or begin >= end:
-                for peer, theirs, _ in self._link.collect():
-                    self.compare(ours, peer, theirs)
+            if use_parts is None or begin >= end:
+                for peer, peer_header, _ in self._link.collect():
+                    self.compare(own_header, peer, peer_header)
                 continue
-            parts = self._collect(ours, mine, [(offset, begin, min(end, count)) for count in counts])
-            take(begin, end, parts)
-            self._staging.fetched()
+            parts = self._collect(
+                own_header, own_elements, [(offset, begin, min(end, count)) for count in counts]
+            )
+            use_parts(begin, end, parts)
+            self._staging.end_fetches()
             self._meter.transferred("recv", 0.0, sum(part.nbytes for part in parts))
 
     def _collect(
-        self, header: bytes, mine: torch.Tensor, spans: Sequence[tuple[int, int, int]]
+        self, header: bytes, own_elements: torch.Tensor, ranges: Sequence[tuple[int, int, int]]
     ) -> list[torch.Tensor]:
-        """Returns each rank's elements [begin, end); `spans` has (offset of the part, begin, end) by rank."""
-        parts = [mine[:0]] * len(spans)
-        for peer, theirs, buffer in self._link.collect():
-            self.compare(header, peer, theirs)
-            offset, begin, end = spans[peer]
+        """Returns elements [begin, end) of each rank's current part.
+
+        Args:
+            ranges: for each rank, the offset of the part in the rank's tensor, and begin and end in that
+                tensor.
+        """
+        parts = [own_elements[:0]] * len(ranges)
+        for peer, peer_header, buffer in self._link.collect():
+            self.compare(header, peer, peer_header)
+            offset, begin, end = ranges[peer]
             if end > begin:
-                whole = self._staging.fetch(peer, buffer, form_of(mine.dtype, torch.Size((end - offset,))))
-                parts[peer] = whole[begin - offset :]
-        _, begin, end = spans[self._process_group.index]
-        parts[self._process_group.index] = mine[begin : max(begin, end)]
+                peer_part = self._staging.fetch(
+                    peer, buffer, form_of(own_elements.dtype, torch.Size((end - offset,)))
+                )
+                parts[peer] = peer_part[begin - offset :]
+        _, begin, end = ranges[self._process_group.index]
+        parts[self._process_group.index] = own_elements[begin : max(begin, end)]
         return parts
 
-    def compare(self, ours: bytes, peer: int, theirs: bytes) -> None:
+    def compare(self, own_header: bytes, peer: int, peer_header: bytes) -> None:
         """Checks that another rank made the same call.
 
         Raises:
             CollectiveMismatchError: the calls differ. The other rank gets this rank's header first, so
                 that it can raise the error too.
         """
-        if theirs == ours:
+        if peer_header == own_header:
             return
         self._link.finish_sending(peer)
         ranks = self._process_group.ranks
         raise CollectiveMismatchError(
             self._process_group.group,
             ranks[peer],
-            f"rank {ranks[self._process_group.index]} is at {describe(ours)}",
-            f"rank {ranks[peer]} is at {describe(theirs)}",
+            f"rank {ranks[self._process_group.index]} is at {describe(own_header)}",
+            f"rank {ranks[peer]} is at {describe(peer_header)}",
         )
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits until all copies are done."""
-        self._staging.settle()
+        self._staging.wait_for_copies()

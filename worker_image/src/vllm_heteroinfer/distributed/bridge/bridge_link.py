@@ -13,8 +13,8 @@ PART_BYTES = 4 << 20
 """Largest part of a tensor; a larger tensor travels in several parts, so that copies overlap."""
 MESSAGE_BYTES = 4096
 """Longest announcement."""
-AN_ANNOUNCEMENT, READING = "an announcement", "a free place for an announcement"
-"""Names of two waits in error messages."""
+AN_ANNOUNCEMENT, FREE_PLACE = "an announcement", "a free place for an announcement"
+"""Names of two awaited things in error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +69,22 @@ class Buffer:
     """Persistent memory, viewed with any dtype and shape; views are cached."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """Args: memory: [num_bytes], uint8, any device; num_bytes must be a multiple of 8."""
+        """Takes [num_bytes], uint8, on any device; num_bytes must be a multiple of 8."""
         self.memory = memory
         self._views = {torch.uint8: memory}
         self._shaped: dict[Form, torch.Tensor] = {}
 
-    def shaped(self, form: Form) -> torch.Tensor:
-        """Views the first elements as a tensor of this form."""
+    def view_as(self, form: Form) -> torch.Tensor:
+        """Returns a view of the first elements as a tensor of this form."""
         view = self._shaped.get(form)
         if view is None:
             if len(self._shaped) == _MAX_FORMS:
                 self._shaped.clear()
-            view = self._shaped[form] = self.elements(form.dtype, form.shape.numel()).view(form.shape)
+            view = self._shaped[form] = self.first_elements(form.dtype, form.shape.numel()).view(form.shape)
         return view
 
-    def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Views the first `count` elements."""
+    def first_elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Returns a view of the first `count` elements of this dtype, [count]."""
         view = self._views.get(dtype)
         if view is None:
             view = self._views[dtype] = self._views[torch.uint8].view(dtype)
@@ -107,10 +107,13 @@ class BridgeLink(Protocol):
         """Returns all buffers that `outgoing` and `collect` can return."""
 
     def outgoing(self) -> Buffer:
-        """Returns the buffer for the part that this rank publishes next."""
+        """Returns the buffer to fill with the part that this rank publishes next."""
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
-        """Shows the outgoing part (`num_bytes` bytes) to the other ranks: now, or in order of `signal`."""
+        """Makes the outgoing part of `num_bytes` bytes readable for the other ranks.
+
+        With a signal, the device does this after its queued work. Otherwise it happens at once.
+        """
 
     def collect(self) -> Iterator[tuple[int, bytes, Buffer]]:
         """Yields (rank in the process group, header, part) of each other rank, in order of arrival.

@@ -33,15 +33,15 @@ PARTS = 2
 RING = 16
 """Number of announcements that may be unread."""
 WORDS = 16
-"""Length of each rank's line, in words of 8 bytes."""
+"""Words of 8 bytes in a rank's line, the control words that this rank writes and the others read."""
 WRITTEN, CLOSED, READ, ANNOUNCED, PROOF = range(5)
-"""Words of a rank's line.
+"""Indexes of the words in a rank's line.
 
-Number of published parts; 1 after the rank has left; number of announcements read, and of announcements
-sent; a word for `StreamSignal`'s test.
+WRITTEN: number of published parts. CLOSED: 1 after the rank has left. READ, ANNOUNCED: numbers of the
+announcements that the rank has read and sent. PROOF: a value for `StreamSignal`'s test.
 """
 _NONCE = 8
-"""First word of the rank's nonce in its line."""
+"""Index of the first word of the rank's nonce in its line."""
 _NONCE_BYTES = 16
 _RING_ENTRY_BYTES = 8 + MESSAGE_BYTES
 _PAGE_BYTES = 4096
@@ -62,6 +62,7 @@ class BridgeSlab:
     unlock: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, fd: int, num_ranks: int) -> None:
+        """Maps the memory of a descriptor, and finds its parts: lines, headers, ring and parts of tensors."""
         self._memory = mmap.mmap(fd, slab_bytes(num_ranks), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         view = memoryview(self._memory)
         lines = num_ranks * WORDS * 8
@@ -97,10 +98,15 @@ class BridgeSlab:
 
 
 def _starts(offset: int, index: int, count: int, size: int) -> list[int]:
+    """Returns the first bytes of `count` regions of `size` bytes that belong to rank `index`.
+
+    The regions of all ranks follow each other from `offset` on.
+    """
     return [offset + (index * count + slot) * size for slot in range(count)]
 
 
 def _parts_offset(num_ranks: int) -> int:
+    """Returns the first byte of the parts: after lines, headers and ring, at the start of a page."""
     control = num_ranks * (WORDS * 8 + PARTS * HEADER_BYTES) + RING * _RING_ENTRY_BYTES
     return -(-control // _PAGE_BYTES) * _PAGE_BYTES
 
@@ -122,7 +128,7 @@ class _SlabOffer:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A rank's progress in the handshake."""
+    """Result of this rank's attempt to map the memory: the slab or an error, and the rank's nonce."""
 
     slab: BridgeSlab | None = None
     error: str = ""
@@ -144,12 +150,12 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
             fd, offer = _create(len(process_group.ranks))
         offer = gather_values(offer, cpu_group)[0]
         attempt = _try_to_map(offer, process_group, device)
-        seen = gather_values((attempt.nonce, attempt.error), cpu_group)
-        verdicts = gather_values(_own_problem(attempt, seen, process_group), cpu_group)
+        nonces_and_errors = gather_values((attempt.nonce, attempt.error), cpu_group)
+        problems = gather_values(_own_problem(attempt, nonces_and_errors, process_group), cpu_group)
     finally:
         if fd >= 0:
             os.close(fd)
-    failures = [verdict for verdict in verdicts if verdict]
+    failures = [problem for problem in problems if problem]
     if failures or attempt.slab is None:
         raise ContractError(
             f"process group {process_group.group}: ranks {list(process_group.ranks)} cannot share memory, "
@@ -160,6 +166,10 @@ def share_slab(process_group: ProcessGroupRanks, cpu_group: Any, device: torch.d
 
 
 def _create(num_ranks: int) -> tuple[int, _SlabOffer]:
+    """Creates the memory of the first rank. Returns its descriptor and the offer to other ranks.
+
+    The descriptor is -1 if the memory cannot be created; the offer then contains the error.
+    """
     name = f"heteroinfer-bridge-{secrets.token_hex(16)}"
     try:
         fd = os.memfd_create(name)
@@ -176,6 +186,7 @@ def _create(num_ranks: int) -> tuple[int, _SlabOffer]:
 
 
 def _try_to_map(offer: _SlabOffer, process_group: ProcessGroupRanks, device: torch.device) -> _Attempt:
+    """Maps the offered memory and writes this rank's nonce into it. The result contains any error."""
     attempt = _Attempt(error=offer.error)
     if offer.error:
         return attempt
@@ -191,6 +202,7 @@ def _try_to_map(offer: _SlabOffer, process_group: ProcessGroupRanks, device: tor
 
 
 def _open(offer: _SlabOffer, num_ranks: int) -> BridgeSlab:
+    """Maps the offered memory. Raises OSError if its descriptor leads to another file."""
     path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
     # In another PID namespace, this pid is a different process, whose file must not be written.
     target = os.readlink(path)
@@ -203,17 +215,19 @@ def _open(offer: _SlabOffer, num_ranks: int) -> BridgeSlab:
         os.close(fd)
 
 
-def _own_problem(attempt: _Attempt, seen: list[tuple[bytes, str]], process_group: ProcessGroupRanks) -> str:
-    """Returns this rank's problem, or "" if it can read every rank's nonce."""
-    here = f"rank {process_group.own_rank}"
+def _own_problem(
+    attempt: _Attempt, nonces_and_errors: list[tuple[bytes, str]], process_group: ProcessGroupRanks
+) -> str:
+    """Returns this rank's problem with the memory; "" if the rank can read every rank's nonce."""
+    prefix = f"rank {process_group.own_rank}"
     if attempt.error or attempt.slab is None:
-        return f"{here}: {attempt.error}"
-    unseen = [
+        return f"{prefix}: {attempt.error}"
+    unreadable = [
         process_group.ranks[index]
-        for index, (nonce, error) in enumerate(seen)
+        for index, (nonce, error) in enumerate(nonces_and_errors)
         if not error and attempt.slab.read_nonce(index) != nonce
     ]
-    return f"{here} cannot read the data of ranks {unseen}" if unseen else ""
+    return f"{prefix} cannot read the data of ranks {unreadable}" if unreadable else ""
 
 
 def lock_pages(slab: BridgeSlab, device: torch.device) -> None:

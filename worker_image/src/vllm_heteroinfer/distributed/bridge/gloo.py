@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from vllm_heteroinfer.distributed.bridge.bridge_link import (
     AN_ANNOUNCEMENT,
+    FREE_PLACE,
     MESSAGE_BYTES,
     PART_BYTES,
-    READING,
     Buffer,
     ProcessGroupRanks,
 )
@@ -32,13 +32,19 @@ _TAG = 0x4862
 _PART_TAG, _ANNOUNCE_TAG, _SEND_TAG = range(_TAG, _TAG + 3)
 _PARTS = 2
 _RING = 16
-_FAREWELL_S = 1.0
+_MISMATCH_GRACE_S = 1.0
 """Time that a rank waits after it found a mismatch, so that the other rank finds it too."""
 _LENGTH_BYTES = 8
 
 
 class _GlooMessage:
-    """A persistent buffer for a header and a part, page-locked on a GPU rank."""
+    """A persistent buffer for a header and a part; page-locked on a GPU rank.
+
+    Attributes:
+        bytes: the whole message, uint8.
+        part: the message without its header.
+        works: gloo's handles of the sends or the receive in progress.
+    """
 
     def __init__(self, *, pinned: bool) -> None:
         self.bytes = torch.zeros(HEADER_BYTES + PART_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -67,6 +73,12 @@ class GlooLink:
         timeout_s: float,
         meter: Meter,
     ) -> None:
+        """Allocates two messages for each direction and peer, and the ring of announcements.
+
+        Args:
+            cpu_group: gloo ProcessGroup of exactly these ranks.
+            timeout_s: longest wait for another rank, in seconds.
+        """
         self._group, self._process_group = cpu_group, process_group
         self._meter, self.timeout_s = meter, timeout_s
         self._pinned = device.type == "cuda"
@@ -77,9 +89,9 @@ class GlooLink:
         }
         self._ring = torch.zeros((_RING, _LENGTH_BYTES + MESSAGE_BYTES), dtype=torch.uint8)
         self._ring_works: list[list[tuple[int, Any]]] = [[] for _ in range(_RING)]
-        self._letter: _GlooMessage | None = None
+        self._direct_message: _GlooMessage | None = None
         # gloo can wait for a receive, but cannot report whether it is done.
-        self._waiters = (
+        self._wait_threads = (
             ThreadPoolExecutor(len(process_group.peers), "heteroinfer-bridge")
             if len(process_group.peers) > 1
             else None
@@ -88,10 +100,10 @@ class GlooLink:
     def buffers(self) -> Iterable[Buffer]:
         """Returns the parts of all messages."""
         messages = (self._out, *self._in.values())
-        return (message.part for both in messages for message in both)
+        return (message.part for pair in messages for message in pair)
 
     def outgoing(self) -> Buffer:
-        """Returns the buffer of the message before the last message."""
+        """Returns the buffer that was published before the last one; its receivers have read it."""
         return self._out[(self._published + 1) % _PARTS].part
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
@@ -116,8 +128,7 @@ class GlooLink:
         arrivals = self._arrivals(slot)
         while pending:
             start = time.perf_counter()
-            # Report the wait also after other messages arrived: a rank that reports no wait is taken for the
-            # rank that hangs.
+            # Report each wait: the supervisor assumes that a rank hangs itself if it reports no wait.
             self._meter.waiting_for(self._process_group.ranks[pending[0]])
             peer = next(arrivals)
             self._meter.waited(time.perf_counter() - start)
@@ -130,13 +141,14 @@ class GlooLink:
         """Yields the peers in the order in which their messages arrive."""
 
         def arrived(peer: int) -> int:
-            self._finish(self._in[peer][slot].works[0], peer, "a collective's part", self.timeout_s)
+            """Waits for the message of a peer, and returns the peer."""
+            self._wait_for(self._in[peer][slot].works[0], peer, "a collective's part", self.timeout_s)
             return peer
 
-        if self._waiters is None:
+        if self._wait_threads is None:
             yield from map(arrived, self._process_group.peers)
             return
-        futures = [self._waiters.submit(arrived, peer) for peer in self._process_group.peers]
+        futures = [self._wait_threads.submit(arrived, peer) for peer in self._process_group.peers]
         for future in as_completed(futures):
             yield future.result()
 
@@ -145,7 +157,7 @@ class GlooLink:
         self._announced += 1
         slot = self._announced % _RING
         for peer, work in self._ring_works[slot]:
-            self._wait(work, peer, READING, self.timeout_s)
+            self._wait_and_report(work, peer, FREE_PLACE, self.timeout_s)
         framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
         row = self._ring[slot, : len(framed)]
         row.copy_(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
@@ -156,7 +168,7 @@ class GlooLink:
     def listen(self, deadline_s: float) -> bytes:
         """Waits for the next announcement of the first rank."""
         row = self._ring[0]
-        self._wait(self._post(dist.irecv, row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
+        self._wait_and_report(self._post(dist.irecv, row, 0, _ANNOUNCE_TAG), 0, AN_ANNOUNCEMENT, deadline_s)
         framed = bytes(row.numpy())
         return framed[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(framed[:_LENGTH_BYTES], "little")]
 
@@ -167,19 +179,19 @@ class GlooLink:
             peer: rank in the process group.
             part: [n], any device, at most PART_BYTES.
         """
-        letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
-        letter.header = header
-        letter.part.elements(part.dtype, part.numel()).copy_(part)
-        sent = letter.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
+        message = self._direct_message = self._direct_message or _GlooMessage(pinned=self._pinned)
+        message.header = header
+        message.part.first_elements(part.dtype, part.numel()).copy_(part)
+        sent = message.bytes[: HEADER_BYTES + part.numel() * part.element_size()]
         work = self._post(dist.isend, sent, peer, _SEND_TAG)
-        self._wait(work, peer, "the receipt of a tensor", self.timeout_s)
+        self._wait_and_report(work, peer, "the receipt of a tensor", self.timeout_s)
 
     def receive(self, peer: int) -> tuple[bytes, Buffer]:
         """Receives a header and a part from a rank; valid until the next call."""
-        letter = self._letter = self._letter or _GlooMessage(pinned=self._pinned)
-        work = self._post(dist.irecv, letter.bytes, peer, _SEND_TAG)
-        self._wait(work, peer, "a tensor", self.timeout_s)
-        return letter.header, letter.part
+        message = self._direct_message = self._direct_message or _GlooMessage(pinned=self._pinned)
+        work = self._post(dist.irecv, message.bytes, peer, _SEND_TAG)
+        self._wait_and_report(work, peer, "a tensor", self.timeout_s)
+        return message.header, message.part
 
     def finish_sending(self, peer: int) -> None:
         """Waits until a rank has received this rank's last part, for at most one second."""
@@ -187,28 +199,31 @@ class GlooLink:
         for receiver, work in zip(self._process_group.peers, works, strict=False):
             if receiver == peer:
                 with suppress(PeerLostError):
-                    self._finish(work, peer, "the receipt of a part", _FAREWELL_S)
+                    self._wait_for(work, peer, "the receipt of a part", _MISMATCH_GRACE_S)
 
     def close(self) -> None:
         """Ends the waiting threads. The process group closes the connections."""
-        if self._waiters is not None:
-            self._waiters.shutdown(wait=False, cancel_futures=True)
+        if self._wait_threads is not None:
+            self._wait_threads.shutdown(wait=False, cancel_futures=True)
 
     def _post(self, post: Any, message: torch.Tensor, peer: int, tag: int) -> Any:
+        """Starts a send or a receive; raises PeerLostError if the connection is lost."""
         rank = self._process_group.ranks[peer]
         try:
             return post(message, rank, group=self._group, tag=tag)
         except RuntimeError as error:
             raise PeerLostError(rank, 0.0, str(error), awaited="a message") from error
 
-    def _wait(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
+    def _wait_and_report(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
+        """Waits for a send or a receive, and reports the wait to the meter."""
         start = time.perf_counter()
         self._meter.waiting_for(self._process_group.ranks[peer])
-        self._finish(work, peer, awaited, timeout_s)
+        self._wait_for(work, peer, awaited, timeout_s)
         self._meter.waiting_for(None)
         self._meter.waited(time.perf_counter() - start)
 
-    def _finish(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
+    def _wait_for(self, work: Any, peer: int, awaited: str, timeout_s: float) -> None:
+        """Waits for a send or a receive; raises PeerLostError if it fails or takes too long."""
         start = time.perf_counter()
         try:
             work.wait(timedelta(seconds=timeout_s))

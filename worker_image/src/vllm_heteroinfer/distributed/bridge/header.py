@@ -110,20 +110,20 @@ def header_of_part(header: bytes, part: int) -> bytes:
 
 
 def describe(header: bytes) -> str:
-    """Formats a header for people, such as `all_reduce #7 of step 12 [16, 4096] bfloat16`."""
+    """Describes a header for a message, such as `all_reduce #7 of step 12 [16, 4096] bfloat16`."""
     operation, code, root, dims, step, count, history, part, sizes, *shape = _LAYOUT.unpack_from(header)
     try:
         name, dtype = Operation(operation).name.lower(), _DTYPES[code].removeprefix("torch.")
     except (ValueError, IndexError):
         return f"an unknown call (not a header of this version: {header[:16].hex()})"
-    words = f"{name} #{count} of step {step} {shape[:dims]} {dtype}"
+    text = f"{name} #{count} of step {step} {shape[:dims]} {dtype}"
     if root >= 0:
-        words += f" root {root}"
+        text += f" root {root}"
     if part:
-        words += f" part {part}"
+        text += f" part {part}"
     if sizes:
-        words += f" sizes {sizes:08x}"
-    return words + f" history {history:016x}"
+        text += f" sizes {sizes:08x}"
+    return text + f" history {history:016x}"
 
 
 def num_parts(num_elements: int, part_elements: int) -> int:

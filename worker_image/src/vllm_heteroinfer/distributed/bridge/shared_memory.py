@@ -11,7 +11,7 @@ from typing import Literal
 
 from vllm_heteroinfer.distributed.bridge.bridge_link import (
     AN_ANNOUNCEMENT,
-    READING,
+    FREE_PLACE,
     Buffer,
     ProcessGroupRanks,
 )
@@ -54,7 +54,7 @@ class SharedMemoryLink:
         return (part for parts in self._slab.parts for part in parts)
 
     def outgoing(self) -> Buffer:
-        """Returns the buffer of the part before the last part."""
+        """Returns the buffer that was published before the last one; all ranks have read it."""
         return self._own[(self._published + 1) % PARTS]
 
     def publish(self, header: bytes, num_bytes: int, signal: StreamSignal | None = None) -> None:
@@ -73,17 +73,17 @@ class SharedMemoryLink:
         slot = published % PARTS
         pending = self._process_group.peers
         while pending:
-            there = [peer for peer in pending if words[peer * WORDS + WRITTEN] >= published]
-            if not there:
+            arrived = [peer for peer in pending if words[peer * WORDS + WRITTEN] >= published]
+            if not arrived:
                 if self._signal is not None:
-                    self._wait_for_own(self._signal, published)
-                self._wait_for_any(pending, published)
+                    self._wait_for_own_device(self._signal, published)
+                self._wait_for_peers(pending, published)
                 continue
-            for peer in there:
+            for peer in arrived:
                 yield peer, bytes(self._slab.headers[peer][slot]), self._slab.parts[peer][slot]
-            pending = tuple(peer for peer in pending if peer not in there)
+            pending = tuple(peer for peer in pending if peer not in arrived)
 
-    def _wait_for_own(self, signal: StreamSignal, published: int) -> None:
+    def _wait_for_own_device(self, signal: StreamSignal, published: int) -> None:
         """Waits until this rank's own device has published its part, before the wait for peers begins.
 
         Raises:
@@ -92,47 +92,59 @@ class SharedMemoryLink:
         words, word = self._slab.words, self._line + WRITTEN
         waited_s = 0.0
         while not wait_until(lambda: words[word] >= published, _CHECK_S):
-            signal.check()
+            signal.raise_device_error()
             waited_s += _CHECK_S
             if waited_s > self.timeout_s:
                 rank = self._process_group.own_rank
                 raise TimeoutError(
                     f"process group {self._process_group.group}: the device of rank {rank} has not finished "
-                    f"the computation of its part within {self.timeout_s:.0f} s"
+                    f"the computation of its part within {self.timeout_s:.0f} s. Check this device's log "
+                    "(for a GPU: dmesg)"
                 )
 
-    def _wait_for_any(self, pending: tuple[int, ...], published: int) -> None:
+    def _wait_for_peers(self, pending: tuple[int, ...], published: int) -> None:
+        """Waits until one of the pending ranks has published its part.
+
+        Raises:
+            PeerLostError: a rank has closed its bridge, or no rank published in time.
+        """
         words = self._slab.words
         lines = [peer * WORDS for peer in pending]
 
         def ready() -> bool:
+            """Returns whether a pending rank has published its part, or closed its bridge."""
             for line in lines:  # noqa: SIM110 - three times as fast as any() of a generator
                 if words[line + WRITTEN] >= published or words[line + CLOSED]:
                     return True
             return False
 
-        self._wait(ready, pending[0], "a collective's part")
+        self._wait_and_report(ready, pending[0], "a collective's part")
         for peer, line in zip(pending, lines, strict=True):
             if words[line + CLOSED] and words[line + WRITTEN] < published:
                 raise PeerLostError(
                     self._process_group.ranks[peer],
                     0.0,
-                    "it has closed its bridge",
+                    "the rank has closed its bridge. See its log",
                     awaited="a collective's part",
                 )
 
-    def _wait(
+    def _wait_and_report(
         self, ready: Callable[[], bool], peer: int, awaited: str, timeout_s: float | None = None
     ) -> None:
+        """Waits until `ready` is true, and reports the wait to the meter.
+
+        Raises:
+            PeerLostError: rank `peer` of the process group did not write `awaited` in time.
+        """
         rank = self._process_group.ranks[peer]
         start = time.perf_counter()
-        came = wait_until(ready, SPIN_S)
-        reported = not came
+        arrived = wait_until(ready, SPIN_S)
+        reported = not arrived
         if reported:  # the report costs as much time as a short wait
             self._meter.waiting_for(rank)
-            came = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
+            arrived = wait_until(ready, self.timeout_s if timeout_s is None else timeout_s)
         waited = time.perf_counter() - start
-        if not came:
+        if not arrived:
             raise PeerLostError(
                 rank,
                 waited,
@@ -151,7 +163,9 @@ class SharedMemoryLink:
         for peer in self._process_group.listeners:
             word = peer * WORDS + READ
             if words[word] <= announced - 1 - RING:
-                self._wait(partial(_exceeds, words, word, announced - 1 - RING), peer, READING)
+                self._wait_and_report(
+                    partial(_word_exceeds, words, word, announced - 1 - RING), peer, FREE_PLACE
+                )
         entry = self._slab.ring[announced % RING]
         entry[:8] = len(message).to_bytes(8, "little")
         entry[8 : 8 + len(message)] = message
@@ -161,12 +175,15 @@ class SharedMemoryLink:
         """Waits for the next message in the ring."""
         words, wanted = self._slab.words, self._read + 1
         if words[ANNOUNCED] < wanted:
-            self._wait(
+            self._wait_and_report(
                 lambda: words[ANNOUNCED] >= wanted or bool(words[CLOSED]), 0, AN_ANNOUNCEMENT, deadline_s
             )
             if words[ANNOUNCED] < wanted:
                 raise PeerLostError(
-                    self._process_group.ranks[0], 0.0, "it has closed its bridge", awaited=AN_ANNOUNCEMENT
+                    self._process_group.ranks[0],
+                    0.0,
+                    "the rank has closed its bridge. See its log",
+                    awaited=AN_ANNOUNCEMENT,
                 )
         entry = self._slab.ring[wanted % RING]
         message = bytes(entry[8 : 8 + int.from_bytes(entry[:8], "little")])
@@ -182,7 +199,7 @@ class SharedMemoryLink:
         self._slab.unlock()
 
 
-def _exceeds(words: "memoryview[int]", word: int, value: int) -> bool:
+def _word_exceeds(words: "memoryview[int]", word: int, value: int) -> bool:
     return words[word] > value
 
 

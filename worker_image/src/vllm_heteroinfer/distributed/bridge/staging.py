@@ -15,37 +15,41 @@ Direct access saves the start of the copy engine and a launch: with copies, 8 Ki
 took 80 us (H200, 2026-11-21). For larger parts, the copy engine moves data in both directions at once.
 """
 _SAMPLE = 16
-"""One of 16 mapped copies is timed and counts for all 16: two events cost as much time as a copy."""
+"""Only one of 16 mapped copies is timed, and its time counts 16 times: timing takes as long as a copy."""
 
 
 class Staging:
-    """The copies of a CPU rank: plain copies out; peers' parts are read in host memory.
+    """The copies of a CPU rank: copies its own parts out, and reads peers' parts in host memory.
 
-    For each part, call `put`, then `in_order` or `settle`, then `fetch`, then `fetched`.
+    For each part, call `copy_out`, then `publishing_signal` or `wait_for_copies`, then `fetch`, then
+    `end_fetches`.
     """
 
-    way = "used directly"
+    description = "used directly"
     """Description of the copies, for the log."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._fetch_start: float | None = None
 
-    def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
+    def copy_out(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
         """Starts to copy `source`, which has this form, to a buffer.
 
         Args:
             first: whether this is the first part of a tensor.
         """
         start = time.perf_counter()
-        buffer.shaped(form).copy_(source)
+        buffer.view_as(form).copy_(source)
         self._seconds += time.perf_counter() - start
 
-    def in_order(self) -> StreamSignal | None:
-        """Returns a signal that publishes the part after its copy. If None, call `settle`, then publish."""
+    def publishing_signal(self) -> StreamSignal | None:
+        """Returns a signal that publishes the part after its copy; None if there is none.
+
+        In that case, call `wait_for_copies` before you publish the part.
+        """
         return None
 
-    def settle(self) -> float:
+    def wait_for_copies(self) -> float:
         """Waits until all copies are done. Returns their time since the last call, in seconds."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -54,10 +58,10 @@ class Staging:
         """Returns a peer's part on this rank's device, in the order of the device's stream."""
         if self._fetch_start is None:
             self._fetch_start = time.perf_counter()
-        return buffer.shaped(form)
+        return buffer.view_as(form)
 
-    def fetched(self) -> None:
-        """Marks the end of fetches: the last use of the fetched parts is queued on the stream."""
+    def end_fetches(self) -> None:
+        """Ends the fetches of a part: the last use of the fetched tensors is queued on the stream."""
         if self._fetch_start is not None:
             self._seconds += time.perf_counter() - self._fetch_start
             self._fetch_start = None
@@ -85,53 +89,65 @@ class CudaStaging(Staging):
         """
         self._device, self._signal = device, signal
         self._mapped: dict[Buffer, Buffer] = {}
-        self._mapped_bytes, self.way = MAPPED_BYTES, f"mapped up to {MAPPED_BYTES} bytes, copied above"
+        self._mapped_bytes, self.description = (
+            MAPPED_BYTES,
+            f"mapped up to {MAPPED_BYTES} bytes, copied above",
+        )
         try:
             for buffer in buffers:
                 self._mapped[buffer] = Buffer(map_to_device(buffer.memory, device))
-        except (OSError, RuntimeError) as error:  # slower, and the log says so
-            self._mapped_bytes, self.way = 0, f"copied, since the device cannot map it: {error}"
-        self._copies = torch.cuda.Stream(device)
+        except (OSError, RuntimeError) as error:  # slower; the log has the reason
+            self._mapped_bytes, self.description = 0, f"copied, since the device cannot map it: {error}"
+        self._second_stream = torch.cuda.Stream(device)
         self._staged = {
             peer: Buffer(torch.empty(PART_BYTES, dtype=torch.uint8, device=device)) for peer in peers
         }
         self._stream = torch.cuda.current_stream(device)
-        self._put_time, self._fetch_time = _DeviceTime(), _DeviceTime()
-        self._puts = self._weight = 0
+        self._copy_out_time, self._fetch_time = _DeviceTime(), _DeviceTime()
+        self._copies_out = self._time_factor = 0
         self._first, self._small = True, False
 
-    def put(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
-        """Starts to copy."""
+    def copy_out(self, buffer: Buffer, source: torch.Tensor, form: Form, *, first: bool) -> None:
+        """Starts to copy `source` to a buffer, by a kernel if the part is small.
+
+        See `Staging.copy_out`.
+        """
         self._first = first
-        if not first:  # the first part has been settled, so the computation of the tensor is done
-            with torch.cuda.stream(self._copies):
-                buffer.shaped(form).copy_(source, non_blocking=True)
+        if not first:  # the first part has been copied, so the computation of the tensor is done
+            with torch.cuda.stream(self._second_stream):
+                buffer.view_as(form).copy_(source, non_blocking=True)
             return
         small = self._small = form.num_bytes <= self._mapped_bytes
-        self._puts += 1
-        timed = not small or self._puts % _SAMPLE == 0
-        self._weight = 0 if not timed else _SAMPLE if small else 1
+        self._copies_out += 1
+        timed = not small or self._copies_out % _SAMPLE == 0
+        # A timed small copy counts for all small copies since the last timed one.
+        self._time_factor = 0 if not timed else _SAMPLE if small else 1
         if timed:
-            self._put_time.begin(self._weight)
+            self._copy_out_time.begin(self._time_factor)
         if small:
-            _write(self._mapped[buffer].shaped(form), source)
+            _copy_by_kernel(self._mapped[buffer].view_as(form), source)
         else:
-            buffer.shaped(form).copy_(source, non_blocking=True)
+            buffer.view_as(form).copy_(source, non_blocking=True)
         if timed:
-            self._put_time.end()
+            self._copy_out_time.end()
 
-    def in_order(self) -> StreamSignal | None:
+    def publishing_signal(self) -> StreamSignal | None:
         """Returns the signal for a small, untimed part on the same stream as the part before; else None.
 
         Then the host has nothing to wait for: the stream itself orders the write of the next part after
         the use of the parts fetched for this part.
         """
         signal = self._signal
-        if signal is None or self._weight or not self._small or signal.stream() != self._stream.cuda_stream:
+        if (
+            signal is None
+            or self._time_factor
+            or not self._small
+            or signal.stream() != self._stream.cuda_stream
+        ):
             return None
         return signal
 
-    def settle(self) -> float:
+    def wait_for_copies(self) -> float:
         """Waits for the device.
 
         Returns:
@@ -145,20 +161,20 @@ class CudaStaging(Staging):
             last.synchronize()
             self._stream = stream
         if self._first:
-            return self._put_time.take() + self._fetch_time.take()
+            return self._copy_out_time.take() + self._fetch_time.take()
         self._first = True
-        self._copies.synchronize()
+        self._second_stream.synchronize()
         return time.perf_counter() - start
 
     def fetch(self, peer: int, buffer: Buffer, form: Form) -> torch.Tensor:
         """Returns a small part in host memory itself, and a larger part as a copy in progress."""
-        if self._weight:
-            self._fetch_time.begin(self._weight)
+        if self._time_factor:
+            self._fetch_time.begin(self._time_factor)
         if form.num_bytes <= self._mapped_bytes:
-            return self._mapped[buffer].shaped(form)
-        return self._staged[peer].shaped(form).copy_(buffer.shaped(form), non_blocking=True)
+            return self._mapped[buffer].view_as(form)
+        return self._staged[peer].view_as(form).copy_(buffer.view_as(form), non_blocking=True)
 
-    def fetched(self) -> None:
+    def end_fetches(self) -> None:
         """Ends the measured time of the fetches, on the current stream."""
         self._fetch_time.end()
 
@@ -168,13 +184,13 @@ class _DeviceTime:
 
     def __init__(self) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._weight = 0
+        self._time_factor = 0
         self._begun = self._ended = False
 
     def begin(self, weight: int) -> None:
         """Marks the start, if it is not marked yet. `take` multiplies the time by `weight`."""
         if not self._begun:
-            self._begun, self._ended, self._weight = True, False, weight
+            self._begun, self._ended, self._time_factor = True, False, weight
             self._begin.record()
 
     def end(self) -> None:
@@ -188,10 +204,10 @@ class _DeviceTime:
         if not self._ended:
             return 0.0
         self._ended = False
-        return self._begin.elapsed_time(self._end) / 1e3 * self._weight
+        return self._begin.elapsed_time(self._end) / 1e3 * self._time_factor
 
 
-def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy_by_kernel(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies with a kernel (a product with 1), since `copy_` would use the copy engine."""
     dtype = source.dtype
     if dtype is torch.bool:
@@ -207,7 +223,7 @@ _ONES: dict[torch.dtype, torch.Tensor] = {}
 
 
 class _HostMemory:
-    """Presents page-locked host memory to torch as memory of the device that maps it."""
+    """Page-locked host memory that torch accepts as memory of the device that maps it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory

@@ -32,16 +32,16 @@ class StreamSignal:
         """
         self._address, self._device = address, device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._write = _driver_call()
-        wanted = words[proof_word] + 1
+        self._write = _load_write_call()
+        expected = words[proof_word] + 1
         try:
-            self.write(proof_word, wanted)
+            self.write(proof_word, expected)
             torch.cuda.current_stream(device).synchronize()
         except RuntimeError as error:
             raise OSError(str(error)) from error
-        if words[proof_word] != wanted:
+        if words[proof_word] != expected:
             raise OSError(
-                f"{device} did not write a test word: it must be {wanted} (got {words[proof_word]})"
+                f"{device} did not write a test word: it must be {expected} (got {words[proof_word]})"
             )
 
     def write(self, word: int, value: int) -> None:
@@ -59,26 +59,27 @@ class StreamSignal:
         # The public torch.cuda.current_stream creates an object on each call, which takes 2 us.
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
-    def check(self) -> None:
-        """Raises the device's error, if any: a failed stream never writes its words."""
+    def raise_device_error(self) -> None:
+        """Raises the device's error, if any: the stream of a failed device never writes its words."""
         torch.cuda.current_stream(self._device).query()
 
 
 def find_signal(
     words: "memoryview[int]", address: int, device: torch.device, proof_word: int
 ) -> tuple[StreamSignal | None, str]:
-    """Creates a signal, if the driver supports it. Also returns a description for the log.
+    """Creates a signal, if the driver supports it. Returns the signal and a description for the log.
 
-    The arguments are the same as for `StreamSignal`.
+    The signal is None if the driver does not support it. The arguments are the same as for `StreamSignal`.
     """
     try:
         signal = StreamSignal(words, address, device, proof_word=proof_word)
-    except OSError as error:  # a few us slower, and the log says so
+    except OSError as error:  # a few us slower; the log has the reason
         return None, f"by the host, since the device cannot: {error}"
     return signal, "by the device for small parts, by the host for others"
 
 
-def _driver_call() -> Callable[[int, int, int, int], int]:
+def _load_write_call() -> Callable[[int, int, int, int], int]:
+    """Returns the driver's cuStreamWriteValue64; raises OSError if the driver lacks it."""
     try:
         call: Any = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue64_v2
     except AttributeError as error:

@@ -1,4 +1,4 @@
-// Parts that several kinds of calls share: a buffer, groups of rows, the choice of a kernel, and lists of tasks.
+// Parts of linear layers and experts: a buffer, groups of rows, the choice of a kernel, and lists of tasks.
 #pragma once
 
 #include <algorithm>
@@ -31,6 +31,7 @@ class Buffer {
   size_t size_ = 0;
 };
 
+// a / b, rounded up.
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 // The rows of a call, divided into groups. A kernel multiplies one group at a time.
@@ -54,9 +55,9 @@ struct Choice {
 };
 Choice choose_kernel(long m, bool fp8 = false);
 
-// The remaining tasks [first, end) of a thread's run. The owner takes tasks from the front in order, other threads from
-// the back. All runs start with the same size, but some threads are slower, because they share a core or memory with
-// other work.
+// The remaining tasks [first, end) of a thread. The thread takes tasks from the front, other threads take them from the
+// back once they have done their own: all threads get the same number of tasks, but some are slower, because they share
+// a core or memory with other work. Both numbers are in one word, so that one atomic operation takes tasks.
 class alignas(64) Run {
  public:
   explicit Run(long first = 0, long end = 0) : both_(pack(first, end)) {}
@@ -65,8 +66,8 @@ class alignas(64) Run {
     const uint64_t both = both_.load(std::memory_order_relaxed);
     return end(both) - first(both);
   }
-  // Takes count(first task, number of remaining tasks) tasks from the front. Returns (first, number); number is 0 if none
-  // remain. take_back does the same at the back.
+  // Takes tasks from the front: as many as count(first task, number of remaining tasks) returns. Returns the first
+  // task and the number of tasks, which is 0 if none remained. `take_back` takes tasks from the end.
   template <class Count>
   std::pair<long, long> take_front(Count count) {
     uint64_t both = both_.load(std::memory_order_relaxed);
@@ -95,12 +96,12 @@ class alignas(64) Run {
   std::atomic<uint64_t> both_;
 };
 
-// A `count` that takes one task at a time.
+// A `count` for Run and the two functions below that takes one task at a time.
 inline long one_task(long, long) { return 1; }
 
-// Takes tasks of the thread's own run until it is empty, and calls compute(first, number) for them.
+// Takes the tasks of the thread's own run until it is empty, and calls compute(first task, number) for them.
 template <class Count, class Compute>
-void take_own(Run& run, Count count, Compute compute) {
+void run_own_tasks(Run& run, Count count, Compute compute) {
   for (;;) {
     const auto [first, taken] = run.take_front(count);
     if (!taken) return;
@@ -108,9 +109,10 @@ void take_own(Run& run, Count count, Compute compute) {
   }
 }
 
-// Takes tasks of other threads, from the fullest run each time, until all runs are empty.
+// Takes tasks of other threads, each time from the run with most tasks left, until all runs are empty. Calls
+// compute(first task, number) for them.
 template <class Count, class Compute>
-void take_others(Run* runs, long thread, long threads, Count count, Compute compute) {
+void run_tasks_of_others(Run* runs, long thread, long threads, Count count, Compute compute) {
   for (;;) {
     long fullest = thread, most = 0;
     for (long other = thread + 1; other < thread + threads; other++)

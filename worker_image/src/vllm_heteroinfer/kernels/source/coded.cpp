@@ -54,6 +54,7 @@ void multiply_widened(const CodedChoice& choice, const Rows& rows, const PackedR
   }
 }
 
+// Packs bf16 rows for AMX. Also writes each unit's sums of inputs, unless `sums` is null.
 void pack_tile_rows(void* out, float* sums, const void* x, long, long ldx, int rows, long k, long first, long end) {
   const auto* from = static_cast<const uint16_t*>(x);
   kAmx.pack_rows(out, from, ldx, rows, k, first, end);
@@ -75,6 +76,8 @@ struct Place {
   long byte;
   int shift;
 };
+// Returns the place of a code. The order differs between widths, so that each kernel decodes registers without
+// shuffles.
 Place place_of(long code, long column, long k) {
   const long pair = k / 2, parity = k % 2, half = column / 16, lane = column % 16;
   switch (code) {
@@ -117,20 +120,22 @@ struct Call {
   }
 };
 
-Run* new_runs(long count) {
+// Returns `count` runs without tasks, in memory that later calls use again.
+Run* empty_runs(long count) {
   auto* runs = static_cast<Run*>(runs_buffer.reserve(static_cast<size_t>(count) * sizeof(Run)));
   for (long i = 0; i < count; i++) new (runs + i) Run;
   return runs;
 }
 
-float* zeroed(Buffer& buffer, long count) {
+// Returns `count` zeros in a buffer.
+float* reserve_zeros(Buffer& buffer, long count) {
   const size_t bytes = static_cast<size_t>(count) * sizeof(float);
   void* memory = buffer.reserve(bytes);
   return static_cast<float*>(std::memset(memory, 0, bytes));
 }
 
-// The tasks are parts of blocks. Their number depends on the shape alone, so the number of threads does not affect the
-// result.
+// Computes a call with few rows. A task is a part of a block, or a whole block. The number of tasks depends on the
+// shape alone, so the number of threads does not affect the result.
 void linear_few(const Call& call, bool serial) {
   const Layout& layout = call.layout;
   const long group_units = std::max(1L, layout.format.group / kUnit), rows = call.rows.m, blocks = layout.blocks;
@@ -138,7 +143,7 @@ void linear_few(const Call& call, bool serial) {
   const long part_units = ceil_div(ceil_div(layout.units, most), group_units) * group_units;
   const long parts = ceil_div(layout.units, part_units), width = blocks * kColumns;
   const long most_threads = serial ? 1 : omp_get_max_threads();
-  Run* runs = new_runs(most_threads);
+  Run* runs = empty_runs(most_threads);
   float* results = nullptr;
   if (parts > 1)
     results = static_cast<float*>(results_buffer.reserve(static_cast<size_t>(parts * rows * width) * sizeof(float)));
@@ -148,7 +153,7 @@ void linear_few(const Call& call, bool serial) {
     if (call.choice.kernel->full) kAmx.enter();
     const auto compute = [&](long task, long count) {
       const long part = task / blocks, block = task % blocks;
-      float* c = zeroed(block_buffer, count * rows * kColumns);
+      float* c = reserve_zeros(block_buffer, count * rows * kColumns);
       CodedStream streams[kMaxStreams];
       for (long s = 0; s < count; s++) streams[s] = call.stream(block + s, block + count + s);
       multiply_coded(call.choice, call.rows, call.inputs, layout, streams, static_cast<int>(count), part * part_units,
@@ -168,8 +173,8 @@ void linear_few(const Call& call, bool serial) {
       return coded_at_once(call.choice, call.rows, std::min((left + 1) / 2, (until - 1) % blocks + 1));
     };
     runs[thread].set(tasks * thread / threads, tasks * (thread + 1) / threads);
-    take_own(runs[thread], own, compute);
-    take_others(runs, thread, threads, others, compute);
+    run_own_tasks(runs[thread], own, compute);
+    run_tasks_of_others(runs, thread, threads, others, compute);
     if (call.choice.kernel->full) kAmx.leave();
     if (parts > 1) {
 #pragma omp barrier
@@ -184,9 +189,10 @@ void linear_few(const Call& call, bool serial) {
   }
 }
 
+// Computes a call with many rows. A task is a band of rows times one block of columns.
 void linear_many(const Call& call) {
   const long groups = std::max(1L, kBandRows / call.rows.each), bands = ceil_div(call.rows.groups, groups);
-  Run* runs = new_runs(omp_get_max_threads());
+  Run* runs = empty_runs(omp_get_max_threads());
 #pragma omp parallel
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads(), tasks = bands * call.layout.blocks;
@@ -198,27 +204,30 @@ void linear_many(const Call& call) {
       rows.m = std::min(rows.m, call.rows.first((band + 1) * groups)) - first;
       rows.groups = ceil_div(rows.m, rows.each);
       const CodedInputs in = call.inputs.group(*call.choice.kernel, call.rows, band * groups, call.layout.units);
-      float* c = zeroed(block_buffer, rows.m * kColumns);
+      float* c = reserve_zeros(block_buffer, rows.m * kColumns);
       const CodedStream stream = call.stream(block, block + 1);
       multiply_coded(call.choice, rows, {static_cast<const char*>(in.x), in.sums}, call.layout, &stream, 1, 0,
                      call.layout.units, c);
       call.store(block, c, kColumns, first, static_cast<int>(rows.m));
     };
     runs[thread].set(tasks * thread / threads, tasks * (thread + 1) / threads);
-    take_own(runs[thread], one_task, compute);
-    take_others(runs, thread, threads, one_task, compute);
+    run_own_tasks(runs[thread], one_task, compute);
+    run_tasks_of_others(runs, thread, threads, one_task, compute);
     if (call.choice.kernel->full) kAmx.leave();
   }
 }
 
 }  // namespace
 
+// Returns the AMX kernel. It has no loop of its own for a code: `multiply_widened` widens the codes and uses the tiles.
 CodedKernel heteroinfer::coded_amx() {
   CodedKernel kernel = {"amx_bf16", 32, 2, true, pack_tile_rows, {}, {}, {}};
   for (int code = 0; code < kCodes; code++) kernel.widen[code] = kCodedAvx512Bf16.widen[code];
   return kernel;
 }
 
+// Multiplies `count` blocks by all rows, by the way that the kernel has for this code: a loop over all rows, AMX tiles
+// after widening, or a loop over groups of few rows.
 void heteroinfer::multiply_coded(const CodedChoice& choice, const Rows& rows, const PackedRows& inputs, const Layout& layout,
                                  const CodedStream* streams, int count, long first, long end, float* c) {
   const auto multiply = choice.kernel->multiply[layout.format.code];
@@ -276,7 +285,7 @@ void heteroinfer_coded_pack(uint8_t* out, const Format* format, const uint8_t* w
     }
     if (format->scale == kColumnE4m3)
       std::memcpy(to, factors + block * kColumns, static_cast<size_t>(columns) * sizeof(float));
-    auto* poison = reinterpret_cast<float*>(to + layout.poison);
+    auto* nan_markers = reinterpret_cast<float*>(to + layout.nan_markers);
     for (long column = 0; column < columns; column++) {
       const uint8_t* from = w + (block * kColumns + column) * ldw;
       for (long i = 0; i < k; i++) {
@@ -286,7 +295,7 @@ void heteroinfer_coded_pack(uint8_t* out, const Format* format, const uint8_t* w
           *code = static_cast<uint8_t>(*code | (from[i / 2] >> (i % 2 * 4) & 15) << place.shift);
         else
           std::memcpy(code, from + i * code_bytes, static_cast<size_t>(code_bytes));
-        if (format->code == kFp8 && (from[i] & 127) == 127) poison[column] = __builtin_nanf("");
+        if (format->code == kFp8 && (from[i] & 127) == 127) nan_markers[column] = __builtin_nanf("");
       }
     }
   }

@@ -38,8 +38,8 @@ struct Layout {
     scale_bytes = kScaleBytes[format.scale];
     scales = format.scale == kColumnE4m3 ? 4 * kColumns : 0;  // each column's float32 factor comes before the scales
     zeros = scales + groups * scale_bytes;
-    poison = zeros + (format.zeros ? groups * kColumns : 0);
-    header = poison + (format.code == kFp8 ? 4 * kColumns : 0);
+    nan_markers = zeros + (format.zeros ? groups * kColumns : 0);
+    header = nan_markers + (format.code == kFp8 ? 4 * kColumns : 0);
     header = (header + 63) / 64 * 64;
     const long bits = format.code <= kF16 ? 16 : format.code <= kInt8 ? 8 : 4;
     unit_bytes = kUnitElements * bits / 8;
@@ -48,7 +48,7 @@ struct Layout {
   Format format{};
   long n = 0, k = 0, blocks = 0, units = 0;
   long groups = 0, group_pairs = 0;  // groups in a block; pairs of inputs in a group, 0 for all
-  long scale_bytes = 0, scales = 0, zeros = 0, poison = 0, header = 0, unit_bytes = 0, block_bytes = 0;
+  long scale_bytes = 0, scales = 0, zeros = 0, nan_markers = 0, header = 0, unit_bytes = 0, block_bytes = 0;
   long bytes() const { return blocks * block_bytes; }
 };
 

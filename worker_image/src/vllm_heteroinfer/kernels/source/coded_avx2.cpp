@@ -81,7 +81,7 @@ struct Lanes {
     const I code = from_bytes(from);
     return as_float({e8m0(code.a), e8m0(code.b)});
   }
-  // Through float16, which has e4m3's form but for a factor of 256.
+  // Decodes e4m3 as float16, which has the same form except for a factor of 256.
   INLINE F from_e4m3(const void* from) {
     const __m256i codes = _mm256_cvtepi8_epi16(read<__m128i>(from));
     const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16(static_cast<short>(0xbf80)));
@@ -117,15 +117,16 @@ struct Lanes {
 #include "coded_float.h"
 #include "coded_rows.h"
 
-// A decoder gives the weights of a half of a line of kLine bytes, kPairs pairs of inputs, to take(pair, parity, quarter, w):
-// w are those of 8 columns times 1 / kGain, and 16 registers hold few, so each is taken as soon as it is made. A half
-// has two of the four quarters of the columns, half and half + 2,
-// which may be in an order of the decoder's own; `order` makes that of the columns.
+// A decoder decodes a line of kLine bytes: the weights of kPairs pairs of inputs for 32 columns. `half` decodes half a
+// line, the columns of quarters `half` and `half` + 2, and calls take(pair, parity, quarter, w) for each 8 weights w.
+// They must be used at once, because AVX2 has only 16 registers. They are multiplied by 1 / kGain. The columns may be
+// permuted; `order` restores their order in the four quarters of a sum.
 #define TAKE(...) [&](int pair, int parity, int quarter, __m256 w) __attribute__((always_inline)) { __VA_ARGS__ }
 
 INLINE __m256 of_lower(__m256i halves) { return _mm256_cvtph_ps(_mm256_castsi256_si128(halves)); }
 INLINE __m256 of_upper(__m256i halves) { return _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)); }
-INLINE __m256 of_top(__m256i a, int bits) {  // float32 of the integer in the highest bits; 0 where others are zeros
+// float32 of the signed integer in the highest `bits` bits of each lane; `bits` is 0 if the others are zeros already.
+INLINE __m256 of_top(__m256i a, int bits) {
   return _mm256_cvtepi32_ps(bits ? _mm256_and_si256(a, _mm256_set1_epi32(static_cast<int>(~0u << (32 - bits)))) : a);
 }
 
@@ -160,7 +161,7 @@ struct QuartersF16 : InColumnOrder {
   }
 };
 
-// `Ordered` costs an instruction a half.
+// `Ordered`: decodes the columns in order, which takes one more instruction for each half of a line.
 template <bool Ordered>
 struct QuartersFp8 {
   static constexpr int kLine = 64, kPairs = 1;
@@ -203,7 +204,7 @@ struct QuartersInt8 {
   }
 };
 
-// Nibble N of a lane is of parity N / 4, pair N / 2 % 2 and half N % 2.
+// Nibble N of a lane belongs to parity N / 4, pair N / 2 % 2 and half N % 2.
 struct QuartersInt4 : InColumnOrder {
   static constexpr int kLine = 64, kPairs = 2;
   static constexpr float kGain = FloatInt4::kGain;
@@ -221,7 +222,7 @@ struct QuartersInt4 : InColumnOrder {
   }
 };
 
-// By a table of bytes: twice a value is an integer.
+// Looks up bytes in a table of doubled values, because twice an FP4 value is an integer.
 struct QuartersFp4 : InColumnOrder {
   static constexpr int kLine = 64, kPairs = 2;
   static constexpr float kGain = 0x1p-25f;
@@ -243,11 +244,12 @@ struct QuartersFp4 : InColumnOrder {
   }
 };
 
+// Prefetches `bytes` bytes.
 INLINE void prefetch(const uint8_t* at, long bytes) {
   for (long line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(at) + line, _MM_HINT_T0);
 }
 
-// Where the units of a block are, and those that are read `distance` later.
+// Addresses of the units of a block, and of the units that are read `distance` units later, to prefetch them.
 struct Reader {
   const uint8_t *block, *next;
   const Layout& layout;
@@ -257,7 +259,7 @@ struct Reader {
     const long later = unit + distance;
     return later < end ? at(later) : next + layout.header + (later - end + first) * layout.unit_bytes;
   }
-  // Of a group that begins in a unit.
+  // Prefetches the part of a header that belongs to a unit: the header is read with the same distance as the codes.
   void prefetch_header(long unit) const {
     const long bytes = layout.group_pairs ? layout.zeros / layout.units : 0, later = unit + distance;
     if (bytes) prefetch((later < end ? block + later * bytes : next + (later - end + first) * bytes), bytes);
@@ -287,19 +289,21 @@ INLINE void add_quarter(float* c, __m256 sum, const Scales& scales, int q, const
   _mm256_storeu_ps(c + 8 * q, _mm256_fmadd_ps(sum, scales.scale[q], _mm256_loadu_ps(c + 8 * q)));
 }
 
-INLINE void poison(float* c, const uint8_t* block, const Layout& layout) {
+// Adds the NaN markers of a block of FP8 weights to a row: NaN for each column with a NaN weight, else 0.
+INLINE void add_nan_markers(float* c, const uint8_t* block, const Layout& layout) {
   for (int q = 0; q < 4; q++)
     _mm256_storeu_ps(c + 8 * q, _mm256_add_ps(_mm256_loadu_ps(c + 8 * q),
-                                              Lanes::read<__m256>(block + layout.poison + 32 * q)));
+                                              Lanes::read<__m256>(block + layout.nan_markers + 32 * q)));
 }
 
-constexpr int kRows = 6;      // at once: with 16 columns they take 12 registers
+constexpr int kRows = 6;      // rows that are multiplied at once: their sums of 16 columns take 12 registers
 constexpr long kWidened = 4;  // units that are decoded into the first cache
 
-// Units of a block that share a scale, in parts that fit into the first cache.
+// Pairs [pair, stop) of a block that share a scale and whose decoded weights fit into the first cache.
 struct Part {
   long group, pair, stop;
 };
+// Returns the part of a block that begins at `pair`.
 INLINE Part part_at(const Layout& layout, long pair, long end) {
   const long last = end * kUnitPairs, group = layout.group_pairs ? pair / layout.group_pairs : 0;
   long stop = (pair / kUnitPairs + kWidened) * kUnitPairs;
@@ -331,7 +335,8 @@ INLINE void each_line(const Reader& reader, const Part& part, bool prefetches, L
   }
 }
 
-// Few rows, in registers: one row takes all columns at once, more take half of them.
+// c[R][32] += x * w for few rows, with all sums in registers: one row sums all 32 columns at once, several rows sum one
+// half of the columns after the other.
 template <class Decoder, int R>
 static void multiply_few(float* c, const CodedStream& stream, const CodedInputs& inputs, const Layout& layout, long first,
                          long end, long distance) {
@@ -341,7 +346,7 @@ static void multiply_few(float* c, const CodedStream& stream, const CodedInputs&
     const Part part = part_at(layout, pair, end);
     __m256 total[R][4];
     if constexpr (R == 1) {
-      __m256 sums[2][4];  // apart, or the chain of additions is too long
+      __m256 sums[2][4];  // separate sums for each parity, because one long chain of additions would be too slow
       for (int parity = 0; parity < 2; parity++)
         for (int q = 0; q < 4; q++) sums[parity][q] = _mm256_setzero_ps();
       each_line<Decoder>(reader, part, true, [&](long at, const uint8_t* codes) __attribute__((always_inline)) {
@@ -380,9 +385,11 @@ static void multiply_few(float* c, const CodedStream& stream, const CodedInputs&
     }
     pair = part.stop;
   }
-  for (int r = 0; r < R && layout.format.code == kFp8; r++) poison(c + r * kColumns, stream.block, layout);
+  for (int r = 0; r < R && layout.format.code == kFp8; r++) add_nan_markers(c + r * kColumns, stream.block, layout);
 }
 
+// c[count][rows][32] += x * w over the units [first, end) of `count` blocks. The number of rows must be a constant for
+// the sums to stay in registers.
 template <class Decoder, int R = 1>
 static void multiply_few(float* c, int rows, const CodedStream* streams, int count, const CodedInputs& inputs,
                          const Layout& layout, long first, long end, long distance) {
@@ -393,7 +400,8 @@ static void multiply_few(float* c, int rows, const CodedStream* streams, int cou
     multiply_few<Decoder, R>(c + s * R * kColumns, streams[s], inputs, layout, first, end, distance);
 }
 
-// c[R][32] += scale * (x * w) over `pairs` pairs of decoded weights [pair][parity][32], of `Quarters` quarters from `from` on.
+// c[R][32] += scale * (x * w) over `pairs` pairs of decoded weights [pair][parity][32], for the columns of `Quarters`
+// quarters, the first of which is `from`. `sums`: of each row's inputs, for zero points; or null.
 template <int R, int Quarters>
 INLINE void multiply_wide(float* c, const float* w, const FloatDot::Input* x, long pairs, const Scales& scales, int from,
                           const float* sums) {
@@ -423,6 +431,8 @@ INLINE void multiply_wide(float* c, const float* w, const FloatDot::Input* x, lo
       add_quarter(c + r * kColumns, total[r][q], scales, from + q, sums ? sums + r : nullptr);
 }
 
+// c[rows][32] += scale * (x * w) over `pairs` pairs of decoded weights. The number of rows must be a constant for the
+// sums to stay in registers: up to two rows sum all 32 columns at once, more rows 16 columns at a time.
 template <int R = 1>
 static void multiply_wide(float* c, long rows, const float* w, const FloatDot::Input* x, long pairs, const Scales& scales,
                           const float* sums) {
@@ -432,7 +442,7 @@ static void multiply_wide(float* c, long rows, const float* w, const FloatDot::I
   for (int from = 0; from < 4; from += kQuarters) multiply_wide<R, kQuarters>(c, w, x, pairs, scales, from, sums);
 }
 
-// Many rows: each weight of a block is decoded once, into the first cache.
+// c[rows][32] += x * w for many rows: decodes each weight of a block once, into the first cache.
 template <class Decoder>
 static void multiply_all(float* c, long rows, long each, const CodedStream& stream, const CodedInputs& inputs,
                          const Layout& layout, long first, long end, long distance) {
@@ -465,7 +475,8 @@ static void multiply_all(float* c, long rows, long each, const CodedStream& stre
     }
     pair = part.stop;
   }
-  for (long row = 0; row < rows && layout.format.code == kFp8; row++) poison(c + row * kColumns, stream.block, layout);
+  for (long row = 0; row < rows && layout.format.code == kFp8; row++)
+    add_nan_markers(c + row * kColumns, stream.block, layout);
 }
 
 }  // namespace

@@ -34,7 +34,8 @@ struct PairBf16 : PairInOrder {
   }
 };
 
-// bf16 of an integer from 0 to 127.
+// bf16 of an integer from 0 to 127. 134 is the exponent of 128: the bias 127 plus 7. Each shift to the left lowers it
+// by one, until bit 7 is the leading 1, which bf16 does not store.
 constexpr uint16_t widen_integer(unsigned value) {
   if (!value) return 0;
   unsigned exponent = 134;
@@ -104,6 +105,8 @@ struct PairNibbles : PairInOrder {
   Words table;
 };
 
+// Writes the pairs [first, end) of a unit as bf16, in the order of linear layers, and zeros for the other pairs.
+// Prefetches `ahead`.
 template <class Decoder>
 void widen_unit(uint16_t* out, const uint8_t* w, const uint8_t* ahead, long first, long end) {
   const Decoder decoder{};
@@ -122,7 +125,8 @@ void widen_unit(uint16_t* out, const uint8_t* w, const uint8_t* ahead, long firs
   }
 }
 
-// The inputs are bf16 already.
+// Packs bf16 inputs for the units [first, end): a pair of adjacent inputs of a row is one word. Also writes each unit's
+// sums, unless `sums` is null.
 void pack_pairs(void* out, float* sums, const void* x, long, long ldx, int rows, long k, long first, long end) {
   const auto* from = static_cast<const uint16_t*>(x);
   auto* to = static_cast<int32_t*>(out) + first * kUnitPairs * rows;

@@ -13,7 +13,7 @@ using namespace heteroinfer;
 namespace {
 
 constexpr long kBandRows = 128;     // rows of an expert that share one read of a block
-constexpr long kRowsOfABlock = 32;  // with this many rows a block costs about twice as much as with one
+constexpr long kFixedCostRows = 32;  // a block with this many rows takes about twice the time of a block with one
 constexpr long kInputBytes = 4;     // maximum size of a packed input
 constexpr long kMostChoices = 256;
 constexpr long kStrip = 256;        // columns of the result that a task sums up
@@ -26,7 +26,7 @@ struct Chosen {
   long expert, first;
   CodedChoice choice;
   Rows rows;
-  long cost() const { return kRowsOfABlock + rows.m; }
+  long cost() const { return kFixedCostRows + rows.m; }
 };
 
 struct Group {
@@ -68,7 +68,9 @@ struct Product {
   }
 };
 
-void multiply_some(const Chosen* chosen, const Product& product, long at, long count, long following) {
+// Computes `count` blocks of one expert, starting at position `at` of the list of blocks. Prefetches the block at
+// position `following`, which is probably read next.
+void multiply_blocks_of_expert(const Chosen* chosen, const Product& product, long at, long count, long following) {
   const long blocks = product.layout.blocks, block = at % blocks;
   const Chosen& own = chosen[at / blocks];
   const Chosen& later = chosen[following / blocks];
@@ -86,6 +88,7 @@ void multiply_some(const Chosen* chosen, const Product& product, long at, long c
       std::memcpy(out + r * product.width() + s * kColumns, c + (s * rows + r) * kColumns, kColumns * sizeof(float));
 }
 
+// Computes this thread's blocks of a product, then blocks of other threads.
 void multiply_all(const Chosen* chosen, long chosen_count, const Product& product, Run* runs, long thread, long threads) {
   const long blocks = product.layout.blocks, last = chosen_count * blocks - 1;
   const auto at_once = [&](long which, long left) { return coded_at_once(chosen[which].choice, chosen[which].rows, left); };
@@ -93,10 +96,12 @@ void multiply_all(const Chosen* chosen, long chosen_count, const Product& produc
   const auto others = [&](long until, long left) {
     return at_once((until - 1) / blocks, std::min((left + 1) / 2, (until - 1) % blocks + 1));
   };
-  take_own(runs[thread], own, [&](long at, long count) {
-    multiply_some(chosen, product, at, count, std::min(at + count, last));
+  run_own_tasks(runs[thread], own, [&](long at, long count) {
+    multiply_blocks_of_expert(chosen, product, at, count, std::min(at + count, last));
   });
-  take_others(runs, thread, threads, others, [&](long at, long count) { multiply_some(chosen, product, at, count, at); });
+  run_tasks_of_others(runs, thread, threads, others, [&](long at, long count) {
+    multiply_blocks_of_expert(chosen, product, at, count, at);
+  });
 }
 
 // Divides the list of all blocks into runs of equal cost.
@@ -112,8 +117,9 @@ void make_runs(const Chosen* chosen, long count, long blocks, Run* runs, long pa
   }
 }
 
+// Returns memory for `count` elements from the start of `memory`, and moves `memory` behind them, to a cache line.
 template <class T>
-T* take(char*& memory, long count) {
+T* carve(char*& memory, long count) {
   T* taken = reinterpret_cast<T*>(memory);
   memory += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
   return taken;
@@ -135,13 +141,13 @@ void heteroinfer_coded_experts(const Layer* layer, void* y, long ldy, const void
                        static_cast<size_t>(most) * sizeof(Chosen) + static_cast<size_t>(choices) * sizeof(Group) +
                        2 * static_cast<size_t>(most_threads) * sizeof(Run) + 8 * 64;
   char* memory = static_cast<char*>(plan_buffer.reserve(bytes));
-  long* starts = take<long>(memory, experts + 1);
-  long* row = take<long>(memory, choices);
-  long* position = take<long>(memory, choices);
-  Chosen* chosen = take<Chosen>(memory, most);
-  Group* groups = take<Group>(memory, choices);
-  Run* up_runs = take<Run>(memory, most_threads);
-  Run* down_runs = take<Run>(memory, most_threads);
+  long* starts = carve<long>(memory, experts + 1);
+  long* row = carve<long>(memory, choices);
+  long* position = carve<long>(memory, choices);
+  Chosen* chosen = carve<Chosen>(memory, most);
+  Group* groups = carve<Group>(memory, choices);
+  Run* up_runs = carve<Run>(memory, most_threads);
+  Run* down_runs = carve<Run>(memory, most_threads);
   std::memset(starts, 0, static_cast<size_t>(experts + 1) * sizeof(long));
   for (long i = 0; i < choices; i++)
     if (ids[i] >= 0 && ids[i] < experts) starts[ids[i] + 1]++;

@@ -100,6 +100,8 @@ struct FloatFp4 : InOrder {
   }
 };
 
+// Packs inputs of any element type for the units [first, end), widened to float32. Also writes each unit's sums, unless
+// `sums` is null.
 static void pack_float_rows(void* out, float* sums, const void* x, long element, long ldx, int rows, long k, long first,
                             long end) {
   auto* to = static_cast<FloatDot::Input*>(out) + first * kUnitPairs * rows;

@@ -19,6 +19,8 @@ INLINE Lanes::F scales_of(const uint8_t* block, const Layout& layout, long group
   }
 }
 
+// c[S][R][32] += x * w over the units [first, end) of S blocks. Sums the products of the inputs that share a scale,
+// then multiplies each sum by the scale. Prefetches the units that are `distance` units ahead.
 template <class Dot, class Decoder, int R, int S>
 static void multiply_blocks(float* c, const CodedStream* streams, const CodedInputs& inputs, const Layout& layout,
                             long first, long end, long distance) {
@@ -84,7 +86,7 @@ static void multiply_blocks(float* c, const CodedStream* streams, const CodedInp
           if (layout.format.zeros) part[h] = Lanes::fma(zero[h], Lanes::set1(inputs_sum), part[h]);
           Lanes::F sums = Lanes::fma(part[h], scale[h], Lanes::load(total));
           if (layout.format.code == kFp8 && pair == last)
-            sums = Lanes::add(sums, Lanes::load(streams[s].block + layout.poison + h * 64));
+            sums = Lanes::add(sums, Lanes::load(streams[s].block + layout.nan_markers + h * 64));
           Lanes::store(total, sums);
         }
       }
@@ -92,33 +94,36 @@ static void multiply_blocks(float* c, const CodedStream* streams, const CodedInp
   }
 }
 
+// Multiplies `count` blocks, as many at once as have their sums in registers.
 template <class Dot, class Decoder, int R>
-static void multiply_some(float* c, const CodedStream* streams, int count, const CodedInputs& inputs,
+static void multiply_in_registers(float* c, const CodedStream* streams, int count, const CodedInputs& inputs,
                           const Layout& layout, long first, long end, long distance) {
   constexpr int kMost = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // more sums would not fit into registers
-  const int some = count < kMost ? count : kMost;
-  for (; count > 0; count -= some, streams += some, c += some * R * 32) switch (some) {
+  const int at_once = count < kMost ? count : kMost;
+  for (; count > 0; count -= at_once, streams += at_once, c += at_once * R * 32) switch (at_once) {
       case 4: multiply_blocks<Dot, Decoder, R, kMost>(c, streams, inputs, layout, first, end, distance); break;
       case 2: multiply_blocks<Dot, Decoder, R, (kMost < 2 ? 1 : 2)>(c, streams, inputs, layout, first, end, distance); break;
       default: multiply_blocks<Dot, Decoder, R, 1>(c, streams, inputs, layout, first, end, distance);
     }
 }
 
-// Selects the function for 1 to Most rows from a table.
+// c[count][rows][32] += x * w over the units [first, end) of `count` blocks. Calls the function for the number of rows,
+// 1 to Most, which must be a constant for the sums to stay in registers.
 template <class Dot, class Decoder, int Most, int R = 1>
 static void multiply_coded(float* c, int rows, const CodedStream* streams, int count, const CodedInputs& inputs,
                            const Layout& layout, long first, long end, long distance) {
   if constexpr (R == Most) {
-    multiply_some<Dot, Decoder, R>(c, streams, count, inputs, layout, first, end, distance);
+    multiply_in_registers<Dot, Decoder, R>(c, streams, count, inputs, layout, first, end, distance);
   } else {
     if (rows == R)
-      multiply_some<Dot, Decoder, R>(c, streams, count, inputs, layout, first, end, distance);
+      multiply_in_registers<Dot, Decoder, R>(c, streams, count, inputs, layout, first, end, distance);
     else
       multiply_coded<Dot, Decoder, Most, R + 1>(c, rows, streams, count, inputs, layout, first, end, distance);
   }
 }
 
-// Scales the sums after another kernel has multiplied widened codes. That kernel handles NaN in FP8 itself.
+// c[rows][32] += scale * (part - zero * sums), with the scales and zero points of one group. Used after another kernel
+// has multiplied widened codes; widened FP8 has its NaN already.
 [[maybe_unused]] static void add_scaled_rows(float* c, const float* part, int rows, const uint8_t* block, const Layout& layout, long group,
                             const float* sums) {
   for (int h = 0; h < 2; h++) {

@@ -1,6 +1,7 @@
 // Elements of inputs and outputs, and operations on sums of rows. Included inside a namespace after a
 // `#pragma GCC target` and `Lanes`.
 
+// float32 of a float16, exact. AVX-512F and AVX2 convert only vectors.
 INLINE float half_to_float(uint16_t half) {
   const uint32_t sign = (half & 0x8000u) << 16, size = half & 0x7fffu;
   uint32_t bits;
@@ -18,6 +19,7 @@ INLINE float half_to_float(uint16_t half) {
   return value;
 }
 
+// float16 of a float32, rounded to nearest even.
 INLINE uint16_t float_to_half(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
@@ -39,6 +41,7 @@ INLINE uint16_t float_to_half(float value) {
   return static_cast<uint16_t>(sign | half);
 }
 
+// bf16 of a float32, rounded to nearest even.
 INLINE uint16_t float_to_bf16(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
@@ -46,6 +49,7 @@ INLINE uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>(value != value ? 0x7fc0 : rounded);
 }
 
+// float32 of the element at index `at` of x.
 INLINE float element_at(const void* x, long element, long at) {
   if (element == kElementF32) return static_cast<const float*>(x)[at];
   const uint16_t half = static_cast<const uint16_t*>(x)[at];
@@ -56,7 +60,7 @@ INLINE float element_at(const void* x, long element, long at) {
   return value;
 }
 
-// y[at...] = values[count].
+// Writes values[count] to y from index `at` on, rounded to y's element type.
 INLINE void put_elements(void* y, long element, long at, const float* values, long count) {
   if (element == kElementF32) {
     __builtin_memcpy(static_cast<float*>(y) + at, values, static_cast<unsigned long>(count) * 4);
@@ -69,6 +73,7 @@ INLINE void put_elements(void* y, long element, long at, const float* values, lo
     for (long i = 0; i < count; i++) to[i] = float_to_bf16(values[i]);
 }
 
+// y[rows][columns] = c[rows][ldc] + bias, rounded to the element type.
 static void store_elements(void* y, long element, long ldy, const float* c, long ldc, int rows, long columns,
                            const void* bias) {
   for (int r = 0; r < rows; r++)
@@ -83,8 +88,9 @@ static void store_elements(void* y, long element, long ldy, const float* c, long
 typedef float Wide __attribute__((vector_size(32)));
 typedef int32_t WideInts __attribute__((vector_size(32)));
 
-// e to the x, as in `exponential` of linear_avx512.cpp.
-INLINE Wide wide_exponential(Wide x) {
+// e^x of 8 elements, by the method of `exponential` in linear_avx512.cpp: x = n ln 2 + r, a polynomial of degree 6 for
+// e^r, and n added to the exponent in two halves, because 2^n alone may overflow. x is limited to -104 to 89.
+INLINE Wide exponential_of_8(Wide x) {
   const Wide low = Wide{} - 104.0f, high = Wide{} + 89.0f;
   x = x < low ? low : x;
   x = x > high ? high : x;
@@ -101,25 +107,27 @@ INLINE Wide wide_exponential(Wide x) {
   return (Wide)((WideInts)p + (half << 23)) * (Wide)((exponent - half + 127) << 23);
 }
 
+// 1 / (1 + e^-x); NaN for NaN, which `exponential_of_8` may lose.
 INLINE Wide sigmoid(Wide x) {
-  const Wide made = 1.0f / (1.0f + wide_exponential(-x));
+  const Wide made = 1.0f / (1.0f + exponential_of_8(-x));
   return x != x ? x : made;
 }
 
-// Phi(x), the normal distribution, by Abramowitz and Stegun 7.1.26, within 1e-7.
-INLINE Wide normal(Wide x) {
+// Phi(x), the cumulative normal distribution, by Abramowitz and Stegun 7.1.26, within 1e-7.
+INLINE Wide normal_distribution(Wide x) {
   const Wide z = (Wide)((WideInts)x & 0x7fffffff) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
   const Wide poly =
       t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
-  const Wide tail = 0.5f * poly * wide_exponential(-z * z);
+  const Wide tail = 0.5f * poly * exponential_of_8(-z * z);
   const Wide made = x < 0.0f ? tail : 1.0f - tail;
   return x != x ? x : made;
 }
 
-INLINE Wide activated(Wide gate, const Activation& activation) {
+// Returns the activation of 8 gates, without the product with the ups.
+INLINE Wide apply_activation(Wide gate, const Activation& activation) {
   switch (activation.kind) {
     case kSwish: return gate * sigmoid(activation.alpha * gate);
-    case kGelu: return gate * normal(gate);
+    case kGelu: return gate * normal_distribution(gate);
     case kGeluTanh: return gate * sigmoid(1.5957691216f * (gate + 0.044715f * gate * gate * gate));
     default: {
       const Wide positive = gate < 0.0f ? Wide{} : gate;
@@ -128,6 +136,7 @@ INLINE Wide activated(Wide gate, const Activation& activation) {
   }
 }
 
+// h[rows][n] = the activation of sums[rows][ld] + bias. In the sums, blocks of 32 gates and 32 ups alternate.
 static void activate_elements(void* h, long element, long ldh, const float* sums, long ld, int rows, long n,
                               const float* bias, const Activation& activation) {
   const long each = activation.gated ? 2 * kColumns : kColumns;
@@ -138,7 +147,7 @@ static void activate_elements(void* h, long element, long ldh, const float* sums
       Wide gate = Lanes::read<Wide>(sums + r * ld + at);
       if (bias) gate += Lanes::read<Wide>(bias + at);
       gate = gate > limit ? limit : gate;
-      Wide made = activated(gate, activation);
+      Wide made = apply_activation(gate, activation);
       if (activation.gated) {
         Wide up = Lanes::read<Wide>(sums + r * ld + at + kColumns);
         if (bias) up += Lanes::read<Wide>(bias + at + kColumns);
@@ -152,6 +161,7 @@ static void activate_elements(void* h, long element, long ldh, const float* sums
     }
 }
 
+// y[n] = sum over i of weights[i] * (parts[i] + biases[i]), rounded to the element type.
 static void weighted_elements(void* y, long element, const float* const* parts, const float* const* biases,
                               const float* weights, long count, long n) {
   for (long column = 0; column < n; column += 32) {

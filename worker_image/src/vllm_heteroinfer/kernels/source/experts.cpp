@@ -21,12 +21,14 @@ using namespace heteroinfer;
 
 namespace {
 
-constexpr long kRowsOfABlock = 64;  // with this many rows of one expert a unit costs about twice as much as with one
+// A unit with this many rows of an expert takes about twice the time of a unit with one row.
+constexpr long kFixedCostRows = 64;
 constexpr long kInputBytes = 4;    // maximum size of a packed input
 
 constexpr long kSerialLogits = 4096;  // for up to this many logits, one thread is done before the others wake up
 
-constexpr int kWideBlocks = 2;  // blocks that are widened into the first cache in turn; meanwhile each prefetches its next 128 k
+// Blocks that are widened into the first cache in turn. While the other is used, each prefetches its next 128 k.
+constexpr int kWidenedBlocks = 2;
 
 thread_local Buffer plan_buffer, inputs_buffer, hidden_buffer, gates_buffer, downs_buffer, rows_buffer, sums_buffer;
 thread_local Buffer wide_buffer;
@@ -34,7 +36,11 @@ thread_local Buffer wide_buffer;
 // The rows of a chosen expert. `first` is the position of its first row in the list of (row, choice) sorted by expert.
 struct Chosen {
   Chosen(long expert, long first, long m, bool fp8)
-      : expert(expert), first(first), choice(choose_kernel(m, fp8)), rows(*choice.kernel, m), cost(kRowsOfABlock + m) {}
+      : expert(expert),
+        first(first),
+        choice(choose_kernel(m, fp8)),
+        rows(*choice.kernel, m),
+        cost(kFixedCostRows + m) {}
   long expert, first;
   Choice choice;
   Rows rows;
@@ -46,7 +52,7 @@ struct Group {
   long group;
 };
 
-// The plan of a call, made before its threads start.
+// The plan of a call. A position is an index into the list of all (row, choice), sorted by expert.
 struct Call {
   const uint16_t* x;
   long ldx, hidden, inner, topk;
@@ -84,10 +90,12 @@ struct Product {
   }
 };
 
-bool as_it_is(const Chosen& chosen) { return chosen.rows.m == 1 && chosen.choice.kernel->x_bytes == 2; }
+// Whether the kernel can read the row of this expert where it is: a single row of bf16 pairs is in packed order.
+bool is_packed_already(const Chosen& chosen) { return chosen.rows.m == 1 && chosen.choice.kernel->x_bytes == 2; }
 
+// The inputs of a group of rows from a unit of k on, in packed order.
 const char* group_inputs(const Call& call, const Product& product, const Chosen& chosen, long group, long unit) {
-  if (product.direct && as_it_is(chosen))
+  if (product.direct && is_packed_already(chosen))
     return reinterpret_cast<const char*>(call.x + call.row[chosen.first] * call.ldx + unit * kUnit);
   const long first = chosen.rows.first(group), at = first * product.k + unit * kUnit * chosen.rows.count(group);
   return product.inputs + chosen.first * product.k * kInputBytes + at * chosen.choice.kernel->x_bytes;
@@ -173,12 +181,12 @@ void multiply_fp8(const Call& call, const Product& product, const Chosen& chosen
     }
 }
 
-// Number of FP8 blocks to read at once if `left` of the expert remain.
+// Number of FP8 blocks to read at once, if the expert has `left` blocks left.
 long blocks_at_once(const Chosen& chosen, long left) {
-  long most = chosen.choice.streams;
-  if (chosen.rows.m > chosen.choice.kernel->fp8->rows) most = std::min<long>(most, kWideBlocks);
-  while (most > left) most /= 2;
-  return most;
+  long count = chosen.choice.streams;
+  if (chosen.rows.m > chosen.choice.kernel->fp8->rows) count = std::min<long>(count, kWidenedBlocks);
+  while (count > left) count /= 2;
+  return count;
 }
 
 // Divides the list of all blocks into runs of equal cost.
@@ -195,8 +203,9 @@ void make_runs(const Call& call, long blocks, Run* runs, long parts) {
   }
 }
 
-// Computes `count` blocks of one expert, starting at position `at` of the list. `following` is probably read next.
-void multiply_some(const Call& call, const Product& product, long at, long count, long following) {
+// Computes `count` blocks of one expert, starting at position `at` of the list of blocks. Prefetches the block at
+// position `following`, which is probably read next.
+void multiply_blocks_of_expert(const Call& call, const Product& product, long at, long count, long following) {
   const long blocks = product.blocks(), block = at % blocks;
   const Chosen& chosen = call.chosen[at / blocks];
   const long rows = chosen.rows.m;
@@ -213,6 +222,7 @@ void multiply_some(const Call& call, const Product& product, long at, long count
       std::memcpy(out + r * product.columns + s * kColumns, c + (s * rows + r) * kColumns, kColumns * sizeof(float));
 }
 
+// Computes this thread's blocks of a product, then blocks of other threads.
 void multiply_all(const Call& call, const Product& product, Run* runs, long thread, long threads) {
   const long blocks = product.blocks(), last = call.experts * blocks - 1;
   const auto at_once = [&](long expert, long left) {
@@ -224,18 +234,18 @@ void multiply_all(const Call& call, const Product& product, Run* runs, long thre
   const auto others_count = [&](long until, long left) {
     return at_once((until - 1) / blocks, std::min((left + 1) / 2, (until - 1) % blocks + 1));
   };
-  take_own(runs[thread], own_count, [&](long at, long count) {
-    multiply_some(call, product, at, count, std::min(at + count, last));
+  run_own_tasks(runs[thread], own_count, [&](long at, long count) {
+    multiply_blocks_of_expert(call, product, at, count, std::min(at + count, last));
   });
-  take_others(runs, thread, threads, others_count, [&](long at, long count) {
-    multiply_some(call, product, at, count, at);
+  run_tasks_of_others(runs, thread, threads, others_count, [&](long at, long count) {
+    multiply_blocks_of_expert(call, product, at, count, at);
   });
 }
 
-// Packs the rows of a group for its kernel: x, or the activations of the first product's sums.
+// Packs the rows of x that chose an expert, as inputs of the first product.
 void pack_inputs(const Call& call, const Group& group) {
   const Chosen& chosen = *group.chosen;
-  if (as_it_is(chosen)) return;
+  if (is_packed_already(chosen)) return;
   const Kernel& kernel = *chosen.choice.kernel;
   const long first = chosen.rows.first(group.group);
   const int count = chosen.rows.count(group.group);
@@ -247,6 +257,7 @@ void pack_inputs(const Call& call, const Group& group) {
   kernel.pack_rows(to, rows, call.hidden, count, call.hidden, 0, call.hidden / kUnit);
 }
 
+// Computes the activations of a group's sums, and packs them as inputs of the second product.
 void activate(const Call& call, const Group& group) {
   const Chosen& chosen = *group.chosen;
   const Kernel& kernel = *chosen.choice.kernel;
@@ -254,7 +265,7 @@ void activate(const Call& call, const Group& group) {
   const int count = chosen.rows.count(group.group);
   const float* gates = call.gates + (chosen.first + first) * 2 * call.inner;
   char* to = call.middle + chosen.first * call.inner * kInputBytes + first * call.inner * kernel.x_bytes;
-  if (as_it_is(chosen)) {
+  if (is_packed_already(chosen)) {
     silu_and_multiply(reinterpret_cast<uint16_t*>(to), call.inner, gates, 2 * call.inner, 1, call.inner);
     return;
   }
@@ -263,8 +274,9 @@ void activate(const Call& call, const Group& group) {
   kernel.pack_rows(to, rows, call.inner, count, call.inner, 0, call.inner / kUnit);
 }
 
+// Returns memory for `count` elements from the start of `memory`, and moves `memory` behind them, to a cache line.
 template <class T>
-T* take(char*& memory, long count) {
+T* carve(char*& memory, long count) {
   T* taken = reinterpret_cast<T*>(memory);
   memory += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
   return taken;
@@ -322,13 +334,13 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
                        static_cast<size_t>(std::min(experts, choices)) * sizeof(Chosen) +
                        static_cast<size_t>(choices) * sizeof(Group) + 2 * static_cast<size_t>(most_threads) * sizeof(Run) + 7 * 64;
   char* memory = static_cast<char*>(plan_buffer.reserve(bytes));
-  long* starts = take<long>(memory, experts + 1);
-  long* row = take<long>(memory, choices);
-  long* position = take<long>(memory, choices);
-  Chosen* chosen = take<Chosen>(memory, std::min(experts, choices));
-  Group* groups = take<Group>(memory, choices);
-  Run* up_runs = take<Run>(memory, most_threads);
-  Run* down_runs = take<Run>(memory, most_threads);
+  long* starts = carve<long>(memory, experts + 1);
+  long* row = carve<long>(memory, choices);
+  long* position = carve<long>(memory, choices);
+  Chosen* chosen = carve<Chosen>(memory, std::min(experts, choices));
+  Group* groups = carve<Group>(memory, choices);
+  Run* up_runs = carve<Run>(memory, most_threads);
+  Run* down_runs = carve<Run>(memory, most_threads);
   std::memset(starts, 0, static_cast<size_t>(experts + 1) * sizeof(long));
   for (long i = 0; i < choices; i++)
     if (ids[i] >= 0 && ids[i] < experts) starts[ids[i] + 1]++;
@@ -358,7 +370,7 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
   make_runs(call, up.blocks(), up_runs, most_threads);
   make_runs(call, down.blocks(), down_runs, most_threads);
   bool packs = false;
-  for (long i = 0; i < chosen_count; i++) packs |= !as_it_is(chosen[i]);
+  for (long i = 0; i < chosen_count; i++) packs |= !is_packed_already(chosen[i]);
 #pragma omp parallel
   {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -391,8 +403,8 @@ void heteroinfer_experts(uint16_t* y, long ldy, const uint16_t* x, long ldx, con
   }
 }
 
-// Computes a layer's routed experts from its hidden states: logits, choice and sum, by the functions above. `logits` are
-// [m][experts] in bf16 or float32, or null if the layer has a gate.
+// Computes a layer's routed experts from its hidden states x[m][hidden]: the logits, the choice of experts, and the
+// weighted sum. `logits` are [m][experts] in bf16 or float32; they are ignored if the layer has a gate.
 void heteroinfer_mixture(const Layer* layer, uint16_t* y, long ldy, const uint16_t* x, long ldx, const void* logits,
                          int bf16, long m) {
   if (m <= 0) return;

@@ -1,6 +1,7 @@
 // The host's part of the feed-forward slab: asks and answers with bounded waits (feed_forward_slab.h).
 //
-// A GPU asks and reads answers in its own kernels (feed_forward/kernels.cu); its host calls only `ring` here.
+// A GPU asks and reads answers in its own kernels (feed_forward/kernels.cu). Its host calls only `heteroinfer_ff_wake`
+// of this file.
 // feed_forward_link.cpp carries asks to other pods.
 
 #include "feed_forward_slab.h"
@@ -9,6 +10,7 @@ using namespace feed_forward;
 
 namespace {
 
+// Number of different experts in ids[n]. Ids below 0 are not counted.
 uint64_t count_experts(const int32_t* ids, uint64_t n) {
   uint64_t seen[64] = {}, count = 0;  // one bit for each of 4,096 experts
   for (uint64_t i = 0; i < n; i++) {
@@ -28,7 +30,7 @@ extern "C" {
 int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit_ns, uint32_t* layer, uint32_t* rows) {
   Slab* slab = static_cast<Slab*>(memory);
   Lane& own = slab->lanes[lane];
-  // Time of the last ask or ring, kept across calls: an idle lane must not spin again in each call.
+  // Time of the last ask or wake, kept across calls: an idle lane must not spin again in each call.
   static thread_local uint64_t idle_since = 0;
   if (!idle_since) idle_since = now_ns();
   Waiter waiter(spin_ns, limit_ns, idle_since);
@@ -48,7 +50,7 @@ int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit
       own.idle_ns += now_ns() - waiter.start;
       return kNothing;
     }
-    // After a ring, an ask follows within microseconds: spin again.
+    // After a wake, an ask follows within microseconds: spin again.
     if (load(&slab->bell.rung) != rung) {
       idle_since = now_ns();
       waiter.since = idle_since;
@@ -57,7 +59,8 @@ int heteroinfer_ff_next(void* memory, int lane, uint64_t spin_ns, uint64_t limit
   }
 }
 
-// Answers the ask that `next` returned; y is in the slab. A nonzero status ends the asker's step.
+// Answers the ask that `heteroinfer_ff_next` returned; y is in the slab already. A nonzero status means that the
+// computation failed, and ends the asker's step.
 void heteroinfer_ff_answer(void* memory, int lane, int32_t status, uint32_t rows, const int32_t* ids, uint32_t topk,
                            uint64_t busy_ns) {
   Slab* slab = static_cast<Slab*>(memory);
@@ -68,12 +71,13 @@ void heteroinfer_ff_answer(void* memory, int lane, int32_t status, uint32_t rows
   own.experts += ids ? count_experts(ids, static_cast<uint64_t>(rows) * topk) : rows != 0;
   store(&own.status, status);
   store(&own.answered, own.seen);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // store the number before reading `sleeps`
+  // Store the number before reading `sleeps`: otherwise the asker might fall asleep unseen, and nobody would wake it.
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
   if (load(&own.sleeps)) wake(&own.answered);
 }
 
-// Announces asks, so that sleeping lanes wake up in time.
-void heteroinfer_ff_ring(void* memory) {
+// Wakes the lanes before the first ask of a step, so that they do not have to wake up during it.
+void heteroinfer_ff_wake(void* memory) {
   Slab* slab = static_cast<Slab*>(memory);
   __atomic_fetch_add(&slab->bell.rung, 1, __ATOMIC_ACQ_REL);
   __atomic_fetch_add(&slab->bell.steps, 1, __ATOMIC_RELAXED);
@@ -146,8 +150,9 @@ uint64_t heteroinfer_ff_stress(void* memory, const Layout* layout, uint64_t coun
   return count;
 }
 
-// Echoes each ask until stopped: the other side of `stress`, and of the exchange's measurement. With `skip` > 0 every
-// skip-th answer is wrong, so that a test can see the check fail.
+// Answers each ask with its input until the slab is stopped: the other side of `heteroinfer_ff_stress` and of
+// measurements. With `skip` > 0 every skip-th answer is wrong, so that a test can see the check fail. Returns the
+// number of answers.
 uint64_t heteroinfer_ff_echo(void* memory, const Layout* layout, int lane, uint64_t spin_ns, uint64_t skip) {
   char* base = static_cast<char*>(memory);
   uint32_t layer = 0, rows = 0;

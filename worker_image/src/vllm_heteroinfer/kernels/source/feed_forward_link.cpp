@@ -34,16 +34,16 @@ constexpr int kMostLinks = kMaxLanes;
 
 }  // namespace
 
-// As `Link` in pod_link.py, which sets the first three and reads the rest for its messages.
+// Has the same fields as `Link` in pod_link.py, which sets the first three and reads the others for its error messages.
 struct HeteroinferLink {
   int32_t socket;
   uint32_t lane;  // of the slab on this side
   uint64_t token;
-  uint64_t sent, to_send;  // bytes of the message that is under way
+  uint64_t sent, to_send;  // bytes of the message that is being sent
   uint64_t received, to_receive;
   uint64_t network_ns, asks;  // of the asking side: time of its asks without the other pod's work
   int32_t error;              // errno, or one of the above
-  uint32_t is_open;           // whether an ask is under way
+  uint32_t is_open;           // whether an ask has no answer yet
   Message out, in;
 };
 
@@ -51,8 +51,8 @@ namespace {
 
 using Link = HeteroinferLink;
 
-// Returns the parts without their first `done` bytes.
-int remaining(const iovec* parts, int count, uint64_t done, iovec* left) {
+// Writes the parts without their first `done` bytes to `left`. Returns the number of parts that remain.
+int skip_done_bytes(const iovec* parts, int count, uint64_t done, iovec* left) {
   int n = 0;
   for (int i = 0; i < count; i++) {
     if (done >= parts[i].iov_len) {
@@ -65,18 +65,19 @@ int remaining(const iovec* parts, int count, uint64_t done, iovec* left) {
   return n;
 }
 
-uint64_t total(const iovec* parts, int count) {
+// Bytes of all parts.
+uint64_t total_bytes(const iovec* parts, int count) {
   uint64_t bytes = 0;
   for (int i = 0; i < count; i++) bytes += parts[i].iov_len;
   return bytes;
 }
 
-// Both return whether bytes moved; they set `error` if the connection ended.
+// Sends what the socket takes now of a message. Returns whether bytes moved; sets `error` if the connection ended.
 bool send_some(Link& link, const iovec* parts, int count) {
   iovec left[4];
   msghdr message{};
   message.msg_iov = left;
-  message.msg_iovlen = static_cast<size_t>(remaining(parts, count, link.sent, left));
+  message.msg_iovlen = static_cast<size_t>(skip_done_bytes(parts, count, link.sent, left));
   if (!message.msg_iovlen) return false;
   const ssize_t n = sendmsg(link.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
   if (n < 0) {
@@ -87,11 +88,12 @@ bool send_some(Link& link, const iovec* parts, int count) {
   return true;
 }
 
+// Receives what has arrived of a message. Returns whether bytes moved; sets `error` if the connection ended.
 bool receive_some(Link& link, const iovec* parts, int count) {
   iovec left[4];
   msghdr message{};
   message.msg_iov = left;
-  message.msg_iovlen = static_cast<size_t>(remaining(parts, count, link.received, left));
+  message.msg_iovlen = static_cast<size_t>(skip_done_bytes(parts, count, link.received, left));
   if (!message.msg_iovlen) return false;
   const ssize_t n = recvmsg(link.socket, &message, MSG_DONTWAIT);
   if (n < 0) {
@@ -119,7 +121,7 @@ struct SocketWaiter {
     poll(sockets, static_cast<nfds_t>(count), kNapMs);
   }
   uint64_t spin, since;
-  uint32_t polls = 15;  // without a budget it sleeps at once
+  uint32_t polls = 15;  // the first wait looks at the clock, so with `spin` 0 it sleeps at once
 };
 
 struct RelayedAsk {
@@ -128,6 +130,7 @@ struct RelayedAsk {
   uint64_t began_ns;
 };
 
+// Sets the parts of an ask's message: header, rows, ids and weights. Returns their number.
 int ask_parts(char* base, const Layout& layout, Message& header, uint32_t rows, iovec* parts) {
   parts[0] = {&header, sizeof(header)};
   parts[1] = {base + layout.x, uint64_t{rows} * layout.hidden * element_bytes(layout.dtype)};
@@ -136,34 +139,38 @@ int ask_parts(char* base, const Layout& layout, Message& header, uint32_t rows, 
   return 4;
 }
 
+// Sets the parts of an answer's message: header and rows of a lane. Returns their number.
 int answer_parts(char* base, const Layout& layout, Message& header, uint32_t lane, uint32_t rows, iovec* parts) {
   parts[0] = {&header, sizeof(header)};
   parts[1] = {base + layout.y + lane * layout.y_stride, uint64_t{rows} * layout.hidden * element_bytes(layout.dtype)};
   return 2;
 }
 
-void answer_asker(Lane& own, int32_t status, uint64_t number, uint32_t rows, uint64_t busy_ns) {
+// Marks an ask as answered by a lane of another pod, and wakes the asker.
+void complete_ask(Lane& own, int32_t status, uint64_t number, uint32_t rows, uint64_t busy_ns) {
   own.busy_ns += busy_ns;
   own.asks++;
   own.rows += rows;
   store(&own.seen, number);
   store(&own.status, status);
   store(&own.answered, number);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // the number before the look whether somebody sleeps
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // store the number before reading `sleeps`, as in heteroinfer_ff_answer
   if (load(&own.sleeps)) wake(&own.answered);
 }
 
-void begin(Slab* slab, char* base, const Layout& layout, Link& link, const RelayedAsk& ask) {
+// Prepares a link to send an ask and to receive its answer.
+void begin_ask(Slab* slab, char* base, const Layout& layout, Link& link, const RelayedAsk& ask) {
   iovec parts[4];
   link.out = {link.token, ask.number, ask.layer, ask.rows, 0, load(&slab->bell.steps), 0};
   link.sent = link.received = 0;
-  link.to_send = total(parts, ask_parts(base, layout, link.out, ask.rows, parts));
-  link.to_receive = total(parts, answer_parts(base, layout, link.in, link.lane, ask.rows, parts));
+  link.to_send = total_bytes(parts, ask_parts(base, layout, link.out, ask.rows, parts));
+  link.to_receive = total_bytes(parts, answer_parts(base, layout, link.in, link.lane, ask.rows, parts));
   link.is_open = 1;
 }
 
-// Moves what can be moved of a link's ask; returns whether anything did.
-bool progress(Slab* slab, char* base, const Layout& layout, Link& link, const RelayedAsk& ask) {
+// Sends and receives what can be moved of a link's ask, and completes the ask if its answer has arrived. Returns
+// whether anything changed.
+bool move_bytes(Slab* slab, char* base, const Layout& layout, Link& link, const RelayedAsk& ask) {
   iovec parts[4];
   bool moved = false;
   if (link.sent < link.to_send) moved = send_some(link, parts, ask_parts(base, layout, link.out, ask.rows, parts));
@@ -178,12 +185,12 @@ bool progress(Slab* slab, char* base, const Layout& layout, Link& link, const Re
   link.network_ns += took > in.busy_ns ? took - in.busy_ns : 0;
   link.asks++;
   store(&link.is_open, 0u);
-  answer_asker(slab->lanes[link.lane], in.status, ask.number, ask.rows, in.busy_ns);
+  complete_ask(slab->lanes[link.lane], in.status, ask.number, ask.rows, in.busy_ns);
   return true;
 }
 
-// An idle connection has nothing to read, unless it ended.
-bool ended(Link& link) {
+// Whether an idle connection has ended. There is nothing to read, unless the other end closed it or sent too much.
+bool has_ended(Link& link) {
   char byte;
   const ssize_t n = recv(link.socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
@@ -197,7 +204,7 @@ bool ended(Link& link) {
 extern "C" {
 
 // Relays asks of a slab to other pods. Returns kStopped once the slab is stopped, or 1 + the number of the link
-// that ended; its `error` says how.
+// whose connection ended; the link's `error` has the reason.
 int heteroinfer_ff_relay(void* memory, const Layout* layout, HeteroinferLink* links, int count, uint64_t spin_ns) {
   Slab* slab = static_cast<Slab*>(memory);
   char* base = static_cast<char*>(memory);
@@ -211,18 +218,18 @@ int heteroinfer_ff_relay(void* memory, const Layout* layout, HeteroinferLink* li
       waiter.wait(&slab->bell.rung, rung);
       if (waiter.waited >= spin_ns)
         for (int i = 0; i < count; i++)
-          if (ended(links[i])) return 1 + i;
-      if (load(&slab->bell.rung) != rung) {  // work within microseconds: spin again
+          if (has_ended(links[i])) return 1 + i;
+      if (load(&slab->bell.rung) != rung) {  // an ask follows within microseconds: spin again
         waiter.since = now_ns();
         waiter.waited = 0;
       }
     }
     ask = {load(&slab->ask.number), slab->ask.layer, slab->ask.rows, now_ns()};
     if (!ask.rows) {
-      for (int i = 0; i < count; i++) answer_asker(slab->lanes[links[i].lane], 0, ask.number, 0, 0);
+      for (int i = 0; i < count; i++) complete_ask(slab->lanes[links[i].lane], 0, ask.number, 0, 0);
       continue;
     }
-    for (int i = 0; i < count; i++) begin(slab, base, *layout, links[i], ask);
+    for (int i = 0; i < count; i++) begin_ask(slab, base, *layout, links[i], ask);
     SocketWaiter waits(spin_ns);
     for (int left = count; left;) {
       bool moved = false;
@@ -230,7 +237,7 @@ int heteroinfer_ff_relay(void* memory, const Layout* layout, HeteroinferLink* li
       left = 0;
       for (int i = 0; i < count; i++) {
         if (!links[i].is_open) continue;
-        moved |= progress(slab, base, *layout, links[i], ask);
+        moved |= move_bytes(slab, base, *layout, links[i], ask);
         if (links[i].error) return 1 + i;
         if (!links[i].is_open) continue;
         const short events = static_cast<short>(POLLIN | (links[i].sent < links[i].to_send ? POLLOUT : 0));
@@ -246,33 +253,33 @@ int heteroinfer_ff_relay(void* memory, const Layout* layout, HeteroinferLink* li
   }
 }
 
-// In the other pod: receives the next ask into the pod's slab. Returns kAsked; kNothing after `limit_ns`; kStopped
-// if the connection ended, see `error`.
+// In the other pod: receives the next ask into the pod's slab. Returns kAsked; kNothing after `limit_ns`; kStopped if
+// the connection ended, and then the link's `error` has the reason.
 int heteroinfer_ff_receive(HeteroinferLink* link, void* memory, const Layout* layout, uint32_t max_rows,
                            uint64_t spin_ns, uint64_t limit_ns, uint32_t* layer, uint32_t* rows) {
   Slab* slab = static_cast<Slab*>(memory);
   char* base = static_cast<char*>(memory);
   Lane& own = slab->lanes[link->lane];
-  // Since the last ask, over several calls: an idle rank must not spin anew in each.
+  // Time of the last ask, kept across calls: an idle rank must not spin again in each call.
   static thread_local uint64_t idle_since = 0;
   const uint64_t start = now_ns();
   if (!idle_since) idle_since = start;
   SocketWaiter waiter(spin_ns, idle_since);
   iovec parts[4];
   for (;;) {
-    const bool knows = link->received >= sizeof(Message);
-    const int count = ask_parts(base, *layout, link->in, knows ? link->in.rows : 0, parts);
+    const bool has_header = link->received >= sizeof(Message);
+    const int count = ask_parts(base, *layout, link->in, has_header ? link->in.rows : 0, parts);
     const bool moved = receive_some(*link, parts, count);
     if (link->error) return kStopped;
     const Message& in = link->in;
-    if (!knows && link->received == sizeof(Message)) {
+    if (!has_header && link->received == sizeof(Message)) {
       if (in.token != link->token || in.number <= slab->ask.number || !in.rows || in.rows > max_rows) {
         link->error = kMalformed;
         return kStopped;
       }
       continue;
     }
-    if (knows && link->received == total(parts, count)) break;
+    if (has_header && link->received == total_bytes(parts, count)) break;
     if (moved) {
       waiter.progressed();
       continue;
@@ -301,7 +308,7 @@ int heteroinfer_ff_receive(HeteroinferLink* link, void* memory, const Layout* la
 
 // Waits for the pod's other ranks, and sends their sum with this rank's part, which is in the slab and counted
 // by `heteroinfer_ff_answer`. Returns 0; 1 + lane: that lane is late; -1 - lane: it answered with a status (this
-// is sent too); INT_MIN: the connection ended, or took nothing for so long.
+// is sent too); INT_MIN: the connection ended, or took no bytes within `limit_ns`.
 int heteroinfer_ff_reply(HeteroinferLink* link, void* memory, const Layout* layout, uint64_t began_ns,
                          uint64_t spin_ns, uint64_t limit_ns) {
   Slab* slab = static_cast<Slab*>(memory);
@@ -326,7 +333,7 @@ int heteroinfer_ff_reply(HeteroinferLink* link, void* memory, const Layout* layo
   link->sent = 0;
   iovec parts[4];
   const int count = answer_parts(base, *layout, link->out, 0, result ? 0 : rows, parts);
-  link->to_send = total(parts, count);
+  link->to_send = total_bytes(parts, count);
   SocketWaiter waits(spin_ns);
   for (uint64_t since = now_ns(); link->sent < link->to_send;) {
     if (send_some(*link, parts, count)) {

@@ -1,6 +1,7 @@
 // vector_rows.h for FP8 weights, which are widened to bf16 in registers. Widen::pair(w, first, second) produces the bf16
 // of a pair of k: first for 16 columns, second for the next 16, in the form that `Dot::of` takes.
 
+// c[S][R][32] += x * w over `units` units of S blocks. Sums 128 k, then multiplies the sum by the scale of these 128 k.
 template <class Dot, class Widen, int R, int S>
 static void multiply_fp8_rows(float* c, const Fp8Stream* streams, const void* inputs, long units, long distance) {
   const Widen widen;
@@ -42,12 +43,13 @@ static void multiply_fp8_rows(float* c, const Fp8Stream* streams, const void* in
   }
 }
 
+// Multiplies `count` blocks, as many at once as have their sums in registers.
 template <class Dot, class Widen, int R>
 static void multiply_fp8_streams(float* c, const Fp8Stream* streams, int count, const void* x, long units,
                                  long distance) {
   constexpr int kMost = R <= 2 ? 4 : 2;  // more sums would not fit into registers beside the tables for widening
-  const int some = count < kMost ? count : kMost;
-  for (; count > 0; count -= some, streams += some, c += some * R * 32) switch (some) {
+  const int at_once = count < kMost ? count : kMost;
+  for (; count > 0; count -= at_once, streams += at_once, c += at_once * R * 32) switch (at_once) {
       case 4: multiply_fp8_rows<Dot, Widen, R, kMost>(c, streams, x, units, distance); break;
       case 2: multiply_fp8_rows<Dot, Widen, R, 2>(c, streams, x, units, distance); break;
       default: multiply_fp8_rows<Dot, Widen, R, 1>(c, streams, x, units, distance);
@@ -56,6 +58,8 @@ static void multiply_fp8_streams(float* c, const Fp8Stream* streams, int count, 
 
 constexpr int kFp8Rows = 4;
 
+// c[count][rows][32] += x * w over `units` units of `count` blocks. The number of rows must be a constant for the sums
+// to stay in registers.
 template <class Dot, class Widen>
 static void multiply_fp8(float* c, int rows, const Fp8Stream* streams, int count, const void* x, long units,
                          long distance) {
@@ -67,6 +71,7 @@ static void multiply_fp8(float* c, int rows, const Fp8Stream* streams, int count
   }
 }
 
+// Writes a unit of FP8 weights as bf16, in the packed order of linear layers, and prefetches `ahead`.
 template <class Widen>
 static void widen_unit(uint16_t* out, const uint8_t* w, const uint8_t* ahead) {
   const Widen widen;

@@ -30,7 +30,7 @@ constexpr long kManyBlocks = 4;          // blocks of columns that share one rea
 constexpr long kHugePage = 2 << 20;
 
 int available = 0;  // bits of Path
-bool widens = false;  // the CPU has AVX512-VBMI
+bool has_vbmi = false;  // AVX512-VBMI, which widens FP8 and coded weights to bf16
 int forced_path = -1, forced_streams = -1, forced_prefetch = -1;
 
 thread_local Buffer inputs_buffer, parts_buffer, sums_buffer, runs_buffer;
@@ -117,51 +117,54 @@ void multiply_piece(const Call& call, const Piece& piece, const Piece& next, flo
     }
 }
 
-// The first and the last piece of a thread may be a part of a block. Each has its own slot in `parts`.
-float* part(float* parts, const Call& call, long thread, bool first) {
+// The sums of a thread's first or last piece, the only pieces that may be a part of a block. Each has its own slot in
+// `parts`.
+float* part_sums(float* parts, const Call& call, long thread, bool first) {
   return parts + (thread * 2 + (first ? 0 : 1)) * call.rows.m * kColumns;
 }
 
-// Computes a piece. Stores a whole block in y; keeps the sums of a part in `kept`.
-void compute_piece(const Call& call, const Piece& piece, const Piece& next, float* kept, float* sums) {
+// Computes a piece. Stores a whole block in y; keeps the sums of a part of a block in `split_sums`.
+void compute_piece(const Call& call, const Piece& piece, const Piece& next, float* split_sums, float* sums) {
   const bool whole = piece.whole(call);
-  float* c = whole ? sums : kept;
+  float* c = whole ? sums : split_sums;
   std::memset(c, 0, static_cast<size_t>(call.rows.m * kColumns) * sizeof(float));
   multiply_piece(call, piece, next, c);
   if (whole) call.store(piece.block, c, 0, static_cast<int>(call.rows.m));
 }
 
-// Computes a thread's range, from which other threads may take whole blocks, then takes whole blocks of other threads.
-void few_rows(const Call& call, Run* runs, float* parts, float* sums, long thread, long threads) {
+// Computes a thread's range: a part of a block, whole blocks, a part of a block. Other threads may take the whole
+// blocks. Then takes whole blocks of other threads.
+void compute_few_rows(const Call& call, Run* runs, float* parts, float* sums, long thread, long threads) {
   const Range range(call, thread, threads);
   const long units = call.units, last = range.end / units * units;
   const auto compute = [&](long unit) {
     const Piece piece = range.piece(call, unit);
     const long following = unit + piece.end - piece.first;
     compute_piece(call, piece, following < range.end ? range.piece(call, following) : piece,
-                  part(parts, call, thread, unit == range.first), sums);
+                  part_sums(parts, call, thread, unit == range.first), sums);
   };
   runs[thread].set(ceil_div(range.first, units), range.end / units);
   if (range.first < range.end && range.first % units) compute(range.first);
-  take_own(runs[thread], one_task, [&](long block, long) { compute(block * units); });
+  run_own_tasks(runs[thread], one_task, [&](long block, long) { compute(block * units); });
   if (last < range.end && last >= range.first) compute(last);
-  take_others(runs, thread, threads, one_task, [&](long block, long) {
+  run_tasks_of_others(runs, thread, threads, one_task, [&](long block, long) {
     compute_piece(call, {block, 0, units}, {block, 0, units}, nullptr, sums);
   });
 }
 
-// The thread that has the start of a split block adds the parts of the following threads to it.
-void join_parts(const Call& call, float* parts, long thread, long threads) {
+// Completes the block that is split between this thread and the following ones, if this thread has its start: adds the
+// sums of the other threads, and stores the block.
+void join_split_block(const Call& call, float* parts, long thread, long threads) {
   const Range range(call, thread, threads);
   if (range.first == range.end) return;
   const long block = (range.end - 1) / call.units, start = block * call.units, end = start + call.units;
   if (start < range.first || range.end == end) return;
-  float* total = part(parts, call, thread, start == range.first);
+  float* total = part_sums(parts, call, thread, start == range.first);
   for (long other = thread + 1; other < threads; other++) {
     const Range theirs(call, other, threads);
     if (theirs.first >= end) break;
     if (theirs.first == theirs.end) continue;
-    const float* c = part(parts, call, other, true);
+    const float* c = part_sums(parts, call, other, true);
     for (long i = 0; i < call.rows.m * kColumns; i++) total[i] += c[i];
   }
   call.store(block, total, 0, static_cast<int>(call.rows.m));
@@ -169,7 +172,8 @@ void join_parts(const Call& call, float* parts, long thread, long threads) {
 
 // Computes rows [first_group, end_group) x blocks [first_block, end_block), chunk by chunk of k. A chunk of weights stays
 // in the first cache for all rows, and the rows' inputs stay in the second cache for all blocks.
-void many_rows(const Call& call, float* sums, long first_group, long end_group, long first_block, long end_block) {
+void compute_many_rows(const Call& call, float* sums, long first_group, long end_group, long first_block,
+                       long end_block) {
   const long first_row = call.rows.first(first_group);
   const long rows = call.rows.first(end_group - 1) + call.rows.count(end_group - 1) - first_row;
   std::memset(sums, 0, static_cast<size_t>(rows * kColumns * (end_block - first_block)) * sizeof(float));
@@ -189,13 +193,14 @@ void many_rows(const Call& call, float* sums, long first_group, long end_group, 
     call.store(block, sums + rows * kColumns * (block - first_block), first_row, static_cast<int>(rows));
 }
 
-// Runs without tasks.
+// Returns `count` runs without tasks, in memory that later calls use again.
 Run* empty_runs(long count) {
   auto* runs = static_cast<Run*>(runs_buffer.reserve(static_cast<size_t>(count) * sizeof(Run)));
   for (long i = 0; i < count; i++) new (runs + i) Run;
   return runs;
 }
 
+// Computes a call with many rows. A task is a band of rows times a few blocks of columns.
 void linear_many(const Call& call) {
   const long groups = std::max<long>(1, kManyRows / call.rows.each), bands = ceil_div(call.rows.groups, groups);
   Run* runs = empty_runs(omp_get_max_threads());
@@ -210,16 +215,18 @@ void linear_many(const Call& call) {
     call.kernel->enter();
     const auto compute = [&](long task, long) {
       const long block = task / bands * wide, group = task % bands * groups;
-      many_rows(call, sums, group, std::min(call.rows.groups, group + groups), block,
+      compute_many_rows(call, sums, group, std::min(call.rows.groups, group + groups), block,
                 std::min(call.blocks, block + wide));
     };
     runs[thread].set(tasks * thread / threads, tasks * (thread + 1) / threads);
-    take_own(runs[thread], one_task, compute);
-    take_others(runs, thread, threads, one_task, compute);
+    run_own_tasks(runs[thread], one_task, compute);
+    run_tasks_of_others(runs, thread, threads, one_task, compute);
     call.kernel->leave();
   }
 }
 
+// Computes a call with few rows: the threads share all units of the weights evenly, so a block may be split between two
+// threads or more. `serial`: uses one thread.
 void linear_few(const Call& call, bool serial) {
   const size_t block_bytes = static_cast<size_t>(call.rows.m * kColumns) * sizeof(float);
   const long most_threads = serial ? 1 : omp_get_max_threads();
@@ -230,15 +237,16 @@ void linear_few(const Call& call, bool serial) {
     const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
     float* sums = static_cast<float*>(sums_buffer.reserve(block_bytes));
     call.kernel->enter();
-    few_rows(call, runs, parts, sums, thread, threads);
+    compute_few_rows(call, runs, parts, sums, thread, threads);
     call.kernel->leave();
     if (call.blocks % threads) {
 #pragma omp barrier
-      join_parts(call, parts, thread, threads);
+      join_split_block(call, parts, thread, threads);
     }
   }
 }
 
+// Packs the inputs of all rows for the kernel. Each thread packs a part of the inputs of each row.
 void pack_inputs(const Call& call, char* out, const uint16_t* x, long ldx, long k, bool serial) {
 #pragma omp parallel if (!serial)
   {
@@ -250,12 +258,14 @@ void pack_inputs(const Call& call, char* out, const uint16_t* x, long ldx, long 
   }
 }
 
-Path choose(long m) {
+// The fastest available path for m rows, or the one that `heteroinfer_tune` set.
+Path choose_path(long m) {
   if (forced_path >= 0 && forced_path != kPathAvx2) return static_cast<Path>(forced_path);
   if (m >= kAmxRows && available >> kPathAmx & 1) return kPathAmx;
   return available >> kPathAvx512Bf16 & 1 ? kPathAvx512Bf16 : kPathAvx512;
 }
 
+// Asks the operating system for huge pages for the whole ones in this memory, which makes reads of weights faster.
 void ask_for_huge_pages(void* memory, long bytes) {
   const auto start = reinterpret_cast<uintptr_t>(memory);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
@@ -263,8 +273,9 @@ void ask_for_huge_pages(void* memory, long bytes) {
   if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // advice: an error has no effect
 }
 
-// Writes first to the memory that the same thread will read later, so that the kernel places it in the thread's NUMA node.
-// `offset(column, k)` is the position of an element in a unit.
+// Packs w[n][k] (row stride ldw) into `out`; `offset(column, k)` is the position of an element in a unit. Each thread
+// is the first to write the memory that it will read later, so that the operating system places this memory in the
+// thread's NUMA node.
 template <class Element, class Offset>
 void pack(Element* out, const Element* w, long ldw, long n, long k, Offset offset) {
   const long blocks = ceil_div(n, kColumns), units = ceil_div(k, kUnit);
@@ -284,20 +295,24 @@ void pack(Element* out, const Element* w, long ldw, long n, long k, Offset offse
 
 }  // namespace
 
+// Returns the kernel for m rows with its number of streams and prefetch distance. FP8 weights need AVX512-VBMI for all
+// kernels but the one for AVX-512F.
 Choice heteroinfer::choose_kernel(long m, bool fp8) {
-  const Kernel& kernel = *kKernels[fp8 && !widens ? kPathAvx512 : choose(m)];
+  const Kernel& kernel = *kKernels[fp8 && !has_vbmi ? kPathAvx512 : choose_path(m)];
   return {&kernel, forced_streams > 0 ? forced_streams : kernel.streams,
           forced_prefetch >= 0 ? forced_prefetch : kernel.prefetch};
 }
 
+// Returns the kernel for m rows of coded weights. Only bf16 inputs can use AMX and AVX512-BF16, with AVX512-VBMI to
+// widen the codes to bf16. Everything else is decoded to float32, by AVX-512F or AVX2.
 CodedChoice heteroinfer::choose_coded(long code, long element, long m) {
   static const CodedKernel kCodedAmx = coded_amx();
   const auto may = [](Path path) { return (forced_path < 0 || forced_path == path) && available >> path & 1; };
   const CodedKernel* kernel = &kCodedAvx512;
   const RowsKernel* rows = &kRowsAvx512;
-  if (may(kPathAmx) && widens && element == kElementBf16 && code != kF16 && m >= kAmxCodedRows)
+  if (may(kPathAmx) && has_vbmi && element == kElementBf16 && code != kF16 && m >= kAmxCodedRows)
     kernel = &kCodedAmx;
-  else if ((may(kPathAvx512Bf16) || may(kPathAmx)) && widens && element == kElementBf16 && code != kF16)
+  else if ((may(kPathAvx512Bf16) || may(kPathAmx)) && has_vbmi && element == kElementBf16 && code != kF16)
     kernel = &kCodedAvx512Bf16;
   else if (!(available >> kPathAvx512 & 1) || forced_path == kPathAvx2)
     kernel = &kCodedAvx2, rows = &kRowsAvx2;
@@ -313,22 +328,22 @@ extern "C" {
 int heteroinfer_init(int allowed) {
   __builtin_cpu_init();
   available = 0;
-  widens = false;
+  has_vbmi = false;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     available = allowed & 1 << kPathAvx2;
   if (!__builtin_cpu_supports("avx512f") || !(allowed >> kPathAvx512 & 1)) return available;
   available |= 1 << kPathAvx512;
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
     available |= allowed & 1 << kPathAvx512Bf16;
-  widens = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bw");
+  has_vbmi = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bw");
   unsigned a, b, c, d = 0;
   const bool tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
   if (tiles && allowed >> kPathAmx & 1 && request_amx()) available |= 1 << kPathAmx;
-  return available | widens << kPaths;
+  return available | has_vbmi << kPaths;
 }
 
 // Name of the kernel that multiplies m rows.
-const char* heteroinfer_kernel(long m) { return kKernels[choose(m)]->name; }
+const char* heteroinfer_kernel(long m) { return kKernels[choose_path(m)]->name; }
 
 // For measurements and tests: sets a path (0, 1, 2, and 3 for coded weights), the streams (1, 2, 4) and the prefetch
 // distance in units (for FP8, in 128 k). -1 restores the default. Returns 0 if this CPU does not support them.
@@ -357,7 +372,7 @@ void heteroinfer_pack(uint16_t* out, const uint16_t* w, long ldw, long n, long k
   pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + column * 2 + i % 2; });
 }
 
-// The same for FP8.
+// Like `heteroinfer_pack`, for FP8 weights.
 void heteroinfer_pack_fp8(uint8_t* out, const uint8_t* w, long ldw, long n, long k) {
   pack(out, w, ldw, n, k, [](long column, long i) { return i / 2 * 2 * kColumns + fp8_offset(column, i % 2); });
 }

@@ -24,6 +24,7 @@ struct __attribute__((packed)) TileConfig {
 // Tiles: 0, 1 sums of rows 0-15 (columns 0-15, 16-31); 2, 3 sums of rows 16-31; 4, 5 inputs; 6, 7 weights.
 thread_local int configured_rows = 0;
 
+// Sets the sizes of the tiles for this number of rows, if they differ from those set before.
 void configure(int rows) {
   if (configured_rows == rows) return;
   const int upper = rows < 16 ? rows : 16, lower = rows - upper;
@@ -38,11 +39,14 @@ void configure(int rows) {
   configured_rows = rows;
 }
 
+// Prefetches the cache lines [first, end) of a unit.
 inline __attribute__((always_inline)) void prefetch_unit(const uint16_t* ahead, int first, int end) {
   for (int line = first; line < end; line++)
     _mm_prefetch(reinterpret_cast<const char*>(ahead) + line * 64, _MM_HINT_T0);
 }
 
+// c[rows][32] += x * w over `units` units of each stream, with the sums in tiles. `Lower`: there are more than 16 rows,
+// so rows 16 to 31 have tiles, too. Prefetches this share of each stream's `ahead`.
 template <bool Lower>
 void multiply_tiles(float* c, int rows, const Stream* streams, int count, long units, Share share) {
   const int first_line = 32 * share.index / share.count, end_line = 32 * (share.index + 1) / share.count;
@@ -76,6 +80,7 @@ void multiply_tiles(float* c, int rows, const Stream* streams, int count, long u
   }
 }
 
+// c[rows][32] += x * w over `units` units of each stream, for up to 32 rows.
 void multiply(float* c, int rows, const Stream* streams, int count, long units, Share share) {
   configure(rows);
   if (rows > 16)
@@ -84,6 +89,8 @@ void multiply(float* c, int rows, const Stream* streams, int count, long units, 
     multiply_tiles<false>(c, rows, streams, count, units, share);
 }
 
+// Packs the inputs of `rows` rows for the units [first, end) of k: the 32 inputs of each row in turn, which are a row
+// of a tile. Writes zeros beyond k.
 void pack_rows(void* out, const uint16_t* x, long ldx, int rows, long k, long first, long end) {
   auto* to = static_cast<uint16_t*>(out) + first * kUnit * rows;
   for (long unit = first; unit < end; unit++)
@@ -97,6 +104,7 @@ void pack_rows(void* out, const uint16_t* x, long ldx, int rows, long k, long fi
 // Other libraries (oneDNN) configure the tiles for themselves, so each call must set its own configuration.
 void enter() { configured_rows = 0; }
 
+// Releases the tiles, so that the operating system need not save them at a switch of threads.
 void leave() {
   if (configured_rows) _tile_release();
   configured_rows = 0;
@@ -106,6 +114,7 @@ void leave() {
 
 const Kernel kAmx = {"amx_bf16", 32, 2, 2, 1, true, pack_rows, multiply, enter, leave, &kFp8Amx};
 
+// Linux gives a process the tile registers only on request. Returns false if this system does not.
 bool request_amx() {
   constexpr long kArchReqXcompPerm = 0x1023, kXfeatureTileData = 18;
   return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData) == 0;

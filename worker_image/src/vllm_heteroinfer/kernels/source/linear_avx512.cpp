@@ -68,10 +68,11 @@ const Fp8 kFp8 = {kFp8Rows, multiply_fp8<Dot, Widen>, widen_unit<Widen>};
 
 }  // namespace
 
-const Kernel kAvx512 = {"avx512f", 12, 4, 4, 1, false, pack_rows<Dot>, multiply<Dot>, nothing, nothing, &kFp8};
+const Kernel kAvx512 = {"avx512f", 12, 4, 4, 1, false, pack_rows<Dot>, multiply<Dot>, do_nothing, do_nothing, &kFp8};
 
 namespace {
 
+// Reads 16 floats.
 inline Floats load(const float* from) {
   Floats to;
   __builtin_memcpy(&to, from, sizeof to);
@@ -98,6 +99,7 @@ inline Floats exponential(Floats x) {
   return (Floats)((Ints)p + (half << 23)) * (Floats)((exponent - half + 127) << 23);
 }
 
+// Writes 16 elements as bf16, rounded to nearest even, one by one.
 inline void store_bf16(uint16_t* to, Floats value) {
   const Bits bits = (Bits)value;
   Bits rounded = (bits + ((bits >> 16 & 1) + 0x7fff)) >> 16;
@@ -107,6 +109,7 @@ inline void store_bf16(uint16_t* to, Floats value) {
 
 }  // namespace
 
+// h[rows][n] = silu(gate) * up, rounded to bf16. In the sums, blocks of 32 gates and 32 ups alternate.
 void silu_and_multiply(uint16_t* h, long ldh, const float* sums, long ld, int rows, long n) {
   for (int r = 0; r < rows; r++)
     for (long column = 0; column < n; column += 16) {
@@ -116,6 +119,7 @@ void silu_and_multiply(uint16_t* h, long ldh, const float* sums, long ld, int ro
     }
 }
 
+// y[n] = sum over i of weights[i] * parts[i][n], rounded to bf16.
 void weighted_sum(uint16_t* y, const float* const* parts, const float* weights, long count, long n) {
   for (long column = 0; column < n; column += 16) {
     Floats sum = {};
@@ -128,12 +132,14 @@ namespace {
 
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
+// float32 of 16 bf16.
 inline Floats widen(const uint16_t* from) {
   Halves halves;
   __builtin_memcpy(&halves, from, sizeof(halves));
   return (Floats)(__builtin_convertvector(halves, Bits) << 16);
 }
 
+// Writes 16 elements as bf16, rounded to nearest even, at once.
 inline void store_rounded(uint16_t* to, Floats value) {
   const Bits bits = (Bits)value;
   Bits rounded = (bits + ((bits >> 16 & 1) + 0x7fff)) >> 16;
@@ -142,25 +148,28 @@ inline void store_rounded(uint16_t* to, Floats value) {
   __builtin_memcpy(to, &halves, sizeof(halves));
 }
 
-// 1 / sqrt of the mean of n squares. Lane i of the argument has the sum of every 16th square from i on.
+// 1 / sqrt(mean of n squares + epsilon). Lane i of `squares` has the sum of every 16th square from i on.
 inline float inverse_root(Floats squares, long n, float epsilon) {
   for (int half = 8; half; half /= 2)
     for (int i = 0; i < half; i++) squares[i] += squares[i + half];
   return 1.0f / __builtin_sqrtf(squares[0] / static_cast<float>(n) + epsilon);
 }
 
+// y[n] = x[n] * scale * weight[n].
 inline void scale_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float scale) {
   for (long i = 0; i < n; i += 16) store_rounded(y + i, widen(x + i) * scale * widen(weight + i));
 }
 
 }  // namespace
 
+// y[n] = x[n] / sqrt(mean(x^2) + epsilon) * weight[n], rounded to bf16.
 void norm_row(uint16_t* y, const uint16_t* x, const uint16_t* weight, long n, float epsilon) {
   Floats squares = {};
   for (long i = 0; i < n; i += 16) squares += widen(x + i) * widen(x + i);
   scale_row(y, x, weight, n, inverse_root(squares, n, epsilon));
 }
 
+// residual[n] += x[n], and x = the norm of this sum. The mean of squares uses the sum before it is rounded.
 void add_and_norm_row(uint16_t* x, uint16_t* residual, const uint16_t* weight, long n, float epsilon) {
   Floats squares = {};
   for (long i = 0; i < n; i += 16) {
@@ -171,6 +180,8 @@ void add_and_norm_row(uint16_t* x, uint16_t* residual, const uint16_t* weight, l
   scale_row(x, residual, weight, n, inverse_root(squares, n, epsilon));
 }
 
+// Chooses the topk experts with the highest corrected scores: computes all scores, adds the bias, then finds the
+// highest score topk times and removes it each time. Scores are padded to 16 with minus infinity.
 void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16, const Routing& routing, float* scratch) {
   const float kInfinity = __builtin_inff();
   const long count = routing.experts, padded = (count + 15) / 16 * 16;
@@ -234,11 +245,13 @@ void choose_experts(float* weights, int32_t* ids, const void* logits, bool bf16,
   }
 }
 
+// c[count] += scale * part[count].
 void add_scaled(float* c, const float* part, float scale, long count) {
   for (long i = 0; i < count; i += 16)
     _mm512_storeu_ps(c + i, _mm512_fmadd_ps(_mm512_loadu_ps(part + i), _mm512_set1_ps(scale), _mm512_loadu_ps(c + i)));
 }
 
+// y[rows][columns] = c[rows][32] + bias, rounded to bf16.
 void store_rows(uint16_t* y, long ldy, const float* c, int rows, long columns, const uint16_t* bias) {
   for (int r = 0; r < rows; r++)
     for (long h = 0; h < columns; h += 16) {

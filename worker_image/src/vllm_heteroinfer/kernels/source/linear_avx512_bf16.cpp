@@ -27,7 +27,7 @@ struct Dot {
 
 }  // namespace
 
-const Kernel kAvx512Bf16 = {"avx512_bf16", 12, 2, 4, 1, false, pack_rows<Dot>, multiply<Dot>, nothing, nothing,
+const Kernel kAvx512Bf16 = {"avx512_bf16", 12, 2, 4, 1, false, pack_rows<Dot>, multiply<Dot>, do_nothing, do_nothing,
                             &kFp8Avx512Bf16};
 
 }  // namespace heteroinfer

@@ -5,8 +5,9 @@ using namespace heteroinfer;
 
 namespace {
 
-constexpr long kSerialElements = 32768;
+constexpr long kSerialElements = 32768;  // for up to this many elements, one thread is faster
 
+// Calls compute(row) for each row of n elements: in one thread for few elements, otherwise in all threads.
 template <class Compute>
 void each_row(long rows, long n, Compute compute) {
   if (rows * n <= kSerialElements) {

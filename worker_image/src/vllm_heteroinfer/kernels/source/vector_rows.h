@@ -4,6 +4,7 @@
 // `Dot::Input` is the packed form of two adjacent k of a row. `Dot::Weights` is the register form of 16 columns x 2 k;
 // `Dot::of(words)` makes it from a register. `Dot::add(sum, weights, input)` multiplies 16 columns.
 
+// c[R][32] += x * w over `units` units of S streams.
 template <class Dot, int R, int S>
 static void multiply_rows(float* c, const Stream* streams, long units) {
   // With few rows, each stream has its own sums, because one long chain of additions would be too slow.
@@ -43,6 +44,7 @@ static void multiply_rows(float* c, const Stream* streams, long units) {
     }
 }
 
+// Calls `multiply_rows` with the number of streams as a constant, so that the sums stay in registers.
 template <class Dot, int R>
 static void multiply_streams(float* c, const Stream* streams, int count, long units) {
   switch (count) {
@@ -52,6 +54,8 @@ static void multiply_streams(float* c, const Stream* streams, int count, long un
   }
 }
 
+// c[rows][32] += x * w over `units` units of each stream. The number of rows must be a constant for the sums to stay in
+// registers.
 template <class Dot>
 static void multiply(float* c, int rows, const Stream* streams, int count, long units, Share) {
   switch (rows) {
@@ -70,6 +74,8 @@ static void multiply(float* c, int rows, const Stream* streams, int count, long 
   }
 }
 
+// Packs the inputs of `rows` rows for the units [first, end) of k: a pair of adjacent inputs of each row in turn.
+// Writes zeros beyond k.
 template <class Dot>
 static void pack_rows(void* out, const uint16_t* x, long ldx, int rows, long k, long first, long end) {
   auto* to = static_cast<typename Dot::Input*>(out) + first * (kUnit / 2) * rows;
@@ -80,4 +86,5 @@ static void pack_rows(void* out, const uint16_t* x, long ldx, int rows, long k, 
     }
 }
 
-static void nothing() {}
+// Kernel::enter and Kernel::leave of instruction sets without state.
+static void do_nothing() {}

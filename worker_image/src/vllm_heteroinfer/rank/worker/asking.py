@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from vllm_heteroinfer.feed_forward import recording, remote, remote_parts
-from vllm_heteroinfer.feed_forward.exchange import HostExchange, LaneReady, Watch, no_note, open_slab, probe
+from vllm_heteroinfer.feed_forward.exchange import (
+    HostExchange,
+    LaneReady,
+    Watch,
+    no_description,
+    open_slab,
+    probe,
+)
 from vllm_heteroinfer.feed_forward.recipe import Recipe, recipe_key
 from vllm_heteroinfer.feed_forward.relay import Relay, connect_all, relay_cpus
 from vllm_heteroinfer.feed_forward.slab import Slab, shape_of
@@ -22,22 +29,27 @@ _logger = logging.getLogger(__name__)
 
 
 class _RemoteLoad(ModelLoad):
-    """Records the parts of feed-forward ranks, and leaves their tensors out."""
+    """Changes of the load: records the parts of feed-forward ranks, and omits their tensors."""
 
     def __init__(
         self,
         config: Any,
-        found: Mapping[int, remote_parts.RemotePart],
-        wanted: Collection[int],
+        parts: Mapping[int, remote_parts.RemotePart],
+        planned_layers: Collection[int],
         publish: Callable[[Recipe], None],
     ) -> None:
-        self._config, self._found, self._wanted, self._publish = config, found, wanted, publish
+        self._config, self._parts, self._planned_layers, self._publish = (
+            config,
+            parts,
+            planned_layers,
+            publish,
+        )
         self._remote: frozenset[str] = frozenset()
 
     def model_built(self, model: Any, loader: Any) -> None:
         """Records and publishes the recipe; raises ContractError if a remote part lacks weights."""
-        remote_parts.check_found(self._found, self._wanted, self._config.model_config.model)
-        recorded = recording.record(model, loader, self._config, self._found)
+        remote_parts.check_found(self._parts, self._planned_layers, self._config.model_config.model)
+        recorded = recording.record(model, loader, self._config, self._parts)
         self._remote = recorded.tensors
         self._publish(recorded.recipe)
 
@@ -54,6 +66,7 @@ class Asking(RankMode):
     _watch: Watch
 
     def __init__(self, context: RankContext, device: torch.device, config: Any) -> None:
+        """Finds the layers and the feed-forward ranks of this rank in the plan."""
         self._context, self._device, self._config = context, device, config
         self._ranks = context.plan.feed_forward_ranks(context.rank.stage)
         self._lanes = asking_lanes(context.plan, context.rank)
@@ -75,13 +88,14 @@ class Asking(RankMode):
             "heteroinfer_feed_forward": sorted(self._layers),
         }
         dummy = self._config.load_config.load_format == "dummy"
-        with remote.replacing(self._layers, records=not dummy) as found:
-            yield _RemoteLoad(self._config, found, self._layers, self._publish)
+        with remote.replace_remote_parts(self._layers, records=not dummy) as parts:
+            yield _RemoteLoad(self._config, parts, self._layers, self._publish)
         if dummy:
-            remote_parts.check_found(found, self._layers, self._context.plan.engine.model)
-            self._publish(recording.describe_dummy(self._config, found))
+            remote_parts.check_found(parts, self._layers, self._context.plan.engine.model)
+            self._publish(recording.describe_dummy(self._config, parts))
 
     def _publish(self, recipe: Recipe) -> None:
+        """Keeps the recipe, and publishes it for feed-forward ranks."""
         self._recipe = recipe
         self._context.store.put(recipe_key(self._context.rank.rank), recipe.to_text())
 
@@ -96,17 +110,17 @@ class Asking(RankMode):
         context = self._context
         shape = shape_of(self._recipe, context.launch.epoch, len(self._lanes))
         slab, ready = open_slab(shape, context.rank, self._lanes, context.store, context.startup)
-        note, ready = self._relay(slab, ready)
+        describe_ask, ready = self._relay(slab, ready)
         exchange: remote.Asks
         if self._device.type == "cuda":
             from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
 
             exchange = CudaExchange(slab, self._device, limit_s=context.step_timeout_s)
         else:
-            exchange = HostExchange(slab, self._lanes, ready, note)
+            exchange = HostExchange(slab, self._lanes, ready, describe_ask)
         remote.connect(exchange)
         probe(exchange, shape, self._device, len(self._ranks))
-        self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, note)
+        self._slab, self._watch = slab, Watch(slab, self._lanes, ready, context.fail, describe_ask)
         _logger.info(
             "rank %d asks feed-forward ranks %s for %d layers, %d rows of %d at most",
             context.rank.rank,
@@ -123,7 +137,7 @@ class Asking(RankMode):
         context = self._context
         relayed = relayed_lanes(self._lanes, context.rank)
         if not relayed:
-            return no_note, ready
+            return no_description, ready
         connections, ready = connect_all(relayed, ready, slab.shape, context.launch, context.rank)
         relay = Relay(
             slab,
@@ -132,12 +146,12 @@ class Asking(RankMode):
             cpus=relay_cpus(os.environ),
             fail=context.fail,
         )
-        return relay.note, ready
+        return relay.describe_ask, ready
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
         """Wakes the lanes before a step's asks."""
         if counts:
-            self._slab.ring()
+            self._slab.wake_lanes()
 
     def check_steps(self) -> None:
         """Raises RuntimeError if an ask timed out; see `Watch.check_steps`."""

@@ -44,7 +44,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         cpu_linear.install()
         cpu_coded.install()
         cpu_experts.install()
-        cpu_coded_experts.install(loaded_experts.hold)
+        cpu_coded_experts.install(loaded_experts.pack_loaded_experts)
         cpu_packing.install()
         cpu_router.install()
         cpu_mixture.install()
@@ -68,7 +68,7 @@ class HeteroCpuWorker(GroupWorkerMixin, SleepMixin, CpuSleepMixin, CPUWorker):
         return self.context.rank.kv_cache_bytes
 
     def measure_headroom(self) -> headroom.KvHeadroom:
-        """This rank's share of the memory that its pod and machine have left."""
+        """Measures this rank's share of the memory that its pod and machine have left."""
         context = self.context
         available = available_memory(
             Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text(), Path("/proc/meminfo").read_text()

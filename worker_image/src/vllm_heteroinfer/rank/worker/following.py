@@ -23,14 +23,14 @@ _logger = logging.getLogger(__name__)
 
 @unique
 class Event(IntEnum):
-    """What a leader announces."""
+    """Kind of a leader's announcement."""
 
     FORWARD = 1
     """One forward pass; the value is its tokens."""
     LOGITS = 2
     """One computation of logits; the value is its rows."""
     END = 3
-    """The phase is over; the value is how many were announced before."""
+    """The phase is over; the value is the number of announcements before it."""
 
 
 class FollowError(RuntimeError):
@@ -49,12 +49,13 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
     and `_dummy_sampler_run` calls `model.compute_logits(...)`, wherever they are called from.
 
     Args:
-        announce: tells every follower of the group, in order with its collectives.
-        model: unwrapped. It has two additional instance attributes while the context is active.
+        announce: sends a message to every follower, in order with the group's collectives.
+        model: the model itself, not a wrapper. It has two additional instance attributes in the context.
     """
     count = 0
 
-    def tell(event: Event, value: int) -> None:
+    def send(event: Event, value: int) -> None:
+        """Announces an event, and counts the announcement."""
         nonlocal count
         count += 1
         announce(_MESSAGE.pack(event, value))
@@ -62,14 +63,15 @@ def leading(announce: Callable[[bytes], None], model: "torch.nn.Module", phase: 
     compute_logits: Callable[..., Any] | None = getattr(model, "compute_logits", None)
 
     def announced_logits(hidden_states: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
+        """Announces a computation of logits, then runs it."""
         assert compute_logits is not None
-        tell(Event.LOGITS, hidden_states.shape[0])
+        send(Event.LOGITS, hidden_states.shape[0])
         return compute_logits(hidden_states, *args, **kwargs)
 
     if compute_logits is not None:
         model.compute_logits = announced_logits
     try:
-        with _watching(model, lambda tokens: tell(Event.FORWARD, tokens)):
+        with _reporting_passes(model, lambda tokens: send(Event.FORWARD, tokens)):
             yield
     finally:
         if compute_logits is not None:
@@ -96,31 +98,35 @@ def follow(
     Raises:
         FollowError: the runs of the model differ from the announced pass, or announcements were lost.
     """
-    ran: list[int] = []
+    run_tokens: list[int] = []
     count = 0
-    with _watching(model, ran.append):
+    with _reporting_passes(model, run_tokens.append):
         while True:
             kind, value = _MESSAGE.unpack(listen())
             event = Event(kind)
             if event is Event.END:
                 break
             count += 1
-            ran.clear()
+            run_tokens.clear()
             (forward if event is Event.FORWARD else logits)(value)
             expected = [value] if event is Event.FORWARD else []
-            if ran != expected:
+            if run_tokens != expected:
                 raise FollowError(
-                    f"{phase}: the model must run with {expected} tokens, as announced (got {ran}). Report "
-                    "this defect of HeteroInfer with this model, and use spec.parallelism.mode: Pipeline"
+                    f"{phase}: the model must run with {expected} tokens, as announced (got {run_tokens}). "
+                    "Report this defect of HeteroInfer with this model, and use spec.parallelism.mode: "
+                    "Pipeline"
                 )
     if count != value:
-        raise FollowError(f"{phase}: followed {count} announcements, but the leader made {value}")
+        raise FollowError(
+            f"{phase}: this rank must follow all {value} announcements of the leader (got {count}). Report "
+            "this defect of HeteroInfer with this model, and use spec.parallelism.mode: Pipeline"
+        )
     _logger.info("%s: followed %d forward passes and computations of logits", phase, count)
 
 
 @contextlib.contextmanager
-def _watching(model: "torch.nn.Module", tell: Callable[[int], None]) -> Iterator[None]:
-    """Reports the number of tokens of each forward pass just before the pass.
+def _reporting_passes(model: "torch.nn.Module", report: Callable[[int], None]) -> Iterator[None]:
+    """Reports the number of tokens of each forward pass of the model just before the pass.
 
     Wraps `forward` instead of using a hook of torch: vLLM's decorated models, those of the Transformers
     backend, bypass hooks (vllm/compilation/decorators.py::_support_torch_compile@v0.32.0).
@@ -129,7 +135,8 @@ def _watching(model: "torch.nn.Module", tell: Callable[[int], None]) -> Iterator
 
     @functools.wraps(forward)
     def announced(*args: Any, **kwargs: Any) -> Any:
-        tell(num_tokens(args, kwargs))
+        """Reports a forward pass, then runs it."""
+        report(num_tokens(args, kwargs))
         return forward(*args, **kwargs)
 
     model.forward = announced

@@ -21,7 +21,7 @@ from vllm_heteroinfer.rank.worker.sleep import SleepMixin
 
 _ACTIVATIONS_BYTES = 1 << 30
 """Memory for activations, only for the check at start. The profile run measures the real need."""
-_PAIRS = 8
+_EVENT_PAIRS = 8
 """Pairs of events, reused in turn. There are more pairs than steps that can run at the same time."""
 
 
@@ -36,7 +36,7 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         vLLM would require 92 % of the whole GPU, but the plan may use only a share.
         Source: vllm/v1/worker/utils.py::request_memory@v0.32.0.
         """
-        self._nccl_log = NcclLog.begin(os.environ)
+        self._nccl_log = NcclLog.capture(os.environ)
         total = torch.cuda.get_device_properties(0).total_memory
         self.cache_config.gpu_memory_utilization = memory_share(self.context.rank, total)
         super().init_device()
@@ -45,13 +45,13 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         """Loads like the mixin, and installs the timer of forward passes."""
         super().load_model(**kwargs)
         if self.context.metrics.counts:
-            DeviceTimer(self.model_runner, self.context.metrics.on_device)
+            DeviceTimer(self.model_runner, self.context.metrics.set_device_timer)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warms up like the mixin, and reports the transport of tensors between GPUs."""
         times = super().compile_or_warm_up_model()
-        for way in sorted(self._nccl_log.used_transports()) if self._nccl_log else ():
-            self.context.metrics.travels("ranks", way)
+        for transport in sorted(self._nccl_log.used_transports()) if self._nccl_log else ():
+            self.context.metrics.record_path("ranks", transport)
         return times
 
     def begin_profile(self) -> None:
@@ -59,7 +59,7 @@ class HeteroGpuWorker(GroupWorkerMixin, SleepMixin, Worker):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def measure_headroom(self) -> headroom.KvHeadroom:
-        """The memory that the GPU has left."""
+        """Measures the memory that the GPU has left for a KV cache, after the largest batch."""
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         gc.collect()
@@ -90,15 +90,15 @@ class DeviceTimer:
         """Wraps `runner._model_forward`.
 
         Args:
-            report: receives, for each forward pass, a function that returns the pass's seconds on the device.
-                That function waits for the forward pass. Call it after the step.
+            report: called for each forward pass with a function that returns the pass's seconds on the
+                device. That function waits for the forward pass, so call it only after the step.
         """
         self._forward = runner._model_forward
         self._report = report
         self._events = cycle(
             [
                 (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                for _ in range(_PAIRS)
+                for _ in range(_EVENT_PAIRS)
             ]
         )
         runner._model_forward = self

@@ -30,7 +30,12 @@ _logger = logging.getLogger(__name__)
 
 
 class TimedOutput(AsyncModelRunnerOutput):
-    """A step's answer that is still being copied from the device. The step ends when the answer arrives."""
+    """A step's answer that is still being copied from the device. The step ends when the answer arrives.
+
+    Args:
+        check: raises an error if the step's results must not be used.
+        done: records the end of the step.
+    """
 
     def __init__(
         self, output: AsyncModelRunnerOutput, check: Callable[[], None], done: Callable[[], None]
@@ -75,7 +80,7 @@ class GroupWorkerMixin:
         context.reporter.set_phase(RankPhase.LOADING, 0, context.rank.weight_bytes)
         with (
             self.mode.loading() as load,
-            weight_loading.counted(self.model_runner, self._report_load, load),
+            weight_loading.counting_progress(self.model_runner, self._report_load, load),
         ):
             super().load_model(**kwargs)  # type: ignore[misc]
         self._loaded_bytes = weight_bytes(self.model_runner.get_model())
@@ -85,9 +90,9 @@ class GroupWorkerMixin:
 
     def _report_load(self, done_bytes: int, total_bytes: int) -> None:
         """Reports the load's progress, in bytes of the rank's own share if the plan contains its size."""
-        own = self.context.rank.weight_bytes
-        if own:
-            done_bytes, total_bytes = own * done_bytes // total_bytes, own
+        planned_bytes = self.context.rank.weight_bytes
+        if planned_bytes:
+            done_bytes, total_bytes = planned_bytes * done_bytes // total_bytes, planned_bytes
         self.context.reporter.set_phase(RankPhase.LOADING, done_bytes, total_bytes)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
@@ -163,15 +168,15 @@ class GroupWorkerMixin:
         rows = scheduler_output.total_num_scheduled_tokens
         if not rows:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
-        ends_here = not get_pp_group().is_last_rank
+        is_last_call = not get_pp_group().is_last_rank
         self._counts_step = not is_first_request(scheduler_output)
-        with self._call_of_step():
+        with self._timed_call():
             self.mode.begin_step(rows, counts=self._counts_step)
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
-            if ends_here:
+            if is_last_call:
                 self.mode.end_step()
         self._step_tokens = count_tokens(scheduler_output)
-        if ends_here or output is not None:
+        if is_last_call or output is not None:
             self._finish_step()
         return output
 
@@ -179,24 +184,27 @@ class GroupWorkerMixin:
         """Samples on the last stage. Other stages do nothing."""
         if self._step_tokens is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
-        with self._call_of_step(), self._hidden_generators(self.model_runner):
+        with self._timed_call(), self._hidden_generators(self.model_runner):
             with self.mode.sampling(self.model_runner, grammar_output) as mask:
                 output = super().sample_tokens(mask)  # type: ignore[misc]
             if isinstance(output, AsyncModelRunnerOutput):
-                output = TimedOutput(output, self.mode.check_steps, self.context.metrics.runs_ahead())
+                output = TimedOutput(
+                    output, self.mode.check_steps, self.context.metrics.continue_into_next_step()
+                )
             else:
                 self.mode.check_steps()
         self._finish_step()
         return output
 
     @contextmanager
-    def _call_of_step(self) -> Iterator[None]:
+    def _timed_call(self) -> Iterator[None]:
+        """Times a call of the current step; adds its collectives' time as a wait for peers."""
         metrics = self.context.metrics
-        metrics.enter()
+        metrics.begin_call()
         communicators.take_wait_s()
         yield
         metrics.waited(communicators.take_wait_s())
-        metrics.leave()
+        metrics.end_call()
 
     def _hidden_generators(self, runner: Any) -> AbstractContextManager[None]:
         """Hides random generators whose samples are discarded: vLLM cannot rewind a CPU generator."""
@@ -205,6 +213,7 @@ class GroupWorkerMixin:
         return sampling.without_discarded_seeds(runner.input_batch, runner.discard_request_mask.np)
 
     def _finish_step(self) -> None:
+        """Records the metrics of the step whose calls are over."""
         assert self._step_tokens is not None
         prefill, decode = self._step_tokens
         self._step_tokens = None

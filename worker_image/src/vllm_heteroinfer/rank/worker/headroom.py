@@ -39,17 +39,21 @@ def grant(rank: RankAssignment, planned_bytes: int, headroom: KvHeadroom) -> tup
     """
     if headroom.size_bytes >= planned_bytes or not planned_bytes:
         return planned_bytes, ""
-    got = (
+    problem = (
         f"rank {rank.rank} (role {rank.role}, {rank.device}): memory for the KV cache is "
         f"{format_bytes(headroom.size_bytes)}, but the plan needs {format_bytes(planned_bytes)}: "
-        f"{headroom.words}. {_remedy(rank.device)}"
+        f"{headroom.words}. {_fix(rank.device)}"
     )
     if headroom.size_bytes <= 0:
-        raise MemoryError(got)
-    return headroom.size_bytes, f"{got}. Until then all ranks use the number of KV blocks that fits here"
+        raise MemoryError(problem)
+    return (
+        headroom.size_bytes,
+        f"{problem}. Until then all ranks use the number of KV blocks that fits on this rank",
+    )
 
 
-def _remedy(device: Device) -> str:
+def _fix(device: Device) -> str:
+    """Returns the user's fix for too little memory on a device."""
     if device is Device.GPU:
         return "End other processes on the GPU, or set roles[].deviceMemory to the GPU's real memory"
     return "Raise resources.limits.memory of the role, or give the rank fewer layers"

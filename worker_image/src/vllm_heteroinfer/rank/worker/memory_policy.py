@@ -17,10 +17,15 @@ _MASK_BITS = 1024
 
 
 def prefer_nodes_or_warn(nodes: Sequence[int]) -> None:
-    """Allocates new memory of this process on `nodes`, or logs why not. Does nothing without nodes."""
+    """Allocates new memory of this process on `nodes`, or logs why this is impossible.
+
+    Does nothing without nodes.
+    """
     if nodes and (problem := prefer_nodes(nodes)):
         _logger.warning(
-            "memory is not allocated on NUMA nodes %s, but where it is touched: %s", nodes, problem
+            "cannot bind memory to NUMA nodes %s: %s. Memory is on the node of the core that uses it first",
+            nodes,
+            problem,
         )
 
 
@@ -41,9 +46,13 @@ def prefer_nodes(nodes: Sequence[int]) -> str:
     try:
         libnuma = ctypes.CDLL(_LIBNUMA, use_errno=True)
     except OSError as error:
-        return f"{error}: install libnuma1"
+        return f"{error}. Install libnuma1"
     if libnuma.set_mempolicy(mode, mask, ctypes.c_ulong(_MASK_BITS)) == 0:
         return ""
     number = ctypes.get_errno()
-    remedy = " (the container's seccomp profile forbids it)" if number == errno.EPERM else ""
+    remedy = (
+        " (the container's seccomp profile forbids it. Allow set_mempolicy in it)"
+        if number == errno.EPERM
+        else ""
+    )
     return f"set_mempolicy: {os.strerror(number)}{remedy}"

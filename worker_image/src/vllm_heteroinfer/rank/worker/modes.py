@@ -51,8 +51,8 @@ class PipelineHops(RankMode):
         empty = runner.get_model().make_empty_intermediate_tensors(
             batch_size=1, dtype=runner.vllm_config.model_config.dtype, device=self._device
         )
-        schema = HopSchema.of(empty.tensors)
-        self._agree_on(schema)
+        schema = HopSchema.of_tensors(empty.tensors)
+        self._compare_with_previous(schema)
         self._transport = PipelineTransport(
             group=group,
             schema=schema,
@@ -63,24 +63,25 @@ class PipelineHops(RankMode):
             on_error=context.fail,
         )
         self._transport.attach()
-        context.metrics.travels("stages", "gloo")
+        context.metrics.record_path("stages", "gloo")
 
     def begin_step(self, rows: int, *, counts: bool) -> None:
         """Sets the number of rows of the step's hop."""
-        self._transport.expect(rows)
+        self._transport.expect_rows(rows)
 
-    def _agree_on(self, schema: HopSchema) -> None:
+    def _compare_with_previous(self, schema: HopSchema) -> None:
+        """Publishes this stage's hop schema, and compares it with the previous stage's schema."""
         context, group = self._context, get_pp_group()
-        ours = schema.to_json()
-        context.store.put(f"hop/{context.rank.rank}", ours)
+        own_schema = schema.to_json()
+        context.store.put(f"hop/{context.rank.rank}", own_schema)
         if group.is_first_rank:
             return
         peer = group.prev_rank
-        theirs = context.store.get(
+        peer_schema = context.store.get(
             f"hop/{peer}", context.startup, what=f"hop schema of rank {peer}", rank=peer
         )
-        if theirs != ours:
+        if peer_schema != own_schema:
             raise RuntimeError(
-                f"rank {context.rank.rank} expects hidden states {ours}, but rank {peer} sends {theirs}. "
-                f"{SAME_MODEL}"
+                f"rank {context.rank.rank} expects hidden states {own_schema}, but rank {peer} sends "
+                f"{peer_schema}. {SAME_MODEL}"
             )

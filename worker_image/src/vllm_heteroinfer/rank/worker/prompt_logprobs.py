@@ -41,16 +41,17 @@ class PromptLogprobsInParts:
         return found
 
     def _compute_request(self, hidden_states: Any, request_id: str, tokens: int) -> dict[str, Any]:
+        """Returns a request's log-probabilities, or {} if its prompt continues in the next step."""
         request = self._runner.requests[request_id]
-        begin = request.num_computed_tokens
-        found: dict[str, Any] = {}
+        first_token = request.num_computed_tokens
+        logprobs: dict[str, Any] = {}
         try:
-            for done in range(0, tokens, self._rows):
-                request.num_computed_tokens = begin + done
-                part = {request_id: min(self._rows, tokens - done)}
-                found = self._compute_part(hidden_states[done:], part)
-                if found:
+            for offset in range(0, tokens, self._rows):
+                request.num_computed_tokens = first_token + offset
+                part = {request_id: min(self._rows, tokens - offset)}
+                logprobs = self._compute_part(hidden_states[offset:], part)
+                if logprobs:
                     break
         finally:
-            request.num_computed_tokens = begin
-        return found
+            request.num_computed_tokens = first_token
+        return logprobs

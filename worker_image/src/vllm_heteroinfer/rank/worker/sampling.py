@@ -42,14 +42,14 @@ class SharedSamples:
         if self._leads:
             output: SamplerOutput = self._sample(logits, spec_decode_metadata)
             self._bridge.broadcast(output.sampled_token_ids, src=0)
-            self._remember(output.sampled_token_ids)
+            self._add_to_history(output.sampled_token_ids)
             return output
         token_ids = torch.empty((logits.shape[0], 1), dtype=torch.int32, device=logits.device)
         token_ids = self._bridge.broadcast(token_ids, src=0)
-        self._remember(token_ids)
+        self._add_to_history(token_ids)
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=None)
 
-    def _remember(self, token_ids: torch.Tensor) -> None:
+    def _add_to_history(self, token_ids: torch.Tensor) -> None:
         """Adds the step's tokens and request ids to the digest that later collectives compare."""
         order = "\0".join(self._runner.input_batch.req_ids).encode()
         self._digest = zlib.crc32(token_ids.cpu().numpy().tobytes(), zlib.crc32(order, self._digest))

@@ -54,6 +54,7 @@ class SleepMixin:
         self._set_asleep(self._asleep | set(tags))
 
     def _set_asleep(self, tags: frozenset[str]) -> None:
+        """Notes the released memory, and reports the rank as Sleeping or Ready."""
         self._asleep = tags
         phase = RankPhase.SLEEPING if tags else RankPhase.READY
         self.context.reporter.set_phase(phase, self._loaded_bytes, self._loaded_bytes)
@@ -67,7 +68,7 @@ class CpuSleepMixin:
     def sleep(self, level: int = 1) -> None:
         """Releases the KV cache."""
         freed = release_pages(self.model_runner.kv_caches)
-        _logger.info("asleep at level %d: %s of KV cache given back", level, format_bytes(freed))
+        _logger.info("asleep at level %d: released %s of KV cache", level, format_bytes(freed))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Does nothing: the kernel maps pages of zeros when the KV cache is used."""
@@ -91,14 +92,14 @@ def release_pages(tensors: Iterable[Any]) -> int:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    freed = 0
-    for address, size in storages.items():
-        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (address + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    freed_bytes = 0
+    for address, num_bytes in storages.items():
+        first_page = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (address + num_bytes - first_page) // mmap.PAGESIZE * mmap.PAGESIZE
         if length <= 0:
             continue
-        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), MADV_DONTNEED) != 0:
+        if libc.madvise(ctypes.c_void_p(first_page), ctypes.c_size_t(length), MADV_DONTNEED) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"madvise: {os.strerror(number)}")
-        freed += length
-    return freed
+        freed_bytes += length
+    return freed_bytes

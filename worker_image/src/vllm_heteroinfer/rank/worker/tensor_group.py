@@ -59,7 +59,7 @@ class TensorGroup(RankMode):
             timeout_s=context.startup.left_s,
             meter=context.metrics,
         )
-        context.metrics.travels("ranks", bridge.path)
+        context.metrics.record_path("ranks", bridge.path)
         # Tracing must not enter the bridge. vLLM's custom op is opaque, and the default on GPUs.
         # Source: vllm/distributed/parallel_state.py::GroupCoordinator.all_reduce@v0.32.0.
         group.use_custom_op_call = group.use_custom_op_call or compiles
@@ -77,7 +77,11 @@ class TensorGroup(RankMode):
 
     @contextlib.contextmanager
     def warming_up(self, runner: Any, phase: str) -> Iterator[None]:
-        """A leader announces each run inside the context; a follower first runs all announced passes."""
+        """Makes the ranks of the group run the same passes in a phase of the warm-up.
+
+        The leader announces each pass that it runs inside the context. A follower runs all announced passes
+        before the context begins.
+        """
         model = runner.get_model()
         if self._leads:
             with leading(self._bridge.announce, model, phase):
@@ -97,18 +101,21 @@ class TensorGroup(RankMode):
         Raises:
             RuntimeError: this rank's attention needs another order.
         """
-        context, ours = self._context, runner.reorder_batch_threshold
+        context, own_order = self._context, runner.reorder_batch_threshold
         key = f"order/{context.rank.stage}"
         if self._leads:
-            context.store.put(key, str(ours))
+            context.store.put(key, str(own_order))
             return
-        theirs = context.store.get(key, context.startup, what="order of requests from the stage's first rank")
-        if ours is None and theirs != "None":
-            runner.reorder_batch_threshold = int(theirs)
-        elif str(ours) != theirs:
+        leader_order = context.store.get(
+            key, context.startup, what="order of requests from the stage's first rank"
+        )
+        if own_order is None and leader_order != "None":
+            runner.reorder_batch_threshold = int(leader_order)
+        elif str(own_order) != leader_order:
             raise RuntimeError(
-                f"rank {context.rank.rank} orders a batch by {ours}, but its stage's first rank by {theirs}; "
-                "choose one attention backend for all ranks (engine.args: --attention-backend)"
+                f"rank {context.rank.rank}: its attention backend must order a batch by the threshold "
+                f"{leader_order} of the stage's first rank (got {own_order}). Choose one attention backend "
+                "for all ranks (engine.args: --attention-backend)"
             )
 
     def ready(self) -> None:
@@ -135,21 +142,24 @@ class TensorGroup(RankMode):
 
         A step with prompt logprobs ends with one more broadcast: their logits are computed after sampling.
         """
-        meets_again = bool(runner.num_prompt_logprobs)
+        has_prompt_logprobs = bool(runner.num_prompt_logprobs)
         yield grammar_output if self._leads else None
-        if meets_again:
+        if has_prompt_logprobs:
             self.end_step()
 
     @torch.inference_mode()
     def _follow(self, runner: Any, model: Any, phase: str) -> None:
+        """Runs the forward passes and computations of logits that the leader announces in a phase."""
         config = runner.vllm_config
         size = (config.model_config.get_hidden_size(),)
         dtype = config.model_config.dtype
 
         def logits(rows: int) -> None:
+            """Computes logits of zeros, so that this rank takes part in the collectives inside."""
             model.compute_logits(torch.zeros((rows, *size), dtype=dtype, device=self._device))
 
         def forward(tokens: int) -> None:
+            """Runs a forward pass with dummy tokens."""
             runner._dummy_run(tokens, skip_eplb=True, is_profile=True)
 
         with set_current_vllm_config(config):

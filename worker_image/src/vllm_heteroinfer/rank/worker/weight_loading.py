@@ -16,7 +16,9 @@ COUNTED: Final = "heteroinfer_counted"
 
 
 @contextmanager
-def counted(runner: Any, report: Callable[[int, int], None], load: ModelLoad | None = None) -> Iterator[None]:
+def counting_progress(
+    runner: Any, report: Callable[[int, int], None], load: ModelLoad | None = None
+) -> Iterator[None]:
     """Reports the progress of a model runner's load while the context is active.
 
     Tensors of other stages count as loaded, but are not read. Formats with their own loader (tensorizer,
@@ -34,7 +36,7 @@ def counted(runner: Any, report: Callable[[int, int], None], load: ModelLoad | N
     if not issubclass(loader, DefaultModelLoader):
         yield
         return
-    register_model_loader(COUNTED)(_counting(loader, config, report, load or ModelLoad()))
+    register_model_loader(COUNTED)(_build_counting_loader(loader, config, report, load or ModelLoad()))
     # The GPU runner reads its own load_config, the CPU runner reads vllm_config.load_config.
     runner.load_config = runner.vllm_config.load_config = dataclasses.replace(config, load_format=COUNTED)
     try:
@@ -43,12 +45,14 @@ def counted(runner: Any, report: Callable[[int, int], None], load: ModelLoad | N
         runner.load_config = runner.vllm_config.load_config = config
 
 
-def _counting(
+def _build_counting_loader(
     loader: type[DefaultModelLoader],
     config: Any,
     report: Callable[[int, int], None],
     load: ModelLoad,
 ) -> type[DefaultModelLoader]:
+    """Returns a subclass of vLLM's loader that reports its progress and applies the mode's changes."""
+
     class CountingLoader(loader):  # the user chooses its base
         done_bytes = 0
         total_bytes = 0
@@ -57,15 +61,18 @@ def _counting(
             super().__init__(config)
 
         def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
+            """Adds the sizes of the files to the total."""
             found = super()._prepare_weights(*args, **kwargs)
             self.total_bytes += sum(Path(file).stat().st_size for file in found[1])
             return found
 
         def load_weights(self, model: Any, model_config: Any) -> None:
+            """Lets the mode see the built model, then loads its weights."""
             load.model_built(model, self)
             super().load_weights(model, model_config)
 
         def get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            """Yields the tensors of this rank, and reports the progress."""
             for name, tensor in super().get_all_weights(*args, **kwargs):
                 if not load.leaves_out(name):
                     yield name, tensor
