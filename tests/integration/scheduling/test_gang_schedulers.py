@@ -310,8 +310,15 @@ async def test_pods_on_a_lost_node_go_once_the_node_is_deleted(site: Site, resou
         return [f["reason"] for f in (await resource.group()).get("failures", ())] == ["NodeLost"]
 
     await until("the loss of the node", ended_epoch, timeout_s=PLACED_S, said=resource.everything)
+    site.open_quota(both=False)  # Kueue knows no nodes, and would admit the next epoch by its quota of two
     site.plane.kubectl("delete", "node", OTHER_NODE)
     await resource.waiting(epoch=2)
+
+    async def first_is_gone() -> bool:
+        epochs = {pod["metadata"]["labels"][names.LABEL_EPOCH] for pod in await resource.pods()}
+        return epochs == {str(resource.nth_epoch(2))}
+
+    await until("the end of the lost pods", first_is_gone, timeout_s=GONE_S, said=resource.everything)
     await resource.remove()
 
 
