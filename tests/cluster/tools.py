@@ -104,7 +104,10 @@ ENVOY_GATEWAY = Tool(name="envoy-gateway", programs=("envoy-gateway",))
 KEDA = Tool(name="keda", programs=("adapter", "operator"))
 """Scales by what the HTTP add-on counts; its module also has its manifests and CRDs."""
 HTTP_ADD_ON = Tool(name="http-add-on", programs=("interceptor", "operator", "scaler"))
-"""Holds and counts requests; its module also has its manifests and CRD."""
+"""Holds and counts requests; its module also has its manifests and CRD.
+
+It takes KEDA's versions of what both import, so that most is compiled once.
+"""
 KSTATUS = _common("kstatus", "./kstatus")
 """Ours: what Flux and others make of a resource's status."""
 COSCHEDULING = Tool(name="scheduler-plugins", programs=("scheduler",))
