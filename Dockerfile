@@ -1,20 +1,21 @@
-# Three images from one file:
-#   operator     `heteroinfer operator`: kopf and a Kubernetes client, no torch
-#   worker       GPU and CPU ranks: vLLM's CUDA build with the libraries of its CPU build beside it
-#   worker-cpu   CPU ranks only: for nodes without a GPU, a fraction of the size
+# This file builds three images, one for each target:
+#   operator     runs `heteroinfer operator`, with kopf and a Kubernetes client, without torch
+#   worker       runs GPU and CPU ranks, with vLLM's CUDA build and the libraries of vLLM's CPU build
+#   worker-cpu   runs CPU ranks only, on nodes without a GPU. It is less than half as large as worker
 #
 #   docker build --target worker-cpu --build-arg TORCH_INDEX=URL-OF-PYTORCHS-CPU-INDEX .
 #
-# BASE: any Debian-like image with Python 3.11, its venv module and its headers.
-# TORCH_INDEX: index of torch's CPU build (worker-cpu). If empty: torch's CUDA build from PyPI, which also runs
-# on CPUs, without the NVIDIA libraries that it does not load there.
+# Arguments:
+#   BASE          a Debian-like image with Python 3.11, its venv module and its headers
+#   TORCH_INDEX   the index of torch's CPU build, for worker-cpu. If it is empty, worker-cpu gets torch's CUDA build from
+#                 PyPI, which also runs on CPUs. The NVIDIA libraries that this build does not load on CPUs are removed
 ARG BASE=python:3.11-slim-bookworm
 # uv installs and compiles in parallel. Each step that uses uv installs and removes it, so that builders without
 # mounts can build this file. The version is the one that created the pinned lists.
 ARG UV=uv==0.13.8
 
-# --- package: only our own code, in a virtual environment. Every image copies it last, so that a change of our
-# code changes one small layer.
+# --- package: HeteroInfer's own code in a virtual environment. Every image copies it last, so that a change of this
+# code changes only one small layer.
 FROM ${BASE} AS package
 ARG UV
 RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir -q "${UV}" \
@@ -24,8 +25,8 @@ COPY operator/src /source/operator/src
 COPY worker_image/src /source/worker_image/src
 RUN /uv/bin/uv pip install --python /opt/heteroinfer/bin/python --no-cache --no-deps --compile-bytecode /source
 
-# --- accounts: a second file of accounts for glibc. Clusters such as OpenShift choose the user id, and the root file
-# system is read-only: our commands write the account of their user into /tmp.
+# --- accounts: a second file of accounts for glibc, in /tmp. Clusters such as OpenShift choose the user id, and the root
+# file system is read-only, so HeteroInfer's commands add the account of their user to this file.
 FROM ${BASE} AS accounts
 RUN apt-get update \
     && apt-get install -y --no-install-recommends libnss-extrausers \
@@ -37,8 +38,8 @@ RUN apt-get update \
     && grep -q '^passwd:.*extrausers' /accounts/etc/nsswitch.conf \
     && ln -s /tmp/.heteroinfer-passwd /accounts/var/lib/extrausers/passwd
 
-# --- runtime: what all images share. Nothing writes outside /tmp, so that the root file system may be
-# read-only; bytecode is compiled at build, since it could not be kept at run time.
+# --- runtime: the layers that all images share. Programs write only into /tmp, so the root file system may be
+# read-only. Python's bytecode is compiled during the build, because it could not be stored at run time.
 FROM ${BASE} AS runtime
 RUN echo 'heteroinfer:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'heteroinfer:x:65532:' >> /etc/group \
@@ -49,14 +50,14 @@ ENV PATH=/opt/heteroinfer/bin:$PATH \
     PYTHONUNBUFFERED=1
 WORKDIR /tmp
 
-# --- runtime-compiler: torch.compile on the CPU runs g++ at start-up.
+# --- runtime-compiler: adds g++, which torch.compile runs on CPUs when a rank starts.
 FROM runtime AS runtime-compiler
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 
-# --- kernels: our own for CPU ranks, compiled once here, never in a pod. Only their sources are copied, so that
-# other changes of the package do not compile them again.
+# --- kernels: compiles HeteroInfer's kernels for CPU ranks, so that pods never compile them. It copies only the sources
+# of the kernels, so that other changes of the package do not compile them again.
 FROM runtime-compiler AS kernels
 COPY worker_image/src/vllm_heteroinfer/kernels /source/vllm_heteroinfer/kernels
 RUN PYTHONPATH=/source python -m vllm_heteroinfer.kernels.build --into /kernels
@@ -106,7 +107,7 @@ COPY --from=kernels /kernels /opt/heteroinfer/lib/python3.11/site-packages/vllm_
 USER 65532:65532
 ENTRYPOINT ["heteroinfer-worker"]
 
-# --- cpu-libraries: libraries of vLLM's CPU build that its CUDA build lacks; see the script.
+# --- cpu-libraries: collects the libraries of vLLM's CPU build that its CUDA build lacks; the script explains them.
 FROM ${BASE} AS cpu-libraries
 ARG UV
 COPY worker_image/requirements-cpu.txt /requirements.txt

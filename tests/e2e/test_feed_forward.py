@@ -69,7 +69,7 @@ def uids(resource: Resource) -> list[str]:
     return [pod["metadata"]["uid"] for pod in resource.pods()]
 
 
-def test_tokens_are_the_references(experts: Resource, expected: list[list[int]]) -> None:
+def test_tokens_equal_those_of_the_reference(experts: Resource, expected: list[list[int]]) -> None:
     check_tokens(experts, expected)
     assert len(experts.pods()) == 1
     ranks = experts.status["plans"][0]["ranks"]

@@ -59,7 +59,7 @@ def is_gone(cluster: NodeCluster, namespace: str) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("operator_ends", ["at the same time", "before"])
-def test_a_namespace_goes_with_the_operator_and_its_resource_in_it(
+def test_a_namespace_with_an_operator_and_a_resource_can_be_deleted(
     cluster: NodeCluster, model: tuple[Path, dict[str, Any]], operator_ends: str
 ) -> None:
     namespace = "all-in-one"
@@ -110,7 +110,7 @@ def scale(resource: Resource, replicas: int) -> None:
 
 
 @pytest.mark.parametrize("first_to_go", ["default", "beta"])
-def test_two_releases_side_by_side_go_in_either_order(
+def test_two_releases_can_be_uninstalled_in_either_order(
     cluster: NodeCluster, model: tuple[Path, dict[str, Any]], first_to_go: str
 ) -> None:
     """The default release serves all namespaces; the other one, with a class, this namespace alone.

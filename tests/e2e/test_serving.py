@@ -82,12 +82,12 @@ def check_tokens(pair: Resource, reference: dict[str, Any]) -> None:
             assert answer.result() == reference[prompt]["token_ids"]
 
 
-def test_the_installation_tests_itself(installed: NodeCluster) -> None:
+def test_helm_test_succeeds_after_an_installation(installed: NodeCluster) -> None:
     said = installed.helm("test", RELEASE, "--namespace", SYSTEM, "--timeout", "60s")
     assert "Phase:          Succeeded" in said
 
 
-def test_tokens_are_the_references(pair: Resource, model: tuple[Path, dict[str, Any]]) -> None:
+def test_tokens_equal_those_of_the_reference(pair: Resource, model: tuple[Path, dict[str, Any]]) -> None:
     check_tokens(pair, model[1])
 
 

@@ -25,7 +25,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_operation_is_what_torch_says(group: Group) -> None:
+def test_every_operation_gives_the_result_of_torch(group: Group) -> None:
     calls = every_operation(len(group.devices))
     assert {call.operation for call in calls} == set(OPERATIONS)
     assert {call.dtype for call in calls} == set(DTYPES)
@@ -35,7 +35,7 @@ def test_every_operation_is_what_torch_says(group: Group) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_sizes_on_both_sides_of_each_way_to_copy(group: Group) -> None:
+def test_tensors_around_each_limit_between_copy_methods_are_right(group: Group) -> None:
     """Mapped up to 256 KiB, copied up to 4 MiB, in parts above; in two and three dims."""
     elements = (1, 7, 4096, 131_071, 131_072, 131_073, 1 << 20, (2 << 20) - 1, (2 << 20) + 1)
     calls = [Call(shape=(1, 1, size), step=index) for index, size in enumerate(elements)]

@@ -107,7 +107,7 @@ def test_sleep_and_wake_keep_the_count_of_asks(tmp_path: Path) -> None:
         assert check_signal(group, 0, signal.SIGKILL).reason is FailureReason.RANK_EXITED
 
 
-def test_a_frozen_pod_goes_on(tmp_path: Path) -> None:
+def test_a_frozen_pod_continues_after_it_thaws(tmp_path: Path) -> None:
     """The GPU does not stop with the pod: its kernels wait for the frozen feed-forward ranks."""
     model = make_model("qwen3_moe", tmp_path)
     expected = reference(model)

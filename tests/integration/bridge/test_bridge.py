@@ -77,7 +77,7 @@ def test_a_rank_says_for_whom_it_waits_after_others_have_come(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_operation_is_what_torch_says(group: Group) -> None:
+def test_every_operation_gives_the_result_of_torch(group: Group) -> None:
     world = len(group.devices)
     calls = every_operation(world)
     done = outcomes(group, "calls", calls=[call.to_json() for call in calls])

@@ -490,7 +490,7 @@ def check(cluster: Cluster, tmp_path: Path, release: str, **settings: str) -> tu
     return done.returncode, done.stdout + done.stderr
 
 
-def test_install_check_uninstall_and_install_again(plane: Cluster, tmp_path: Path) -> None:
+def test_the_chart_can_be_installed_again_after_an_uninstall(plane: Cluster, tmp_path: Path) -> None:
     least = ("-f", str(LEAST_VALUES))
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     wait_established(plane, CRD)
@@ -581,7 +581,7 @@ def test_the_roles_for_a_team_are_those_of_the_chart(plane: Cluster) -> None:
     assert "labels" not in installer["metadata"], "it is given by name only"
 
 
-def test_what_jobs_measured_outlives_every_way_of_applying_the_chart(plane: Cluster) -> None:
+def test_measured_rates_stay_whichever_tool_applies_the_chart(plane: Cluster) -> None:
     least = ("-f", str(LEAST_VALUES), "--set", "replicas=0,crds.install=false", "--set", ",".join(KINDS[:2]))
     plane.helm("install", "rel", str(CHART), "-n", "rel", "--create-namespace", *least)
     place = ("-n", "rel", "-o", "json")

@@ -92,7 +92,7 @@ def release(plane: Cluster) -> Iterator[Release]:
 
 
 @pytest.mark.parametrize("scope", ["Cluster", "Namespaced"])
-async def test_no_way_of_applying_the_chart_touches_the_key(release: Release, scope: str) -> None:
+async def test_the_key_stays_whichever_tool_applies_the_chart(release: Release, scope: str) -> None:
     values = (*VALUES, "--set", f"scope={scope}")
     release.helm("install", CHART, *values)
     assert release.key(OWN) is None, "no template makes it"

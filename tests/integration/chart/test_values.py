@@ -92,7 +92,7 @@ def test_without_an_image_the_message_names_the_value(tmp_path: Path) -> None:
         render(tmp_path, {"image.repository": ""})
 
 
-def test_worker_images_lie_beside_the_operators(tmp_path: Path) -> None:
+def test_worker_images_are_in_the_registry_folder_of_the_operators_image(tmp_path: Path) -> None:
     values = {"image.registry": "r.example.com", "image.repository": "ml/op", "image.tag": "7"}
     (deployment,) = (o for o in render(tmp_path, values) if o["kind"] == "Deployment")
     env = {each["name"]: each.get("value") for each in find_container(deployment)["env"]}
@@ -145,7 +145,7 @@ def test_common_labels_and_annotations_are_on_every_object(tmp_path: Path) -> No
     assert (template["labels"]["team"], template["annotations"]["cost"]) == ("ml", "7")
 
 
-def test_an_objects_own_labels_and_annotations_win_over_common_ones(tmp_path: Path) -> None:
+def test_labels_of_an_object_override_the_common_labels(tmp_path: Path) -> None:
     given = {"team": "own", "app.kubernetes.io/instance": "own"}
     values: dict[str, Any] = {
         "commonLabels": {"team": "all"},

@@ -74,7 +74,7 @@ def test_the_kinds_of_other_projects_accept_the_examples(with_crds: Cluster, fil
         apply(with_crds, [{**found[0], "spec": {**found[0]["spec"], "noSuchField": 1}}])
 
 
-def test_they_lead_to_the_service_and_the_leaders_of_the_example() -> None:
+def test_routes_of_examples_lead_to_the_service_and_the_leaders() -> None:
     resource = parse_resource(yaml.safe_load((EXAMPLES / "cpu-pair.yaml").read_text()))
     name = resource.metadata.name
     owner = Owner(key=ResourceKey(namespace=NAMESPACE, name=name), uid="uid")

@@ -169,7 +169,7 @@ def test_a_model_that_is_there_is_not_fetched_again(hub: HubServer, cache: Path)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_fetch_that_was_ended_goes_on_where_it_stopped(hub: HubServer, cache: Path, how: int) -> None:
+def test_an_interrupted_download_continues_where_it_stopped(hub: HubServer, cache: Path, how: int) -> None:
     hub.pause_after_bytes = PAUSE_BYTES
     with fetching(hub, cache) as fetch:
         # The small shard has its name then: what a download has in memory is lost with its process.
@@ -435,7 +435,7 @@ def test_a_commit_with_a_path_writes_nothing_outside_the_cache(hub: HubServer, c
     assert not (cache.parent / "outside").exists()
 
 
-def test_a_hub_plants_no_marker(hub: HubServer, cache: Path) -> None:
+def test_a_hub_cannot_create_the_marker(hub: HubServer, cache: Path) -> None:
     """Fetched under another way to write its name, it would be there before the weights are."""
     files = hub.repositories[MODEL].files
     planted = CompleteModel(repository=MODEL, commit="0" * 40, files=()).to_json().encode()
@@ -518,7 +518,7 @@ def test_a_hub_with_a_private_authority_needs_its_bundle(
     check_folder(private_hub, cache)
 
 
-def test_a_pod_without_its_model_says_so_before_it_starts_a_rank(hub: HubServer, cache: Path) -> None:
+def test_a_pod_without_its_model_reports_this_before_it_starts_a_rank(hub: HubServer, cache: Path) -> None:
     with fetching(hub, cache) as fetch:
         fetch.model()
     folder = folder_of(hub, cache)

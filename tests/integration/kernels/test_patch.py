@@ -139,7 +139,7 @@ def test_norms_of_eager_ranks_are_sums_written_out() -> None:
     assert asked == ["vllm_cpu", "native"]
 
 
-def test_norms_in_one_call_round_as_the_operation_that_they_stand_for(usable: list[str]) -> None:
+def test_a_norm_in_one_call_rounds_like_the_operations_that_it_replaces(usable: list[str]) -> None:
     """As vLLM's for AVX512-BF16. Torch's, which serves other CPUs, also rounds before the weight."""
     rounds = "avx512_bf16" in of_this_cpu()
     answer = ask_forked(PROBE, "patched_norms", *usable)

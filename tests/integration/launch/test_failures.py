@@ -152,7 +152,7 @@ def test_a_stopped_api_server_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("api", "who"), [("silent", "API server"), ("endless", "API server"), ("engine", "engine")]
 )
-def test_an_api_server_or_engine_that_answers_nothing(tmp_path: Path, api: str, who: str) -> None:
+def test_an_api_server_or_engine_without_answers_is_named(tmp_path: Path, api: str, who: str) -> None:
     """Its process lives and no rank is busy: not ready within 2 s, ended after the limit."""
     limit_s = 4.0
     with tiny_group(tmp_path, env={names.ENV_STEP_TIMEOUT: str(limit_s), "TINY_API": api}) as group:

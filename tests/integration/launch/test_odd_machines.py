@@ -44,7 +44,7 @@ def renamed_process() -> Iterator[int]:
         process.wait()
 
 
-def test_a_program_whose_name_the_kernel_cut_inside_of_a_letter() -> None:
+def test_a_process_name_cut_inside_a_letter_is_read() -> None:
     with renamed_process() as pid:
         assert pid in child_pids()
         assert StopClock().stopped_for_s(pid, 100.0) == 0.0

@@ -45,7 +45,7 @@ async def forget_earlier_tests(server: ApiServer) -> None:
     await until("no resource of earlier tests is left", none_left)
 
 
-async def test_from_apply_to_ready_through_a_failure_to_delete(
+async def test_a_resource_becomes_ready_recovers_from_a_failure_and_is_deleted(
     server: ApiServer, namespace: str, install: Install, tmp_path: Path, node: str
 ) -> None:
     await forget_earlier_tests(server)

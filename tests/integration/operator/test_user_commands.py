@@ -100,7 +100,7 @@ async def test_a_verb_takes_several_names_and_a_selector(
     )
 
 
-async def test_status_before_an_operator_acted(
+async def test_status_reports_that_no_operator_has_acted_yet(
     server: ApiServer, namespace: str, control_plane: Cluster
 ) -> None:
     await create_resource(server, namespace)

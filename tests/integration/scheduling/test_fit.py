@@ -208,7 +208,7 @@ async def test_pods_that_must_be_near_each_other_are_all_placed_or_none_is_made(
         }
 
 
-async def test_pods_placed_one_by_one_tell_the_schedulers_own_words_once(
+async def test_pods_without_a_gang_quote_the_scheduler_once(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     selector = {"template": {"nodeSelector": {"pool": "none"}}}

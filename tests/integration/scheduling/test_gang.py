@@ -73,7 +73,7 @@ async def test_half_a_gang_is_never_placed(
         await until("the Workload goes with its resource", gone, timeout_s=60)
 
 
-async def test_coschedulings_pod_group_and_kueues_labels(
+async def test_pods_get_the_objects_and_labels_of_their_gang_scheduler(
     plane: Cluster, server: ApiServer, namespace: str, tmp_path: Path
 ) -> None:
     installed = [install_crd(plane, project) for project in ("coscheduling", "kueue")]

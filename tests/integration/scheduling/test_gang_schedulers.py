@@ -271,7 +271,7 @@ async def test_a_deleted_pod_of_a_waiting_gang_is_replaced(site: Site, resource:
     await resource.remove()
 
 
-async def test_a_waiting_gang_goes_with_its_resource(resource: Resource) -> None:
+async def test_a_waiting_gang_is_deleted_with_its_resource(resource: Resource) -> None:
     await resource.create()
     await resource.waiting()
     await resource.remove()

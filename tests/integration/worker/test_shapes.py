@@ -18,7 +18,7 @@ from tests.integration.worker.groups import build_addresses, build_plan, fetch, 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_three_uneven_stages_with_chat_and_long_prompts(
+def test_three_uneven_stages_serve_chat_and_long_prompts(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     """On pods of two ranks and of one. Prompts longer than a step are read in chunks, which overlap."""

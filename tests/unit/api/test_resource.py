@@ -295,7 +295,7 @@ def test_a_longest_name_fits_every_host_name() -> None:
     assert len(f"{'a' * 40}-{63}-{10**9}-{16 * 64 - 1}") <= 63
 
 
-def test_a_spec_that_no_object_could_hold_is_refused_in_words() -> None:
+def test_a_spec_that_is_too_large_is_refused_with_a_reason() -> None:
     requirement = {"key": "zone", "operator": "In", "values": [f"{i:02}{'v' * 61}" for i in range(32)]}
     terms = [{"matchExpressions": [requirement] * 16}] * 10
     affinity = {

@@ -145,7 +145,9 @@ def test_suggests_cpu_memory_to_a_user_without_cpus(models: Path, capsys: pytest
     capsys.readouterr()
 
 
-def test_shorter_requests_may_be_the_nearest(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shorter_requests_are_suggested_if_they_are_the_smallest_change(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     new(str(models / SMALL), *hardware(cpu="5Gi"), "--max-model-len", "32768", code=3)
     found = re.search(
         r"  --max-model-len (\d+) +shorter requests than 32,768 tokens\n", capsys.readouterr().err

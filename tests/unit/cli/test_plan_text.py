@@ -54,7 +54,7 @@ def test_bytes_of_a_rank_add_up(name: str) -> None:
         assert (" + 2 copies of " in line) is (rank.role == "cpu" and at_an_end)
 
 
-def test_tables_of_a_stage_are_named() -> None:
+def test_names_embedding_and_head_of_a_stage() -> None:
     said = describe_memory(ask(recorded_profiles()["DeepSeek-V3"], "B"))
     assert [re.findall(r" layers [0-9.]+ GiB(?: packed)? \+ (.*?) [0-9.]+ GiB", line) for line in said] == [
         ["2 copies of embedding"],

@@ -65,7 +65,7 @@ def test_a_rule_lets_in_exactly_whom_it_names(rule: dict[str, Any], expected: li
     assert rules_for(rule) == [*(everybody if expected is None else expected), "drop"]
 
 
-def test_a_policy_without_rules_lets_nobody_in() -> None:
+def test_a_policy_without_rules_blocks_all_connections() -> None:
     assert rules_for() == ["drop"]
 
 

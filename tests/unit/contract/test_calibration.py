@@ -96,7 +96,7 @@ def test_threads_that_fit_on_a_numa_node_read_as_the_slower_node() -> None:
     assert measured.read_rate(16) == 300e9
 
 
-def test_the_fastest_kernel_of_a_format_and_the_smallest_message_of_a_size() -> None:
+def test_finds_the_fastest_kernel_and_the_smallest_matching_message() -> None:
     found = CALIBRATION.fastest_kernel(KernelPart.LINEAR, SchemeName.AWQ, "bfloat16")
     assert found is not None
     assert found.bytes_per_s == 320e9

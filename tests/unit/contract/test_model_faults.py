@@ -37,7 +37,9 @@ def test_recorded_profiles_are_those_of_the_files(name: str) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("vocab_size", 256), ("hidden_size", 512)])
-def test_a_size_of_the_config_that_the_embedding_contradicts(tmp_path: Path, field: str, value: int) -> None:
+def test_names_a_size_of_the_config_that_the_embedding_contradicts(
+    tmp_path: Path, field: str, value: int
+) -> None:
     found = read(tmp_path, "Qwen3-0.6B", **{field: value})
     size = {"vocab_size": 151936, "hidden_size": 1024}[field]
     assert found.faults == (

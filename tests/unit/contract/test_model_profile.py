@@ -347,7 +347,7 @@ def test_a_block_without_weights_has_no_bytes(tmp_path: Path) -> None:
         ({"model_type": "dbrx", "num_key_value_heads": None, "attn_config": {"kv_n_heads": 1}}, 1),
     ],
 )
-def test_key_and_value_heads_in_a_models_own_words(
+def test_reads_key_and_value_heads_under_other_names(
     tmp_path: Path, fields: dict[str, Any], heads: int
 ) -> None:
     assert {kind.kv_heads for kind in _kinds(tmp_path, **fields)} == {heads}
@@ -359,7 +359,7 @@ def test_counts_two_attentions_per_layer(tmp_path: Path) -> None:
     assert [(kind.attention, kind.kv_width) for kind in kinds] == [(AttentionKind.LATENT, 1152)] * LAYERS
 
 
-def test_latents_that_are_kept_as_keys_and_values(tmp_path: Path) -> None:
+def test_counts_latents_that_are_stored_as_keys_and_values(tmp_path: Path) -> None:
     fields = {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
     assert set(_kinds(tmp_path, model_type="minicpm3", **fields)) == {
         LayerKind(kv_heads=4, kv_width=192, mlp_bytes=kind.mlp_bytes, columns=kind.columns)

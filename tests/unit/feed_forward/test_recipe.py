@@ -102,6 +102,6 @@ def test_a_view_is_placed_where_its_elements_are(data: st.DataObject) -> None:
         assert all(found[2][dim] == source[dim] for dim in kept)
 
 
-def test_a_view_that_is_no_region_is_refused() -> None:
+def test_a_view_that_is_not_one_region_of_a_file_is_refused() -> None:
     with pytest.raises(ContractError, match="must be a rectangular region"):
         locate_view((4, 6), 0, (12,), (2,), (1,))

@@ -164,7 +164,7 @@ def test_reports_errors_of_the_file_system(store: ModelStore, number: int, reaso
     assert not refusal.may_heal
 
 
-def test_a_folder_for_each_model_and_commit() -> None:
+def test_each_model_and_commit_has_its_own_folder() -> None:
     assert model_folder("acme/tiny", "abc") == "acme--tiny/abc"
     assert model_folder("gpt2", "abc") == "gpt2/abc"
 

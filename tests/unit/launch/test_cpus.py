@@ -34,7 +34,7 @@ def test_each_rank_gets_its_own_numa_node() -> None:
     )
 
 
-def test_reserved_cpus_leave_the_nodes_even() -> None:
+def test_reserved_cpus_leave_equally_many_cores_on_each_node() -> None:
     assert allocate(TWO_NODES, ranks=2, reserved=2) == (
         cpu_set(*range(1, 8), nodes=(0,)),
         cpu_set(*range(9, 16), nodes=(1,)),

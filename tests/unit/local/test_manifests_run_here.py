@@ -41,7 +41,7 @@ def test_example_is_valid_and_its_pods_run_here(example: Path, tmp_path: Path) -
     stored = build_plan_config_map(OWNER, plan)
     config_maps = {stored["metadata"]["name"]: stored}
     for pod in plan.pods:
-        process = parse_pod(pods.build(pod), config_maps)
+        process = parse_pod(pods.build_pod(pod), config_maps)
         assert process.arguments == ("run",)
         assert Plan.from_env(process.env) == plan
         launch = PodLaunch.from_env(process.env)

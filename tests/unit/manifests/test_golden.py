@@ -171,7 +171,7 @@ def test_only_the_fetch_writes_the_cache_and_sees_the_token() -> None:
     assert fetch["spec"]["containers"][0]["volumeMounts"][-1] == {"name": "model", "mountPath": "/model"}
     pods = replace(_pods(), spec=spec, source=source.at_commit("abc"))
     for assignment in PLAN.pods:
-        worker = pods.build(assignment)["spec"]
+        worker = pods.build_pod(assignment)["spec"]
         env = {variable["name"]: variable for variable in worker["containers"][0]["env"]}
         assert "HF_TOKEN" not in env
         assert env["HF_HUB_OFFLINE"]["value"] == "1"

@@ -38,7 +38,7 @@ def test_the_metrics_port_of_every_rank_is_open(asked: HeteroInferenceSpec) -> N
     served = {
         port["containerPort"]
         for pod in planned.pods
-        for port in pods.build(pod)["spec"]["containers"][0]["ports"]
+        for port in pods.build_pod(pod)["spec"]["containers"][0]["ports"]
         if port["name"].startswith(names.PORT_METRICS)
     }
     rules = build_network_policy(asked, GROUP)["spec"]["ingress"][1]["ports"]

@@ -34,7 +34,7 @@ def worker(changed: HeteroInferenceSpec, **fields: Any) -> dict[str, Any]:
         _pods(), spec=changed, source=addressing.model(changed, OWNER),
         addresses=addressing.pods(changed, GROUP, PLAN), **fields,
     )  # fmt: skip
-    return pods.build(PLAN.pods[1])
+    return pods.build_pod(PLAN.pods[1])
 
 
 def model_pod(changed: HeteroInferenceSpec) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def test_effective_requests_equal_those_of_the_scheduler() -> None:
     }
 
 
-def test_requests_of_placed_pods_and_reservations_of_ours() -> None:
+def test_reads_requests_of_placed_pods_and_reservations_of_ours() -> None:
     pod = stored_pod(phase="Running")
     pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
     placed = trim.pod_requests(pod)

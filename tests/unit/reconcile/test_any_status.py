@@ -238,9 +238,7 @@ def test_no_odd_value_ends_or_stops_a_group(data: st.DataObject) -> None:
     ],
     ids=str,
 )
-def test_values_that_once_ended_or_stopped_a_group(
-    name: str, path: tuple[str | int, ...], value: Any
-) -> None:
+def test_damaged_values_end_or_stop_no_group(name: str, path: tuple[str | int, ...], value: Any) -> None:
     _check(name, _with(name, path, value))
 
 

@@ -290,7 +290,7 @@ def test_a_gang_object_listed_under_two_api_versions_stays() -> None:
     assert ("PodGroup", "demo-0-1") not in world.objects
 
 
-def test_no_gang_object_without_the_api_of_its_scheduler() -> None:
+def test_no_gang_object_is_created_without_the_api_of_its_scheduler() -> None:
     world = started(cpu_pair(), node("a"), gangs=frozenset({Gang.NATIVE}))
     pods = world.workers()
     del world.objects["Workload", "demo-0-1"]

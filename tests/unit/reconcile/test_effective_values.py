@@ -34,7 +34,7 @@ def test_the_status_shows_the_memory_of_gpus(given: str | None, shown: str) -> N
     assert plan_of(world)["roles"] == [{"name": "gpu", "deviceMemory": shown}]
 
 
-def test_integers_stand_beside_the_older_times() -> None:
+def test_the_status_has_times_as_integers_and_as_before() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     plan, summary = plan_of(world), world.status["summary"]

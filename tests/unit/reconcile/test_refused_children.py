@@ -100,7 +100,7 @@ def test_reports_a_name_held_while_the_old_object_is_deleting() -> None:
     assert world.condition("Ready") == ("True", "Serving")
 
 
-def test_a_held_pod_name_is_not_waited_for() -> None:
+def test_a_group_does_not_wait_for_a_pod_name_that_is_held() -> None:
     """The next epoch has other names."""
     world = World(spec=cpu_pair())
     world.holds["Pod", "demo-0-1-1"] = "Pod demo-0-1-1 is being deleted"
@@ -222,7 +222,7 @@ def test_an_object_changed_by_a_controller_is_not_rewritten_without_end() -> Non
     assert world.condition("Progressing") == ("False", "Settled")
 
 
-def test_not_available_while_a_controller_redirects_the_service() -> None:
+def test_available_is_false_while_a_controller_redirects_the_service() -> None:
     world = World(spec=cpu_pair())
     world.serve()
     world.meddler = lead_clients_elsewhere
@@ -301,7 +301,7 @@ def test_reports_an_unwanted_object_that_a_controller_keeps_creating() -> None:
         {"ports": [{"name": "api", "port": 8000, "protocol": "UDP", "targetPort": "api"}]},
     ],
 )
-def test_not_available_if_a_webhook_redirects_the_service(changed: dict[str, Any]) -> None:
+def test_available_is_false_if_a_webhook_redirects_the_service(changed: dict[str, Any]) -> None:
     """The check covered only selector and port."""
     world = World(spec=cpu_pair())
 

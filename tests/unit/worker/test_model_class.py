@@ -17,7 +17,7 @@ from vllm_heteroinfer.rank.imports import architectures
         (None, []),
     ],
 )
-def test_architectures_are_read_or_left_to_vllm(
+def test_reads_architectures_or_leaves_them_to_vllm(
     tmp_path: Path, text: str | None, expected: list[str]
 ) -> None:
     if text is not None:

@@ -177,7 +177,7 @@ def _drop_narrower(selectors: Sequence[Manifest]) -> list[Manifest]:
 
 
 def _merge_by_label(selectors: Sequence[Manifest]) -> list[Manifest]:
-    """Merges selectors with one value of the same label into one selector of the same pods."""
+    """Merges selectors that each require one value of the same label into one that accepts all values."""
     values: dict[str, list[str]] = {}
     others = []
     for each in selectors:

@@ -106,7 +106,7 @@ class WorkerPods:
         """Hash in the name of the plan's ConfigMap."""
         return self.stored_plan_hash or self.plan.hash
 
-    def build(self, pod: PodAssignment) -> dict[str, Any]:
+    def build_pod(self, pod: PodAssignment) -> dict[str, Any]:
         """Returns the manifest of one pod."""
         role = next(role for role in self.spec.roles if role.name == pod.role)
         name = self.group.pod_name(pod.index)

@@ -315,7 +315,11 @@ def _phase_reason(group: GroupStatus) -> str:
 
 
 def build_plan_conditions(facts: ConditionFacts) -> tuple[Condition, ...]:
-    """Builds the conditions Planned and CapacityAvailable of all wanted groups."""
+    """Builds the conditions Planned and CapacityAvailable of all wanted groups.
+
+    The first problem in this order decides: missing capacity, a refused plan, a group that waits for its
+    plan, and a running group whose plan is lost.
+    """
     planned, capacity = ConditionType.PLANNED, ConditionType.CAPACITY_AVAILABLE
     refusals = [decision.refusal for decision in facts.decisions if decision.refusal is not None]
     refusal = next(iter(refusals), facts.problem)

@@ -77,7 +77,7 @@ def build_pod_creates(
     )
     scopes = frozenset({group_scope(status.index)})
     creates = [
-        CreateObject(manifest=pods.build(pod), scopes=scopes) for pod in plan.pods if pod.index in indices
+        CreateObject(manifest=pods.build_pod(pod), scopes=scopes) for pod in plan.pods if pod.index in indices
     ]
     return (*build_key_create(context, status), *creates) if creates else ()
 
