@@ -78,7 +78,7 @@ def _pods() -> WorkerPods:
 
 
 def _manifests() -> dict[str, Any]:
-    named: dict[str, Any] = {f"pod-{pod.index}": _pods().build(pod) for pod in PLAN.pods}
+    named: dict[str, Any] = {f"pod-{pod.index}": _pods().build_pod(pod) for pod in PLAN.pods}
     named["pod-inspect"] = build_model_pod(
         RESOURCE.spec, OWNER, ADDRESSING.model(RESOURCE.spec, OWNER), IMAGES
     )
