@@ -1,4 +1,4 @@
-"""examples/moe.yaml on a real node: experts on a CPU rank of its pod, a chart upgrade, that rank's death.
+"""examples/moe.yaml and moe-nodes.yaml on a real node: experts in the pod and in other pods, upgrades, deaths.
 
 The node has no GPU: attention runs on a CPU rank by the same protocol. The tests are one story in order.
 """
@@ -105,24 +105,77 @@ def test_an_upgrade_of_the_chart_touches_no_pod(experts: Resource, expected: lis
     check_tokens(experts, expected)
 
 
-@pytest.mark.parametrize("rank", [1, 0])
-def test_a_rank_that_is_killed_is_named_and_the_group_serves_again(
-    experts: Resource, expected: list[list[int]], rank: int
-) -> None:
-    (pod,) = experts.pods()
-    name, epoch = pod["metadata"]["name"], experts.status["groups"][0]["epoch"]
-    pid = experts.rank_pid(name, rank)
-    experts.execute(name, f"import os; os.kill({pid}, 9)")
+def check_death(resource: Resource, pod: str, rank: int) -> None:
+    """Kills a rank: the status names it in time, and the group starts again and serves."""
+    epoch = resource.status["groups"][0]["epoch"]
+    resource.execute(pod, f"import os; os.kill({resource.rank_pid(pod, rank)}, 9)")
     killed = time.monotonic()
 
     def failures() -> list[dict[str, object]]:
-        group = experts.status["groups"][0]
+        group = resource.status["groups"][0]
         return [failure for failure in group.get("failures", ()) if failure["epoch"] == epoch]
 
     processes.wait_until("the failure in the status", lambda: bool(failures()), timeout_s=SAID_WITHIN_S + 1)
     print(f"said after {time.monotonic() - killed:.2f} s: {json.dumps(failures())}")
     (failure,) = failures()
     assert (failure["reason"], failure["rank"]) == (FailureReason.RANK_EXITED, rank)
-    processes.wait_until("the next epoch", lambda: experts.status["groups"][0]["epoch"] > epoch, timeout_s=60)
-    experts.wait_ready(START_S)
+    processes.wait_until(
+        "the next epoch", lambda: resource.status["groups"][0]["epoch"] > epoch, timeout_s=60
+    )
+    resource.wait_ready(START_S)
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_is_killed_is_named_and_the_group_serves_again(
+    experts: Resource, expected: list[list[int]], rank: int
+) -> None:
+    (pod,) = experts.pods()
+    check_death(experts, pod["metadata"]["name"], rank)
     check_tokens(experts, expected)
+
+
+@pytest.fixture(scope="module")
+def experts_in_pods(experts: Resource) -> Resource:
+    """The example with experts in two pods of their own, applied after the other one is gone; it serves."""
+    cluster = experts.cluster
+    cluster.kubectl(
+        "delete", "hinf", "-n", NAMESPACE, "--all", "--cascade=foreground", "--timeout=60s", timeout_s=70
+    )
+    cluster.kubectl("apply", "-n", NAMESPACE, "-f", str(REPOSITORY / "examples/moe-nodes.yaml"))
+    resource = Resource(cluster=cluster, namespace=NAMESPACE, name="moe-nodes")
+    resource.wait_ready(START_S)
+    return resource
+
+
+def names_of(resource: Resource) -> list[str]:
+    """Returns the names of a group's pods, by index."""
+    return sorted(pod["metadata"]["name"] for pod in resource.pods())
+
+
+def test_experts_of_two_pods_give_the_references_tokens(
+    experts_in_pods: Resource, expected: list[list[int]]
+) -> None:
+    check_tokens(experts_in_pods, expected)
+    assert len(experts_in_pods.pods()) == 3
+    ranks = experts_in_pods.status["plans"][0]["ranks"]
+    assert [(rank["rank"], rank["role"]) for rank in ranks] == [(0, "gpu"), (1, "cpu"), (2, "cpu")]
+
+
+def test_a_killed_rank_of_another_pod_is_named_and_the_group_serves_again(
+    experts_in_pods: Resource, expected: list[list[int]]
+) -> None:
+    check_death(experts_in_pods, names_of(experts_in_pods)[2], 2)
+    check_tokens(experts_in_pods, expected)
+
+
+def test_a_rollout_replaces_all_three_pods(experts_in_pods: Resource, expected: list[list[int]]) -> None:
+    before = set(uids(experts_in_pods))
+    patch = json.dumps({"spec": {"engine": {"maxModelLen": 512}}})
+    experts_in_pods.cluster.kubectl(
+        "patch", "hinf", "moe-nodes", "-n", NAMESPACE, "--type=merge", "--patch", patch
+    )
+    processes.wait_until(
+        "new pods", lambda: len(experts_in_pods.pods()) == 3 and not before & set(uids(experts_in_pods)), 120
+    )
+    experts_in_pods.wait_ready(START_S)
+    check_tokens(experts_in_pods, expected)
