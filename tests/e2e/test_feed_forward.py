@@ -1,4 +1,4 @@
-"""examples/moe.yaml and moe-nodes.yaml on a real node: experts in the pod and in other pods, upgrades, deaths.
+"""moe.yaml and moe-nodes.yaml on a real node: experts in the GPU's pod and in others, upgrades, deaths.
 
 The node has no GPU: attention runs on a CPU rank by the same protocol. The tests are one story in order.
 """
@@ -175,7 +175,9 @@ def test_a_rollout_replaces_all_three_pods(experts_in_pods: Resource, expected: 
         "patch", "hinf", "moe-nodes", "-n", NAMESPACE, "--type=merge", "--patch", patch
     )
     processes.wait_until(
-        "new pods", lambda: len(experts_in_pods.pods()) == 3 and not before & set(uids(experts_in_pods)), 120
+        "new pods",
+        lambda: len(experts_in_pods.pods()) == 3 and not before & set(uids(experts_in_pods)),
+        timeout_s=120,
     )
     experts_in_pods.wait_ready(START_S)
     check_tokens(experts_in_pods, expected)
