@@ -27,45 +27,45 @@ export OUT
 
 .PHONY: help setup quickstart test check lint types imports unit integration e2e cluster bench lock clean
 
-help:  ## this list
+help:  ## prints this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1 | /p' Makefile | column -t -s '|'
 
 setup:  ## installs everything into .venv and .venv-worker; does nothing if nothing changed
 	@./.ci/setup "$(PYTHON)" $(VENV) $(WORKER_VENV)
 
-quickstart: setup  ## a small model on this machine, from a file to served tokens
+quickstart: setup  ## serves a small model on this machine, from its files to tokens
 	@$(BIN)/python -m tests.quickstart
 
 # Tests with limits of seconds start when no other test computes, and a test of a real node runs alone. Tests
 # without such limits get the remaining CPU time, and a tenth of theirs (.ci/idle explains why not less).
-test: need-root check  ## what CI runs
+test: need-root check  ## runs the tests that CI runs; root
 	@failed=0; for lanes in "computing programs images" "hurried unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 hurried: waiting nodes
 .PHONY: hurried
 
-check: setup  ## the inner loop: lint, types, imports, unit
+check: setup  ## checks a change before a commit: lint, types, imports, unit tests, chart, docs
 	@./.ci/lanes unit static
 
-lint: setup  ## ruff: rules and format
+lint: setup  ## checks rules and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup  ## mypy, strict
+types: setup  ## checks types with mypy, strictly
 	$(BIN)/mypy
 
-chart: setup  ## checkov, kube-score and kubernetes-validate over the rendered chart: each finding is listed in docs/contributor/chart.md
+chart: setup  ## checks the rendered chart with checkov, kube-score and kubernetes-validate; docs/contributor/chart.md must list each finding
 	$(BIN)/python -m tests.chart_linters
 
-docs: setup  ## the docs as a site, in site/; a broken link or a page without a place in the navigation fails
+docs: setup  ## builds the docs as a site in site/; fails for a broken link or a page that the navigation lacks
 	$(BIN)/python -m tests.docs_site
 
 static: lint imports types chart docs
 .PHONY: static chart docs
 
-imports: setup  ## import-linter: the direction of imports
+imports: setup  ## checks the direction of imports with import-linter
 	$(BIN)/lint-imports
 
-unit: setup  ## pure tests, on all cores
+unit: setup  ## runs the unit tests on all cores
 	$(PYTEST) tests/unit -n auto --maxprocesses 8
 
 # Tests run in two lanes: tests that compute, and tests that mostly wait. The second lane includes new folders of
@@ -74,24 +74,24 @@ LONGEST := --durations=100 --durations-min=5
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 COMPUTING := $(addprefix tests/integration/,worker kernels bridge feed_forward up bench fetch models served_models calibration)
 
-integration: setup  ## a real API server; real vLLM groups on the CPU
+integration: setup  ## runs the integration tests, with a real API server and real vLLM groups on the CPU
 	@failed=0; for lanes in computing "waiting unhurried"; do ./.ci/lanes $$lanes || failed=1; done; exit $$failed
 
-computing: setup  ## the integration tests that start vLLM or compile
+computing: setup  ## runs the integration tests that start vLLM or compile
 	$(TESTS) $(LONGEST) $(TWO_FILES) $(COMPUTING) -m "not feed_forward_matrix and not unhurried"
 
-unhurried: setup  ## the integration tests without limits of seconds, at a tenth of the priority
+unhurried: setup  ## runs the integration tests without limits of seconds, at a tenth of the priority
 	./.ci/idle $(PYTEST) $(LONGEST) tests/integration -m "unhurried and not served_models_matrix"
 
-waiting: setup  ## the integration tests that mostly wait: for an API server, for time-outs
+waiting: setup  ## runs the integration tests that mostly wait for an API server or for time-outs
 	@$(BIN)/python -m tests.cluster build
 	$(TESTS) $(LONGEST) $(TWO_FILES) tests/integration -m "not gang_schedulers and not many_namespaces and not every_request and not unhurried" \
 	  $(COMPUTING:%=--ignore=%)
 
-programs: setup  ## builds the programs of the test cluster ahead of the tests that need them, at a tenth of the priority
+programs: setup  ## builds the programs of the test cluster before the tests need them, at a tenth of the priority
 	@./.ci/idle $(BIN)/python -m tests.cluster build
 
-images: need-root setup  ## the same with the images of this tree
+images: need-root setup  ## builds the images of this tree before the tests need them; root
 	@./.ci/idle $(BIN)/python -m tests.cluster images
 
 need-root:
@@ -100,7 +100,7 @@ need-root:
 	  echo "root: run it as root, or run the rest with: make check integration" >&2; exit 1; fi
 .PHONY: need-root
 
-cluster-tests: need-root setup  ## the test cluster's own tests, once for each state of tests/cluster; root
+cluster-tests: need-root setup  ## tests the test cluster itself, once for each state of tests/cluster; root
 	@$(BIN)/python -m tests.cluster tested || { \
 	  $(BIN)/python -m tests.cluster build node && $(BIN)/python -m tests.cluster images && \
 	  $(PYTEST) tests/cluster/tests && $(BIN)/python -m tests.cluster tested --record; }
@@ -108,37 +108,37 @@ cluster-tests: need-root setup  ## the test cluster's own tests, once for each s
 nodes: cluster-tests e2e
 .PHONY: computing unhurried waiting cluster-tests nodes programs images
 
-feed-forward: setup  ## 21 architectures with feed-forward ranks on CPUs: the tokens of transformers
+feed-forward: setup  ## compares the tokens of 21 architectures with feed-forward ranks on CPUs with those of transformers
 	$(PYTEST) tests/integration/feed_forward -m feed_forward_matrix
 .PHONY: feed-forward
 
-models: setup  ## attention of every kind and weights of every format on two CPU pods: the tokens of stock vLLM
+models: setup  ## compares tokens of two CPU pods with stock vLLM, for every kind of attention and format of weights
 	$(PYTEST) $(LONGEST) tests/integration/served_models
 .PHONY: models
 
-gangs: setup  ## groups under Kueue, Volcano, coscheduling and kube-schedulers, which it builds; root
+gangs: setup  ## builds Kueue, Volcano, coscheduling and kube-schedulers, and runs groups under them; root
 	@$(BIN)/python -m tests.cluster build gangs
 	$(PYTEST) tests/integration/scheduling -m gang_schedulers
 .PHONY: gangs
 
-routes: need-root setup  ## two groups behind Envoy, an endpoint picker and KEDA's interceptor, which it builds; root
+routes: need-root setup  ## builds Envoy, an endpoint picker and KEDA's interceptor, and sends requests through them; root
 	@$(BIN)/python -m tests.cluster build routes
 	@$(BIN)/python -m tests.cluster images
 	$(PYTEST) tests/routes
 .PHONY: routes
 
-e2e: need-root setup  ## a real Kubernetes node with images of this tree; root
+e2e: need-root setup  ## runs the tests on a real Kubernetes node with images of this tree; root
 	@$(BIN)/python -m tests.cluster build node
 	@$(BIN)/python -m tests.cluster images
 	$(TESTS) $(LONGEST) tests/e2e -m "not every_fault"
 
-faults: setup  ## every row of the fault matrix, on two real nodes; OUT=DIR keeps what was measured; root
+faults: setup  ## runs every row of the fault matrix on two real nodes; OUT=DIR keeps the measurements; root
 	@$(BIN)/python -m tests.cluster build
 	@$(BIN)/python -m tests.cluster images
 	$(PYTEST) tests/e2e/faults
 .PHONY: faults
 
-cluster: setup  ## a real single-node Kubernetes with our images, until `make cluster-down`; root
+cluster: setup  ## starts a real Kubernetes node with our images, until `make cluster-down`; root
 	@$(WORKER_VENV)/bin/python -m tests.models .models/small
 	@$(BIN)/python -m tests.cluster up node --images --models .models
 
@@ -146,7 +146,7 @@ cluster-down:  ## stops what `make cluster` started
 	@$(BIN)/python -m tests.cluster down
 .PHONY: cluster-down
 
-bench: setup  ## our CPU group against stock vLLM, in one run
+bench: setup  ## compares our CPU group with stock vLLM in one run
 	$(BIN)/python -m tests.bench.pipeline_vs_stock
 
 # Reports missing requirements before it installs anything.
@@ -158,50 +158,50 @@ setup-gpu: need-gpu
 	else ./.ci/setup "$(PYTHON)" $(VENV) "" $(GPU_VENV); fi
 .PHONY: need-gpu setup-gpu test-gpu bench-gpu churn
 
-test-gpu: setup-gpu  ## on a machine with a GPU: the right tokens in every topology; two GPUs: more of them
+test-gpu: setup-gpu  ## on a machine with a GPU: compares tokens in every topology; two GPUs allow more topologies
 	$(GPU_RUN) -m pytest tests/gpu
 
-bench-gpu: setup-gpu  ## on a machine with a GPU: bridge, CPU kernels, offloading, metrics
+bench-gpu: setup-gpu  ## on a machine with a GPU: measures bridge, CPU kernels, offloading and metrics
 	$(GPU_RUN) -m tests.bench.bridge_all_reduce
 	$(GPU_RUN) -m tests.bench.cpu_linear --quick
 	$(GPU_RUN) -m tests.bench.offload
 	$(GPU_RUN) -m tests.bench.metrics_overhead
 
 CHURN := --groups 200 --parallel 5 --modes Pipeline,Tensor
-churn: setup  ## starts and ends 200 tiny CPU groups: none hangs or leaves anything behind
+churn: setup  ## starts and ends 200 tiny CPU groups; fails if a group hangs or leaves anything behind
 	$(BIN)/python -m tests.bench.churn $(CHURN)
 
 SOAK := --seconds 3600 --resources 50 --real
-soak: setup  ## an hour of deleted pods and API server crashes: all groups are Ready again, nothing leaks; root
+soak: setup  ## deletes pods and ends API servers for an hour; fails if a group is not Ready again or memory leaks; root
 	@$(BIN)/python -m tests.cluster build node
 	$(BIN)/python -m tests.soak $(SOAK)
 .PHONY: soak
 
 SCALE := --resources 1000 --idle-seconds 600 --write docs/contributor/scale.md
-scale: setup  ## 1,000 resources of 4 pods on kwok nodes: time, memory, silence, restart; root
+scale: setup  ## measures the operator with 1,000 resources of 4 pods on kwok nodes; root
 	@$(BIN)/python -m tests.cluster build control-plane
 	$(PYTEST) -s tests/integration/operator -m many_namespaces
 	$(BIN)/python -m tests.scale $(SCALE)
 
 SPECS := --count 10000
-specs: setup  ## 10,000 random resources against models, CRD, planner, manifests and a real API server
+specs: setup  ## checks 10,000 random resources with models, CRD, planner, manifests and a real API server
 	@$(BIN)/python -m tests.cluster build control-plane
 	$(BIN)/python -m tests.integration.specs $(SPECS)
 CORNERS := --count 1000
-corners: need-root setup  ## 1,000 random resources on a real API server, each struck by a random fault; root
+corners: need-root setup  ## runs 1,000 random resources on a real API server, each with a random fault; root
 	@$(BIN)/python -m tests.cluster build
 	$(BIN)/python -m tests.corners $(CORNERS)
 	$(PYTEST) tests/integration/operator/test_status_first.py -m every_request
 .PHONY: scale specs corners
 
-dashboards: setup  ## the chart's dashboards from their definitions, and their pictures of a group that serves
+dashboards: setup  ## writes the chart's dashboards from their definitions, and takes pictures with a group that serves
 	$(BIN)/python -m charts.dashboards
 	@$(BIN)/python -m tests.cluster build
 	$(BIN)/python -m tests.watching
 .PHONY: dashboards
 
-lock: setup  ## newest allowed versions into the pinned files
+lock: setup  ## writes the newest allowed versions to the files that pin versions
 	@./.ci/lock $(BIN)/uv
 
-clean:  ## environments and caches of this tree; the cache of models and tools stays
+clean:  ## removes environments and caches of this tree, but keeps the cache of models and tools
 	rm -rf $(VENV) $(WORKER_VENV) $(GPU_VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

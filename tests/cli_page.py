@@ -56,7 +56,7 @@ def render() -> str:
     """Returns the page."""
     (commands,) = (
         action
-        for action in build_parser([], every=True)._actions
+        for action in build_parser([], all_commands=True)._actions
         if isinstance(action, argparse._SubParsersAction)
     )
     table = [f"| [`{name}`](#heteroinfer-{name}) | {purpose} |" for name, purpose in COMMANDS.items()]

@@ -173,7 +173,7 @@ def command_options() -> dict[str, set[str]]:
     """Returns the options of each command."""
     (commands,) = (
         action
-        for action in build_parser([], every=True)._actions
+        for action in build_parser([], all_commands=True)._actions
         if isinstance(action, argparse._SubParsersAction)
     )
     return {

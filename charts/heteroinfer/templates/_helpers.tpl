@@ -24,7 +24,7 @@ The chart's labels win, then those of the object's value, then commonLabels.
 {{- $common := $root.Values.commonLabels | default dict }}
 {{- range $key, $_ := $common }}
 {{- if hasPrefix "rbac.authorization.k8s.io/" $key }}
-{{- fail (printf "commonLabels: got %s, which would add the operator's rights to a role of users; remove it" $key) }}
+{{- fail (printf "commonLabels: must not contain %s, which would add the operator's rights to a role of users. Remove the label" $key) }}
 {{- end }}
 {{- end }}
 {{- $all := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/managed-by" $root.Release.Service "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) }}
@@ -43,12 +43,12 @@ annotations:
 {{- if .Values.serviceAccount.create -}}
 {{ .Values.serviceAccount.name | default (include "heteroinfer.name" .) }}
 {{- else -}}
-{{ required "serviceAccount.name: needed with serviceAccount.create=false" .Values.serviceAccount.name }}
+{{ required "serviceAccount.name: must be set if serviceAccount.create is false. Name an account of this namespace" .Values.serviceAccount.name }}
 {{- end }}
 {{- end }}
 
 {{- define "heteroinfer.repository" -}}
-{{- required "image.repository: needed, since HeteroInfer publishes no images. Build and push them (docs/user/quickstart-cluster.md, step 1), and set it to yours, such as registry.example.com/heteroinfer/operator" .Values.image.repository }}
+{{- required "image.repository: must be set, because HeteroInfer publishes no images. Build and push the images (docs/user/quickstart-cluster.md, step 1), and set image.repository to your image of the operator, such as registry.example.com/heteroinfer/operator" .Values.image.repository }}
 {{- end }}
 
 {{- define "heteroinfer.registry" -}}
@@ -75,7 +75,7 @@ annotations:
 {{- if eq .Values.scope "Namespaced" -}}
 {{ join "," (.Values.watchNamespaces | default (list .Release.Namespace)) }}
 {{- else if .Values.watchNamespaces -}}
-{{ fail "watchNamespaces: needs scope=Namespaced; leave it empty to serve all namespaces" }}
+{{ fail "watchNamespaces: must be empty with scope Cluster. Set scope=Namespaced, or leave watchNamespaces empty to serve all namespaces" }}
 {{- end }}
 {{- end }}
 
@@ -134,11 +134,11 @@ annotations:
 {{- $names := list }}
 {{- range .Values.extraEnv }}
 {{- if has .name $names }}
-{{- fail (printf "extraEnv: got %s twice; remove one of them" .name) }}
+{{- fail (printf "extraEnv: each name must be unique (got %s twice). Remove one of the two" .name) }}
 {{- end }}
 {{- $names = append $names .name }}
 {{- if and (hasPrefix "HETEROINFER_" .name) (not (has .name (list "HETEROINFER_RESYNC_SECONDS" "HETEROINFER_WATCH_SILENCE_SECONDS"))) }}
-{{- fail (printf "extraEnv: got %s, which the chart sets; use the value that it comes from" .name) }}
+{{- fail (printf "extraEnv: must not contain %s, which the chart sets. Change the chart value that sets this variable" .name) }}
 {{- end }}
 {{ list . | toYaml }}
 {{- end }}

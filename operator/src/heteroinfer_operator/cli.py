@@ -25,14 +25,14 @@ COMMANDS: Final = MappingProxyType(
         "new": "write a HeteroInference for a model and your hardware",
         "up": "run a HeteroInference on this machine, without a cluster",
         "status": "show one resource at a glance: its problems, groups, ranks and the next step",
-        "top": "show the groups and ranks of a cluster, kept up to date",
-        "logs": "print the logs of a resource's ranks, the culprit's first",
+        "top": "show the groups and ranks of a cluster in a live table",
+        "logs": "print the logs of a resource's pods, first of the pod that ended the epoch",
         "plan": "print whether a HeteroInference fits, how fast it is, and its ranks, without a cluster",
         "report": "write a support bundle: manifests, plans, events, logs, versions, without secrets",
         "restart": "start all groups of resources again, as rollout.maxUnavailable allows",
-        "suspend": "stop all groups of resources; their replicas stay as they are for later",
+        "suspend": "stop all groups of resources, but keep their number of replicas for `resume`",
         "resume": "start the groups of suspended resources",
-        "wake": "wake the groups of a resource that sleep",
+        "wake": "wake the sleeping groups of a resource",
         "calibrate": "measure this machine, so that plan and up know how fast it is",
         "version": "print the versions of this client, of the operators and of the CRD in the cluster",
         "check": "check that a cluster has what HeteroInfer needs, for administrators",
@@ -41,7 +41,7 @@ COMMANDS: Final = MappingProxyType(
         "operator": "run the operator (in a cluster)",
     }
 )
-"""Purpose of each sub-command, by name. Its module is NAME_command."""
+"""Purpose of each sub-command, by name."""
 EXAMPLES: Final = MappingProxyType(
     {
         "new": "{prog} new hf://Qwen/Qwen3-30B-A3B --gpu-memory 24Gi --cpus 16 --cpu-memory 64Gi",
@@ -76,22 +76,22 @@ _PLUGIN: Final = "kubectl-"
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Suggests the sub-command that a misspelt word is closest to."""
+    """A parser whose error for a misspelt sub-command suggests the most similar sub-command."""
 
     words: Sequence[str] = ()
-    """The words after the program's name."""
+    """Arguments of the command line."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the error, and exits with EXIT_USAGE."""
         word = next((each for each in self.words if not each.startswith("-")), "")
-        close = difflib.get_close_matches(word, COMMANDS, n=1) if word not in COMMANDS else []
-        if close:
-            message = f"unknown command {word!r}: did you mean {close[0]}?"
+        similar = difflib.get_close_matches(word, COMMANDS, n=1) if word not in COMMANDS else []
+        if similar:
+            message = f"unknown command {word!r}. The most similar command is {similar[0]}"
         super().error(printable(message))
 
 
 class _PrintVersion(argparse.Action):
-    """Prints the version. Reads it only then: the metadata of packages is slow to read."""
+    """Prints the version. Reads it only if the user asks for it, because package metadata is slow to read."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         version = importlib.import_module("heteroinfer_operator.version")
@@ -100,12 +100,12 @@ class _PrintVersion(argparse.Action):
 
 
 def build_parser(
-    arguments: Sequence[str], *, prog: str = "heteroinfer", every: bool = False
+    arguments: Sequence[str], *, prog: str = "heteroinfer", all_commands: bool = False
 ) -> argparse.ArgumentParser:
     """Returns the parser with the options of the sub-command that `arguments` begins with.
 
     Args:
-        every: adds the options of all sub-commands, for the reference page and completion.
+        all_commands: adds the options of all sub-commands, for the reference page and completion.
     """
     parser = _CommandParser(
         prog=prog,
@@ -118,7 +118,7 @@ def build_parser(
         dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
     for name, purpose in COMMANDS.items():
-        # capitalize() would write the kinds of Kubernetes in lower case.
+        # Not capitalize(), which would turn HeteroInference into heteroinference.
         description = f"{purpose[0].upper()}{purpose[1:]}."
         command = subparsers.add_parser(
             name,
@@ -127,7 +127,7 @@ def build_parser(
             epilog=f"example:\n  {EXAMPLES[name].format(prog=prog)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if every or arguments[:1] == [name]:
+        if all_commands or arguments[:1] == [name]:
             module = importlib.import_module(f"heteroinfer_operator.commands.{name}_command")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complete_for_kubectl() -> None:
-    """Completes `kubectl heteroinfer ...`: kubectl runs `kubectl_complete-heteroinfer` with the words."""
+    """Completes `kubectl heteroinfer ...`; the program `kubectl_complete-heteroinfer` calls it."""
     _load_completion().complete_for_kubectl(build_parser, sys.argv[1:])
 
 
@@ -164,7 +164,7 @@ def _load_completion() -> ModuleType:
 
 
 def _program() -> str:
-    """Returns the typed program: `heteroinfer`, or `kubectl heteroinfer` for the plugin."""
+    """Returns the program as the user typed it: `heteroinfer`, or `kubectl heteroinfer` for the plugin."""
     is_plugin = Path(sys.argv[0]).name.startswith(_PLUGIN)
     return "kubectl heteroinfer" if is_plugin else "heteroinfer"
 

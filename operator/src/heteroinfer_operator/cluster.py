@@ -85,13 +85,12 @@ class PodView:
         lost_labels: labels that are stored wrongly, with their right values; None for a label that the pod
             must not have.
         created: creation time; for a pod that has ended, by the clock of this process.
-        gone_by: end of the grace period of a pod that is being deleted, or None. By the clock of this
-        process,
-            like the time of a reconcile.
-        started: whether the worker container runs or ran. Before, its ranks cannot have sent anything.
+        gone_by: end of the grace period of a pod that is being deleted, or None. A time of this process's
+            clock, like the time of a reconcile.
+        started: whether the worker container runs or ran. If not, the pod's ranks have sent nothing yet.
         phase: Pending, Running, Succeeded or Failed.
         reason: reason in the pod's status, for example `Evicted`.
-        finalizers: finalizers that block the pod's deletion. None of them is ours.
+        finalizers: finalizers that block the pod's deletion. The operator sets none.
         disrupted: why the pod is removed through no fault of its own (eviction, drain, preemption, a lost
             node, Kueue), or "".
         unschedulable: why the pod has no node, or "".
@@ -168,9 +167,8 @@ class ResourceObservation:
             request was sent yet, or it has no answer.
         never_requested: names in `never_created` for which no create request was sent.
         never_placed: names of pods that were deleted before they had a node, so they never ran.
-        restricted_selectors: `podSelector` of each policy of other owners in the namespace that restricts
-        egress; None while
-            unknown.
+        restricted_selectors: `podSelector` of each NetworkPolicy in the namespace that restricts egress and
+            that the operator did not create; None while unknown.
         neighbours: other resources that use the claim of the model's cache; None if they are unknown or not
             needed now.
     """
@@ -208,9 +206,10 @@ class Refusal:
         kind: kind of the object. The resource's own kind for its status and finalizer.
         reason: ObjectRefused, NameTaken, NameHeld, ChangedByOthers, DeletedByOthers, MadeByOthers or
             NotAnswered.
-        message: the refused object and the reason, in the API server's words.
+        message: the refused object and the answer of the API server.
         scopes: scopes of the action.
         tries: consecutive failed attempts.
+        retry_at: time of the next attempt.
         blocks: whether dependent objects wait. False if the object exists but differs from its manifest.
     """
 
@@ -229,8 +228,8 @@ class CreateObject:
     """Creates an object. If an object of that name exists, the operator observes again.
 
     Attributes:
-        may_exist: whether an existing object of that name is as good, because the name identifies the
-        content.
+        may_exist: whether the operator accepts an existing object of that name, because the name identifies
+            the content.
         scopes: units that the object belongs to, such as a group. If the object cannot be created, later
             objects of the same scope are not created either.
     """

@@ -21,9 +21,9 @@ class Health:
     """The operator's progress of startup and the time of its last resync.
 
     Attributes:
-        stale_s: the process is stuck if its last resync is older, in seconds.
+        stale_s: highest age of the last resync, in seconds. If the resync is older, the process is stuck.
         waits_for: condition that the startup waits for; "" once the operator works.
-        left_out: returns a description of missing functions; "" if the operator works completely.
+        describe_missing: describes functions that are missing while the operator works; "" if none is.
         standby: whether another replica holds the Lease. A standby replica counts as ready.
         resynced_at: time of the last resync attempt or of the start of work; None before.
         stale_caches: labels of caches that received nothing for long. A resync over them does not count.
@@ -32,28 +32,31 @@ class Health:
 
     stale_s: float
     waits_for: str = "the API server"
-    left_out: Callable[[], str] = str
+    describe_missing: Callable[[], str] = str
     standby: bool = False
     resynced_at: float | None = None
     stale_caches: tuple[str, ...] = ()
     clock: Callable[[], float] = field(default=time.monotonic)
 
-    def resynced(self) -> None:
+    def record_resync(self) -> None:
         self.resynced_at = self.clock()
 
-    def stuck(self) -> str:
+    def stuck_reason(self) -> str:
         """Returns why the process must be restarted, or ""."""
         if self.resynced_at is None:
             return ""
         age_s = self.clock() - self.resynced_at
         if age_s <= self.stale_s:
             return ""
-        why = f": nothing received for {some_of(self.stale_caches)}" if self.stale_caches else ""
+        why = f": nothing received for {list_some(self.stale_caches)}" if self.stale_caches else ""
         return f"no resync for {age_s:.0f} s{why}"
 
 
-def some_of(labels: Sequence[str]) -> str:
-    """Lists at most LABELS_SHOWN labels and the number of others: many namespaces have hundreds of labels."""
+def list_some(labels: Sequence[str]) -> str:
+    """Lists at most LABELS_SHOWN labels, and the number of further labels.
+
+    With many namespaces there are hundreds of labels.
+    """
     more = len(labels) - LABELS_SHOWN
     return ", ".join(labels[:LABELS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -67,20 +70,20 @@ def _listen(port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serve(health: Health, metrics: OperatorMetrics, port: int) -> AsyncIterator[int]:
-    """Serves the HTTP port as long as the context lasts; yields its number.
+    """Serves the HTTP port while the context is open; yields the port's number.
 
     Raises:
         HeteroInferError: the port is in use.
     """
 
     async def healthz(request: web.Request) -> web.Response:
-        stuck = health.stuck()
+        stuck = health.stuck_reason()
         return web.Response(text=stuck or "ok", status=500 if stuck else 200)
 
     async def readyz(request: web.Request) -> web.Response:
         waiting = health.waits_for if not health.standby else ""
-        left_out = health.left_out()
-        works = f"ok, but {left_out}" if left_out else "ok"
+        missing = health.describe_missing()
+        works = f"ok, but {missing}" if missing else "ok"
         text = f"waiting for {health.waits_for}" if health.waits_for else works
         return web.Response(text=text, status=503 if waiting else 200)
 

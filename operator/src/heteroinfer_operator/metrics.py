@@ -1,7 +1,7 @@
 """Metrics of the operator and of resources. `heteroinfer_contract.metric_names` defines the names.
 
-Keeps a few small values of each resource and builds samples from them on request. A thousand resources take
-some hundred kilobytes.
+The module keeps a few small values of each resource, and builds samples from these values when Prometheus
+asks for them. The values of a thousand resources take some hundred kilobytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from heteroinfer_operator.api import (
 )
 from heteroinfer_operator.cluster import ResourceKey
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _CONDITION_VALUE: Final = {
     ConditionStatus.TRUE: 1.0,
     ConditionStatus.FALSE: 0.0,
@@ -38,7 +38,7 @@ class OperatorMetrics:
             metric_names.OPERATOR_RECONCILE_SECONDS,
             "Time of one reconcile.",
             registry=self.registry,
-            buckets=_SECONDS,
+            buckets=_BUCKETS_S,
         )
         self.reconcile_errors = Counter(
             metric_names.OPERATOR_RECONCILE_ERRORS_TOTAL,
@@ -95,15 +95,15 @@ class OperatorMetrics:
         ProcessCollector(registry=self.registry)
 
     def observe_status(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
-        """Keeps a resource's status; None forgets a resource that is gone."""
+        """Keeps the values of a resource's status for its metrics; None if the resource is deleted."""
         if status is None:
             self._resources.known.pop(key, None)
             self.observe_status_write(key, written=True)
         else:
-            self._resources.known[key] = _resource(status)
+            self._resources.known[key] = _values_of_resource(status)
 
     def observe_status_write(self, key: ResourceKey, written: bool) -> None:
-        """Notes whether the stored status of a resource is up to date."""
+        """Records whether the stored status of a resource is up to date."""
         (self._unwritten.discard if written else self._unwritten.add)(key)
         self.unwritten.set(len(self._unwritten))
 
@@ -113,12 +113,12 @@ class OperatorMetrics:
 
 
 def counting(counter: Counter) -> Callable[..., None]:
-    """Returns a function that increments the counter with its arguments as labels."""
+    """Returns a function that takes values of the counter's labels, and increments the counter."""
     return lambda *labels: counter.labels(*labels).inc()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _KeptGroup:
+class _GroupValues:
     """The values of a group's status that metrics need.
 
     Attributes:
@@ -126,7 +126,7 @@ class _KeptGroup:
         phase: a value of GroupPhase.
         epoch: 0 before the first start.
         ranks: number of ranks in the plan; None without a plan.
-        restarts: number of counted restarts.
+        restarts: number of restarts that count towards restart.maxRestarts.
         failed_at: Unix time of the newest failure, in seconds; None without a failure.
         reason: reason of the newest failure.
         rank: rank that failed, or "".
@@ -143,7 +143,7 @@ class _KeptGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Resource:
+class _ResourceValues:
     """The values of a status that metrics need.
 
     Attributes:
@@ -151,26 +151,32 @@ class _Resource:
     """
 
     conditions: tuple[tuple[str, str, float], ...]
-    groups: tuple[_KeptGroup, ...]
+    groups: tuple[_GroupValues, ...]
 
 
-def _resource(status: HeteroInferenceStatus) -> _Resource:
+def _values_of_resource(status: HeteroInferenceStatus) -> _ResourceValues:
+    """Reads the values for metrics from a status."""
     ranks = {plan.hash: plan.world_size for plan in status.plans}
     # Only one sample for each condition and group, because Prometheus refuses a page with duplicate series.
     conditions = {condition.type: condition for condition in status.conditions}
     groups = {group.index: group for group in status.groups}
-    return _Resource(
+    return _ResourceValues(
         conditions=tuple(
             (condition.type, condition.reason, _CONDITION_VALUE[condition.status])
             for condition in conditions.values()
         ),
-        groups=tuple(_group(group, ranks) for group in groups.values()),
+        groups=tuple(_values_of_group(group, ranks) for group in groups.values()),
     )
 
 
-def _group(group: GroupStatus, ranks: Mapping[str, int]) -> _KeptGroup:
+def _values_of_group(group: GroupStatus, ranks: Mapping[str, int]) -> _GroupValues:
+    """Reads the values for metrics from a group's status.
+
+    Args:
+        ranks: number of ranks of each plan, by the plan's hash.
+    """
     failure = group.failures[-1] if group.failures else None
-    return _KeptGroup(
+    return _GroupValues(
         index=group.index,
         phase=group.phase,
         epoch=group.epoch,
@@ -186,7 +192,7 @@ class _ResourceCollector(Collector):
     """Builds samples of all known resources on each collection."""
 
     def __init__(self) -> None:
-        self.known: dict[ResourceKey, _Resource] = {}
+        self.known: dict[ResourceKey, _ResourceValues] = {}
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Yields the metric families, all from the same moment."""
@@ -196,16 +202,17 @@ class _ResourceCollector(Collector):
             for key, resource in known
             for group in resource.groups
         ]
-        yield _phases(group for _, group in groups)
-        yield _conditions(known)
-        yield from _group_families(groups)
+        yield _build_phase_family(group for _, group in groups)
+        yield _build_condition_family(known)
+        yield from _build_group_families(groups)
 
     def describe(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Yields the metric families. The registry reads only their names."""
         return self.collect()
 
 
-def _phases(groups: Iterable[_KeptGroup]) -> GaugeMetricFamily:
+def _build_phase_family(groups: Iterable[_GroupValues]) -> GaugeMetricFamily:
+    """Counts the groups in each phase."""
     counts = {phase.value: 0 for phase in GroupPhase}
     for group in groups:
         counts[group.phase] = counts.get(group.phase, 0) + 1
@@ -217,7 +224,8 @@ def _phases(groups: Iterable[_KeptGroup]) -> GaugeMetricFamily:
     return family
 
 
-def _conditions(known: Iterable[tuple[ResourceKey, _Resource]]) -> GaugeMetricFamily:
+def _build_condition_family(known: Iterable[tuple[ResourceKey, _ResourceValues]]) -> GaugeMetricFamily:
+    """Builds a sample for each condition of each resource."""
     family = GaugeMetricFamily(
         metric_names.RESOURCE_CONDITION,
         "Conditions of a resource: 1 True, 0 False, -1 Unknown.",
@@ -229,9 +237,15 @@ def _conditions(known: Iterable[tuple[ResourceKey, _Resource]]) -> GaugeMetricFa
     return family
 
 
-def _group_families(
-    groups: list[tuple[tuple[str, str, str], _KeptGroup]],
+def _build_group_families(
+    groups: list[tuple[tuple[str, str, str], _GroupValues]],
 ) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    """Builds the metrics of groups.
+
+    Args:
+        groups: labels (namespace, name and group) and values of each group.
+    """
+
     def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(name, text, labels=(*metric_names.GROUP_LABELS, *labels))
 

@@ -15,7 +15,7 @@ from kubernetes.aio import client
 from heteroinfer_contract import names
 from heteroinfer_operator.api import ConditionStatus, ConditionType, HeteroInferenceStatus
 from heteroinfer_operator.cluster import ResourceKey
-from heteroinfer_operator.health import Health, serve, some_of
+from heteroinfer_operator.health import Health, list_some, serve
 from heteroinfer_operator.kube import handlers
 from heteroinfer_operator.kube.action_run import Callbacks
 from heteroinfer_operator.kube.adapter import KubeCluster
@@ -66,9 +66,9 @@ class Operator:
         self._metrics = OperatorMetrics()
         self._health = Health(stale_s=3 * settings.resync_s)
         self._lease: LeaderLease | None = None
-        self._known: set[ResourceKey] = set()
+        self._known_resources: set[ResourceKey] = set()
         self._without_capacity: set[ResourceKey] = set()
-        self._settling: set[str] = set()
+        self._scheduled_causes: set[str] = set()
 
     async def run(self) -> None:
         """Runs the operator until SIGTERM or SIGINT.
@@ -92,17 +92,18 @@ class Operator:
                 before_write=self._require_lease,
                 watch_silence_s=self._settings.watch_silence_s,
             )
-            # Renewals have their own connections, so that other requests cannot delay them.
+            # Renewals of the Lease have their own connections, so that other requests cannot delay them.
             lease_server = ApiServer(configuration, on_write=counting(self._metrics.writes))
             try:
                 self._lease = self._build_lease(lease_server)
-                await _until(stop, self._work(server, configuration))
+                await _until(stop, self._work_with_lease(server, configuration))
             finally:
                 await server.close()
                 await lease_server.close()
         logger.info("stopped")
 
-    async def _work(self, server: ApiServer, configuration: client.Configuration) -> None:
+    async def _work_with_lease(self, server: ApiServer, configuration: client.Configuration) -> None:
+        """Waits for the Lease, serves resources while this process holds it, and releases it."""
         lease = self._lease
         try:
             if lease is not None:
@@ -121,9 +122,10 @@ class Operator:
     async def _serve_resources(
         self, group: asyncio.TaskGroup, server: ApiServer, configuration: client.Configuration
     ) -> None:
+        """Starts the parts of the operator one after the other, then resyncs until it is cancelled."""
         self._health.waits_for = f"the resource {names.PLURAL}.{names.API_GROUP}"
         await wait_for_resource(server)
-        operator_key = await self._read_key(server)
+        operator_key = await self._read_operator_key(server)
         groups = LeaderClient(operator_key)
         recorder = EventRecorder(
             server,
@@ -152,12 +154,13 @@ class Operator:
             await recorder.close()
             await groups.close()
 
-    async def _read_key(self, server: ApiServer) -> bytes | None:
+    async def _read_operator_key(self, server: ApiServer) -> bytes | None:
+        """Reads the operator's key; creates it if the Secret lacks it. Returns None without a Secret."""
         settings = self._settings
         if not settings.key_secret:
             logger.warning(
-                "HETEROINFER_KEY_SECRET is not set: groups start without keys, so anyone who can reach their "
-                "ports can send them commands. Set it to the name of a Secret"
+                "HETEROINFER_KEY_SECRET is not set: groups start without keys, so anyone who can reach the "
+                "ports of a group can send it commands. Set the variable to the name of a Secret"
             )
             return None
         self._health.waits_for = f"the key in Secret {settings.key_secret}"
@@ -168,11 +171,14 @@ class Operator:
     def _build_queue(
         self, server: ApiServer, groups: LeaderClient, recorder: EventRecorder, decide: Decide
     ) -> tuple[ClusterState, WorkQueue]:
-        def touched(key: ResourceKey) -> None:  # defined first, because caches and queue need each other
+        """Builds the caches of the cluster and the queue that reconciles resources."""
+
+        # A function, because the caches need it before the queue exists.
+        def touched(key: ResourceKey) -> None:
             queue.add(key)
 
         def nodes_changed() -> None:
-            self._reconcile_soon(queue, "nodes", self._known)
+            self._reconcile_soon(queue, "nodes", self._known_resources)
 
         cluster_state = ClusterState(
             server,
@@ -180,11 +186,11 @@ class Operator:
             touched=touched,
             nodes_changed=nodes_changed,
             capacity_freed=lambda: self._reconcile_soon(queue, "capacity", self._without_capacity),
-            kept=self._build_kept(server, changed=nodes_changed),
+            kept=self._build_stored_calibrations(server, changed=nodes_changed),
             operator_class=self._settings.operator_class,
         )
         callbacks = Callbacks(
-            observed=self._observed,
+            observed=self._record_status,
             status_written=self._metrics.observe_status_write,
             held_back=counting(self._metrics.held_back),
             wake=touched,
@@ -193,13 +199,16 @@ class Operator:
         reconcile = build_process(cluster, decide)
 
         async def process(key: ResourceKey) -> float | None:
-            # A namespace adds its resources to the queue again when it becomes ready.
+            # Skip resources of a namespace that is not ready: they are added again when it becomes ready.
             return await reconcile(key) if cluster_state.is_ready(key.namespace) else None
 
         queue = WorkQueue(process, workers=self._settings.workers, metrics=self._metrics)
         return cluster_state, queue
 
-    def _build_kept(self, server: ApiServer, *, changed: Callable[[], None]) -> StoredCalibrations | None:
+    def _build_stored_calibrations(
+        self, server: ApiServer, *, changed: Callable[[], None]
+    ) -> StoredCalibrations | None:
+        """Builds the reader of the ConfigMap with measured rates; None without that ConfigMap."""
         settings = self._settings
         if not settings.calibration_config_map:
             return None
@@ -207,6 +216,7 @@ class Operator:
         return StoredCalibrations(server, name, version=own_version(), changed=changed)
 
     def _build_lease(self, server: ApiServer) -> LeaderLease | None:
+        """Builds the Lease of this installation; None without leader election."""
         settings = self._settings
         if not settings.leader_election:
             return None
@@ -227,7 +237,7 @@ class Operator:
     async def _wait_ready(self, cluster_state: ClusterState) -> None:
         """Waits until one namespace is ready. During the wait /readyz reports the missing lists."""
         while True:
-            self._health.waits_for = f"the first list of {some_of(cluster_state.unsynced())}"
+            self._health.waits_for = f"the first list of {list_some(cluster_state.unsynced())}"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await cluster_state.wait_ready()
@@ -235,7 +245,7 @@ class Operator:
 
     async def _report_caches(self, cluster_state: ClusterState) -> None:
         """Reports faulty caches in /readyz and a metric. Logs namespaces that become unreadable."""
-        self._health.left_out = lambda: _left_out(cluster_state)
+        self._health.describe_missing = lambda: _describe_missing_functions(cluster_state)
         reported: set[str] = set()
         while True:
             failing = [cache for cache in cluster_state.awaited_caches() if cache.is_failing]
@@ -258,12 +268,13 @@ class Operator:
             reported = set(unreadable)
             await asyncio.sleep(POLL_S)
 
-    def _observed(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
+    def _record_status(self, key: ResourceKey, status: HeteroInferenceStatus | None) -> None:
+        """Keeps a resource's status for metrics, and whether the resource waits for capacity."""
         self._metrics.observe_status(key, status)
         if status is None:
-            self._known.discard(key)
+            self._known_resources.discard(key)
         else:
-            self._known.add(key)
+            self._known_resources.add(key)
         if status is not None and _waits_for_capacity(status):
             self._without_capacity.add(key)
         else:
@@ -273,62 +284,63 @@ class Operator:
         """Reconciles resources after NODES_SETTLE_S. Further changes with the same cause add no reconcile."""
 
         def look_again() -> None:
-            self._settling.remove(cause)
+            self._scheduled_causes.remove(cause)
             for key in sorted(keys):
                 queue.add(key)
 
-        if cause not in self._settling:
-            self._settling.add(cause)
+        if cause not in self._scheduled_causes:
+            self._scheduled_causes.add(cause)
             asyncio.get_running_loop().call_later(NODES_SETTLE_S, look_again)
 
-    def _count_resync(self, cluster_state: ClusterState) -> None:
-        """Notes a full resync. A resync with stale caches does not count, because it decided on old state."""
+    def _record_resync(self, cluster_state: ClusterState) -> None:
+        """Records a full resync, unless caches are stale: then its decisions used an old state."""
         self._health.stale_caches = tuple(cluster_state.stale_labels())
         if self._health.stale_caches:
             logger.error(
-                "the resync does not count: nothing received for %s", some_of(self._health.stale_caches)
+                "the resync does not count: nothing received for %s", list_some(self._health.stale_caches)
             )
             return
         self._metrics.last_resync.set(datetime.now(UTC).timestamp())
-        self._health.resynced()
+        self._health.record_resync()
 
-    async def _list(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
-        """Lists all resources. If the list differs from the cache, the next reconcile reads the resource."""
+    async def _list_resources(self, server: ApiServer, cluster_state: ClusterState) -> set[ResourceKey]:
+        """Lists all resources. If the list differs from a cache, the next reconcile reads the resource."""
         resources = cluster_state.resources
-        seen = resources.versions()
+        cached_versions = resources.versions()
         listed = await list_resources(server, self._settings.watch_namespaces)
-        if any(version < seen[scope] for scope, version in listed.versions.items()):
+        if any(version < cached_versions[scope] for scope, version in listed.versions.items()):
             logger.warning(
                 "the API server returned an older state than before, for example after a restore of etcd. "
                 "Listing everything again"
             )
             cluster_state.relist()
         for scope, error in listed.unread.items():
-            # An open watch continues after the operator loses the right to watch. Only a list shows the loss.
+            # After the operator loses the right to watch, an open watch continues. Only a new list fails.
             if error.status in (FORBIDDEN, NOT_FOUND):
                 cluster_state.relist(scope)
         for key, version in listed.resources.items():
             resources.announce(key, version)
-        kept = resources.keys()
-        known = {key for key in kept if key.namespace not in listed.unread}
+        cached = resources.keys()
+        known = {key for key in cached if key.namespace not in listed.unread}
         for key in known - listed.resources.keys():
             resources.mark_outdated(key)
         return known | listed.resources.keys()
 
     async def _resync_all(self, server: ApiServer, queue: WorkQueue, cluster_state: ClusterState) -> None:
         """Reconciles all resources every resync_s seconds, independent of events."""
-        self._health.resynced()
+        self._health.record_resync()
         while True:
             pause_s = self._settings.resync_s
             try:
-                keys = await self._list(server, cluster_state)
+                keys = await self._list_resources(server, cluster_state)
                 async with asyncio.timeout(2 * self._settings.resync_s):
                     await queue.process_all(keys)
-                self._count_resync(cluster_state)
+                self._record_resync(cluster_state)
             except ApiError as error:
-                # A restart of this process would not help while the API server is away.
+                # Count the attempt as a resync: a restart of this process would not help without an API
+                # server.
                 logger.warning("resync: %s. Trying again", error.message)
-                self._health.resynced()
+                self._health.record_resync()
                 pause_s = min(pause_s, RETRY_S)
             except TimeoutError:
                 logger.error("resync: not finished within %g s. Trying again", 2 * self._settings.resync_s)
@@ -336,14 +348,14 @@ class Operator:
             await asyncio.sleep(pause_s)
 
 
-def _left_out(cluster_state: ClusterState) -> str:
+def _describe_missing_functions(cluster_state: ClusterState) -> str:
     """Describes functions that are missing while the operator works, or ""."""
     if unreadable := cluster_state.errors_by_namespace():
-        return f"cannot read the namespaces {some_of(sorted(unreadable))}"
+        return f"cannot read the namespaces {list_some(sorted(unreadable))}"
     if unlisted := cluster_state.unsynced():
-        return f"waits for the first list of {some_of(unlisted)}"
+        return f"waits for the first list of {list_some(unlisted)}"
     if stale := cluster_state.stale_labels():
-        return f"nothing was received for {some_of(stale)}"
+        return f"nothing was received for {list_some(stale)}"
     return ""
 
 

@@ -43,10 +43,10 @@ _QUANTITY: Final = re.compile(
 _MAX_QUANTITY: Final = Fraction(2**63 - 1)
 _MIN_QUANTITY: Final = Fraction(1, 10**9)
 _DIGITS_READ: Final = 80
-"""Significant digits that are read. The bounds above need 28 digits."""
+"""Number of significant digits that are parsed. The bounds above need 28 digits."""
 _MAX_EXPONENT: Final = 10**9
-_REMEMBERED: Final = 64
-"""Texts of at most this many characters are cached. Other clients may store texts of a megabyte."""
+_MAX_CACHED_LENGTH: Final = 64
+"""Longest text whose value is cached, in characters. Other clients may store texts of a megabyte."""
 _DURATION: Final = re.compile(DURATION_PATTERN)
 _DURATION_PART: Final = re.compile("([0-9]+)(ms|h|m|s)")
 _MILLISECONDS: Final[Mapping[str, int]] = MappingProxyType({"h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1})
@@ -64,16 +64,17 @@ def parse_quantity(text: object) -> Fraction:
         ValueError: the text is not a quantity.
     """
     written = str(text)
-    read = _parse if len(written) <= _REMEMBERED else _parse.__wrapped__
-    value = read(written)
+    parse = _parse_bounded if len(written) <= _MAX_CACHED_LENGTH else _parse_bounded.__wrapped__
+    value = parse(written)
     if value is None:
-        shown = written[:_REMEMBERED]
+        shown = written[:_MAX_CACHED_LENGTH]
         raise ValueError(f"{shown!r} must be a quantity such as 80Gi, 500m or 2")
     return value
 
 
 @functools.lru_cache(maxsize=4096)  # many pods share few texts
-def _parse(text: str) -> Fraction | None:
+def _parse_bounded(text: str) -> Fraction | None:
+    """Returns the value of a quantity within the bounds, or None if the text is not a quantity."""
     match = _QUANTITY.fullmatch(text)
     if match is None or not (match["whole"] or match["part"]):
         return None

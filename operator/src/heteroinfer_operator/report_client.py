@@ -20,14 +20,18 @@ MAX_REPORT_BYTES: Final = 2**20
 NO_ANSWER: Final = (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError, ContractError)
 """Errors of a request without a usable answer. Invalid answers raise ContractError or UnicodeDecodeError."""
 _CONNECT_SHARE: Final = 0.8
-"""Share of the timeout for the connection. The kernel accepts connections even if the leader is busy."""
+"""Share of the timeout for connecting. The kernel accepts connections even if the leader is busy, so a failed
+connection means more than a missing answer."""
 _OWN_FAULTS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """Connection errors caused by this machine, which prove nothing about the pod."""
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class ReportClient:
-    """Sends requests to pods. Any process may answer at a pod's address, so the client checks each answer."""
+    """Sends requests to pods.
+
+    The client checks each answer, because any process may answer at the address of a pod.
+    """
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -47,8 +51,8 @@ class ReportClient:
         async with asyncio.timeout(timeout_s):
             for _ in range(2):  # without an earlier challenge, the first answer only contains a challenge
                 text, headers = await self._get(host, port, names.PATH_GROUP, timeout_s, reader.headers())
-                whole = reader.read(headers, text)
-                if whole is not None:
+                report = reader.read(headers, text)
+                if report is not None:
                     break
         return parse_report(text)
 
@@ -81,9 +85,9 @@ class ReportClient:
         ) as response:
             response.raise_for_status()
             if response.status != HTTPStatus.OK:
-                raise ContractError(f"HTTP status must be {HTTPStatus.OK.value}, got {response.status}")
+                raise ContractError(f"HTTP status must be {HTTPStatus.OK.value} (got {response.status})")
             body = bytearray()
-            async for piece in response.content.iter_any():  # read(n) returns the bytes so far, not n bytes
+            async for piece in response.content.iter_any():  # read(n) may return fewer than n bytes
                 body += piece
                 _check_size(len(body))
             return body.decode(), response.headers
@@ -131,4 +135,4 @@ def _is_connected(connection: socket.socket) -> bool:
 
 def _check_size(size: int) -> None:
     if size > MAX_REPORT_BYTES:
-        raise ContractError(f"a group's report must be at most {MAX_REPORT_BYTES} bytes, got more")
+        raise ContractError(f"the answer must be at most {MAX_REPORT_BYTES} bytes (got more)")

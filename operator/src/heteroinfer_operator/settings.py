@@ -28,16 +28,15 @@ class InstallationSettings:
 
     Attributes:
         watch_namespaces: HETEROINFER_WATCH_NAMESPACES: list of namespaces to serve. Empty: all namespaces,
-        and
-            plans read nodes.
+            and plans use the capacity of nodes.
         operator_class: HETEROINFER_OPERATOR_CLASS: `spec.operatorClass` of the served resources. Empty:
             resources without a class.
         worker_image_cpu: HETEROINFER_WORKER_IMAGE_CPU: default image of CPU pods.
         worker_image_gpu: HETEROINFER_WORKER_IMAGE_GPU: default image of GPU pods.
         worker_pull_policy: HETEROINFER_WORKER_PULL_POLICY: Always, IfNotPresent or Never. Empty: Kubernetes'
             default.
-        worker_pull_secrets: HETEROINFER_WORKER_PULL_SECRETS: list of Secrets in the pod's namespace to pull
-            images with, in addition to those of the resource.
+        worker_pull_secrets: HETEROINFER_WORKER_PULL_SECRETS: list of pull secrets in the pod's namespace, in
+            addition to those of the resource.
         allowed_worker_images: HETEROINFER_ALLOWED_WORKER_IMAGES: list of images that `engine.image` may name,
             or of prefixes that end with / : or @. Empty: all images.
         allowed_host_paths: HETEROINFER_ALLOWED_HOST_PATHS: list of folders that `file://` may use. Empty: all
@@ -46,29 +45,27 @@ class InstallationSettings:
         allow_remote_code: HETEROINFER_ALLOW_REMOTE_CODE: whether `engine.args` may contain
             `--trust-remote-code`.
         allowed_arguments: HETEROINFER_ALLOWED_ARGUMENTS: list of vLLM options that `engine.args` may contain
-        in
-            addition to those that are always allowed.
+            in addition to those that are always allowed.
         allowed_environment: HETEROINFER_ALLOWED_ENVIRONMENT: list of variables that `engine.env` may set in
             addition to those that are always allowed, or of prefixes that end with `*`.
         allowed_annotations: HETEROINFER_ALLOWED_ANNOTATIONS: list of annotation keys that pods may have in
             addition to those that are always allowed, or of prefixes that end with a slash.
         pod_resources: HETEROINFER_POD_RESOURCES: JSON with requests and limits of the pods that fetch and
-        read
-            models, and defaults for roles. Empty: built-in defaults.
+            read models, and defaults for roles. Empty: built-in defaults.
         allowed_service_accounts: HETEROINFER_ALLOWED_SERVICE_ACCOUNTS: list of service accounts that pods may
             use.
         http_port: HETEROINFER_HTTP_PORT: port of /healthz, /readyz and /metrics. 0: any free port.
-        workers: HETEROINFER_WORKERS: resources to reconcile at the same time, at least 1. A reconcile that
-            takes longer than SLOW_S of the work queue no longer counts.
+        workers: HETEROINFER_WORKERS: number of resources to reconcile at the same time, at least 1. Does not
+            count reconciles that take longer than SLOW_S of the work queue.
         resync_s: HETEROINFER_RESYNC_SECONDS: seconds between resyncs, above 0.
-        watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: a watch is dead after this time without data. Must
-            be longer than the API server's minute between bookmarks.
+        watch_silence_s: HETEROINFER_WATCH_SILENCE_SECONDS: the operator ends a watch after this time without
+            data. Must be more than 60, because the API server sends a bookmark every minute.
         pod_egress: HETEROINFER_POD_EGRESS: Auto, Always or Never: whether NetworkPolicies allow pods to reach
             their group, DNS and the hub.
         fetch_egress: HETEROINFER_FETCH_EGRESS: JSON with ports, cidrs and except that these policies allow to
             pods that fetch a model. Empty: built-in defaults.
         leader_election: HETEROINFER_LEADER_ELECTION: whether to work only while holding the Lease.
-        lease_name: HETEROINFER_LEASE_NAME.
+        lease_name: HETEROINFER_LEASE_NAME: name of the Lease.
         lease_duration_s: HETEROINFER_LEASE_SECONDS: another process takes the Lease after this time without a
             renewal. A whole number, at least 3.
         key_secret: HETEROINFER_KEY_SECRET: name of the Secret with the operator's key, in the operator's
@@ -140,27 +137,25 @@ class InstallationSettings:
         """
         read = _EnvReader(env)
         settings = cls(
-            watch_namespaces=read.listed("WATCH_NAMESPACES", _NAMESPACE, "names of namespaces"),
+            watch_namespaces=read.names("WATCH_NAMESPACES", _NAMESPACE, "names of namespaces"),
             operator_class=read.name("OPERATOR_CLASS"),
             worker_image_cpu=read.text("WORKER_IMAGE_CPU", ""),
             worker_image_gpu=read.text("WORKER_IMAGE_GPU", ""),
             worker_pull_policy=read.choice("WORKER_PULL_POLICY", ("", "Always", "IfNotPresent", "Never")),
-            worker_pull_secrets=read.listed("WORKER_PULL_SECRETS", _SECRET, "names of Secrets"),
-            allowed_worker_images=read.listed(
-                "ALLOWED_WORKER_IMAGES", _IMAGE, "images or prefixes of images"
-            ),
-            allowed_host_paths=read.listed("ALLOWED_HOST_PATHS", _PATH, "absolute paths"),
+            worker_pull_secrets=read.names("WORKER_PULL_SECRETS", _SECRET, "names of Secrets"),
+            allowed_worker_images=read.names("ALLOWED_WORKER_IMAGES", _IMAGE, "images or prefixes of images"),
+            allowed_host_paths=read.names("ALLOWED_HOST_PATHS", _PATH, "absolute paths"),
             allow_host_paths=read.flag("ALLOW_HOST_PATHS", default=False),
             allow_remote_code=read.flag("ALLOW_REMOTE_CODE", default=False),
-            allowed_arguments=read.listed("ALLOWED_ARGUMENTS", _OPTION, "options such as --runner"),
-            allowed_environment=read.listed(
+            allowed_arguments=read.names("ALLOWED_ARGUMENTS", _OPTION, "options such as --runner"),
+            allowed_environment=read.names(
                 "ALLOWED_ENVIRONMENT", _VARIABLE, "names of variables, or prefixes that end with *"
             ),
-            allowed_annotations=read.listed(
+            allowed_annotations=read.names(
                 "ALLOWED_ANNOTATIONS", _ANNOTATION, "keys of annotations, or prefixes that end with a slash"
             ),
             pod_resources=read.text("POD_RESOURCES", ""),
-            allowed_service_accounts=read.listed(
+            allowed_service_accounts=read.names(
                 "ALLOWED_SERVICE_ACCOUNTS", _ACCOUNT, "names of service accounts"
             ),
             http_port=read.number("HTTP_PORT", 8080, least=0, most=65535),
@@ -182,24 +177,26 @@ class InstallationSettings:
             log_format=read.choice("LOG_FORMAT", ("text", "json")),
         )
         if settings.key_secret and not settings.namespace:
-            raise _bad(
-                "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not. Set it to the operator's "
-                "namespace"
+            raise _settings_error(
+                "HETEROINFER_KEY_SECRET is set, but HETEROINFER_NAMESPACE is not. Set HETEROINFER_NAMESPACE "
+                "to the operator's namespace"
             )
         if settings.calibration_config_map and not settings.namespace:
-            raise _bad(
-                "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not. Set it to the "
-                "operator's namespace"
+            raise _settings_error(
+                "HETEROINFER_CALIBRATION_CONFIG_MAP is set, but HETEROINFER_NAMESPACE is not. Set "
+                "HETEROINFER_NAMESPACE to the operator's namespace"
             )
         if settings.leader_election and not (settings.namespace and settings.identity):
-            raise _bad(
+            raise _settings_error(
                 "HETEROINFER_LEADER_ELECTION is true, but HETEROINFER_NAMESPACE or HETEROINFER_IDENTITY "
-                "is not set. Set them to the operator's namespace and the name of its pod"
+                "is not set. Set both, to the operator's namespace and to the name of its pod"
             )
         return settings
 
 
 class _EnvReader:
+    """Reads and checks variables by their names without the prefix HETEROINFER_."""
+
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
 
@@ -207,41 +204,44 @@ class _EnvReader:
         return self._env.get(f"HETEROINFER_{name}", "").strip() or default
 
     def name(self, name: str) -> str:
+        """Returns a DNS label, or "" if the variable is not set."""
         text = self.text(name, "")
         if text and not _NAMESPACE.fullmatch(text):
-            raise _wrong(name, text, "lower case letters, digits and -, at most 63")
+            raise _wrong_value(name, text, "lower case letters, digits and -, at most 63")
         return text
 
     def flag(self, name: str, *, default: bool) -> bool:
         text = self.text(name, "true" if default else "false").lower()
         if text not in {"true", "false"}:
-            raise _wrong(name, text, "true or false")
+            raise _wrong_value(name, text, "true or false")
         return text == "true"
 
     def number(self, name: str, default: int, *, least: int, most: int) -> int:
         text = self.text(name, str(default))
         if not text.isdecimal() or not least <= int(text) <= most:
-            raise _wrong(name, text, f"a whole number from {least} to {most}")
+            raise _wrong_value(name, text, f"a whole number from {least} to {most}")
         return int(text)
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        """Returns one of the choices, ignoring case; the first choice if the variable is not set."""
         text = self.text(name, choices[0])
         found = next((choice for choice in choices if choice.lower() == text.lower()), None)
         if found is None:
-            raise _wrong(name, text, f"one of {', '.join(filter(None, choices))}")
+            raise _wrong_value(name, text, f"one of {', '.join(filter(None, choices))}")
         return found
 
-    def listed(self, name: str, pattern: re.Pattern[str], expected: str) -> tuple[str, ...]:
-        found = {part.strip() for part in self.text(name, "").split(",") if part.strip()}
-        for part in sorted(found):
+    def names(self, name: str, pattern: re.Pattern[str], expected: str) -> tuple[str, ...]:
+        """Returns the items of a list that is separated by commas, sorted."""
+        items = {part.strip() for part in self.text(name, "").split(",") if part.strip()}
+        for part in sorted(items):
             if not pattern.fullmatch(part):
-                raise _wrong(name, part, f"{expected}, separated by commas")
-        return tuple(sorted(found))
+                raise _wrong_value(name, part, f"{expected}, separated by commas")
+        return tuple(sorted(items))
 
 
-def _wrong(name: str, got: str, expected: str) -> HeteroInferError:
-    return _bad(f"HETEROINFER_{name} must be {expected}, got {got!r}")
+def _wrong_value(name: str, got: str, expected: str) -> HeteroInferError:
+    return _settings_error(f"HETEROINFER_{name} must be {expected} (got {got!r})")
 
 
-def _bad(message: str) -> HeteroInferError:
+def _settings_error(message: str) -> HeteroInferError:
     return HeteroInferError(message, reason=FailureReason.BAD_SETTINGS.value)

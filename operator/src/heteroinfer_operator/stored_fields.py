@@ -20,20 +20,22 @@ _LATEST: Final = datetime(9998, 1, 1, tzinfo=UTC)
 _YEAR_0: Final = "0000-"
 """Prefix of a year that Kubernetes stores and `datetime` does not support."""
 _VERSION_DIGITS: Final = 20
+"""Most digits of a resourceVersion, a number of 64 bits."""
 _SHOWN: Final = 60
+"""Most characters of a wrong value that a message quotes."""
 
 
 class UnreadableError(HeteroInferError):
-    """A field of a stored object has an unexpected type. Leave the object out."""
+    """A field of a stored object has an unexpected type. The operator ignores such an object."""
 
     reason = "Unreadable"
 
 
 def _unreadable(field: str, value: object, expected: str) -> UnreadableError:
-    # A list or object may be nested too deeply for repr().
+    # Do not quote a list or an object, because it may be nested too deeply for repr().
     nests = isinstance(value, list | tuple | Mapping)
     shown = f"a {type(value).__name__}" if nests else repr(value)[:_SHOWN]
-    return UnreadableError(f"{field} must be {expected}, got {shown}")
+    return UnreadableError(f"{field} must be {expected} (got {shown})")
 
 
 def as_object(value: object, field: str) -> Mapping[str, Any]:
@@ -138,8 +140,8 @@ def version_number(text: str) -> int:
     Kubernetes guarantees such numbers since KEP-5504 (1.35) and used them before. If an API server does not,
     the newest event of the watch wins, and a write counts once the watch shows it.
     """
-    counts = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
-    return int(text) if counts else 0
+    is_number = text.isascii() and text.isdecimal() and len(text) <= _VERSION_DIGITS
+    return int(text) if is_number else 0
 
 
 def _as_list(value: object, field: str) -> Sequence[Any]:
@@ -160,7 +162,7 @@ def read_json_parts(text: str, parts: Collection[str]) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"must be JSON, got {text[:200]!r}") from error
+        raise ValueError(f"must be JSON (got {text[:200]!r})") from error
     if not isinstance(found, dict) or found.keys() - set(parts):
-        raise ValueError(f"must be an object with {', '.join(parts)}, got {text[:200]!r}")
+        raise ValueError(f"must be an object with only the keys {', '.join(parts)} (got {text[:200]!r})")
     return found

@@ -40,9 +40,10 @@ class Backoff:
     Attributes:
         first_s: wait after the first failure. Each further failure doubles it.
         max_s: longest wait.
-        changed_s: a change by others shortens the wait to this, counted from the failure.
-        conflicts_at_once: consecutive conflicts that are retried at once. Further conflicts count as
-        failures.
+        changed_s: longest wait after a failure if another program changes the resource.
+        conflicts_at_once: number of consecutive conflicts after which the queue retries without a wait.
+        Further
+            conflicts count as failures.
     """
 
     first_s: float = 0.2
@@ -56,13 +57,12 @@ class Backoff:
 
 
 RECONCILE_TIMEOUT_S: Final = 120.0
-"""Timeout of one reconcile. Its dozens of requests (30 s each) never all hang."""
+"""Timeout of one reconcile. Several of its dozens of requests may take their own timeout of 30 s."""
 SLOW_S: Final = 0.25
-"""A reconcile that takes longer frees its slot, because it waits for an API server or a webhook."""
-
+"""Time after which a reconcile frees its slot, because it probably waits for an API server or a webhook."""
 
 _MAX_DEFECTS: Final = 100
-"""At most this many defects of status writes are logged by one process."""
+"""Number of defects of status writes that one process logs at most."""
 
 
 def build_process(
@@ -77,7 +77,7 @@ def build_process(
     connecting: dict[ResourceKey, SeenTime[tuple[int, int]]] = {}
 
     def log_defect(key: ResourceKey, defect: str) -> None:
-        """Logs once the fields of a status that the schema would have refused."""
+        """Logs the fields of a status that the schema would have refused, once for each resource."""
         if (key, defect) not in logged and len(logged) < _MAX_DEFECTS:
             logged.add((key, defect))
             text = printable(defect)
@@ -107,12 +107,12 @@ def build_process(
 
 
 @dataclass(slots=True)
-class _Key:
-    """State of one resource in the queue.
+class _KeyState:
+    """The state of one resource in the queue.
 
     Attributes:
         waiting: whether the resource is in the queue.
-        run: token of the running reconcile, or None.
+        run: token that identifies the running reconcile, or None.
         changed: whether the resource was added during the running reconcile.
         changed_by_others: whether something other than the running reconcile added it.
         failures: consecutive failures.
@@ -133,12 +133,13 @@ class _Key:
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether the queue can forget the resource."""
         return not (self.waiting or self.run is not None or self.failures or self.timer or self.waiters)
 
 
 _RUN: Final[ContextVar[object | None]] = ContextVar("reconcile", default=None)
-"""Token of the reconcile that the running code belongs to. It distinguishes its own changes from others."""
+"""Token of the reconcile that runs the current code. `add` finds out by it who caused a change."""
 
 
 class WorkQueue:
@@ -151,7 +152,7 @@ class WorkQueue:
     Args:
         workers: most concurrent reconciles, without those that have run for `slow_s`.
         backoff: waits after failures.
-        slow_s: a reconcile that takes longer frees its slot for another.
+        slow_s: time after which a reconcile frees its slot for another reconcile.
     """
 
     def __init__(
@@ -171,11 +172,11 @@ class WorkQueue:
         self._slow_s = slow_s
         self._metrics = metrics or OperatorMetrics()
         self._ready: asyncio.Queue[ResourceKey] = asyncio.Queue()
-        self._keys: dict[ResourceKey, _Key] = {}
+        self._keys: dict[ResourceKey, _KeyState] = {}
 
     def add(self, key: ResourceKey) -> None:
         """Queues a reconcile of a resource. After a failure the reconcile waits for the back-off."""
-        state = self._keys.setdefault(key, _Key())
+        state = self._keys.setdefault(key, _KeyState())
         if state.run is not None:
             state.changed = True
             state.changed_by_others = state.changed_by_others or _RUN.get() is not state.run
@@ -186,7 +187,7 @@ class WorkQueue:
 
     def add_after(self, key: ResourceKey, delay_s: float) -> None:
         """Schedules a reconcile after a delay, or earlier if the resource is added or due before."""
-        state = self._keys.setdefault(key, _Key())
+        state = self._keys.setdefault(key, _KeyState())
         self._start_timer(key, state, asyncio.get_running_loop().time() + max(delay_s, 0.0))
 
     async def run(self) -> None:
@@ -196,7 +197,7 @@ class WorkQueue:
                 while True:
                     await self._slots.acquire()
                     key = await self._ready.get()
-                    group.create_task(self._work(key), name=f"reconcile {key}")
+                    group.create_task(self._work_on(key), name=f"reconcile {key}")
         finally:
             for state in self._keys.values():
                 self._cancel_timer(state)
@@ -214,32 +215,36 @@ class WorkQueue:
         if done:
             await asyncio.wait(done)
 
-    def _enqueue(self, key: ResourceKey, state: _Key) -> None:
+    def _enqueue(self, key: ResourceKey, state: _KeyState) -> None:
+        """Adds a resource to the queue unless it is there, and cancels its timer."""
         self._cancel_timer(state)
         if not state.waiting:
             state.waiting = True
             self._ready.put_nowait(key)
             self._metrics.queue_length.set(self._ready.qsize())
 
-    def _start_timer(self, key: ResourceKey, state: _Key, due: float) -> None:
+    def _start_timer(self, key: ResourceKey, state: _KeyState, due: float) -> None:
+        """Schedules a reconcile, unless an earlier one is scheduled."""
         if state.waiting or (state.timer is not None and state.timer.when() <= due):
             return
         self._cancel_timer(state)
-        state.timer = asyncio.get_running_loop().call_at(due, self._due, key, state)
+        state.timer = asyncio.get_running_loop().call_at(due, self._on_timer, key, state)
 
-    def _due(self, key: ResourceKey, state: _Key) -> None:
+    def _on_timer(self, key: ResourceKey, state: _KeyState) -> None:
+        """Queues a resource whose timer has run out, or marks it as changed if its reconcile runs."""
         state.timer = None
         if state.run is not None:
             state.changed = state.changed_by_others = True
         else:
             self._enqueue(key, state)
 
-    def _cancel_timer(self, state: _Key) -> None:
+    def _cancel_timer(self, state: _KeyState) -> None:
         if state.timer is not None:
             state.timer.cancel()
             state.timer = None
 
-    async def _work(self, key: ResourceKey) -> None:
+    async def _work_on(self, key: ResourceKey) -> None:
+        """Runs the next reconcile of a resource in a slot. A slow reconcile frees its slot early."""
         state = self._keys[key]
         slot = _ReconcileSlot(self._slots)
         slow = asyncio.get_running_loop().call_later(self._slow_s, slot.give_back)
@@ -257,66 +262,76 @@ class WorkQueue:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _finish(self, key: ResourceKey, state: _Key) -> None:
-        """Ends a reconcile. Changes during it start another reconcile."""
-        looked_at = state.changed_by_others or (state.changed and not state.failures)
+    def _finish(self, key: ResourceKey, state: _KeyState) -> None:
+        """Ends a reconcile, and queues the next one if the resource has changed meanwhile."""
+        needs_reconcile = state.changed_by_others or (state.changed and not state.failures)
         state.run, state.changed, state.changed_by_others = None, False, False
-        if looked_at:
+        if needs_reconcile:
             self.add(key)
-        if state.idle:
+        if state.is_idle:
             del self._keys[key]
 
-    async def _process_once(self, key: ResourceKey, state: _Key) -> None:
-        """Runs one reconcile; counts and logs every error. The top-level boundary of reconciles."""
+    async def _process_once(self, key: ResourceKey, state: _KeyState) -> None:
+        """Runs one reconcile; counts and logs every error.
+
+        No exception of a reconcile may end the queue, so this function catches all exceptions.
+        """
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._reconcile_timeout_s):
                 look_again_s = await self._process(key)
         except ConflictError as error:
-            self._conflicted(key, state, error)
+            self._handle_conflict(key, state, error)
         except SpecError as error:
-            self._count(error.reason)
+            self._count_error(error.reason)
             logger.warning("%s: %s. Waiting for a change of the resource", key, error.message)
-            self._succeeded(state)
+            self._reset_failures(state)
         except HeteroInferError as error:
-            self._failed(key, state, error.reason, error.message)
+            self._handle_failure(key, state, error.reason, error.message)
         except TimeoutError:
-            self._failed(key, state, "PassTimeout", f"not finished after {self._reconcile_timeout_s:g} s")
+            self._handle_failure(
+                key,
+                state,
+                "PassTimeout",
+                f"the reconcile did not finish within {self._reconcile_timeout_s:g} s",
+            )
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            self._failed(key, state, "Cancelled", "a task that the reconcile awaited was cancelled")
+            self._handle_failure(key, state, "Cancelled", "a task that the reconcile awaited was cancelled")
         except Exception as error:
             logger.exception("%s: reconcile failed. This is a defect of the operator. Report it", key)
-            self._failed(key, state, type(error).__name__, repr(error))
+            self._handle_failure(key, state, type(error).__name__, repr(error))
         else:
-            self._succeeded(state)
+            self._reset_failures(state)
             if look_again_s is not None:
                 self.add_after(key, look_again_s)
         finally:
             self._metrics.reconcile_seconds.observe(time.monotonic() - started)
 
-    def _succeeded(self, state: _Key) -> None:
+    def _reset_failures(self, state: _KeyState) -> None:
         state.failures, state.conflicts, state.not_before = 0, 0, 0.0
 
-    def _conflicted(self, key: ResourceKey, state: _Key, error: ConflictError) -> None:
-        self._count("Conflict")
+    def _handle_conflict(self, key: ResourceKey, state: _KeyState, error: ConflictError) -> None:
+        """Schedules the next attempt after a conflict. Many conflicts in a row count as a failure."""
+        self._count_error("Conflict")
         state.conflicts += 1
         if state.conflicts > self._backoff.conflicts_at_once:
-            self._failed(key, state, "ConflictsInARow", str(error))
+            self._handle_failure(key, state, "ConflictsInARow", str(error))
         else:
             logger.debug("%s: %s. Observing again", key, error)
             self.add_after(key, 0.0)
 
-    def _failed(self, key: ResourceKey, state: _Key, reason: str, message: str) -> None:
-        self._count(reason)
+    def _handle_failure(self, key: ResourceKey, state: _KeyState, reason: str, message: str) -> None:
+        """Counts and logs a failure, and schedules the next attempt."""
+        self._count_error(reason)
         state.failures += 1
         delay_s = self._backoff.delay_s(state.failures)
         state.not_before = asyncio.get_running_loop().time() + min(delay_s, self._backoff.changed_s)
         logger.warning("%s: %s: %s. Trying again in %.1f s", key, reason, message, delay_s)
         self.add_after(key, delay_s)
 
-    def _count(self, reason: str) -> None:
+    def _count_error(self, reason: str) -> None:
         self._metrics.reconcile_errors.labels(reason).inc()
 
 
@@ -334,5 +349,6 @@ class _ReconcileSlot:
 
 
 def _is_cancelled() -> bool:
+    """Reports whether the current task itself was cancelled, not a task that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -354,17 +354,17 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         ("replicas=two", "/replicas"),
         ("watchNamespaces={Not_A_Name}", "/watchNamespaces/0"),
         ("operatorClass=Not_A_Name", "/operatorClass"),
-        ("watchNamespaces={a}", "watchNamespaces: needs scope=Namespaced"),
+        ("watchNamespaces={a}", "watchNamespaces: must be empty with scope Cluster"),
         (
             "replicas=2,leaderElection.enabled=false",
-            "replicas: more than one needs leaderElection.enabled=true",
+            "replicas: must be 1 without leaderElection.enabled",
         ),
         ("calibration.nodeKinds[0].name=m7i", "missing property 'nodeSelector'"),
         ("calibration.kinds={}", "additional properties 'kinds' not allowed"),
         ("calibration.limitSeconds=1", "/calibration/limitSeconds"),
-        (",".join((*KINDS, "calibration.nodeKinds[1].name=m7i")), "calibration.nodeKinds: got m7i twice"),
-        (",".join((*KINDS, "scope=Namespaced")), "calibration.nodeKinds: needs scope=Cluster"),
-        ("serviceAccount.create=false", "serviceAccount.name: needed with serviceAccount.create=false"),
+        (",".join((*KINDS, "calibration.nodeKinds[1].name=m7i")), "calibration.nodeKinds: each name must be unique (got m7i twice)"),
+        (",".join((*KINDS, "scope=Namespaced")), "calibration.nodeKinds: must be empty with scope Namespaced"),
+        ("serviceAccount.create=false", "serviceAccount.name: must be set if serviceAccount.create is false"),
     ],
 )
 def test_nonsensical_values_are_refused(plane: Cluster, value: str, said: str) -> None:

@@ -133,7 +133,7 @@ async def test_an_unreadable_object_is_ignored_and_logged_once(
     assert scripted.lists == 2
     errors = [line.getMessage() for line in caplog.records if line.levelno >= logging.ERROR]
     assert len([line for line in errors if "ns/bad" in line]) == 2, "once for each of two objects"
-    assert f"maps: the operator cannot read ns/bad (data.key must be a text, got {10**30})." in errors[0]
+    assert f"maps: the operator cannot read ns/bad (data.key must be a text (got {10**30}))." in errors[0]
     assert len([line for line in errors if "an object without a name" in line]) == 1
     assert running.get("bad") is None
     assert ("v", None) in running.changes, "the object was readable before, but no longer is"

@@ -332,5 +332,5 @@ async def test_each_pod_sees_its_own_gpus_and_leaves_them_to_the_next(tmp_path: 
 async def test_pod_that_asks_for_more_gpus_than_are_free_is_reported(tmp_path: Path) -> None:
     manifest = pod(resources={"limits": {"nvidia.com/gpu": "1"}})
     async with _cluster(tmp_path, SLEEPS) as running:
-        with pytest.raises(LocalPodError, match="it needs 1 GPUs, and 0 are free"):
+        with pytest.raises(LocalPodError, match="needs 1 GPUs, but 0 are free"):
             await running.run(CreateObject(manifest=manifest))

@@ -60,8 +60,8 @@ def test_prints_the_version_of_the_client(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("word", "error"),
     [
-        ("pln", "unknown command 'pln': did you mean plan?"),
-        ("log", "unknown command 'log': did you mean logs?"),
+        ("pln", "unknown command 'pln'. The most similar command is plan"),
+        ("log", "unknown command 'log'. The most similar command is logs"),
         ("xyzzy", "invalid choice: 'xyzzy'"),
         ("\x1b[2Jxyzzy", "invalid choice: '\\x1b[2Jxyzzy'"),
     ],

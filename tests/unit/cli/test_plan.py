@@ -499,7 +499,7 @@ def test_resources_that_the_chart_gives_roles_count(
     assert main(["plan", "-f", file, "--chart-values", str(values)]) == 0
     capsys.readouterr()
     values.write_text("podResources: {workers: {}}")
-    assert "must be an object with fetch, inspect, worker" in error(
+    assert "must be an object with only the keys fetch, inspect, worker" in error(
         capsys, "-f", file, "--chart-values", str(values)
     )
 

@@ -59,8 +59,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (with_spec(nodeSelector={"a": "b"}), "spec.nodeSelector", "Remove it from the role's template"),
     (with_spec(nodeSelector={"disk": "ssd"}), "spec.nodeSelector", "use a cluster"),
     (with_spec(hostNetwork=True), "spec.hostNetwork", "Remove it"),
-    (with_spec(restartPolicy="Always"), "spec.restartPolicy", "It must be Never: got 'Always'"),
-    (with_spec(containers=[{}, {}]), "spec.containers", "It must be one container: got 2"),
+    (with_spec(restartPolicy="Always"), "spec.restartPolicy", "It must be Never (got 'Always')"),
+    (with_spec(containers=[{}, {}]), "spec.containers", "It must be one container (got 2)"),
     (with_spec(initContainers=[{}]), "spec.initContainers", "Remove it"),
     (
         with_spec(volumes=[{"name": "m", "persistentVolumeClaim": {"claimName": "c"}}]),

@@ -80,7 +80,7 @@ def test_an_installation_without_defaults_leaves_a_spec_alone() -> None:
     ("text", "said"),
     [
         ("[", "must be JSON"),
-        ('{"workers": {}}', "must be an object with fetch, inspect, worker"),
+        ('{"workers": {}}', "must be an object with only the keys fetch, inspect, worker"),
         ('{"worker": {"limits": {"cpu": "many"}}}', r"worker\.limits\.cpu"),
         (
             '{"fetch": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}',

@@ -364,7 +364,7 @@ def test_an_unreadable_pod_of_ours_exists_and_is_not_ready(caplog: pytest.LogCap
     (pod,) = state.pods(KEY, "owner")
     assert (pod.view.ready, pod.view.ended, pod.view.phase) == (False, False, "Unknown")
     assert [line.levelname for line in caplog.records] == ["ERROR"], "one line for one object"
-    assert "the operator cannot read ns/llama-0-1-0 (phase must be a text, got a list)" in caplog.text
+    assert "the operator cannot read ns/llama-0-1-0 (phase must be a text (got a list))" in caplog.text
 
 
 @given(st.text(max_size=8) | st.integers().map(str) | st.just("9" * 5000))

@@ -53,7 +53,7 @@ def test_shared_gpus_are_excluded_in_each_affinity_alternative() -> None:
     zones = [{"key": "zone", "operator": "In", "values": [zone]} for zone in ("a", "b")]
     required = {"nodeSelectorTerms": [{"matchExpressions": [zone]} for zone in zones]}
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
-    unshared = {
+    unshared_gpu_requirement = {
         "key": "nvidia.com/gpu.sharing-strategy",
         "operator": "NotIn",
         "values": ["time-slicing", "mps"],
@@ -62,7 +62,7 @@ def test_shared_gpus_are_excluded_in_each_affinity_alternative() -> None:
     fields = role_fields(parsed, parsed.roles[0], Device.GPU)
     terms = fields["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert [term["matchExpressions"] for term in terms["nodeSelectorTerms"]] == [
-        [zone, unshared] for zone in zones
+        [zone, unshared_gpu_requirement] for zone in zones
     ]
     # A role on CPUs has no GPU to share.
     assert role_fields(parsed, parsed.roles[0], Device.CPU)["affinity"] == affinity

@@ -98,7 +98,7 @@ def test_every_setting_is_read() -> None:
     ],
 )
 def test_an_invalid_value_is_named(name: str, value: str, expected: str) -> None:
-    with pytest.raises(HeteroInferError, match=f"HETEROINFER_{name} must be {expected}.*, got "):
+    with pytest.raises(HeteroInferError, match=f"HETEROINFER_{name} must be {expected}.* \\(got "):
         InstallationSettings.from_env({f"HETEROINFER_{name}": value})
 
 
@@ -122,11 +122,11 @@ def test_health_distinguishes_a_stuck_operator_from_a_waiting_one() -> None:
     now = 0.0
     health = Health(stale_s=900, clock=lambda: now)
     now = 10_000
-    assert health.stuck() == "", "it may wait for the Lease forever"
-    health.resynced()
+    assert health.stuck_reason() == "", "it may wait for the Lease forever"
+    health.record_resync()
     now += 900
-    assert health.stuck() == ""
+    assert health.stuck_reason() == ""
     now += 1
-    assert health.stuck() == "no resync for 901 s"
+    assert health.stuck_reason() == "no resync for 901 s"
     health.stale_caches = ("pods of a", "nodes")
-    assert health.stuck() == "no resync for 901 s: nothing received for pods of a, nodes"
+    assert health.stuck_reason() == "no resync for 901 s: nothing received for pods of a, nodes"

@@ -216,7 +216,7 @@ class LocalCluster:
             case CreateObject(manifest=manifest):
                 await self._create_object(manifest)
             case TryObjects():
-                pass  # no API server here could refuse objects
+                pass  # there is no API server that could refuse objects
             case ApplyObject(manifest=manifest):
                 self._apply_object(manifest)
             case DeleteObject():
@@ -227,7 +227,7 @@ class LocalCluster:
                 self._status = action.status
                 self._record_change()
             case RemoveFinalizer():
-                pass  # resources have no such finalizer here
+                pass  # a resource of `heteroinfer up` has no such finalizer
             case RecordEvent():
                 self._on_event(action)
 
@@ -292,7 +292,7 @@ class LocalCluster:
         )
         if pod.num_gpus > len(self._free_gpus):
             raise LocalPodError(
-                f"pod {pod.name}: it needs {pod.num_gpus} GPUs, and {len(self._free_gpus)} are free. Request "
+                f"pod {pod.name}: needs {pod.num_gpus} GPUs, but {len(self._free_gpus)} are free. Request "
                 "fewer GPUs, or stop the programs that use them"
             )
         gpus, self._free_gpus = self._free_gpus[: pod.num_gpus], self._free_gpus[pod.num_gpus :]

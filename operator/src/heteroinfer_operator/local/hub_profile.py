@@ -18,7 +18,7 @@ from heteroinfer_operator.errors import ModelError
 from heteroinfer_operator.local.process import WORKER_MODULE
 
 TIMEOUT_S: Final = 300.0
-"""Two small requests for each file of weights."""
+"""Time limit of the command, which sends two small requests for each file of weights."""
 
 
 def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> ModelProfile:
@@ -48,4 +48,5 @@ def read_hub_profile(model: ModelSpec, env: Mapping[str, str] = os.environ) -> M
 
 
 def _build_error(model: ModelSpec, message: str) -> ModelError:
+    """Builds the error about a model, with its URI."""
     return ModelError(f"model.uri: {model.uri}: {message}")

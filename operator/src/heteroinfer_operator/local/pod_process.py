@@ -25,7 +25,7 @@ from heteroinfer_operator.cluster import Manifest
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.nodes.demand import REQUIRED, require_label
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
-from heteroinfer_operator.nodes.role_demand import unshared
+from heteroinfer_operator.nodes.role_demand import unshared_gpu_requirement
 from heteroinfer_operator.quantity import parse_quantity
 
 DEFAULT_GRACE_S: Final = 30
@@ -93,8 +93,8 @@ def parse_pod(
     """Translates a Pod into a process.
 
     Args:
-        config_maps: by name.
-        secrets: the operator's, by name. A user's Secrets do not exist here.
+        config_maps: ConfigMaps by name.
+        secrets: the operator's Secrets by name. `heteroinfer up` has no Secrets of users.
         node_labels: labels of this machine.
 
     Raises:
@@ -109,9 +109,9 @@ def parse_pod(
         "spec",
     )
     if spec.get("restartPolicy") != "Never":
-        pod.refuse("spec.restartPolicy", f"It must be Never: got {spec.get('restartPolicy')!r}")
+        pod.refuse("spec.restartPolicy", f"It must be Never (got {spec.get('restartPolicy')!r})")
     if len(spec["containers"]) != 1:
-        pod.refuse("spec.containers", f"It must be one container: got {len(spec['containers'])}")
+        pod.refuse("spec.containers", f"It must be one container (got {len(spec['containers'])})")
     pod.check_volumes(spec)
     container = spec["containers"][0]
     pod.refuse_other_fields(container, _CONTAINER_FIELDS, "spec.containers[0]")
@@ -179,17 +179,15 @@ def _machine_satisfies(field: str, value: Any, node_labels: Mapping[str, str]) -
     return _is_near_own_group_only(value) and (
         not others
         or any(
-            others == require_label({}, unshared(term["key"].removesuffix(".sharing-strategy")))
+            others
+            == require_label({}, unshared_gpu_requirement(term["key"].removesuffix(".sharing-strategy")))
             for term in _first_expressions(others)
         )
     )
 
 
 def _is_near_own_group_only(affinity: Manifest) -> bool:
-    """Reports whether all pods that this pod must be near to are of its own group.
-
-    Those run on this machine.
-    """
+    """Reports whether podAffinity requires only pods of the same group, which run on this machine, too."""
     near = affinity.get("podAffinity", {})
     return not near.keys() - {REQUIRED} and all(
         names.LABEL_RESOURCE in term.get("labelSelector", {}).get("matchLabels", {})
@@ -257,30 +255,32 @@ class _FieldReader:
         """Returns the environment variables of the container, with the values of references."""
         env = {}
         for index, variable in enumerate(variables):
-            where = f"spec.containers[0].env[{index}]"
+            field = f"spec.containers[0].env[{index}]"
             if "valueFrom" in variable:
-                env[variable["name"]] = self._read_reference(variable["valueFrom"], f"{where}.valueFrom")
+                env[variable["name"]] = self._read_reference(variable["valueFrom"], f"{field}.valueFrom")
                 continue
             value = variable.get("value", "")
             if "$(" in value:
-                self.refuse(f"{where}.value", f"Replace $(...) by its value in {variable['name']}")
+                self.refuse(f"{field}.value", f"Replace $(...) by its value in {variable['name']}")
             env[variable["name"]] = value
         return env
 
-    def _read_reference(self, source: Manifest, where: str) -> str:
+    def _read_reference(self, source: Manifest, field: str) -> str:
         """Returns the value that a variable takes from an operator's Secret or a ConfigMap."""
         secret = self._secrets.get(source.get("secretKeyRef", {}).get("name", ""))
         if secret is not None:
             encoded: str = secret["data"][source["secretKeyRef"]["key"]]
             return base64.b64decode(encoded).decode()
         if set(source) != {"configMapKeyRef"}:
-            self.refuse(where, "Export the variable before `heteroinfer up`: Secrets do not exist here")
+            self.refuse(field, "Export the variable before `heteroinfer up`, which has no Secrets")
         reference = source["configMapKeyRef"]
         config_map = self._config_maps.get(reference["name"], {})
         value = config_map.get("data", {}).get(reference["key"])
         if value is None:
             self.refuse(
-                where, f"ConfigMap {reference['name']} with key {reference['key']} does not exist here"
+                field,
+                f"`heteroinfer up` has no ConfigMap {reference['name']} with key {reference['key']}. Write "
+                "the value into env",
             )
         return str(value)
 

@@ -53,8 +53,8 @@ def _check_named_python(source: str, path: Path) -> Path:
     path = path.absolute()  # not resolved: the python of an environment is a link to a file elsewhere
     if not os.access(path, os.X_OK) or path.is_dir():
         raise WorkerPythonError(
-            f"{source}: must be the Python that has vLLM: {path} is not a program. `make setup` creates "
-            f"{WORKER_ENVIRONMENT}/bin/python"
+            f"{source}: must be the Python that has vLLM (got {path}, which is not a program). `make setup` "
+            f"creates {WORKER_ENVIRONMENT}/bin/python"
         )
     return path
 

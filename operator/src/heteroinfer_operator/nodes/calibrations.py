@@ -84,7 +84,8 @@ def check_kind(name: str) -> str:
     """Returns the name of a kind of nodes if it is valid; otherwise raises CalibrationError."""
     if not _KIND_NAME.fullmatch(name):
         raise CalibrationError(
-            f"kind of node must have 1 to 40 characters of a-z, 0-9 and -, such as m7i-16xlarge; got {name!r}"
+            "kind of node must have 1 to 40 characters of a-z, 0-9 and -, such as m7i-16xlarge (got "
+            f"{name!r})"
         )
     return name
 
@@ -94,7 +95,7 @@ def check_selector(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not value or not all(isinstance(each, str) for each in value.values()):
         raise CalibrationError(
             'nodeSelector must be labels of the nodes, such as {"node.kubernetes.io/instance-type": '
-            f'"m7i.16xlarge"}}; got {value!r}'
+            f'"m7i.16xlarge"}} (got {value!r})'
         )
     return value
 

@@ -25,7 +25,7 @@ _MAX_CHOICES: Final = 1000
 _MIN_TRIES: Final = 100
 """At least this many placements are tried for each combination of topology values."""
 _DEVICE_MIB: Final = re.compile(r"[1-9][0-9]{0,11}")
-"""A plausible label of a device's memory. Whoever may label nodes can write up to 63 digits."""
+"""A plausible label of a device's memory. Users who may label nodes can write up to 63 digits."""
 _TOLERANCE: Final = 1e-6
 """Smaller amounts are rounding errors."""
 
@@ -156,7 +156,7 @@ class Obstacle(NamedTuple):
     Attributes:
         excludes: whether the node rejects the pod regardless of capacity. Otherwise it lacks capacity or a
             label.
-        rest: text after "is" if the node rejects the pod, otherwise after "has".
+        rest: the problem, as a text that follows "is" if the node rejects the pod, otherwise "has".
     """
 
     excludes: bool

@@ -8,9 +8,9 @@ The rules of `pkg/scheduler/framework/plugins/interpodaffinity/filtering.go@v1.3
 - Two pods are kept apart if an anti-affinity term of one pod matches the other pod.
 
 The scheduler places pods in any order. So the operator places a group only if every order ends with all pods
-placed. Otherwise half a group could occupy its nodes forever without serving. Pods outside the group are
-unknown
-here: terms that match no pod of the group are about such pods and are left to the scheduler.
+placed. Otherwise half a group could occupy its nodes forever without serving. The operator does not know pods
+outside the group. A term that matches no pod of the group is about such pods, so only the scheduler checks
+it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ class GroupTerms:
     def away(self) -> tuple[tuple[frozenset[str], ...], ...]:
         """Topology keys whose values must differ between pods of two kinds, by both kinds."""
         return tuple(
-            tuple(_keys_apart(one, other) | _keys_apart(other, one) for other in self.kinds)
+            tuple(_keys_that_differ(one, other) | _keys_that_differ(other, one) for other in self.kinds)
             for one in self.kinds
         )
 
@@ -107,42 +107,46 @@ class GroupTerms:
             (kind, tuple(node.get(key) for key in keys)) for kind, node in zip(pods, labels, strict=True)
         }
         classes = [
-            _Class(kind=kind, values=dict(zip(keys, values, strict=True)))
+            _PodClass(kind=kind, values=dict(zip(keys, values, strict=True)))
             for kind, values in sorted(places, key=repr)
         ]
-        return all(self._all_placed([first, *classes]) for first in classes)
+        return all(self._places_all([first, *classes]) for first in classes)
 
-    def _all_placed(self, order: Sequence["_Class"]) -> bool:
+    def _places_all(self, order: Sequence["_PodClass"]) -> bool:
         """Places pods in this order and retries those that do not fit yet, like the scheduler."""
-        waiting, placed = list(dict.fromkeys(order)), list[_Class]()
+        waiting, placed = list(dict.fromkeys(order)), list[_PodClass]()
         while waiting:
-            found = next((each for each in waiting if self._may_be_placed(each, placed)), None)
+            found = next((each for each in waiting if self._accepts(each, placed)), None)
             if found is None:
                 return False
             placed.append(found)
             waiting.remove(found)
         return True
 
-    def _may_be_placed(self, own: "_Class", placed: Sequence["_Class"]) -> bool:
-        peers, terms = self.peers[own.kind], self.kinds[own.kind].near
+    def _accepts(self, candidate: "_PodClass", placed: Sequence["_PodClass"]) -> bool:
+        """Reports whether the scheduler accepts a pod of this class beside the placed pods."""
+        peers, terms = self.peers[candidate.kind], self.kinds[candidate.kind].near
         if not peers:
             return True
         keys = [term["topologyKey"] for term in terms]
-        if any(own.values[key] is None for key in keys):
+        if any(candidate.values[key] is None for key in keys):
             return False
-        counted = [
+        matching = [
             each
             for each in placed
             if each.kind in peers and any(each.values[key] is not None for key in keys)
         ]
-        if not counted:
-            return own.kind in peers
-        return all(any(each.values[key] == own.values[key] for each in counted) for key in keys)
+        if not matching:
+            return candidate.kind in peers
+        return all(any(each.values[key] == candidate.values[key] for each in matching) for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Class:
-    """Pods of one kind on nodes with equal values of all topology keys. The scheduler treats them equally."""
+class _PodClass:
+    """Pods of one kind on nodes with equal values of all topology keys.
+
+    The scheduler treats these pods equally, so one of them stands for all.
+    """
 
     kind: int
     values: Mapping[str, str | None]
@@ -158,8 +162,9 @@ def selects(term: Manifest, own: PodDemand, other: PodDemand) -> bool:
 def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
     """Checks whether a term matches pods of the group's namespace.
 
-    The operator knows the name of a namespace but not its other labels. It assumes that a selector of other
-    labels matches. Then a group may wait for nodes that it does not need, but is never placed by half.
+    The operator knows the name of a namespace but not its other labels, and assumes that a selector of other
+    labels matches. So a group may wait for nodes that it does not need, but never starts with half of its
+    pods.
     """
     listed, selector = term.get("namespaces") or (), term.get("namespaceSelector")
     if not listed and selector is None:
@@ -177,5 +182,6 @@ def _is_about_own_namespace(term: Manifest, namespace: str) -> bool:
     return selects_pod(known, {_NAMESPACE_NAME: namespace})
 
 
-def _keys_apart(own: PodDemand, other: PodDemand) -> frozenset[str]:
+def _keys_that_differ(own: PodDemand, other: PodDemand) -> frozenset[str]:
+    """Returns the topology keys whose values `own` requires to differ from those of `other`."""
     return frozenset(term["topologyKey"] for term in own.away if selects(term, own, other))

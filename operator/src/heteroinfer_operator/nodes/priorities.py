@@ -41,10 +41,12 @@ class PriorityClassView:
 
 
 def preempting_priority(class_name: str, classes: Sequence[PriorityClassView] | None) -> int | None:
-    """Returns the priority below which the scheduler preempts pods for a pod; None if it preempts none.
+    """Returns the priority of a pod of this class if the scheduler may preempt pods for it, otherwise None.
+
+    The scheduler then preempts pods of lower priority.
 
     Args:
-        class_name: "" for the cluster's default class.
+        class_name: name of the class; "" for the cluster's default class.
         classes: classes of the cluster; None if unknown.
     """
     if classes is None:

@@ -13,20 +13,20 @@ from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 _OUTSIDE_SPEC = {"labels", "annotations", "securityContext", "volumeMounts"}
 _WORKER_FIELDS = ("topologySpreadConstraints", "resourceClaims", "volumes")
-"""Fields for worker pods only. Pods that fetch or read a model do not need them."""
+"""Fields that only worker pods get, not pods that fetch or read a model."""
 
 
 def template_fields(template: PodTemplate | None) -> dict[str, Any]:
     """Returns the pod spec fields that a template sets, with a node selector for the images' platform."""
-    asked = template.dump() if template else {}
-    left_out = {*_OUTSIDE_SPEC, *_WORKER_FIELDS}
-    fields = {key: value for key, value in asked.items() if key not in left_out and value}
+    dumped = template.dump() if template else {}
+    excluded = {*_OUTSIDE_SPEC, *_WORKER_FIELDS}
+    fields = {key: value for key, value in dumped.items() if key not in excluded and value}
     selector = {**platform_selector(template), **fields.get("nodeSelector", {})}
     return {**fields, "nodeSelector": selector} if selector else fields
 
 
-def unshared(gpu_resource: str) -> dict[str, Any]:
-    """Builds the node label requirement that excludes nodes whose GPUs are shared."""
+def unshared_gpu_requirement(gpu_resource: str) -> dict[str, Any]:
+    """Builds the node affinity expression that excludes nodes with shared GPUs."""
     label = f"{gpu_resource}.sharing-strategy"
     return {"key": label, "operator": "NotIn", "values": ["time-slicing", "mps"]}
 
@@ -42,11 +42,13 @@ def role_fields(spec: HeteroInferenceSpec, role: RoleSpec, device: Device) -> di
     if spec.scheduling.priority_class_name:
         fields["priorityClassName"] = spec.scheduling.priority_class_name
     if device is Device.GPU:
-        wanted = {"key": role.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
-        given = list(fields.get("tolerations", ()))
-        fields["tolerations"] = given if wanted in given else [*given, wanted]
+        toleration = {"key": role.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+        tolerations = list(fields.get("tolerations", ()))
+        fields["tolerations"] = tolerations if toleration in tolerations else [*tolerations, toleration]
         if role.feed_forward is not None or spec.parallelism.mode is Mode.FEED_FORWARD:
-            fields["affinity"] = require_label(fields.get("affinity", {}), unshared(role.gpu_resource))
+            fields["affinity"] = require_label(
+                fields.get("affinity", {}), unshared_gpu_requirement(role.gpu_resource)
+            )
     return fields
 
 
@@ -56,26 +58,27 @@ def role_resources(role: RoleSpec, device: Device) -> dict[str, Any]:
     They are the role's resources plus those of its feed-forward ranks plus one GPU per rank. A limit is
     raised only if the role sets it.
     """
-    asked = role.resources.dump() if role.resources else {}
+    resources = role.resources.dump() if role.resources else {}
     if role.feed_forward is not None:
-        asked = _with_feed_forward(asked, role.feed_forward)
+        resources = _with_feed_forward(resources, role.feed_forward)
     if device is Device.GPU:
         gpus = {role.gpu_resource: str(role.ranks_per_pod)}
-        asked["limits"] = {**asked.get("limits", {}), **gpus}
-        asked["requests"] = {**asked.get("requests", {}), **gpus}
-    return asked
+        resources["limits"] = {**resources.get("limits", {}), **gpus}
+        resources["requests"] = {**resources.get("requests", {}), **gpus}
+    return resources
 
 
-def _with_feed_forward(asked: Mapping[str, Any], own: FeedForwardSpec) -> dict[str, Any]:
-    limits, requests = dict(asked.get("limits") or {}), dict(asked.get("requests") or {})
-    for resource, each in (("cpu", own.cpu), ("memory", own.memory)):
-        added = parse_quantity(each) * own.ranks
+def _with_feed_forward(resources: Mapping[str, Any], feed_forward: FeedForwardSpec) -> dict[str, Any]:
+    """Returns resources with the CPUs and the memory of feed-forward ranks added."""
+    limits, requests = dict(resources.get("limits") or {}), dict(resources.get("requests") or {})
+    for resource, amount_per_rank in (("cpu", feed_forward.cpu), ("memory", feed_forward.memory)):
+        added = parse_quantity(amount_per_rank) * feed_forward.ranks
         # The API server copies a limit without a request into the request.
         base = requests.get(resource, limits.get(resource, "0"))
         requests[resource] = format_quantity(parse_quantity(base) + added)
         if resource in limits:
             limits[resource] = format_quantity(parse_quantity(limits[resource]) + added)
-    return {**asked, "requests": requests, **({"limits": limits} if limits else {})}
+    return {**resources, "requests": requests, **({"limits": limits} if limits else {})}
 
 
 def role_demand(
@@ -84,8 +87,7 @@ def role_demand(
     """Builds the demand of one pod of a role.
 
     Args:
-        resource: the pod's HeteroInference, by which affinity terms may select pods; None if there is none
-        yet.
+        resource: the pod's HeteroInference, by which affinity terms may select pods; None if there is none.
     """
     labels = {
         **((role.template.labels if role.template else None) or {}),
@@ -95,10 +97,10 @@ def role_demand(
         names.LABEL_ROLE: role.name,
         names.LABEL_DEVICE: device.value,
     }
-    asked = pod_demand(
+    demand = pod_demand(
         f"role {role.name}",
         labels,
         role_fields(spec, role, device),
         requests_of(role_resources(role, device)),
     )
-    return asked if resource is None else replace(asked, namespace=resource.namespace)
+    return demand if resource is None else replace(demand, namespace=resource.namespace)
