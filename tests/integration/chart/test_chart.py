@@ -362,8 +362,14 @@ def test_the_environment_is_what_the_operator_reads(plane: Cluster) -> None:
         ("calibration.nodeKinds[0].name=m7i", "missing property 'nodeSelector'"),
         ("calibration.kinds={}", "additional properties 'kinds' not allowed"),
         ("calibration.limitSeconds=1", "/calibration/limitSeconds"),
-        (",".join((*KINDS, "calibration.nodeKinds[1].name=m7i")), "calibration.nodeKinds: each name must be unique (got m7i twice)"),
-        (",".join((*KINDS, "scope=Namespaced")), "calibration.nodeKinds: must be empty with scope Namespaced"),
+        (
+            ",".join((*KINDS, "calibration.nodeKinds[1].name=m7i")),
+            "calibration.nodeKinds: each name must be unique (got m7i twice)",
+        ),
+        (
+            ",".join((*KINDS, "scope=Namespaced")),
+            "calibration.nodeKinds: must be empty with scope Namespaced",
+        ),
         ("serviceAccount.create=false", "serviceAccount.name: must be set if serviceAccount.create is false"),
     ],
 )

@@ -176,7 +176,10 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"extraEnv": [{"name": "HETEROINFER_WORKERS", "value": "1"}]}, "extraEnv: must not contain HETEROINFER_WORKERS"),
+        (
+            {"extraEnv": [{"name": "HETEROINFER_WORKERS", "value": "1"}]},
+            "extraEnv: must not contain HETEROINFER_WORKERS",
+        ),
         ({"strategy": {"type": "RollingUpdate"}, "leaderElection.enabled": False}, "strategy: must be empty"),
         ({"image.digest": "sha256:12"}, "/image/digest"),
         ({"image.repository": "a/b:1"}, "/image/repository"),
@@ -188,7 +191,10 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
         ({"volumeMounts": [{"name": "x"}]}, "/volumeMounts/0"),
         ({"rbac.aggregate": True}, "additional properties 'aggregate' not allowed"),
         ({"extraArgs": ["--log-level=debug"]}, "additional properties 'extraArgs' not allowed"),
-        ({"commonLabels": {"rbac.authorization.k8s.io/aggregate-to-view": "1"}}, "commonLabels: must not contain rbac."),
+        (
+            {"commonLabels": {"rbac.authorization.k8s.io/aggregate-to-view": "1"}},
+            "commonLabels: must not contain rbac.",
+        ),
         ({"commonLabels": {"a b": "c"}}, "/commonLabels': additional properties 'a b'"),
         ({"podLabels": {"a": "b c"}}, "/podLabels/a"),
         ({"podAnnotations": {"a b": "c"}}, "/podAnnotations': additional properties 'a b'"),
@@ -203,7 +209,10 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
             {"resources.requests.memory": "1Gi"},
             "resources: the memory request must be at most the limit 512Mi (got 1Gi)",
         ),
-        ({"resources.limits.cpu": 0.049}, "resources: the cpu request must be at most the limit 0.049 (got 50m)"),
+        (
+            {"resources.limits.cpu": 0.049},
+            "resources: the cpu request must be at most the limit 0.049 (got 50m)",
+        ),
         (
             {"podResources.inspect.limits.memory": "1e6"},
             "podResources.inspect: the memory request must be at most the limit",
@@ -218,16 +227,28 @@ def test_a_service_monitor_takes_the_place_of_the_operators_pod_monitor(tmp_path
             {"tolerations": [{"key": "x", "tolerationSeconds": 5}]},
             "/tolerations/0': missing property 'effect'",
         ),
-        ({"strategy": {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}}, "strategy.rollingUpdate: must be null"),
-        ({"strategy.rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}, "strategy.rollingUpdate: maxSurge and"),
+        (
+            {"strategy": {"type": "Recreate", "rollingUpdate": {"maxSurge": 1}}},
+            "strategy.rollingUpdate: must be null",
+        ),
+        (
+            {"strategy.rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}},
+            "strategy.rollingUpdate: maxSurge and",
+        ),
         ({"strategy.rollingUpdate.maxSurge": "one"}, "/strategy/rollingUpdate/maxSurge"),
         ({"dnsPolicy": "None"}, "dnsConfig.nameservers: must not be empty"),
         (
             {"podMonitor.enabled": True, "podMonitor.interval": "10s", "podMonitor.scrapeTimeout": "1m"},
             "scrapeTimeout must be at most interval (got 1m and 10s)",
         ),
-        ({"volumes": [{"name": "scratch", "emptyDir": {}}]}, "the chart itself uses scratch (got scratch twice)"),
-        ({"volumeMounts": [{"name": "x", "mountPath": "/x"}]}, "volumeMounts: each name must be the name of a volume in volumes (got x)"),
+        (
+            {"volumes": [{"name": "scratch", "emptyDir": {}}]},
+            "the chart itself uses scratch (got scratch twice)",
+        ),
+        (
+            {"volumeMounts": [{"name": "x", "mountPath": "/x"}]},
+            "volumeMounts: each name must be the name of a volume in volumes (got x)",
+        ),
         (
             {"volumes": [{"name": "x"}], "volumeMounts": [{"name": "x", "mountPath": "/tmp"}]},
             "the chart itself uses /tmp (got /tmp twice)",

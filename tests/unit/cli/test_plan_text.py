@@ -219,7 +219,7 @@ def test_choices_with_another_number_of_pods_are_planned() -> None:
     less = lines(planned, "fewer pods")[0]
     assert less == (
         f"fewer pods: with 1 pod of role gpu instead of 2, a step takes {steps[1]} instead of {steps[0]}, "
-        f"and as many requests of 8,192 tokens run at once ({held[1]})"
+        f"and as many requests of 8,192 tokens run at once as now ({held[1]})"
     )
     assert held[1] == held[0]
     (more, layer) = lines(planned, "faster")
@@ -253,7 +253,7 @@ def test_without_choices_only_waste_is_shown() -> None:
     assert describe_waste(planned) == ()
     wasteful = ask(recorded_profiles()["Qwen3-Next-80B-A3B-Instruct"], "B")
     (line,) = describe_waste(wasteful)
-    assert line.startswith("fewer pods: with 1 pod of role cpu instead of 2, a step takes as long (")
+    assert line.startswith("fewer pods: with 1 pod of role cpu instead of 2, a step takes as long as now (")
     assert f"\nadvice: {line}\n" in describe_plan(wasteful, "m", ShownParts())
     assert "advice: " not in describe_plan(wasteful, "m", ShownParts(choices=True))
 

@@ -64,9 +64,9 @@ def _compare(other: Planned, planned: Planned) -> _Difference:
     step, step_now = map(duration, steps_s)
     at_once, at_once_now = (f"{sequences_at_once(each):,.1f}" for each in (other, planned))
     requests = f"requests of {count(planned.plan.engine.max_model_len, 'token')}"
-    time = f"as long ({step})" if step == step_now else f"{step} instead of {step_now}"
+    time = f"as long as now ({step})" if step == step_now else f"{step} instead of {step_now}"
     if at_once == at_once_now:
-        concurrency = f"as many {requests} run at once ({at_once})"
+        concurrency = f"as many {requests} run at once as now ({at_once})"
     else:
         concurrency = f"{at_once} {requests} run at once instead of {at_once_now}"
     more_requests = sequences_at_once(other) >= sequences_at_once(planned) or at_once == at_once_now
@@ -80,14 +80,14 @@ def _plans_with_fewer_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
     for role in _resizable_roles(spec):
         if role.pods > 1:
             other = _plan_for(planned, _with_pods(spec, role, role.pods - 1))
-            words = f"with {count(role.pods - 1, 'pod')} of role {role.name} instead of {role.pods}"
+            change = f"with {count(role.pods - 1, 'pod')} of role {role.name} instead of {role.pods}"
         elif len(spec.roles) > 1:
             other = _plan_for(planned, _with_pods(spec, role, 0))
-            words = f"without role {role.name}"
+            change = f"without role {role.name}"
         else:
             continue
         if other is not None:
-            yield words, other
+            yield change, other
 
 
 def _plans_with_more_gpu_pods(planned: Planned) -> Iterator[tuple[str, Planned]]:
@@ -110,14 +110,14 @@ def _resizable_roles(spec: HeteroInferenceSpec) -> Sequence[RoleSpec]:
 def _with_pods(spec: HeteroInferenceSpec, role: RoleSpec, pods: int) -> HeteroInferenceSpec:
     """Returns the spec with this number of pods of a role; with 0 the role is removed."""
 
-    def changed(roles: Sequence[RoleSpec]) -> Iterator[RoleSpec]:
+    def changed_roles(roles: Sequence[RoleSpec]) -> Iterator[RoleSpec]:
         for each in roles:
             if each.name != role.name:
                 yield each
             elif pods:
                 yield each.changed(pods=pods)
 
-    return spec.changed(roles=tuple(changed(spec.roles)))
+    return spec.changed(roles=tuple(changed_roles(spec.roles)))
 
 
 def _plan_for(planned: Planned, spec: HeteroInferenceSpec) -> Planned | None:
@@ -207,8 +207,8 @@ def _with_layers(
         roles: name of the role of each stage.
     """
 
-    def own(name: str) -> tuple[int, ...]:
+    def layers_of_role(name: str) -> tuple[int, ...]:
         return tuple(number for number, role in zip(layers, roles, strict=True) if role == name)
 
-    pinned = tuple(role.changed(layers=own(role.name)) for role in spec.roles)
+    pinned = tuple(role.changed(layers=layers_of_role(role.name)) for role in spec.roles)
     return spec.changed(roles=pinned)

@@ -186,10 +186,10 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
         served_name=resource.served_name,
         model_path=names.MODEL_MOUNT,
     )
-    given = _given_nodes(arguments)
-    classes = None if given is None else given.priority_classes
+    given_nodes = _given_nodes(arguments)
+    classes = None if given_nodes is None else given_nodes.priority_classes
     capacity = Capacity(
-        free_nodes=_node_of_options(resource, arguments) if given is None else given.free_nodes,
+        free_nodes=_node_of_options(resource, arguments) if given_nodes is None else given_nodes.free_nodes,
         calibrations=calibrations,
         resource=ResourceKey(namespace=resource.metadata.namespace, name=resource.metadata.name),
         priority=preempting_priority(resource.spec.scheduling.priority_class_name, classes),
@@ -197,7 +197,7 @@ def _plan(resource: HeteroInference, calibrations: Calibrations, arguments: argp
     try:
         planned = plan_group(request, capacity)
     except Shortage as shortage:
-        if given is None or classes is not None:
+        if given_nodes is None or classes is not None:
             raise
         raise Shortage(f"{shortage.message}; {_NO_PRIORITIES}", reason=shortage.reason) from None
     missing = (planned.missing,) if planned.missing else ()

@@ -75,8 +75,10 @@ def describe_model(profile: ModelProfile, engine_args: Sequence[str] = ()) -> li
     rows.append(("embedding", format_bytes(profile.embedding_bytes)))
     rows.append(("head", "tied to the embedding" if profile.tied_head else format_bytes(profile.head_bytes)))
     if profile.encoder:
-        where = "not loaded" if EngineOptions.of(engine_args).is_text_only else "on every rank"
-        rows.append(("encoder", f"{format_bytes(profile.encoder_bytes)} for {profile.encoder}, {where}"))
+        ranks_with_encoder = "not loaded" if EngineOptions.of(engine_args).is_text_only else "on every rank"
+        rows.append(
+            ("encoder", f"{format_bytes(profile.encoder_bytes)} for {profile.encoder}, {ranks_with_encoder}")
+        )
     if profile.layer_table_bytes:
         size = format_bytes(profile.layer_table_bytes)
         rows.append(("embeddings per layer", f"{size}, on every rank"))
@@ -134,10 +136,10 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     parts.append(f"KV cache {format_bytes(rank.kv_cache_bytes)}")
     usable = "an unknown memory" if budget.budget is None else format_bytes(budget.budget)
     taken = format_bytes(rank.weight_bytes + rank.kv_cache_bytes)
-    words = f"role {rank.role}: {' + '.join(parts)} = {taken} of {usable}"
+    line = f"role {rank.role}: {' + '.join(parts)} = {taken} of {usable}"
     if budget.beside:
-        words += f". Another {format_bytes(budget.beside)} is for {BESIDE_ON_GPUS}"
-    return words
+        line += f". Another {format_bytes(budget.beside)} is for {BESIDE_ON_GPUS}"
+    return line
 
 
 def _name_stages(numbers: Sequence[int]) -> str:

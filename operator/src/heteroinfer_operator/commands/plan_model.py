@@ -52,8 +52,10 @@ def _local_directory(uri: str, model_dir: Path | None) -> Path | None:
 
 def _note_missing_tokenizer(directory: Path, args: Sequence[str]) -> tuple[str, ...]:
     """Returns a note if the folder has no tokenizer and no argument names another one."""
-    elsewhere = any(given.may_mean(option) for given in given_options(args) for option in _OTHER_TOKENIZER)
-    if elsewhere or has_tokenizer(directory):
+    has_other_tokenizer = any(
+        given.may_mean(option) for given in given_options(args) for option in _OTHER_TOKENIZER
+    )
+    if has_other_tokenizer or has_tokenizer(directory):
         return ()
     note = (
         f"{directory} has no tokenizer (tokenizer.json, or a file of another format), which the API server "

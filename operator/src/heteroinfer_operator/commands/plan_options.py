@@ -52,8 +52,8 @@ def read_calibrations(given: str | None, *, other_machines: bool = False) -> Cal
         return Calibrations(
             missing="run `heteroinfer calibrate -o FILE` on such a node, and add --calibration FILE"
         )
-    own, missing = calibration_file.read_own_calibration(calibration_file.cache_folder())
-    return Calibrations(this_machine=own, missing=missing)
+    of_this_machine, missing = calibration_file.read_own_calibration(calibration_file.cache_folder())
+    return Calibrations(this_machine=of_this_machine, missing=missing)
 
 
 def gpu_count(text: str) -> int:

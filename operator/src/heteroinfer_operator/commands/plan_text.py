@@ -186,8 +186,10 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
     taken = rank.weight_bytes + rank.kv_cache_bytes
     role = roles[rank.role]
     if rank.feed_forward is not None:
-        own, is_beside = role.feed_forward, rank.pod == planned.plan.ranks[0].pod
-        written = f" ({own.memory})" if own is not None and is_beside else _quote_memory(role, rank.device)
+        # Feed-forward ranks in the GPU's pod have memory of their own; those in other pods have their pod's.
+        feed_forward, is_in_gpu_pod = role.feed_forward, rank.pod == planned.plan.ranks[0].pod
+        has_own_memory = feed_forward is not None and is_in_gpu_pod
+        written = f" ({feed_forward.memory})" if has_own_memory else _quote_memory(role, rank.device)
         return f"{format_bytes(taken)}{written}"
     budget = next(each for each in planned.budgets[rank.stage].ranks if each.role == rank.role)
     if budget.budget is None:

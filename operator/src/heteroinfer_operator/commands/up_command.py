@@ -126,8 +126,8 @@ def _read_calibrations(worker_python: Path, *, measure: bool) -> Calibrations:
         calibration_file.write_calibration_file(
             calibration_file.measure(worker_python), folder / calibration_file.FILE_NAME
         )
-    own, missing = calibration_file.read_own_calibration(folder)
-    return Calibrations(this_machine=own, missing=missing)
+    calibration, missing = calibration_file.read_own_calibration(folder)
+    return Calibrations(this_machine=calibration, missing=missing)
 
 
 @contextmanager

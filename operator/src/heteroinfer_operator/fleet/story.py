@@ -93,9 +93,9 @@ def _find_culprit(
     status.
     """
     failures = _read_failures(pods)
-    own = [pod for pod, failure in failures if failure.pod == index_of(pod)]
-    if own:
-        return index_of(own[0])
+    self_reported = [pod for pod, failure in failures if failure.pod == index_of(pod)]
+    if self_reported:
+        return index_of(self_reported[0])
     blamed = [failure.pod for _, failure in failures if failure.pod is not None]
     if blamed:
         return blamed[0]

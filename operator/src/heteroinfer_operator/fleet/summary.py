@@ -148,8 +148,8 @@ class ResourceSummary:
     def _failures(self, *, verbose: bool) -> Iterable[str]:
         """Yields a line for the last failure of each group, or for all kept failures."""
         for group in self.status.groups:
-            kept = group.failures if verbose else group.failures[-1:]
-            for failure in reversed(kept):
+            failures = group.failures if verbose else group.failures[-1:]
+            for failure in reversed(failures):
                 yield f"failure of group {group.index}: {failure_text(failure)}"
 
     def _plans(self) -> list[str]:

@@ -82,7 +82,7 @@ class RunningPod:
         """
         folder.temporary.mkdir(parents=True)
         inherited = {name: value for name, value in env.items() if not name.startswith(_NOT_INHERITED)}
-        own = {
+        added = {
             "TMPDIR": str(folder.temporary),
             "PYTHONUNBUFFERED": "1",
             # -1, not empty: to vLLM an empty list means a GPU that does not answer.
@@ -100,7 +100,7 @@ class RunningPod:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**inherited, **pod.env, **own},
+                env={**inherited, **pod.env, **added},
                 cwd=folder.path,
                 start_new_session=True,
             )

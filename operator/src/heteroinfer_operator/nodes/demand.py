@@ -289,7 +289,7 @@ def _larger_amounts(left: Mapping[str, float], right: Mapping[str, float]) -> di
 def total(requests: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the sum of requests for each resource."""
     added: dict[str, float] = {}
-    for asked in requests:
-        for name, amount in asked.items():
+    for amounts in requests:
+        for name, amount in amounts.items():
             added[name] = added.get(name, 0.0) + amount
     return added

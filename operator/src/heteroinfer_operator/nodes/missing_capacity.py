@@ -132,12 +132,12 @@ def _find_lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
 
 def _format_amounts(requests: Mapping[str, float]) -> str:
     """Lists the requests of a pod, except the slot for a pod."""
-    asked = [
+    amounts = [
         f"{_format_amount(name, value)} {_resource_name(name)}"
         for name, value in requests.items()
         if name != "pods"
     ]
-    return ", ".join(asked) or "no requests"
+    return ", ".join(amounts) or "no requests"
 
 
 def _resource_name(resource: str) -> str:

@@ -146,8 +146,8 @@ def _can_place_by_preemption(demand: PodDemand, free_node: FreeNode) -> bool:
 
 def _demand_key(demand: PodDemand) -> Hashable:
     """Returns a key that is equal for pods with equal demands."""
-    asked = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
-    return asked, repr((demand.node_terms, demand.tolerations, demand.near))
+    requirements = frozenset(demand.requests.items()), frozenset(demand.node_selector.items())
+    return requirements, repr((demand.node_terms, demand.tolerations, demand.near))
 
 
 class Obstacle(NamedTuple):
@@ -282,25 +282,28 @@ def _search_with_values(
     demands: Sequence[PodDemand],
     kinds: Sequence[EqualPods],
     terms: GroupTerms,
-    chosen: Sequence[Values],
-    tries: int,
+    chosen_values: Sequence[Values],
+    max_tries: int,
 ) -> tuple[str, ...] | None:
-    """Returns nodes for all pods, with each series limited to its chosen topology values.
+    """Returns nodes for all pods, or None if the search finds none.
 
-    Returns:
-        None if the search finds none.
+    Args:
+        chosen_values: topology values that the pods of each series must share, by index of the series.
+        max_tries: most placements of a pod that the search may try.
     """
     limited_kinds = []
     for index, kind in enumerate(kinds):
         nodes_of_kind = kind.free_nodes
-        for series, values in zip(terms.series, chosen, strict=True):
+        for series, values in zip(terms.series, chosen_values, strict=True):
             nodes_of_kind = (
                 _nodes_with_values(series, values, nodes_of_kind) if index in series.kinds else nodes_of_kind
             )
         limited_kinds.append(EqualPods(demand=kind.demand, pods=kind.pods, free_nodes=nodes_of_kind))
     kind_of = {pod: index for index, kind in enumerate(kinds) for pod in kind.pods}
     limited_kinds.sort(key=_sort_key_of_hard_kinds, reverse=True)
-    return _Search(demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=tries).run()
+    return _Search(
+        demands=demands, kinds=limited_kinds, terms=terms, kind_of=kind_of, tries_left=max_tries
+    ).run()
 
 
 def preference(

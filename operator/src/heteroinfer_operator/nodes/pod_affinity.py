@@ -145,7 +145,7 @@ class GroupTerms:
 class _PodClass:
     """Pods of one kind on nodes with equal values of all topology keys.
 
-    The scheduler treats these pods equally, so one of them stands for all.
+    The scheduler treats these pods equally, so a check of one pod holds for all.
     """
 
     kind: int
