@@ -187,9 +187,9 @@ def _describe_memory(planned: Planned, rank: RankAssignment, roles: Mapping[str,
     role = roles[rank.role]
     if rank.feed_forward is not None:
         # Feed-forward ranks in the GPU's pod have memory of their own; those in other pods have their pod's.
-        feed_forward, is_in_gpu_pod = role.feed_forward, rank.pod == planned.plan.ranks[0].pod
-        has_own_memory = feed_forward is not None and is_in_gpu_pod
-        written = f" ({feed_forward.memory})" if has_own_memory else _quote_memory(role, rank.device)
+        written = _quote_memory(role, rank.device)
+        if role.feed_forward is not None and rank.pod == planned.plan.ranks[0].pod:
+            written = f" ({role.feed_forward.memory})"
         return f"{format_bytes(taken)}{written}"
     budget = next(each for each in planned.budgets[rank.stage].ranks if each.role == rank.role)
     if budget.budget is None:
