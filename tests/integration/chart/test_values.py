@@ -87,7 +87,7 @@ def test_each_value_changes_its_field(case: ValueCase, tmp_path: Path) -> None:
 
 def test_without_an_image_the_message_names_the_value(tmp_path: Path) -> None:
     with pytest.raises(
-        ClusterError, match=r"image\.repository: needed, since HeteroInfer publishes no images"
+        ClusterError, match=r"image\.repository: must be set, because HeteroInfer publishes no images"
     ):
         render(tmp_path, {"image.repository": ""})
 
