@@ -155,7 +155,7 @@ def test_calibrations_keep_to_accounts_and_rights_that_are_given(plane: Cluster)
     without = render(plane, *KINDS, "rbac.create=false")
     assert of_kind(without, "Role") == of_kind(without, "RoleBinding") == []
     own = ("serviceAccount.create=false", "serviceAccount.name=mine")
-    with pytest.raises(ClusterError, match=r"calibration\.serviceAccountName: needed"):
+    with pytest.raises(ClusterError, match=r"calibration\.serviceAccountName: must be set"):
         render(plane, *KINDS, *own)
     given = render(plane, *KINDS, *own, "calibration.serviceAccountName=theirs")
     assert of_kind(given, "ServiceAccount") == []

@@ -147,7 +147,7 @@ async def keep_as_the_job_does(cluster: Cluster, installed: Installation, tmp_pa
     measured.write_text(older.to_json())
     refused = await run()
     assert refused.returncode != 0
-    assert "HeteroInfer 0.0.9 measured this calibration, and " in refused.stderr
+    assert "HeteroInfer 0.0.9 measured this calibration, but " in refused.stderr
     measured.write_text(MEASURED.to_json())
     done = await run()
     assert done.returncode == 0, done.stderr
