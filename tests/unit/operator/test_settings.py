@@ -108,7 +108,7 @@ def test_leader_election_needs_namespace_and_identity() -> None:
 
 
 def test_calibrations_need_a_namespace() -> None:
-    with pytest.raises(HeteroInferError, match=r"but HETEROINFER_NAMESPACE is not\. Set HETEROINFER_NAMESPACE"):
+    with pytest.raises(HeteroInferError, match=r"HETEROINFER_NAMESPACE is not\. Set HETEROINFER_NAMESPACE"):
         InstallationSettings.from_env({"HETEROINFER_CALIBRATION_CONFIG_MAP": "calibration"})
 
 
