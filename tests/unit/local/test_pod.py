@@ -71,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (pod(command=["sh", "-c"]), "spec.containers[0].command", "It must be the command of container worker"),
     (pod(lifecycle={}), "spec.containers[0].lifecycle", "Remove it"),
     (pod(env=[SECRET]), "spec.containers[0].env[0].valueFrom", "Export the variable"),
-    (pod(env=[NO_MAP]), "spec.containers[0].env[0].valueFrom", "ConfigMap none with key k does not exist"),
+    (pod(env=[NO_MAP]), "spec.containers[0].env[0].valueFrom", "has no ConfigMap none with key k"),
     (
         pod(env=[{"name": "A", "value": "$(B)"}]),
         "spec.containers[0].env[0].value",
