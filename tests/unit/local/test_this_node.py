@@ -120,7 +120,7 @@ def test_named_worker_python_wins_and_must_be_a_program(tmp_path: Path) -> None:
     text.write_text("")
     assert find_worker_python(named, {ENV_WORKER_PYTHON: str(text)}) == named
     assert find_worker_python(None, {ENV_WORKER_PYTHON: str(named)}) == named
-    with pytest.raises(WorkerPythonError, match=f"--worker-python: .*got {text}, which is not a program.*make setup"):
+    with pytest.raises(WorkerPythonError, match=rf"got {text}, which is not a program\)\. `make setup`"):
         find_worker_python(text, {})
 
 
