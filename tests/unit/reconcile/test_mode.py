@@ -111,7 +111,7 @@ def test_a_new_resource_on_the_larger_gpu_gets_another_mode() -> None:
     assert mode(found) == "Pipeline"
     assert roles(found) == ["gpu"]
     (record,) = records(found)
-    assert record["mode"] == {"mode": "Pipeline", "gpuOnly": True}
+    assert record["mode"] == {"mode": "Pipeline", "gpuOnly": True, "keepsCpuPods": False}
 
 
 def test_the_mode_outlives_restarts_nodes_and_calibrations() -> None:
