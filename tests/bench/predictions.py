@@ -42,7 +42,7 @@ from heteroinfer_contract.pod_launch import engine_cpus
 from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
 from heteroinfer_operator.planning.feed_forward import feed_forward_seconds
-from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token
+from heteroinfer_operator.planning.prediction import StepLoad, forecast, forecast_first_token
 from tests.bench.feed_forward_cells import CAPTURE, ROUTING
 from tests.bench.kernel_rates import KernelRates, kernel_rates, mean_of, rate_of, with_kernel
 from tests.bench.model_shapes import make_shape
@@ -138,16 +138,16 @@ class Cell:
         """Returns the seconds that the planner says."""
         plan, sizes, rates = planned.plan, planned.sizes, planned.rates
 
-        def elsewhere(load: Load) -> float:
+        def feed_forward_wait(load: StepLoad) -> float:
             remote = planned.remote
             if remote is None:
                 return 0.0
             return max(feed_forward_seconds(remote, plan.engine, rates[-remote.ranks :], load))
 
         if self.what == "step":
-            load = Load(requests=self.requests, context=self.context)
-            return forecast(plan, sizes, rates, load, elsewhere).step_s
-        return forecast_first_token(plan, sizes, rates, self.context, elsewhere).step_s
+            load = StepLoad(requests=self.requests, context=self.context)
+            return forecast(plan, sizes, rates, load, feed_forward_wait).step_s
+        return forecast_first_token(plan, sizes, rates, self.context, feed_forward_wait).step_s
 
 
 class TimeIsOverError(Exception):

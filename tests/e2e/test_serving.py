@@ -17,7 +17,7 @@ from heteroinfer_contract import metric_names, names
 from heteroinfer_contract.calibration import Calibration
 from heteroinfer_operator.nodes.calibrations import MeasuredKind
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
-from heteroinfer_operator.planning.rates import cpu_defaults
+from heteroinfer_operator.planning.rates import describe_cpu_defaults
 from tests.cluster import processes
 from tests.cluster.folders import REPOSITORY
 from tests.cluster.node import NodeCluster
@@ -170,7 +170,7 @@ def test_a_node_is_measured_when_there_is_one_and_predictions_follow(
         return [pod["metadata"]["uid"] for pod in pair.pods()]
 
     before, pods = pair.status["plans"][0], uids()
-    assert made_of() == f"role cpu: {cpu_defaults(AVX512_BF16)}"
+    assert made_of() == f"role cpu: {describe_cpu_defaults(AVX512_BF16)}"
     selector = "app.kubernetes.io/component=calibration"
     (job,) = json.loads(cluster.kubectl("get", "jobs", "-n", SYSTEM, "-l", selector, "-o", "json"))["items"]
     assert job["status"]["active"] == 1, "it waits for a node of its kind"

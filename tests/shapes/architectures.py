@@ -92,7 +92,7 @@ def sort_classes(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str
 
 
 _MODULE = '''\
-"""Which classes of models {source} list. Pure; data.
+"""Classes of models in {source}, by what vLLM does with them. Pure; data.
 
 Written by `python -m tests.shapes.architectures`.
 """
@@ -106,71 +106,71 @@ GENERATES: Final = word_set(
 {generates}
     """
 )
-"""vLLM has them, and they generate text."""
+"""Classes in vLLM that generate text."""
 BY_TRANSFORMERS: Final = word_set(
     """
 {by_transformers}
     """
 )
-"""vLLM runs transformers' own."""
+"""Classes that vLLM lacks but transformers has; vLLM runs the class of transformers."""
 OTHER_TASKS: Final = word_set(
     """
 {other_tasks}
     """
 )
-"""For embeddings or scores, or drafts of other models."""
+"""Classes in vLLM that give embeddings or scores, or draft tokens for another model."""
 ENDINGS: Final = word_pairs(
     """
 {endings}
     """
 )
-"""What vLLM takes a class for by the end of its name, the first that fits."""
+"""End of a class name -> task that vLLM assumes for the class; the first end that fits decides."""
 UNTIL: Final = word_pairs(
     """
 {until}
     """
 )
-"""The last version of vLLM that served a class."""
+"""Class that vLLM no longer serves -> the last version of vLLM that served it."""
 CAUSAL_TYPES: Final = word_pairs(
     """
 {causal_types}
     """
 )
-"""Class that vLLM takes for a language model by its type, if its config names no class
+"""Type of a language model -> class that vLLM uses if the config names no class
 (vllm/config/vllm.py::VllmConfig.with_hf_config@v0.32.0)."""
 TEXT_BY_CONFIG: Final = word_set(
     """
 {text_by_config}
     """
 )
-"""Classes that take the class of their language model from that model's own config."""
+"""Classes for which the config of their language model decides the class of that model."""
 NO_PIPELINE: Final = word_set(
     """
 {no_pipeline}
     """
 )
-"""Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
+"""Classes without SupportsPP: with several stages, vLLM refuses their config
 (vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
 GPU_CLASSES: Final = word_set(
     """
 {gpu_classes}
     """
 )
-"""Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
-(vllm/models@v0.32.0)."""
+"""Classes that vLLM has only for GPUs of NVIDIA and AMD. On other devices, the class is missing or raises an
+error (vllm/models@v0.32.0)."""
 GPU_STATES: Final = word_set(
     """
 {gpu_states}
     """
 )
-"""Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
-(vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
+"""Classes whose layers with states have kernels for GPUs only: the scan of Mamba 1, which vLLM's libraries
+for CPUs lack (vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0), or kernels in Triton."""
 GATED_DELTA_NETS: Final = word_set(
     """
 {gated_delta_nets}
     """
 )
-"""Whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
+"""Classes whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
 '''
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import Device, EngineSettings
 from heteroinfer_operator.api import parse_spec
-from heteroinfer_operator.planning.engine_settings import engine_settings
+from heteroinfer_operator.planning.engine_settings import choose_engine_settings
 from heteroinfer_operator.planning.memory import Sizes
 from tests.shapes.oracle import BATCHED_TOKENS, stage_layers
 
@@ -51,7 +51,7 @@ def settings(profile: ModelProfile, length: int) -> EngineSettings:
             "roles": [{"name": "cpu", "device": "CPU", "pods": 2}],
         }
     )
-    engine = engine_settings(
+    engine = choose_engine_settings(
         spec, profile, has_cpu=True, has_mixed_stage=False, tensor=1, served_name="m", model_path="/model"
     )
     assert engine.max_num_batched_tokens == BATCHED_TOKENS
@@ -70,17 +70,17 @@ def compare(profile: ModelProfile, answer: dict[str, Any], device: str = "cpu") 
     ours: dict[str, int] = {}
     theirs: dict[str, int] = {}
     for length, pool in answer["pools"].items():
-        sizes = Sizes.of(profile, settings(profile, int(length)), 1, batches=BATCHES[device])
+        sizes = Sizes.for_settings(profile, settings(profile, int(length)), 1, batches=BATCHES[device])
         for stage, (begin, end) in enumerate(bounds):
             name = f"KV bytes of {length} tokens in stage {stage}"
             ours[name] = sizes.kv.block_bytes(begin, end) * sizes.kv.sequence_blocks
             theirs[name] = pool["bytes"][stage] * pool["sequence"]
-    sizes = Sizes.of(
+    sizes = Sizes.for_settings(
         profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, batches=BATCHES[device]
     )
     for stage, (begin, end) in enumerate(bounds):
         name = f"weights of stage {stage}"
-        tables = sizes.tables(stage, 2, Device.GPU)
-        ours[name] = sizes.layers(begin, end) + tables
+        tables = sizes.table_bytes(stage, 2, Device.GPU)
+        ours[name] = sizes.layer_weight_bytes(begin, end) + tables
         theirs[name] = answer["weights"][stage] + answer["encoder"][stage]
     return Comparison(ours=ours, theirs=theirs)

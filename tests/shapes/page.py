@@ -17,7 +17,7 @@ from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.cpu_features import AMX
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
 from heteroinfer_operator.planning.memory import Sizes
-from heteroinfer_operator.planning.prediction import Load, forecast
+from heteroinfer_operator.planning.prediction import StepLoad, forecast
 from heteroinfer_operator.vllm_support.architectures import BROKEN_PIPELINE
 from tests.integration.served_models.cases import CASES, FEED_FORWARD, Case
 from tests.shapes.comparison import compare, recorded, settings
@@ -75,7 +75,7 @@ def _plan_row(profile: ModelProfile) -> tuple[str, str, str]:
             error = refused.message
             continue
         steps = [
-            forecast(planned.plan, planned.sizes, planned.rates, Load(requests=requests, context=1024))
+            forecast(planned.plan, planned.sizes, planned.rates, StepLoad(requests=requests, context=1024))
             for requests in (1, 64)
         ]
         warnings = [note for note in planned.notes if "slower" in note]
@@ -102,7 +102,9 @@ def _row(name: str, profile: ModelProfile) -> str:
 
 
 def _kv(profile: ModelProfile) -> str:
-    sizes = Sizes.of(profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, batches=2)
+    sizes = Sizes.for_settings(
+        profile, settings(profile, min(8192, profile.max_position_embeddings)), 1, batches=2
+    )
     size = sizes.kv.block_bytes(0, profile.num_layers) * sizes.kv.sequence_blocks
     return f"{size / 2**30:.2f} GiB"
 

@@ -14,8 +14,8 @@ from heteroinfer_operator.api import parse_spec
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
 from heteroinfer_operator.planning import GroupRequest, Inventory, Planned, make_plan
-from heteroinfer_operator.planning.first_token import waits_elsewhere
-from heteroinfer_operator.planning.prediction import Load, forecast
+from heteroinfer_operator.planning.first_token import build_feed_forward_wait
+from heteroinfer_operator.planning.prediction import StepLoad, forecast
 from tests.shapes.page import write_or_check
 from tests.shapes.profiles import recorded_profiles
 
@@ -84,8 +84,8 @@ def _answer(profile: ModelProfile, situation: Situation) -> tuple[str, list[str]
         planned = ask(profile, situation)
     except PlanError as error:
         return "memory" if error.reason == "InsufficientMemory" else "no", error.message.splitlines()
-    wait = waits_elsewhere(planned.plan, planned.rates, planned.remote)
-    step = forecast(planned.plan, planned.sizes, planned.rates, Load(context=1024), wait)
+    wait = build_feed_forward_wait(planned.plan, planned.rates, planned.remote)
+    step = forecast(planned.plan, planned.sizes, planned.rates, StepLoad(context=1024), wait)
     return f"{step.step_s * 1e3:.0f} ms", [_parts(planned)]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from heteroinfer_contract.model import Scheme, SchemeName
-from heteroinfer_operator.planning.packing import packed_for_amx, packed_part
+from heteroinfer_operator.planning.packing import packed_ratio, packed_ratio_for_amx
 from tests.integration.kernels.instructions import SETS, of_this_cpu
 from tests.integration.kernels.probe_answers import ask, ask_forked
 from tests.seams import VLLM_VERSION
@@ -119,7 +119,7 @@ def test_four_bits_have_the_bytes_that_plans_count() -> None:
     assert len(found) == (12 if "avx512f" in of_this_cpu() else 9)
     for name, group, kind, part in found:
         scheme = Scheme(name=SchemeName(name), bits=4, group=group)
-        counted = packed_for_amx(scheme) if kind == "experts" else packed_part(scheme)
+        counted = packed_ratio_for_amx(scheme) if kind == "experts" else packed_ratio(scheme)
         assert part == pytest.approx(float(counted), rel=1e-4), (name, group, kind)
 
 

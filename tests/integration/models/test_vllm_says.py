@@ -12,7 +12,7 @@ from heteroinfer_operator.vllm_support.architectures import (
     IMAGES_ATTEND_BOTH_WAYS,
     OWN_CPU_BLOCKS,
 )
-from heteroinfer_operator.vllm_support.cpu_kernels import CODED, CPU_EXPERTS
+from heteroinfer_operator.vllm_support.cpu_kernels import CODED_BITS, CPU_EXPERTS
 from heteroinfer_operator.vllm_support.cpu_ranks import (
     CPU_FP8_HEAD_MULTIPLE,
     CPU_HEAD_SIZES,
@@ -112,7 +112,7 @@ def test_linear_layers_have_the_kernels_of_the_table(kernels: dict[str, Any]) ->
             for key, by_dtype in asked.items()
         }
         del chosen[SchemeName.GPTQ, 8]
-        assert set(chosen) == {(name, bits) for name, of_format in CODED.items() for bits in of_format}
+        assert set(chosen) == {(name, bits) for name, of_format in CODED_BITS.items() for bits in of_format}
         for which, by_dtype in chosen.items():
             assert all(kernel.startswith("Coded") for kernel in by_dtype.values()), (which, by_dtype)
 

@@ -16,7 +16,7 @@ from heteroinfer_operator.kube.rights import AccessRule, find_missing_rights
 from heteroinfer_operator.kube.server import ApiServer, load_configuration
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
-from heteroinfer_operator.planning.rates import cpu_defaults
+from heteroinfer_operator.planning.rates import describe_cpu_defaults
 from heteroinfer_operator.version import own_version
 from tests.cluster.running_cluster import Cluster
 from tests.integration.operator.conftest import CHART, Installation
@@ -48,7 +48,7 @@ async def test_the_operator_predicts_with_the_calibration_from_a_job(
             await bind(server, namespace, name, node)
         before = (await status_of(server, namespace))["plans"][0]
         assert before["calibration"] == "; ".join(
-            f"role {name}: {cpu_defaults(AVX512_BF16)}" for name in ("back", "front")
+            f"role {name}: {describe_cpu_defaults(AVX512_BF16)}" for name in ("back", "front")
         )
 
         said = await keep_as_the_job_does(control_plane, installed, tmp_path)

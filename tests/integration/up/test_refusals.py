@@ -33,7 +33,7 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers do not sum up": (
         {"roles": [{**CPU_ROLE, "layers": [4, 3]}]},
-        r"layers must add up to the model's 8 \(got 7\). Add 1",
+        r"layers must add up to the model's 8 layers \(got 7\). Add 1 layer",
     ),
     "unknown field": (
         {"replica": 1},

@@ -127,7 +127,7 @@ def test_an_integer_is_a_quantity() -> None:
         (
             spec(roles=[cpu(layer=[1])]),
             (
-                "spec.roles[0].layer: unknown field. Remove it, or correct it (see "
+                "spec.roles[0].layer: unknown field. Remove the field, or correct its name (see "
                 "`kubectl explain hinf.spec`)"
             ),
         ),
@@ -147,22 +147,29 @@ def test_an_integer_is_a_quantity() -> None:
         (
             spec(roles=[cpu(deviceMemory="8Gi")]),
             (
-                "spec.roles[0].device: must be GPU if deviceResourceName or deviceMemory is set (got "
-                "role cpu). Remove them: resources sets the memory of a CPU role"
+                "spec.roles[0].device: must be GPU if deviceResourceName or deviceMemory is set (got CPU in "
+                "role cpu). Remove deviceResourceName and deviceMemory; resources sets the memory of a CPU "
+                "role"
             ),
         ),
         (
             spec(roles=[cpu(), gpu(cpuBinding="Always")]),
             (
                 "spec.roles[1].cpuBinding: must be Auto or unset for device GPU, because its ranks "
-                "compute on GPUs (got role gpu). Remove it"
+                "compute on GPUs (got Always in role gpu). Remove cpuBinding"
             ),
         ),
         (
             spec(roles=[cpu(), cpu()]),
             "spec.roles: each name must be unique (got cpu twice). Rename or remove one entry",
         ),
-        (spec(roles=[cpu(layers=[1]), gpu()]), "spec.roles: must set layers in all roles or in none"),
+        (
+            spec(roles=[cpu(layers=[1]), gpu()]),
+            (
+                "spec.roles: must set layers either in all roles or in no role. Add layers to the other "
+                "roles, or remove all layers"
+            ),
+        ),
         (
             spec(parallelism={"mode": "Pipeline", "tensor": 2}, roles=[cpu(pods=2)]),
             (
@@ -188,7 +195,7 @@ def test_an_integer_is_a_quantity() -> None:
             spec(engine={"port": 29500}),
             (
                 "spec.engine.port: must not be network.rendezvousPort or a port that workers use: "
-                "8081, 29499, 29501 or 9400-9415 (got 29500)"
+                "8081, 29499, 29501 or 9400-9415 (got 29500). Choose another port"
             ),
         ),
         (
@@ -201,13 +208,16 @@ def test_an_integer_is_a_quantity() -> None:
         ),
         (
             spec(model={"uri": "file:///models/../etc"}),
-            "spec.model.uri: must be a path without '..' (got file:///models/../etc). Write out the path",
+            (
+                "spec.model.uri: must be a path without '..' (got file:///models/../etc). Write the path "
+                "without '..'"
+            ),
         ),
         (
             spec(model={"uri": "pvc://claim", "revision": "main"}),
             (
                 "spec.model.uri: must be an hf:// model if revision, tokenSecretRef or cache is set "
-                "(got pvc://claim). Remove them"
+                "(got pvc://claim). Remove revision, tokenSecretRef and cache"
             ),
         ),
         (
@@ -246,10 +256,10 @@ def test_an_integer_is_a_quantity() -> None:
             spec(roles=[cpu(template={"labels": {"heteroinfer.dev/group": "1"}})]),
             (
                 "spec.roles[0].template.labels: must not have heteroinfer.dev/* or "
-                "app.kubernetes.io/managed-by, which the operator sets"
+                "app.kubernetes.io/managed-by, which the operator sets. Remove these keys"
             ),
         ),
-        ({"roles": [cpu()]}, "spec.model: required field is missing"),
+        ({"roles": [cpu()]}, "spec.model: required field is missing. Set it"),
         (spec(replicas="2"), "spec.replicas: must be a valid integer (got '2')"),
         (spec(roles=[cpu(device="TPU")]), "spec.roles[0].device: must be 'CPU' or 'GPU' (got 'TPU')"),
     ],

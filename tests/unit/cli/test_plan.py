@@ -18,7 +18,7 @@ from heteroinfer_operator.cli import main
 from heteroinfer_operator.local import calibration_file
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
-from heteroinfer_operator.planning.rates import GPU_UNKNOWN, cpu_defaults
+from heteroinfer_operator.planning.rates import GPU_UNKNOWN, describe_cpu_defaults
 from tests.cluster.folders import REPOSITORY
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.cli.model_directory import write_model
@@ -89,7 +89,7 @@ def test_prints_verdict_figures_and_ranks(
     assert last.split()[:5] == ["1", "gpu", "GPU", "3", "(1-3)"]
     assert " of 72.00 GiB" in last
     note, *advice, empty = notes
-    assert note.startswith("note: hybrid not needed: ")
+    assert note.startswith("note: CPU ranks are not needed: ")
     # Either role serves so small a model alone.
     assert [line.split(", a step")[0] for line in advice] == [
         "advice: fewer pods: without role gpu",
@@ -109,7 +109,7 @@ def test_explain_adds_details_under_headings(
     for text in (
         "architecture LlamaForCausalLM, float32",
         "layers 0.1 MiB, by attention: 4 full",
-        f"role cpu: {cpu_defaults(AVX512_BF16)}",
+        f"role cpu: {describe_cpu_defaults(AVX512_BF16)}",
         f"role gpu: {GPU_UNKNOWN}",
         "length 512 tokens (the default of engine.maxModelLen), the most that the model supports",
         "step at most 64 requests and 2,048 tokens",
@@ -216,8 +216,8 @@ def test_memory_in_thousandths_of_bytes_is_refused(
         roles=[{"name": "a", "device": device, "resources": {"limits": {"memory": "1500m"}}}],
     )
     assert error(capsys, "-f", file, code=3) == (
-        "error: llama does not fit: role a: resources.limits.memory 1500m means thousandths of a byte. "
-        "Write 1500Mi\n"
+        "error: llama does not fit: role a: resources.limits.memory must not have the unit m, which means "
+        "thousandths of a byte (got 1500m). Write 1500Mi\n"
     )
 
 
@@ -244,7 +244,7 @@ def test_this_machines_calibration_is_read_and_named(
         f"role cpu: calibration {own.hash} of 2026-11-22 ({own.hardware.cpu}, 16 cores; HeteroInfer" in line
     )
     assert "not measured" not in line
-    assert "defaults for CPUs" in rates_line(capsys, "-f", file, "--calibration", "none")
+    assert "default rates for CPUs" in rates_line(capsys, "-f", file, "--calibration", "none")
 
 
 def test_ignores_a_calibration_of_another_version_or_machine(
@@ -262,7 +262,7 @@ def test_ignores_a_calibration_of_another_version_or_machine(
         cache.write_text(text)
         line = rates_line(capsys, "-f", file)
         assert words in line
-        assert "defaults for CPUs" in line
+        assert "default rates for CPUs" in line
 
 
 def test_reads_a_named_calibration_of_any_machine(
@@ -297,14 +297,17 @@ def test_refuses_layers_that_do_not_add_up(
 ) -> None:
     roles = [{"name": "a", "device": "CPU", "layers": [1]}, {"name": "b", "device": "CPU", "layers": [2]}]
     file = write(tmp_path, model, roles=roles)
-    assert error(capsys, "-f", file) == "error: roles: layers must add up to the model's 4 (got 3). Add 1\n"
+    assert (
+        error(capsys, "-f", file)
+        == "error: roles: the entries of layers must add up to the model's 4 layers (got 3). Add 1 layer\n"
+    )
 
 
 def test_refuses_an_unknown_field(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, model, engine={"maxModelLenght": 1})
     assert error(capsys, "-f", file) == (
         f"error: {file}: spec.engine.maxModelLenght: unknown field. "
-        "Remove it, or correct it (see `kubectl explain hinf.spec`)\n"
+        "Remove the field, or correct its name (see `kubectl explain hinf.spec`)\n"
     )
 
 
@@ -611,7 +614,7 @@ def test_the_table_shows_the_node_of_each_rank(
     rows = {row.split()[1]: row.removesuffix("<- slowest").split()[-1] for row in table_of(out)[1:]}
     assert table_of(out)[0].split()[-1] == "NODE"
     assert rows == {"cpu": "b", "gpu": "a"}
-    assert "hybrid not needed" in out, "the memory of a GPU is labelled"
+    assert "CPU ranks are not needed" in out, "the memory of a GPU is labelled"
     taken = {
         "kind": "Pod",
         "metadata": {"name": "x", "namespace": "y"},

@@ -12,9 +12,9 @@ from heteroinfer_operator.commands.plan_figures import Figures, sequences_at_onc
 from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.commands.plan_words import count, duration
 from heteroinfer_operator.errors import PlanError
-from heteroinfer_operator.planning.concurrency import kv_blocks
+from heteroinfer_operator.planning.concurrency import num_kv_blocks
 from heteroinfer_operator.planning.planner import Planned
-from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token, predict
+from heteroinfer_operator.planning.prediction import StepLoad, forecast, forecast_first_token, predict
 from tests.shapes.page import ask
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile, spec
@@ -89,11 +89,11 @@ def test_prints_the_limits_of_requests_and_of_their_length() -> None:
     limiting = tight.plan.ranks[tight.limiting_rank or 0]
     limit = f"the memory of rank {limiting.rank} (role {limiting.role})"
     full = int(sequences_at_once(tight))
-    assert full == (kv_blocks(tight) - 1) // 256
+    assert full == (num_kv_blocks(tight) - 1) // 256
     each = "request of 8,192 tokens" if full == 1 else "requests of 8,192 tokens each"
     both = f" requests of 1,024 tokens each at once, or {full} {each} at once. Limit: {limit}. "
     assert both in found["requests"]
-    assert found["size"].startswith(f"{kv_blocks(tight)} blocks of 32 tokens on every rank, about ")
+    assert found["size"].startswith(f"{num_kv_blocks(tight)} blocks of 32 tokens on every rank, about ")
     default = "8,192 tokens (the default of engine.maxModelLen)"
     assert found["length"].startswith(f"{default}. The model supports 131,072; {limit} allows ")
     # A request of the length that memory allows is planned with the same layers; a longer one is not.
@@ -134,7 +134,7 @@ def test_figures_are_those_of_predictions_and_memory() -> None:
     assert planned.plan.ranks[figures.slowest].role == "cpu"
     assert figures.slowest_for_prompt == figures.slowest
     assert figures.first_token == forecast_first_token(planned.plan, planned.sizes, planned.rates, 1024)
-    load = Load(requests=figures.short_requests, context=1024)
+    load = StepLoad(requests=figures.short_requests, context=1024)
     step_s = forecast(planned.plan, planned.sizes, planned.rates, load).step_s
     assert figures.tokens_per_s == pytest.approx(figures.short_requests / step_s)
     assert 1 <= figures.full_requests < figures.short_requests

@@ -15,7 +15,7 @@ from heteroinfer_operator.errors import PlanError, Shortage
 from heteroinfer_operator.nodes.node_platform import IMAGE_PLATFORM
 from heteroinfer_operator.nodes.node_view import NodeView
 from heteroinfer_operator.planning import Capacity, GroupRequest, Planned, build_free_nodes, plan_group
-from heteroinfer_operator.planning.auto_mode import figures_of, load_of
+from heteroinfer_operator.planning.auto_mode import chosen_load, predict_load
 from tests.unit.planning.planned_models import GIB, MIB, cpu, gpu, plan, profile
 
 CPUS = {"requests": {"cpu": "14", "memory": "80Gi"}}
@@ -91,11 +91,11 @@ def title(planned: Planned) -> str:
 def test_no_forced_mode_is_more_than_a_tenth_faster(shape: str, memory: str, load: str, chosen: str) -> None:
     model, wanted = shapes()[shape], LOADS[load]
     planned = plan(auto(gpu(deviceMemory=memory), cpu(resources=CPUS), load=wanted), model)
-    own_s = figures_of(planned, wanted).total_s
+    own_s = predict_load(planned, wanted).total_s
     assert title(planned) == chosen
     for name, spec in forced(memory, wanted).items():
         try:
-            other_s = figures_of(plan(spec, model), wanted).total_s
+            other_s = predict_load(plan(spec, model), wanted).total_s
         except PlanError:
             assert name != chosen
             continue
@@ -136,8 +136,8 @@ def test_the_load_decides_which_mode_is_the_fastest() -> None:
     crowded = {each.title: each.figures for each in many.choice.options}["GPU only"]
     assert alone is not None
     assert crowded is not None
-    assert alone.at_once == 1 < crowded.at_once < 256, "the KV cache bounds the requests"
-    assert crowded.total_s > 256 / crowded.at_once * alone.total_s / 2
+    assert alone.num_concurrent == 1 < crowded.num_concurrent < 256, "the KV cache bounds the requests"
+    assert crowded.total_s > 256 / crowded.num_concurrent * alone.total_s / 2
 
 
 def test_every_mode_has_figures_or_a_reason() -> None:
@@ -154,11 +154,11 @@ def test_every_mode_has_figures_or_a_reason() -> None:
     assert all((each.figures is None) == bool(each.reason) for each in options)
     words = str(planned.choice)
     assert words.startswith("Pipeline chosen by prediction for 1 request of 1,024 prompt and 256 output")
-    assert "GPU only does not fit: memory for" in words
+    assert "GPU only does not fit: roles: memory for" in words
     text = describe_plan(planned, "demo", ShownParts())
     assert "mode Pipeline, chosen by the plan" in text
     assert "<- chosen" in text
-    assert "GPU only: memory for" in text
+    assert "GPU only: roles: memory for" in text
 
 
 def test_reports_what_a_larger_gpu_would_gain() -> None:
@@ -274,8 +274,8 @@ def test_without_gpus_the_choice_is_between_plans_on_cpus() -> None:
 def test_the_default_load_is_one_request() -> None:
     spec = auto(gpu())
     without = spec.changed(planning=spec.planning.changed(load=None))
-    assert load_of(without) == LoadSpec(requests=1, prompt_tokens=1024, output_tokens=256)
-    assert load_of(replace_load(spec, LOADS["many"])) == LOADS["many"]
+    assert chosen_load(without) == LoadSpec(requests=1, prompt_tokens=1024, output_tokens=256)
+    assert chosen_load(replace_load(spec, LOADS["many"])) == LOADS["many"]
 
 
 def replace_load(spec: HeteroInferenceSpec, load: LoadSpec) -> HeteroInferenceSpec:

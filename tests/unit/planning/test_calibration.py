@@ -30,8 +30,8 @@ from heteroinfer_operator.planning import (
     rates,
 )
 from heteroinfer_operator.planning.predicted_plan import predict_again
-from heteroinfer_operator.planning.prediction import Load, count_reads
-from heteroinfer_operator.vllm_support.cpu_kernels import CODED
+from heteroinfer_operator.planning.prediction import StepLoad, count_reads
+from heteroinfer_operator.vllm_support.cpu_kernels import CODED_BITS
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION, CPU, calibration, kernel
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
@@ -46,7 +46,7 @@ def rank_s(role: dict[str, Any], inventory: Inventory, **engine: Any) -> float:
 
 
 def test_all_formats_that_cpus_may_run_are_measured_and_no_other() -> None:
-    assert set(FORMATS) == {SchemeName.NONE, *CODED}
+    assert set(FORMATS) == {SchemeName.NONE, *CODED_BITS}
 
 
 def test_uses_measured_rates_and_scales_them_with_threads() -> None:
@@ -65,17 +65,19 @@ def test_many_rows_take_the_measured_time_of_their_kernel() -> None:
     planned = plan(spec(cpu()), profile(other_bytes=0), Inventory(calibration={"cpu": measured}))
     (rates,), engine = planned.rates, planned.plan.engine
 
-    def seconds(load: Load) -> float:
-        return count_reads(planned.sizes, 0, 32, load, last=False, engine=engine).seconds(rates)
+    def seconds(load: StepLoad) -> float:
+        return count_reads(planned.sizes, 0, 32, load, has_head=False, engine=engine).seconds(rates)
 
-    one = seconds(Load())
-    assert seconds(Load(requests=16)) == pytest.approx(one)
-    assert seconds(Load(requests=64)) == pytest.approx(2 * one)
-    assert seconds(Load(tokens=512)) == pytest.approx(8 * one)
-    assert seconds(Load(tokens=2048)) == pytest.approx(32 * one)
+    one = seconds(StepLoad())
+    assert seconds(StepLoad(requests=16)) == pytest.approx(one)
+    assert seconds(StepLoad(requests=64)) == pytest.approx(2 * one)
+    assert seconds(StepLoad(tokens=512)) == pytest.approx(8 * one)
+    assert seconds(StepLoad(tokens=2048)) == pytest.approx(32 * one)
     # The head computes one row of a prompt.
-    first = count_reads(planned.sizes, 0, 32, Load(tokens=512), last=True, engine=engine).seconds(rates)
-    assert first - seconds(Load(tokens=512)) == pytest.approx(planned.sizes.head_bytes / rates.plain)
+    first = count_reads(planned.sizes, 0, 32, StepLoad(tokens=512), has_head=True, engine=engine).seconds(
+        rates
+    )
+    assert first - seconds(StepLoad(tokens=512)) == pytest.approx(planned.sizes.head_bytes / rates.plain)
 
 
 def test_each_type_has_the_kernel_that_was_measured_for_it() -> None:
@@ -100,7 +102,7 @@ def test_names_the_source_of_rates() -> None:
     assert CALIBRATION.hash in planned.rates[0].source
     assert CPU in planned.rates[0].source
     assert "0.1.0" in describe_calibration(CALIBRATION)
-    assert "defaults" in plan(spec(cpu())).rates[0].source
+    assert "default rates" in plan(spec(cpu())).rates[0].source
 
 
 def test_a_placed_group_is_planned_by_the_calibration_of_the_only_machine() -> None:
@@ -108,7 +110,7 @@ def test_a_placed_group_is_planned_by_the_calibration_of_the_only_machine() -> N
     request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
     allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
     free_nodes = build_free_nodes([NodeView(name="here", allocatable=allocatable, labels=IMAGE_PLATFORM)])
-    for machine, words in ((CALIBRATION, CALIBRATION.hash), (None, "defaults")):
+    for machine, words in ((CALIBRATION, CALIBRATION.hash), (None, "default rates")):
         calibrations = Calibrations(this_machine=machine)
         planned = plan_group(request, Capacity(free_nodes=free_nodes, calibrations=calibrations))
         assert words in planned.rates[0].source
@@ -143,7 +145,7 @@ def test_ranks_on_gpus_use_the_slowest_measured_gpu() -> None:
     assert slowest((quick, slow), by_gpu=True) == slow
     assert slowest((quick, slow), by_gpu=False) == quick
     assert slowest((quick, slow, CALIBRATION), by_gpu=True) == CALIBRATION
-    assert "defaults for NVIDIA-H200" in rates.gpu_rates("NVIDIA-H200", CALIBRATION).source
+    assert "default rates for NVIDIA-H200" in rates.gpu_rates("NVIDIA-H200", CALIBRATION).source
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_a_group_is_planned_by_the_calibration_of_the_nodes_that_it_gets() -> No
     parsed = spec(cpu(resources={"requests": {"cpu": "16", "memory": "64Gi"}}))
     request = GroupRequest(spec=parsed, profile=profile(), served_name="m", model_path="/model")
     allocatable = {"cpu": 64.0, "memory": 512.0 * 2**30, "pods": 110.0}
-    for kind, words in (("fast", CALIBRATION.hash), ("new", "defaults")):
+    for kind, words in (("fast", CALIBRATION.hash), ("new", "default rates")):
         free_nodes = build_free_nodes(
             [NodeView(name="n", allocatable=allocatable, labels={**IMAGE_PLATFORM, KIND: kind})]
         )

@@ -15,7 +15,7 @@ from heteroinfer_operator.planning import (
     Capacity,
     GroupRequest,
     Planned,
-    assign_again,
+    assign_existing_plan,
     build_free_nodes,
     plan_group,
 )
@@ -128,7 +128,7 @@ def test_missing_memory_is_not_a_shortage_of_gpus() -> None:
     assert error.reason == "InsufficientCapacity"
     assert error.message == (
         "needs 1 pod (role cpu) with 400.00 GiB of memory; nodes a, b have 32.00 GiB free of 32.00 GiB of "
-        "memory; the group waits, and no pod is created until all its pods fit"
+        "memory; the group waits: the operator creates no pod until all pods of the group fit"
     )
 
 
@@ -219,7 +219,9 @@ def test_a_pod_asks_for_a_gpu_that_holds_the_floor_too(memory_mib: int) -> None:
     floor_bytes = floor.total(embeds=False, samples=True, gpus=1)
     assert rank.weight_bytes + rank.kv_cache_bytes <= usable_gpu_memory(asked * 2**20, floor_bytes)
     assert asked <= memory_mib
-    again, _ = assign_again(group, planned.plan, Capacity(free_nodes=build_free_nodes(labelled)), floor)
+    again, _ = assign_existing_plan(
+        group, planned.plan, Capacity(free_nodes=build_free_nodes(labelled)), floor
+    )
     assert again.gpu_memory_mib == {1: asked}
 
 
@@ -232,7 +234,7 @@ def test_a_plan_that_leaves_less_than_the_floor_still_gets_its_gpu() -> None:
 
     def asked(memory_mib: int) -> int:
         nodes = build_free_nodes([big("a", gpus=1, memory_mib=memory_mib)])
-        return assign_again(group, plan, Capacity(free_nodes=nodes), floor)[0].gpu_memory_mib[1]
+        return assign_existing_plan(group, plan, Capacity(free_nodes=nodes), floor)[0].gpu_memory_mib[1]
 
     assert asked(16384) == 16384
     assert asked(24576) > 16384
@@ -249,16 +251,16 @@ def test_device_memory_of_the_role_wins_over_labels() -> None:
 
 
 def test_plans_despite_a_shortage_if_others_wait() -> None:
-    planned = fit(spec(gpu()), build_free_nodes([node("a")]), others_wait=True)
+    planned = fit(spec(gpu()), build_free_nodes([node("a")]), pods_may_wait=True)
     assert planned.plan.ranks[0].device is Device.GPU
     assert planned.missing == "needs 1 pod (role gpu) with 1 nvidia.com/gpu; node a has no nvidia.com/gpu"
     assert not planned.node_assignment.nodes
-    fits = fit(spec(gpu()), build_free_nodes([node("a", gpus=1)]), others_wait=True)
+    fits = fit(spec(gpu()), build_free_nodes([node("a", gpus=1)]), pods_may_wait=True)
     assert (fits.missing, fits.node_assignment.nodes) == ("", {})
 
 
 def test_cpu_only_is_decided_whether_or_not_others_wait() -> None:
     parsed, nodes = spec(gpu(), planning=CPU_ONLY), [node("a")]
-    assert "will use CPUs once" in refused(parsed, *nodes, others_wait=True, shortage_age_s=0.0).message
-    planned = fit(parsed, build_free_nodes(nodes), others_wait=True, shortage_age_s=600.0)
+    assert "will use CPUs once" in refused(parsed, *nodes, pods_may_wait=True, shortage_age_s=0.0).message
+    planned = fit(parsed, build_free_nodes(nodes), pods_may_wait=True, shortage_age_s=600.0)
     assert planned.plan.ranks[0].device is Device.CPU

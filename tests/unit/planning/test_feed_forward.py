@@ -22,22 +22,22 @@ from heteroinfer_operator.commands.plan_text import ShownParts, describe_plan
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Planned
 from heteroinfer_operator.planning.feed_forward import (
-    beside_weights_bytes,
+    build_feed_forward_part,
     feed_forward_rates,
     feed_forward_seconds,
+    peak_extra_bytes,
     rank_weight_bytes,
-    remote_of,
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.predicted_plan import predict_again
 from heteroinfer_operator.planning.prediction import (
     MIXTURE_LAUNCH_S,
-    Load,
+    StepLoad,
     forecast_first_token,
     predict,
 )
-from heteroinfer_operator.planning.rates import CPU_PLAIN_OTHER, EXCHANGE_BYTES_PER_S
+from heteroinfer_operator.planning.rates import CPU_OTHER_TYPES_RATIO, EXCHANGE_BYTES_PER_S
 from heteroinfer_operator.planning.remote_ranks import RankSet
 from tests.shapes.profiles import recorded_profiles
 from tests.unit.calibrated import CALIBRATION
@@ -90,7 +90,7 @@ def test_moves_the_fewest_layers_that_the_gpu_needs_to_cpus() -> None:
 @pytest.mark.parametrize("name", ["Olmo2ForCausalLM", "Dots1ForCausalLM"])
 def test_layers_of_transformers_classes_have_no_part_for_feed_forward_ranks(name: str) -> None:
     with pytest.raises(
-        PlanError, match=rf"{name}: vLLM serves it through transformers' class, .* Use mode Pipeline"
+        PlanError, match=rf"{name}: vLLM serves it with a class of transformers, .* Use mode Pipeline"
     ) as e:
         plan(feed_forward(), replace(mixture(), architecture=name))
     assert e.value.reason == "UnsupportedParallelism"
@@ -114,7 +114,7 @@ def one_rank() -> tuple[RankSet, ...]:
     return (RankSet(role=feed_forward().roles[0], pods=0, per_pod=1),)
 
 
-def seconds(planned: Planned, load: Load) -> float:
+def seconds(planned: Planned, load: StepLoad) -> float:
     """Returns the predicted time of the slowest feed-forward rank."""
     assert planned.remote is not None
     rates = planned.rates[-planned.remote.ranks :]
@@ -247,7 +247,7 @@ def test_kernel_scratch_is_counted_for_the_largest_share() -> None:
         kinds = tuple(replace(kind, experts_per_token=min(64, kind.experts)) for kind in model.kinds)
         planned = plan(of_ranks(4), replace(model, kinds=kinds))
         assert planned.remote is not None
-        return beside_weights_bytes(planned.remote, planned.plan.engine, range(4))
+        return peak_extra_bytes(planned.remote, planned.plan.engine, range(4))
 
     rows = 2048 * 64
     assert beside(in_units(32)) == GIB + rows * (8 * 2048 + 12 * 192)
@@ -273,18 +273,18 @@ def test_experts_take_the_memory_that_they_take_in_the_checkpoint(
     quantized = scheme is not SchemeName.NONE
     kinds = tuple(replace(kind, experts_quantized=bool(kind.experts) and quantized) for kind in model.kinds)
     model = replace(model, kinds=kinds, scheme=Scheme(name=scheme, bits=4 if quantized else 16, group=128))
-    remote = remote_of(one_rank(), model, range(6))
+    remote = build_feed_forward_part(one_rank(), model, range(6))
     engine = plan(feed_forward(), mixture()).plan.engine
     assert rank_weight_bytes(remote, engine, 0) == ceil(6 * 128 * EXPERT * weights)
     rows = 2048 * 8
-    assert beside_weights_bytes(remote, engine, (0,)) >= GIB + rows * 8 * 2048
+    assert peak_extra_bytes(remote, engine, (0,)) >= GIB + rows * 8 * 2048
 
 
 def test_a_layer_of_an_mlp_is_there_twice_while_it_is_packed() -> None:
     model = replace(mixture(24), kinds=(DENSE, MOE))
-    remote = remote_of(one_rank(), model, range(6))
+    remote = build_feed_forward_part(one_rank(), model, range(6))
     engine = plan(feed_forward(), mixture()).plan.engine
-    assert beside_weights_bytes(remote, engine, (0,)) == GIB + DENSE.mlp_bytes
+    assert peak_extra_bytes(remote, engine, (0,)) == GIB + DENSE.mlp_bytes
 
 
 def test_a_step_waits_for_the_largest_share() -> None:
@@ -310,9 +310,9 @@ def test_ranks_that_share_by_rate_work_as_fast_as_all_nodes_together() -> None:
     assert planned.remote is not None
     engine, known = planned.plan.engine, Inventory(calibration={"gpu": measured})
     two = feed_forward_rates(planned.remote, engine, known)
-    assert [each.cache for each in two] == [120e9 * CPU_PLAIN_OTHER] * 2
+    assert [each.cache for each in two] == [120e9 * CPU_OTHER_TYPES_RATIO] * 2
     one = replace(planned.remote, sets=(replace(planned.remote.sets[0], per_pod=1),))
-    assert feed_forward_rates(one, engine, known)[0].cache == 90e9 * CPU_PLAIN_OTHER
+    assert feed_forward_rates(one, engine, known)[0].cache == 90e9 * CPU_OTHER_TYPES_RATIO
 
 
 UNSHARED = pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_step_waits_for_the_rank_with_most_of_its_experts() -> None:
 
     def reading_s(planned: Planned, rows: int) -> float:
         assert planned.remote is not None
-        load = Load(requests=rows)
+        load = StepLoad(requests=rows)
         rates = planned.rates[-1]
         exchanged = rows * 2 * planned.remote.profile.hidden_size * 2 / EXCHANGE_BYTES_PER_S
         step_s = seconds(planned, load)
@@ -410,7 +410,7 @@ def fullest(ranks: int, experts: int, topk: int, rows: int) -> float:
     assert planned.remote is not None
     rates = planned.rates[-1]
     exchanged = rates.exchange_s + rows * 2 * 2048 * 2 / EXCHANGE_BYTES_PER_S
-    step_s = seconds(planned, Load(requests=rows))
+    step_s = seconds(planned, StepLoad(requests=rows))
     return (step_s / 6 - exchanged) * rates.experts / EXPERT
 
 
@@ -425,7 +425,7 @@ def test_predicts_plans_of_earlier_versions_that_cannot_be_shared() -> None:
     assert planned.remote is not None
     unshared = replace(planned.remote, profile=replace(planned.remote.profile, column_unit=512))
     even_s, unshared_s = (
-        feed_forward_seconds(remote, planned.plan.engine, planned.rates[-4:], Load())
+        feed_forward_seconds(remote, planned.plan.engine, planned.rates[-4:], StepLoad())
         for remote in (planned.remote, unshared)
     )
     assert unshared_s == even_s
@@ -460,7 +460,7 @@ def test_mlps_of_a_dense_model_can_move() -> None:
 
 def test_notes_a_gpu_that_holds_the_whole_model() -> None:
     planned = plan(feed_forward(own={"layers": 1}, device_memory="80Gi"), mixture())
-    assert "feed-forward ranks not needed" in planned.hybrid_not_needed
+    assert "feed-forward ranks are not needed" in planned.hybrid_not_needed
 
 
 def test_reports_the_missing_memory_of_feed_forward_ranks() -> None:
@@ -469,7 +469,7 @@ def test_reports_the_missing_memory_of_feed_forward_ranks() -> None:
         match=r"12.39 GiB of memory is missing .* needs 28\.39 GiB .* has 16\.00 GiB by feedForward.memory",
     ):
         plan(feed_forward(memory="16Gi", own={"layers": 24}), mixture())
-    with pytest.raises(PlanError, match="its layers have no known experts or MLPs"):
+    with pytest.raises(PlanError, match="the planner finds no experts and no MLPs in its layers"):
         plan(feed_forward(), profile())
     with pytest.raises(PlanError, match=r"feedForward.layers must be at most 24, .* \(got 25\)"):
         plan(feed_forward(own={"layers": 25}), mixture())
@@ -495,7 +495,7 @@ def test_a_cpu_limit_means_that_threads_sleep() -> None:
 def test_steps_by_load_include_feed_forward_ranks() -> None:
     planned = plan(feed_forward(own={"layers": 24}), mixture())
     assert planned.remote is not None
-    load = Load(requests=8, context=1024)
+    load = StepLoad(requests=8, context=1024)
     on_cpus = seconds(planned, load)
     words = "\n".join(text for _, text in describe_times(planned))
     found = re.search(r"([0-9.]+) ms .* for 8 requests of 1,024 tokens", words)
@@ -519,7 +519,7 @@ def test_kv_cache_is_that_of_the_gpu_and_not_of_ranks_without_one() -> None:
     words = f"feed-forward rank of role gpu: {theirs} of weights, and up to 1.39 GiB for the process and for "
     assert of_cpu.startswith(words)
     text = describe_plan(planned, "moe", ShownParts(explain=True))
-    assert "role gpu, feed-forward: defaults for CPUs" in text
+    assert "role gpu, feed-forward: default rates for CPUs" in text
     assert text.startswith(f"moe fits: 1 pod (1 GPU, {len(planned.plan.ranks)} ranks), mode FeedForward\n")
     assert "Limit: rank 1 (role gpu, feed-forward), " in text
 
@@ -550,7 +550,7 @@ def on_cpus(name: str, inventory: Inventory | None = None, **engine: Any) -> str
 
 
 def test_refuses_a_type_that_vllm_refuses_for_the_format() -> None:
-    assert "set engine.dtype: bfloat16" in on_cpus("Qwen3-235B-A22B-FP8", dtype="float32")
+    assert "Set engine.dtype: bfloat16" in on_cpus("Qwen3-235B-A22B-FP8", dtype="float32")
 
 
 def test_without_graphs_a_mixture_takes_at_least_its_kernel_launches() -> None:
@@ -575,7 +575,7 @@ def test_sending_rows_of_a_prompt_to_feed_forward_ranks_takes_time() -> None:
     fast = replace(planned.rates[-1], plain=1e18, quantized=1e18, experts=1e18, operations=1e30)
     fast = replace(fast, plain_kernel=None, quantized_kernel=None, experts_kernel=None)
     one, many = (
-        max(feed_forward_seconds(remote, engine, [fast], Load(tokens=tokens))) for tokens in (1, 1025)
+        max(feed_forward_seconds(remote, engine, [fast], StepLoad(tokens=tokens))) for tokens in (1, 1025)
     )
     assert one == pytest.approx(4 * fast.exchange_s, rel=0.05)
     assert many - one == pytest.approx(4 * 1024 * 2 * 2048 * 2 / EXCHANGE_BYTES_PER_S, rel=0.01)

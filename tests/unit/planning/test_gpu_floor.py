@@ -50,7 +50,7 @@ def test_more_gpus_of_a_stage_need_buffers_of_nccl() -> None:
         - floors[1].total(embeds=False, samples=True, gpus=1)
         == NCCL_BYTES
     )
-    assert all(budget.beside for budget in budgets)
+    assert all(budget.reserved_bytes for budget in budgets)
 
 
 def test_without_cuda_graphs_less_is_kept_free() -> None:
@@ -64,9 +64,9 @@ def test_refuses_a_gpu_that_cannot_hold_its_context() -> None:
     with pytest.raises(PlanError) as caught:
         plan(spec(gpu(deviceMemory=str(CONTEXT_BYTES)), cpu(memory="64Gi")))
     assert caught.value.reason == "InsufficientMemory"
-    assert caught.value.message.startswith("role gpu: a GPU must have more than the ")
+    assert caught.value.message.startswith("role gpu: a GPU must have more memory than the ")
     assert " (got 0.69 GiB). " in caught.value.message
-    assert "GiB that the CUDA context, CUDA graphs and the largest batch take" in caught.value.message
+    assert "GiB that the CUDA context, CUDA graphs and the largest batch need" in caught.value.message
     assert "engine.eager: Always" in caught.value.message
 
 

@@ -148,7 +148,7 @@ def check_memory(
     blocks = set()
     for rank in planned.ranks:
         placed = PlacedRole(role=roles[rank.role], device=rank.device)
-        floor = GpuFloor.of(model, planned.engine, planned.tensor_parallel_size).total(
+        floor = GpuFloor.for_settings(model, planned.engine, planned.tensor_parallel_size).total(
             embeds=rank.stage == 0, samples=rank.stage == planned.pipeline_parallel_size - 1, gpus=1
         )
         budget = rank_budget(Seat(pod=rank.pod, local_rank=rank.local_rank, placed=placed), inventory, floor)

@@ -16,7 +16,7 @@ from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.commands.plan_details import describe_memory
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning import Planned
-from heteroinfer_operator.planning.packing import packed_for_amx, packed_part
+from heteroinfer_operator.planning.packing import packed_ratio, packed_ratio_for_amx
 from tests.unit.planning.planned_models import GIB, MIB, cpu, device_memory, gpu, plan, profile, spec
 
 FOUR_BITS = (SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4)
@@ -81,7 +81,7 @@ BITS = {SchemeName.INT8: 8}
 
 @pytest.mark.parametrize(("name", "group", "measured"), MEASURED_AMX)
 def test_amx_packs_experts_to_more_bytes(name: SchemeName, group: int, measured: float) -> None:
-    part = packed_for_amx(Scheme(name=name, bits=4, group=group))
+    part = packed_ratio_for_amx(Scheme(name=name, bits=4, group=group))
     assert float(part) == pytest.approx(measured, abs=5e-5)
 
 
@@ -89,13 +89,13 @@ def test_amx_packs_experts_to_more_bytes(name: SchemeName, group: int, measured:
 def test_our_kernels_keep_codes_and_scales_as_wide_as_stored(
     name: SchemeName, group: int, measured: float
 ) -> None:
-    part = packed_part(Scheme(name=name, bits=BITS.get(name, 4), group=group))
+    part = packed_ratio(Scheme(name=name, bits=BITS.get(name, 4), group=group))
     assert float(part) == pytest.approx(measured, abs=5e-5)
 
 
 @given(st.sampled_from(SchemeName), st.sampled_from([0, 16, 32, 64, 128, 4096]))
 def test_packed_weights_are_at_most_a_twentieth_larger_than_stored(name: SchemeName, group: int) -> None:
-    assert 0.95 < packed_part(Scheme(name=name, bits=4, group=group)) <= 1.053
+    assert 0.95 < packed_ratio(Scheme(name=name, bits=4, group=group)) <= 1.053
 
 
 # Plans
@@ -115,7 +115,7 @@ def test_every_stage_holds_its_packed_layers(name: SchemeName, group: int, pods:
     except PlanError as error:
         event(f"refused: {error.reason}")
         return
-    part, copies = packed_part(model.scheme), COPIES[name]
+    part, copies = packed_ratio(model.scheme), COPIES[name]
     for rank, stage in zip(planned.plan.ranks, planned.budgets, strict=True):
         (budget,) = stage.ranks
         assert budget.budget is not None
@@ -124,7 +124,7 @@ def test_every_stage_holds_its_packed_layers(name: SchemeName, group: int, pods:
         else:
             layers = rank.num_layers * (PLAIN + ceil(QUANTIZED * part))
             packing = copies * QUANTIZED - 384 * MIB
-        assert rank.weight_bytes == layers + budget.tables
+        assert rank.weight_bytes == layers + budget.table_bytes
         assert rank.weight_bytes + max(rank.kv_cache_bytes, packing) <= budget.budget
 
 
@@ -242,13 +242,13 @@ def test_a_large_16_bit_mlp_needs_a_second_copy_while_packed() -> None:
     kind = LayerKind(kv_heads=8, kv_width=256, mlp_bytes=1200 * MIB)
     model = profile(num_layers=2, layer_bytes=(1300 * MIB,) * 2, kinds=(kind,), kind_of_layer=(0, 0))
     planned = plan(spec(cpu(), engine={"maxModelLen": 64}), model)
-    assert planned.sizes.packing(0, 2, Device.CPU) == (800 - 384) * MIB
-    assert planned.sizes.packing(0, 2) == 0
+    assert planned.sizes.packing_peak_bytes(0, 2, Device.CPU) == (800 - 384) * MIB
+    assert planned.sizes.packing_peak_bytes(0, 2) == 0
 
 
 def test_a_small_layer_is_packed_within_the_process_overhead() -> None:
     planned = plan(spec(cpu()), plain_mixture(64))
-    assert planned.sizes.packing(0, 4, Device.CPU) == 0
+    assert planned.sizes.packing_peak_bytes(0, 4, Device.CPU) == 0
 
 
 def in_one_stage(device_memory: str) -> Planned:

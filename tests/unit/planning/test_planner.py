@@ -111,7 +111,7 @@ def test_ranks_of_tensor_mode_split_each_stage(roles: Any, parallelism: Any, sta
 def test_a_mixed_stage_with_the_cpu_listed_first_is_refused() -> None:
     error = refusal(spec(cpu(), gpu(), parallelism={"mode": "Tensor", "stageOrder": "AsListed"}))
     assert error.reason == "UnsupportedParallelism"
-    assert error.message.endswith("list the GPU roles first, or set parallelism.stageOrder: Auto")
+    assert error.message.endswith("List the GPU roles first, or set parallelism.stageOrder: Auto")
 
 
 def test_a_mixed_stage_is_bounded_by_its_tightest_rank() -> None:
@@ -128,7 +128,7 @@ def test_a_mixed_stage_is_bounded_by_its_tightest_rank() -> None:
 @pytest.mark.parametrize(("memory", "fits"), [("80Gi", True), ("12Gi", False)])
 def test_notes_that_a_model_in_tensor_mode_fits_the_gpus(memory: str, *, fits: bool) -> None:
     notes = plan(spec(gpu(deviceMemory=memory), cpu(), parallelism={"mode": "Tensor"})).notes
-    assert any("hybrid not needed" in note for note in notes) == fits
+    assert any("CPU ranks are not needed" in note for note in notes) == fits
 
 
 def test_world_size_that_does_not_match_is_refused() -> None:
@@ -136,8 +136,8 @@ def test_world_size_that_does_not_match_is_refused() -> None:
     assert (error.reason, error.message) == (
         "WorldSizeMismatch",
         (
-            "roles: stages x ranks per stage must be the sum of pods x ranksPerPod (got 3 ranks, 2 stages). "
-            "Change roles, parallelism or the number of entries of layers"
+            "roles: stages x ranks per stage must equal the sum of pods x ranksPerPod (got 3 ranks, 2 "
+            "stages). Change roles, parallelism or the number of entries of layers"
         ),
     )
 
@@ -145,16 +145,16 @@ def test_world_size_that_does_not_match_is_refused() -> None:
 def test_a_stage_across_pods_is_refused() -> None:
     error = refusal(spec(cpu(pods=2), parallelism={"pipeline": 1}))
     assert error.message == (
-        "role cpu: ranksPerPod must be a multiple of the 2 ranks per stage, because the ranks of a stage are "
-        "in one pod (got 1). Change ranksPerPod or parallelism.tensor"
+        "role cpu: ranksPerPod must be a multiple of the 2 ranks per stage, because one pod holds all ranks "
+        "of a stage (got 1). Change ranksPerPod or parallelism.tensor"
     )
 
 
 def test_entries_of_layers_are_one_for_each_stage_of_the_role() -> None:
     error = refusal(spec(cpu(layers=[8, 8, 8]), gpu(pods=3, layers=[8]), parallelism={"pipeline": 4}))
     assert error.message == (
-        "role cpu: the number of entries of layers must be that of its stages, pods x ranksPerPod / 1 = 1 "
-        "(got 3). Add or remove entries"
+        "role cpu: layers must have one entry for each stage of the role, that is pods x ranksPerPod / 1 = 1 "
+        "entries (got 3). Add or remove entries"
     )
 
 
@@ -187,8 +187,8 @@ def test_explicit_layers_are_honoured_by_stage() -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (2, "roles: layers must add up to the model's 32 (got 30). Add 2"),
-        (5, "roles: layers must add up to the model's 32 (got 33). Remove 1"),
+        (2, "roles: the entries of layers must add up to the model's 32 layers (got 30). Add 2 layers"),
+        (5, "roles: the entries of layers must add up to the model's 32 layers (got 33). Remove 1 layer"),
     ],
 )
 def test_layers_that_do_not_sum_up_are_refused(layers: int, message: str) -> None:
@@ -215,7 +215,7 @@ def test_a_stage_without_a_layer_that_has_a_cache_is_refused(first: dict[str, An
     assert error.reason == "LayersMismatch"
     assert error.message == (
         f"stage 0 (role {first['name']}): at least one layer must have a KV cache or a state, because vLLM "
-        "cannot run a stage without one (got layers 0 to 1). Change `layers` of the roles"
+        "cannot run a stage without one (got layers 0 to 1). Change roles[].layers"
     )
     planned = plan(spec({**first, "layers": [3]}, gpu(layers=[29]), **last), model).plan
     assert planned.layers_by_stage == (3, 29)
@@ -248,8 +248,9 @@ def test_notes_that_a_model_fits_the_gpu_alone() -> None:
     assert planned.plan.layers_by_stage == (1, 31)
     assert (planned.hybrid_not_needed,) == planned.notes
     assert planned.hybrid_not_needed == (
-        "hybrid not needed: the model takes 14.96 GiB, 15.96 GiB with KV cache for one request of "
-        "8,192 tokens, and the GPU has 72.00 GiB for it. CPU ranks add capacity, not speed. Remove them"
+        "CPU ranks are not needed: the model takes 14.96 GiB, or 15.96 GiB with KV cache for one request of "
+        "8,192 tokens, and the GPU has 72.00 GiB for both. CPU ranks add capacity, not speed. Remove the CPU "
+        "roles"
     )
 
 
@@ -275,8 +276,8 @@ def test_reports_the_missing_memory_of_a_model() -> None:
     error = refusal(spec(gpu(deviceMemory=device_memory(12 * GIB * 9 // 10)), cpu(memory="6Gi")))
     assert error.reason == "InsufficientMemory"
     assert error.message == (
-        "memory for 6 of the model's 32 layers is missing (2.63 GiB). With KV cache for one request of 8,192 "
-        "tokens, 26 fit: 4 in stage 0 (role cpu), 22 in stage 1 (role gpu). Add pods, raise "
+        "roles: memory for 6 of the model's 32 layers is missing (2.63 GiB). With KV cache for one request "
+        "of 8,192 tokens, 26 layers fit: 4 in stage 0 (role cpu), 22 in stage 1 (role gpu). Add pods, raise "
         "resources.limits.memory of role cpu or deviceMemory of role gpu, or use the model in fewer bits "
         "(FP8, AWQ)"
     )
@@ -328,12 +329,12 @@ def test_reports_the_fewest_layers_of_a_stage_together() -> None:
     short = {"engine": {"maxModelLen": 32}, "parallelism": {"stageOrder": "AsListed"}}
     said = refusal(spec(first, second, **short), model=model).message
     missing = "stage 0 (role a): 0.30 GiB of memory is missing. "
-    assert said.startswith(f"{missing}3 layers, the fewest that it can have, need 3.00 GiB"), said
+    assert said.startswith(f"{missing}3 layers, the fewest of this stage, need 3.00 GiB"), said
     assert "A rank has 2.70 GiB. " in said
     pods = spec(gpu(pods=3), **short)
     error = refusal(pods, model=replace(model, first_stage_layers=7))
     assert error.reason == "TooManyStages"
-    assert "3 stages are too many for the model's 8 layers: they need 7, 1, 1" in error.message
+    assert "3 stages are too many for the model's 8 layers: the stages need 7, 1, 1 layers" in error.message
 
 
 def test_counts_layers_that_fit_if_their_sizes_differ() -> None:
@@ -368,7 +369,9 @@ def test_reports_numbers_of_ranks_that_can_split_the_model() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     error = refusal(spec(cpu(pods=3)), model=profile(num_layers=2))
     assert error.reason == "TooManyStages"
-    assert error.message.startswith("roles: 3 stages are too many for the model's 2 layers: each needs one. ")
+    assert error.message.startswith(
+        "roles: 3 stages are too many for the model's 2 layers: each stage needs a layer. "
+    )
 
 
 # Memory
@@ -485,7 +488,8 @@ def test_the_models_length_bounds_ours() -> None:
     assert plan(spec(cpu()), profile(max_position_embeddings=2048)).plan.engine.max_model_len == 2048
     error = refusal(spec(cpu(), engine={"maxModelLen": 4096}), model=profile(max_position_embeddings=2048))
     assert error.message == (
-        "engine.maxModelLen: must be at most 2048, which is the model's own maximum (got 4096). Lower it"
+        "engine.maxModelLen: must be at most 2048, which is the model's own maximum (got 4096). Lower "
+        "engine.maxModelLen"
     )
 
 

@@ -9,12 +9,12 @@ from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
 from heteroinfer_operator.planning import Inventory
 from heteroinfer_operator.planning.prediction import (
     STEP_OVERHEAD_S,
-    Load,
+    StepLoad,
     forecast,
     forecast_first_token,
     predict,
 )
-from heteroinfer_operator.planning.rates import GPU_UNKNOWN, cpu_defaults
+from heteroinfer_operator.planning.rates import GPU_UNKNOWN, describe_cpu_defaults
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.planning.planned_models import cpu, gpu, plan, profile, spec
 
@@ -99,7 +99,7 @@ def test_the_range_of_a_step_combines_those_of_the_ranks_rates() -> None:
         steps = [rank.predicted_step_s for rank in planned.plan.ranks]
         for step in (
             predict(planned.plan, planned.rates),
-            forecast(planned.plan, planned.sizes, planned.rates, Load()),
+            forecast(planned.plan, planned.sizes, planned.rates, StepLoad()),
         ):
             assert step.step_s == pytest.approx(sum(steps) + STEP_OVERHEAD_S)
             for found, end in ((step.least_s, 0), (step.most_s, 1)):
@@ -116,10 +116,13 @@ def test_a_plan_without_rates_has_the_range_of_defaults() -> None:
 
 
 def test_defaults_name_their_rate_and_range() -> None:
-    assert cpu_defaults(AVX512_BF16) == (
-        "defaults for CPUs with AVX-512 BF16 (115 GB/s by 14 threads; may take 0.3 to 3 times as long)"
+    assert describe_cpu_defaults(AVX512_BF16) == (
+        "default rates for CPUs with AVX-512 BF16 (115 GB/s by 14 threads; a step may take 0.3 to 3 times "
+        "the predicted time)"
     )
-    assert "3500 GB/s; may take 0.6 to 16 times as long" in GPU_UNKNOWN
+    assert "3500 GB/s; a step may take 0.6 to 16 times the predicted time" in GPU_UNKNOWN
     known = plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Tesla-T4"})).rates[0].source
-    assert known == "defaults for Tesla-T4 (233 GB/s; may take 0.9 to 1.3 times as long)"
+    assert (
+        known == "default rates for Tesla-T4 (233 GB/s; a step may take 0.9 to 1.3 times the predicted time)"
+    )
     assert plan(spec(gpu()), None, Inventory(gpu_product={"gpu": "Some-GPU"})).rates[0].source == GPU_UNKNOWN

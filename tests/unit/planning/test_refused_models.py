@@ -53,8 +53,9 @@ def test_names_the_mode_that_runs_it_with_its_memory() -> None:
     reason, ways = refusal("GLM-4.7-Flash", cpu(memory=HUGE, pods=2), inventory=slow)
     assert "AMX is needed on CPUs for multi-head latent attention" in reason
     assert ways == (
-        "model: these run it, at 8,192 tokens for one request: mode FeedForward, with a GPU of 6.72 GiB or "
-        "more and 53.02 GiB of host memory; GPU roles only, with 62.43 GiB in all"
+        "model: alternatives that can run it, with one request of 8,192 tokens: mode FeedForward, with a "
+        "GPU of 6.72 GiB or more and 53.02 GiB of host memory; GPU roles only, with 62.43 GiB of GPU memory "
+        "in all"
     )
     assert feed_forward("GLM-4.7-Flash", "6.8Gi", "54Gi").plan
 
@@ -63,19 +64,19 @@ def test_names_the_format_that_runs_it_with_its_size() -> None:
     slow = Inventory(cpu_features={"cpu": frozenset()})
     text = {"engine": {"args": ["--language-model-only"]}, "parallelism": {"mode": "Tensor"}}
     *_, ways = refusal("Qwen3.5-397B-A17B-FP8", cpu(memory=HUGE, pods=2), inventory=slow, **text)
-    assert "the same model in bf16 (about 727 GiB), with these roles" in ways
+    assert "the same model in bf16 (about 727 GiB), with the same roles" in ways
 
 
 def test_names_no_way_for_a_model_that_vllm_cannot_load() -> None:
     (reason,) = refusal("Mistral-Small-4-119B", beside_gpu("80Gi", HUGE), **FEED_FORWARD)
-    assert "has a language model of type mistral4, for which vLLM 0.32 has no class" in reason
+    assert "contains a language model of type mistral4. vLLM 0.32 has no class for this type" in reason
 
 
 def test_the_class_inside_is_checked_like_the_model_s_own() -> None:
     inside = replace(of_2026("Mistral-Small-4-119B"), text_architecture="DeepseekV3ForCausalLM")
     assert plan(spec(gpu(deviceMemory="1Ti")), inside, NODES).plan
     pooling = replace(inside, text_architecture="Qwen3ForSequenceClassification")
-    with pytest.raises(PlanError, match="which vLLM serves for embeddings or scores"):
+    with pytest.raises(PlanError, match="for embeddings or scores"):
         plan(spec(gpu(deviceMemory="1Ti")), pooling, NODES)
     of_gpus = replace(inside, text_architecture="MiniMaxM3SparseForCausalLM")
     with pytest.raises(

@@ -46,8 +46,8 @@ def test_only_layers_of_their_own_take_kv_cache() -> None:
     assert of_layer(24, LAYERS) == 0
     assert of_layer(0, LAYERS) == of_layer(0, 24) > 0
     # Of one block table there are so many layers with windows that share a block with full ones.
-    assert shared.sizes.cache(0, LAYERS) < 0.6 * own.sizes.cache(0, LAYERS)
-    assert shared.sizes.cache(0, LAYERS) > 0.5 * own.sizes.cache(0, LAYERS)
+    assert shared.sizes.cache_bytes(0, LAYERS) < 0.6 * own.sizes.cache_bytes(0, LAYERS)
+    assert shared.sizes.cache_bytes(0, LAYERS) > 0.5 * own.sizes.cache_bytes(0, LAYERS)
     # A step reads what they share as if it were theirs.
     steps = [planned.plan.ranks[0].predicted_step_s for planned in (shared, own)]
     assert steps[0] == steps[1]
@@ -71,7 +71,8 @@ def test_stages_are_cut_before_the_layers_that_share() -> None:
 def test_refuses_user_layers_that_split_shared_layers() -> None:
     listed = spec(cpu(layers=[30]), gpu(layers=[12]))
     with pytest.raises(
-        PlanError, match=r"the last stage must have at least 20 layers, because they share keys .*\(got 12\)"
+        PlanError,
+        match=r"the last stage must have at least 20 layers, because the model's last 20 .*\(got 12\)",
     ):
         plan(listed, e4b())
     assert plan(spec(cpu(layers=[22]), gpu(layers=[20])), e4b()).plan.ranks[1].num_layers == 20

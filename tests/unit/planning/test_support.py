@@ -162,8 +162,8 @@ def test_linear_layers_of_any_format_run_on_any_cpu(name: str) -> None:
     planned = plan(spec(*MIXED), recorded_profiles()[name], NO_AVX512)
     assert not any("AVX-512" in note or "AMX" in note for note in planned.notes)
     slow, fast = planned.rates[0], plan(spec(*MIXED), recorded_profiles()[name]).rates[0]
-    assert slow.source.startswith("defaults for CPUs with AVX2 (")
-    assert fast.source.startswith("defaults for CPUs with AVX-512 BF16 (")
+    assert slow.source.startswith("default rates for CPUs with AVX2 (")
+    assert fast.source.startswith("default rates for CPUs with AVX-512 BF16 (")
     assert slow.quantized_kernel is not None
     assert fast.quantized_kernel is not None
     assert slow.quantized_kernel.rate(16) < fast.quantized_kernel.rate(16)
@@ -218,7 +218,10 @@ def test_experts_of_stages_are_in_every_format_of_our_kernels() -> None:
         ({"architecture": "Step3p5ForCausalLM", "limited_experts": True}, "activation swiglustep"),
         ({"scheme": Scheme(name=SchemeName.OTHER, bits=0)}, "no CPU kernel for this format"),
         ({"scheme": Scheme(name=SchemeName.INT4, bits=8)}, "no CPU kernel for this format"),
-        ({"scheme": Scheme(name=SchemeName.GPTQ, bits=4, group=16)}, "groups of a multiple of 32"),
+        (
+            {"scheme": Scheme(name=SchemeName.GPTQ, bits=4, group=16)},
+            "groups of 16 weights: the kernel requires a multiple of 32",
+        ),
         ({"scheme": Scheme(name=SchemeName.FP8_BLOCK, bits=8, group=64)}, "in FP8 blocks of 128"),
         ({"scheme": Scheme(name=SchemeName.INT4, bits=4, group=1024)}, "supports multiples of 1024 only"),
     ],
@@ -332,7 +335,7 @@ def test_refuses_experts_that_cpus_would_compute_differently() -> None:
         plan(spec(*MIXED), limited)
     assert plan(beside, limited).plan
     plan(spec(gpu(deviceMemory="80Gi")), limited)
-    with pytest.raises(PlanError, match="vLLM's router for them is for GPUs"):
+    with pytest.raises(PlanError, match="vLLM's router for them needs a GPU"):
         plan(spec(*MIXED), replace(model, architecture="LongcatFlashForCausalLM"))
 
 
@@ -558,5 +561,5 @@ def test_reports_all_reasons_at_once() -> None:
         plan(spec(*reversed(MIXED), parallelism={"stageOrder": "AsListed"}), sees)
     images, experts, ways = caught.value.message.splitlines()
     assert "first stage is on a CPU" in images
-    assert "the kernel supports groups of a multiple of 32" in experts
-    assert ways.startswith("model: these run it, at 8,192 tokens for one request: ")
+    assert "the kernel requires a multiple of 32" in experts
+    assert ways.startswith("model: alternatives that can run it, with one request of 8,192 tokens: ")

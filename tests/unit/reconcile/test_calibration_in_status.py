@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from heteroinfer_operator.nodes.calibrations import Calibrations, MeasuredKind
 from heteroinfer_operator.nodes.cpu_features import AVX512_BF16
-from heteroinfer_operator.planning.rates import cpu_defaults
+from heteroinfer_operator.planning.rates import describe_cpu_defaults
 from tests.unit.calibrated import CALIBRATION, calibration
 from tests.unit.reconcile.world import World, cpu_pair
 
@@ -20,7 +20,7 @@ def served(calibrations: Calibrations) -> World:
 def test_without_a_calibration_the_status_reports_defaults() -> None:
     (plan,) = served(Calibrations()).status["plans"]
     assert plan["calibration"] == "; ".join(
-        f"role {name}: {cpu_defaults(AVX512_BF16)}" for name in ("first", "second")
+        f"role {name}: {describe_cpu_defaults(AVX512_BF16)}" for name in ("first", "second")
     )
     assert plan["predictedStepMs"] > 0
 

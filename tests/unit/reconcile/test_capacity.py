@@ -98,7 +98,7 @@ def test_no_pod_is_created_until_the_whole_group_has_capacity() -> None:
     assert len(world.workers()) == 2
     assert world.condition("CapacityAvailable") == ("True", "Placed")
     assert world.condition("Planned") == ("True", "PlanReady")
-    assert "hybrid not needed" in message(world, "Planned")
+    assert "CPU ranks are not needed" in message(world, "Planned")
     assert "HybridNotNeeded" in world.events
 
 

@@ -11,5 +11,5 @@ SAFETENSORS: Final = "safetensors"
 GPU_FORMATS: Final = ("fastsafetensors", "instanttensor")
 """Formats that vLLM supports only on GPUs; CPU ranks read the same files as plain safetensors."""
 FEED_FORWARD: Final = ("auto", SAFETENSORS, *GPU_FORMATS, "hf", "mistral", "pt", "npcache", "dummy")
-FEED_FORWARD_WHY: Final = "its ranks read files of the checkpoint"
+FEED_FORWARD_WHY: Final = "feed-forward ranks read files of the checkpoint"
 """Why mode FeedForward accepts no other format; messages end with this text."""

@@ -1,7 +1,7 @@
 """Building blocks of the resource's models: the base class, validation rules, and bounded types.
 
-A rule that spans fields is declared once, as a ValidationRule. Its CEL text goes into the CRD, and its
-`problem` runs here. Pure; imports nothing of Kubernetes.
+A rule that spans fields is declared once, as a ValidationRule. The API server evaluates its CEL expression
+from the CRD, and the operator evaluates its condition in Python. Pure; imports no Kubernetes client.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
 RULE_ERROR: Final = "rule"
 """Type of the validation error that a model raises for its rules."""
 PROBLEMS: Final = "problems"
-"""Key of that error's context: pairs of a field's path and a message."""
+"""Key in the context of a RULE_ERROR; its value are pairs of a field's path and a message."""
 
 
 class RuleReason(StrEnum):
@@ -54,13 +54,13 @@ class ValidationRule:
     """A condition over the fields of one model, in CEL and in Python.
 
     Attributes:
-        cel: true for a valid value; `self` is the model (x-kubernetes-validations).
+        cel: expression that is true for a valid value; `self` is the model (x-kubernetes-validations).
         holds: the same condition in Python.
         field: path of the invalid field below the model, such as `network.interface`; "" for the model.
         message: requirement without the name of the field, such as "must be at least 1".
         fix: sentence in the imperative that follows the message; "" for none.
         reason: kind of problem in the API server's answer.
-        got: printf-style format of the value that was found; "" for none.
+        got: printf-style format of the invalid value, which follows the message; "" for none.
         got_cel: arguments of `got` in CEL.
         got_values: arguments of `got` in Python.
     """
@@ -76,31 +76,34 @@ class ValidationRule:
     got_values: Callable[[Any], tuple[object, ...]] = lambda _: ()
 
     def problem(self, model: object) -> str | None:
-        """Returns the message for an invalid model, None for a valid one."""
+        """Returns the message for an invalid model; None for a valid one."""
         if self.holds(model):
             return None
-        return self._sentence(self.got % self.got_values(model)) if self.got else self._sentence("")
+        return (
+            self._format_message(self.got % self.got_values(model)) if self.got else self._format_message("")
+        )
 
-    def _sentence(self, got: str) -> str:
-        found = f" (got {got})" if got else ""
-        return f"{self.message}{found}. {self.fix}" if self.fix else f"{self.message}{found}"
+    def _format_message(self, got: str) -> str:
+        """Returns the message with the invalid value and the fix, as far as they exist."""
+        got_text = f" (got {got})" if got else ""
+        return f"{self.message}{got_text}. {self.fix}" if self.fix else f"{self.message}{got_text}"
 
     @property
     def schema(self) -> dict[str, str]:
         """The rule as an entry of x-kubernetes-validations."""
-        found = {"rule": self.cel, "message": self._sentence(""), "reason": self.reason.value}
+        entry = {"rule": self.cel, "message": self._format_message(""), "reason": self.reason.value}
         if self.field:
-            found["fieldPath"] = f".{self.field}"
+            entry["fieldPath"] = f".{self.field}"
         if self.got:
-            # By `format`: the API server estimates the length of `string(int)` as unbounded and refuses
-            # the rule for its cost (Kubernetes 1.35.4).
-            text = cel_text(self._sentence(self.got))
-            found["messageExpression"] = f"{text}.format([{', '.join(self.got_cel)}])"
-        return found
+            # The expression uses `format` instead of `string(int)`: the API server assumes an unbounded
+            # length for `string(int)` and refuses the rule because of its cost (Kubernetes 1.35.4).
+            text = cel_text(self._format_message(self.got))
+            entry["messageExpression"] = f"{text}.format([{', '.join(self.got_cel)}])"
+        return entry
 
 
 def cel_text(text: str) -> str:
-    """Returns a CEL string literal."""
+    """Returns a text as a string literal of CEL."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
@@ -119,10 +122,11 @@ class Model(BaseModel):
 
     rules: ClassVar[tuple[ValidationRule, ...]] = ()
     first_defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """First defaults of the fields whose default was changed in a later version."""
+    """First default of each field whose default a later version changed, by attribute."""
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
+        """Raises a RULE_ERROR with all broken rules, except for a stored resource."""
         if info.context == AS_STORED:
             return self
         found = ((rule.field, rule.problem(self)) for rule in self.rules)
@@ -133,19 +137,20 @@ class Model(BaseModel):
         return self
 
     def _repeated_keys(self) -> Iterator[tuple[str, str]]:
-        # The API server checks the same by x-kubernetes-list-map-keys.
-        for name, alias, keys in _keyed_lists(type(self)):
+        """Yields field and message for each list entry with the same keys as an earlier entry."""
+        # The API server checks the same with x-kubernetes-list-map-keys.
+        for name, alias, keys in _lists_with_keys(type(self)):
             fields = [to_snake(key) for key in keys]
             entries = Counter(tuple(getattr(item, key) for key in fields) for item in getattr(self, name))
             for entry in (entry for entry, count in entries.items() if count > 1):
-                what, got = "/".join(keys), "/".join(map(str, entry))
-                yield alias, f"each {what} must be unique (got {got} twice). Rename or remove one entry"
+                keys_text, got = "/".join(keys), "/".join(map(str, entry))
+                yield alias, f"each {keys_text} must be unique (got {got} twice). Rename or remove one entry"
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Adds the rules to the JSON schema, as x-kubernetes-validations."""
+        """Adds the rules to the JSON schema as x-kubernetes-validations."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         if cls.rules:
             schema["x-kubernetes-validations"] = [rule.schema for rule in cls.rules]
@@ -162,31 +167,31 @@ class Model(BaseModel):
         """Returns the model as JSON values with camelCase keys, without nulls."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
-    def given(self) -> dict[str, Any]:
-        """Returns the fields that differ from their first default, as JSON values.
+    def fields_unlike_first_default(self) -> dict[str, Any]:
+        """Returns the fields whose value is not their first default, as JSON values.
 
-        An upgrade must not look like a change by the user. Resources of an older version lack the fields
-        that a newer version adds, and they store the old default of a field whose default changes.
+        An upgrade must not look like a change by the user. Resources of an older version lack the fields that
+        a newer version adds, and they store the old default of a field whose default changes.
         """
-        found: dict[str, Any] = {}
-        dumped = self.model_dump(mode="json", by_alias=True)
+        fields: dict[str, Any] = {}
+        all_fields = self.model_dump(mode="json", by_alias=True)
         for name, alias, first_default in _first_defaults(type(self)):
             value = getattr(self, name)
             if value != first_default:
-                found[alias] = _given(value) if _holds_models(value) else dumped[alias]
-        return found
+                fields[alias] = _fields_changed_in(value) if _contains_models(value) else all_fields[alias]
+        return fields
 
 
 @cache
-def _keyed_lists(cls: type[Model]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+def _lists_with_keys(cls: type[Model]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
     """Returns attribute, field name and keys of each list with x-kubernetes-list-map-keys."""
-    found = []
+    lists = []
     for name, field in cls.model_fields.items():
         extra = field.json_schema_extra
         keys = extra.get(LIST_MAP_KEYS) if isinstance(extra, dict) else None
         if isinstance(keys, list):
-            found.append((name, str(field.alias), tuple(map(str, keys))))
-    return tuple(found)
+            lists.append((name, str(field.alias), tuple(map(str, keys))))
+    return tuple(lists)
 
 
 @cache
@@ -202,13 +207,19 @@ def _first_defaults(cls: type[Model]) -> tuple[tuple[str, str, Any], ...]:
     )
 
 
-def _holds_models(value: object) -> bool:
+def _contains_models(value: object) -> bool:
+    """Reports whether a value is a model or a list of models."""
     items = value if isinstance(value, tuple) else (value,)
     return bool(items) and all(isinstance(item, Model) for item in items)
 
 
-def _given(value: Any) -> Any:
-    return value.given() if isinstance(value, Model) else [item.given() for item in value]
+def _fields_changed_in(value: Any) -> Any:
+    """Returns the same selection of fields for a model, or for each model of a list."""
+    return (
+        value.fields_unlike_first_default()
+        if isinstance(value, Model)
+        else [item.fields_unlike_first_default() for item in value]
+    )
 
 
 class StatusModel(Model):
@@ -230,9 +241,10 @@ class When(StrEnum):
 
 
 def _integer_to_text(value: object) -> object:
+    """Returns an integer as text; any other value stays the same."""
     if isinstance(value, bool):
         return value
-    # The API server takes 2.0 for the integer 2.
+    # The API server accepts 2.0 as the integer 2.
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return str(int(value)) if whole else value  # type: ignore[call-overload]  # a number, by the line above
 
@@ -241,72 +253,86 @@ _EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
 
 
-def _in_seconds(value: datetime) -> datetime:
+def _to_whole_seconds(value: datetime) -> datetime:
     """Returns a time in UTC and whole seconds, bounded so that adding a duration never overflows."""
     if value.tzinfo is None:
         raise ValueError("must have a time zone, such as Z for UTC")
-    # Bounded before the conversion: a time of year 1 or 9999 cannot be converted from every zone.
+    # The bounds apply before the conversion to UTC, which fails for a time of year 1 or 9999 in some zones.
     return min(max(value, _EARLIEST), _LATEST).astimezone(UTC).replace(microsecond=0)
 
 
-def _quantity(pattern: str) -> Any:
+def _quantity_settings(pattern: str) -> Any:
+    """Returns the settings of a field that takes a quantity as a text or as an integer.
+
+    Args:
+        pattern: pattern of the text.
+    """
     # The validator is the last annotation, so that it runs before the pattern is checked. A negative integer
     # becomes a text with a sign, which the pattern refuses.
     extra: dict[str, Any] = {"x-kubernetes-int-or-string": True}
     return Field(pattern=pattern, max_length=24, json_schema_extra=extra), BeforeValidator(_integer_to_text)
 
 
-ByteSize = Annotated[str, *_quantity(quantity.BYTES_PATTERN)]
+ByteSize = Annotated[str, *_quantity_settings(quantity.BYTES_PATTERN)]
 """A size in bytes such as 80Gi; quantity.parse_bytes gives the number."""
-ResourceQuantity = Annotated[str, *_quantity(quantity.RESOURCE_PATTERN)]
+ResourceQuantity = Annotated[str, *_quantity_settings(quantity.RESOURCE_PATTERN)]
 """An amount of a container's resource such as 500m or 64Gi."""
 Duration = Annotated[str, Field(pattern=quantity.DURATION_PATTERN, min_length=2, max_length=20)]
 """A duration such as 30m or 1500ms; quantity.parse_duration_s gives seconds."""
 Time = Annotated[
     datetime,
-    AfterValidator(_in_seconds),
+    AfterValidator(_to_whole_seconds),
     PlainSerializer(
         lambda value: value.isoformat(timespec="seconds").replace("+00:00", "Z"),
         return_type=str,
         when_used="json",
     ),
 ]
-"""A time in UTC and whole seconds, as Kubernetes writes it: it stays equal when it is read back."""
+"""A time in UTC and whole seconds, as Kubernetes stores times: a stored time is equal to the written time."""
 ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253)]
 """Name of a Kubernetes object."""
 MAX_TEXT: Final = 1024
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
-"""A short text."""
+"""A text of at most MAX_TEXT characters."""
 Port = Annotated[int, Field(ge=1024, le=65535)]
 """A TCP port that an unprivileged process may open."""
 
 
 ATOMIC: Final = {"x-kubernetes-list-type": "atomic"}
-"""Schema setting of a list that is replaced as a whole."""
+"""Schema setting of a list that each write replaces as a whole."""
 
 
 def map_list(*keys: str) -> Any:
-    """Returns the schema setting of a list of objects that `keys` identify (x-kubernetes-list-map-keys)."""
+    """Returns the schema setting of a list whose entries are identified by these keys.
+
+    The setting is x-kubernetes-list-map-keys.
+    """
     return {"x-kubernetes-list-type": "map", LIST_MAP_KEYS: list(keys)}
 
 
 def duration_rule(name: str, attribute: str, *, least: str, most: str) -> ValidationRule:
-    """Returns the rule that a duration is from `least` to `most`."""
-    low, high = quantity.parse_duration_s(least), quantity.parse_duration_s(most)
+    """Returns the rule that a duration must be between `least` and `most`.
+
+    Args:
+        name: name of the field in the resource.
+        attribute: name of the field in Python.
+    """
+    least_s, most_s = quantity.parse_duration_s(least), quantity.parse_duration_s(most)
 
     def holds(model: object) -> bool:
         text = getattr(model, attribute)
-        return text is None or low <= quantity.parse_duration_s(text) <= high
+        return text is None or least_s <= quantity.parse_duration_s(text) <= most_s
 
-    # A value of another form is refused by the field's pattern; `duration` would add an evaluation error.
-    own, form = f"self.{name}", cel_text(quantity.DURATION_PATTERN)
+    # The field's pattern refuses a text that is no duration. Here, `duration` would fail for such a text and
+    # add an error of the evaluation.
+    field_cel, pattern = f"self.{name}", cel_text(quantity.DURATION_PATTERN)
     return ValidationRule(
         field=name,
-        cel=f"!has({own}) || {own} == '' || !{own}.matches({form}) || "
-        f"(duration({own}) >= duration('{least}') && duration({own}) <= duration('{most}'))",
+        cel=f"!has({field_cel}) || {field_cel} == '' || !{field_cel}.matches({pattern}) || "
+        f"(duration({field_cel}) >= duration('{least}') && duration({field_cel}) <= duration('{most}'))",
         message=f"must be between {least} and {most}",
         holds=holds,
         got="%s",
-        got_cel=(own,),
+        got_cel=(field_cel,),
         got_values=lambda model: (getattr(model, attribute),),
     )

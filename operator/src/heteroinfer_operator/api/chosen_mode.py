@@ -14,11 +14,11 @@ from heteroinfer_operator.quantity import format_quantity, parse_quantity
 
 
 class ChosenMode(Model):
-    """A mode with the roles that it uses. The record of a revision stores it as JSON."""
+    """A mode, and the roles that it uses. The record of a revision stores it as JSON."""
 
     mode: Mode
     gpu_only: bool = False
-    """Whether CPU roles are left out."""
+    """Whether the mode leaves out the CPU roles."""
     feed_forward: FeedForwardSpec | None = None
     """Resources of CPU roles that the mode moves into the pod of the GPU; None if it moves none."""
     keeps_cpu_pods: bool = False
@@ -26,7 +26,7 @@ class ChosenMode(Model):
 
     @property
     def title(self) -> str:
-        """The mode in words, such as "GPU only"."""
+        """Name of the mode for users, such as "GPU only"."""
         if self.keeps_cpu_pods:
             return f"{self.mode}, CPU pods"
         if not self.gpu_only:
@@ -36,17 +36,18 @@ class ChosenMode(Model):
     def apply_to(self, spec: HeteroInferenceSpec) -> HeteroInferenceSpec:
         """Returns a spec with this mode and with only the roles that the mode uses."""
         return spec.changed(
-            roles=tuple(self._roles(spec)), parallelism=spec.parallelism.changed(mode=self.mode)
+            roles=tuple(self._used_roles(spec)), parallelism=spec.parallelism.changed(mode=self.mode)
         )
 
-    def _roles(self, spec: HeteroInferenceSpec) -> Iterator[RoleSpec]:
-        having = [role for role in spec.roles if role.feed_forward is not None]
+    def _used_roles(self, spec: HeteroInferenceSpec) -> Iterator[RoleSpec]:
+        """Yields the roles that the mode uses, with the feed-forward ranks that it adds or removes."""
+        with_feed_forward = [role for role in spec.roles if role.feed_forward is not None]
         gpus = [role for role in spec.roles if role.device is Device.GPU]
         if self.keeps_cpu_pods:
             yield from spec.roles
             return
         if self.mode is Mode.FEED_FORWARD:
-            for role in having or gpus:
+            for role in with_feed_forward or gpus:
                 yield role.changed(feed_forward=self.feed_forward or role.feed_forward)
             return
         for role in gpus if self.gpu_only else spec.roles:
@@ -54,7 +55,7 @@ class ChosenMode(Model):
 
 
 def read_chosen_mode(raw: Any) -> ChosenMode | None:
-    """Returns the mode in a stored record; None if it has none that this version can read."""
+    """Returns the mode in a stored record; None if this version cannot read one there."""
     try:
         return ChosenMode.model_validate(raw, strict=False)
     except ValidationError:
@@ -62,37 +63,37 @@ def read_chosen_mode(raw: Any) -> ChosenMode | None:
 
 
 def candidate_modes(spec: HeteroInferenceSpec) -> tuple[tuple[ChosenMode, ...], str]:
-    """Returns the modes that a spec without a mode may get, those with the fewest parts first.
+    """Returns the modes that the plan may choose for a spec without a mode, the simplest modes first.
 
     Returns:
-        The modes, and why FeedForward is missing, or "".
+        The modes, and the reason why FeedForward is not among them, or "".
     """
     gpus = [role for role in spec.roles if role.device is Device.GPU]
     cpus = [role for role in spec.roles if role.device is Device.CPU]
     has_feed_forward = any(role.feed_forward is not None for role in spec.roles)
     num_gpus = sum(role.num_ranks for role in gpus)
-    found = []
+    modes = []
     if gpus and (cpus or has_feed_forward):
-        found.append(ChosenMode(mode=Mode.PIPELINE, gpu_only=True))
+        modes.append(ChosenMode(mode=Mode.PIPELINE, gpu_only=True))
         if num_gpus > 1:
-            found.append(ChosenMode(mode=Mode.TENSOR, gpu_only=True))
-    moved, refused = None, ""
+            modes.append(ChosenMode(mode=Mode.TENSOR, gpu_only=True))
+    feed_forward, no_feed_forward = None, ""
     if not has_feed_forward:
-        moved, refused = _moved(num_gpus, cpus)
-    if has_feed_forward or moved is not None:
-        found.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=moved))
-    asking = [role for role in spec.roles if role.device is Device.GPU or role.feed_forward is not None]
-    if sum(role.num_ranks for role in asking) == 1 and len(asking) < len(spec.roles):
-        found.append(ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True))
-    if cpus or not found:
-        found.append(ChosenMode(mode=Mode.PIPELINE))
+        feed_forward, no_feed_forward = _build_feed_forward(num_gpus, cpus)
+    if has_feed_forward or feed_forward is not None:
+        modes.append(ChosenMode(mode=Mode.FEED_FORWARD, feed_forward=feed_forward))
+    asking_roles = [role for role in spec.roles if role.device is Device.GPU or role.feed_forward is not None]
+    if sum(role.num_ranks for role in asking_roles) == 1 and len(asking_roles) < len(spec.roles):
+        modes.append(ChosenMode(mode=Mode.FEED_FORWARD, keeps_cpu_pods=True))
+    if cpus or not modes:
+        modes.append(ChosenMode(mode=Mode.PIPELINE))
         if spec.world_size > 1:
-            found.append(ChosenMode(mode=Mode.TENSOR))
-    return tuple(found), refused
+            modes.append(ChosenMode(mode=Mode.TENSOR))
+    return tuple(modes), no_feed_forward
 
 
-def _moved(num_gpus: int, cpus: Sequence[RoleSpec]) -> tuple[FeedForwardSpec | None, str]:
-    """Returns the feed-forward ranks that CPU roles offer, or why there are none."""
+def _build_feed_forward(num_gpus: int, cpus: Sequence[RoleSpec]) -> tuple[FeedForwardSpec | None, str]:
+    """Returns feed-forward ranks with the resources of the CPU roles, or None and the reason."""
     if num_gpus != 1:
         return None, f"needs one GPU rank (the roles have {num_gpus})"
     if not cpus:
@@ -103,27 +104,28 @@ def _moved(num_gpus: int, cpus: Sequence[RoleSpec]) -> tuple[FeedForwardSpec | N
     total = {"cpu": Fraction(0), "memory": Fraction(0)}
     for role in cpus:
         for name in total:
-            amount = _asked(role, name)
-            if amount is None:
+            role_amount = _find_amount(role, name)
+            if role_amount is None:
                 return None, f"needs requests of {name} in role {role.name} (got none)"
-            total[name] += role.pods * parse_quantity(amount)
-    # Rounded down, so that the ranks never ask for more than the roles.
-    millis = int(total["cpu"] * 1000 / ranks)
-    mebi = int(total["memory"] / ranks) >> 20
-    if millis < 1 or mebi < 1:
+            total[name] += role.pods * parse_quantity(role_amount)
+    # Amounts are rounded down, so that the ranks never request more than the roles.
+    cpu_millis = int(total["cpu"] * 1000 / ranks)
+    memory_mebi = int(total["memory"] / ranks) >> 20
+    if cpu_millis < 1 or memory_mebi < 1:
         return None, "needs CPUs and memory of CPU roles (got 0)"
-    cpu = format_quantity(Fraction(millis, 1000))
-    return FeedForwardSpec(ranks=ranks, cpu=cpu, memory=f"{mebi}Mi"), ""
+    cpu = format_quantity(Fraction(cpu_millis, 1000))
+    return FeedForwardSpec(ranks=ranks, cpu=cpu, memory=f"{memory_mebi}Mi"), ""
 
 
-def _asked(role: RoleSpec, name: str) -> str | None:
+def _find_amount(role: RoleSpec, name: str) -> str | None:
+    """Returns the request of a role for a resource, otherwise its limit, or None."""
     resources = role.resources
     amounts = (resources.requests, resources.limits) if resources else ()
-    return next((given[name] for given in amounts if given and name in given), None)
+    return next((each[name] for each in amounts if each and name in each), None)
 
 
 def infer_mode(spec: HeteroInferenceSpec, roles: Sequence[str], mode: Mode) -> ChosenMode | None:
-    """Returns the candidate that fits a stored plan, or None.
+    """Returns the candidate mode with which a stored plan was made, or None.
 
     Args:
         roles: roles of the plan's ranks.

@@ -16,26 +16,26 @@ _TYPE: Final = (
 )
 _REASON: Final = r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"
 _MAX_REASON: Final = 128
-"""Characters of a reason that the operator writes; metav1.Condition allows 1024."""
+"""Longest reason that the operator writes, in characters; metav1.Condition allows 1024."""
 MAX_CONDITIONS: Final = 64
-_MAX_FOREIGN_BYTES: Final = 64 * 1024
-"""Longest types, reasons and messages of other controllers' conditions together. The schema allows 2 MiB, and
-etcd refuses a status of 1.5 MiB: the operator could then write none."""
+_MAX_OTHER_BYTES: Final = 64 * 1024
+"""Most bytes of types, reasons and messages that the operator keeps of other controllers' conditions. The
+schema allows 2 MiB, but etcd refuses an object of 1.5 MiB: the operator could then write no status."""
 
 
 UNREADABLE: Final = "Unreadable"
-"""Reason in place of a stored reason that is not valid in a condition."""
+"""Replaces a stored reason that is not valid in a condition."""
 
 
 def is_reason(word: str) -> bool:
-    """Whether a word from outside the operator is valid as the reason of a condition."""
+    """Reports whether a word from outside the operator is valid as the reason of a condition."""
     return len(word) <= _MAX_REASON and re.fullmatch(_REASON, word) is not None
 
 
 StoredReason = Annotated[
     str, Field(max_length=64), AfterValidator(lambda word: word if is_reason(word) else UNREADABLE)
 ]
-"""A reason in the status that later becomes the reason of a condition; the schema takes any text."""
+"""A reason in the status that later becomes the reason of a condition. The schema accepts any text."""
 
 
 class ConditionType(StrEnum):
@@ -61,7 +61,7 @@ class ConditionStatus(StrEnum):
 
 
 def _require_message(schema: dict[str, Any]) -> None:
-    """Makes `message` a required field of the schema. A stored condition without a message is still read."""
+    """Makes `message` required in the schema, although the operator also reads conditions without it."""
     schema["required"] = ["lastTransitionTime", "message", "reason", "status", "type"]
 
 
@@ -90,26 +90,31 @@ def merge_conditions(
     """Returns the wanted conditions and those of other controllers, sorted by type.
 
     A wanted condition keeps its lastTransitionTime if its status did not change. Otherwise it gets `now`.
-    Conditions of types that the operator never writes belong to other controllers, and stay, up to
-    MAX_CONDITIONS and _MAX_FOREIGN_BYTES.
+    Conditions of types that the operator never writes belong to other controllers. They are kept, up to
+    MAX_CONDITIONS and _MAX_OTHER_BYTES.
     """
-    before = {condition.type: condition for condition in current}
+    current_by_type = {condition.type: condition for condition in current}
     wanted = tuple(wanted)
     types = {*ConditionType, *(condition.type for condition in wanted)}
-    foreign = [condition for condition in before.values() if condition.type not in types]
+    other_conditions = [condition for condition in current_by_type.values() if condition.type not in types]
 
-    def since(condition: Condition) -> datetime:
-        old = before.get(condition.type)
-        return old.last_transition_time if old is not None and old.status == condition.status else now
+    def transition_time(condition: Condition) -> datetime:
+        """Returns the time of the last change of the condition's status, which may be now."""
+        current_condition = current_by_type.get(condition.type)
+        return (
+            current_condition.last_transition_time
+            if current_condition is not None and current_condition.status == condition.status
+            else now
+        )
 
-    own = [
-        condition.changed(last_transition_time=since(condition).replace(microsecond=0))
+    own_conditions = [
+        condition.changed(last_transition_time=transition_time(condition).replace(microsecond=0))
         for condition in wanted
     ]
-    kept, size = [], 0
-    for condition in foreign[: MAX_CONDITIONS - len(own)]:
-        size += sum(len(text.encode()) for text in (condition.type, condition.reason, condition.message))
-        if size > _MAX_FOREIGN_BYTES:
+    kept_others, num_bytes = [], 0
+    for condition in other_conditions[: MAX_CONDITIONS - len(own_conditions)]:
+        num_bytes += sum(len(text.encode()) for text in (condition.type, condition.reason, condition.message))
+        if num_bytes > _MAX_OTHER_BYTES:
             break
-        kept.append(condition)
-    return tuple(sorted([*own, *kept], key=lambda condition: condition.type))
+        kept_others.append(condition)
+    return tuple(sorted([*own_conditions, *kept_others], key=lambda condition: condition.type))

@@ -17,10 +17,13 @@ HEADER: Final = (
     "# Generated from heteroinfer_operator/api by `heteroinfer crd --write`; don't edit by hand.\n"
 )
 
-_DROPPED: Final = frozenset({"$defs", "title", "additionalProperties", "propertyNames", "default", "const"})
+_DROPPED_KEYWORDS: Final = frozenset(
+    {"$defs", "title", "additionalProperties", "propertyNames", "default", "const"}
+)
 """JSON schema keywords that a structural schema lacks, or that this module converts."""
 CATEGORY: Final = "heteroinfer"
-"""Not `all`: `kubectl delete all --all` would delete every model."""
+"""Category of the resource in kubectl. With category `all`, `kubectl delete all --all` would delete every
+model."""
 _INT32_MAX: Final = 2**31 - 1
 
 
@@ -47,7 +50,7 @@ def build_crd() -> dict[str, Any]:
                     "served": True,
                     "storage": True,
                     "schema": {"openAPIV3Schema": build_schema()},
-                    "additionalPrinterColumns": _columns(),
+                    "additionalPrinterColumns": _build_columns(),
                     "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
                     "subresources": {
                         "status": {},
@@ -83,51 +86,52 @@ class _PlainDumper(yaml.SafeDumper):
 
 
 def build_schema() -> dict[str, Any]:
-    """Returns the structural schema of the resource, with all defaults in descriptions."""
+    """Returns the structural schema of the resource. Descriptions contain the defaults."""
     raw = HeteroInference.model_json_schema(by_alias=True)
     schema = _structural(raw, raw["$defs"])
     schema["properties"].update(
         apiVersion={"type": "string"}, kind={"type": "string"}, metadata={"type": "object"}
     )
     schema["required"] = ["spec"]
-    # The default sets observedGeneration to -1: kstatus takes a resource without a status for a finished one.
+    # A new resource gets a status with observedGeneration -1: kstatus would regard a resource without a
+    # status as finished.
     schema["properties"]["status"]["default"] = {}
     return schema
 
 
 def _structural(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without references, nulls and titles.
+    """Returns a part of the schema without references, nulls and titles.
 
     A field's own keywords, such as its description and default, override those of the referenced model.
     """
-    node = _resolve(raw, definitions)
+    resolved = _resolve_reference(raw, definitions)
     result: dict[str, Any] = {}
-    for key, value in node.items():
+    for key, value in resolved.items():
         if key == "properties":
             result[key] = {name: _structural(field, definitions) for name, field in value.items()}
         elif key == "items":
             result[key] = _structural(value, definitions)
-        elif key not in _DROPPED:
+        elif key not in _DROPPED_KEYWORDS:
             result[key] = value
-    if isinstance(node.get("additionalProperties"), Mapping):
-        result["additionalProperties"] = _structural(node["additionalProperties"], definitions)
-    default = node.get("default")
-    if "properties" in node and "default" in node and default is not None:
-        result["default"] = {}  # the fields' own defaults fill it
+    if isinstance(resolved.get("additionalProperties"), Mapping):
+        result["additionalProperties"] = _structural(resolved["additionalProperties"], definitions)
+    default = resolved.get("default")
+    if "properties" in resolved and "default" in resolved and default is not None:
+        result["default"] = {}  # the API server fills it with the defaults of the fields
     elif default not in (None, [], ""):
         result["default"] = default
-    _complete(result)
-    if node.get("x-kubernetes-int-or-string"):
+    _add_derived_keywords(result)
+    if resolved.get("x-kubernetes-int-or-string"):
         del result["type"]
         result |= {"minimum": 0, "maximum": 10**15 - 1}  # as many digits as the pattern allows
         result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
     return result
 
 
-def _complete(schema: dict[str, Any]) -> None:
+def _add_derived_keywords(schema: dict[str, Any]) -> None:
     """Adds the default to the description, the format of a number, and the type of a list."""
     if "description" in schema:
-        schema["description"] = _description(schema)
+        schema["description"] = _describe_with_default(schema)
     match schema.get("type"):
         case "integer":
             schema["format"] = "int32" if schema["maximum"] <= _INT32_MAX else "int64"
@@ -137,7 +141,7 @@ def _complete(schema: dict[str, Any]) -> None:
             schema.setdefault("x-kubernetes-list-type", "atomic")
 
 
-def _description(schema: Mapping[str, Any]) -> str:
+def _describe_with_default(schema: Mapping[str, Any]) -> str:
     """Returns the description on one line, with the default, which `kubectl explain` does not show itself."""
     text = " ".join(schema["description"].split())
     default = schema.get("default")
@@ -146,7 +150,8 @@ def _description(schema: Mapping[str, Any]) -> str:
     return f"{text} Default: {default if isinstance(default, str) else json.dumps(default)}."
 
 
-def _resolve(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_reference(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema with the definition in place of a reference to it, and without the option null."""
     node = dict(raw)
     while True:
         if "$ref" in node:
@@ -158,7 +163,9 @@ def _resolve(raw: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str
         node = {**target, **node}
 
 
-def _columns() -> list[dict[str, Any]]:
+def _build_columns() -> list[dict[str, Any]]:
+    """Returns the columns of `kubectl get`."""
+
     def column(name: str, path: str, kind: str = "string", *, wide: bool = False) -> dict[str, Any]:
         return {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if wide else {})
 

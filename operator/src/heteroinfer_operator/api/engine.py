@@ -31,7 +31,8 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-def _one_auto(dtype: DType) -> DType:
+def _normalize_auto(dtype: DType) -> DType:
+    """Returns DType.AUTO for both spellings of auto."""
     return DType.AUTO if dtype is DType.CAPITAL_AUTO else dtype
 
 
@@ -54,7 +55,7 @@ class EngineFile(Model):
 
 
 def _missing_file(engine: "EngineSpec") -> str:
-    """Returns the first argument with a path in the folder of `files` that is not in `files`, or ""."""
+    """Returns the first argument that names a file in the folder of `files` that `files` lacks, or ""."""
     files = tuple(f"{_FOLDER}{each.name}" for each in engine.files)
     return next((arg for arg in engine.args if _FOLDER in arg and not arg.endswith(files)), "")
 
@@ -74,7 +75,7 @@ class EngineSpec(Model):
             field="args",
             cel=f"!has(self.args) || !self.args.exists(a, {_IS_MISSING})",
             message=f"each file in {names.FILES_MOUNT} must be one of engine.files",
-            fix="Add it to engine.files, or correct its name",
+            fix="Add the file to engine.files, or correct its name",
             holds=lambda engine: not _missing_file(engine),
             got="%s",
             got_cel=(f"self.args.filter(a, {_IS_MISSING})[0]",),
@@ -94,7 +95,7 @@ class EngineSpec(Model):
     name them. Default: none."""
     port: Port = names.DEFAULT_API_PORT
     """TCP port of the OpenAI API in the pods."""
-    dtype: Annotated[DType, AfterValidator(_one_auto)] = DType.AUTO
+    dtype: Annotated[DType, AfterValidator(_normalize_auto)] = DType.AUTO
     """Element type of weights and activations. Auto or auto: the type of the checkpoint."""
     max_model_len: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Longest sequence, prompt and output together, in tokens. Default: 8192, or the model's limit if that is

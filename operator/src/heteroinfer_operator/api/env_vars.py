@@ -1,6 +1,6 @@
 """Environment variables of workers: their sources, and the names that no resource may set. Pure.
 
-An installation restricts the other names by a list (`reconcile.allowed_env`).
+For other names, the installation has a list of allowed names (`reconcile.allowed_env`).
 """
 
 from collections.abc import Callable, Iterable
@@ -64,21 +64,23 @@ SECRET_ENV: Final = (names.ENV_HUB_TOKEN, "VLLM_API_KEY")
 """Variables that hold a secret, which must not be written into the resource."""
 
 
-def _is_owned(name: str) -> bool:
+def _is_set_by_plan(name: str) -> bool:
+    """Reports whether the plan or the supervisor sets a variable of this name."""
     return name in OWNED_ENV or (name.startswith(OWNED_ENV_PREFIX) and name not in names.USER_ENV)
 
 
-def _cel_list(values: Iterable[str]) -> str:
+def _to_cel_list(values: Iterable[str]) -> str:
+    """Returns texts as a list literal of CEL."""
     return f"[{', '.join(map(cel_text, values))}]"
 
 
-_OWNED_CEL: Final = (
-    f"(self.name in {_cel_list(OWNED_ENV)} || (self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
-    f"&& !(self.name in {_cel_list(names.USER_ENV)})))"
+_IS_SET_BY_PLAN: Final = (
+    f"(self.name in {_to_cel_list(OWNED_ENV)} || (self.name.startsWith({cel_text(OWNED_ENV_PREFIX)}) "
+    f"&& !(self.name in {_to_cel_list(names.USER_ENV)})))"
 )
 
 
-def _rule(
+def _build_rule(
     cel: str,
     holds: Callable[["EnvVar"], bool],
     message: str,
@@ -105,22 +107,22 @@ class EnvVar(Model):
     """An environment variable of every worker."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
-        _rule(
+        _build_rule(
             "has(self.value) != has(self.valueFrom)",
             lambda variable: (variable.value is None) != (variable.value_from is None),
             "must set exactly one of value and valueFrom",
             field="",
             reason=RuleReason.INVALID,
         ),
-        _rule(
-            f"!{_OWNED_CEL}",
-            lambda variable: not _is_owned(variable.name),
+        _build_rule(
+            f"!{_IS_SET_BY_PLAN}",
+            lambda variable: not _is_set_by_plan(variable.name),
             "must not be a variable that the plan or the operator sets",
             field="name",
             fix="Remove it, and set roles[].device, roles[].layers or network instead",
         ),
-        _rule(
-            f"!(self.name in {_cel_list(SECRET_ENV)}) "
+        _build_rule(
+            f"!(self.name in {_to_cel_list(SECRET_ENV)}) "
             "|| (has(self.valueFrom) && has(self.valueFrom.secretKeyRef))",
             lambda variable: (
                 variable.name not in SECRET_ENV

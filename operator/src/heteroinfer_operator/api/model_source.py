@@ -20,7 +20,7 @@ _URI_PATTERNS: Final = (
 )
 """One pattern for each scheme, with the same meaning in RE2 (CEL) and Python."""
 _DIGEST: Final = "^[^#]*@sha256:[0-9a-f]{64}(#|$)"
-"""Matches the URI of an image with a digest."""
+"""Pattern of an image's URI that has a digest."""
 
 
 class AccessMode(StrEnum):
@@ -97,12 +97,13 @@ class ModelCache(Model):
     access_mode: AccessMode | None = None
     """Access mode of the claim that the operator creates. Default: ReadWriteMany."""
     keep: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """Number of the model's newest commits to keep in the cache, in addition to those in use. A download
-    removes the others. Default: 2 in a claim that the operator creates; all in an existing claim."""
+    """Number of the model's newest commits to keep in the cache, in addition to the commits in use. A
+    download removes all other commits. Default: 2 in a claim that the operator creates; all in an existing
+    claim."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that identify the volume."""
+        """Settings of the volume itself: all fields except `keep`."""
         return {key: value for key, value in self.dump().items() if key != "keep"}
 
 
@@ -123,7 +124,7 @@ class ModelSpec(Model):
         ValidationRule(
             field="uri",
             cel=f"!self.uri.startsWith('oci://') || self.uri.matches({cel_text(_DIGEST)})",
-            message="an image must have a digest, because nodes may hold different weights for the same tag",
+            message="an image must have a digest, because nodes may have different images with the same tag",
             fix="Use oci://REGISTRY/NAME@sha256:DIGEST (`crane digest REGISTRY/NAME:TAG` prints the digest)",
             holds=lambda model: (
                 not model.uri.startswith("oci://") or re.search(_DIGEST, model.uri) is not None
@@ -136,7 +137,7 @@ class ModelSpec(Model):
             field="uri",
             cel="!self.uri.matches('(^|[/#])[.][.](/|$)')",
             message="must be a path without '..'",
-            fix="Write out the path",
+            fix="Write the path without '..'",
             holds=lambda model: ".." not in re.split("[/#]", model.uri),
             got="%s",
             got_cel=("self.uri",),
@@ -147,7 +148,7 @@ class ModelSpec(Model):
             cel="self.uri.startsWith('hf://') "
             "|| !(has(self.revision) || has(self.tokenSecretRef) || has(self.cache))",
             message="must be an hf:// model if revision, tokenSecretRef or cache is set",
-            fix="Remove them",
+            fix="Remove revision, tokenSecretRef and cache",
             holds=lambda model: (
                 model.uri.startswith("hf://")
                 or (model.revision or model.token_secret_ref or model.cache) is None
@@ -165,8 +166,8 @@ class ModelSpec(Model):
     revision: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
     ) = None
-    """Branch, tag or commit of an hf:// model. The operator resolves it once; change it to get newer files.
-    Default: main."""
+    """Branch, tag or commit of an hf:// model. The operator finds the commit once. To get newer files, change
+    this field. Default: main."""
     served_name: (
         Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")] | None
     ) = None
@@ -176,8 +177,8 @@ class ModelSpec(Model):
     cache: ModelCache | None = None
     """Volume for the files of an hf:// model; workers mount it read-only. Required for hf:// models."""
     resources: Resources | None = None
-    """Resources of the pod that downloads or inspects the model. Default: the installation's, also for each
-    resource that is missing here."""
+    """Resources of the pod that downloads or inspects the model. Default: the installation's resources, also
+    for each resource that this field does not name."""
     ca_bundle: CaBundle | None = None
     """Certificate authorities that the pods trust in addition to the system's, while they download and serve.
     Default: none."""

@@ -23,12 +23,16 @@ _ANNOTATION_KEY: Final = f"({SUBDOMAIN.replace('a-z', 'A-Za-z')}/)?{_NAME}"
 RESOURCE_NAME: Final = f"cpu|memory|ephemeral-storage|hugepages-[0-9]+(k|M|G|Ki|Mi|Gi)|{SUBDOMAIN}/{_NAME}"
 """Name of a container's resource. Resources that are not Kubernetes' own have a prefix."""
 MAX_KEY_LENGTH: Final = 317
-"""An optional prefix of 253 and a name of 63 characters."""
+"""Most characters of a label's key: an optional prefix of 253, a slash, and a name of 63."""
 _MAX_PREFIX_LENGTH: Final = 253
 
 
-def _text(pattern: str, *, most: int) -> Any:
-    """Returns the settings of a text with this pattern. The pattern is not checked in stored resources."""
+def _pattern_settings(pattern: str, *, most: int) -> Any:
+    """Returns the settings of a text field with a pattern. Stored resources are not checked.
+
+    Args:
+        most: most characters of the text.
+    """
 
     def check(value: str, info: ValidationInfo) -> str:
         if info.context != AS_STORED and re.fullmatch(pattern, value) is None:
@@ -40,23 +44,23 @@ def _text(pattern: str, *, most: int) -> Any:
     return Field(max_length=most, json_schema_extra=extra), AfterValidator(check)
 
 
-LabelKey = Annotated[str, *_text(LABEL_KEY, most=MAX_KEY_LENGTH)]
-"""Key of a label in a field of its own. For keys of maps see `label_keys_rule`."""
-LabelKeyOrNone = Annotated[str, *_text(f"({LABEL_KEY})?", most=MAX_KEY_LENGTH)]
-LabelValue = Annotated[str, *_text(LABEL_VALUE, most=63)]
+LabelKey = Annotated[str, *_pattern_settings(LABEL_KEY, most=MAX_KEY_LENGTH)]
+"""Key of a label, as the value of a field. `label_keys_rule` checks keys of maps."""
+LabelKeyOrNone = Annotated[str, *_pattern_settings(f"({LABEL_KEY})?", most=MAX_KEY_LENGTH)]
+LabelValue = Annotated[str, *_pattern_settings(LABEL_VALUE, most=63)]
 Labels = Annotated[dict[str, LabelValue], Field(max_length=32)]
-NamespaceName = Annotated[str, *_text(_DNS_LABEL, most=63)]
-ClassName = Annotated[str, *_text(SUBDOMAIN, most=253)]
+NamespaceName = Annotated[str, *_pattern_settings(_DNS_LABEL, most=63)]
+ClassName = Annotated[str, *_pattern_settings(SUBDOMAIN, most=253)]
 """Name of a RuntimeClass or StorageClass."""
-ClassNameOrNone = Annotated[str, *_text(f"({SUBDOMAIN})?", most=253)]
+ClassNameOrNone = Annotated[str, *_pattern_settings(f"({SUBDOMAIN})?", most=253)]
 """Name of a PriorityClass, or ""."""
 OperatorClass = NamespaceName
 """Class of the operator that serves a resource: a DNS label."""
-QueueName = Annotated[str, *_text(LABEL_VALUE, most=253)]
+QueueName = Annotated[str, *_pattern_settings(LABEL_VALUE, most=253)]
 """Name of a queue, which becomes a label value of the pods, or ""."""
-KeyOfObject = Annotated[str, *_text("[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*", most=253)]
+KeyOfObject = Annotated[str, *_pattern_settings("[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*", most=253)]
 """Key of a Secret or a ConfigMap."""
-Image = Annotated[str, *_text("[!-~]+", most=512)]
+Image = Annotated[str, *_pattern_settings("[!-~]+", most=512)]
 """Reference of a container image, without spaces."""
 
 
@@ -64,26 +68,28 @@ def keys_rule(name: str, attribute: str, message: str, pattern: str) -> Validati
     """Returns the rule that all keys of a map match a pattern, which a structural schema cannot express.
 
     Args:
+        name: name of the field in the resource.
+        attribute: name of the field in Python.
         message: requirement on the keys.
-        pattern: without anchors.
+        pattern: pattern without anchors.
     """
-    good = (
+    is_valid = (
         f"k.size() <= {MAX_KEY_LENGTH} && k.indexOf('/') <= {_MAX_PREFIX_LENGTH} "
         f"&& k.matches({cel_text(f'^({pattern})$')})"
     )
 
-    def bad_keys(model: Model) -> list[str]:
-        return [key for key in getattr(model, attribute) or () if not _is_key(key, pattern)]
+    def invalid_keys(model: Model) -> list[str]:
+        return [key for key in getattr(model, attribute) or () if not _is_valid_key(key, pattern)]
 
     return ValidationRule(
         field=name,
-        cel=f"!has(self.{name}) || self.{name}.all(k, {good})",
-        holds=lambda model: not bad_keys(model),
+        cel=f"!has(self.{name}) || self.{name}.all(k, {is_valid})",
+        holds=lambda model: not invalid_keys(model),
         message=message,
         fix="Change or remove the key",
         got="%s",
-        got_cel=(f"self.{name}.filter(k, !({good}))[0]",),
-        got_values=lambda model: (bad_keys(model)[0],),
+        got_cel=(f"self.{name}.filter(k, !({is_valid}))[0]",),
+        got_values=lambda model: (invalid_keys(model)[0],),
     )
 
 
@@ -93,16 +99,20 @@ _KEY_MESSAGE: Final = (
 
 
 def label_keys_rule(name: str, attribute: str) -> ValidationRule:
-    """Returns the rule that the keys of a map are label keys."""
+    """Returns the rule that the keys of a map must be valid keys of labels."""
     return keys_rule(name, attribute, _KEY_MESSAGE, LABEL_KEY)
 
 
 def annotation_keys_rule(name: str, attribute: str) -> ValidationRule:
-    """Returns the rule that the keys of a map are annotation keys, whose prefix may have capitals."""
+    """Returns the rule that the keys of a map must be valid keys of annotations.
+
+    Their prefix may have capitals, unlike the prefix of a label's key.
+    """
     return keys_rule(name, attribute, _KEY_MESSAGE, _ANNOTATION_KEY)
 
 
-def _is_key(key: str, pattern: str) -> bool:
+def _is_valid_key(key: str, pattern: str) -> bool:
+    """Reports whether a key matches a pattern and the limits of Kubernetes for lengths."""
     return (
         len(key) <= MAX_KEY_LENGTH
         and key.find("/") <= _MAX_PREFIX_LENGTH

@@ -26,15 +26,15 @@ OWN_VOLUMES: Final = ("model", "scratch", "shm", "ca-bundle", "files")
 MOUNT_ROOTS: Final = ("/mnt", "/data", "/srv")
 """Folders of a container below which volumes may be mounted.
 
-No image has code, settings or accounts there. In any other folder a file of a ConfigMap may become code of a
-worker (`sitecustomize.py`, `/etc/ld.so.preload`, a user's site-packages), although the installation refuses
-such code in args.
+No image has code, settings or accounts in these folders. In any other folder, a worker may run a file of a
+ConfigMap as code (`sitecustomize.py`, `/etc/ld.so.preload`, a user's site-packages), although the
+installation refuses such code in args.
 """
 _FileMode = Annotated[int, Field(ge=0, le=0o777)]
 _PART: Final = "([^/:.]|[.][^/:.])[^/:]*"
 """Part of a path: not `.`, and not a name that begins with `..`.
 
-A pattern, because a CEL rule at this depth of the schema would exceed the API server's cost limit.
+It is a pattern, because a CEL rule at this depth of the schema would exceed the API server's cost limit.
 """
 _RELATIVE: Final = f"{_PART}(/{_PART})*"
 _ABSOLUTE: Final = f"(/{_PART})+"
@@ -96,14 +96,14 @@ class SecretVolume(Model):
 
 
 class ProjectedObject(Model):
-    """A ConfigMap or Secret of the same namespace, as a part of a volume."""
+    """A ConfigMap or Secret of the same namespace whose files are a part of a volume."""
 
     name: ObjectName
-    """Name of the object."""
+    """Name of the ConfigMap or Secret."""
     items: _Items | None = None
     """Keys to mount. Default: all keys."""
     optional: bool | None = None
-    """Whether pods start without the object. Default: false."""
+    """Whether pods start without the ConfigMap or Secret. Default: false."""
 
 
 class ProjectedSource(Model):
@@ -181,6 +181,7 @@ class TemplateVolume(Model):
             cel=f"!(self.name in [{', '.join(map(cel_text, OWN_VOLUMES))}])",
             message=f"must not be {', '.join(OWN_VOLUMES[:-1])} or {OWN_VOLUMES[-1]}, names of the "
             "operator's own volumes",
+            fix="Choose another name",
             holds=lambda own: own.name not in OWN_VOLUMES,
         ),
     )
@@ -230,6 +231,6 @@ class TemplateMount(Model):
 
 
 def unknown_mounts(mounts: tuple[TemplateMount, ...], volumes: tuple[TemplateVolume, ...]) -> Iterator[str]:
-    """Yields the names of mounts without a volume of that name."""
+    """Yields the names of mounts that no volume has."""
     known = {volume.name for volume in volumes}
     yield from (mount.name for mount in mounts if mount.name not in known)

@@ -32,72 +32,87 @@ def render_page() -> str:
     sections = [_HEAD]
     for title, name in (("spec", "HeteroInferenceSpec"), ("status", "HeteroInferenceStatus")):
         sections.append(f"## {title}\n")
-        sections += [_section(each, definitions, above=title) for each in _types(name, definitions)]
+        sections += [
+            _render_section(each, definitions, above=title) for each in _reachable_types(name, definitions)
+        ]
     return "\n".join(sections)
 
 
-def _types(first: str, definitions: Mapping[str, Any]) -> list[str]:
+def _reachable_types(first: str, definitions: Mapping[str, Any]) -> list[str]:
     """Returns the object types that are reachable from a type, each once, in the order of the fields."""
-    found: list[str] = []
+    names: list[str] = []
 
     def visit(name: str) -> None:
-        if name in found or "properties" not in definitions[name]:
+        """Adds a type and the types of its fields, unless it is already in the list."""
+        if name in names or "properties" not in definitions[name]:
             return
-        found.append(name)
+        names.append(name)
         for field in definitions[name]["properties"].values():
-            for reference in _references(field):
+            for reference in _referenced_names(field):
                 visit(reference)
 
     visit(first)
-    return found
+    return names
 
 
-def _references(node: object) -> Iterator[str]:
+def _referenced_names(node: object) -> Iterator[str]:
+    """Yields the names of the definitions that a part of a schema refers to."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield node["$ref"].rpartition("/")[2]
         for value in node.values():
-            yield from _references(value)
+            yield from _referenced_names(value)
     elif isinstance(node, list):
         for value in node:
-            yield from _references(value)
+            yield from _referenced_names(value)
 
 
-def _section(name: str, definitions: Mapping[str, Any], *, above: str) -> str:
+def _render_section(name: str, definitions: Mapping[str, Any], *, above: str) -> str:
+    """Returns the section of one type in Markdown: its description, and a table of its fields.
+
+    Args:
+        above: "spec" or "status"; only tables of the spec have a column of defaults.
+    """
     schema = definitions[name]
     required = set(schema.get("required", ()))
     lines = [
         f"### {name}\n",
-        f"{_one_line(schema['description'])}\n",
+        f"{_join_lines(schema['description'])}\n",
         "| field | type | default | meaning |" if above == "spec" else "| field | type | meaning |",
         "|---|---|---|---|" if above == "spec" else "|---|---|---|",
     ]
     for field, node in schema["properties"].items():
-        target = definitions.get(_without_null(node).get("$ref", "").rpartition("/")[2], {})
-        described = {"description": target.get("description", ""), **node}
-        default, meaning = _default_and_meaning(described, is_required=field in required)
-        cells = [f"`{field}`", _type(node, definitions), *([default] if above == "spec" else []), meaning]
+        referenced = definitions.get(_without_null(node).get("$ref", "").rpartition("/")[2], {})
+        node_with_description = {"description": referenced.get("description", ""), **node}
+        default, meaning = _default_and_meaning(node_with_description, is_required=field in required)
+        cells = [
+            f"`{field}`",
+            _describe_type(node, definitions),
+            *([default] if above == "spec" else []),
+            meaning,
+        ]
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _default_and_meaning(node: Mapping[str, Any], *, is_required: bool) -> tuple[str, str]:
-    meaning = _one_line(node["description"])
-    stated = _DEFAULT.search(meaning)
-    if stated is not None:
-        meaning = meaning[: stated.start()]
+    """Returns the default and the description of a field, for the cells of the table."""
+    meaning = _join_lines(node["description"])
+    stated_default = _DEFAULT.search(meaning)
+    if stated_default is not None:
+        meaning = meaning[: stated_default.start()]
     default = node.get("default")
     if is_required:
         return "required", meaning
-    if stated is not None:
-        return stated[1], meaning
+    if stated_default is not None:
+        return stated_default[1], meaning
     if default in (None, [], "") or isinstance(default, dict):
         return "", meaning
     return f"`{default if isinstance(default, str) else json.dumps(default)}`", meaning
 
 
-def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """Returns a field's type in words, with links to the sections of object types."""
+def _describe_type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    """Returns the type of a field in words, with links to the sections of object types."""
     node = _without_null(node)
     if "$ref" in node:
         name = node["$ref"].rpartition("/")[2]
@@ -106,13 +121,14 @@ def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
             return f"[{name}](#{name.lower()})"
         return ", ".join(f"`{value}`" if value else '`""`' for value in target["enum"])
     if node["type"] == "array":
-        return f"list of {_type(node['items'], definitions)}"
+        return f"list of {_describe_type(node['items'], definitions)}"
     if node["type"] == "object":
-        return f"map of {_type(node['additionalProperties'], definitions)}"
-    return _scalar_type(node)
+        return f"map of {_describe_type(node['additionalProperties'], definitions)}"
+    return _describe_scalar(node)
 
 
-def _scalar_type(node: Mapping[str, Any]) -> str:
+def _describe_scalar(node: Mapping[str, Any]) -> str:
+    """Returns the type of a field without sub-fields in words."""
     if node.get("x-kubernetes-int-or-string"):
         return "quantity"
     if node.get("pattern") == quantity.DURATION_PATTERN:
@@ -125,11 +141,13 @@ def _scalar_type(node: Mapping[str, Any]) -> str:
 
 
 def _without_null(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a schema without the option null."""
     if "anyOf" not in node:
         return node
     (option,) = (each for each in node["anyOf"] if each != {"type": "null"})
     return dict(option)
 
 
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
+    """Returns a text on one line."""
     return " ".join(text.split())

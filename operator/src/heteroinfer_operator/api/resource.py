@@ -20,7 +20,7 @@ from heteroinfer_operator.api.base import (
     ValidationRule,
 )
 from heteroinfer_operator.api.role import Resources
-from heteroinfer_operator.api.spec import HeteroInferenceSpec, LifeSpec
+from heteroinfer_operator.api.spec import HeteroInferenceSpec, LifecycleSpec
 from heteroinfer_operator.api.status import HeteroInferenceStatus
 from heteroinfer_operator.errors import SpecError
 
@@ -100,8 +100,8 @@ class HeteroInference(Model):
 
 
 MAX_SPEC_LENGTH: Final = 256 * 1024
-"""A spec may have at most this many bytes as JSON: a ConfigMap stores it, pods hold parts of it, and it is
-stored together with the status."""
+"""Longest spec in bytes of JSON: a ConfigMap stores the spec, pods contain parts of it, and one object
+contains spec and status."""
 
 
 def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
@@ -110,49 +110,50 @@ def parse_resource(raw: Mapping[str, Any]) -> HeteroInference:
     Raises:
         SpecError: the resource is invalid; the message has a line with the field's path for each problem.
     """
-    found = _parse(HeteroInference, raw, "")
-    _check_length(raw["spec"])
-    return found
+    resource = _parse(HeteroInference, raw, "")
+    _check_spec_length(raw["spec"])
+    return resource
 
 
 def parse_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
     """Returns the spec from a resource's `spec`; raises SpecError like parse_resource."""
-    found = _parse(HeteroInferenceSpec, raw, "spec")
-    _check_length(raw)
-    return found
+    spec = _parse(HeteroInferenceSpec, raw, "spec")
+    _check_spec_length(raw)
+    return spec
 
 
 _OTHER_PATTERN: Final = "string_pattern_mismatch"
 
 
-def _check_length(spec: Mapping[str, Any]) -> None:
-    """Raises SpecError if the API server could not store the objects made from the spec."""
-    length = _length(spec)
-    if length <= MAX_SPEC_LENGTH:
+def _check_spec_length(spec: Mapping[str, Any]) -> None:
+    """Raises SpecError if the spec is too long for the objects that contain it."""
+    spec_length = _json_length(spec)
+    if spec_length <= MAX_SPEC_LENGTH:
         return
-    parts = {name: _length(part) for name, part in spec.items() if name != "roles"}
-    parts |= {f"roles[{i}]": _length(role) for i, role in enumerate(spec["roles"])}
-    longest = max(parts, key=lambda name: parts[name])
+    length_by_part = {name: _json_length(part) for name, part in spec.items() if name != "roles"}
+    length_by_part |= {f"roles[{i}]": _json_length(role) for i, role in enumerate(spec["roles"])}
+    longest = max(length_by_part, key=lambda name: length_by_part[name])
     problem = (
         f"spec: must be at most {MAX_SPEC_LENGTH >> 10} KiB of JSON, because pods and ConfigMaps hold it and "
-        f"the API server stores no larger objects (got {length >> 10} KiB, including "
-        f"{parts[longest] >> 10} KiB in {longest}). Shorten it"
+        f"the API server stores no larger objects (got {spec_length >> 10} KiB, including "
+        f"{length_by_part[longest] >> 10} KiB in {longest}). Shorten the spec"
     )
     raise SpecError([problem])
 
 
-def _length(raw: object) -> int:
+def _json_length(raw: object) -> int:
+    """Returns the number of characters of a value as compact JSON."""
     return len(json.dumps(raw, default=dict, separators=(",", ":")))
 
 
 def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
-    """Returns a spec that any version accepted: rules are skipped, and unknown fields are dropped.
+    """Returns a spec that any version accepted: it skips rules and drops unknown fields.
 
     Raises:
         SpecError: the spec still cannot be read.
     """
     try:
-        return _as_stored(HeteroInferenceSpec, raw)
+        return _read_as_stored(HeteroInferenceSpec, raw)
     except ValidationError:  # perhaps because of a field that this version does not know
         pass
     return _parse(
@@ -160,32 +161,32 @@ def parse_stored_spec(raw: Mapping[str, Any]) -> HeteroInferenceSpec:
     )
 
 
-def parse_life(raw: Mapping[str, Any]) -> LifeSpec:
-    """Returns the part of a spec that is about the life of groups, even if other parts are invalid.
+def parse_lifecycle(raw: Mapping[str, Any]) -> LifecycleSpec:
+    """Returns the fields of a spec that start, stop and replace groups, even if other fields are invalid.
 
     A field that cannot be read gets its default.
     """
-    life = _parse_stored(LifeSpec, raw)
+    life = _parse_stored(LifecycleSpec, raw)
     return life if raw.get("replicas") is not None else life.changed(replicas=1)
 
 
 def parse_status(raw: Mapping[str, Any] | None) -> HeteroInferenceStatus:
     """Returns the status from a resource's `status`; an empty status if there is none.
 
-    A value that cannot be read, because another version wrote it or it was damaged, is dropped alone: the
-    field, or the list entry if a required field is affected.
+    A value may be unreadable because another version wrote it or it was damaged. Then only this value is
+    dropped: the field, or the list entry if a required field is affected.
     """
     return _parse_stored(HeteroInferenceStatus, raw or {})
 
 
 def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]:
-    """Returns a status as JSON values that the schema takes, and the problems of dropped values.
+    """Returns a status as JSON values that the schema accepts, and the problems of dropped values.
 
-    `changed(...)` writes into a model without validation. A value that the schema would refuse is dropped,
-    because the API server would refuse the whole status again and again.
+    `changed(...)` sets fields without validation. A value that the schema would refuse is dropped, because
+    the API server would refuse the whole status again and again.
 
     Returns:
-        The values, and the problems of the dropped values, "" if there are none.
+        The values, and the problems of the dropped values; "" if there are none.
     """
     value = status.dump()
     try:
@@ -196,8 +197,9 @@ def storable_status(status: HeteroInferenceStatus) -> tuple[dict[str, Any], str]
 
 
 def _parse_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
+    """Returns the model of stored values. Values that cannot be read are dropped."""
     try:
-        return _as_stored(cls, {key: raw[key] for key in _fields(cls) if key in raw})
+        return _read_as_stored(cls, {key: raw[key] for key in _models_by_field(cls) if key in raw})
     except ValidationError:  # rare; the code below takes ten times as long
         pass
     value = _without_unknown_fields(_without_nulls(raw, cls), cls)
@@ -205,29 +207,32 @@ def _parse_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
         try:
             return cls.model_validate_json(json.dumps(value), context=AS_STORED)
         except ValidationError as error:
-            lost = {_path_to_drop(value, problem) for problem in _causes(error)}
-        if () in lost:
+            paths_to_drop = {_path_to_drop(value, problem) for problem in _find_causes(error)}
+        if () in paths_to_drop:
             return cls()
-        for path in sorted(lost, key=_removal_order):
+        for path in sorted(paths_to_drop, key=_removal_order):
             _remove(value, path)
 
 
-def _as_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
+def _read_as_stored(cls: type[ModelT], raw: Mapping[str, Any]) -> ModelT:
     """Returns the model of stored values; raises ValidationError if a value would have to be dropped."""
-    return cls.model_validate_json(_text(raw, cls), context=AS_STORED, by_alias=True, by_name=False)
+    return cls.model_validate_json(_to_json(raw, cls), context=AS_STORED, by_alias=True, by_name=False)
 
 
 def _path_to_drop(value: Any, problem: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Returns the path of the value to drop because of a problem: the parent, if a field is missing."""
+    """Returns the path of the value to drop because of a problem.
+
+    If a required field is missing, that is the object that lacks it.
+    """
     path = problem["loc"][:-1] if problem["type"] == "missing" else problem["loc"]
-    found: list[str | int] = []
+    path_in_value: list[str | int] = []
     for part in path:
-        there = part in value if isinstance(value, dict) else _has_item(value, part)
-        if not there:
+        exists = part in value if isinstance(value, dict) else _has_item(value, part)
+        if not exists:
             break
-        found.append(part)
+        path_in_value.append(part)
         value = value[part]
-    return tuple(found)
+    return tuple(path_in_value)
 
 
 def _has_item(value: Any, index: str | int) -> bool:
@@ -240,6 +245,7 @@ def _removal_order(path: Sequence[str | int]) -> tuple[Any, ...]:
 
 
 def _remove(value: Any, path: Sequence[str | int]) -> None:
+    """Deletes the value at a path, unless it is already gone."""
     *outer, last = path
     for part in outer:
         if not (part in value if isinstance(value, dict) else _has_item(value, part)):
@@ -253,7 +259,7 @@ def _without_unknown_fields(raw: object, cls: type[Model] | None) -> Any:
     if isinstance(raw, Mapping):
         if cls is None:
             return dict(raw)
-        fields = _fields(cls)
+        fields = _models_by_field(cls)
         return {
             key: _without_unknown_fields(value, fields[key]) for key, value in raw.items() if key in fields
         }
@@ -261,21 +267,30 @@ def _without_unknown_fields(raw: object, cls: type[Model] | None) -> Any:
 
 
 def parse_resources(raw: Mapping[str, Any], where: str) -> Resources:
-    """Returns requests and limits of a container; raises SpecError, whose message starts with `where`."""
+    """Returns requests and limits of a container.
+
+    Raises:
+        SpecError: they are invalid; the message starts with `where`.
+    """
     return _parse(Resources, raw, where)
 
 
 def _parse(cls: type[ModelT], raw: Mapping[str, Any], where: str, *, context: str | None = None) -> ModelT:
-    # Through JSON, because strict models take enums and lists only from JSON.
+    """Returns the model of JSON values.
+
+    Raises:
+        SpecError: the values are invalid; each problem starts with the path of its field below `where`.
+    """
+    # The values are parsed from JSON, because strict models accept enums and lists only from JSON.
     try:
-        return cls.model_validate_json(_text(raw, cls), context=context)
+        return cls.model_validate_json(_to_json(raw, cls), context=context)
     except ValidationError as error:
-        causes = _causes(error)
-        raise SpecError(text for cause in causes for text in _problems(where, cause)) from None
+        causes = _find_causes(error)
+        raise SpecError(text for cause in causes for text in _describe_problem(where, cause)) from None
 
 
-def _text(raw: Mapping[str, Any], cls: type[Model]) -> str:
-    """Returns JSON values as text, without nulls that stand for absent fields."""
+def _to_json(raw: Mapping[str, Any], cls: type[Model]) -> str:
+    """Returns values as a JSON text, without nulls that stand for absent fields."""
     text = json.dumps(raw, default=dict)  # kopf's views are mappings but not dicts
     return text if "null" not in text else json.dumps(_without_nulls(raw, cls))
 
@@ -287,7 +302,7 @@ def _without_nulls(raw: object, cls: type[Model] | None) -> object:
     unknown field. Mappings that are not dicts (kopf's views) become dicts.
     """
     if isinstance(raw, Mapping):
-        fields = {} if cls is None else _fields(cls)
+        fields = {} if cls is None else _models_by_field(cls)
         return {
             key: _without_nulls(value, fields.get(key))
             for key, value in raw.items()
@@ -299,26 +314,29 @@ def _without_nulls(raw: object, cls: type[Model] | None) -> object:
 
 
 @cache
-def _fields(cls: type[Model]) -> Mapping[str, type[Model] | None]:
+def _models_by_field(cls: type[Model]) -> Mapping[str, type[Model] | None]:
     """Returns the model inside each field, or None, by the name of the field in the resource."""
     fields = cls.model_fields.values()
-    return MappingProxyType({str(field.alias): _model_of(field.annotation) for field in fields})
+    return MappingProxyType({str(field.alias): _find_model(field.annotation) for field in fields})
 
 
-def _model_of(annotation: object) -> type[Model] | None:
+def _find_model(annotation: object) -> type[Model] | None:
     """Returns the model inside an annotation such as `tuple[RoleSpec, ...] | None`, or None."""
     if isinstance(annotation, type) and issubclass(annotation, Model):
         return annotation
-    return next((model for arg in get_args(annotation) if (model := _model_of(arg)) is not None), None)
+    return next((model for arg in get_args(annotation) if (model := _find_model(arg)) is not None), None)
 
 
-def _causes(error: ValidationError) -> list[Any]:
-    # pydantic also reports a list with an invalid item as too short: drop that outer error.
-    found = error.errors()
-    locations = [problem["loc"] for problem in found]
+def _find_causes(error: ValidationError) -> list[Any]:
+    """Returns the problems of an error without those that only follow from others.
+
+    pydantic also reports a list with an invalid item as too short.
+    """
+    problems = error.errors()
+    locations = [problem["loc"] for problem in problems]
     return [
         problem
-        for problem in found
+        for problem in problems
         if not any(
             len(location) > len(problem["loc"]) and location[: len(problem["loc"])] == problem["loc"]
             for location in locations
@@ -326,8 +344,8 @@ def _causes(error: ValidationError) -> list[Any]:
     ]
 
 
-def _problems(where: str, error: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the problems of an error, each with the path of its field."""
+def _describe_problem(where: str, error: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the messages of one problem, each with the path of its field."""
     path = where
     for part in error["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
@@ -335,16 +353,17 @@ def _problems(where: str, error: Mapping[str, Any]) -> Iterator[str]:
         for field, text in error["ctx"][PROBLEMS]:
             yield f"{'.'.join(filter(None, (path, field))) or 'resource'}: {text}"
     elif error["type"] == "extra_forbidden":
-        yield f"{path}: unknown field. Remove it, or correct it (see `kubectl explain hinf.spec`)"
+        fix = "Remove the field, or correct its name (see `kubectl explain hinf.spec`)"
+        yield f"{path}: unknown field. {fix}"
     elif error["type"] == "missing":
-        yield f"{path}: required field is missing"
+        yield f"{path}: required field is missing. Set it"
     else:
         got = "" if isinstance(error["input"], dict | list) else f" (got {error['input']!r})"
-        yield f"{path or 'resource'}: {_message(error)}{got}"
+        yield f"{path or 'resource'}: {_translate_message(error)}{got}"
 
 
-def _message(error: Mapping[str, Any]) -> str:
-    """Returns pydantic's message of an error, with "must be" as in the API server's answers."""
+def _translate_message(error: Mapping[str, Any]) -> str:
+    """Returns pydantic's message of an error with "must be", as in the API server's answers."""
     if error["type"] == _OTHER_PATTERN and (words := quantity.PATTERN_WORDS.get(error["ctx"]["pattern"])):
         return words
     message: str = error["msg"]

@@ -17,12 +17,13 @@ MAX_RANKS_PER_POD: Final = 16
 DEFAULT_GPU_RESOURCE: Final = "nvidia.com/gpu"
 
 
-def _resource_names(name: str) -> ValidationRule:
+def _resource_names_rule(name: str) -> ValidationRule:
+    """Returns the rule that the keys of requests or limits must be names of resources."""
     words = "each key must be cpu, memory, ephemeral-storage, hugepages-SIZE or PREFIX/NAME"
     return keys_rule(name, name, words, RESOURCE_NAME)
 
 
-def _above_limits(resources: "Resources") -> list[str]:
+def _requests_above_limits(resources: "Resources") -> list[str]:
     """Returns the resources whose request exceeds the limit."""
     limits = resources.limits or {}
     return [
@@ -36,15 +37,15 @@ class Resources(Model):
     """Requests and limits of a worker container, as in a Pod."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
-        _resource_names("requests"),
-        _resource_names("limits"),
+        _resource_names_rule("requests"),
+        _resource_names_rule("limits"),
         ValidationRule(
             field="requests",
             cel="!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits) || "
             "quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0)",
             message="must not exceed limits",
             fix="Lower requests, or raise limits",
-            holds=lambda own: not _above_limits(own),
+            holds=lambda own: not _requests_above_limits(own),
         ),
     )
 
@@ -58,7 +59,7 @@ class FeedForwardSpec(Model):
     """CPU ranks in the pods of a GPU role that compute experts and MLPs for the GPU."""
 
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_POD)] = 1
-    """Number of feed-forward ranks in each pod. The number of NUMA nodes of the machine is best."""
+    """Number of feed-forward ranks in each pod. Use the number of NUMA nodes of the machine."""
     cpu: ResourceQuantity
     """CPU cores for each feed-forward rank. The operator adds them to the pod's requests, and to its CPU
     limit if it has one."""
@@ -66,8 +67,8 @@ class FeedForwardSpec(Model):
     """Memory for each feed-forward rank. The operator adds it to the pod's requests, and to its memory limit
     if it has one."""
     layers: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Number of layers whose experts or MLPs these ranks compute. Default: the fewest with which the rest
-    fits into the GPU's memory."""
+    """Number of layers whose experts or MLPs these ranks compute. Default: the smallest number with which the
+    rest of the model fits into the GPU's memory."""
 
 
 class RoleSpec(Model):
@@ -79,11 +80,11 @@ class RoleSpec(Model):
             reason=RuleReason.FORBIDDEN,
             cel="self.device == 'GPU' || !(has(self.deviceResourceName) || has(self.deviceMemory))",
             message="must be GPU if deviceResourceName or deviceMemory is set",
-            fix="Remove them: resources sets the memory of a CPU role",
+            fix="Remove deviceResourceName and deviceMemory; resources sets the memory of a CPU role",
             holds=lambda role: (
                 role.device is Device.GPU or (role.device_resource_name or role.device_memory) is None
             ),
-            got="role %s",
+            got="CPU in role %s",
             got_cel=("self.name",),
             got_values=lambda role: (role.name,),
         ),
@@ -92,11 +93,11 @@ class RoleSpec(Model):
             reason=RuleReason.FORBIDDEN,
             cel="self.device == 'CPU' || self.cpuBinding == 'Auto'",
             message="must be Auto or unset for device GPU, because its ranks compute on GPUs",
-            fix="Remove it",
+            fix="Remove cpuBinding",
             holds=lambda role: role.device is Device.CPU or role.cpu_binding is CpuBinding.AUTO,
-            got="role %s",
-            got_cel=("self.name",),
-            got_values=lambda role: (role.name,),
+            got="%s in role %s",
+            got_cel=("self.cpuBinding", "self.name"),
+            got_values=lambda role: (role.cpu_binding.value, role.name),
         ),
         ValidationRule(
             field="ranksPerPod",
@@ -104,9 +105,9 @@ class RoleSpec(Model):
             message=f"must be at most {MAX_RANKS_PER_POD} together with feedForward.ranks",
             fix="Use fewer ranks",
             holds=lambda role: role.pod_ranks <= MAX_RANKS_PER_POD,
-            got="role %s",
-            got_cel=("self.name",),
-            got_values=lambda role: (role.name,),
+            got="%d in role %s",
+            got_cel=("self.ranksPerPod + self.feedForward.ranks", "self.name"),
+            got_values=lambda role: (role.pod_ranks, role.name),
         ),
     )
 
@@ -127,9 +128,10 @@ class RoleSpec(Model):
     """Number of layers of each stage of this role, in order. Set it in all roles or in none. Default: chosen
     by the plan."""
     cpu_binding: CpuBinding = CpuBinding.AUTO
-    """Whether the threads of CPU ranks are bound to cores, the threads of a rank to one NUMA node if
-    possible. Auto: if the pod's CPUs are exclusive (static CPU manager or a cpuset). Always: for nodes on
-    which nothing else computes; a CPU limit below the node's CPUs still prevents it. Never: no binding."""
+    """Whether the threads of CPU ranks are bound to cores; those of a rank are bound to one NUMA node if
+    possible. Auto: bound if the pod's CPUs are exclusive (static CPU manager or a cpuset). Always: bound, for
+    nodes on which nothing else computes; a CPU limit below the node's CPUs still prevents the binding. Never:
+    not bound."""
     device_resource_name: (
         Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$", max_length=317)] | None
     ) = None

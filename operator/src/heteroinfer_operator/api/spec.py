@@ -30,11 +30,11 @@ from heteroinfer_operator.api.role import MAX_RANKS_PER_POD, RoleSpec
 MAX_ROLES: Final = 16
 MAX_GROUPS: Final = 64
 MAX_RANKS: Final = 4096
-"""All groups together may have at most this many ranks: the status lists each rank, and etcd stores at most
-1.5 MiB per object."""
+"""Most ranks of all groups together: the status lists each rank, and etcd stores at most 1.5 MiB for an
+object."""
 MAX_RESTARTS: Final = 20
 MAX_TOKENS: Final = 16_777_216
-"""Tokens of the longest sequence that any field takes."""
+"""Most tokens that a field about the length of sequences accepts."""
 
 
 class StageOrder(StrEnum):
@@ -48,7 +48,8 @@ AUTO_MODE: Final = "Auto"
 """Value of parallelism.mode that means the same as no value."""
 
 
-def _none_if_auto(value: object) -> object:
+def _auto_to_none(value: object) -> object:
+    """Returns None for the value Auto; any other value stays the same."""
     return None if value == AUTO_MODE else value
 
 
@@ -60,7 +61,7 @@ class ParallelismSpec(Model):
 
     mode: Annotated[
         Mode | None,
-        BeforeValidator(_none_if_auto),
+        BeforeValidator(_auto_to_none),
         WithJsonSchema({"type": "string", "enum": [AUTO_MODE, *(mode.value for mode in Mode)]}),
     ] = None
     """How the model is divided. Auto: the plan chooses the fastest mode that fits, once for each revision. It
@@ -100,23 +101,23 @@ class ShortageSpec(Model):
 
 
 class LoadSpec(Model):
-    """A typical load, for the choice of the mode."""
+    """A typical load, for which the plan compares the modes."""
 
     requests: Annotated[int, Field(ge=1, le=4096)] = 1
     """Number of requests that a group serves at the same time."""
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1024
-    """Tokens of a prompt."""
+    """Number of tokens in a prompt."""
     output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 256
-    """Tokens that a request generates."""
+    """Number of tokens that a request generates."""
 
 
 class PlanningSpec(Model):
     """How the operator plans a group."""
 
     load: LoadSpec | None = None
-    """Typical load, for which parallelism.mode Auto compares the modes. A change counts from the next
-    revision on, such as after `heteroinfer restart`. Default: one request of 1,024 prompt tokens and 256
-    tokens of output."""
+    """Typical load, for which the plan compares the modes if parallelism.mode is Auto. A change takes effect
+    with the next revision, for example after `heteroinfer restart`. Default: one request with 1,024 prompt
+    tokens and 256 output tokens."""
     on_gpu_shortage: ShortageSpec = Field(default=ShortageSpec(), alias="onGPUShortage")
     """Reaction to fewer GPUs than the roles need."""
 
@@ -166,11 +167,12 @@ class RestartSpec(Model):
     max_restarts: Annotated[int, Field(ge=0, le=MAX_RESTARTS)] = 5
     """Number of restarts within the window after which the group has failed and stays stopped."""
     window: Duration = "1h"
-    """Period in which restarts count. Older restarts count only if the group has not served since."""
+    """Period in which restarts count towards maxRestarts. Older restarts count only if the group has not
+    served since."""
     backoff_max: Duration = "5m"
     """Longest wait between two restarts, also after evictions and rejected pods."""
     node_lost_after: Duration = "60s"
-    """Time after which the operator force-deletes the pods of an unreachable node."""
+    """Time for which a node must be unreachable before the operator force-deletes the group's pods on it."""
 
 
 class RolloutSpec(Model):
@@ -202,7 +204,7 @@ class SchedulingSpec(Model):
 _MODE_CEL: Final = f"(has(self.parallelism.mode) ? self.parallelism.mode : '{AUTO_MODE}')"
 _WORLD_CEL: Final = "self.roles.map(r, r.pods * r.ranksPerPod).sum()"
 _ASKS_CEL: Final = "r.device == 'GPU' || has(r.feedForward)"
-"""Whether a role has the rank with attention in mode FeedForward."""
+"""CEL expression: whether a role has the rank with attention in mode FeedForward."""
 _ASKING_CEL: Final = f"self.roles.filter(r, {_ASKS_CEL}).map(r, r.pods * r.ranksPerPod).sum()"
 RESERVED_PORTS: Final = (
     names.DEFAULT_HEALTH_PORT,
@@ -214,7 +216,8 @@ RESERVED_PORTS: Final = (
 _PORT_LIST: Final = f"{', '.join(map(str, RESERVED_PORTS[:3]))} or {RESERVED_PORTS[3]}-{RESERVED_PORTS[-1]}"
 
 
-def _stages_fit_pods(spec: "HeteroInferenceSpec") -> bool:
+def _tensor_divides_ranks_per_pod(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether the ranks of each stage fit into whole pods."""
     tensor = spec.parallelism.tensor
     return (
         tensor is None
@@ -223,7 +226,8 @@ def _stages_fit_pods(spec: "HeteroInferenceSpec") -> bool:
     )
 
 
-def _layers_match_stages(spec: "HeteroInferenceSpec") -> bool:
+def _layers_have_entry_per_stage(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether each role's layers have one entry for each of its stages."""
     tensor = spec.parallelism.tensor
     return tensor is None or all(
         r.layers is None or len(r.layers) * tensor == r.num_ranks for r in spec.roles
@@ -231,6 +235,7 @@ def _layers_match_stages(spec: "HeteroInferenceSpec") -> bool:
 
 
 def _has_one_asking_rank(spec: "HeteroInferenceSpec") -> bool:
+    """Reports whether a spec with mode FeedForward has one rank with attention; True for other modes."""
     sizes = spec.parallelism
     return sizes.mode is not Mode.FEED_FORWARD or (
         sum(role.num_ranks for role in spec.stage_roles) == 1
@@ -240,7 +245,7 @@ def _has_one_asking_rank(spec: "HeteroInferenceSpec") -> bool:
 
 
 def _has_feed_forward_ranks(spec: "HeteroInferenceSpec") -> bool:
-    """Returns whether the mode has feed-forward ranks if it needs them, and none otherwise."""
+    """Reports whether the roles have feed-forward ranks if the mode needs such ranks, and none otherwise."""
     set_by_role = any(role.feed_forward is not None for role in spec.roles)
     if spec.parallelism.mode is Mode.FEED_FORWARD:
         return set_by_role or len(spec.stage_roles) < len(spec.roles)
@@ -259,7 +264,7 @@ class HeteroInferenceSpec(Model):
             ": !self.roles.exists(r, has(r.feedForward)))",
             message="must be FeedForward or Auto if a role sets feedForward. FeedForward must have a role "
             "with feedForward, or CPU roles beside a GPU role",
-            fix="Set feedForward, add a CPU role, or use another mode",
+            fix="Set feedForward in a role, add a CPU role, or use another mode",
             holds=_has_feed_forward_ranks,
         ),
         ValidationRule(
@@ -287,7 +292,8 @@ class HeteroInferenceSpec(Model):
         ValidationRule(
             field="replicas",
             cel=f"self.replicas * {_WORLD_CEL} <= {MAX_RANKS}",
-            message=f"must give at most {MAX_RANKS} ranks in all groups, because the status lists each rank",
+            message=f"must lead to at most {MAX_RANKS} ranks in all groups, because the status lists each "
+            "rank",
             fix="Use fewer replicas, or several resources",
             holds=lambda spec: spec.replicas * spec.world_size <= MAX_RANKS,
             got="%d groups of %d ranks",
@@ -331,7 +337,7 @@ class HeteroInferenceSpec(Model):
             "|| self.roles.all(r, r.ranksPerPod % self.parallelism.tensor == 0)",
             message="must divide ranksPerPod of each role, because the ranks of a stage share one pod",
             fix="Make each ranksPerPod a multiple of tensor",
-            holds=_stages_fit_pods,
+            holds=_tensor_divides_ranks_per_pod,
             got="%d",
             got_cel=("self.parallelism.tensor",),
             got_values=lambda spec: (spec.parallelism.tensor,),
@@ -339,7 +345,8 @@ class HeteroInferenceSpec(Model):
         ValidationRule(
             field="roles",
             cel="self.roles.all(r, has(r.layers)) || !self.roles.exists(r, has(r.layers))",
-            message="must set layers in all roles or in none",
+            message="must set layers either in all roles or in no role",
+            fix="Add layers to the other roles, or remove all layers",
             holds=lambda spec: len({role.layers is None for role in spec.roles}) == 1,
         ),
         ValidationRule(
@@ -349,7 +356,7 @@ class HeteroInferenceSpec(Model):
             message="layers must have one entry for each stage of the role, that is "
             "pods x ranksPerPod / tensor entries",
             fix="Add or remove entries",
-            holds=_layers_match_stages,
+            holds=_layers_have_entry_per_stage,
         ),
         ValidationRule(
             field="operatorClass",
@@ -367,6 +374,7 @@ class HeteroInferenceSpec(Model):
             cel=f"!(self.engine.port in [{', '.join(map(str, RESERVED_PORTS))}]) "
             "&& self.engine.port != self.network.rendezvousPort",
             message=f"must not be network.rendezvousPort or a port that workers use: {_PORT_LIST}",
+            fix="Choose another port",
             holds=lambda spec: spec.engine.port not in (*RESERVED_PORTS, spec.network.rendezvous_port),
             got="%d",
             got_cel=("self.engine.port",),
@@ -376,6 +384,7 @@ class HeteroInferenceSpec(Model):
             field="network.rendezvousPort",
             cel=f"!(self.network.rendezvousPort in [{', '.join(map(str, RESERVED_PORTS))}])",
             message=f"must not be a port that workers use: {_PORT_LIST}",
+            fix="Choose another port",
             holds=lambda spec: spec.network.rendezvous_port not in RESERVED_PORTS,
             got="%d",
             got_cel=("self.network.rendezvousPort",),
@@ -429,8 +438,8 @@ class HeteroInferenceSpec(Model):
     drain_timeout: Duration = "60s"
     """Time that running requests get to finish when a group stops. A change applies to pods created later."""
     step_timeout: Duration | None = None
-    """Longest time for one step of a rank. The API server and the engine get the same time to answer while no
-    rank computes. The operator restarts the group after it. Default: 5m."""
+    """Longest time for one step of a rank, and for an answer of the API server or the engine while no rank
+    computes. After this time, the operator restarts the group. Default: 5m."""
 
     @property
     def world_size(self) -> int:
@@ -445,8 +454,8 @@ class HeteroInferenceSpec(Model):
         return tuple(r for r in self.roles if r.device is Device.GPU or r.feed_forward is not None)
 
 
-class LifeSpec(StatusModel):
-    """The parts of a spec that apply even if the rest of the spec is invalid."""
+class LifecycleSpec(StatusModel):
+    """The fields of a spec that start, stop and replace groups, even if other fields are invalid."""
 
     replicas: Annotated[int, Field(ge=0, le=MAX_GROUPS)] | None = None
     """Number of groups; None if the spec's value cannot be read."""

@@ -16,13 +16,13 @@ from heteroinfer_operator.api.condition import MAX_CONDITIONS, Condition, Stored
 from heteroinfer_operator.api.spec import MAX_GROUPS, MAX_RESTARTS, MAX_ROLES, MAX_TOKENS
 
 MAX_FAILURES: Final = MAX_RESTARTS + 1
-"""Newest failures that the status keeps of a group: enough for the largest restart.maxRestarts."""
+"""Number of a group's newest failures in the status: enough for the largest restart.maxRestarts."""
 MAX_PLANS: Final = 16
 MAX_PROFILE_LENGTH: Final = 16384
-"""Characters; a layer takes about 11, and a pod's termination message holds 4,096."""
+"""Longest profile, in characters. A layer needs about 11; a pod's termination message has at most 4,096."""
 
 MAX_EXIT_CODE: Final = 256
-"""Largest absolute value; a signal has a negative exit code."""
+"""Largest absolute value of an exit code, which is negative for a signal."""
 MAX_COUNT: Final = 2**53
 MAX_EPOCH: Final = 10**15 - 1
 """Largest epoch in a pod's name: `manifests/identity.py` reads this number of digits."""
@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 def _at_most(most: int) -> AfterValidator:
-    """Refuses a number that the schema takes but the operator never writes."""
+    """Returns a validator that refuses a number which the schema accepts but the operator never writes."""
 
     def check(value: int) -> int:
         if value > most:
@@ -54,7 +54,7 @@ RoleName = Annotated[str, Field(max_length=63)]
 
 
 def next_epoch(epoch: int) -> int:
-    """Returns the epoch after an epoch; 0, the value before the first epoch, after the largest."""
+    """Returns the next epoch. After the largest epoch, that is 0, the value before the first epoch."""
     return epoch + 1 if epoch < MAX_EPOCH else 0
 
 
@@ -93,9 +93,10 @@ class StartupPhase(StrEnum):
     MODEL = "Model"
     """Waiting for the model's files and sizes."""
     SCHEDULING = "Scheduling"
-    """Waiting for a node for each pod. No time limit, because only free capacity helps."""
+    """Waiting for a node for each pod. The wait has no time limit, because only free capacity helps."""
     IMAGE = "Image"
-    """Waiting for images and volumes on the nodes. No time limit, because a new pod would wait again."""
+    """Waiting for images and volumes on the nodes. The wait has no time limit, because a new pod would wait
+    again."""
     CONNECTING = "Connecting"
     """All pods run; the ranks connect."""
     LOADING = "Loading"
@@ -181,11 +182,11 @@ class PlanStatus(StatusModel):
     predicted_step_ms: Milliseconds | None = None
     """Predicted decode step for one request, in milliseconds. Deprecated: use predictedStepMicroseconds."""
     calibration: Text | None = None
-    """Calibration behind the predictions, for each role: the calibration of its nodes, or default rates."""
+    """Rates behind the predictions, for each role: the calibration of its nodes, or default rates."""
     notes: Text | None = None
     """Advice and warnings about the plan."""
     ranks: Annotated[tuple[RankPlan, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Ranks of the plan."""
+    """Ranks of the plan, with their layers and memory."""
 
 
 class FailureStatus(StatusModel):
@@ -196,11 +197,11 @@ class FailureStatus(StatusModel):
     time: Time
     """Time when the operator detected the end."""
     reason: StoredReason
-    """Reason, in CamelCase."""
+    """Reason why the epoch ended, in CamelCase."""
     message: Text
     """Details of the reason."""
     rank: Annotated[int, Field(ge=0, le=MAX_WORLD_SIZE)] | None = None
-    """Global rank that caused the end, if a rank did."""
+    """Global rank that caused the end of the epoch; unset if no rank did."""
     exit_code: Annotated[int, Field(ge=-MAX_EXIT_CODE, le=MAX_EXIT_CODE)] | None = None
     """Exit code of the process that caused the end; negative for a signal."""
     counted: bool = True
@@ -234,7 +235,7 @@ class RankEntry(StatusModel):
 
 
 class KvLimit(StrEnum):
-    """Limit of a KV cache."""
+    """Reason why the KV cache is not larger."""
 
     PLAN = "Plan"
     """The memory of every rank holds the KV cache of the plan."""
@@ -243,7 +244,7 @@ class KvLimit(StrEnum):
 
 
 class KvStatus(StatusModel):
-    """Fields of kvCache under their older names. Read kvCache."""
+    """Deprecated: fields of kvCache under their older names. Read kvCache instead."""
 
     blocks: Count
     """See kvCache.blocks."""
@@ -282,7 +283,7 @@ class KvCacheStatus(StatusModel):
 
     @classmethod
     def of(cls, kv: KvStatus) -> "KvCacheStatus":
-        """Returns the values of the older field `kv`."""
+        """Returns the same values under the names of this class."""
         return cls(
             blocks=kv.blocks,
             block_tokens=kv.block_tokens,
@@ -323,9 +324,9 @@ class GroupStatus(StatusModel):
     phase: GroupPhase = GroupPhase.PENDING
     """Phase of the group: Pending, Starting, Ready, Sleeping, Stopping, Waiting or Failed."""
     message: Text | None = None
-    """Reason for waiting or for the failure."""
+    """Reason why the group waits or has failed."""
     epoch_start_time: Time | None = None
-    """Time at which the operator began to create pods of this epoch. They may have run since then."""
+    """Time at which the operator began to create pods of this epoch. The pods may have run since then."""
     startup: StartupStatus | None = None
     """Progress of the start, while the group starts."""
     next_epoch_time: Time | None = None
@@ -333,7 +334,8 @@ class GroupStatus(StatusModel):
     restarts: Count = 0
     """Number of restarts after failures that count towards restart.maxRestarts."""
     after_failure: bool = False
-    """Whether the previous epoch failed. Its reason is the reason of Ready until the group serves again."""
+    """Whether the previous epoch failed. The condition Ready shows the reason until the group serves
+    again."""
     served_time: Time | None = None
     """Time when this epoch began to serve."""
     spare_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
@@ -344,7 +346,7 @@ class GroupStatus(StatusModel):
     rejected_pods: Annotated[
         tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)
     ] = ()
-    """Indexes of spare pods that rejections already counts and that still exist."""
+    """Indexes of the pods in sparePods that still exist and that rejections already includes."""
     stuck_pods: Annotated[tuple[Count, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
     """Indexes of pods of this epoch whose containers could not be created; an event reported each pod."""
     damaged_pod: Annotated[str, Field(max_length=253)] | None = None
@@ -360,7 +362,7 @@ class GroupStatus(StatusModel):
     kv: KvStatus | None = None
     """Deprecated: use kvCache."""
     members: Annotated[tuple[RankEntry, ...], Field(max_length=MAX_WORLD_SIZE, json_schema_extra=ATOMIC)] = ()
-    """Ranks of the group."""
+    """Ranks of the group, with their pods and times."""
 
 
 class RetiredGroup(StatusModel):
@@ -450,7 +452,8 @@ class HeteroInferenceStatus(StatusModel):
     retired_groups: Annotated[
         tuple[RetiredGroup, ...], Field(max_length=MAX_GROUPS, json_schema_extra=ATOMIC)
     ] = ()
-    """History of groups that were scaled down, while their failures still count."""
+    """History of groups that were scaled down, while their failures still count towards
+    restart.maxRestarts."""
 
     def condition(self, kind: str) -> Condition | None:
         """Returns the condition of this type, or None."""

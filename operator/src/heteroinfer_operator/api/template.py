@@ -1,6 +1,6 @@
 """`spec.roles[].template`: the settings of pods that a user may choose.
 
-All other fields of a pod belong to the plan and the manifests; unknown fields are refused. Pure.
+The operator sets all other fields of a pod. A resource with another field is refused. Pure.
 """
 
 import re
@@ -133,12 +133,13 @@ class NodeRequirement(Model):
 NodeRequirements = Annotated[tuple[NodeRequirement, ...], Field(max_length=16, json_schema_extra=ATOMIC)]
 
 
-def _is_node_field(asked: NodeRequirement) -> bool:
+def _selects_one_node(requirement: NodeRequirement) -> bool:
+    """Reports whether a requirement on a field includes or excludes one node by its name."""
     return (
-        asked.key == "metadata.name"
-        and asked.operator in (NodeOperator.IN, NodeOperator.NOT_IN)
-        and len(asked.values or ()) == 1
-        and re.fullmatch(SUBDOMAIN, (asked.values or ("",))[0]) is not None
+        requirement.key == "metadata.name"
+        and requirement.operator in (NodeOperator.IN, NodeOperator.NOT_IN)
+        and len(requirement.values or ()) == 1
+        and re.fullmatch(SUBDOMAIN, (requirement.values or ("",))[0]) is not None
     )
 
 
@@ -153,7 +154,7 @@ class NodeSelectorTerm(Model):
             f"&& f.values[0].matches({cel_text(f'^{SUBDOMAIN}$')}))",
             message="each entry must have key metadata.name, operator In or NotIn, and the name of one node",
             fix="Use matchExpressions for labels",
-            holds=lambda term: all(map(_is_node_field, term.match_fields or ())),
+            holds=lambda term: all(map(_selects_one_node, term.match_fields or ())),
         ),
     )
 
@@ -193,10 +194,10 @@ class NodeAffinity(Model):
 
 
 class PodAffinityTerm(Model):
-    """Pods, and the node label within whose values they count as near."""
+    """Pods, and a node label: nodes with the same value of this label count as near to each other."""
 
     topology_key: LabelKey
-    """Key of the node label; nodes with the same value are near to each other."""
+    """Key of the node label. Nodes with the same value count as near to each other."""
     label_selector: LabelSelector | None = None
     """Labels of the pods. Default: no pods."""
     namespaces: Annotated[tuple[NamespaceName, ...], Field(max_length=16)] | None = None
@@ -239,24 +240,27 @@ class Affinity(Model):
 
 
 class ObjectReference(Model):
-    """An object of the same namespace."""
+    """A Secret of the same namespace."""
 
     name: ObjectName
-    """Name of the object."""
+    """Name of the Secret."""
 
 
-def _is_reserved(key: str) -> bool:
+def _is_reserved_key(key: str) -> bool:
+    """Reports whether only the operator may set a label or annotation with this key."""
     return key.startswith(f"{names.API_GROUP}/") or key == names.LABEL_MANAGED_BY
 
 
-def _reserved_keys(field: str) -> ValidationRule:
+def _no_reserved_keys_rule(field: str) -> ValidationRule:
+    """Returns the rule that labels or annotations must not have keys that only the operator may set."""
     return ValidationRule(
         field=field,
         reason=RuleReason.FORBIDDEN,
         cel=f"!has(self.{field}) || self.{field}.all(k, !k.startsWith({cel_text(names.API_GROUP + '/')}) "
         f"&& k != {cel_text(names.LABEL_MANAGED_BY)})",
-        holds=lambda template: not any(map(_is_reserved, getattr(template, field) or ())),
+        holds=lambda template: not any(map(_is_reserved_key, getattr(template, field) or ())),
         message=f"must not have {names.API_GROUP}/* or {names.LABEL_MANAGED_BY}, which the operator sets",
+        fix="Remove these keys",
     )
 
 
@@ -264,8 +268,8 @@ class PodTemplate(Model):
     """Settings of a role's pods. The plan's own settings override them."""
 
     rules: ClassVar[tuple[ValidationRule, ...]] = (
-        _reserved_keys("labels"),
-        _reserved_keys("annotations"),
+        _no_reserved_keys_rule("labels"),
+        _no_reserved_keys_rule("annotations"),
         label_keys_rule("labels", "labels"),
         annotation_keys_rule("annotations", "annotations"),
         label_keys_rule("nodeSelector", "node_selector"),

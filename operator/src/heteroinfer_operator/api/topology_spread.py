@@ -50,10 +50,12 @@ class TopologySpread(Model):
     """Reaction to a pod that would break the rule. ScheduleAnyway: the rule is a preference. DoNotSchedule:
     the pod waits; the operator's capacity check ignores the rule."""
     label_selector: LabelSelector | None = None
-    """Pods that count. Default: no pods."""
+    """Labels of the pods that are counted for each value of the node label. Default: no pods."""
     min_domains: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Fewest label values over which pods are spread. Default: 1."""
     node_affinity_policy: InclusionPolicy | None = None
-    """Whether nodes that the node selector or node affinity excludes count. Default: Honor, they do not."""
+    """Whether the rule ignores nodes that the node selector or node affinity excludes. Honor: it ignores
+    them. Ignore: it includes them. Default: Honor."""
     node_taints_policy: InclusionPolicy | None = None
-    """Whether nodes with taints that the pods do not tolerate count. Default: Ignore, they do."""
+    """Whether the rule ignores nodes with taints that the pods do not tolerate. Honor: it ignores them.
+    Ignore: it includes them. Default: Ignore."""

@@ -133,7 +133,7 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
     kv = planned.sizes.kv
     spare: dict[str, tuple[int, int]] = {}
     for rank in planned.plan.stage_ranks:
-        one_request = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.least_blocks
+        one_request = kv.block_bytes(rank.first_layer, rank.end_layer) * kv.min_blocks
         spare_and_used = (rank.kv_cache_bytes - one_request, rank.kv_cache_bytes + rank.weight_bytes)
         spare[rank.role] = min(spare.get(rank.role, spare_and_used), spare_and_used)
     for role, (size, used) in spare.items():

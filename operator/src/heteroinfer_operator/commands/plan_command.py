@@ -286,7 +286,7 @@ def _dump_mode_choice(choice: ModeChoice) -> dict[str, Any]:
         return {
             "mode": option.title,
             "loadSeconds": round(figures.total_s, 3),
-            "requestsAtOnce": figures.at_once,
+            "requestsAtOnce": figures.num_concurrent,
             "stepMs": round(figures.step.step_s * 1e3, 2),
             "firstTokenMs": round(figures.first_token.step_s * 1e3, 1),
             **({"reason": option.reason} if option.reason else {}),

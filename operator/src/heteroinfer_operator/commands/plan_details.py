@@ -15,13 +15,19 @@ from heteroinfer_operator.commands.plan_figures import (
     typical_context,
 )
 from heteroinfer_operator.commands.plan_words import INDENT, count, duration, spread
-from heteroinfer_operator.planning.concurrency import kv_blocks
-from heteroinfer_operator.planning.feed_forward import Remote, beside_weights_bytes, rank_weight_bytes
-from heteroinfer_operator.planning.first_token import waits_elsewhere
+from heteroinfer_operator.planning.concurrency import num_kv_blocks
+from heteroinfer_operator.planning.feed_forward import FeedForwardPart, peak_extra_bytes, rank_weight_bytes
+from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.gpu_floor import BESIDE_ON_GPUS
 from heteroinfer_operator.planning.memory import CPU_TABLE_COPIES
 from heteroinfer_operator.planning.planner import Planned
-from heteroinfer_operator.planning.prediction import Load, forecast, forecast_first_token, overhead_s, predict
+from heteroinfer_operator.planning.prediction import (
+    StepLoad,
+    forecast,
+    forecast_first_token,
+    overhead_s,
+    predict,
+)
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
 
 _REQUESTS = (1, 8, 64)
@@ -101,14 +107,14 @@ def describe_memory(planned: Planned) -> list[str]:
     return lines
 
 
-def _describe_feed_forward_memory(planned: Planned, remote: Remote) -> list[str]:
+def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> list[str]:
     """Describes the bytes of each role's feed-forward rank that takes the most memory."""
     engine = planned.plan.engine
     by_experts = " (whole experts)" if remote.by_experts else ""
     lines = []
     for own, numbers in remote.numbered_sets:
         weights = max(rank_weight_bytes(remote, engine, number) for number in numbers)
-        besides = beside_weights_bytes(remote, engine, numbers)
+        besides = peak_extra_bytes(remote, engine, numbers)
         lines.append(
             f"feed-forward rank of role {own.role.name}: {format_bytes(weights)} of weights{by_experts}, and "
             f"up to {format_bytes(besides)} for the process and for packing a layer or the largest batch"
@@ -123,9 +129,9 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     first, end = ranks[0].first_layer, ranks[0].end_layer
     budget = planned.budgets[stage].tightest(sizes, first, end)
     rank = next(rank for rank in ranks if rank.role == budget.role)
-    layers = sizes.layers(first, end, budget.device)
+    layers = sizes.layer_weight_bytes(first, end, budget.device)
     tables = rank.weight_bytes - layers - sizes.encoder_bytes
-    packed = " packed" if layers != sizes.layers(first, end) else ""
+    packed = " packed" if layers != sizes.layer_weight_bytes(first, end) else ""
     parts = [f"{count(rank.num_layers, 'layer')} {format_bytes(layers)}{packed}"]
     if tables:
         names = " and ".join(sizes.table_names(stage, plan.pipeline_parallel_size))
@@ -137,8 +143,8 @@ def _describe_stage_memory(planned: Planned, stage: int) -> str:
     usable = "an unknown memory" if budget.budget is None else format_bytes(budget.budget)
     taken = format_bytes(rank.weight_bytes + rank.kv_cache_bytes)
     line = f"role {rank.role}: {' + '.join(parts)} = {taken} of {usable}"
-    if budget.beside:
-        line += f". Another {format_bytes(budget.beside)} is for {BESIDE_ON_GPUS}"
+    if budget.reserved_bytes:
+        line += f". Another {format_bytes(budget.reserved_bytes)} is for {BESIDE_ON_GPUS}"
     return line
 
 
@@ -152,7 +158,7 @@ def _name_stages(numbers: Sequence[int]) -> str:
 
 def describe_kv_cache(planned: Planned, figures: Figures) -> list[tuple[str, str]]:
     """Returns the size of the KV cache, and what bounds requests and their length."""
-    plan, kv, blocks = planned.plan, planned.sizes.kv, kv_blocks(planned)
+    plan, kv, blocks = planned.plan, planned.sizes.kv, num_kv_blocks(planned)
     one = sum(
         kv.block_bytes(rank.first_layer, rank.end_layer) * kv.sequence_blocks for rank in plan.stage_ranks
     )
@@ -183,17 +189,19 @@ def describe_times(planned: Planned) -> list[tuple[str, str]]:
     plan, sizes, rates = planned.plan, planned.sizes, planned.rates
     overhead = duration(overhead_s(plan))
     rows = [("step", f"{spread(predict(plan, rates))} for one request, including {overhead} of scheduling")]
-    elsewhere = waits_elsewhere(plan, rates, planned.remote)
+    feed_forward_wait = build_feed_forward_wait(plan, rates, planned.remote)
     contexts = [typical_context(plan.engine.max_model_len)]
     if plan.engine.max_model_len > _LONG_CONTEXT:
         contexts.append(_LONG_CONTEXT)
     for context in contexts:
         for requests in _REQUESTS:
             if requests <= plan.engine.max_num_seqs:
-                step = forecast(plan, sizes, rates, Load(requests=requests, context=context), elsewhere)
+                step = forecast(
+                    plan, sizes, rates, StepLoad(requests=requests, context=context), feed_forward_wait
+                )
                 rows.append(("", f"{spread(step)} for {count(requests, 'request')} of {context:,} tokens"))
     for context in contexts:
-        first = forecast_first_token(plan, sizes, rates, context, elsewhere)
+        first = forecast_first_token(plan, sizes, rates, context, feed_forward_wait)
         label = "first token" if context == contexts[0] else ""
         rows.append((label, f"{spread(first)} after a prompt of {count(context, 'token')}"))
     return rows

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from heteroinfer_operator.commands.plan_words import count
-from heteroinfer_operator.planning.concurrency import kv_blocks, requests_at_once, sequence_blocks
-from heteroinfer_operator.planning.first_token import waits_elsewhere
-from heteroinfer_operator.planning.planner import Planned, block_capacities
+from heteroinfer_operator.planning.concurrency import num_kv_blocks, requests_at_once, sequence_blocks
+from heteroinfer_operator.planning.first_token import build_feed_forward_wait
+from heteroinfer_operator.planning.planner import Planned, kv_blocks_by_stage
 from heteroinfer_operator.planning.prediction import (
-    Load,
     Prediction,
+    StepLoad,
     forecast,
     forecast_first_token,
     predict,
@@ -51,23 +51,23 @@ class Figures:
     def of(cls, planned: Planned) -> "Figures":
         """Returns the figures of a plan."""
         plan, sizes, rates = planned.plan, planned.sizes, planned.rates
-        elsewhere = waits_elsewhere(plan, rates, planned.remote)
+        feed_forward_wait = build_feed_forward_wait(plan, rates, planned.remote)
         engine = plan.engine
         short = min(_SHORT, engine.max_model_len)
         short_requests = requests_at_once(planned, short)
-        load = Load(requests=max(short_requests, 1), context=short)
+        load = StepLoad(requests=max(short_requests, 1), context=short)
         prompt = typical_context(engine.max_model_len)
         chunk = min(prompt, engine.max_num_batched_tokens)
         return cls(
             step=predict(plan, rates),
-            slowest=slowest_rank(plan, sizes, rates, Load(), elsewhere),
+            slowest=slowest_rank(plan, sizes, rates, StepLoad(), feed_forward_wait),
             short=short,
             short_requests=short_requests,
             full_requests=min(int(sequences_at_once(planned)), engine.max_num_seqs),
-            tokens_per_s=load.requests / forecast(plan, sizes, rates, load, elsewhere).step_s,
+            tokens_per_s=load.requests / forecast(plan, sizes, rates, load, feed_forward_wait).step_s,
             prompt=prompt,
-            first_token=forecast_first_token(plan, sizes, rates, prompt, elsewhere),
-            slowest_for_prompt=slowest_rank(plan, sizes, rates, Load(tokens=chunk), elsewhere),
+            first_token=forecast_first_token(plan, sizes, rates, prompt, feed_forward_wait),
+            slowest_for_prompt=slowest_rank(plan, sizes, rates, StepLoad(tokens=chunk), feed_forward_wait),
         )
 
 
@@ -78,14 +78,14 @@ def typical_context(max_model_len: int) -> int:
 
 def sequences_at_once(planned: Planned) -> float:
     """Returns how many requests of the maximum length the KV cache holds."""
-    return max(kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
+    return max(num_kv_blocks(planned) - 1, 0) / max(planned.sizes.kv.sequence_blocks, 1)
 
 
 def longest_request(planned: Planned) -> int | None:
     """Returns the tokens of the longest request that memory allows with these layers; None if unknown."""
     stages = [planned.plan.stage(stage)[0] for stage in range(planned.plan.pipeline_parallel_size)]
     layers = [rank.num_layers for rank in stages]
-    found = block_capacities(layers, planned.budgets, planned.sizes)
+    found = kv_blocks_by_stage(layers, planned.budgets, planned.sizes)
     capacities = [blocks for blocks in found if blocks is not None]
     if len(capacities) < len(stages):
         return None

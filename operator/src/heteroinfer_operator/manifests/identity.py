@@ -221,7 +221,7 @@ def first_revision(spec: HeteroInferenceSpec) -> str:
 
 def _without_fields(spec: HeteroInferenceSpec, excluded: Collection[str]) -> dict[str, Any]:
     """Returns the given fields of a spec without the excluded ones, and without fields of the fetch."""
-    fields = {key: value for key, value in spec.given().items() if key not in excluded}
+    fields = {key: value for key, value in spec.fields_unlike_first_default().items() if key not in excluded}
     fields["model"] = {key: value for key, value in fields["model"].items() if key not in _NOT_IN_WORKERS}
     if "cache" in fields["model"]:
         fields["model"]["cache"] = {

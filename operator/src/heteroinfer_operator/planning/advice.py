@@ -16,10 +16,12 @@ from heteroinfer_operator.planning.topology import Seat, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Advice on one plan.
+    """Notes for the user on one plan.
 
     Attributes:
-        hybrid_not_needed: the note that CPU ranks could be left out, or "".
+        notes: all notes, one line each.
+        hybrid_not_needed: the note that the GPUs need no CPU ranks, which is also one of `notes`; "" if they
+            do.
     """
 
     notes: tuple[str, ...] = ()
@@ -27,24 +29,26 @@ class Advice:
 
 
 def advise(topology: Topology, plan: Plan, profile: ModelProfile, inventory: Inventory) -> Advice:
-    """Returns notes on a plan."""
+    """Returns notes on a plan with GPU and CPU ranks: unknown GPU memory, waits, and unneeded CPU ranks."""
     if not topology.is_mixed:
         return Advice()
-    notes = _pace(plan) if topology.has_mixed_stage else ()
+    notes = _waiting_notes(plan) if topology.has_mixed_stage else ()
     seats = [s for stage in topology.stages for s in stage if s.placed.device is Device.GPU]
-    floor = GpuFloor.of(profile, plan.engine, topology.tensor).total(embeds=True, samples=True, gpus=1)
-    usable = _usable_bytes(seats, inventory, floor)
+    floor = GpuFloor.for_settings(profile, plan.engine, topology.tensor).total(
+        embeds=True, samples=True, gpus=1
+    )
+    usable = _usable_gpu_bytes(seats, inventory, floor)
     if usable is None:
-        use = "find out whether CPUs are needed" if topology.has_mixed_stage else "plan layers by memory"
-        return Advice(notes=(*notes, f"the GPUs' memory is unknown. Set deviceMemory to {use}"))
-    if not _gpus_hold_all(topology, usable, plan, profile, inventory):
+        purpose = "find out whether CPUs are needed" if topology.has_mixed_stage else "plan layers by memory"
+        return Advice(notes=(*notes, f"the GPUs' memory is unknown. Set deviceMemory to {purpose}"))
+    if not _gpus_fit_all(topology, usable, plan, profile, inventory):
         return Advice(notes=notes)
-    words = _not_needed(len(seats), usable, plan, profile)
-    return Advice(notes=(*notes, words), hybrid_not_needed=words)
+    note = _not_needed_note(len(seats), usable, plan, profile)
+    return Advice(notes=(*notes, note), hybrid_not_needed=note)
 
 
-def _pace(plan: Plan) -> tuple[str, ...]:
-    """Returns notes on a plan with a mixed stage."""
+def _waiting_notes(plan: Plan) -> tuple[str, ...]:
+    """Returns the notes on a plan in which GPUs wait for CPUs in every layer."""
     slow_s, fast_s = (
         sum(
             max((r.predicted_step_s for r in plan.stage(stage) if r.device in devices), default=0.0)
@@ -52,22 +56,22 @@ def _pace(plan: Plan) -> tuple[str, ...]:
         )
         for devices in ((Device.CPU, Device.GPU), (Device.GPU,))
     )
-    pace = (
+    waiting = (
         f"every layer waits for its CPU ranks: a decode step reads weights for about {slow_s * 1e3:.1f} ms "
         f"on CPUs and {fast_s * 1e3:.1f} ms on GPUs. Mode Pipeline gives CPUs only the layers that the GPUs "
         "cannot hold, and keeps CUDA graphs"
     )
-    return (str(eager_reason(plan)), pace)
+    return (str(eager_reason(plan)), waiting)
 
 
-def _gpus_hold_all(
+def _gpus_fit_all(
     topology: Topology, usable: int, plan: Plan, profile: ModelProfile, inventory: Inventory
 ) -> bool:
-    """Returns whether the GPUs alone could hold the model and the KV cache of one full-length request."""
+    """Reports whether the GPUs alone can hold the model and the KV cache of one full-length request."""
     if topology.has_mixed_stage:
-        return _whole_bytes(plan, profile) <= usable
+        return _one_gpu_bytes(plan, profile) <= usable
     gpu_stages = tuple(s for s in topology.stages if s[0].placed.device is Device.GPU)
-    sizes = Sizes.of(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
+    sizes = Sizes.for_settings(profile, plan.engine, topology.tensor, batches=len(gpu_stages))
     try:
         split_by_memory(stage_budgets(gpu_stages, sizes, inventory), sizes)
     except PlanError:
@@ -75,26 +79,29 @@ def _gpus_hold_all(
     return True
 
 
-def _whole_bytes(plan: Plan, profile: ModelProfile) -> int:
-    """Returns the bytes of the model and of one full-length request on one GPU."""
-    whole = Sizes.of(profile, plan.engine, 1, batches=1)
-    weights = whole.layers(0, profile.num_layers) + whole.tables(0, 1, Device.GPU)
-    return weights + whole.cache(0, profile.num_layers)
+def _one_gpu_bytes(plan: Plan, profile: ModelProfile) -> int:
+    """Returns the bytes of the model and of KV cache for one full-length request, if one GPU held all."""
+    one_gpu_sizes = Sizes.for_settings(profile, plan.engine, 1, batches=1)
+    weights = one_gpu_sizes.layer_weight_bytes(0, profile.num_layers) + one_gpu_sizes.table_bytes(
+        0, 1, Device.GPU
+    )
+    return weights + one_gpu_sizes.cache_bytes(0, profile.num_layers)
 
 
-def _usable_bytes(seats: Sequence[Seat], inventory: Inventory, floor: int) -> int | None:
-    """Returns the bytes of all GPUs for weights and KV cache, or None if one GPU's memory is unknown."""
-    known = [gpu_memory(seat.placed.role, inventory) for seat in seats]
-    if None in known:
+def _usable_gpu_bytes(seats: Sequence[Seat], inventory: Inventory, floor: int) -> int | None:
+    """Returns the sum of all GPUs' bytes for weights and KV cache; None if one GPU's memory is unknown."""
+    memory_of_gpus = [gpu_memory(seat.placed.role, inventory) for seat in seats]
+    if None in memory_of_gpus:
         return None
-    return sum(usable_gpu_memory(memory, floor) for memory in known if memory is not None)
+    return sum(usable_gpu_memory(memory, floor) for memory in memory_of_gpus if memory is not None)
 
 
-def _not_needed(count: int, usable: int, plan: Plan, profile: ModelProfile) -> str:
-    gpus = "the GPU has" if count == 1 else f"the {count} GPUs have"
+def _not_needed_note(num_gpus: int, usable: int, plan: Plan, profile: ModelProfile) -> str:
+    """Returns the note that the GPUs need no CPU ranks, with the sizes that show it."""
+    subject = "the GPU has" if num_gpus == 1 else f"the {num_gpus} GPUs have"
     return (
-        f"hybrid not needed: the model takes {format_bytes(profile.total_bytes)}, "
-        f"{format_bytes(_whole_bytes(plan, profile))} with KV cache for one request of "
-        f"{plan.engine.max_model_len:,} tokens, and {gpus} {format_bytes(usable)} for it. CPU ranks add "
-        "capacity, not speed. Remove them"
+        f"CPU ranks are not needed: the model takes {format_bytes(profile.total_bytes)}, or "
+        f"{format_bytes(_one_gpu_bytes(plan, profile))} with KV cache for one request of "
+        f"{plan.engine.max_model_len:,} tokens, and {subject} {format_bytes(usable)} for both. CPU ranks add "
+        "capacity, not speed. Remove the CPU roles"
     )

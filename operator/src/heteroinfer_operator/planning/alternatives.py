@@ -11,50 +11,51 @@ from heteroinfer_contract.plan import Device, EngineSettings, Mode
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.errors import PlanError
 from heteroinfer_operator.planning.feed_forward import (
-    beside_weights_bytes,
     check_feed_forward,
+    largest_feed_forward_part,
+    peak_extra_bytes,
     rank_weight_bytes,
-    whole_remote,
 )
 from heteroinfer_operator.planning.gpu_floor import GPU_USABLE, GpuFloor
 from heteroinfer_operator.planning.memory import Sizes
 from heteroinfer_operator.vllm_support.cpu_ranks import CpuFeatures, check_support
-from heteroinfer_operator.vllm_support.quantization import in_bf16
+from heteroinfer_operator.vllm_support.quantization import describe_in_bf16
 
-THESE_RUN_IT: Final = "model: these run it"
-"""Start of the line that `name_alternatives` returns."""
+ALTERNATIVES: Final = "model: alternatives that can run it"
+"""Start of the line that `describe_alternatives` returns, by which callers recognize it."""
 
 
-def name_alternatives(
+def describe_alternatives(
     mode: Mode,
     profile: ModelProfile,
     engine: EngineSettings,
     cpus: CpuFeatures,
-    check: Callable[[ModelProfile], object],
+    check_as_asked: Callable[[ModelProfile], object],
 ) -> str:
-    """Returns a line for people: what would run a model that vLLM serves, but not as asked.
+    """Returns one line with the devices, modes and formats that can run a refused model.
 
     Args:
-        mode: the mode that was asked for.
+        mode: the mode that was refused.
         cpus: features of the group's CPUs, by role.
-        check: raises PlanError if a model cannot run as asked.
+        check_as_asked: raises PlanError if a model cannot run with the roles and mode of the spec.
     """
-    ways = []
-    if profile.quantization and _passes(lambda: check(_without_format(profile))):
-        ways.append(f"the same model {in_bf16(profile)}, with these roles")
-    if mode is not Mode.FEED_FORWARD and _passes(lambda: check_feed_forward("", profile, engine)):
-        ways.append(f"mode FeedForward, with {_of_feed_forward(profile, engine)}")
+    alternatives = []
+    if profile.quantization and _succeeds(lambda: check_as_asked(_unquantized(profile))):
+        alternatives.append(f"the same model {describe_in_bf16(profile)}, with the same roles")
+    if mode is not Mode.FEED_FORWARD and _succeeds(lambda: check_feed_forward("", profile, engine)):
+        alternatives.append(f"mode FeedForward, with {_feed_forward_memory(profile, engine)}")
     if mode is Mode.FEED_FORWARD and cpus:
         first = Device.GPU
-        if _passes(lambda: check_support(profile, engine, cpus, stages=2, tensor=1, first=first)):
-            memory = format_bytes(_whole(profile, engine, Device.CPU))
-            ways.append(f"mode Pipeline, with CPU roles of {memory} in all")
-    gpus = format_bytes(int(_whole(profile, engine, Device.GPU) / GPU_USABLE))
-    ways.append(f"GPU roles only, with {gpus} in all")
-    return f"{THESE_RUN_IT}, at {engine.max_model_len:,} tokens for one request: {'; '.join(ways)}"
+        if _succeeds(lambda: check_support(profile, engine, cpus, stages=2, tensor=1, first=first)):
+            memory = format_bytes(_whole_model_bytes(profile, engine, Device.CPU))
+            alternatives.append(f"mode Pipeline, with CPU roles of {memory} of memory in all")
+    gpu_memory = format_bytes(int(_whole_model_bytes(profile, engine, Device.GPU) / GPU_USABLE))
+    alternatives.append(f"GPU roles only, with {gpu_memory} of GPU memory in all")
+    return f"{ALTERNATIVES}, with one request of {engine.max_model_len:,} tokens: {'; '.join(alternatives)}"
 
 
-def _passes(check: Callable[[], object]) -> bool:
+def _succeeds(check: Callable[[], object]) -> bool:
+    """Reports whether a check raises no PlanError."""
     try:
         check()
     except PlanError:
@@ -62,20 +63,24 @@ def _passes(check: Callable[[], object]) -> bool:
     return True
 
 
-def _without_format(profile: ModelProfile) -> ModelProfile:
+def _unquantized(profile: ModelProfile) -> ModelProfile:
+    """Returns the profile as if the checkpoint had no quantization."""
     kinds = (replace(kind, quantized_bytes=0, experts_quantized=False) for kind in profile.kinds)
     return replace(profile, scheme=Scheme(), expert_scheme=None, quantization="", kinds=tuple(kinds))
 
 
-def _of_feed_forward(profile: ModelProfile, engine: EngineSettings) -> str:
-    remote = whole_remote(profile)
-    held = _whole(remote.kept, engine, Device.GPU)
-    floor = GpuFloor.of(profile, engine, 1).total(embeds=True, samples=True, gpus=1)
-    gpu = format_bytes(max(ceil(held / GPU_USABLE), held + floor))
-    host = rank_weight_bytes(remote, engine, 0) + beside_weights_bytes(remote, engine, (0,))
-    return f"a GPU of {gpu} or more and {format_bytes(host + profile.host_table_bytes)} of host memory"
+def _feed_forward_memory(profile: ModelProfile, engine: EngineSettings) -> str:
+    """Returns the GPU and host memory that mode FeedForward needs with all layers on CPU ranks, as text."""
+    remote = largest_feed_forward_part(profile)
+    stage_bytes = _whole_model_bytes(remote.remaining, engine, Device.GPU)
+    floor = GpuFloor.for_settings(profile, engine, 1).total(embeds=True, samples=True, gpus=1)
+    gpu_memory = format_bytes(max(ceil(stage_bytes / GPU_USABLE), stage_bytes + floor))
+    host_bytes = rank_weight_bytes(remote, engine, 0) + peak_extra_bytes(remote, engine, (0,))
+    host_memory = format_bytes(host_bytes + profile.host_table_bytes)
+    return f"a GPU of {gpu_memory} or more and {host_memory} of host memory"
 
 
-def _whole(profile: ModelProfile, engine: EngineSettings, device: Device) -> int:
-    sizes = Sizes.of(profile, engine, 1, batches=1)
-    return sizes.needed(0, profile.num_layers, device) + sizes.tables(0, 1, device)
+def _whole_model_bytes(profile: ModelProfile, engine: EngineSettings, device: Device) -> int:
+    """Returns the bytes that one rank with the whole model needs on this device."""
+    sizes = Sizes.for_settings(profile, engine, 1, batches=1)
+    return sizes.needed_bytes(0, profile.num_layers, device) + sizes.table_bytes(0, 1, device)

@@ -6,15 +6,15 @@ from heteroinfer_operator.planning.kv_cache import build_kv_cache
 from heteroinfer_operator.planning.planner import Planned
 
 
-def kv_blocks(planned: Planned) -> int:
-    """Returns the number of KV cache blocks, which is equal on all ranks."""
+def num_kv_blocks(planned: Planned) -> int:
+    """Returns the number of KV cache blocks of the group: the lowest number of all ranks."""
     kv = planned.sizes.kv
-    found = [
-        rank.kv_cache_bytes // size
+    blocks_by_rank = [
+        rank.kv_cache_bytes // block_bytes
         for rank in planned.plan.stage_ranks  # feed-forward ranks have no KV cache
-        if (size := kv.block_bytes(rank.first_layer, rank.end_layer))
+        if (block_bytes := kv.block_bytes(rank.first_layer, rank.end_layer))
     ]
-    return min(found, default=0)
+    return min(blocks_by_rank, default=0)
 
 
 def sequence_blocks(planned: Planned, tokens: int) -> int:
@@ -26,6 +26,6 @@ def sequence_blocks(planned: Planned, tokens: int) -> int:
 
 
 def requests_at_once(planned: Planned, tokens: int) -> int:
-    """Returns how many requests of this many tokens run at once."""
-    held = max(kv_blocks(planned) - 1, 0)  # vLLM keeps one block for itself
-    return min(held // max(sequence_blocks(planned, tokens), 1), planned.plan.engine.max_num_seqs)
+    """Returns the number of requests of this many tokens that run at the same time."""
+    usable_blocks = max(num_kv_blocks(planned) - 1, 0)  # vLLM keeps one block for itself
+    return min(usable_blocks // max(sequence_blocks(planned, tokens), 1), planned.plan.engine.max_num_seqs)

@@ -1,4 +1,4 @@
-"""The engine settings that all ranks of a group must share, each with its reason. Pure."""
+"""Chooses the settings of vLLM's engine that all ranks of a group must share. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,19 +15,22 @@ from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, STAT
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
 _LATENT_ALIGNMENT: Final = 128
+"""Tokens of which a block of a model with latent attention and recurrent states is a multiple."""
 BLOCK_SIZE: Final = 32
-"""Tokens of a KV block: the smallest for both devices (vllm/platforms/cpu.py requires a multiple of 32)."""
+"""Tokens of a KV block: the smallest number that vLLM supports on both devices (vllm/platforms/cpu.py
+requires a multiple of 32)."""
 _DEFAULT_MAX_MODEL_LEN: Final = 8192
-"""The KV cache must hold one request of this length; one of a long-context model's maximum would not fit."""
+"""Default of engine.maxModelLen, in tokens. The KV cache must hold one request of this length; the maximum of
+a long-context model would often not fit."""
 
 
 def refused_arguments(args: Sequence[str]) -> Iterator[PlanError]:
-    """Yields an error for each argument of vLLM that no plan accepts, whatever the model."""
+    """Yields an error for each argument of vLLM that every plan refuses."""
     for refused in find_refused(args):
         yield PlanError(str(refused), reason=PlanReason.REFUSED_ARGUMENT)
 
 
-def engine_settings(
+def choose_engine_settings(
     spec: HeteroInferenceSpec,
     profile: ModelProfile,
     *,
@@ -37,23 +40,24 @@ def engine_settings(
     served_name: str,
     model_path: str,
 ) -> EngineSettings:
-    """Returns the settings of every rank.
+    """Returns the engine settings that all ranks share.
 
     Args:
         has_mixed_stage: whether GPU and CPU ranks split the same layers.
-        tensor: ranks of a stage.
+        tensor: number of ranks in a stage.
         model_path: path at which the ranks find the model.
 
     Raises:
-        PlanError: an argument belongs to the plan or is not supported, or a setting does not fit the model.
+        PlanError: only the plan may set an argument, an argument is not supported, or the model does not
+            support a setting.
     """
     for refused in refused_arguments(spec.engine.args):
         raise refused
     settings = EngineSettings(
         model=model_path,
         served_name=served_name,
-        dtype=_dtype(spec, profile, has_cpu=has_cpu),
-        max_model_len=_max_model_len(spec, profile),
+        dtype=_choose_dtype(spec, profile, has_cpu=has_cpu),
+        max_model_len=_choose_max_model_len(spec, profile),
         # A CPU stage computes about 2 TFLOP/s in bf16 (16 cores, 2026-11-20): 2048 tokens take about 2 s
         # through 4 layers of an 8B model, and 8192 would block decoding for 8 s.
         max_num_batched_tokens=2048 if has_cpu else 8192,
@@ -68,16 +72,17 @@ def engine_settings(
         # (2026-11-20).
         eager_cpu=spec.engine.eager is not When.NEVER,
         batches_in_flight=spec.parallelism.batches_in_flight,
-        extra_args=_extra_args(spec, profile),
+        extra_args=_complete_args(spec, profile),
     )
-    return replace(settings, block_size=_block_size(profile, settings, tensor))
+    return replace(settings, block_size=_choose_block_size(profile, settings, tensor))
 
 
-def _extra_args(spec: HeteroInferenceSpec, profile: ModelProfile) -> tuple[str, ...]:
-    """Returns the user's arguments, with the type of recurrent states, which vLLM chooses by device.
+def _complete_args(spec: HeteroInferenceSpec, profile: ModelProfile) -> tuple[str, ...]:
+    """Returns the user's arguments, with the type of recurrent states if the model has states.
 
-    By default, CPU kernels of gated delta nets use float32 and GPUs the model's type
-    (vllm/platforms/cpu.py::check_and_update_config@v0.32.0). Blocks would then differ in size.
+    By default, vLLM chooses this type by device: float32 for gated delta nets on CPUs, and the model's type
+    on GPUs (vllm/platforms/cpu.py::check_and_update_config@v0.32.0). KV blocks would then differ in size
+    between the ranks.
     """
     args = spec.engine.args
     if not profile.has_state or EngineOptions.of(args).state_dtype is not None:
@@ -86,12 +91,12 @@ def _extra_args(spec: HeteroInferenceSpec, profile: ModelProfile) -> tuple[str, 
 
 
 def with_state_dtype(args: tuple[str, ...]) -> tuple[str, ...]:
-    """Adds the type of recurrent states that CPUs and GPUs of one group share."""
+    """Returns the arguments with float32 as the type of recurrent states on CPUs and GPUs."""
     return (*args, STATE_DTYPE, "float32")
 
 
-def _block_size(profile: ModelProfile, settings: EngineSettings, tensor: int) -> int:
-    """Returns the tokens of a block: BLOCK_SIZE, or more if a recurrent state needs a larger block.
+def _choose_block_size(profile: ModelProfile, settings: EngineSettings, tensor: int) -> int:
+    """Returns the tokens of a KV block: BLOCK_SIZE, or more if a recurrent state needs a larger block.
 
     vLLM itself would choose the same (vllm/platforms/interface.py::_align_hybrid_block_size@v0.32.0).
     """
@@ -103,7 +108,8 @@ def _block_size(profile: ModelProfile, settings: EngineSettings, tensor: int) ->
     return align * ceil(max(states) / (align * max(tokens)))
 
 
-def _dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool) -> str:
+def _choose_dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool) -> str:
+    """Returns the element type of weights and activations; raises PlanError for an unknown type."""
     # vLLM's own auto turns float32 into a 16-bit type that depends on the device.
     dtype = profile.dtype if spec.engine.dtype is DType.AUTO else spec.engine.dtype.value
     if spec.engine.dtype is DType.AUTO and has_cpu and profile.scheme.name in FOUR_BITS:
@@ -118,14 +124,15 @@ def _dtype(spec: HeteroInferenceSpec, profile: ModelProfile, *, has_cpu: bool) -
     return dtype
 
 
-def _max_model_len(spec: HeteroInferenceSpec, profile: ModelProfile) -> int:
-    asked, longest = spec.engine.max_model_len, profile.max_position_embeddings
-    if asked is None:
+def _choose_max_model_len(spec: HeteroInferenceSpec, profile: ModelProfile) -> int:
+    """Returns the longest sequence in tokens; raises PlanError if the model supports only shorter ones."""
+    wanted, longest = spec.engine.max_model_len, profile.max_position_embeddings
+    if wanted is None:
         return min(longest, _DEFAULT_MAX_MODEL_LEN)
-    if asked > longest:
+    if wanted > longest:
         raise PlanError(
-            f"engine.maxModelLen: must be at most {longest}, which is the model's own maximum (got {asked}). "
-            "Lower it",
+            f"engine.maxModelLen: must be at most {longest}, which is the model's own maximum (got "
+            f"{wanted}). Lower engine.maxModelLen",
             reason=PlanReason.MAX_MODEL_LEN_TOO_LONG,
         )
-    return asked
+    return wanted

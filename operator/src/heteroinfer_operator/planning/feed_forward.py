@@ -23,8 +23,8 @@ from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import RANK_OVERHEAD_BYTES, Sizes, stage_budgets
-from heteroinfer_operator.planning.packing import packed_part
-from heteroinfer_operator.planning.prediction import Load, count_reads
+from heteroinfer_operator.planning.packing import packed_ratio
+from heteroinfer_operator.planning.prediction import StepLoad, count_reads
 from heteroinfer_operator.planning.rates import EXCHANGE_BYTES_PER_S, Rates
 from heteroinfer_operator.planning.remote_ranks import (
     NETWORK_BYTES_PER_S,
@@ -35,7 +35,8 @@ from heteroinfer_operator.planning.remote_ranks import (
 )
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.vllm_support.architectures import NO_FEED_FORWARD
-from heteroinfer_operator.vllm_support.cpu_ranks import check_remote_support
+from heteroinfer_operator.vllm_support.combined_checks import run_all_checks
+from heteroinfer_operator.vllm_support.cpu_ranks import check_feed_forward_support
 from heteroinfer_operator.vllm_support.engine_options import (
     ELEMENT_BYTES,
     LOAD_FORMAT,
@@ -44,41 +45,42 @@ from heteroinfer_operator.vllm_support.engine_options import (
     OFFLOADED_LAYERS,
     EngineOptions,
 )
-from heteroinfer_operator.vllm_support.every_reason import every_reason
-from heteroinfer_operator.vllm_support.served_architectures import is_by_transformers
+from heteroinfer_operator.vllm_support.served_architectures import uses_transformers_class
 
-_SCRATCH_OF_HIDDEN, _SCRATCH_OF_COLUMN = 8, 12
-"""Bytes of a kernel's inputs and sums per element of a row, and per intermediate column of a row."""
+_SCRATCH_BYTES_PER_ELEMENT, _SCRATCH_BYTES_PER_COLUMN = 8, 12
+"""Bytes of inputs and sums that a kernel holds for each row: per element of a hidden state, and per
+intermediate column."""
 
-_FITS: Final = 0.97
-"""Part of a rank's free memory that planned shares use, because columns are shared in whole blocks."""
-_OFFLOADS: Final = "its CPU ranks have the weights that vLLM would offload. Remove the option"
-_ARGS: Final = (
-    (OFFLOADED_GIB, ("0",), _OFFLOADS),
-    (OFFLOADED_LAYERS, ("0",), _OFFLOADS),
+_USED_PART: Final = 0.97
+"""Part of a rank's free memory that planned shares use; the rest allows for whole blocks of columns."""
+_NO_OFFLOAD: Final = "the CPU ranks of mode FeedForward already hold the weights that vLLM would offload"
+_ACCEPTED_VALUES: Final = (
+    (OFFLOADED_GIB, ("0",), _NO_OFFLOAD),
+    (OFFLOADED_LAYERS, ("0",), _NO_OFFLOAD),
     (LOAD_FORMAT, load_formats.FEED_FORWARD, load_formats.FEED_FORWARD_WHY),
-    (MODEL_IMPL, ("auto", "vllm"), "its ranks take experts and MLPs from vLLM's own classes"),
+    (MODEL_IMPL, ("auto", "vllm"), "feed-forward ranks use experts and MLPs of vLLM's own classes"),
 )
-"""Options of vLLM with the values that this mode accepts, and why."""
+"""Options of vLLM, the values that mode FeedForward accepts, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remote:
+class FeedForwardPart:
     """The part of a model that feed-forward ranks compute.
 
     Attributes:
-        layers: layers whose experts or MLPs they compute, ascending.
-        profile: a model of only these experts or MLPs, so that reads are counted as in any other model.
-        kept: the model without them, which the role's own rank computes.
         sets: the feed-forward ranks by role, in rank order.
-        by_experts: whether each rank has whole experts, because their columns cannot be shared.
+        layers: indices of the layers whose experts or MLPs these ranks compute, ascending.
+        profile: profile of only these experts or MLPs, so that the planner counts reads as in any other
+            model.
+        remaining: profile of the model without these experts or MLPs, which the rank of the stage computes.
+        by_experts: whether each rank has whole experts, because their columns cannot be divided among ranks.
         shares: share of each rank; empty if the ranks of one pod share by the rates that they measure.
     """
 
     sets: tuple[RankSet, ...]
     layers: tuple[int, ...]
     profile: ModelProfile
-    kept: ModelProfile
+    remaining: ModelProfile
     by_experts: bool = False
     shares: tuple[int, ...] = ()
 
@@ -89,34 +91,34 @@ class Remote:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Planned share of each rank, relative to the others."""
+        """Planned share of each rank, relative to the other ranks."""
         return self.shares or (1,) * self.ranks
 
     @property
     def numbered_sets(self) -> tuple[tuple[RankSet, range], ...]:
-        """Each set with the numbers of its ranks among the feed-forward ranks."""
+        """Each set of ranks, with the indices of its ranks among the feed-forward ranks."""
         ends = tuple(accumulate(each.count for each in self.sets))
         return tuple((each, range(end - each.count, end)) for each, end in zip(self.sets, ends, strict=True))
 
 
-def choose_remote(
+def choose_feed_forward_part(
     roles: Sequence[RoleSpec],
     topology: Topology,
     profile: ModelProfile,
     engine: EngineSettings,
     inventory: Inventory,
-) -> Remote:
+) -> FeedForwardPart:
     """Returns the part of the model that feed-forward ranks compute.
 
-    It has the number of layers that the user set, otherwise the fewest that leave the asking rank enough
-    memory for the KV cache of one full-length request. The cheapest layers come first: those that read the
-    smallest part of their weights in a step.
+    It has the number of layers that the user set, otherwise the smallest number that leaves the rank of the
+    stage enough memory for the KV cache of one full-length request. The layers that read the smallest part of
+    their weights in a step come first, because CPUs compute them fastest.
 
     Args:
         roles: all roles of the group.
 
     Raises:
-        PlanError: its layers do not fit.
+        PlanError: the model has fewer layers, or no allowed number of layers fits.
     """
     role = topology.stages[0][0].placed.role
     sets = rank_sets(role, roles, inventory)
@@ -125,60 +127,68 @@ def choose_remote(
     if set_by_user is not None and set_by_user > len(order):
         raise PlanError(
             f"role {role.name}: feedForward.layers must be at most {len(order)}, the number of layers with "
-            f"experts or an MLP (got {set_by_user}). Lower it",
+            f"experts or an MLP (got {set_by_user}). Lower feedForward.layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
     by_experts = _is_by_experts(sum(each.count for each in sets), profile, order)
     counts = range(1, len(order) + 1) if set_by_user is None else (set_by_user,)
-    missing = 0
+    missing_bytes = 0
     for count in counts:
-        remote = remote_of(sets, profile, order[:count], by_experts=by_experts)
-        missing = missing_bytes(topology, remote.kept, engine, inventory)
-        if missing <= 0:
+        remote = build_feed_forward_part(sets, profile, order[:count], by_experts=by_experts)
+        missing_bytes = stage_rank_missing_bytes(topology, remote.remaining, engine, inventory)
+        if missing_bytes <= 0:
             remote = replace(remote, shares=_planned_shares(remote, engine, inventory))
             _check_shares(role.name, remote)
             for each, numbers in remote.numbered_sets:
                 _check_memory(each, numbers, remote, engine)
             return remote
     raise PlanError(
-        f"role {role.name}: {format_bytes(missing)} of memory is missing on its rank, which holds the model "
-        f"without experts or MLPs of {_layers(counts[-1])}, and KV cache for one request of "
-        f"{engine.max_model_len:,} tokens. "
+        f"role {role.name}: {format_bytes(missing_bytes)} of memory is missing on its rank. The rank holds "
+        f"the model without the experts or MLPs of {_format_layers(counts[-1])}, and the KV cache for one "
+        f"request of {engine.max_model_len:,} tokens. "
         f"{'Raise feedForward.layers, use' if counts[-1] < len(order) else 'Use'} a larger device, or lower "
         "engine.maxModelLen",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
 
 
-def _planned_shares(remote: Remote, engine: EngineSettings, inventory: Inventory) -> tuple[int, ...]:
-    """Returns the share of each rank by predicted speed and memory, if ranks are in several pods.
+def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory) -> tuple[int, ...]:
+    """Returns the share of each rank by predicted speed and memory, if the ranks are in several pods.
 
-    The ranks of one pod share by the rates that they measure, because they also share the pod's memory.
+    The ranks of one pod instead share by the rates that they measure, because they also share the pod's
+    memory.
+
+    Returns:
+        The shares in rank order; empty if all ranks are in one pod.
     """
-    if not any(each.pods for each in remote.sets):
+    if not any(rank_set.pods for rank_set in remote.sets):
         return ()
-    whole = Sizes.of(remote.profile, engine, 1, batches=1)
-    reads = count_reads(whole, 0, remote.profile.num_layers, Load(), last=False, engine=engine)
-    weights = _packed_bytes(remote, list(whole.layer_bytes))
-    speeds, most = [], []
-    for each, numbers in remote.numbered_sets:
-        rates = each.rates(remote.profile, engine, inventory, by_rate=False)
-        left = None
-        if each.memory_bytes is not None:
-            left = max(each.memory_bytes - beside_weights_bytes(remote, engine, numbers), 0)
-        speeds += [1 / max(reads.seconds(rates), 1e-9)] * each.count
-        most += [1.0 if left is None else _FITS * left / max(weights, 1)] * each.count
-    return fit_shares(speeds, most)
+    all_sizes = Sizes.for_settings(remote.profile, engine, 1, batches=1)
+    reads = count_reads(all_sizes, 0, remote.profile.num_layers, StepLoad(), has_head=False, engine=engine)
+    weight_bytes = _packed_bytes(remote, list(all_sizes.layer_bytes))
+    speeds, max_parts = [], []
+    for rank_set, numbers in remote.numbered_sets:
+        rates = rank_set.rates(remote.profile, engine, inventory, by_rate=False)
+        left_bytes = None
+        if rank_set.memory_bytes is not None:
+            left_bytes = max(rank_set.memory_bytes - peak_extra_bytes(remote, engine, numbers), 0)
+        speeds += [1 / max(reads.seconds(rates), 1e-9)] * rank_set.count
+        max_parts += [
+            1.0 if left_bytes is None else _USED_PART * left_bytes / max(weight_bytes, 1)
+        ] * rank_set.count
+    return fit_shares(speeds, max_parts)
 
 
-def _layers(count: int) -> str:
+def _format_layers(count: int) -> str:
+    """Returns a number of layers as text, such as "1 layer"."""
     return f"{count} layer{'' if count == 1 else 's'}"
 
 
 def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int]) -> bool:
-    """Returns whether ranks share whole experts, because the columns of a layer cannot be shared.
+    """Reports whether ranks share a layer by whole experts, because its columns cannot be divided among them.
 
-    Shared columns are better: all ranks then read equally much in each step, whichever experts a token uses.
+    Shares of columns are better: all ranks then read the same number of bytes in each step, whichever experts
+    the tokens use.
     """
     kinds = [profile.layer(index) for index in layers]
     if ranks == 1 or not all(kind.experts for kind in kinds):
@@ -187,7 +197,7 @@ def _is_by_experts(ranks: int, profile: ModelProfile, layers: Sequence[int]) -> 
         return True
     try:
         for kind in kinds:
-            _column_counts(kind, profile.column_unit, (1,) * ranks)
+            _columns_by_rank(kind, profile.column_unit, (1,) * ranks)
     except ContractError:
         return True
     return False
@@ -197,48 +207,51 @@ def check_feed_forward(role: str, profile: ModelProfile, engine: EngineSettings)
     """Checks that feed-forward ranks can compute a model. Returns warnings for the user, one line each.
 
     Args:
-        role: role with these ranks.
+        role: role of the rank with attention.
 
     Raises:
-        PlanError: they cannot, whatever the memory; the message has a line for each reason.
+        PlanError: the ranks cannot compute the model with any memory; the message has a line for each reason.
     """
 
     def refuse(why: str) -> None:
         raise PlanError(f"role {role}: feedForward {why}", reason=PlanReason.UNSUPPORTED_PARALLELISM)
 
-    return every_reason(
-        *(partial(refuse, why) for why in _refusals(profile, engine)),
-        lambda: check_remote_support(whole_remote(profile).profile, engine),
+    return run_all_checks(
+        *(partial(refuse, why) for why in _unsupported_reasons(profile, engine)),
+        lambda: check_feed_forward_support(largest_feed_forward_part(profile).profile, engine),
     )
 
 
-def whole_remote(profile: ModelProfile) -> Remote:
-    """Returns the part of the model of one feed-forward rank that has all layers' experts or MLPs."""
+def largest_feed_forward_part(profile: ModelProfile) -> FeedForwardPart:
+    """Returns the part of the model of one feed-forward rank that has the experts or MLPs of all layers."""
     one = RankSet(role=RoleSpec(name="cpu", device=Device.CPU), pods=0, per_pod=1)
-    return remote_of((one,), profile, _cheapest_first(profile))
+    return build_feed_forward_part((one,), profile, _cheapest_first(profile))
 
 
-def _refusals(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
+def _unsupported_reasons(profile: ModelProfile, engine: EngineSettings) -> Iterator[str]:
     """Yields the reasons why feed-forward ranks cannot compute this model with these arguments."""
     name, remedy = profile.architecture, "Use mode Pipeline for this model"
-    if is_by_transformers(name):
-        words = "whose experts and MLPs feed-forward ranks cannot take"
-        yield f"does not support {name}: vLLM serves it through transformers' class, {words}. {remedy}"
+    if uses_transformers_class(name):
+        why = (
+            "vLLM serves it with a class of transformers, and feed-forward ranks support vLLM's classes only"
+        )
+        yield f"does not support {name}: {why}. {remedy}"
     if name in NO_FEED_FORWARD:
         yield f"does not support {name}: {NO_FEED_FORWARD[name]}. {remedy}"
-    for option, allowed, why in _ARGS:
-        value = EngineOptions.of(engine.extra_args).given(option)
+    for option, allowed, why in _ACCEPTED_VALUES:
+        value = EngineOptions.of(engine.extra_args).value_of(option)
         if value is not None and value not in allowed:
-            yield f"needs engine.args {option} to be {' or '.join(allowed)} (got {value}): {why}"
+            values = " or ".join(allowed)
+            yield f"needs engine.args {option} to be {values} (got {value}), because {why}. Remove {option}"
     if not any(kind.feed_forward_bytes for kind in profile.layers):
-        yield f"does not support {name}: its layers have no known experts or MLPs. {remedy}"
+        yield f"does not support {name}: the planner finds no experts and no MLPs in its layers. {remedy}"
 
 
 def _cheapest_first(profile: ModelProfile) -> list[int]:
-    """Returns the layers with experts or an MLP, ordered by the part that one token reads.
+    """Returns the layers with experts or an MLP; those that read the smallest part for one token come first.
 
-    A mixture contributes only its layers with experts, because feed-forward ranks refuse its dense MLPs
-    (vllm_heteroinfer/feed_forward/held.py).
+    A model with experts contributes only its layers with experts, because feed-forward ranks do not support
+    its dense MLPs (vllm_heteroinfer/feed_forward/held.py).
     """
 
     def cost(index: int) -> tuple[float, int]:
@@ -247,51 +260,61 @@ def _cheapest_first(profile: ModelProfile) -> list[int]:
         # Of equal layers, the later one comes first.
         return active / kind.feed_forward_bytes, -index
 
-    having = [index for index, kind in enumerate(profile.layers) if kind.feed_forward_bytes]
-    mixed = [index for index in having if profile.layer(index).experts]
-    return sorted(mixed or having, key=cost)
+    indices = [index for index, kind in enumerate(profile.layers) if kind.feed_forward_bytes]
+    with_experts = [index for index in indices if profile.layer(index).experts]
+    return sorted(with_experts or indices, key=cost)
 
 
-def remote_of(
+def build_feed_forward_part(
     sets: tuple[RankSet, ...],
     profile: ModelProfile,
-    chosen: Sequence[int],
+    indices: Sequence[int],
     *,
     by_experts: bool = False,
     shares: tuple[int, ...] = (),
-) -> Remote:
-    """Returns the part of the model with the experts or MLPs of the given layers."""
-    layers = tuple(sorted(chosen))
+) -> FeedForwardPart:
+    """Returns the part of the model with the experts or MLPs of the layers with these indices."""
+    layers = tuple(sorted(indices))
     kinds = profile.layers
-    moved = set(layers)
-    # Ranks with experts have nothing in the format of the other layers.
+    moved_indices = set(layers)
+    # Ranks that compute experts hold only weights in the experts' format.
     scheme = profile.scheme_of_experts if any(kinds[index].experts for index in layers) else profile.scheme
-    kept = [_without(kind) if index in moved else kind for index, kind in enumerate(kinds)]
-    gone = [kind.feed_forward_bytes if index in moved else 0 for index, kind in enumerate(kinds)]
-    only = [_only(kind) if index in moved else LayerKind() for index, kind in enumerate(kinds)]
-    return Remote(
+    kept_kinds = [
+        _without_feed_forward(kind) if index in moved_indices else kind for index, kind in enumerate(kinds)
+    ]
+    moved_bytes = [
+        kind.feed_forward_bytes if index in moved_indices else 0 for index, kind in enumerate(kinds)
+    ]
+    moved_kinds = [
+        _feed_forward_only(kind) if index in moved_indices else LayerKind()
+        for index, kind in enumerate(kinds)
+    ]
+    return FeedForwardPart(
         sets=sets,
         layers=layers,
         by_experts=by_experts,
         shares=shares,
         profile=replace(
-            _with_kinds(profile, only),
+            _with_kinds(profile, moved_kinds),
             scheme=scheme,
             expert_scheme=None,
-            layer_bytes=tuple(gone),
+            layer_bytes=tuple(moved_bytes),
             embedding_bytes=0,
             head_bytes=0,
             other_bytes=0,
             encoder_bytes=0,
         ),
-        kept=replace(
-            _with_kinds(profile, kept),
-            layer_bytes=tuple(size - away for size, away in zip(profile.layer_bytes, gone, strict=True)),
+        remaining=replace(
+            _with_kinds(profile, kept_kinds),
+            layer_bytes=tuple(
+                size - moved_size for size, moved_size in zip(profile.layer_bytes, moved_bytes, strict=True)
+            ),
         ),
     )
 
 
-def _without(kind: LayerKind) -> LayerKind:
+def _without_feed_forward(kind: LayerKind) -> LayerKind:
+    """Returns the sizes of a layer without its experts or MLP."""
     mlp = kind.mlp_bytes if _mlp_is_quantized(kind) else 0
     return replace(
         kind,
@@ -306,11 +329,12 @@ def _without(kind: LayerKind) -> LayerKind:
 
 
 def _mlp_is_quantized(kind: LayerKind) -> bool:
-    """Returns whether a dense layer's MLP is quantized: all its linear layers are, or none."""
+    """Reports whether a dense layer's MLP is quantized: all linear layers of a layer are, or none."""
     return not kind.experts and kind.quantized_bytes >= kind.mlp_bytes > 0
 
 
-def _only(kind: LayerKind) -> LayerKind:
+def _feed_forward_only(kind: LayerKind) -> LayerKind:
+    """Returns the sizes of a layer's experts or MLP alone."""
     return LayerKind(
         experts=kind.experts,
         experts_per_token=kind.experts_per_token,
@@ -323,133 +347,138 @@ def _only(kind: LayerKind) -> LayerKind:
 
 
 def _with_kinds(profile: ModelProfile, kinds: Sequence[LayerKind]) -> ModelProfile:
+    """Returns the profile with these kinds of layers, one for each layer; equal kinds are stored once."""
     known = tuple(dict.fromkeys(kinds))
     return replace(profile, kinds=known, kind_of_layer=tuple(known.index(kind) for kind in kinds))
 
 
-def missing_bytes(
-    topology: Topology, kept: ModelProfile, engine: EngineSettings, inventory: Inventory
+def stage_rank_missing_bytes(
+    topology: Topology, remaining: ModelProfile, engine: EngineSettings, inventory: Inventory
 ) -> int:
-    """Returns the bytes that the role's own rank lacks for one full-length request; <= 0 if it fits."""
+    """Returns the bytes that the stage's rank lacks for one full-length request; <= 0 if all fits."""
     device = topology.stages[0][0].placed.device
-    sizes = Sizes.of(kept, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
+    sizes = Sizes.for_settings(remaining, engine, 1, batches=batches_at_once(Mode.FEED_FORWARD, 1, device))
     stage = stage_budgets(topology.stages, sizes, inventory)[0]
-    return stage.missing_bytes(sizes, 0, kept.num_layers) or 0
+    return stage.missing_bytes(sizes, 0, remaining.num_layers) or 0
 
 
-def _check_shares(role: str, remote: Remote) -> None:
-    """Raises PlanError if the ranks can share a layer neither by columns nor by experts."""
+def _check_shares(role: str, remote: FeedForwardPart) -> None:
+    """Raises PlanError if ranks can divide a layer neither by columns nor by experts."""
     for index in remote.layers:
         try:
-            _units(remote, index)
+            _units_by_rank(remote, index)
         except ContractError as error:
             raise PlanError(
                 f"role {role}, layer {index}: {error}", reason=PlanReason.UNSUPPORTED_PARALLELISM.value
             ) from error
 
 
-def _units(remote: Remote, index: int) -> list[int]:
-    """Returns each rank's intermediate columns of a layer, or its experts, in order of ranks.
+def _units_by_rank(remote: FeedForwardPart, index: int) -> list[int]:
+    """Returns the number of a layer's intermediate columns, or of its experts, that each rank gets.
 
-    Without planned shares, the plan assumes ranks that read equally fast. When such ranks start, they share
+    Without planned shares, the plan assumes that ranks read equally fast. When such ranks start, they share
     by their measured rates (vllm_heteroinfer/feed_forward/read_rate.py), which moves memory between the ranks
     of a pod.
 
     Returns:
-        [] if the columns are unknown.
+        One number for each rank, in order of ranks; [] if the number of columns is unknown.
 
     Raises:
         ContractError: the ranks cannot share the layer.
     """
     kind = remote.profile.layer(index)
     if remote.by_experts:
-        return [own.count for own in share_experts(kind.experts, remote.weights)]
-    return _column_counts(kind, remote.profile.column_unit, remote.weights)
+        return [share.count for share in share_experts(kind.experts, remote.weights)]
+    return _columns_by_rank(kind, remote.profile.column_unit, remote.weights)
 
 
-def _column_counts(kind: LayerKind, unit: int, shares: Sequence[int]) -> list[int]:
-    """Returns each rank's intermediate columns, [] if they are unknown; raises ContractError."""
+def _columns_by_rank(kind: LayerKind, unit: int, shares: Sequence[int]) -> list[int]:
+    """Returns the number of columns of each rank, [] if unknown; raises ContractError."""
     if not kind.columns or not unit:
         return []
-    return [own.count for own in share_columns(kind.columns, shares, unit)]
+    return [share.count for share in share_columns(kind.columns, shares, unit)]
 
 
-def _parts(remote: Remote, index: int) -> list[Fraction]:
-    """Returns each rank's part of a layer, in order of ranks.
+def _shares_by_rank(remote: FeedForwardPart, index: int) -> list[Fraction]:
+    """Returns the share of each rank in a layer, from 0 to 1, in order of ranks.
 
-    Parts follow the shares if columns are unknown, or if an earlier version planned a layer that cannot be
-    shared.
+    If the number of columns is unknown, or if an earlier version planned a layer that this version cannot
+    share, the planned shares decide.
     """
     try:
-        units = _units(remote, index)
+        units = _units_by_rank(remote, index)
     except ContractError:
         units = []
     units = units or list(remote.weights)
     return [Fraction(each, sum(units)) for each in units]
 
 
-def _sizes(remote: Remote, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:
-    """Returns the sizes of a feed-forward rank's part of the model: the largest part among these ranks."""
-    whole = Sizes.of(remote.profile, engine, 1, batches=1)
+def _rank_sizes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> Sizes:
+    """Returns the sizes of one feed-forward rank's part of the model: the largest share among these ranks."""
+    whole = Sizes.for_settings(remote.profile, engine, 1, batches=1)
     sizes = list(whole.layer_bytes)
     for index in remote.layers:
-        parts = _parts(remote, index)
+        parts = _shares_by_rank(remote, index)
         sizes[index] = ceil(sizes[index] * max(parts[rank] for rank in ranks))
     return replace(whole, layer_bytes=tuple(sizes))
 
 
-def rank_weight_bytes(remote: Remote, engine: EngineSettings, rank: int) -> int:
-    """Returns the bytes of a feed-forward rank's weights, in its kernels' form."""
-    return _packed_bytes(remote, _sizes(remote, engine, (rank,)).layer_bytes)
+def rank_weight_bytes(remote: FeedForwardPart, engine: EngineSettings, rank: int) -> int:
+    """Returns the bytes of a feed-forward rank's weights in the packed form of its kernels."""
+    return _packed_bytes(remote, _rank_sizes(remote, engine, (rank,)).layer_bytes)
 
 
-def _packed_bytes(remote: Remote, layer_bytes: Sequence[int]) -> int:
-    """Returns the bytes of layers in the form of kernels, from their stored bytes."""
-    packed = packed_part(remote.profile.scheme)
+def _packed_bytes(remote: FeedForwardPart, layer_bytes: Sequence[int]) -> int:
+    """Returns the bytes of layers in the packed form of the kernels, from their stored bytes."""
+    packed = packed_ratio(remote.profile.scheme)
     kinds = ((index, remote.profile.layer(index)) for index in remote.layers)
     parts = {index: packed if kind.experts_quantized or kind.quantized_bytes else 1 for index, kind in kinds}
     return ceil(sum(layer_bytes[index] * part for index, part in parts.items()))
 
 
-def beside_weights_bytes(remote: Remote, engine: EngineSettings, ranks: Sequence[int]) -> int:
-    """Returns the largest memory that a rank of this set needs in addition to its packed weights, in bytes.
+def peak_extra_bytes(remote: FeedForwardPart, engine: EngineSettings, ranks: Sequence[int]) -> int:
+    """Returns the most bytes that one of these ranks needs in addition to its packed weights.
 
-    While an MLP is packed, the rank has two copies of its layer; experts are read and packed one by one.
-    After that the kernels keep inputs and sums of the longest batch's rows, once for each expert of a row
-    (kernels/source/experts.cpp).
+    While a rank packs an MLP, it holds two copies of the layer; it reads and packs experts one by one. While
+    it serves, its kernels hold the inputs and sums of the longest batch: one row for each token, or for each
+    token and expert (kernels/source/experts.cpp).
     """
-    sizes = _sizes(remote, engine, ranks).layer_bytes
-    hidden, packing, scratch = remote.profile.hidden_size, 0, 0
+    sizes = _rank_sizes(remote, engine, ranks).layer_bytes
+    hidden, packing_bytes, scratch_bytes = remote.profile.hidden_size, 0, 0
     for index in remote.layers:
         kind = remote.profile.layer(index)
-        packing = max(packing, 0 if kind.experts else sizes[index])
+        packing_bytes = max(packing_bytes, 0 if kind.experts else sizes[index])
         rows = engine.max_num_batched_tokens * kind.experts_per_token
         bits = remote.profile.scheme.bits if kind.experts_quantized else 0
         total = kind.columns or kind.expert_bytes * 8 // (3 * hidden * (bits or 16))
-        parts = _parts(remote, index)
+        parts = _shares_by_rank(remote, index)
         columns = total if remote.by_experts else ceil(total * max(parts[rank] for rank in ranks))
-        scratch = max(scratch, rows * (_SCRATCH_OF_HIDDEN * hidden + _SCRATCH_OF_COLUMN * columns))
-    return RANK_OVERHEAD_BYTES + max(packing, scratch)
+        scratch_bytes = max(
+            scratch_bytes, rows * (_SCRATCH_BYTES_PER_ELEMENT * hidden + _SCRATCH_BYTES_PER_COLUMN * columns)
+        )
+    return RANK_OVERHEAD_BYTES + max(packing_bytes, scratch_bytes)
 
 
-def _check_memory(own: RankSet, numbers: range, remote: Remote, engine: EngineSettings) -> None:
-    """Checks that the part of each rank of a set fits its memory; raises PlanError."""
-    if own.memory_bytes is None:
+def _check_memory(rank_set: RankSet, numbers: range, remote: FeedForwardPart, engine: EngineSettings) -> None:
+    """Raises PlanError if the memory of a rank of this set is too small for its share."""
+    if rank_set.memory_bytes is None:
         return
-    weights = max(rank_weight_bytes(remote, engine, number) for number in numbers)
-    need = weights + beside_weights_bytes(remote, engine, numbers)
-    if need > own.memory_bytes:
-        more = "feedForward.ranks" if not own.pods else "pods"
+    weight_bytes = max(rank_weight_bytes(remote, engine, number) for number in numbers)
+    needed_bytes = weight_bytes + peak_extra_bytes(remote, engine, numbers)
+    if needed_bytes > rank_set.memory_bytes:
+        more = "feedForward.ranks" if not rank_set.pods else "pods"
         raise PlanError(
-            f"role {own.role.name}: {format_bytes(need - own.memory_bytes)} of memory is missing on each "
-            f"feed-forward rank. It needs {format_bytes(need)} for its part of "
-            f"{_layers(len(remote.layers))}, and has {format_bytes(own.memory_bytes)} by {own.memory_field}. "
-            f"Raise {own.memory_field} or {more}",
+            f"role {rank_set.role.name}: {format_bytes(needed_bytes - rank_set.memory_bytes)} of memory is "
+            f"missing on each feed-forward rank. A rank needs {format_bytes(needed_bytes)} for its share of "
+            f"{_format_layers(len(remote.layers))}, and has {format_bytes(rank_set.memory_bytes)} by "
+            f"{rank_set.memory_field}. Raise {rank_set.memory_field} or {more}",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
 
-def feed_forward_rates(remote: Remote, engine: EngineSettings, inventory: Inventory) -> tuple[Rates, ...]:
+def feed_forward_rates(
+    remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory
+) -> tuple[Rates, ...]:
     """Returns the speed of each feed-forward rank while all ranks compute, in rank order."""
     by_rate = not remote.shares
     sets = ((each, each.rates(remote.profile, engine, inventory, by_rate=by_rate)) for each in remote.sets)
@@ -457,48 +486,60 @@ def feed_forward_rates(remote: Remote, engine: EngineSettings, inventory: Invent
 
 
 def feed_forward_seconds(
-    remote: Remote, engine: EngineSettings, rates: Sequence[Rates], load: Load
+    remote: FeedForwardPart, engine: EngineSettings, rates: Sequence[Rates], load: StepLoad
 ) -> tuple[float, ...]:
-    """Returns the seconds that each feed-forward rank takes in a step of this load, including exchanges.
+    """Returns the seconds of a step of this load on each feed-forward rank, including exchanges with the GPU.
 
     Args:
         rates: speed of each feed-forward rank, in rank order.
     """
     rows = load.requests * load.tokens
     there_and_back = 2 * rows * remote.profile.hidden_size * ELEMENT_BYTES[engine.dtype]
-    found: list[float] = []
-    for each, numbers in remote.numbered_sets:
-        own = rates[numbers[0]]
+    seconds: list[float] = []
+    for rank_set, numbers in remote.numbered_sets:
+        rank_rates = rates[numbers[0]]
         reads = count_reads(
-            _sizes(remote, engine, numbers), 0, remote.profile.num_layers, load, last=False, engine=engine
+            _rank_sizes(remote, engine, numbers),
+            0,
+            remote.profile.num_layers,
+            load,
+            has_head=False,
+            engine=engine,
         )
-        exchange_s = own.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
-        if each.pods:
+        exchange_s = rank_rates.exchange_s + there_and_back / EXCHANGE_BYTES_PER_S
+        if rank_set.pods:
             exchange_s += NETWORK_S + there_and_back / NETWORK_BYTES_PER_S
-        computing_s = reads.seconds(own) * _unevenness(remote, numbers, rows)
-        found += [computing_s + len(remote.layers) * exchange_s] * each.count
-    return tuple(found)
+        computing_s = reads.seconds(rank_rates) * _busiest_rank_factor(remote, numbers, rows)
+        seconds += [computing_s + len(remote.layers) * exchange_s] * rank_set.count
+    return tuple(seconds)
 
 
-def _unevenness(remote: Remote, numbers: range, rows: int) -> float:
-    """Returns the load of the busiest rank of a set, relative to its part in `_sizes`.
+def _busiest_rank_factor(remote: FeedForwardPart, numbers: range, rows: int) -> float:
+    """Returns the load of the busiest rank of a set, relative to its share in `_rank_sizes`.
 
     It is 1 if ranks share columns. If ranks have whole experts, the rows' experts are treated as drawn
     without replacement: mean and spread are those of the hypergeometric distribution, and the maximum over
     ranks is Blom's approximation. The counts of the ranks depend on each other, so the maximum is that of
     independent ranks with a variance ranks / (ranks - 1) times as large. The busiest rank has at least one
-    expert, and at most those that it holds. Compared with drawn experts the result is 13 % too low to 9 %
-    too high (8 to 256 experts over 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
+    expert, and at most those that it holds. Compared with drawn experts the result is 13 % too low to 9 % too
+    high (8 to 256 experts over 2 to 8 ranks, topk 1 to 8, 1 to 512 rows).
     """
     ranks = remote.ranks
     if not remote.by_experts:
         return 1.0
-    parts = _parts(remote, remote.layers[0])
-    kind, part = remote.profile.layer(remote.layers[0]), max(parts[number] for number in numbers)
-    chosen = kind.expected_experts(rows)
-    spread = sqrt(chosen / ranks * (1 - chosen / kind.experts))
-    above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread
-    mean = chosen * float(part)  # for the rank that holds the most experts
-    even = mean if remote.shares else chosen / ranks
-    most = min(max(even + above, mean, 1.0), chosen, float(kind.experts * part))
-    return most / mean
+    shares_by_rank = _shares_by_rank(remote, remote.layers[0])
+    kind, largest_share = (
+        remote.profile.layer(remote.layers[0]),
+        max(shares_by_rank[number] for number in numbers),
+    )
+    mean_experts = kind.expected_experts(rows)
+    spread = sqrt(mean_experts / ranks * (1 - mean_experts / kind.experts))
+    expected_excess = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * spread
+    planned_experts = mean_experts * float(largest_share)  # for the rank that holds the most experts
+    even_experts = planned_experts if remote.shares else mean_experts / ranks
+    busiest_experts = min(
+        max(even_experts + expected_excess, planned_experts, 1.0),
+        mean_experts,
+        float(kind.experts * largest_share),
+    )
+    return busiest_experts / planned_experts

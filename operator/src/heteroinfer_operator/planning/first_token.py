@@ -1,6 +1,7 @@
-"""The time to the first token of a plan, and the keep-alive that its streams send until then. Pure.
+"""Adds a keep-alive to a plan's streams if its first tokens take long. Pure.
 
-Proxies end a silent stream, many after 60 s, some after 30. A long prompt takes longer on CPU ranks.
+Proxies end a stream that sends nothing, many after 60 s, some after 30 s. On CPU ranks, the first token of a
+long prompt can take longer.
 """
 
 from collections.abc import Sequence
@@ -8,22 +9,26 @@ from dataclasses import replace
 from typing import Final
 
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.planning.feed_forward import Remote, feed_forward_seconds
+from heteroinfer_operator.planning.feed_forward import FeedForwardPart, feed_forward_seconds
 from heteroinfer_operator.planning.memory import Sizes
-from heteroinfer_operator.planning.prediction import Elsewhere, Load, forecast_first_token
+from heteroinfer_operator.planning.prediction import FeedForwardWait, StepLoad, forecast_first_token
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.vllm_support.engine_options import KEEP_ALIVE, EngineOptions
 
 KEEP_ALIVE_S: Final = 15
-"""Half of the shortest time-out that is common among proxies: docs/user/expose.md#streams-behind-proxies."""
-_FROM_S: Final = 5.0
-"""Time to the first token above which streams send a keep-alive. Queueing is not included."""
+"""Seconds between two keep-alives: half of the shortest time-out that is common among proxies
+(docs/user/expose.md#streams-behind-proxies)."""
+_KEEP_ALIVE_FROM_S: Final = 5.0
+"""Predicted seconds to the first token above which streams send a keep-alive. The prediction does not
+include the time in which a request waits for other requests."""
 
 
-def waits_elsewhere(plan: Plan, rates: Sequence[Rates], remote: Remote | None) -> Elsewhere:
-    """Returns the function that predicts how long a step waits for feed-forward ranks."""
+def build_feed_forward_wait(
+    plan: Plan, rates: Sequence[Rates], remote: FeedForwardPart | None
+) -> FeedForwardWait:
+    """Returns a function that predicts how long a stage waits for feed-forward ranks in a step."""
 
-    def seconds(load: Load) -> float:
+    def seconds(load: StepLoad) -> float:
         if remote is None:
             return 0.0
         return max(feed_forward_seconds(remote, plan.engine, rates[-remote.ranks :], load))
@@ -31,31 +36,37 @@ def waits_elsewhere(plan: Plan, rates: Sequence[Rates], remote: Remote | None) -
     return seconds
 
 
-def with_keep_alive(plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: Remote | None) -> Plan:
-    """Returns the plan, with a keep-alive for its streams if a first token may take long.
+def with_keep_alive(plan: Plan, sizes: Sizes, rates: Sequence[Rates], remote: FeedForwardPart | None) -> Plan:
+    """Returns the plan, with a keep-alive for its streams if the first token of a request may take long.
 
-    The user's own `--sse-keep-alive-interval` has priority, including 0. Otherwise the longest prompt at the
-    slowest predicted speed decides.
+    If the user set `--sse-keep-alive-interval`, the plan keeps that value, including 0.
     """
     engine = plan.engine
     if EngineOptions.of(engine.extra_args).keep_alive is not None:
         return plan
-    if not _may_take_long(plan, sizes, rates, waits_elsewhere(plan, rates, remote)):
+    if not _needs_keep_alive(plan, sizes, rates, build_feed_forward_wait(plan, rates, remote)):
         return plan
     return replace(plan, engine=replace(engine, extra_args=add_keep_alive(engine.extra_args)))
 
 
 def add_keep_alive(args: tuple[str, ...]) -> tuple[str, ...]:
-    """Adds the default keep-alive of streams."""
+    """Returns the arguments with the default keep-alive of streams."""
     return (*args, KEEP_ALIVE, str(KEEP_ALIVE_S))
 
 
-def _may_take_long(plan: Plan, sizes: Sizes, rates: Sequence[Rates], elsewhere: Elsewhere) -> bool:
-    longest = plan.engine.max_model_len
-    prompt = min(plan.engine.max_num_batched_tokens, longest)
-    while True:  # shorter prompts first, because a million tokens are many chunks
-        if forecast_first_token(plan, sizes, rates, prompt, elsewhere).most_s > _FROM_S:
+def _needs_keep_alive(
+    plan: Plan, sizes: Sizes, rates: Sequence[Rates], feed_forward_wait: FeedForwardWait
+) -> bool:
+    """Reports whether the first token of any prompt may take longer than proxies wait without a keep-alive.
+
+    The slowest predicted speed counts.
+    """
+    longest_prompt = plan.engine.max_model_len
+    prompt = min(plan.engine.max_num_batched_tokens, longest_prompt)
+    # Shorter prompts are tried first: the prediction for a prompt of a million tokens takes long.
+    while True:
+        if forecast_first_token(plan, sizes, rates, prompt, feed_forward_wait).most_s > _KEEP_ALIVE_FROM_S:
             return True
-        if prompt == longest:
+        if prompt == longest_prompt:
             return False
-        prompt = min(2 * prompt, longest)
+        prompt = min(2 * prompt, longest_prompt)

@@ -17,11 +17,11 @@ from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES
 
 BESIDE_ON_GPUS: Final = "the CUDA context, CUDA graphs and the largest batch"
-"""The contents of this memory, for people."""
+"""Description of this memory in messages."""
 GPU_USABLE: Final = Fraction(9, 10)
 """Largest share of a GPU's memory for weights and KV cache; the rest is for fragments and the driver."""
 CONTEXT_BYTES: Final = 704 * 2**20
-"""The CUDA context (619 MiB), kernels that are loaded (68 MiB), and buffers of the model runner (16 MiB)."""
+"""The CUDA context (619 MiB), loaded kernels (68 MiB), and buffers of the model runner (16 MiB)."""
 NCCL_BYTES: Final = 960 * 2**20
 """NCCL on a GPU that shares its stage with other GPUs: 564 MiB for one group, 388 MiB for a second."""
 GRAPHS_BYTES: Final = 2**30
@@ -31,26 +31,26 @@ SAMPLING_BYTES: Final = 18
 """Bytes per entry of the vocabulary and request of a step: logits in 16 and in 32 bits, probabilities, and
 random numbers (vllm/v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_native@v0.32.0).
 256 requests and 262,144 entries took 16.9 bytes each (H200, 2026-11-26)."""
-_RESIDUALS: Final = 4
-"""Number of hidden states of a token that exist at once besides the layer's intermediate values."""
-_ATTENTION: Final = 3
-"""Size of the queries, keys, values and output of attention for one token, in hidden states."""
-_FRAGMENTS: Final = Fraction(7, 4)
-"""Memory that torch reserves for activations, relative to their size: 386 MiB for 232 MiB."""
-_USUAL_COLUMNS: Final = 4
-"""Number of columns of an MLP per element of a hidden state, for profiles of earlier versions."""
+_HIDDEN_STATES: Final = 4
+"""Number of a token's hidden states that are in memory at once besides the layer's intermediate values."""
+_ATTENTION_STATES: Final = 3
+"""Size of one token's queries, keys, values and attention output together, in hidden states."""
+_RESERVED_PER_USED: Final = Fraction(7, 4)
+"""Memory that torch reserves for activations, relative to their size: it reserved 386 MiB for 232 MiB."""
+_DEFAULT_COLUMNS: Final = 4
+"""Assumed columns of an MLP per element of a hidden state: profiles of earlier versions lack the number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFloor:
-    """Memory of a GPU rank besides weights and KV cache, in bytes.
+    """Memory that a GPU rank needs in addition to weights and KV cache, in bytes.
 
     Attributes:
-        graphs: kept free for CUDA graphs; 0 without them.
+        graphs: memory that is kept free for CUDA graphs; 0 without them.
         activations: activations of the largest batch.
-        sampling: sampling of the largest batch, on the ranks of the last stage.
-        compiling: a copy of the embedding on the ranks of the first stage while the model is compiled.
-            torch keeps that memory and reuses it for activations.
+        sampling: memory for sampling the largest batch, on the ranks of the last stage.
+        compiling: copy of the embedding on the ranks of the first stage while the model is compiled. torch
+            keeps this memory and reuses it for activations.
     """
 
     graphs: int
@@ -59,19 +59,27 @@ class GpuFloor:
     compiling: int
 
     @classmethod
-    def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int) -> "GpuFloor":
-        """Returns the floor for these settings; `tensor` is the number of ranks of a stage."""
-        widths = (_width(kind, profile, tensor) for kind in dict.fromkeys(profile.layers))
-        width = _RESIDUALS * profile.hidden_size + max(widths, default=0)
+    def for_settings(cls, profile: ModelProfile, engine: EngineSettings, tensor: int) -> "GpuFloor":
+        """Returns the memory that a GPU rank needs besides weights and KV cache with these settings.
+
+        Args:
+            tensor: number of ranks in a stage.
+        """
+        layer_elements = (
+            _elements_per_token(kind, profile, tensor) for kind in dict.fromkeys(profile.layers)
+        )
+        elements = _HIDDEN_STATES * profile.hidden_size + max(layer_elements, default=0)
         return cls(
             graphs=0 if engine.eager_gpu else GRAPHS_BYTES,
-            activations=int(engine.max_num_batched_tokens * width * ELEMENT_BYTES[engine.dtype] * _FRAGMENTS),
+            activations=int(
+                engine.max_num_batched_tokens * elements * ELEMENT_BYTES[engine.dtype] * _RESERVED_PER_USED
+            ),
             sampling=engine.max_num_seqs * profile.vocab_size * SAMPLING_BYTES,
             compiling=0 if engine.eager_gpu else profile.embedding_bytes // tensor,
         )
 
     def total(self, *, embeds: bool, samples: bool, gpus: int) -> int:
-        """Returns the bytes of one rank.
+        """Returns the bytes of this memory on one rank.
 
         Args:
             embeds: whether the rank is in the first stage, which has the embedding.
@@ -83,17 +91,17 @@ class GpuFloor:
         return CONTEXT_BYTES + nccl + self.graphs + largest
 
 
-def _width(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
-    """Returns the most elements that one token needs at once in a layer on one rank."""
+def _elements_per_token(kind: LayerKind, profile: ModelProfile, tensor: int) -> int:
+    """Returns the most intermediate elements that one token needs at once in a layer on one rank."""
     hidden = profile.hidden_size
-    columns = (kind.columns or _USUAL_COLUMNS * hidden) // tensor
+    rank_columns = (kind.columns or _DEFAULT_COLUMNS * hidden) // tensor
     if kind.experts:
-        feed_forward = kind.experts_per_token * (max(2 * columns, hidden) + columns)
+        feed_forward = kind.experts_per_token * (max(2 * rank_columns, hidden) + rank_columns)
     elif kind.mlp_bytes or not profile.kinds:
-        feed_forward = 3 * columns
+        feed_forward = 3 * rank_columns
     else:
         feed_forward = 0
-    return max(feed_forward, _ATTENTION * hidden // tensor)
+    return max(feed_forward, _ATTENTION_STATES * hidden // tensor)
 
 
 def gpu_memory(role: RoleSpec, inventory: Inventory) -> int | None:
@@ -104,5 +112,9 @@ def gpu_memory(role: RoleSpec, inventory: Inventory) -> int | None:
 
 
 def usable_gpu_memory(memory: int, gpu_floor: int) -> int:
-    """Returns the bytes of a GPU that are left for weights and KV cache."""
+    """Returns the bytes of a GPU that remain for weights and KV cache.
+
+    Args:
+        gpu_floor: bytes that the GPU needs besides weights and KV cache.
+    """
     return max(min(int(memory * GPU_USABLE), memory - gpu_floor), 0)

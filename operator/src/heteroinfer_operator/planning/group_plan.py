@@ -1,7 +1,7 @@
 """Plans a group for the nodes of a cluster: a plan with a node for each pod, or the missing capacity. Pure.
 
 free_nodes = build_free_nodes(nodes, promised)
-planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes its share of them
+planned = plan_group(request, Capacity(free_nodes=free_nodes))     # takes capacity from free_nodes
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -30,53 +30,54 @@ from heteroinfer_operator.planning.planner import GroupRequest, Planned, make_pl
 from heteroinfer_operator.planning.prediction import predict
 from heteroinfer_operator.quantity import parse_duration_s
 
-_WAITS: Final = "the group waits, and no pod is created until all its pods fit"
+_GROUP_WAITS: Final = "the group waits: the operator creates no pod until all pods of the group fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The nodes for one group, and what happens if too little is free.
+    """The nodes for one group, and the rules for too little free capacity.
 
     Attributes:
         free_nodes: all nodes with their free capacity; None if nodes are unknown.
-        others_wait: whether the pods are created although they do not fit, because a gang scheduler places
-            them all at once, or because the user wants them placed one by one.
+        pods_may_wait: whether the operator creates the pods although they do not fit, because a gang
+            scheduler places all pods at once, or because the user wants each pod placed on its own.
         shortage_age_s: seconds since GPUs have been missing; None if waiting is useless, so that CPUOnly
             takes effect at once.
         resource: name of the resource, by which affinity terms may select its pods; None without a name.
         others: groups of the resource that this group prefers to be apart from; None without such groups.
-        priority: priority below which the scheduler preempts pods; None if it preempts none.
+        priority: the scheduler preempts pods below this priority; None if it preempts none.
     """
 
     free_nodes: Sequence[FreeNode] | None = None
     calibrations: Calibrations = Calibrations()  # noqa: RUF009 - frozen
-    others_wait: bool = False
+    pods_may_wait: bool = False
     shortage_age_s: float | None = None
     resource: ResourceKey | None = None
     others: OtherGroups | None = None
     priority: int | None = None
 
     def assign(self, demands: Sequence[PodDemand], key: str) -> Placement | None:
-        """Returns nodes on which all pods fit; pods of lower priority are preempted only if necessary."""
-        found = assign_nodes(demands, self.free_nodes or (), key, self.others)
-        if found is None and self._can_preempt():
-            found = assign_nodes(demands, self.preempted(), key, self.others)
-        return found
+        """Returns nodes on which all pods fit, or None. Pods are preempted only if nothing else fits."""
+        placement = assign_nodes(demands, self.free_nodes or (), key, self.others)
+        if placement is None and self._has_preemptible_pods():
+            placement = assign_nodes(demands, self.nodes_after_preemption(), key, self.others)
+        return placement
 
     def copy(self) -> "Capacity":
-        """Returns the same capacity, for a plan that is only tried."""
+        """Returns a copy, from which a plan can take capacity without an effect on this one."""
         if self.free_nodes is None:
             return self
         return replace(self, free_nodes=[replace(each, free=dict(each.free)) for each in self.free_nodes])
 
-    def _can_preempt(self) -> bool:
+    def _has_preemptible_pods(self) -> bool:
+        """Reports whether the scheduler may preempt any pod for this group."""
         priority = self.priority
         return priority is not None and any(
             each.has_lower_priority(priority) for each in self.free_nodes or ()
         )
 
-    def preempted(self) -> Sequence[FreeNode]:
-        """Returns the nodes as they are after the scheduler has preempted all pods that it can."""
+    def nodes_after_preemption(self) -> Sequence[FreeNode]:
+        """Returns the nodes as they are after the scheduler has preempted all pods that it may preempt."""
         free_nodes, priority = self.free_nodes or (), self.priority
         if priority is None:
             return free_nodes
@@ -104,55 +105,64 @@ def plan_group(request: GroupRequest, capacity: Capacity) -> Planned:
 def _plan_mode(request: GroupRequest, capacity: Capacity) -> Planned:
     """Returns the plan of a spec with a mode; takes capacity and raises errors like plan_group."""
     if capacity.free_nodes is None:
-        return make_plan(request, _anywhere(request.spec, capacity.calibrations))
-    short = _short_roles(request.spec, capacity)
+        return make_plan(request, _inventory_without_nodes(request.spec, capacity.calibrations))
+    short_roles = _find_short_roles(request.spec, capacity)
     gpus_are_awaited = request.spec.planning.on_gpu_shortage.action is ShortageAction.WAIT
-    if short and not (capacity.others_wait and gpus_are_awaited):
-        return _without_gpus(request, capacity, capacity.free_nodes, short)
-    return _placed(request, capacity, capacity.free_nodes, {})
+    if short_roles and not (capacity.pods_may_wait and gpus_are_awaited):
+        return _plan_without_gpus(request, capacity, capacity.free_nodes, short_roles)
+    return _plan_on_nodes(request, capacity, capacity.free_nodes, {})
 
 
-def _device(role: RoleSpec, on_cpus: Container[str]) -> Device:
+def _planned_device(role: RoleSpec, on_cpus: Container[str]) -> Device:
+    """Returns the device of a role: CPU for a GPU role that computes on CPUs."""
     return Device.CPU if role.name in on_cpus else role.device
 
 
-def _placed(
-    request: GroupRequest, capacity: Capacity, free_nodes: Sequence[FreeNode], on_cpus: Mapping[str, str]
+def _plan_on_nodes(
+    request: GroupRequest,
+    capacity: Capacity,
+    free_nodes: Sequence[FreeNode],
+    reasons_on_cpus: Mapping[str, str],
 ) -> Planned:
-    """Returns the plan with these roles on CPUs and a node for each pod; raises the errors of plan_group."""
+    """Returns the plan with a node for each pod; raises the errors of plan_group.
+
+    Args:
+        reasons_on_cpus: the GPU roles that compute on CPUs, with the reason.
+    """
     spec = request.spec
     demands = [
-        (role, role_demand(spec, role, _device(role, on_cpus), capacity.resource))
+        (role, role_demand(spec, role, _planned_device(role, reasons_on_cpus), capacity.resource))
         for role in spec.roles
         for _ in range(role.pods)
     ]
     key = spec.scheduling.topology_key
-    asked = [demand for _, demand in demands]
-    found = capacity.assign(asked, key)
-    inventory = _inventory(spec, capacity, demands, found, on_cpus)
-    planned = make_plan(request, inventory)  # first, because a permanent error is reported before a shortage
-    missing = _take(found, asked, capacity, free_nodes, key)
+    pod_demands = [demand for _, demand in demands]
+    placement = capacity.assign(pod_demands, key)
+    inventory = _build_inventory(spec, capacity, demands, placement, reasons_on_cpus)
+    # The plan comes before the capacity, so that a permanent error is reported instead of a shortage.
+    planned = make_plan(request, inventory)
+    missing = _take_capacity(placement, pod_demands, capacity, free_nodes, key)
     node_assignment = NodeAssignment(
         gpu_memory_mib=gpu_memory_mib(spec, planned.plan, inventory.gpu_memory_bytes, planned.sizes.gpu_floor)
     )
     planned = replace(planned, missing=missing)
-    if found is None or capacity.others_wait:
+    if placement is None or capacity.pods_may_wait:
         return replace(planned, node_assignment=node_assignment)
     by_role: dict[str, list[str]] = {}
-    for (role, _), node in zip(demands, found.nodes, strict=True):
+    for (role, _), node in zip(demands, placement.nodes, strict=True):
         by_role.setdefault(role.name, []).append(node)
     nodes = {pod.index: by_role[pod.role].pop(0) for pod in planned.plan.pods}
-    domain = (key, found.domain) if key else None
+    domain = (key, placement.domain) if key else None
     return replace(planned, node_assignment=replace(node_assignment, nodes=nodes, domain=domain))
 
 
-def assign_again(
-    spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity, floor: GpuFloor | None
+def assign_existing_plan(
+    spec: HeteroInferenceSpec, plan: Plan, capacity: Capacity, gpu_floor: GpuFloor | None
 ) -> tuple[NodeAssignment, str]:
     """Returns a node for each pod of an existing plan, and takes the pods' capacity from the nodes.
 
     Args:
-        floor: floor of the plan's GPUs; None if unknown.
+        gpu_floor: memory that the plan's GPUs need besides weights and KV cache; None if unknown.
 
     Returns:
         The nodes, and the missing capacity that the pods will wait for once they exist, or "".
@@ -162,219 +172,255 @@ def assign_again(
         PlanError: the plan belongs to another spec.
     """
     roles = {role.name: role for role in spec.roles}
-    lost = next((pod.role for pod in plan.pods if pod.role not in roles), None)
-    if lost is not None:
+    unknown_role = next((pod.role for pod in plan.pods if pod.role not in roles), None)
+    if unknown_role is not None:
         raise PlanError(
-            f"the plan has role {lost}, which the spec does not have. It belongs to another spec",
+            f"the plan belongs to another spec: it has role {unknown_role}, which this spec does not have",
             reason=PlanReason.PLAN_LOST,
         )
     if capacity.free_nodes is None:
         return NodeAssignment(), ""
-    asked = [role_demand(spec, roles[pod.role], pod.device, capacity.resource) for pod in plan.pods]
+    demands = [role_demand(spec, roles[pod.role], pod.device, capacity.resource) for pod in plan.pods]
     key = spec.scheduling.topology_key
-    found = capacity.assign(asked, key)
-    missing = _take(found, asked, capacity, capacity.free_nodes, key)
-    labelled = labelled_roles(spec, [free_node.node for free_node in capacity.free_nodes])
-    assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled, floor))
-    if found is None or capacity.others_wait:
+    placement = capacity.assign(demands, key)
+    missing = _take_capacity(placement, demands, capacity, capacity.free_nodes, key)
+    labelled = largest_labelled_gpus(spec, [free_node.node for free_node in capacity.free_nodes])
+    assignment = NodeAssignment(gpu_memory_mib=gpu_memory_mib(spec, plan, labelled, gpu_floor))
+    if placement is None or capacity.pods_may_wait:
         return assignment, missing
-    nodes = {pod.index: node for pod, node in zip(plan.pods, found.nodes, strict=True)}
-    return replace(assignment, nodes=nodes, domain=(key, found.domain) if key else None), missing
+    nodes = {pod.index: node for pod, node in zip(plan.pods, placement.nodes, strict=True)}
+    return replace(assignment, nodes=nodes, domain=(key, placement.domain) if key else None), missing
 
 
 def gpu_memory_mib(
-    spec: HeteroInferenceSpec, plan: Plan, labelled: Mapping[str, int], floor: GpuFloor | None
+    spec: HeteroInferenceSpec, plan: Plan, labelled: Mapping[str, int], gpu_floor: GpuFloor | None
 ) -> dict[int, int]:
-    """Returns the least memory of a pod's GPUs in MiB, by pod index, for GPUs with a memory label.
+    """Returns the least memory in MiB that a pod's GPU must have, by pod index.
 
-    The scheduler may choose another node than the plan. The plan's weights and KV cache must fit there too.
+    Contains only pods whose GPUs have a memory label. The scheduler may choose another node than the plan:
+    the plan's weights and KV cache must fit on that node's GPUs too.
 
     Args:
-        labelled: memory of a labelled GPU in bytes, by role. A plan of an earlier version may leave less
-            than the floor on such a GPU; the floor is then ignored.
-        floor: floor of the plan's GPUs; None if unknown.
+        labelled: memory of a labelled GPU in bytes, by role. A plan of an earlier version may leave less than
+            gpu_floor on such a GPU; gpu_floor is then ignored.
+        gpu_floor: memory that a GPU needs besides weights and KV cache; None if unknown.
     """
-    by_labels = {role.name for role in spec.roles if role.device_memory is None and role.name in labelled}
+    labelled_roles = {
+        role.name for role in spec.roles if role.device_memory is None and role.name in labelled
+    }
 
     def least_bytes(rank: RankAssignment) -> int:
-        held = rank.weight_bytes + rank.kv_cache_bytes
-        least = ceil(held / GPU_USABLE)
-        if floor is None:
+        """Returns the least memory of a GPU on which the rank's weights and KV cache fit, in bytes."""
+        plan_bytes = rank.weight_bytes + rank.kv_cache_bytes
+        least = ceil(plan_bytes / GPU_USABLE)
+        if gpu_floor is None:
             return least
         gpus = 1 if plan.is_mixed(rank.stage) else plan.tensor_parallel_size
-        last = plan.pipeline_parallel_size - 1
-        besides = floor.total(embeds=rank.stage == 0, samples=rank.stage == last, gpus=gpus)
-        return max(least, held + besides) if held + besides <= labelled[rank.role] else least
+        last_stage = plan.pipeline_parallel_size - 1
+        floor_bytes = gpu_floor.total(embeds=rank.stage == 0, samples=rank.stage == last_stage, gpus=gpus)
+        return (
+            max(least, plan_bytes + floor_bytes) if plan_bytes + floor_bytes <= labelled[rank.role] else least
+        )
 
     return {
         pod.index: max(-(-least_bytes(rank) // 2**20) for rank in pod.ranks if rank.device is Device.GPU)
         for pod in plan.pods
-        if pod.role in by_labels and pod.device is Device.GPU
+        if pod.role in labelled_roles and pod.device is Device.GPU
     }
 
 
-def labelled_roles(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
+def largest_labelled_gpus(spec: HeteroInferenceSpec, nodes: Sequence[NodeView]) -> dict[str, int]:
     """Returns the memory of the largest GPU in bytes, by role, if all nodes with such GPUs have the label.
 
-    Only roles without deviceMemory are included.
+    Contains only roles without deviceMemory.
     """
-    found = {}
+    largest = {}
     for role in spec.roles:
         if role.device is not Device.GPU or role.device_memory is not None:
             continue
-        having = [node for node in nodes if node.allocatable.get(role.gpu_resource, 0) > 0]
-        sizes = [size for node in having if (size := device_memory_mib(node, role.gpu_resource)) is not None]
-        if sizes and len(sizes) == len(having):
-            found[role.name] = max(sizes) * 2**20
-    return found
+        nodes_with_gpus = [node for node in nodes if node.allocatable.get(role.gpu_resource, 0) > 0]
+        sizes = [
+            size
+            for node in nodes_with_gpus
+            if (size := device_memory_mib(node, role.gpu_resource)) is not None
+        ]
+        if sizes and len(sizes) == len(nodes_with_gpus):
+            largest[role.name] = max(sizes) * 2**20
+    return largest
 
 
-def _take(
-    found: Placement | None,
+def _take_capacity(
+    placement: Placement | None,
     demands: Sequence[PodDemand],
     capacity: Capacity,
     free_nodes: Sequence[FreeNode],
     key: str,
 ) -> str:
-    """Takes the capacity of a placement; returns the shortage that its pods will wait for, or "".
+    """Takes the pods' capacity from their nodes.
+
+    Returns:
+        The capacity that the pods will wait for once they exist, or "".
 
     Raises:
-        Shortage: there is no placement, and no other component waits for one.
+        Shortage: the pods have no nodes, and may not wait for a scheduler.
     """
-    if found is None:
-        missing = describe_missing_capacity(demands, capacity.preempted(), key)
-        if not capacity.others_wait:
-            raise Shortage(f"{missing}; {_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
+    if placement is None:
+        missing = describe_missing_capacity(demands, capacity.nodes_after_preemption(), key)
+        if not capacity.pods_may_wait:
+            raise Shortage(f"{missing}; {_GROUP_WAITS}", reason=PlanReason.INSUFFICIENT_CAPACITY)
         return missing
     by_name = {free_node.node.name: free_node for free_node in free_nodes}
-    for demand, node in zip(demands, found.nodes, strict=True):
+    for demand, node in zip(demands, placement.nodes, strict=True):
         by_name[node].take(demand.requests)
-    full = [node for node in dict.fromkeys(found.nodes) if by_name[node].is_overfull]
+    overfull_nodes = [node for node in dict.fromkeys(placement.nodes) if by_name[node].is_overfull]
     return (
-        f"waiting until the scheduler preempts pods of lower priority on {name_nodes(full)}" if full else ""
+        f"waiting until the scheduler preempts pods of lower priority on {name_nodes(overfull_nodes)}"
+        if overfull_nodes
+        else ""
     )
 
 
-def _inventory(
+def _build_inventory(
     spec: HeteroInferenceSpec,
     capacity: Capacity,
     demands: Sequence[tuple[RoleSpec, PodDemand]],
-    found: Placement | None,
+    placement: Placement | None,
     on_cpus: Mapping[str, str],
 ) -> Inventory:
-    """Returns the known devices of the placement's nodes, or without a placement of all open nodes."""
+    """Returns the devices and measurements of the placement's nodes.
+
+    Without a placement, all nodes count on which a role's pods could ever be placed.
+    """
     free_nodes = capacity.free_nodes or ()
-    measured: dict[str, Calibration] = {}
-    features: dict[str, frozenset[str]] = {}
-    memory: dict[str, int] = {}
-    product: dict[str, str] = {}
-    chosen: dict[str, set[str]] = {}
-    for (role, _), node in zip(demands, found.nodes if found else (), strict=bool(found)):
-        chosen.setdefault(role.name, set()).add(node)
+    calibration_by_role: dict[str, Calibration] = {}
+    features_by_role: dict[str, frozenset[str]] = {}
+    memory_by_role: dict[str, int] = {}
+    product_by_role: dict[str, str] = {}
+    nodes_by_role: dict[str, set[str]] = {}
+    for (role, _), node in zip(demands, placement.nodes if placement else (), strict=bool(placement)):
+        nodes_by_role.setdefault(role.name, set()).add(node)
     for role, demand in {role.name: (role, demand) for role, demand in demands}.values():
         nodes = [
             free_node.node
             for free_node in free_nodes
             if (
-                free_node.node.name in chosen[role.name]
-                if found
+                free_node.node.name in nodes_by_role[role.name]
+                if placement
                 else not find_obstacle(demand, free_node.node)
             )
         ]
-        # Also for GPU roles, because their pods may compute on CPUs.
-        labelled = [known for node in nodes if (known := labelled_features(node)) is not None]
-        if nodes and len(labelled) == len(nodes):
-            features[role.name] = frozenset.intersection(*labelled)
+        # Features are needed for GPU roles too: their pods may compute on CPUs.
+        node_features = [known for node in nodes if (known := labelled_features(node)) is not None]
+        if nodes and len(node_features) == len(nodes):
+            features_by_role[role.name] = frozenset.intersection(*node_features)
         calibrations = capacity.calibrations.of_nodes(node.labels for node in nodes)
         by_gpu = role.device is Device.GPU and role.name not in on_cpus
         calibration = slowest(calibrations, by_gpu=by_gpu)
         if calibration is not None:
-            measured[role.name] = calibration
+            calibration_by_role[role.name] = calibration
             # The pods may use only features that all measured machines have.
-            features.setdefault(role.name, frozenset.intersection(*map(measured_features, calibrations)))
+            features_by_role.setdefault(
+                role.name, frozenset.intersection(*map(measured_features, calibrations))
+            )
         if role.device is not Device.GPU:
             continue
         resource = role.gpu_resource
         nodes = [node for node in nodes if node.allocatable.get(resource, 0) > 0]
         sizes = [size for node in nodes if (size := device_memory_mib(node, resource)) is not None]
         if sizes and len(sizes) == len(nodes):
-            memory[role.name] = min(sizes) * 2**20
+            memory_by_role[role.name] = min(sizes) * 2**20
         products = sorted({node.labels.get(f"{resource}.product", "") for node in nodes})
         if len(products) == 1:
-            product[role.name] = products[0]
+            product_by_role[role.name] = products[0]
     return Inventory(
-        gpu_memory_bytes=memory,
-        gpu_product=product,
-        cpu_features=features,
-        calibration=measured,
+        gpu_memory_bytes=memory_by_role,
+        gpu_product=product_by_role,
+        cpu_features=features_by_role,
+        calibration=calibration_by_role,
         on_cpus=on_cpus,
     )
 
 
-def _anywhere(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:
-    """Returns the known devices if nodes are unknown: those of this machine, if it was measured."""
-    machine = calibrations.this_machine
-    if machine is None:
+def _inventory_without_nodes(spec: HeteroInferenceSpec, calibrations: Calibrations) -> Inventory:
+    """Returns the inventory if nodes are unknown: this machine's calibration for all roles, or nothing."""
+    this_machine = calibrations.this_machine
+    if this_machine is None:
         return Inventory()
     roles = [role.name for role in spec.roles]
     return Inventory(
-        cpu_features=dict.fromkeys(roles, measured_features(machine)),
-        calibration=dict.fromkeys(roles, machine),
+        cpu_features=dict.fromkeys(roles, measured_features(this_machine)),
+        calibration=dict.fromkeys(roles, this_machine),
     )
 
 
-def _short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
-    """Returns the GPU roles without enough usable GPUs, with the missing GPUs of each node.
+def _find_short_roles(spec: HeteroInferenceSpec, capacity: Capacity) -> dict[str, str]:
+    """Returns the GPU roles for which too few GPUs are free, with the GPUs that each node lacks.
 
-    Roles are counted in order and by GPUs alone: a role whose pods lack memory is not short of GPUs.
+    Roles are counted in the order of the spec and by GPUs alone: a role whose pods lack memory is not short
+    of GPUs.
     """
     key = spec.scheduling.topology_key
     placed: list[PodDemand] = []
-    short: dict[str, str] = {}
+    missing_by_role: dict[str, str] = {}
     for role in spec.roles:
         if role.device is not Device.GPU:
             continue
         demand = role_demand(spec, role, Device.GPU, capacity.resource)
-        gpus = {role.gpu_resource: demand.requests[role.gpu_resource]}
-        pods = [replace(demand, requests=gpus)] * role.pods
+        gpu_request = {role.gpu_resource: demand.requests[role.gpu_resource]}
+        pods = [replace(demand, requests=gpu_request)] * role.pods
         if capacity.assign([*placed, *pods], key) is None:
-            short[role.name] = describe_missing_capacity([*placed, *pods], capacity.preempted(), key)
+            missing_by_role[role.name] = describe_missing_capacity(
+                [*placed, *pods], capacity.nodes_after_preemption(), key
+            )
         else:
             placed += pods
-    return short
+    return missing_by_role
 
 
-def _without_gpus(
-    request: GroupRequest, capacity: Capacity, free_nodes: Sequence[FreeNode], short: Mapping[str, str]
+def _plan_without_gpus(
+    request: GroupRequest,
+    capacity: Capacity,
+    free_nodes: Sequence[FreeNode],
+    missing_by_role: Mapping[str, str],
 ) -> Planned:
-    """Returns the plan with roles on CPUs if the spec allows that now; raises the errors of plan_group."""
+    """Returns the plan with GPU roles on CPUs if the spec allows that now.
+
+    Args:
+        missing_by_role: the roles without enough GPUs, with the missing GPUs.
+
+    Raises:
+        Shortage: the group must wait for GPUs.
+        PlanError: the group has no plan, even with more free capacity.
+    """
     shortage, age_s = request.spec.planning.on_gpu_shortage, capacity.shortage_age_s
-    # A permanent error is reported first, because GPUs would not help.
+    # Raises a permanent error first, because GPUs would not help against it.
     demands = [(role, role_demand(request.spec, role, role.device)) for role in request.spec.roles]
-    wanted = make_plan(request, _inventory(request.spec, capacity, demands, None, {}))
-    missing = "; ".join(dict.fromkeys(short.values()))
-    slower = _on_cpus_instead(request, capacity, short, wanted)
+    gpu_plan = make_plan(request, _build_inventory(request.spec, capacity, demands, None, {}))
+    missing = "; ".join(dict.fromkeys(missing_by_role.values()))
+    comparison = _compare_with_cpus(request, capacity, missing_by_role, gpu_plan)
     if shortage.action is ShortageAction.WAIT:
         raise Shortage(
             f"{missing}; the group waits for them. Add GPUs, or set "
-            f"planning.onGPUShortage.action: CPUOnly{slower}"
+            f"planning.onGPUShortage.action: CPUOnly{comparison}"
         )
     if age_s is not None and age_s < parse_duration_s(shortage.after):
         raise Shortage(
-            f"{missing}; the group will use CPUs once GPUs have been missing for {shortage.after}{slower}"
+            f"{missing}; the group will use CPUs once GPUs have been missing for {shortage.after}{comparison}"
         )
-    return _placed(request, capacity, free_nodes, {name: f"{why}{slower}" for name, why in short.items()})
+    return _plan_on_nodes(
+        request, capacity, free_nodes, {name: f"{why}{comparison}" for name, why in missing_by_role.items()}
+    )
 
 
-def _on_cpus_instead(
-    request: GroupRequest, capacity: Capacity, short: Mapping[str, str], wanted: Planned
+def _compare_with_cpus(
+    request: GroupRequest, capacity: Capacity, missing_by_role: Mapping[str, str], gpu_plan: Planned
 ) -> str:
-    """Returns a text with the predicted step on CPUs and with the missing GPUs."""
+    """Returns the predicted step time with these roles on CPUs and with all GPUs, as text in parentheses."""
     spec = request.spec
-    demands = [(role, role_demand(spec, role, _device(role, short))) for role in spec.roles]
+    demands = [(role, role_demand(spec, role, _planned_device(role, missing_by_role))) for role in spec.roles]
     try:
-        cpus = make_plan(request, _inventory(spec, capacity, demands, None, short))
+        cpu_plan = make_plan(request, _build_inventory(spec, capacity, demands, None, missing_by_role))
     except PlanError as error:
         return f" (the group has no plan without GPUs: {error.message})"
-    steps = [predict(planned.plan, planned.rates) for planned in (cpus, wanted)]
+    steps = [predict(planned.plan, planned.rates) for planned in (cpu_plan, gpu_plan)]
     return f" (expected step time on CPUs: {steps[0]} instead of {steps[1]})"

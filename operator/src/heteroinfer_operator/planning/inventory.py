@@ -9,14 +9,14 @@ from heteroinfer_contract.calibration import Calibration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """The known devices and memory for one group.
+    """The known devices, memory and measurements of the machines on which a group runs.
 
     Attributes:
         on_cpus: GPU roles that compute on CPUs because GPUs are missing, with the reason.
         gpu_memory_bytes: memory of one GPU, by role; used if the role has no deviceMemory.
         gpu_product: product label of the GPUs, by role.
-        cpu_features: features that the CPUs of all nodes of a role have, by role, if nodes are labelled.
-        calibration: measurements of the machines of a role, by role.
+        cpu_features: features that the CPUs of all nodes of a role have, by role; empty without node labels.
+        calibration: calibration of the machines of a role, by role.
         host_memory_bytes: memory of one pod, by role; used if the role's resources have no memory.
     """
 

@@ -15,28 +15,31 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import EngineSettings
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
 
-_GROUP_SLACK: Final = 1.5
-"""Kinds whose numbers of layers differ by less than this factor are padded to the larger number."""
+_PADDING_LIMIT: Final = 1.5
+"""If the numbers of layers of the kinds differ by less than this factor, vLLM pads all groups to the largest
+number. Otherwise it divides the layers into groups of the smallest number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cache:
-    """One cache of one layer.
+    """The keys and values, the index or the state that one layer stores.
 
     Attributes:
-        kind: content of its blocks; caches of one kind and size share block tables.
+        kind: content of its blocks; caches of equal kind, window and page_bytes share a block table.
+        window: tokens that a sliding window or a chunk covers; 0 for none.
         page_bytes: bytes of one block.
-        copies: blocks of a sequence if their number is independent of its length; otherwise 0.
+        fixed_blocks: blocks of a sequence if their number does not depend on its length; otherwise 0.
     """
 
     layer: int
     kind: AttentionKind
     window: int
     page_bytes: int
-    copies: int = 0
+    fixed_blocks: int = 0
 
     @property
     def key(self) -> tuple[AttentionKind, int, int]:
+        """Identity of the block table: caches with equal keys share a table."""
         return (self.kind, self.window, self.page_bytes)
 
 
@@ -57,19 +60,22 @@ class KvCache:
     block_tokens: int
 
     def block_bytes(self, first: int, end: int) -> int:
-        """Returns the bytes of one block in layers first..end-1."""
+        """Returns the bytes that one block takes on a rank with layers first..end-1.
+
+        A block belongs to one group at a time, so the largest group decides.
+        """
         return max(
             (sum(size for layer, size in group.items() if first <= layer < end) for group in self.groups),
             default=0,
         )
 
     @property
-    def least_blocks(self) -> int:
+    def min_blocks(self) -> int:
         """Blocks for one full-length request, plus the block that vLLM keeps for itself."""
         return self.sequence_blocks + 1
 
     def tokens(self, blocks: int) -> int:
-        """Returns the tokens that this number of blocks holds, in full-length requests."""
+        """Returns the number of tokens that these blocks hold, if all requests have full length."""
         if len(self.groups) <= 1 and self.sequence_blocks == ceil(self.sequence_tokens / self.block_tokens):
             return blocks * self.block_tokens
         return max(blocks - 1, 0) * self.sequence_tokens // max(self.sequence_blocks, 1)
@@ -80,81 +86,105 @@ def build_kv_cache(profile: ModelProfile, engine: EngineSettings, *, tensor: int
 
     Args:
         tensor: ranks of a stage, which share heads.
-        batches: batches that may be scheduled at once; windows keep the tokens of all of them.
+        batches: batches that may be scheduled at once; sliding windows keep the tokens of all these
+            batches.
     """
     caches = [
-        cache for index, kind in enumerate(profile.layers) for cache in _caches(index, kind, engine, tensor)
+        cache
+        for index, kind in enumerate(profile.layers)
+        for cache in _layer_caches(index, kind, engine, tensor)
     ]
     tokens = engine.max_model_len
-    in_flight = engine.max_num_batched_tokens * batches
+    batch_tokens = engine.max_num_batched_tokens * batches
     if len({(cache.kind, cache.window) for cache in caches}) <= 1:
-        one: dict[int, int] = {}
+        block_by_layer: dict[int, int] = {}
         for cache in caches:
-            one[cache.layer] = one.get(cache.layer, 0) + cache.page_bytes
-        blocks = _blocks(caches[0], engine.block_size, tokens, in_flight) if caches else 0
-        groups: tuple[Mapping[int, int], ...] = (one,) if one else ()
+            block_by_layer[cache.layer] = block_by_layer.get(cache.layer, 0) + cache.page_bytes
+        blocks = _sequence_blocks(caches[0], engine.block_size, tokens, batch_tokens) if caches else 0
+        groups: tuple[Mapping[int, int], ...] = (block_by_layer,) if block_by_layer else ()
     else:
-        groups, blocks = _several(caches, engine.block_size, tokens, in_flight)
+        groups, blocks = _group_kinds(caches, engine.block_size, tokens, batch_tokens)
     return KvCache(
         groups=groups, sequence_blocks=blocks, sequence_tokens=tokens, block_tokens=engine.block_size
     )
 
 
-def _several(
-    caches: Sequence[_Cache], block_tokens: int, tokens: int, in_flight: int
+def _group_kinds(
+    caches: Sequence[_Cache], block_tokens: int, tokens: int, batch_tokens: int
 ) -> tuple[tuple[Mapping[int, int], ...], int]:
-    """Returns the groups for several kinds of layers, and the blocks of a full-length request."""
-    page = max(cache.page_bytes for cache in caches)
+    """Divides the caches of a model with several kinds into groups of equal size.
+
+    Returns:
+        The bytes of a block by layer for each group, and the blocks of a full-length request in all groups.
+    """
+    block_bytes = max(cache.page_bytes for cache in caches)
     buckets: dict[tuple[AttentionKind, int, int], list[_Cache]] = {}
     for cache in caches:
         buckets.setdefault(cache.key, []).append(cache)
-    least, most = min(map(len, buckets.values())), max(map(len, buckets.values()))
-    size = most if most < least * _GROUP_SLACK else least
+    min_layers, max_layers = min(map(len, buckets.values())), max(map(len, buckets.values()))
+    group_size = max_layers if max_layers < min_layers * _PADDING_LIMIT else min_layers
     groups: list[Mapping[int, int]] = []
     blocks = 0
-    for layers in buckets.values():
-        number = ceil(len(layers) / size)
-        groups += [{cache.layer: page for cache in layers[i::number]} for i in range(number)]
+    for same_kind in buckets.values():
+        num_groups = ceil(len(same_kind) / group_size)
+        groups += [
+            {cache.layer: block_bytes for cache in same_kind[i::num_groups]} for i in range(num_groups)
+        ]
         # Smaller pages get longer blocks if they divide the largest page, and are padded otherwise.
-        own = layers[0].page_bytes
-        longer = page // own if layers[0].kind is not AttentionKind.LINEAR and page % own == 0 else 1
-        blocks += number * _blocks(layers[0], block_tokens * longer, tokens, in_flight)
+        own_bytes = same_kind[0].page_bytes
+        length_factor = (
+            block_bytes // own_bytes
+            if same_kind[0].kind is not AttentionKind.LINEAR and block_bytes % own_bytes == 0
+            else 1
+        )
+        blocks += num_groups * _sequence_blocks(
+            same_kind[0], block_tokens * length_factor, tokens, batch_tokens
+        )
     return tuple(groups), blocks
 
 
-def _blocks(cache: _Cache, block_tokens: int, tokens: int, in_flight: int) -> int:
-    """Returns the blocks of one sequence in one group (`max_memory_usage_bytes` of vLLM's specs)."""
+def _sequence_blocks(cache: _Cache, block_tokens: int, tokens: int, batch_tokens: int) -> int:
+    """Returns the blocks that one sequence takes in one group, as `max_memory_usage_bytes` of vLLM's specs.
+
+    Args:
+        block_tokens: tokens of a block.
+        tokens: tokens of the sequence.
+        batch_tokens: tokens that may be scheduled at once.
+    """
     match cache.kind:
         case AttentionKind.LINEAR:
-            return cache.copies
+            return cache.fixed_blocks
         case AttentionKind.WINDOW:
-            return ceil(min(cache.window - 1 + in_flight, tokens) / block_tokens) + 1
+            return ceil(min(cache.window - 1 + batch_tokens, tokens) / block_tokens) + 1
         case AttentionKind.CHUNKED:
-            return ceil(min(cache.window + in_flight, tokens) / block_tokens)
+            return ceil(min(cache.window + batch_tokens, tokens) / block_tokens)
     return ceil(tokens / block_tokens)
 
 
-def _caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) -> list[_Cache]:
+def _layer_caches(index: int, kind: LayerKind, engine: EngineSettings, tensor: int) -> list[_Cache]:
+    """Returns the caches of one layer on one rank: keys and values, an index, a state, or several kinds."""
     caches = []
     if kind.kv_heads and not kind.shares_kv:
         attention = AttentionKind.LATENT if kind.attention is AttentionKind.SPARSE else kind.attention
-        page = token_bytes(kind, engine, tensor) * engine.block_size
-        caches.append(_Cache(layer=index, kind=attention, window=kind.window, page_bytes=page))
+        page_bytes = token_bytes(kind, engine, tensor) * engine.block_size
+        caches.append(_Cache(layer=index, kind=attention, window=kind.window, page_bytes=page_bytes))
     if kind.index_bytes:
-        page = kind.index_bytes * engine.block_size
-        caches.append(_Cache(layer=index, kind=AttentionKind.LATENT, window=0, page_bytes=page))
+        page_bytes = kind.index_bytes * engine.block_size
+        caches.append(_Cache(layer=index, kind=AttentionKind.LATENT, window=0, page_bytes=page_bytes))
     if kind.conv_elements or kind.state_elements:
-        page = state_bytes(kind, engine, tensor)
-        # vLLM pads a state to the size of an attention block. engine_settings chooses blocks that are large
-        # enough for a state.
-        copies = max(kind.state_copies, 1)
+        page_bytes = state_bytes(kind, engine, tensor)
+        # vLLM pads a state to the size of an attention block. engine_settings.py chooses blocks that are
+        # large enough for a state.
+        fixed_blocks = max(kind.state_copies, 1)
         linear = AttentionKind.LINEAR
-        caches.append(_Cache(layer=index, kind=linear, window=0, page_bytes=page, copies=copies))
+        caches.append(
+            _Cache(layer=index, kind=linear, window=0, page_bytes=page_bytes, fixed_blocks=fixed_blocks)
+        )
     return caches
 
 
 def token_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
-    """Returns the bytes that one rank keeps per token in a layer, without an index."""
+    """Returns the bytes that one rank keeps for each token in a layer, without an index."""
     heads = max(1, kind.kv_heads // tensor)
     return heads * kind.kv_width * cache_element_bytes(engine.dtype, engine.extra_args)
 
@@ -171,6 +201,8 @@ def state_bytes(kind: LayerKind, engine: EngineSettings, tensor: int) -> int:
 
 
 def cache_element_bytes(dtype: str, extra_args: Sequence[str]) -> int:
-    """Returns the size of one element of the KV cache, in bytes, by `--kv-cache-dtype`."""
-    asked = EngineOptions.of(extra_args).kv_cache_dtype
-    return 1 if asked.startswith(("fp8", "int8")) else ELEMENT_BYTES.get(asked, ELEMENT_BYTES[dtype])
+    """Returns the bytes of one element of the KV cache; `--kv-cache-dtype` overrides the engine's dtype."""
+    cache_dtype = EngineOptions.of(extra_args).kv_cache_dtype
+    return (
+        1 if cache_dtype.startswith(("fp8", "int8")) else ELEMENT_BYTES.get(cache_dtype, ELEMENT_BYTES[dtype])
+    )

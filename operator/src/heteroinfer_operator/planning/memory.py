@@ -1,4 +1,4 @@
-"""Memory of ranks, and the bytes that weights and KV cache of a stage take. Pure."""
+"""The memory of each rank, and the bytes that its weights and KV cache need. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from heteroinfer_operator.planning.gpu_floor import (
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.kv_cache import KvCache, build_kv_cache
-from heteroinfer_operator.planning.packing import bytes_while_packed, grown_bytes
+from heteroinfer_operator.planning.packing import growth_bytes, packing_copy_bytes
 from heteroinfer_operator.planning.topology import Seat, Topology
 from heteroinfer_operator.quantity import parse_bytes
 from heteroinfer_operator.vllm_support.architectures import TABLES_ON_EVERY_STAGE
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
 
 RANK_OVERHEAD_BYTES: Final = 2**30
-"""Host memory of a CPU rank without weights and KV cache: Python, torch and vLLM, activations."""
+"""Host memory that a CPU rank needs besides weights and KV cache: Python, torch, vLLM and activations."""
 PACKED_IN_OVERHEAD_BYTES: Final = 3 * 2**27
-"""Part of RANK_OVERHEAD_BYTES that packing may use: ranks had taken 0.56 to 0.58 GiB of the overhead when
-they packed (2026-11-25)."""
+"""Part of RANK_OVERHEAD_BYTES that packing may use: when they packed, ranks used 0.56 to 0.58 GiB of the
+overhead for other purposes (2026-11-25)."""
 LEADER_OVERHEAD_BYTES: Final = 2**30
 """Host memory of the API server and the scheduler, in the pod of rank 0."""
 CPU_TABLE_COPIES: Final = 2
@@ -42,53 +42,55 @@ def rank_budget(seat: Seat, inventory: Inventory, gpu_floor: int) -> int | None:
     """Returns a rank's bytes for weights and KV cache, or None if its memory is unknown.
 
     Args:
-        gpu_floor: bytes that a GPU holds besides weights and KV cache.
+        gpu_floor: bytes that a GPU needs besides weights and KV cache.
 
     Raises:
-        PlanError: the memory is less than the processes take without a model, or in thousandths of bytes.
+        PlanError: the processes need more memory even without a model, or the limit has the unit m.
     """
     role = seat.placed.role
-    _check_unit(role)
+    _check_memory_unit(role)
     if seat.placed.device is Device.GPU:
         memory = gpu_memory(role, inventory)
         if memory is not None and memory <= gpu_floor:
             raise PlanError(
-                f"role {role.name}: a GPU must have more than the {format_bytes(gpu_floor)} that "
-                f"{BESIDE_ON_GPUS} take (got {format_bytes(memory)}). Use a larger device, or set "
+                f"role {role.name}: a GPU must have more memory than the {format_bytes(gpu_floor)} that "
+                f"{BESIDE_ON_GPUS} need (got {format_bytes(memory)}). Use a larger device, or set "
                 "engine.eager: Always, which needs no CUDA graphs",
                 reason=PlanReason.INSUFFICIENT_MEMORY,
             )
         return None if memory is None else usable_gpu_memory(memory, gpu_floor)
-    pod = _pod_memory(seat, inventory)
-    if pod is None:
+    pod_bytes = _pod_memory(seat, inventory)
+    if pod_bytes is None:
         return None
-    overhead = role.ranks_per_pod * RANK_OVERHEAD_BYTES + (LEADER_OVERHEAD_BYTES if seat.pod == 0 else 0)
-    if pod <= overhead:
+    overhead_bytes = role.ranks_per_pod * RANK_OVERHEAD_BYTES + (
+        LEADER_OVERHEAD_BYTES if seat.pod == 0 else 0
+    )
+    if pod_bytes <= overhead_bytes:
         raise PlanError(
-            f"role {role.name}: a pod must have more memory than the {format_bytes(overhead)} that "
+            f"role {role.name}: a pod must have more memory than the {format_bytes(overhead_bytes)} that "
             f"{role.ranks_per_pod} rank{'s' * (role.ranks_per_pod > 1)}"
             f"{' and the API server' if seat.pod == 0 else ''} take without a model "
-            f"(got {format_bytes(pod)}). Raise resources.limits.memory",
+            f"(got {format_bytes(pod_bytes)}). Raise resources.limits.memory",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
-    return (pod - overhead) // role.ranks_per_pod
+    return (pod_bytes - overhead_bytes) // role.ranks_per_pod
 
 
-def _check_host_tables(seat: Seat, tables: int, inventory: Inventory) -> None:
-    """Checks that the host of a GPU rank has memory for tables that vLLM keeps there; raises PlanError."""
-    role, pod = seat.placed.role, _pod_memory(seat, inventory)
-    need = role.ranks_per_pod * (tables + RANK_OVERHEAD_BYTES) + LEADER_OVERHEAD_BYTES
-    if tables and pod is not None and pod < need:
+def _check_host_tables(seat: Seat, table_bytes: int, inventory: Inventory) -> None:
+    """Raises PlanError if the host of a GPU rank lacks memory for tables that vLLM keeps there."""
+    role, pod_bytes = seat.placed.role, _pod_memory(seat, inventory)
+    needed_bytes = role.ranks_per_pod * (table_bytes + RANK_OVERHEAD_BYTES) + LEADER_OVERHEAD_BYTES
+    if table_bytes and pod_bytes is not None and pod_bytes < needed_bytes:
         raise PlanError(
-            f"role {role.name}: {format_bytes(need - pod)} of host memory is missing. vLLM keeps the model's "
-            f"tables of n-grams ({format_bytes(tables)}) in the memory of the GPU's host, and a pod has "
-            f"{format_bytes(pod)}. Raise the role's resources.limits.memory",
+            f"role {role.name}: {format_bytes(needed_bytes - pod_bytes)} of host memory is missing. vLLM "
+            f"keeps the model's tables of n-grams ({format_bytes(table_bytes)}) in the memory of the GPU's "
+            f"host, and a pod has {format_bytes(pod_bytes)}. Raise the role's resources.limits.memory",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
 
-def host_tables(profile: ModelProfile, topology: Topology) -> tuple[str, ...]:
-    """Returns a note on tables that stay in the host's memory, if the model has any."""
+def note_host_tables(profile: ModelProfile, topology: Topology) -> tuple[str, ...]:
+    """Returns a note about tables that stay in the host's memory; empty if the model has none."""
     if not profile.host_table_bytes:
         return ()
     role = topology.stages[0][0].placed.role.name
@@ -98,19 +100,20 @@ def host_tables(profile: ModelProfile, topology: Topology) -> tuple[str, ...]:
     )
 
 
-def _check_unit(role: RoleSpec) -> None:
-    """Refuses a memory limit such as 1500m, which means 1.5 bytes to Kubernetes; raises PlanError."""
+def _check_memory_unit(role: RoleSpec) -> None:
+    """Raises PlanError for a memory limit such as 1500m, which means 1.5 bytes to Kubernetes."""
     limits = role.resources.limits if role.resources else None
     limit = (limits or {}).get("memory", "")
     if limit.endswith("m"):
         raise PlanError(
-            f"role {role.name}: resources.limits.memory {limit} means thousandths of a byte. "
-            f"Write {limit[:-1]}Mi",
+            f"role {role.name}: resources.limits.memory must not have the unit m, which means thousandths of "
+            f"a byte (got {limit}). Write {limit[:-1]}Mi",
             reason=PlanReason.INSUFFICIENT_MEMORY,
         )
 
 
 def _pod_memory(seat: Seat, inventory: Inventory) -> int | None:
+    """Returns the memory of a pod in bytes: limit, request or measured memory; None if unknown."""
     role = seat.placed.role
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
         if amounts and "memory" in amounts:
@@ -123,13 +126,14 @@ class Sizes:
     """Sizes of one rank's share of a model at the group's settings.
 
     Attributes:
-        tensor: ranks of a stage.
-        scale: bytes of the engine's element type per byte of the checkpoint, for plain weights.
+        tensor: number of ranks in a stage.
+        scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
         layer_bytes: stored weights of each layer on one rank, in bytes; a GPU holds them in this form.
-        grown_bytes: bytes of each layer that a CPU holds besides `layer_bytes`; may be negative.
+        grown_bytes: bytes by which each layer is larger in a CPU's packed form; may be negative.
         packing_bytes: additional bytes while a CPU packs each layer.
-        encoder_bytes: encoder on each rank, in bytes; 0 if it is not served.
-        gpu_floor: bytes that a GPU holds besides weights and KV cache.
+        encoder_bytes: encoder on each rank, in bytes; 0 if the group does not serve it.
+        gpu_floor: memory that a GPU needs besides weights and KV cache.
+        kv: KV cache of one rank.
     """
 
     profile: ModelProfile
@@ -143,115 +147,120 @@ class Sizes:
     kv: KvCache
 
     @classmethod
-    def of(cls, profile: ModelProfile, engine: EngineSettings, tensor: int, *, batches: int) -> "Sizes":
-        """Returns the sizes for these settings.
+    def for_settings(
+        cls, profile: ModelProfile, engine: EngineSettings, tensor: int, *, batches: int
+    ) -> "Sizes":
+        """Returns the sizes of one rank for these settings.
 
         Args:
+            tensor: number of ranks in a stage.
             batches: batches that may be scheduled at once.
         """
-        element = ELEMENT_BYTES[engine.dtype]
-        scale = Fraction(element, ELEMENT_BYTES.get(profile.dtype, element))
+        element_bytes = ELEMENT_BYTES[engine.dtype]
+        scale = Fraction(element_bytes, ELEMENT_BYTES.get(profile.dtype, element_bytes))
         text_only = EngineOptions.of(engine.extra_args).is_text_only
-        linear = scale * online_quantization(engine.extra_args, element)
+        plain_ratio = scale * online_quantization_ratio(engine.extra_args, element_bytes)
         sizes = tuple(zip(profile.layer_bytes, plain_bytes(profile), strict=True))
-        packing = (bytes_while_packed(profile, kind, scale) / tensor for kind in profile.layers)
+        packing_copies = (packing_copy_bytes(profile, kind, scale) / tensor for kind in profile.layers)
         return cls(
             profile=profile,
             tensor=tensor,
             scale=scale,
-            layer_bytes=tuple(-int(-(plain * linear + (size - plain)) // tensor) for size, plain in sizes),
-            grown_bytes=tuple(
-                ceil(grown_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
+            layer_bytes=tuple(
+                -int(-(plain * plain_ratio + (size - plain)) // tensor) for size, plain in sizes
             ),
-            packing_bytes=tuple(max(ceil(each) - PACKED_IN_OVERHEAD_BYTES, 0) for each in packing),
+            grown_bytes=tuple(
+                ceil(growth_bytes(profile, kind, tensor, scale) / tensor) for kind in profile.layers
+            ),
+            packing_bytes=tuple(max(ceil(each) - PACKED_IN_OVERHEAD_BYTES, 0) for each in packing_copies),
             encoder_bytes=0 if text_only else int(profile.encoder_bytes * scale),
-            gpu_floor=GpuFloor.of(profile, engine, tensor),
+            gpu_floor=GpuFloor.for_settings(profile, engine, tensor),
             kv=build_kv_cache(profile, engine, tensor=tensor, batches=batches),
         )
 
-    def layers(self, first: int, end: int, device: Device = Device.GPU) -> int:
-        """Returns the bytes of the weights of layers first..end-1 on one rank, in its kernels' form."""
-        grown = sum(self.grown_bytes[first:end]) if device is Device.CPU else 0
-        return sum(self.layer_bytes[first:end]) + grown
+    def layer_weight_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
+        """Returns the bytes of the weights of layers first..end-1 on one rank, in the form of its kernels."""
+        growth = sum(self.grown_bytes[first:end]) if device is Device.CPU else 0
+        return sum(self.layer_bytes[first:end]) + growth
 
-    def cache(self, first: int, end: int) -> int:
-        """Returns the bytes of KV cache of one full-length request in layers first..end-1 on one rank."""
-        return self.kv.block_bytes(first, end) * self.kv.least_blocks
+    def cache_bytes(self, first: int, end: int) -> int:
+        """Returns the bytes of KV cache for one full-length request in layers first..end-1 on one rank."""
+        return self.kv.block_bytes(first, end) * self.kv.min_blocks
 
-    def packing(self, first: int, end: int, device: Device = Device.GPU) -> int:
+    def packing_peak_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the additional bytes while the largest of layers first..end-1 is packed; 0 on GPUs.
 
-        vLLM packs layers one by one after it has loaded all, and before it allocates the KV cache.
-        Source: vllm/model_executor/model_loader/base_loader.py::BaseModelLoader@v0.32.0.
+        vLLM packs layers one by one after it has loaded all, and before it allocates the KV cache. Source:
+        vllm/model_executor/model_loader/base_loader.py::BaseModelLoader@v0.32.0.
         """
         return max(self.packing_bytes[first:end], default=0) if device is Device.CPU else 0
 
-    def loading(self, first: int, end: int, device: Device = Device.GPU) -> int:
+    def loading_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
         """Returns the peak bytes of layers first..end-1 on one rank before it has a KV cache.
 
-        All layers are loaded in stored form before the first is packed, and all but the last are packed when
-        that one is.
+        The peak is while the first layer is packed, when all layers are still in stored form, or while the
+        last layer is packed, when all other layers are packed.
         """
-        most = max(self.layers(first, end), self.layers(first, end, device))
-        return most + self.packing(first, end, device)
+        stored, packed = (self.layer_weight_bytes(first, end, each) for each in (Device.GPU, device))
+        return max(stored, packed) + self.packing_peak_bytes(first, end, device)
 
-    def serving(self, first: int, end: int, device: Device = Device.GPU) -> int:
-        """Returns the bytes of layers first..end-1 with KV cache for one full-length request on one rank."""
-        return self.layers(first, end, device) + self.cache(first, end)
+    def serving_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
+        """Returns the bytes of layers first..end-1 on one rank, with KV cache for one full-length request."""
+        return self.layer_weight_bytes(first, end, device) + self.cache_bytes(first, end)
 
-    def needed(self, first: int, end: int, device: Device = Device.GPU) -> int:
-        """Returns the least bytes that one rank needs for layers first..end-1.
+    def needed_bytes(self, first: int, end: int, device: Device = Device.GPU) -> int:
+        """Returns the least bytes that one rank needs for layers first..end-1: to load and to serve them."""
+        return max(self.serving_bytes(first, end, device), self.loading_bytes(first, end, device))
 
-        That is the larger of two sums: weights with KV cache for one full-length request, and the peak while
-        layers are loaded and packed.
-        """
-        return max(self.serving(first, end, device), self.loading(first, end, device))
+    def loading_exceeds_serving(self, first: int, end: int, device: Device) -> bool:
+        """Reports whether layers first..end-1 need more memory while they load than while they serve."""
+        return self.loading_bytes(first, end, device) > self.serving_bytes(first, end, device)
 
-    def loads_to_more(self, first: int, end: int, device: Device) -> bool:
-        """Returns whether layers first..end-1 need more memory while they load than while they serve."""
-        return self.loading(first, end, device) > self.serving(first, end, device)
+    def table_bytes(self, stage: int, num_stages: int, device: Device) -> int:
+        """Returns the bytes on one rank of a stage's parts besides layers: embedding, head and encoder.
 
-    def tables(self, stage: int, num_stages: int, device: Device) -> int:
-        """Returns the bytes of a stage besides layers on one rank: the embedding, the head, the encoder.
-
-        The first stage has the embedding, the last the head. A tied head is a second copy of the embedding,
-        unless both are in one stage. Every rank has the whole encoder
+        The first stage has the embedding, the last stage has the head. A tied head is a second copy of the
+        embedding, unless both are in one stage. Every rank has the whole encoder
         (vllm/model_executor/models@v0.32.0; tests/shapes compares these sizes with vLLM's).
         """
         profile = self.profile
-        first, last = stage == 0, stage == num_stages - 1
-        everywhere = profile.architecture in TABLES_ON_EVERY_STAGE
-        tables = 0
-        if first or everywhere or (last and profile.tied_head):
-            tables += profile.embedding_bytes
-        if last or everywhere:
-            tables += profile.head_bytes
-        tables += profile.layer_table_bytes
+        is_first, is_last = stage == 0, stage == num_stages - 1
+        on_all_stages = profile.architecture in TABLES_ON_EVERY_STAGE
+        plain_bytes = 0
+        if is_first or on_all_stages or (is_last and profile.tied_head):
+            plain_bytes += profile.embedding_bytes
+        if is_last or on_all_stages:
+            plain_bytes += profile.head_bytes
+        plain_bytes += profile.layer_table_bytes
         copies = CPU_TABLE_COPIES if device is Device.CPU else 1
-        other = int(profile.other_bytes * self.scale) if last else 0
-        return self.share(tables) * copies + other + self.encoder_bytes
+        other_bytes = int(profile.other_bytes * self.scale) if is_last else 0
+        return self.rank_share_bytes(plain_bytes) * copies + other_bytes + self.encoder_bytes
 
     def table_names(self, stage: int, num_stages: int) -> tuple[str, ...]:
-        """Returns the names of a stage's tables, without the encoder, for people."""
-        first, last = stage == 0, stage == num_stages - 1
-        everywhere = self.profile.architecture in TABLES_ON_EVERY_STAGE
-        tied = self.profile.tied_head
+        """Returns the names of a stage's parts besides layers and encoder, for messages."""
+        is_first, is_last = stage == 0, stage == num_stages - 1
+        on_all_stages = self.profile.architecture in TABLES_ON_EVERY_STAGE
+        is_tied = self.profile.tied_head
         names = {
-            "embedding": first or everywhere,
-            "embedding as the head": last and tied and not (first or everywhere),
-            "head": (last or everywhere) and not tied,
+            "embedding": is_first or on_all_stages,
+            "embedding as the head": is_last and is_tied and not (is_first or on_all_stages),
+            "head": (is_last or on_all_stages) and not is_tied,
             "embeddings of each layer": self.profile.layer_table_bytes > 0,
         }
-        return tuple(name for name, held in names.items() if held)
+        return tuple(name for name, is_present in names.items() if is_present)
 
     @property
     def head_bytes(self) -> int:
         """Bytes of the head that one rank of the last stage reads in a step."""
         profile = self.profile
-        return self.share(profile.embedding_bytes if profile.tied_head else profile.head_bytes)
+        return self.rank_share_bytes(profile.embedding_bytes if profile.tied_head else profile.head_bytes)
 
-    def share(self, size: int) -> int:
-        """Returns one rank's part of plain weights, in bytes of the engine's element type."""
+    def rank_share_bytes(self, size: int) -> int:
+        """Returns one rank's share of unquantized weights, in bytes of the engine's element type.
+
+        Args:
+            size: bytes of these weights in the checkpoint.
+        """
         return -int(-size * self.scale // self.tensor)
 
 
@@ -267,14 +276,14 @@ def plain_bytes(profile: ModelProfile) -> tuple[int, ...]:
     )
 
 
-def online_quantization(args: Sequence[str], element_bytes: int) -> Fraction:
-    """Returns the share of their bytes that plain linear layers keep under `--quantization`.
+def online_quantization_ratio(args: Sequence[str], element_bytes: int) -> Fraction:
+    """Returns the size of unquantized linear layers under `--quantization`, relative to their size without.
 
     vLLM quantizes layers at load if the checkpoint is not quantized
     (vllm/config/quantization.py::OnlineQuantizationConfigArgs@v0.32.0).
     """
-    asked = EngineOptions.of(args).quantization
-    eight_bits = asked.startswith(("fp8", "int8", "mxfp8"))
+    method = EngineOptions.of(args).quantization
+    eight_bits = method.startswith(("fp8", "int8", "mxfp8"))
     return Fraction(1, element_bytes) if eight_bits else Fraction(1)
 
 
@@ -283,31 +292,36 @@ class RankBudget:
     """Memory of one rank.
 
     Attributes:
+        role: name of the rank's role.
         budget: bytes for weights and KV cache, or None if unknown.
-        tables: part of the budget that embedding and head take.
-        beside: bytes that a GPU keeps free, if they bound the budget; otherwise 0.
+        table_bytes: part of the budget for embedding, head and encoder.
+        reserved_bytes: bytes that a GPU needs besides weights and KV cache, if they limit its budget;
+            otherwise 0.
     """
 
     role: str
     device: Device
     budget: int | None
-    tables: int
-    beside: int = 0
+    table_bytes: int
+    reserved_bytes: int = 0
 
     @property
     def free_bytes(self) -> int | None:
         """Bytes for layers and their KV cache, or None if unknown; may be negative."""
-        return None if self.budget is None else self.budget - self.tables
+        return None if self.budget is None else self.budget - self.table_bytes
 
     def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns the bytes that layers first..end-1 leave for KV cache, or None; may be negative."""
+        """Returns the bytes for KV cache after layers first..end-1, or None if unknown; may be negative."""
         free = self.free_bytes
-        return None if free is None else free - sizes.layers(first, end, self.device)
+        return None if free is None else free - sizes.layer_weight_bytes(first, end, self.device)
 
     def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns the bytes missing for layers first..end-1, or None if unknown; <= 0 if they fit."""
+        """Returns the bytes that the rank lacks for layers first..end-1, or None if unknown.
+
+        The value is <= 0 if the layers fit.
+        """
         free = self.free_bytes
-        return None if free is None else sizes.needed(first, end, self.device) - free
+        return None if free is None else sizes.needed_bytes(first, end, self.device) - free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +345,7 @@ class StageBudget:
         return any(rank.budget is not None for rank in self.ranks)
 
     def tightest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank with the least memory left by layers first..end-1; unknown memory sorts last."""
+        """Returns the rank with the fewest bytes left after layers first..end-1; unknown ones sort last."""
 
         def left(rank: RankBudget) -> tuple[bool, int]:
             found = rank.left_bytes(sizes, first, end)
@@ -340,7 +354,7 @@ class StageBudget:
         return min(self.ranks, key=left)
 
     def neediest(self, sizes: Sizes, first: int, end: int) -> RankBudget:
-        """Returns the rank that lacks most memory for layers first..end-1; unknown memory sorts last."""
+        """Returns the rank that lacks the most bytes for layers first..end-1; unknown memory sorts last."""
 
         def missing(rank: RankBudget) -> tuple[bool, int]:
             found = rank.missing_bytes(sizes, first, end)
@@ -349,42 +363,46 @@ class StageBudget:
         return max(self.ranks, key=missing)
 
     def left_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns the bytes that layers first..end-1 leave the tightest rank for KV cache, or None."""
+        """Returns the bytes for KV cache on the tightest rank after layers first..end-1, or None."""
         return self.tightest(sizes, first, end).left_bytes(sizes, first, end)
 
     def missing_bytes(self, sizes: Sizes, first: int, end: int) -> int | None:
-        """Returns the bytes that the neediest rank lacks for these layers, or None; <= 0 if they fit."""
+        """Returns the bytes that the neediest rank lacks for layers first..end-1, or None.
+
+        The value is <= 0 if the layers fit.
+        """
         return self.neediest(sizes, first, end).missing_bytes(sizes, first, end)
 
 
 def stage_budgets(
     stages: Sequence[Sequence[Seat]], sizes: Sizes, inventory: Inventory
 ) -> tuple[StageBudget, ...]:
-    """Returns the budget of each stage; raises PlanError as rank_budget."""
+    """Returns the budget of each stage; raises the errors of rank_budget."""
 
-    def of_rank(seat: Seat, stage: int) -> RankBudget:
+    def budget_of_seat(seat: Seat, stage: int) -> RankBudget:
+        """Returns the budget of one rank."""
         device = seat.placed.device
         floor = sizes.gpu_floor.total(
-            embeds=stage == 0, samples=stage == len(stages) - 1, gpus=_gpus_by_nccl(stages[stage])
+            embeds=stage == 0, samples=stage == len(stages) - 1, gpus=_num_nccl_gpus(stages[stage])
         )
         memory = gpu_memory(seat.placed.role, inventory) if device is Device.GPU else None
-        if device is Device.GPU and stage == 0:  # n-grams belong to the first layers
+        if device is Device.GPU and stage == 0:  # only the first layers use tables of n-grams
             _check_host_tables(seat, sizes.profile.host_table_bytes // sizes.tensor, inventory)
-        bounds = memory is not None and floor > memory * (1 - GPU_USABLE)
+        floor_bounds_budget = memory is not None and floor > memory * (1 - GPU_USABLE)
         return RankBudget(
             role=seat.placed.role.name,
             device=device,
             budget=rank_budget(seat, inventory, floor),
-            tables=sizes.tables(stage, len(stages), device),
-            beside=floor if bounds else 0,
+            table_bytes=sizes.table_bytes(stage, len(stages), device),
+            reserved_bytes=floor if floor_bounds_budget else 0,
         )
 
     return tuple(
-        StageBudget(ranks=tuple(dict.fromkeys(of_rank(seat, index) for seat in seats)))
+        StageBudget(ranks=tuple(dict.fromkeys(budget_of_seat(seat, index) for seat in seats)))
         for index, seats in enumerate(stages)
     )
 
 
-def _gpus_by_nccl(seats: Sequence[Seat]) -> int:
-    """Returns the GPUs of a stage that use NCCL; a stage with CPU ranks uses the bridge instead."""
+def _num_nccl_gpus(seats: Sequence[Seat]) -> int:
+    """Returns the GPUs of a stage that communicate through NCCL; 1 if a CPU rank makes it use the bridge."""
     return len(seats) if all(seat.placed.device is Device.GPU for seat in seats) else 1

@@ -1,4 +1,4 @@
-"""The result of a choice between modes, with the figures of each mode, for people. Pure."""
+"""The mode that the plan chose, with the predicted times of all modes, as text for users. Pure."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from heteroinfer_operator.api import ChosenMode, LoadSpec
 from heteroinfer_operator.planning.prediction import Prediction
 
 _MAX_REASON = 240
-"""Characters of a reason in a sentence; `heteroinfer plan` prints whole reasons."""
+"""Longest reason in a sentence, in characters; `heteroinfer plan` prints whole reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,19 +14,19 @@ class LoadFigures:
     """The predicted times of a plan under a load.
 
     Attributes:
-        step: a decode step with as many requests as run at once.
-        at_once: requests that run at once.
-        first_token: from a request to its first token, without waiting for other requests.
-        total_s: seconds for all prompts and all output of the load.
+        step: time of a decode step with num_concurrent requests.
+        num_concurrent: number of requests that run at the same time.
+        first_token: time from a request to its first token, if no other request is being served.
+        total_s: seconds until all requests of the load have all their output.
     """
 
     step: Prediction
-    at_once: int
+    num_concurrent: int
     first_token: Prediction
     total_s: float
 
     def __str__(self) -> str:
-        together = f" of {self.at_once} requests" if self.at_once > 1 else ""
+        together = f" of {self.num_concurrent} requests" if self.num_concurrent > 1 else ""
         first = f"first token after {self.first_token.step_s * 1e3:.0f} ms"
         return f"{self.total_s:.3g} s (step{together} {self.step.step_s * 1e3:.3g} ms, {first})"
 
@@ -36,8 +36,9 @@ class ModeOption:
     """A mode that the plan could choose.
 
     Attributes:
+        title: name of the mode for users, such as "GPU only".
         figures: predicted times, or None if the mode does not fit.
-        reason: why the mode does not fit, or why its figures do not count; "" for a mode that fits.
+        reason: why the mode does not fit, or why the plan ignored its figures; "" for neither.
     """
 
     title: str
@@ -46,18 +47,19 @@ class ModeOption:
 
     @property
     def short_reason(self) -> str:
-        """The first line of the reason, shortened."""
-        line = self.reason.partition("\n")[0]
-        return line if len(line) <= _MAX_REASON else f"{line[: _MAX_REASON - 3]}..."
+        """First line of the reason, cut to a length for one sentence."""
+        first_line = self.reason.partition("\n")[0]
+        return first_line if len(first_line) <= _MAX_REASON else f"{first_line[: _MAX_REASON - 3]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeChoice:
-    """A mode that the plan chose, and the others.
+    """The mode that the plan chose, and the other modes that it could choose.
 
     Attributes:
+        load: load for which the modes were compared.
         options: all modes, the chosen mode first.
-        gains: what more memory would gain, one line each.
+        gains: lines about modes that would be faster with more memory.
     """
 
     chosen: ChosenMode
@@ -66,17 +68,20 @@ class ModeChoice:
     gains: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        own, *others = self.options
-        words = [f"{own.title} chosen by prediction for {describe_load(self.load)}: {own.figures}"]
-        if own.reason:
-            words = [f"{own.title} chosen: {own.short_reason}"]
+        """Describes the chosen mode, then each other mode: its times, or why it does not fit."""
+        chosen, *others = self.options
+        parts = [f"{chosen.title} chosen by prediction for {describe_load(self.load)}: {chosen.figures}"]
+        if chosen.reason:
+            parts = [f"{chosen.title} chosen: {chosen.short_reason}"]
         for each in others:
-            found = f"does not fit: {each.short_reason}" if each.figures is None else str(each.figures)
-            words.append(f"{each.title}: {found}" if each.figures else f"{each.title} {found}")
-        return "; ".join([*words, *self.gains])
+            if each.figures is None:
+                parts.append(f"{each.title} does not fit: {each.short_reason}")
+            else:
+                parts.append(f"{each.title}: {each.figures}")
+        return "; ".join([*parts, *self.gains])
 
 
 def describe_load(load: LoadSpec) -> str:
-    """Returns the load in words."""
+    """Describes a load, such as "1 request of 1,024 prompt and 256 output tokens"."""
     requests = "1 request" if load.requests == 1 else f"{load.requests:,} requests at once"
     return f"{requests} of {load.prompt_tokens:,} prompt and {load.output_tokens:,} output tokens"

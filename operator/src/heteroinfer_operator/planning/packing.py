@@ -1,6 +1,6 @@
-"""Sizes of weights in the form of CPU kernels, and the additional memory while weights are packed.
+"""Sizes of weights in the packed form of CPU kernels, and the additional memory while weights are packed.
 
-CPU stages and feed-forward ranks are counted with these sizes. Pure.
+The planner counts CPU stages and feed-forward ranks with these sizes. Pure.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from heteroinfer_contract.model import LayerKind, Scheme, SchemeName
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.vllm_support.quantization import FOUR_BITS
 
-_BLOCK: Final = 128
+_AMX_BLOCK: Final = 128
 """Weights per block of an output in vLLM's kernels of experts for AMX; each block has a sum of 4 bytes. A
 smaller group is one block."""
-_ZERO_POINT: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
+_ZERO_POINT_BYTES: Final[Mapping[SchemeName, Fraction]] = MappingProxyType(
     {SchemeName.AWQ: Fraction(1, 2), SchemeName.GPTQ: Fraction(1, 2)}
 )
 """Bytes of a group's zero point in the checkpoint: AWQ and GPTQ always store one."""
-_FLOATS_PACKED: Final = Fraction(201, 200)
-"""Packed size of weights in FP8 and NVFP4 relative to the checkpoint: 4 bytes more for each column, 1.002
-with 4,096 inputs and 1.009 with 768."""
-_FLOATS: Final = frozenset(
+_FLOAT_RATIO: Final = Fraction(201, 200)
+"""Packed size of weights in FP8 and NVFP4, relative to the checkpoint. Packing adds 4 bytes for each column:
+the ratio is 1.002 with 4,096 inputs and 1.009 with 768."""
+_FLOAT_FORMATS: Final = frozenset(
     {
         SchemeName.FP8_BLOCK,
         SchemeName.FP8_CHANNEL,
@@ -33,28 +33,29 @@ _FLOATS: Final = frozenset(
         SchemeName.NVFP4,
     }
 )
-_COPIES: Final[Mapping[SchemeName, int]] = MappingProxyType(
+_PACKING_COPIES: Final[Mapping[SchemeName, int]] = MappingProxyType(
     {SchemeName.AWQ: 2, SchemeName.INT4: 2, SchemeName.GPTQ: 3}
 )
-"""Additional copies of a stage's layer while it is packed: up to 1.9, for experts in GPTQ up to 2.9
-(patches/cpu_packing.py; 150 to 300 MiB per layer, 2 cores of an EPYC, 2026-11-24 and 2026-11-25)."""
-_GATE_AND_UP: Final = Fraction(2, 3)
+"""Number of additional copies while a layer of a stage is packed: measured were up to 1.9, and for experts in
+GPTQ up to 2.9 (patches/cpu_packing.py; 150 to 300 MiB per layer, 2 cores of an EPYC, 2026-11-24 and
+2026-11-25)."""
+_GATE_AND_UP_SHARE: Final = Fraction(2, 3)
 """Share of an MLP's bytes in its gate and up projections."""
 
 
-def packed_part(scheme: Scheme) -> Fraction:
-    """Returns the size of quantized weights in our kernels' form, relative to the checkpoint.
+def packed_ratio(scheme: Scheme) -> Fraction:
+    """Returns the size of quantized weights in the packed form of our kernels, relative to the checkpoint.
 
     Codes and scales keep their size (kernels/coded.py). In AWQ a zero point becomes a byte: 1.008 with groups
-    of 128 and 1.027 with groups of 32. GPTQ loses its zero points: 0.992 and 0.973.
+    of 128 and 1.027 with groups of 32. In GPTQ the zero points are dropped: 0.992 and 0.973.
     """
-    if scheme.name in _FLOATS:
-        return _FLOATS_PACKED
-    stored, own = _group_bytes(scheme)
-    return (own + (scheme.name is SchemeName.AWQ)) / stored
+    if scheme.name in _FLOAT_FORMATS:
+        return _FLOAT_RATIO
+    stored_bytes, bytes_without_zero_point = _group_bytes(scheme)
+    return (bytes_without_zero_point + (scheme.name is SchemeName.AWQ)) / stored_bytes
 
 
-def packed_for_amx(scheme: Scheme) -> Fraction:
+def packed_ratio_for_amx(scheme: Scheme) -> Fraction:
     """Returns the size of 4-bit experts in vLLM's kernels for AMX, relative to the checkpoint.
 
     CPU ranks that share the layers of a stage use these kernels. A group has its values, a sum of 4 bytes per
@@ -64,54 +65,61 @@ def packed_for_amx(scheme: Scheme) -> Fraction:
     Source: vllm/model_executor/layers/fused_moe/oracle/int_wna16.py::_process_weights_cpu@v0.32.0.
     """
     if scheme.name not in FOUR_BITS:
-        return packed_part(scheme)
-    group = scheme.group or _BLOCK
-    return (Fraction(group, 2) + 4 * -(-group // _BLOCK) + 4 + 1) / _group_bytes(scheme)[0]
+        return packed_ratio(scheme)
+    group = scheme.group or _AMX_BLOCK
+    return (Fraction(group, 2) + 4 * -(-group // _AMX_BLOCK) + 4 + 1) / _group_bytes(scheme)[0]
 
 
 def _group_bytes(scheme: Scheme) -> tuple[Fraction, Fraction]:
     """Returns the bytes of a group in the checkpoint, with and without its zero point."""
-    own = Fraction((scheme.group or _BLOCK) * max(scheme.bits, 1), 8) + 2
-    return own + _ZERO_POINT.get(scheme.name, Fraction(0)), own
+    bytes_without_zero_point = Fraction((scheme.group or _AMX_BLOCK) * max(scheme.bits, 1), 8) + 2
+    return bytes_without_zero_point + _ZERO_POINT_BYTES.get(
+        scheme.name, Fraction(0)
+    ), bytes_without_zero_point
 
 
-def grown_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fraction) -> Fraction:
-    """Returns the bytes that all ranks of a CPU stage hold of a layer besides its stored bytes.
+def growth_bytes(profile: ModelProfile, kind: LayerKind, tensor: int, scale: Fraction) -> Fraction:
+    """Returns the bytes that packing adds to a layer, for all ranks of a CPU stage together.
 
-    vLLM fills the columns of 16-bit experts with zeros up to whole blocks of the kernels.
-    Source: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py
+    The number is negative if the packed form is smaller.
+
+    vLLM fills the columns of 16-bit experts with zeros up to whole blocks of the kernels. Source:
+    vllm/model_executor/layers/fused_moe/experts/cpu_moe.py
     ::CPUUnquantizedExperts._pad_moe_intermediate@v0.32.0.
 
     Args:
-        tensor: ranks that share each expert's columns.
-        scale: bytes of the engine's element type per byte of the checkpoint, for plain weights.
+        tensor: number of ranks that share each expert's columns.
+        scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
     """
-    grown = kind.quantized_bytes * (packed_part(profile.scheme) - 1)
+    growth = kind.quantized_bytes * (packed_ratio(profile.scheme) - 1)
     columns = Fraction(kind.columns, tensor)
     if kind.experts_quantized:
         # Our kernels compute the experts of ranks that hold whole layers, vLLM's those of other ranks.
-        packed = packed_part if tensor == 1 else packed_for_amx
-        grown += kind.routed_bytes * (packed(profile.scheme_of_experts) - 1)
+        ratio_of_kernel = packed_ratio if tensor == 1 else packed_ratio_for_amx
+        growth += kind.routed_bytes * (ratio_of_kernel(profile.scheme_of_experts) - 1)
     elif kind.experts and columns:
-        filled = ceil(columns / KERNEL_BLOCK) * KERNEL_BLOCK / columns
-        grown += kind.routed_bytes * (filled - 1) * scale
-    return grown
+        padded_ratio = ceil(columns / KERNEL_BLOCK) * KERNEL_BLOCK / columns
+        growth += kind.routed_bytes * (padded_ratio - 1) * scale
+    return growth
 
 
-def bytes_while_packed(profile: ModelProfile, kind: LayerKind, scale: Fraction) -> Fraction:
-    """Returns the most additional bytes of all ranks of a CPU stage while a layer is packed.
+def packing_copy_bytes(profile: ModelProfile, kind: LayerKind, scale: Fraction) -> Fraction:
+    """Returns the bytes that all ranks of a CPU stage need for copies while they pack a layer.
 
     Experts need a second copy, because vLLM replaces both their tensors before it frees the first. An MLP
     needs a second copy of gate and up, which are one tensor. Experts of 0.75 GiB took 0.75 GiB more, an MLP
-    of 0.66 GiB took 0.4 GiB more (bf16, 2 cores of an EPYC, 2026-11-25). In 4 bits it is several copies.
+    of 0.66 GiB took 0.4 GiB more (bf16, 2 cores of an EPYC, 2026-11-25). Weights of 4 bits need several
+    copies.
 
     Args:
-        scale: bytes of the engine's element type per byte of the checkpoint, for plain weights.
+        scale: bytes of the engine's element type per byte of the checkpoint, for unquantized weights.
     """
-    in_linear, in_experts = (
-        _COPIES.get(profile.scheme.name, 0),
-        _COPIES.get(profile.scheme_of_experts.name, 1),
+    num_linear_copies, num_expert_copies = (
+        _PACKING_COPIES.get(profile.scheme.name, 0),
+        _PACKING_COPIES.get(profile.scheme_of_experts.name, 1),
     )
-    experts = kind.routed_bytes * (Fraction(in_experts) if kind.experts_quantized else scale)
-    mlp = _GATE_AND_UP * kind.mlp_bytes * scale * (not (kind.quantized_bytes and in_linear))
-    return max(in_linear * kind.quantized_bytes + experts, mlp)
+    expert_copies = kind.routed_bytes * (Fraction(num_expert_copies) if kind.experts_quantized else scale)
+    mlp_copy = (
+        _GATE_AND_UP_SHARE * kind.mlp_bytes * scale * (not (kind.quantized_bytes and num_linear_copies))
+    )
+    return max(num_linear_copies * kind.quantized_bytes + expert_copies, mlp_copy)

@@ -1,4 +1,4 @@
-"""The modes of a plan: their checks, their ranks outside of the stages, and their advice. Pure."""
+"""The mode of a plan: its checks, its feed-forward ranks, and its notes for the user. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.planning.advice import Advice, advise
 from heteroinfer_operator.planning.feed_forward import (
-    Remote,
+    FeedForwardPart,
     check_feed_forward,
-    choose_remote,
+    choose_feed_forward_part,
     feed_forward_seconds,
-    missing_bytes,
     rank_weight_bytes,
+    stage_rank_missing_bytes,
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import Sizes, stage_budgets
-from heteroinfer_operator.planning.prediction import Load, count_reads
+from heteroinfer_operator.planning.prediction import StepLoad, count_reads
 from heteroinfer_operator.planning.rates import Rates
 from heteroinfer_operator.planning.topology import Topology
 from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format
@@ -34,51 +34,52 @@ from heteroinfer_operator.vllm_support.cpu_ranks import check_load_format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMode:
-    """A mode with its ranks' parts of the model.
+    """A mode, the part of the model that each kind of rank computes, and the settings behind it.
 
     Attributes:
-        remote: the part of CPU ranks that compute experts or MLPs for the only stage, in mode FeedForward.
+        remote: in mode FeedForward, the experts or MLPs that CPU ranks compute for the only stage; otherwise
+            None.
     """
 
     topology: Topology
     profile: ModelProfile
     engine: EngineSettings
     inventory: Inventory
-    remote: Remote | None = None
+    remote: FeedForwardPart | None = None
 
     @property
-    def in_stages(self) -> ModelProfile:
+    def stage_profile(self) -> ModelProfile:
         """The part of the model that the stages compute."""
-        return self.profile if self.remote is None else self.remote.kept
+        return self.profile if self.remote is None else self.remote.remaining
 
-    def ranks_beside(self) -> tuple[RankAssignment, ...]:
-        """Returns the ranks outside of the stages, without predicted times; they have the highest numbers."""
-        own, remote = self.topology.stages[0], self.remote
+    def feed_forward_ranks(self) -> tuple[RankAssignment, ...]:
+        """Returns the feed-forward ranks, without predicted times; they have the highest numbers."""
+        stage_ranks, remote = self.topology.stages[0], self.remote
         if remote is None:
             return ()
-        ranks, pod = [], own[0].pod
-        for each, numbers in remote.numbered_sets:
-            for number in numbers:
-                position = number - numbers[0]
-                in_pod = position % each.per_pod
-                if each.pods and not in_pod:
+        ranks, pod = [], stage_ranks[0].pod
+        for rank_set, numbers in remote.numbered_sets:
+            for index in numbers:
+                index_in_set = index - numbers[0]
+                index_in_pod = index_in_set % rank_set.per_pod
+                if rank_set.pods and not index_in_pod:
                     pod += 1
                 ranks.append(
                     RankAssignment(
-                        rank=len(own) + number,
-                        local_rank=in_pod if each.pods else len(own) + position,
+                        rank=len(stage_ranks) + index,
+                        local_rank=index_in_pod if rank_set.pods else len(stage_ranks) + index_in_set,
                         pod=pod,
-                        role=each.role.name,
+                        role=rank_set.role.name,
                         device=Device.CPU,
                         stage=0,
-                        tensor_rank=number,
+                        tensor_rank=index,
                         first_layer=remote.layers[0],
                         end_layer=remote.layers[-1] + 1,
                         kv_cache_bytes=0,
-                        weight_bytes=rank_weight_bytes(remote, self.engine, number),
+                        weight_bytes=rank_weight_bytes(remote, self.engine, index),
                         feed_forward=FeedForwardShare(
                             layers=remote.layers,
-                            share=remote.shares[number] if remote.shares else BY_RATE,
+                            share=remote.shares[index] if remote.shares else BY_RATE,
                             by_experts=remote.by_experts,
                         ),
                     )
@@ -86,79 +87,90 @@ class PlannedMode:
         return tuple(ranks)
 
     def advise(self, plan: Plan, rates: Sequence[Rates]) -> Advice:
-        """Returns notes on the plan for the user; `rates` are by rank.
+        """Returns notes on the plan for the user, one line each.
 
-        In mode FeedForward: a comparison with mode Pipeline, and whether the GPU needs CPUs at all.
+        In mode FeedForward the notes compare it with mode Pipeline, and report if the GPU needs no CPUs.
+
+        Args:
+            rates: assumed speed of each rank, by rank.
         """
         topology, remote, engine = self.topology, self.remote, self.engine
         if remote is None:
             return advise(topology, plan, self.profile, self.inventory)
-        notes = [self._in_pipeline(remote, rates[0], rates[-remote.ranks :])]
-        placed = topology.stages[0][0].placed
-        with_ranks = [placed.role] * (not remote.sets[0].pods)
-        with_ranks += [each.role for each in remote.sets if each.pods]
+        notes = [self._compare_with_pipeline(remote, rates[0], rates[-remote.ranks :])]
+        placed_role = topology.stages[0][0].placed
+        roles_with_ranks = [placed_role.role] * (not remote.sets[0].pods)
+        roles_with_ranks += [each.role for each in remote.sets if each.pods]
         notes += [
-            f"the pods of role {role.name} have a CPU limit: feed-forward ranks sleep between layers instead "
-            "of spinning, because spinning would use up the limit. Remove limits.cpu, or use nodes with the "
-            "static CPU manager"
-            for role in with_ranks
+            f"the pods of role {role.name} have a CPU limit: feed-forward ranks sleep between layers, "
+            "because busy waiting would use up the limit. Remove limits.cpu, or use nodes with the static "
+            "CPU manager"
+            for role in roles_with_ranks
             if role.resources and role.resources.limits and "cpu" in role.resources.limits
         ]
-        if placed.device is not Device.GPU:
+        if placed_role.device is not Device.GPU:
             return Advice(notes=tuple(notes))
-        stage = stage_budgets(topology.stages, Sizes.of(self.profile, engine, 1, batches=1), self.inventory)[
-            0
-        ]
-        if not stage.is_known:
-            if placed.role.feed_forward is None or placed.role.feed_forward.layers is None:
+        stage_budget = stage_budgets(
+            topology.stages, Sizes.for_settings(self.profile, engine, 1, batches=1), self.inventory
+        )[0]
+        if not stage_budget.is_known:
+            if placed_role.role.feed_forward is None or placed_role.role.feed_forward.layers is None:
                 notes.append("the GPU's memory is unknown. Set deviceMemory to plan layers by memory")
             return Advice(notes=tuple(notes))
-        if missing_bytes(topology, self.profile, engine, self.inventory) > 0:
+        if stage_rank_missing_bytes(topology, self.profile, engine, self.inventory) > 0:
             return Advice(notes=tuple(notes))
-        words = (
-            "feed-forward ranks not needed: the GPU holds the model and KV cache for one request of "
-            f"{engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline without "
+        not_needed = (
+            "feed-forward ranks are not needed: the GPU can hold the model and the KV cache for one request "
+            f"of {engine.max_model_len:,} tokens. CPUs add capacity, not speed. Use mode Pipeline without "
             f"{'CPU roles' if any(each.pods for each in remote.sets) else 'feedForward'}"
         )
-        return Advice(notes=(*notes, words), hybrid_not_needed=words)
+        return Advice(notes=(*notes, not_needed), hybrid_not_needed=not_needed)
 
-    def _in_pipeline(self, remote: Remote, own: Rates, theirs: Sequence[Rates]) -> str:
-        """Returns the compute time of this mode and of mode Pipeline with the same memory, as text.
+    def _compare_with_pipeline(
+        self, remote: FeedForwardPart, stage_rates: Rates, feed_forward_rates: Sequence[Rates]
+    ) -> str:
+        """Returns the predicted time of this mode, and of mode Pipeline with the same memory, as text.
 
         Args:
-            own: rates of the role's own rank.
-            theirs: rates of each feed-forward rank.
+            stage_rates: rates of the rank in the stage.
+            feed_forward_rates: rates of each feed-forward rank.
         """
         profile, engine = self.profile, self.engine
-        moved = sum(remote.profile.layer_bytes)
-        count, held = 0, 0
-        while held < moved and count < profile.num_layers:
-            held += profile.layer_bytes[count]
-            count += 1
-        sizes = Sizes.of(profile, engine, 1, batches=1)
-        on_cpus = count_reads(sizes, 0, count, Load(), last=False, engine=engine)
-        on_gpu = count_reads(sizes, count, profile.num_layers, Load(), last=True, engine=engine)
-        pipeline_s = 1 / sum(1 / on_cpus.seconds(each) for each in theirs) + on_gpu.seconds(own)
-        kept = Sizes.of(remote.kept, engine, 1, batches=1)
-        ours_s = count_reads(kept, 0, profile.num_layers, Load(), last=True, engine=engine).seconds(own)
-        ours_s += max(feed_forward_seconds(remote, engine, theirs, Load()))
+        moved_bytes = sum(remote.profile.layer_bytes)
+        num_layers_on_cpus, held_bytes = 0, 0
+        while held_bytes < moved_bytes and num_layers_on_cpus < profile.num_layers:
+            held_bytes += profile.layer_bytes[num_layers_on_cpus]
+            num_layers_on_cpus += 1
+        sizes = Sizes.for_settings(profile, engine, 1, batches=1)
+        cpu_reads = count_reads(sizes, 0, num_layers_on_cpus, StepLoad(), has_head=False, engine=engine)
+        gpu_reads = count_reads(
+            sizes, num_layers_on_cpus, profile.num_layers, StepLoad(), has_head=True, engine=engine
+        )
+        pipeline_s = 1 / sum(1 / cpu_reads.seconds(each) for each in feed_forward_rates) + gpu_reads.seconds(
+            stage_rates
+        )
+        stage_sizes = Sizes.for_settings(remote.remaining, engine, 1, batches=1)
+        this_mode_s = count_reads(
+            stage_sizes, 0, profile.num_layers, StepLoad(), has_head=True, engine=engine
+        ).seconds(stage_rates)
+        this_mode_s += max(feed_forward_seconds(remote, engine, feed_forward_rates, StepLoad()))
         kind = "experts" if profile.experts else "MLPs"
         layers = f"{len(remote.layers)} layer{'' if len(remote.layers) == 1 else 's'}"
-        whole = f"{count} whole layer{'' if count == 1 else 's'}"
+        whole_layers = f"{num_layers_on_cpus} whole layer{'' if num_layers_on_cpus == 1 else 's'}"
         return (
-            f"CPUs have the {kind} of {layers} ({format_bytes(moved)}): a step of one request computes for "
-            f"about {ours_s * 1e3:.1f} ms. Mode Pipeline with the same memory would have {whole} on CPUs and "
-            f"compute for {pipeline_s * 1e3:.1f} ms"
+            f"CPUs have the {kind} of {layers} ({format_bytes(moved_bytes)}): a step of one request computes "
+            f"for about {this_mode_s * 1e3:.1f} ms. Mode Pipeline with the same memory would have "
+            f"{whole_layers} on CPUs and compute for {pipeline_s * 1e3:.1f} ms"
         )
 
 
-def check_mode(
+def check_cpu_support(
     mode: Mode, topology: Topology, profile: ModelProfile, engine: EngineSettings
 ) -> tuple[str, ...]:
     """Checks that CPU ranks can compute their part in this mode. Returns notes for the user, one line each.
 
     Raises:
-        PlanError: they cannot, whatever the memory.
+        PlanError: the CPU ranks cannot compute their part with any memory.
     """
     if mode is not Mode.FEED_FORWARD:
         if topology.has_cpu:
@@ -185,5 +197,5 @@ def choose_mode(
     """
     remote = None
     if mode is Mode.FEED_FORWARD:
-        remote = choose_remote(roles, topology, profile, engine, inventory)
+        remote = choose_feed_forward_part(roles, topology, profile, engine, inventory)
     return PlannedMode(topology=topology, profile=profile, engine=engine, inventory=inventory, remote=remote)

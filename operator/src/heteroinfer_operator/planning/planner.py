@@ -1,4 +1,4 @@
-"""Makes the plan of a group from its spec, the model's profile and the inventory of devices. Pure."""
+"""Makes the plan of a group from its spec, the model's profile and the known devices. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,33 +17,39 @@ from heteroinfer_contract.plan import (
 from heteroinfer_operator.api import HeteroInferenceSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.nodes.node_assignment import NodeAssignment
-from heteroinfer_operator.planning.alternatives import name_alternatives
-from heteroinfer_operator.planning.engine_settings import engine_settings
-from heteroinfer_operator.planning.feed_forward import Remote
+from heteroinfer_operator.planning.alternatives import describe_alternatives
+from heteroinfer_operator.planning.engine_settings import choose_engine_settings
+from heteroinfer_operator.planning.feed_forward import FeedForwardPart
 from heteroinfer_operator.planning.first_token import with_keep_alive
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.layers import choose_layers
-from heteroinfer_operator.planning.memory import Sizes, StageBudget, host_tables, stage_budgets
+from heteroinfer_operator.planning.memory import Sizes, StageBudget, note_host_tables, stage_budgets
 from heteroinfer_operator.planning.mode_choice import ModeChoice
-from heteroinfer_operator.planning.planned_modes import check_mode, choose_mode
+from heteroinfer_operator.planning.planned_modes import check_cpu_support, choose_mode
 from heteroinfer_operator.planning.predicted_plan import predict_ranks
 from heteroinfer_operator.planning.rates import Rates
-from heteroinfer_operator.planning.topology import Topology, lay_out
+from heteroinfer_operator.planning.topology import Topology, build_topology
+from heteroinfer_operator.vllm_support.combined_checks import run_all_checks
 from heteroinfer_operator.vllm_support.cpu_ranks import check_support
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
-from heteroinfer_operator.vllm_support.every_reason import every_reason
 from heteroinfer_operator.vllm_support.quantization import check_quantization
 from heteroinfer_operator.vllm_support.served_architectures import check_architecture, check_files
 
 _UNKNOWN_MEMORY_SEQUENCES: Final = 4
-"""Full-length requests that the KV cache is planned for if the memory of a rank is unknown."""
+"""Number of full-length requests that the KV cache holds if the memory of a rank is unknown."""
 _VOCAB_PADDING: Final = 64
-"""vLLM pads the vocabulary to this before it splits it (vocab_parallel_embedding.py@v0.32.0)."""
+"""vLLM pads the vocabulary to a multiple of this number before it divides the vocabulary among ranks
+(vocab_parallel_embedding.py@v0.32.0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """The input of a plan; `model_path` is the path at which the ranks find the model."""
+    """The input of a plan.
+
+    Attributes:
+        served_name: name of the model in the OpenAI API.
+        model_path: path at which the ranks find the model.
+    """
 
     spec: HeteroInferenceSpec
     profile: ModelProfile
@@ -53,15 +59,15 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """The plan that an epoch starts with, and notes for the user.
+    """The plan with which an epoch starts, and notes for the user.
 
     Attributes:
         notes: one line each; empty for a plan of an earlier epoch.
-        hybrid_not_needed: the note why CPU ranks could be left out, or "".
+        hybrid_not_needed: the note that the GPUs need no CPU ranks, or "".
         on_cpus: the notes why GPU roles compute on CPUs, or "".
-        node_assignment: nodes that the pods fit on, if nodes are known.
+        node_assignment: a node for each pod, if nodes are known.
         missing: capacity that the pods will wait for once they exist, or "".
-        choice: how the plan chose the mode; None if the mode was given.
+        choice: how the plan chose the mode; None if the user chose it.
     """
 
     plan: Plan
@@ -75,13 +81,13 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned(EpochPlan):
-    """A new plan with the values behind it.
+    """A new plan, with the request, memory, sizes and rates from which it was made.
 
     Attributes:
         budgets: memory of each stage.
         sizes: sizes of one rank's share of the model.
         rates: assumed speed of each rank, by rank.
-        remote: the feed-forward ranks' part of the model, or None without such ranks.
+        remote: part of the model that feed-forward ranks compute, or None without such ranks.
         limiting_rank: rank whose memory holds the fewest KV blocks; None if the memory of a stage is unknown.
     """
 
@@ -90,47 +96,47 @@ class Planned(EpochPlan):
     budgets: tuple[StageBudget, ...]
     sizes: Sizes
     rates: tuple[Rates, ...]
-    remote: Remote | None = None
+    remote: FeedForwardPart | None = None
     limiting_rank: int | None = None
 
 
 def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
-    """Returns the plan of a group whose spec has a mode. Equal arguments give an equal plan.
+    """Makes the plan of a group whose spec has a mode. Equal arguments give an equal plan.
 
     Raises:
         PlanError: the group has no plan; the message has the missing bytes or the wrong field.
     """
     spec, profile = request.spec, request.profile
-    asked = spec.parallelism.mode
-    assert asked is not None  # auto_mode.py has chosen a mode
+    wanted_mode = spec.parallelism.mode
+    assert wanted_mode is not None  # auto_mode.py has chosen a mode
     has_encoder = bool(profile.encoder) and not EngineOptions.of(spec.engine.args).is_text_only
-    in_stages = spec.changed(roles=spec.stage_roles)
-    topology = lay_out(in_stages, inventory, has_encoder=has_encoder)
-    _check_tensor(topology.tensor, profile)
-    engine = engine_settings(
+    stage_spec = spec.changed(roles=spec.stage_roles)
+    topology = build_topology(stage_spec, inventory, has_encoder=has_encoder)
+    _check_tensor_size(topology.tensor, profile)
+    engine = choose_engine_settings(
         spec,
         profile,
-        has_cpu=topology.has_cpu or asked is Mode.FEED_FORWARD,
+        has_cpu=topology.has_cpu or wanted_mode is Mode.FEED_FORWARD,
         has_mixed_stage=topology.has_mixed_stage,
         tensor=topology.tensor,
         served_name=request.served_name,
         model_path=request.model_path,
     )
-    stages, first = len(topology.stages), topology.stages[0][0].placed.device
-    warnings = _check_model(request, asked, topology, engine, inventory)
-    mode = choose_mode(asked, spec.roles, topology, profile, engine, inventory)
-    batches = batches_at_once(asked, stages, first)
-    sizes = Sizes.of(mode.in_stages, engine, topology.tensor, batches=batches)
+    stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
+    warnings = _check_model(request, wanted_mode, topology, engine, inventory)
+    mode = choose_mode(wanted_mode, spec.roles, topology, profile, engine, inventory)
+    batches = batches_at_once(wanted_mode, stages, first_device)
+    sizes = Sizes.for_settings(mode.stage_profile, engine, topology.tensor, batches=batches)
     budgets = stage_budgets(topology.stages, sizes, inventory)
-    layers = choose_layers(in_stages, topology, budgets, sizes)
-    without_times = Plan(
-        mode=asked,
+    layers = choose_layers(stage_spec, topology, budgets, sizes)
+    untimed_plan = Plan(
+        mode=wanted_mode,
         tensor_parallel_size=topology.tensor,
         pipeline_parallel_size=stages,
-        ranks=(*_assign(topology, layers, budgets, sizes, engine), *mode.ranks_beside()),
+        ranks=(*_assign_layers(topology, layers, budgets, sizes, engine), *mode.feed_forward_ranks()),
         engine=engine,
     )
-    predicted, rates = predict_ranks(without_times, spec, sizes, mode.remote, inventory)
+    predicted, rates = predict_ranks(untimed_plan, spec, sizes, mode.remote, inventory)
     plan = with_keep_alive(predicted, sizes, rates, mode.remote)
     advice = mode.advise(plan, rates)
     return Planned(
@@ -138,7 +144,7 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
         request=request,
         inventory=inventory,
         budgets=budgets,
-        notes=(*topology.notes, *warnings, *host_tables(profile, topology), *advice.notes),
+        notes=(*topology.notes, *warnings, *note_host_tables(profile, topology), *advice.notes),
         limiting_rank=_limiting_rank(topology, layers, budgets, sizes),
         hybrid_not_needed=advice.hybrid_not_needed,
         on_cpus="; ".join(topology.notes),
@@ -149,79 +155,84 @@ def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:
 
 
 def _check_model(
-    request: GroupRequest, mode: Mode, topology: Topology, engine: EngineSettings, inventory: Inventory
+    request: GroupRequest, wanted_mode: Mode, topology: Topology, engine: EngineSettings, inventory: Inventory
 ) -> tuple[str, ...]:
-    """Refuses a model that no memory can serve. Returns notes for the user, one line each.
+    """Checks that vLLM and the CPU ranks can serve the model. Returns notes for the user, one line each.
 
     Raises:
-        PlanError: the message has every reason, and the ways that would run.
+        PlanError: no memory would help; the message has every reason, and alternatives that can run.
     """
     profile = request.profile
-    stages, first = len(topology.stages), topology.stages[0][0].placed.device
+    stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
     cpus = {role: inventory.cpu_features.get(role) for role in topology.cpu_roles}
 
     def check(profile: ModelProfile) -> tuple[str, ...]:
-        return every_reason(
-            lambda: check_support(profile, engine, cpus, stages=stages, tensor=topology.tensor, first=first),
-            lambda: check_mode(mode, topology, profile, engine),
+        return run_all_checks(
+            lambda: check_support(
+                profile, engine, cpus, stages=stages, tensor=topology.tensor, first=first_device
+            ),
+            lambda: check_cpu_support(wanted_mode, topology, profile, engine),
         )
 
-    served = (
+    checks_on_any_device = (
         lambda: check_architecture(profile),
         lambda: check_files(profile),
         lambda: check_quantization(profile, engine),
     )
     try:
-        notes = every_reason(*served)
+        notes = run_all_checks(*checks_on_any_device)
     except PlanError:
-        return every_reason(*served, lambda: check(profile))
+        return run_all_checks(*checks_on_any_device, lambda: check(profile))
     try:
         return (*notes, *check(profile))
     except PlanError as error:
         roles = [seat.placed.role.name for seats in topology.stages for seat in seats]
-        hosts = cpus or {role: inventory.cpu_features.get(role) for role in roles}
-        others = name_alternatives(mode, profile, engine, hosts, check)
-        raise PlanError(f"{error.message}\n{others}", reason=error.reason) from error
+        features_by_role = cpus or {role: inventory.cpu_features.get(role) for role in roles}
+        alternatives = describe_alternatives(wanted_mode, profile, engine, features_by_role, check)
+        raise PlanError(f"{error.message}\n{alternatives}", reason=error.reason) from error
 
 
-def _check_tensor(tensor: int, profile: ModelProfile) -> None:
+def _check_tensor_size(tensor: int, profile: ModelProfile) -> None:
+    """Raises PlanError if the ranks of a stage cannot divide the heads or the vocabulary."""
     heads, kv_heads = profile.num_attention_heads, profile.num_kv_heads
     vocab = -(-profile.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
 
     def problem(ranks: int) -> str:
-        for what, bad in (
+        """Returns the part of the model that this number of ranks cannot divide, or ""."""
+        for what, is_bad in (
             (f"{heads} attention heads", heads % ranks != 0),
             (f"{kv_heads} key/value heads", kv_heads % ranks != 0 and ranks % kv_heads != 0),
             (f"a vocabulary of {vocab} rows with padding", vocab % ranks != 0),
         ):
-            if bad:
+            if is_bad:
                 return what
         return ""
 
     what = problem(tensor)
     if what:
-        good = [str(ranks) for ranks in range(1, min(heads, MAX_WORLD_SIZE) + 1) if not problem(ranks)]
+        allowed = [str(ranks) for ranks in range(1, min(heads, MAX_WORLD_SIZE) + 1) if not problem(ranks)]
         raise PlanError(
             f"parallelism.tensor: must divide the model, which has {what} (got {tensor} ranks per stage). "
-            f"Set one of {', '.join(good)}",
+            f"Set one of {', '.join(allowed)}",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
 
 
-def _assign(
+def _assign_layers(
     topology: Topology,
     layers: Sequence[int],
     budgets: Sequence[StageBudget],
     sizes: Sizes,
     engine: EngineSettings,
 ) -> tuple[RankAssignment, ...]:
-    blocks = _kv_blocks(layers, budgets, sizes, engine)
+    """Returns the assignment of each rank: its pod, its layers, and its bytes."""
+    num_blocks = _choose_num_kv_blocks(layers, budgets, sizes, engine)
     seats = [(stage, i, seat) for stage, seats in enumerate(topology.stages) for i, seat in enumerate(seats)]
-    ends = tuple(accumulate(layers))
+    stage_ends = tuple(accumulate(layers))
     ranks: list[RankAssignment] = []
     for rank, (stage, tensor_rank, seat) in enumerate(seats):
-        first, end = ends[stage] - layers[stage], ends[stage]
-        weights = sizes.layers(first, end, seat.placed.device)
+        first, end = stage_ends[stage] - layers[stage], stage_ends[stage]
+        weights = sizes.layer_weight_bytes(first, end, seat.placed.device)
         ranks.append(
             RankAssignment(
                 rank=rank,
@@ -233,44 +244,51 @@ def _assign(
                 tensor_rank=tensor_rank,
                 first_layer=first,
                 end_layer=end,
-                kv_cache_bytes=blocks * sizes.kv.block_bytes(first, end),
-                weight_bytes=weights + sizes.tables(stage, len(layers), seat.placed.device),
+                kv_cache_bytes=num_blocks * sizes.kv.block_bytes(first, end),
+                weight_bytes=weights + sizes.table_bytes(stage, len(layers), seat.placed.device),
             )
         )
     return tuple(ranks)
 
 
-def _kv_blocks(
+def _choose_num_kv_blocks(
     layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes, engine: EngineSettings
 ) -> int:
-    """Returns the number of KV cache blocks of every rank.
+    """Returns the number of KV cache blocks, which is the same on every rank.
 
-    vLLM uses the lowest number of all ranks, so more blocks on one rank are useless. More than
-    max_num_seqs full-length requests never run at once.
+    vLLM uses the lowest number of all ranks, so more blocks on one rank are useless. More than max_num_seqs
+    full-length requests never run at once.
     """
-    unknown = not all(stage.is_known for stage in budgets)
-    useful = (_UNKNOWN_MEMORY_SEQUENCES if unknown else engine.max_num_seqs) * sizes.kv.sequence_blocks + 1
-    capacities = [blocks for blocks in block_capacities(layers, budgets, sizes) if blocks is not None]
-    return max(min([*capacities, useful]), sizes.kv.least_blocks)
+    is_unknown = not all(stage.is_known for stage in budgets)
+    max_useful = (
+        _UNKNOWN_MEMORY_SEQUENCES if is_unknown else engine.max_num_seqs
+    ) * sizes.kv.sequence_blocks + 1
+    capacities = [blocks for blocks in kv_blocks_by_stage(layers, budgets, sizes) if blocks is not None]
+    return max(min([*capacities, max_useful]), sizes.kv.min_blocks)
 
 
-def block_capacities(layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes) -> list[int | None]:
-    """Returns the KV cache blocks that each stage's memory holds; None for a stage of unknown memory."""
-    found: list[int | None] = []
+def kv_blocks_by_stage(
+    layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
+) -> list[int | None]:
+    """Returns the number of KV cache blocks that each stage's memory holds; None if unknown."""
+    blocks: list[int | None] = []
     for stage, count, end in zip(budgets, layers, accumulate(layers), strict=True):
-        left = stage.left_bytes(sizes, end - count, end)
-        found.append(None if left is None else left // max(sizes.kv.block_bytes(end - count, end), 1))
-    return found
+        left_bytes = stage.left_bytes(sizes, end - count, end)
+        blocks.append(
+            None if left_bytes is None else left_bytes // max(sizes.kv.block_bytes(end - count, end), 1)
+        )
+    return blocks
 
 
 def _limiting_rank(
     topology: Topology, layers: Sequence[int], budgets: Sequence[StageBudget], sizes: Sizes
 ) -> int | None:
-    capacities = [blocks for blocks in block_capacities(layers, budgets, sizes) if blocks is not None]
-    if len(capacities) < len(budgets):
+    """Returns the rank whose memory holds the fewest KV blocks; None if the memory of a stage is unknown."""
+    known_blocks = [blocks for blocks in kv_blocks_by_stage(layers, budgets, sizes) if blocks is not None]
+    if len(known_blocks) < len(budgets):
         return None
-    stage = capacities.index(min(capacities))
+    stage = known_blocks.index(min(known_blocks))
     seats, end = topology.stages[stage], sum(layers[: stage + 1])
     role = budgets[stage].tightest(sizes, end - layers[stage], end).role
-    tightest = next(i for i, seat in enumerate(seats) if seat.placed.role.name == role)
-    return stage * topology.tensor + tightest
+    tightest_seat = next(i for i, seat in enumerate(seats) if seat.placed.role.name == role)
+    return stage * topology.tensor + tightest_seat

@@ -1,6 +1,6 @@
-"""The predicted compute time of each rank, for a new plan and again for a running one. Pure.
+"""Predicts the compute time of each rank, for a new plan and again for a running plan. Pure.
 
-A plan keeps the prediction of the time when it was made. A later calibration changes no plan and no pod.
+A plan keeps the prediction with which it was made. A later calibration changes neither the plan nor a pod.
 """
 
 from collections.abc import Mapping
@@ -10,55 +10,63 @@ from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_contract.plan import BY_RATE, Device, Plan, RankAssignment
 from heteroinfer_operator.api import HeteroInferenceSpec, RoleSpec
 from heteroinfer_operator.planning.feed_forward import (
-    Remote,
+    FeedForwardPart,
+    build_feed_forward_part,
     feed_forward_rates,
     feed_forward_seconds,
-    remote_of,
 )
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.memory import Sizes
-from heteroinfer_operator.planning.prediction import Load, Prediction, count_reads, predict
+from heteroinfer_operator.planning.prediction import Prediction, StepLoad, count_reads, predict
 from heteroinfer_operator.planning.rates import Rates, cpu_rates, gpu_rates
 from heteroinfer_operator.planning.remote_ranks import rank_sets
 
 
 def predict_ranks(
-    plan: Plan, spec: HeteroInferenceSpec, sizes: Sizes, remote: Remote | None, inventory: Inventory
+    plan: Plan, spec: HeteroInferenceSpec, sizes: Sizes, remote: FeedForwardPart | None, inventory: Inventory
 ) -> tuple[Plan, tuple[Rates, ...]]:
     """Returns a plan with the predicted compute time of each rank, and the assumed rates by rank.
 
     Args:
-        plan: the plan, whose times are ignored.
+        plan: the plan; its predicted times are ignored.
         sizes: sizes of a rank in a stage.
-        remote: the feed-forward ranks' part of the model, or None without such ranks.
+        remote: part of the model that feed-forward ranks compute, or None without such ranks.
     """
     roles = {role.name: role for role in spec.roles}
-    in_stages = plan.ranks if remote is None else plan.stage_ranks
-    rates = [_rates(rank, plan, roles[rank.role], sizes.profile, inventory) for rank in in_stages]
-    seconds = [_seconds(rank, plan, sizes, rates[rank.rank]) for rank in in_stages]
-    beside = plan.ranks[len(in_stages) :]
-    if remote is not None and beside:
-        theirs = feed_forward_rates(remote, plan.engine, inventory)
-        rates += theirs
-        seconds += feed_forward_seconds(remote, plan.engine, theirs, Load())
-    timed = (replace(rank, predicted_step_s=each) for rank, each in zip(plan.ranks, seconds, strict=True))
-    return replace(plan, ranks=tuple(timed)), tuple(rates)
+    stage_ranks = plan.ranks if remote is None else plan.stage_ranks
+    rates = [_choose_rates(rank, plan, roles[rank.role], sizes.profile, inventory) for rank in stage_ranks]
+    seconds = [_predict_seconds(rank, plan, sizes, rates[rank.rank]) for rank in stage_ranks]
+    feed_forward_ranks = plan.ranks[len(stage_ranks) :]
+    if remote is not None and feed_forward_ranks:
+        rates_of_feed_forward = feed_forward_rates(remote, plan.engine, inventory)
+        rates += rates_of_feed_forward
+        seconds += feed_forward_seconds(remote, plan.engine, rates_of_feed_forward, StepLoad())
+    timed_ranks = (
+        replace(rank, predicted_step_s=each) for rank, each in zip(plan.ranks, seconds, strict=True)
+    )
+    return replace(plan, ranks=tuple(timed_ranks)), tuple(rates)
 
 
-def _rates(
+def _choose_rates(
     rank: RankAssignment, plan: Plan, role: RoleSpec, profile: ModelProfile, inventory: Inventory
 ) -> Rates:
+    """Returns the rates of a rank in a stage: measured ones of its machine, otherwise defaults."""
     if rank.device is Device.GPU:
         product, calibration = inventory.gpu_product.get(role.name, ""), inventory.calibration.get(role.name)
         return gpu_rates(product, calibration, profile.scheme.name)
-    together = sum(1 for other in plan.stage(rank.stage) if other.pod == rank.pod)
-    return cpu_rates(role, profile, plan.engine, inventory, leads=rank.pod == 0, together=together)
+    sharing_ranks = sum(1 for other in plan.stage(rank.stage) if other.pod == rank.pod)
+    return cpu_rates(
+        role, profile, plan.engine, inventory, has_leader=rank.pod == 0, sharing_ranks=sharing_ranks
+    )
 
 
-def _seconds(rank: RankAssignment, plan: Plan, sizes: Sizes, rates: Rates) -> float:
-    last = rank.stage == plan.pipeline_parallel_size - 1
-    read = count_reads(sizes, rank.first_layer, rank.end_layer, Load(), last=last, engine=plan.engine)
-    return read.seconds(rates)
+def _predict_seconds(rank: RankAssignment, plan: Plan, sizes: Sizes, rates: Rates) -> float:
+    """Returns the compute time of a rank in a decode step of one request."""
+    is_last = rank.stage == plan.pipeline_parallel_size - 1
+    reads = count_reads(
+        sizes, rank.first_layer, rank.end_layer, StepLoad(), has_head=is_last, engine=plan.engine
+    )
+    return reads.seconds(rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +74,9 @@ class PredictedPlan:
     """A plan with new predictions.
 
     Attributes:
-        plan: the plan with the new times, and so with another hash.
+        plan: the plan with the new times, which give it another hash.
         step: predicted decode step of one request.
-        sources: source of the rates by role, for people.
+        sources: descriptions of the rates, by role.
     """
 
     plan: Plan
@@ -88,10 +96,10 @@ def predict_again(
         spec: the present spec.
         inventory: known devices of the machines that the group runs on.
     """
-    found = find_sizes(plan, spec, profile)
-    if found is None:
+    sizes_of_plan = find_sizes(plan, spec, profile)
+    if sizes_of_plan is None:
         return None
-    sizes, remote = found
+    sizes, remote = sizes_of_plan
     predicted, rates = predict_ranks(plan, spec, sizes, remote, inventory)
     sources = {rank.role: each.source for rank, each in zip(plan.ranks, rates, strict=True)}
     return PredictedPlan(plan=predicted, step=predict(predicted, rates), sources=sources)
@@ -99,11 +107,11 @@ def predict_again(
 
 def find_sizes(
     plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
-) -> tuple[Sizes, Remote | None] | None:
-    """Returns the sizes that a plan was made with, or None if it belongs to another spec or model.
+) -> tuple[Sizes, FeedForwardPart | None] | None:
+    """Returns the sizes with which a plan was made, or None if it belongs to another spec or model.
 
     Returns:
-        The sizes of a rank in a stage, and the feed-forward ranks' part of the model.
+        The sizes of a rank in a stage, and the part of the model that feed-forward ranks compute.
     """
     roles = {role.name: role for role in spec.roles}
     if any(rank.role not in roles for rank in plan.ranks):
@@ -111,22 +119,31 @@ def find_sizes(
     if max(rank.end_layer for rank in plan.ranks) > profile.num_layers:
         return None
     has_remote = any(rank.feed_forward is not None for rank in plan.ranks)
-    remote = _feed_forward_share(plan, spec, profile) if has_remote else None
+    remote = _find_feed_forward_part(plan, spec, profile) if has_remote else None
     if has_remote and remote is None:
         return None
-    kept = profile if remote is None else remote.kept
-    sizes = Sizes.of(kept, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once)
+    stage_profile = profile if remote is None else remote.remaining
+    sizes = Sizes.for_settings(
+        stage_profile, plan.engine, plan.tensor_parallel_size, batches=plan.batches_at_once
+    )
     return sizes, remote
 
 
-def _feed_forward_share(plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile) -> Remote | None:
-    """Returns the part of feed-forward ranks; None if the spec's roles have another number of such ranks."""
-    beside = [rank for rank in plan.ranks if rank.feed_forward is not None]
-    asking = next(role for role in spec.roles if role.name == plan.ranks[0].role)
-    named = {rank.role for rank in plan.ranks}
-    sets = rank_sets(asking, [role for role in spec.roles if role.name in named], Inventory())
-    if sum(each.count for each in sets) != len(beside):
+def _find_feed_forward_part(
+    plan: Plan, spec: HeteroInferenceSpec, profile: ModelProfile
+) -> FeedForwardPart | None:
+    """Returns the part of the model for the plan's feed-forward ranks.
+
+    Returns None if the roles of the spec have another number of such ranks.
+    """
+    feed_forward_ranks = [rank for rank in plan.ranks if rank.feed_forward is not None]
+    asking_role = next(role for role in spec.roles if role.name == plan.ranks[0].role)
+    plan_roles = {rank.role for rank in plan.ranks}
+    sets = rank_sets(asking_role, [role for role in spec.roles if role.name in plan_roles], Inventory())
+    if sum(each.count for each in sets) != len(feed_forward_ranks):
         return None
-    parts = [rank.feed_forward for rank in beside if rank.feed_forward is not None]
+    parts = [rank.feed_forward for rank in feed_forward_ranks if rank.feed_forward is not None]
     shares = () if parts[0].share == BY_RATE else tuple(part.share for part in parts)
-    return remote_of(sets, profile, parts[0].layers, by_experts=parts[0].by_experts, shares=shares)
+    return build_feed_forward_part(
+        sets, profile, parts[0].layers, by_experts=parts[0].by_experts, shares=shares
+    )

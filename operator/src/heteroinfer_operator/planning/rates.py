@@ -1,7 +1,7 @@
-"""The speed of one rank: bytes per second by class of weights, and operations per second. Pure.
+"""The speed of one rank: bytes per second for each class of weights, and operations per second. Pure.
 
 A calibration of the machine (`heteroinfer-worker calibrate`) has priority. Otherwise the defaults of this
-module apply, each with the machine that it was measured on.
+module apply. Each default names the machine on which it was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,14 +37,14 @@ CPU_THREAD_BYTES_PER_S: Final = CPU_BYTES_PER_S / 14
 GPU_BYTES_PER_S: Final = 3500e9
 """Rate of reading weights on an H200 with CUDA graphs: 13.3 GB in 3.99 ms (vLLM 0.32.0, bf16, 2026-11-20)."""
 GPU_USED: Final = GPU_BYTES_PER_S / 4800e9
-"""Share of a GPU memory's nominal rate that steps reach, from that H200 (4.8 TB/s)."""
+"""Part of the nominal rate of a GPU's memory that steps reach, measured on an H200 (4.8 TB/s)."""
 GPU_OPERATIONS_USED: Final = 0.5
-"""Share of a GPU's nominal rate of dense bf16 that prefill reaches; not measured by us."""
-GPU_QUANTIZED: Final = 0.7
-"""Rate of weights that kernels unpack, relative to bf16: with FP8 in blocks on an H200, 12 layers of an 8B
+"""Part of a GPU's nominal rate of operations in dense bf16 that prefill reaches; an estimate."""
+GPU_QUANTIZED_RATIO: Final = 0.7
+"""Rate of quantized weights on a GPU, relative to bf16: with FP8 in blocks on an H200, 12 layers of an 8B
 model and its head took 1.38 ms, with bf16 1.74 ms (2026-11-22). Other formats were not measured."""
-GPU_FOUR_BITS: Final = 0.37
-"""The same for 4 bits: AWQ took 1.34 ms on that H200."""
+GPU_FOUR_BITS_RATIO: Final = 0.37
+"""Rate of weights in 4 bits on a GPU, relative to bf16: the same layers in AWQ took 1.34 ms on that H200."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class GpuNominal:
 
     Attributes:
         bytes_per_s: rate of its memory.
-        operations_per_s: rate of dense bf16, or of float16 if it has no bf16.
+        operations_per_s: rate of dense operations in bf16, or in float16 if the GPU has no bf16.
     """
 
     bytes_per_s: float
@@ -85,55 +85,57 @@ GPU_NOMINAL: Final[Mapping[str, GpuNominal]] = MappingProxyType(
         )
     }
 )
-"""Figures by words of the product label of GPU feature discovery; the first match counts (data sheets)."""
+"""Figures of data sheets, by a part of the product label of GPU feature discovery; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Error:
-    """The range of a time relative to its prediction.
+class ErrorRange:
+    """The range of a measured time, relative to its prediction.
 
     Attributes:
-        least: factor of the fastest measured machine.
-        most: factor of the slowest measured machine.
+        least: measured time of the fastest machine, divided by the prediction.
+        most: measured time of the slowest machine, divided by the prediction.
     """
 
     least: float
     most: float
 
     def __str__(self) -> str:
-        return f"{self.least:.2g} to {self.most:.2g} times as long"
+        return f"{self.least:.2g} to {self.most:.2g} times the predicted time"
 
 
-CPU_ERROR: Final = Error(least=0.9, most=1.6)
+CPU_ERROR: Final = ErrorRange(least=0.9, most=1.6)
 """Range of steps with CPU stages on three hosts of one kind: 19.8 to 30.2 ms with a prediction of 21.1 ms
-(docs/user/benchmarks.md, 4 layers off the GPU)."""
-GPU_ERROR: Final = Error(least=0.9, most=1.3)
-"""Range for a known product. Only H200s were measured; the others use data sheets."""
-CPU_DEFAULTS_ERROR: Final = Error(least=0.3, most=3.0)
+(docs/user/benchmarks.md, 4 layers on CPUs)."""
+GPU_ERROR: Final = ErrorRange(least=0.9, most=1.3)
+"""Range for a GPU of a known product. Only H200s were measured; other GPUs have figures of data sheets."""
+CPU_DEFAULTS_ERROR: Final = ErrorRange(least=0.3, most=3.0)
 """Range for CPUs that were not measured, by data sheets of memory. The measured CPU has 307 GB/s (8 channels
 of DDR5-4800), and our kernels read 115 GB/s. 12 channels of DDR5-6000 have 576 GB/s. 2 channels of DDR4-3200
 have 51 GB/s, and kernels read a larger share of them."""
-GPU_UNKNOWN_ERROR: Final = Error(
+GPU_UNKNOWN_ERROR: Final = ErrorRange(
     least=GPU_NOMINAL["H200"].bytes_per_s / max(known.bytes_per_s for known in GPU_NOMINAL.values()),
     most=GPU_NOMINAL["H200"].bytes_per_s / min(known.bytes_per_s for known in GPU_NOMINAL.values()),
 )
 """Range for an unknown GPU, which counts as an H200: from the fastest to the slowest GPU of the list."""
 GPU_UNKNOWN: Final = (
-    f"defaults for an H200, since the GPU is not known ({gigabytes_per_s(GPU_BYTES_PER_S)}; may "
+    f"default rates for an H200, because the GPU is unknown ({gigabytes_per_s(GPU_BYTES_PER_S)}; a step may "
     f"take {GPU_UNKNOWN_ERROR})"
 )
-"""Source of the rates of an unknown GPU, for people."""
+"""Description of the rates of an unknown GPU for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionRates:
-    """The work of one thread of our kernels with one instruction set, if no memory limits it.
+    """Rates of one thread of our CPU kernels with one instruction set, if memory does not limit them.
 
     Attributes:
         products: multiplications of weights with inputs per second, with many rows.
-        decoded: bytes of weights per second with one row, by format; `other` for formats that are not named.
-        plain: the same for unquantized linear layers, which vLLM computes without AVX-512.
-        plain_products: `products` of these.
+        decoded: bytes of weights per second with one row, by format.
+        other: bytes of weights per second with one row, in a format that `decoded` lacks.
+        plain: bytes per second with one row in unquantized linear layers, which vLLM computes without
+            AVX-512.
+        plain_products: multiplications per second with many rows in unquantized linear layers.
     """
 
     products: float
@@ -143,7 +145,7 @@ class InstructionRates:
     plain_products: float
 
 
-_FOUR_FLOATS: Final = (SchemeName.MXFP4, SchemeName.NVFP4)
+_FOUR_BIT_FLOATS: Final = (SchemeName.MXFP4, SchemeName.NVFP4)
 CPU_INSTRUCTIONS: Final[Mapping[str, InstructionRates]] = MappingProxyType(
     {
         name: InstructionRates(
@@ -151,7 +153,7 @@ CPU_INSTRUCTIONS: Final[Mapping[str, InstructionRates]] = MappingProxyType(
             decoded={
                 **dict.fromkeys((SchemeName.NONE, SchemeName.INT8), wide * 1e9),
                 **dict.fromkeys(FOUR_BITS, int4 * 1e9),
-                **dict.fromkeys(_FOUR_FLOATS, fp4 * 1e9),
+                **dict.fromkeys(_FOUR_BIT_FLOATS, fp4 * 1e9),
             },
             other=fp8 * 1e9,
             plain=plain * 1e9,
@@ -165,28 +167,29 @@ CPU_INSTRUCTIONS: Final[Mapping[str, InstructionRates]] = MappingProxyType(
         )
     }
 )
-"""The work of a thread by instruction set: the slowest of similar formats counts.
+"""Rates of a thread by instruction set. The slowest of similar formats counts.
 
 AVX2: one thread of an EPYC of the 3rd generation, with one row in its caches and with 64 rows
 (`python -m tests.bench.kernels --busy`), and torch's product in bf16 (2026-11-27). AVX-512 and AVX-512 BF16:
 one thread of an EPYC of the 5th generation (docs/decisions/2026-11-27-coded-weights.md). AMX: products in
 bf16 with 512 rows and 13 threads of an H200's host (2026-11-22); with few rows as AVX-512 BF16, whose
 instructions it then uses. Other formats than bf16 were not measured with AMX."""
-CPU_PLAIN_OTHER: Final = 60 / 115
-"""Rate of element types other than bf16, relative to bf16, through vLLM's oneDNN: 57 to 60 GB/s
+CPU_OTHER_TYPES_RATIO: Final = 60 / 115
+"""Rate of weights of other element types than bf16, relative to bf16: 57 to 60 GB/s with vLLM's oneDNN
 (2026-11-20)."""
 _COMPUTING_ROWS: Final = 512
 """Number of rows from which a kernel takes longer to compute than to read."""
 EXCHANGE_S: Final = 20e-6
-"""Time of a layer's exchange between GPU and CPU besides computing (H200 host, 2026-11-22: 7 to 20 us)."""
+"""Seconds of a layer's exchange between GPU and feed-forward ranks, besides computing: 7 to 20 us (H200 host,
+2026-11-22)."""
 EXCHANGE_BYTES_PER_S: Final = 14e9
-"""Rate of rows to a feed-forward rank and back: 12 to 16 GB/s after the first row
+"""Rate at which rows go to a feed-forward rank and back: 12 to 16 GB/s after the first row
 (docs/user/benchmarks.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The work of one rank per second while its whole stage computes.
+    """The speed of one rank while its whole stage computes. All rates are per second.
 
     Attributes:
         plain: bytes of unquantized weights.
@@ -194,12 +197,12 @@ class Rates:
         experts: bytes of routed experts, as stored.
         cache: bytes of KV cache and states.
         operations: multiplications and additions, two per weight and token.
-        source: source of the rates, for people.
+        source: description of the rates for users: a calibration, or defaults.
         error: range of a time that is predicted with these rates.
         exchange_s: seconds of a layer's exchange between a GPU and this feed-forward rank, besides computing.
-        plain_kernel: measured decrease of `plain` with the number of rows, or None.
-        quantized_kernel: the same for `quantized`.
-        experts_kernel: the same for `experts`, by rows of each expert.
+        plain_kernel: measured rates of the kernel for `plain` with more rows, or None.
+        quantized_kernel: measured rates of the kernel for `quantized` with more rows, or None.
+        experts_kernel: measured rates of the kernel for `experts`, by rows of each expert, or None.
     """
 
     plain: float
@@ -208,18 +211,18 @@ class Rates:
     cache: float
     operations: float
     source: str
-    error: Error
+    error: ErrorRange
     exchange_s: float = EXCHANGE_S
     plain_kernel: KernelRate | None = None
     quantized_kernel: KernelRate | None = None
     experts_kernel: KernelRate | None = None
 
 
-def cpu_defaults(instructions: str) -> str:
-    """Returns the source of the rates of CPUs that were not measured, for people."""
+def describe_cpu_defaults(instructions: str) -> str:
+    """Describes the default rates of CPUs that were not measured."""
     return (
-        f"defaults for CPUs with {instructions} ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; may take "
-        f"{CPU_DEFAULTS_ERROR})"
+        f"default rates for CPUs with {instructions} ({gigabytes_per_s(CPU_BYTES_PER_S)} by 14 threads; a "
+        f"step may take {CPU_DEFAULTS_ERROR})"
     )
 
 
@@ -229,53 +232,67 @@ def cpu_rates(
     engine: EngineSettings,
     inventory: Inventory,
     *,
-    leads: bool,
-    together: int,
-    by_rate: bool = False,
+    has_leader: bool,
+    sharing_ranks: int,
+    share_by_rate: bool = False,
 ) -> Rates:
-    """Returns the rates of one CPU rank: measured ones of its machine, otherwise defaults.
+    """Returns the rates of one CPU rank: those of its machine's calibration, otherwise defaults.
 
     Args:
-        role: role of the rank; its resources have the CPUs of a pod.
-        leads: whether its pod also has the engine and the API server.
-        together: ranks of its stage in its pod, which read from the same memory.
-        by_rate: whether these ranks share work by their rates, so that none waits for the slowest.
+        role: role of the rank; its resources set the CPUs of a pod.
+        has_leader: whether the rank's pod also runs the engine and the API server.
+        sharing_ranks: number of ranks of its stage in its pod, which read from the same memory.
+        share_by_rate: whether these ranks divide work by their rates, so that none waits for the slowest.
     """
-    threads = compute_threads(role, leads=leads)
+    threads = count_compute_threads(role, has_leader=has_leader)
     calibration = inventory.calibration.get(role.name)
     if calibration is not None:
-        return _measured_cpu_rates(calibration, profile, engine, threads, together, by_rate=by_rate)
-    pod = CPU_BYTES_PER_S / together
-    ours = pod if threads is None else min(pod, threads * CPU_THREAD_BYTES_PER_S)
-    name = best_instructions(inventory.cpu_features.get(role.name))
-    default = _Defaults(
-        profile=profile, dtype=engine.dtype, known=CPU_INSTRUCTIONS[name], threads=threads or 16 / together
+        return _measured_cpu_rates(
+            calibration, profile, engine, threads, sharing_ranks, share_by_rate=share_by_rate
+        )
+    pod_bytes_per_s = CPU_BYTES_PER_S / sharing_ranks
+    rank_bytes_per_s = (
+        pod_bytes_per_s if threads is None else min(pod_bytes_per_s, threads * CPU_THREAD_BYTES_PER_S)
     )
-    kernels = [default.kernel(*which, ours) for which in _which(profile)]
-    return _rates_of(kernels, ours, default.operations, cpu_defaults(name), CPU_DEFAULTS_ERROR)
+    instructions = best_instructions(inventory.cpu_features.get(role.name))
+    default_kernels = _DefaultKernels(
+        profile=profile,
+        dtype=engine.dtype,
+        known=CPU_INSTRUCTIONS[instructions],
+        threads=threads or 16 / sharing_ranks,
+    )
+    kernels = [default_kernels.kernel(*which, rank_bytes_per_s) for which in _kernels_of_weights(profile)]
+    return _build_rates(
+        kernels,
+        rank_bytes_per_s,
+        default_kernels.operations,
+        describe_cpu_defaults(instructions),
+        CPU_DEFAULTS_ERROR,
+    )
 
 
-def _which(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
-    """Returns part and format of plain weights, of quantized weights, and of experts."""
-    name = profile.scheme.name
-    quantized = any(kind.experts_quantized for kind in profile.layers)
-    of_experts = profile.scheme_of_experts.name if quantized else SchemeName.NONE
+def _kernels_of_weights(profile: ModelProfile) -> tuple[tuple[KernelPart, SchemeName], ...]:
+    """Returns the kernel and format of unquantized weights, of quantized weights, and of experts."""
+    linear_format = profile.scheme.name
+    has_quantized_experts = any(kind.experts_quantized for kind in profile.layers)
+    expert_format = profile.scheme_of_experts.name if has_quantized_experts else SchemeName.NONE
     return (
         (KernelPart.LINEAR, SchemeName.NONE),
-        (KernelPart.LINEAR, name),
-        (KernelPart.EXPERTS, of_experts),
+        (KernelPart.LINEAR, linear_format),
+        (KernelPart.EXPERTS, expert_format),
     )
 
 
-def _rates_of(
-    kernels: Sequence[KernelRate], ours: float, operations: float, source: str, error: Error
+def _build_rates(
+    kernels: Sequence[KernelRate], bytes_per_s: float, operations: float, source: str, error: ErrorRange
 ) -> Rates:
+    """Returns the rates of a rank from its kernels for unquantized weights, quantized weights and experts."""
     plain, quantized, experts = kernels
     return Rates(
         plain=plain.bytes_per_s,
         quantized=quantized.bytes_per_s,
         experts=experts.bytes_per_s,
-        cache=ours * CPU_PLAIN_OTHER,
+        cache=bytes_per_s * CPU_OTHER_TYPES_RATIO,
         operations=operations,
         source=source,
         error=error,
@@ -286,8 +303,8 @@ def _rates_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Defaults:
-    """Kernels that were not measured, by `threads` threads."""
+class _DefaultKernels:
+    """Default rates of kernels on `threads` threads, for machines without a measurement."""
 
     profile: ModelProfile
     dtype: str
@@ -296,29 +313,32 @@ class _Defaults:
 
     @property
     def operations(self) -> float:
+        """Multiplications and additions per second of all threads."""
         return self.known.products * self.threads
 
-    def kernel(self, part: KernelPart, scheme: SchemeName, ours: float) -> KernelRate:
-        """Returns the default rate of a kernel; `ours` is the rate of memory in bytes per second."""
-        known, bits = self.known, 16
-        decoded, products = known.decoded.get(scheme, known.other), known.products
+    def kernel(self, part: KernelPart, scheme: SchemeName, memory_bytes_per_s: float) -> KernelRate:
+        """Returns the default rate of a kernel, which the rank's memory also limits."""
+        rates, bits = self.known, 16
+        decoded, products = rates.decoded.get(scheme, rates.other), rates.products
         if scheme is not SchemeName.NONE:
-            own = self.profile.scheme_of_experts if part is KernelPart.EXPERTS else self.profile.scheme
-            bits = own.bits or 8
+            stored_scheme = (
+                self.profile.scheme_of_experts if part is KernelPart.EXPERTS else self.profile.scheme
+            )
+            bits = stored_scheme.bits or 8
         elif part is KernelPart.LINEAR:
-            decoded, products = known.plain, known.plain_products
+            decoded, products = rates.plain, rates.plain_products
             if self.dtype != "bfloat16":
-                ours *= CPU_PLAIN_OTHER
-        one = min(ours, self.threads * decoded)
-        many = (self.threads * products * bits / 8 / rows for rows in MORE_ROWS)
+                memory_bytes_per_s *= CPU_OTHER_TYPES_RATIO
+        one_row = min(memory_bytes_per_s, self.threads * decoded)
+        many_rows = (self.threads * products * bits / 8 / rows for rows in MORE_ROWS)
         return KernelRate(
             part=part,
             scheme=scheme,
             dtype=self.dtype,
             kernel="default",
             threads=1,
-            bytes_per_s=one,
-            more_rows=tuple(min(one, each) for each in many),
+            bytes_per_s=one_row,
+            more_rows=tuple(min(one_row, each) for each in many_rows),
         )
 
 
@@ -327,54 +347,73 @@ def _measured_cpu_rates(
     profile: ModelProfile,
     engine: EngineSettings,
     threads: float | None,
-    together: int,
+    sharing_ranks: int,
     *,
-    by_rate: bool,
+    share_by_rate: bool,
 ) -> Rates:
     """Returns the rates of one CPU rank on a measured machine.
 
     A kernel was measured with one number of threads. For another number, its rate is scaled with the memory's
-    rate, or with the threads if the kernel computes longer than it reads. A kernel without a measurement has
+    rate, or with the threads if the kernel computes longer than it reads. A kernel without a measurement gets
     its default rate relative to the measured memory.
     """
     cores = calibration.hardware.cores
-    used = min(cores / together if threads is None else threads, cores)
-    on_all_nodes = by_rate and together >= calibration.hardware.numa_nodes
-    alone = calibration.read_rate(used, combine=fmean if on_all_nodes else min)
-    ours = min(alone, calibration.read_rate(min(used * together, cores)) / together)
+    used_cores = min(cores / sharing_ranks if threads is None else threads, cores)
+    on_all_nodes = share_by_rate and sharing_ranks >= calibration.hardware.numa_nodes
+    alone_bytes_per_s = calibration.read_rate(used_cores, combine=fmean if on_all_nodes else min)
+    rank_bytes_per_s = min(
+        alone_bytes_per_s, calibration.read_rate(min(used_cores * sharing_ranks, cores)) / sharing_ranks
+    )
 
-    known = CPU_INSTRUCTIONS[best_instructions(measured_features(calibration))]
-    defaults = _Defaults(profile=profile, dtype=engine.dtype, known=known, threads=used)
+    instruction_rates = CPU_INSTRUCTIONS[best_instructions(measured_features(calibration))]
+    default_kernels = _DefaultKernels(
+        profile=profile, dtype=engine.dtype, known=instruction_rates, threads=used_cores
+    )
 
-    def find(part: KernelPart, name: SchemeName) -> KernelRate:
-        default = defaults.kernel(part, name, ours)
+    def find_kernel(part: KernelPart, name: SchemeName) -> KernelRate:
+        """Returns the measured rate of a kernel, scaled to this rank, or the default rate."""
+        default = default_kernels.kernel(part, name, rank_bytes_per_s)
         kernel = calibration.fastest_kernel(part, name, engine.dtype)
         if kernel is None:
             return default
-        slower = kernel.more_rows or tuple(
+        more_rows = kernel.more_rows or tuple(
             kernel.bytes_per_s * each / default.bytes_per_s for each in default.more_rows
         )
-        of_reading, of_cores = ours / calibration.read_rate(kernel.threads), used / kernel.threads
-        shares = [of_cores if rows >= _COMPUTING_ROWS else of_reading for rows in MORE_ROWS]
-        scaled = tuple(rate * part for rate, part in zip(slower, shares, strict=False))
-        return replace(kernel, bytes_per_s=kernel.bytes_per_s * of_reading, more_rows=scaled)
+        memory_ratio, core_ratio = (
+            rank_bytes_per_s / calibration.read_rate(kernel.threads),
+            used_cores / kernel.threads,
+        )
+        ratios = [core_ratio if rows >= _COMPUTING_ROWS else memory_ratio for rows in MORE_ROWS]
+        scaled = tuple(rate * part for rate, part in zip(more_rows, ratios, strict=False))
+        return replace(kernel, bytes_per_s=kernel.bytes_per_s * memory_ratio, more_rows=scaled)
 
-    operations = calibration.operations_per_s or known.products * cores
-    kernels = [find(*which) for which in _which(profile)]
-    return _rates_of(kernels, ours, operations * used / cores, describe_calibration(calibration), CPU_ERROR)
+    operations = calibration.operations_per_s or instruction_rates.products * cores
+    kernels = [find_kernel(*which) for which in _kernels_of_weights(profile)]
+    return _build_rates(
+        kernels,
+        rank_bytes_per_s,
+        operations * used_cores / cores,
+        describe_calibration(calibration),
+        CPU_ERROR,
+    )
 
 
 def gpu_rates(
     product: str, calibration: Calibration | None = None, scheme: SchemeName = SchemeName.NONE
 ) -> Rates:
-    """Returns the rates of a GPU: measured ones of its machine, otherwise defaults.
+    """Returns the rates of a GPU: those of its machine's calibration, otherwise defaults.
 
     Args:
         product: product label of GPU feature discovery, or "".
         scheme: format of the model's quantized weights.
     """
     nominal = next(
-        (known for part, known in GPU_NOMINAL.items() if f"-{part}-".lower() in f"-{product}-".lower()), None
+        (
+            figures
+            for label_part, figures in GPU_NOMINAL.items()
+            if f"-{label_part}-".lower() in f"-{product}-".lower()
+        ),
+        None,
     )
     error = GPU_ERROR
     if calibration is not None and calibration.gpu is not None:
@@ -383,14 +422,14 @@ def gpu_rates(
     elif nominal is not None:
         rate = nominal.bytes_per_s * GPU_USED
         operations = nominal.operations_per_s * GPU_OPERATIONS_USED
-        source = f"defaults for {product} ({gigabytes_per_s(rate)}; may take {GPU_ERROR})"
+        source = f"default rates for {product} ({gigabytes_per_s(rate)}; a step may take {GPU_ERROR})"
     else:
         rate, operations = GPU_BYTES_PER_S, GPU_NOMINAL["H200"].operations_per_s * GPU_OPERATIONS_USED
         source, error = GPU_UNKNOWN, GPU_UNKNOWN_ERROR
     return Rates(
         plain=rate,
-        quantized=rate * (GPU_FOUR_BITS if scheme in FOUR_BITS else GPU_QUANTIZED),
-        experts=rate * GPU_QUANTIZED,
+        quantized=rate * (GPU_FOUR_BITS_RATIO if scheme in FOUR_BITS else GPU_QUANTIZED_RATIO),
+        experts=rate * GPU_QUANTIZED_RATIO,
         cache=rate,
         operations=operations,
         source=source,
@@ -398,11 +437,16 @@ def gpu_rates(
     )
 
 
-def compute_threads(role: RoleSpec, *, leads: bool) -> float | None:
-    """Returns the compute threads of one rank of a role, or None if its resources have no CPUs."""
+def count_compute_threads(role: RoleSpec, *, has_leader: bool) -> float | None:
+    """Returns the compute threads of one rank of a role, or None if its resources set no CPUs.
+
+    Args:
+        has_leader: whether the rank's pod also runs the engine and the API server, which get CPUs of their
+            own.
+    """
     for amounts in (role.resources.limits, role.resources.requests) if role.resources else ():
         if amounts and "cpu" in amounts:
             cpus = float(parse_quantity(amounts["cpu"]))
-            kept = engine_cpus(cpus) if leads else 0
-            return max((cpus - kept) / role.ranks_per_pod, 1.0)
+            engine_cpus_of_pod = engine_cpus(cpus) if has_leader else 0
+            return max((cpus - engine_cpus_of_pod) / role.ranks_per_pod, 1.0)
     return None

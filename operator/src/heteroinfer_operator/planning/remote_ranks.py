@@ -25,8 +25,8 @@ class RankSet:
     """The feed-forward ranks of one role, which have equal resources.
 
     Attributes:
-        role: role whose CPUs these ranks have.
-        pods: pods of only such ranks; 0 if the ranks are in the pod of the rank with attention.
+        role: role whose CPUs these ranks use.
+        pods: number of pods with only such ranks; 0 if the ranks are in the pod of the rank with attention.
         per_pod: ranks in each pod.
         memory_bytes: memory of each rank; None if it is unknown.
         memory_field: field of the role that sets the memory, for messages.
@@ -52,12 +52,18 @@ class RankSet:
             profile: the feed-forward ranks' part of the model.
             by_rate: whether the ranks share each layer by their measured rates.
         """
-        rates = cpu_rates(
-            self.role, profile, engine, inventory, leads=False, together=self.per_pod, by_rate=by_rate
+        rank_rates = cpu_rates(
+            self.role,
+            profile,
+            engine,
+            inventory,
+            has_leader=False,
+            sharing_ranks=self.per_pod,
+            share_by_rate=by_rate,
         )
         calibration = inventory.calibration.get(self.role.name)
         measured_s = None if calibration is None else calibration.hop_s(HopPath.EXCHANGE)
-        return rates if measured_s is None else replace(rates, exchange_s=measured_s)
+        return rank_rates if measured_s is None else replace(rank_rates, exchange_s=measured_s)
 
 
 def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory) -> tuple[RankSet, ...]:
@@ -67,25 +73,31 @@ def rank_sets(asking: RoleSpec, roles: Sequence[RoleSpec], inventory: Inventory)
         asking: role of the rank with attention. The ranks in its pod come first.
         roles: all roles of the group. The ranks of the other roles are feed-forward ranks in their own pods.
     """
-    found = []
-    own = asking.feed_forward
-    if own is not None:
-        cpus = RoleSpec(name=asking.name, device=Device.CPU, resources=Resources(requests={"cpu": own.cpu}))
-        memory, field = parse_bytes(own.memory), "feedForward.memory"
-        found.append(RankSet(role=cpus, pods=0, per_pod=own.ranks, memory_bytes=memory, memory_field=field))
+    sets = []
+    setting = asking.feed_forward
+    if setting is not None:
+        cpu_role = RoleSpec(
+            name=asking.name, device=Device.CPU, resources=Resources(requests={"cpu": setting.cpu})
+        )
+        memory, memory_field = parse_bytes(setting.memory), "feedForward.memory"
+        sets.append(
+            RankSet(
+                role=cpu_role, pods=0, per_pod=setting.ranks, memory_bytes=memory, memory_field=memory_field
+            )
+        )
     for role in roles:
         if role.name != asking.name:
-            memory_bytes, field = _rank_memory(role, inventory)
-            found.append(
+            memory_bytes, memory_field = _rank_memory(role, inventory)
+            sets.append(
                 RankSet(
                     role=role,
                     pods=role.pods,
                     per_pod=role.ranks_per_pod,
                     memory_bytes=memory_bytes,
-                    memory_field=field,
+                    memory_field=memory_field,
                 )
             )
-    return tuple(found)
+    return tuple(sets)
 
 
 def _rank_memory(role: RoleSpec, inventory: Inventory) -> tuple[int | None, str]:
@@ -95,34 +107,34 @@ def _rank_memory(role: RoleSpec, inventory: Inventory) -> tuple[int | None, str]
         amounts = getattr(resources, field) if resources else None
         if amounts and "memory" in amounts:
             return parse_bytes(amounts["memory"]) // role.ranks_per_pod, f"resources.{field}.memory"
-    host = inventory.host_memory_bytes.get(role.name)
-    return None if host is None else host // role.ranks_per_pod, "resources.requests.memory"
+    host_bytes = inventory.host_memory_bytes.get(role.name)
+    return None if host_bytes is None else host_bytes // role.ranks_per_pod, "resources.requests.memory"
 
 
-def fit_shares(speeds: Sequence[float], most: Sequence[float]) -> tuple[int, ...]:
-    """Returns the shares of ranks by speed, where no rank has a larger part than fits its memory.
+def fit_shares(speeds: Sequence[float], max_parts: Sequence[float]) -> tuple[int, ...]:
+    """Returns the shares of ranks by speed, limited by the memory of each rank.
 
     A rank whose part by speed does not fit gets the largest part that fits. The other ranks compute the rest.
 
     Args:
         speeds: speed of each rank.
-        most: largest part of a layer that fits the memory of each rank, of 1.
+        max_parts: largest part of a layer that fits the memory of each rank, from 0 to 1.
 
     Returns:
-        The shares; parts larger than `most` if the memory of all ranks together is too small.
+        The shares; parts larger than `max_parts` if the memory of all ranks together is too small.
     """
     parts = [0.0] * len(speeds)
-    free = set(range(len(speeds)))
-    left = 1.0
-    while free:
-        total = sum(speeds[each] for each in free)
-        full = {each for each in free if left * speeds[each] / total > most[each]}
-        if not full or full == free:
-            for each in free:
-                parts[each] = left * speeds[each] / total
+    free_ranks = set(range(len(speeds)))
+    left_part = 1.0
+    while free_ranks:
+        total = sum(speeds[each] for each in free_ranks)
+        full_ranks = {each for each in free_ranks if left_part * speeds[each] / total > max_parts[each]}
+        if not full_ranks or full_ranks == free_ranks:
+            for each in free_ranks:
+                parts[each] = left_part * speeds[each] / total
             break
-        for each in full:
-            parts[each] = most[each]
-        left -= sum(most[each] for each in full)
-        free -= full
+        for each in full_ranks:
+            parts[each] = max_parts[each]
+        left_part -= sum(max_parts[each] for each in full_ranks)
+        free_ranks -= full_ranks
     return shares_by_rate(parts)

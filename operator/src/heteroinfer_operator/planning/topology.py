@@ -1,4 +1,4 @@
-"""The topology of a group: devices of the roles, order of the stages, seats in rank order. Pure."""
+"""Builds the topology of a group: the device, pod and stage of each rank. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from heteroinfer_operator.planning.inventory import Inventory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRole:
-    """A role and the device that its ranks compute on.
+    """A role, and the device on which its ranks compute.
 
     Attributes:
         device: the role's own device, or CPU for a GPU role without GPUs.
@@ -25,10 +25,12 @@ class PlacedRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The position of a rank; its rank is its number among all seats.
+    """The place of one rank in the group; seats are listed in the order of ranks.
 
     Attributes:
         pod: index of its pod.
+        local_rank: index of the rank in its pod.
+        placed: its role and device.
     """
 
     pod: int
@@ -38,11 +40,12 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The seats of a group, before layers are assigned.
+    """The seats of a group, before they get layers.
 
     Attributes:
-        tensor: ranks of a stage.
+        tensor: number of ranks in a stage.
         stages: the seats of each stage, in rank order.
+        notes: notes for the user about roles that run on CPUs.
     """
 
     tensor: int
@@ -71,8 +74,8 @@ class Topology:
         return any(len({seat.placed.device for seat in stage}) > 1 for stage in self.stages)
 
 
-def lay_out(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: bool = False) -> Topology:
-    """Returns the seats of a group.
+def build_topology(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: bool = False) -> Topology:
+    """Returns the seats of a group, stage by stage.
 
     Pods are numbered in rank order: pod 0 holds rank 0, and the ranks of a pod are consecutive. Ranks are
     numbered stage by stage.
@@ -81,11 +84,11 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: boo
         has_encoder: whether the group serves an encoder, which runs on the first rank.
 
     Raises:
-        PlanError: the sizes do not fit the roles.
+        PlanError: the sizes do not fit the roles, or vLLM does not support their order.
     """
-    placed, notes = _place(spec, inventory)
+    placed, notes = _place_roles(spec, inventory)
     tensor = tensor_size(spec)
-    pods = _order(spec, placed, tensor, has_encoder=has_encoder)
+    pods = _order_pods(spec, placed, tensor, has_encoder=has_encoder)
     seats = [
         Seat(pod=pod, local_rank=local_rank, placed=p)
         for pod, p in enumerate(pods)
@@ -95,63 +98,69 @@ def lay_out(spec: HeteroInferenceSpec, inventory: Inventory, *, has_encoder: boo
     topology = Topology(tensor=tensor, stages=stages, notes=notes)
     if topology.has_mixed_stage and any(_is_cpu_first(stage) for stage in stages):
         refused = TENSOR_CPU_FIRST
+        fix = f"{refused.remedy[0].upper()}{refused.remedy[1:]}"
         raise PlanError(
-            f"roles: {refused.feature} is not supported: {refused.why}. Fix: {refused.remedy}",
+            f"roles: {refused.feature} is not supported: {refused.why}. {fix}",
             reason=PlanReason.UNSUPPORTED_PARALLELISM,
         )
     return topology
 
 
-def _order(
+def _order_pods(
     spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int, *, has_encoder: bool
 ) -> list[PlacedRole]:
     """Returns the role of each pod, in the order of pods."""
     if spec.parallelism.stage_order is StageOrder.AS_LISTED:
-        return _pods(placed)
+        return _expand_to_pods(placed)
     pods = _order_by_device(spec, placed, tensor)
-    first_gpu = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
-    if not has_encoder or not first_gpu:
+    first_gpu_pod = next((index for index, pod in enumerate(pods) if pod.device is Device.GPU), None)
+    if not has_encoder or not first_gpu_pod:
         return pods
     # Moves one stage of GPUs to the front for the encoder. All other pods keep their order, so that the head
     # is on another GPU if there is one.
-    end, ranks = first_gpu + 1, pods[first_gpu].role.ranks_per_pod
-    while ranks % tensor:
-        ranks += pods[end].role.ranks_per_pod
-        end += 1
-    return [*pods[first_gpu:end], *pods[:first_gpu], *pods[end:]]
+    group_end, num_ranks = first_gpu_pod + 1, pods[first_gpu_pod].role.ranks_per_pod
+    while num_ranks % tensor:
+        num_ranks += pods[group_end].role.ranks_per_pod
+        group_end += 1
+    return [*pods[first_gpu_pod:group_end], *pods[:first_gpu_pod], *pods[group_end:]]
 
 
 def _order_by_device(
     spec: HeteroInferenceSpec, placed: Sequence[PlacedRole], tensor: int
 ) -> list[PlacedRole]:
-    # Each step reads the head (1 GB for an 8B model). On a CPU that takes 16-20 ms more (H200 host,
-    # 2026-11-20), so the last stage is on a GPU.
+    """Returns the role of each pod so that stages begin and end with the devices that suit them."""
+    # The last stage is on a GPU, because each step reads the head there (1 GB for an 8B model). A CPU would
+    # take 16 to 20 ms more for it (H200 host, 2026-11-20).
     gpus_last = sorted(placed, key=lambda p: p.device is Device.GPU)
     stages = spec.world_size // tensor
     if spec.parallelism.mode is Mode.PIPELINE or placed[0].role.layers is not None:
-        return _pods(gpus_last)
+        return _expand_to_pods(gpus_last)
     gpus_first = sorted(placed, key=lambda p: p.device is Device.CPU)
     if all(p.role.pods % stages == 0 for p in placed):
         # Every stage has the same mix and begins with a GPU.
         return [p for _ in range(stages) for p in gpus_first for _ in range(p.role.pods // stages)]
     cpu_ranks = sum(p.role.num_ranks for p in placed if p.device is Device.CPU)
-    return _pods(gpus_first if cpu_ranks % tensor else gpus_last)
+    return _expand_to_pods(gpus_first if cpu_ranks % tensor else gpus_last)
 
 
-def _pods(placed: Sequence[PlacedRole]) -> list[PlacedRole]:
-    return [p for p in placed for _ in range(p.role.pods)]
+def _expand_to_pods(placed: Sequence[PlacedRole]) -> list[PlacedRole]:
+    """Returns each role once for each of its pods."""
+    return [each for each in placed for _ in range(each.role.pods)]
 
 
 def _is_cpu_first(stage: Sequence[Seat]) -> bool:
+    """Reports whether the first rank of a mixed stage is on a CPU."""
     devices = [seat.placed.device for seat in stage]
     return devices[0] is Device.CPU and Device.GPU in devices
 
 
 def tensor_size(spec: HeteroInferenceSpec) -> int:
-    """Returns the ranks of a stage from parallelism.tensor, or else from pipeline, layers or the mode.
+    """Returns the number of ranks in a stage.
+
+    It follows from parallelism.tensor, or else from parallelism.pipeline, roles[].layers or the mode.
 
     Raises:
-        PlanError: the sizes do not fit the roles.
+        PlanError: the number of ranks in the roles does not fit these fields.
     """
     sizes, world = spec.parallelism, spec.world_size
     stages = sizes.pipeline or sum(len(role.layers or ()) for role in spec.roles)
@@ -160,35 +169,37 @@ def tensor_size(spec: HeteroInferenceSpec) -> int:
         tensor = Fraction(world)
     if tensor.denominator != 1 or world % tensor:
         raise PlanError(
-            f"roles: stages x ranks per stage must be the sum of pods x ranksPerPod (got {world} ranks, "
+            f"roles: stages x ranks per stage must equal the sum of pods x ranksPerPod (got {world} ranks, "
             f"{stages or 'any number of'} "
             f"stages{f', {sizes.tensor} ranks per stage' if sizes.tensor else ''}). Change roles, "
             "parallelism or the number of entries of layers",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     for role in spec.roles:
-        _check_role(role, int(tensor), sizes.mode)
+        _check_role_size(role, int(tensor), sizes.mode)
     return int(tensor)
 
 
-def _check_role(role: RoleSpec, tensor: int, mode: Mode | None) -> None:
+def _check_role_size(role: RoleSpec, tensor: int, mode: Mode | None) -> None:
+    """Raises PlanError if a role's pods cannot hold whole stages, or if `layers` has a wrong length."""
     if mode is Mode.PIPELINE and role.ranks_per_pod % tensor:
         raise PlanError(
-            f"role {role.name}: ranksPerPod must be a multiple of the {tensor} ranks per stage, because the "
-            f"ranks of a stage are in one pod (got {role.ranks_per_pod}). Change ranksPerPod or "
+            f"role {role.name}: ranksPerPod must be a multiple of the {tensor} ranks per stage, because one "
+            f"pod holds all ranks of a stage (got {role.ranks_per_pod}). Change ranksPerPod or "
             "parallelism.tensor",
             reason=PlanReason.WORLD_SIZE_MISMATCH,
         )
     if role.layers is not None and len(role.layers) * tensor != role.num_ranks:
         raise PlanError(
-            f"role {role.name}: the number of entries of layers must be that of its stages, pods x "
-            f"ranksPerPod / {tensor} = {Fraction(role.num_ranks, tensor)} (got {len(role.layers)}). Add or "
-            "remove entries",
+            f"role {role.name}: layers must have one entry for each stage of the role, that is pods x "
+            f"ranksPerPod / {tensor} = {Fraction(role.num_ranks, tensor)} entries (got {len(role.layers)}). "
+            "Add or remove entries",
             reason=PlanReason.LAYERS_MISMATCH,
         )
 
 
-def _place(spec: HeteroInferenceSpec, inventory: Inventory) -> tuple[list[PlacedRole], tuple[str, ...]]:
+def _place_roles(spec: HeteroInferenceSpec, inventory: Inventory) -> tuple[list[PlacedRole], tuple[str, ...]]:
+    """Returns each role with its device, and a note for each GPU role that computes on CPUs."""
     placed = [
         PlacedRole(role=role, device=Device.CPU if role.name in inventory.on_cpus else role.device)
         for role in spec.roles

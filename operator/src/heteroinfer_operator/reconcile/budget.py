@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from heteroinfer_contract import names
-from heteroinfer_operator.api import parse_life
+from heteroinfer_operator.api import parse_lifecycle
 from heteroinfer_operator.cluster import (
     Action,
     CreateObject,
@@ -48,7 +48,7 @@ def wanted_pods(resource: ResourceView) -> int:
     """Number of worker pods that a resource asks for; at least 1."""
     roles = resource.spec.get("roles")
     pods_of_roles = [_integer_or(role.get("pods"), 1) for role in roles or () if isinstance(role, Mapping)]
-    groups = parse_life(resource.spec).replicas
+    groups = parse_lifecycle(resource.spec).replicas
     if groups is None:  # the field is not readable: count the existing groups
         stored_groups = resource.status.get("groups")
         groups = len(stored_groups) if isinstance(stored_groups, list | tuple) else 1

@@ -36,13 +36,13 @@ from heteroinfer_operator.planning import (
     EpochPlan,
     GroupRequest,
     Inventory,
-    assign_again,
+    assign_existing_plan,
     build_free_nodes,
     make_plan,
     plan_group,
 )
 from heteroinfer_operator.planning.gpu_floor import GpuFloor
-from heteroinfer_operator.planning.group_plan import gpu_memory_mib, labelled_roles
+from heteroinfer_operator.planning.group_plan import gpu_memory_mib, largest_labelled_gpus
 from heteroinfer_operator.planning.predicted_plan import PredictedPlan, find_sizes, predict_again
 from heteroinfer_operator.reconcile.reading import pods_by_group
 
@@ -126,7 +126,7 @@ class GroupPlanner:
         gang = self._choose_gang(spec)
         try:
             capacity = self._capacity(spec, gang, group)
-            assignment, missing = assign_again(spec, plan, capacity, self._gpu_floor(spec, plan))
+            assignment, missing = assign_existing_plan(spec, plan, capacity, self._gpu_floor(spec, plan))
         except Shortage as shortage:
             raise self._with_reserving_pods(shortage) from None
         hinted = self._finish_assignment(assignment, gang, group)
@@ -141,7 +141,7 @@ class GroupPlanner:
             spec: spec that the group was created with.
             pods: existing pods of the epoch.
         """
-        labelled = labelled_roles(spec, self.observation.nodes or ())
+        labelled = largest_labelled_gpus(spec, self.observation.nodes or ())
         memory = gpu_memory_mib(spec, plan, labelled, self._gpu_floor(spec, plan))
         return NodeAssignment(gang=read_gang(pods), gpu_memory_mib=memory, apart=self._places_groups_apart)
 
@@ -228,7 +228,7 @@ class GroupPlanner:
         return Capacity(
             free_nodes=self._free_nodes,
             calibrations=self.observation.calibrations,
-            others_wait=gang is not None or spec.scheduling.gang is When.NEVER,
+            pods_may_wait=gang is not None or spec.scheduling.gang is When.NEVER,
             shortage_age_s=self.shortage_age_s,
             resource=self.observation.resource.key,
             others=self._other_groups(group) if self._places_groups_apart else None,

@@ -17,7 +17,7 @@ from heteroinfer_operator.api import (
     GroupStatus,
     HeteroInferenceStatus,
     ModelStatus,
-    parse_life,
+    parse_lifecycle,
     parse_status,
 )
 from heteroinfer_operator.cluster import (
@@ -112,7 +112,7 @@ def _decide_living_resource(
     resource = observation.resource
     owner = Owner(key=resource.key, uid=resource.uid)
     observation = replace(observation, pods=with_complete_labels(observation.pods, owner))
-    life = parse_life(resource.spec)
+    life = parse_lifecycle(resource.spec)
     node_loss = NodeLoss.from_observation(observation, life.restart, now)
     signer = Signer.for_owner(options.operator_key, owner)
     stored_records = read_records(observation, status, signer, options.allowed)

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Final
 
 from heteroinfer_contract.plan import Plan
-from heteroinfer_operator.api import GroupStatus, LifeSpec
+from heteroinfer_operator.api import GroupStatus, LifecycleSpec
 from heteroinfer_operator.cluster import Refusal, TryObjects
 from heteroinfer_operator.errors import HeteroInferError
 from heteroinfer_operator.manifests.egress_policy import Isolation
@@ -73,7 +73,7 @@ class Context:
         fetches: whether a pod fetches the model, or is about to.
     """
 
-    life: LifeSpec
+    life: LifecycleSpec
     replicas: int
     owner: Owner
     now: datetime

@@ -12,7 +12,7 @@ from heteroinfer_operator.api import (
     ConditionType,
     HeteroInferenceStatus,
     merge_conditions,
-    parse_life,
+    parse_lifecycle,
 )
 from heteroinfer_operator.cluster import Decision, ResourceObservation
 from heteroinfer_operator.reconcile import transitions
@@ -32,7 +32,9 @@ def decide_teardown(
     """Returns the deletes of a deleted resource's pods, whose running requests may finish first."""
     if not observation.pods or _LEAVES_CHILDREN in observation.resource.finalizers:
         return Decision()
-    node_loss = NodeLoss.from_observation(observation, parse_life(observation.resource.spec).restart, now)
+    node_loss = NodeLoss.from_observation(
+        observation, parse_lifecycle(observation.resource.spec).restart, now
+    )
     return Decision(
         actions=(
             # The deletes come first: they must not depend on a successful write of the status.

@@ -9,6 +9,7 @@ from typing import Final
 
 
 def _names(text: str) -> frozenset[str]:
+    """Returns the set of the names in a text that separates them by white space."""
     return frozenset(text.split())
 
 
@@ -43,13 +44,13 @@ EXPERT_ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
         for name in names.split()
     }
 )
-"""Architecture -> activation of its experts, by vLLM's name (vllm/.../fused_moe/activation.py
-::MoEActivation@v0.32.0); `silu` for others. Those that end in `_no_mul` have no gate."""
+"""Architecture -> vLLM's name of its experts' activation (vllm/.../fused_moe/activation.py
+::MoEActivation@v0.32.0). Other architectures have `silu`. Activations that end in `_no_mul` have no gate."""
 STEP_LIMITS: Final = frozenset({"Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"})
-"""Models that apply the limit of their experts after SiLU (swiglustep; vllm/.../models/step3p5.py@v0.32.0).
+"""Models whose experts limit their values after SiLU (vLLM's swiglustep; vllm/.../models/step3p5.py@v0.32.0).
 """
 ZERO_EXPERTS: Final = frozenset({"LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"})
-"""Models whose router may choose experts that compute nothing, which needs GPU kernels
+"""Models whose router may choose experts that compute nothing. vLLM has this router for GPUs only
 (vllm/.../fused_moe/router/zero_expert_router.py@v0.32.0)."""
 IMAGES_ATTEND_BOTH_WAYS: Final = _names(
     """
@@ -59,28 +60,31 @@ IMAGES_ATTEND_BOTH_WAYS: Final = _names(
     """
 )
 """Models whose image tokens attend to each other in both directions, which CPU attention does not support
-(vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0); Gemma-4 in some sizes."""
+(vllm/transformers_utils/model_arch_config_convertor.py::is_mm_prefix_lm@v0.32.0). Of Gemma-4, only some sizes
+are such models."""
 BROKEN_PIPELINE: Final = frozenset({"GraniteMoeHybridForCausalLM"})
-"""Classes that claim SupportsPP, but fail at tensors of other stages, and also call layers of other stages
-(vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue 50961)."""
+"""Classes that claim SupportsPP, but fail to load if tensors belong to other stages, and call layers of those
+stages (vllm/.../granitemoehybrid.py::GraniteMoeHybridModel.load_weights, .forward@v0.32.0; vLLM's issue
+50961)."""
 _TWO_SETS: Final = "its layers have two sets of experts"
 _ALL_COLUMNS: Final = "its MLPs choose the active columns among all columns"
 NO_FEED_FORWARD: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "ApertusForCausalLM": "its activation has parameters, which its MLPs read during their construction",
+        "ApertusForCausalLM": "its activation has parameters that its MLPs read when they are created",
         "DbrxForCausalLM": "vLLM uses a separate class for its experts",
         "Ernie4_5_VLMoeForConditionalGeneration": _TWO_SETS,
         "Gemma3nForCausalLM": _ALL_COLUMNS,
         "Gemma3nForConditionalGeneration": _ALL_COLUMNS,
-        "HrmTextForCausalLM": "it has two stacks of layers, each of which runs several times in a step",
+        "HrmTextForCausalLM": "it has two stacks of layers, and each stack runs several times in a step",
         "Zamba2ForCausalLM": "several of its layers share an MLP",
     }
 )
-"""Architecture -> reason why feed-forward ranks cannot compute it (vllm/model_executor/models@v0.32.0)."""
+"""Architecture -> reason why feed-forward ranks cannot compute its layers
+(vllm/model_executor/models@v0.32.0)."""
 SILENT_LOSSES: Final[Mapping[str, str]] = MappingProxyType(
-    {"LagunaForCausalLM": "it silently drops the routers' bias (e_score_correction_bias) at load"}
+    {"LagunaForCausalLM": "vLLM silently drops the routers' bias (e_score_correction_bias) at load"}
 )
-"""Architecture -> part that vLLM does not load, so that its tokens differ from the model's
+"""Architecture -> reason why vLLM generates other tokens than the model should
 (vllm/model_executor/models/laguna.py::LagunaForCausalLM.load_weights@v0.32.0)."""
 OWN_CPU_BLOCKS: Final = frozenset({"DeepseekV4ForCausalLM"})
 """Models with fixed KV blocks of 256 tokens on CPUs, and with compressed keys that plans do not count yet

@@ -1,4 +1,4 @@
-"""Formats and activations that our CPU kernels and vLLM's support: linear layers and routed experts. Pure.
+"""Formats and activations that CPU kernels support, our own and vLLM's, and the checks of a model. Pure.
 
 tests/integration/models compares the tables with vLLM's own kernels.
 """
@@ -16,213 +16,231 @@ from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.nodes.cpu_features import AMX, AVX512
 from heteroinfer_operator.vllm_support.architectures import EXPERT_ACTIVATIONS, STEP_LIMITS, ZERO_EXPERTS
 from heteroinfer_operator.vllm_support.engine_options import EngineOptions
-from heteroinfer_operator.vllm_support.quantization import in_bf16
+from heteroinfer_operator.vllm_support.quantization import describe_in_bf16
 
 _SOFTMAX: Final = frozenset({Routing.SOFTMAX, Routing.TOP_K_SOFTMAX, Routing.SOFTMAX_NORMALIZED})
 NO_KERNEL: Final = "HeteroInfer has no CPU kernel for this format"
-_SHARED_COLUMNS: Final = frozenset({SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4, SchemeName.FP8_BLOCK})
+_FORMATS_WITH_SHARED_SCALES: Final = frozenset(
+    {SchemeName.AWQ, SchemeName.GPTQ, SchemeName.INT4, SchemeName.FP8_BLOCK}
+)
 """Formats in which a group of intermediate columns shares a scale that ranks cannot divide."""
-_GROUPS: Final = "the kernel supports groups of a multiple of 32, and in FP8 blocks of 128, only"
+_SUPPORTED_GROUPS: Final = "the kernel requires a multiple of 32, and in FP8 blocks of 128"
 _FP8_BLOCK: Final = 128
-"""Columns and inputs of a block of experts in FP8."""
-_SILU: Final = frozenset({"silu"})
-_GATED: Final = _SILU | {"swigluoai", "gelu", "gelu_tanh"}
-_FOUR: Final = frozenset({4})
+"""Number of columns, and of inputs, in a block of experts in FP8."""
+_SILU_ONLY: Final = frozenset({"silu"})
+_GATED_ACTIVATIONS: Final = _SILU_ONLY | {"swigluoai", "gelu", "gelu_tanh"}
+_FOUR_BITS_ONLY: Final = frozenset({4})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsKernel:
-    """vLLM's kernel for the routed experts of a stage on CPUs, in one format.
+    """vLLM's kernel for the routed experts of a CPU stage, in one format.
 
     Attributes:
-        routing: supported routers; None for any.
-        group: required number of weights that share a scale; 0 for any.
-        dtypes: supported types of activations; empty for any.
-        activations: supported functions of a gate, by vLLM's names.
+        routing: supported routers; None if all are.
+        group: required number of weights that share a scale; 0 if any is supported.
+        dtypes: supported types of activations; empty if all are.
+        activations: supported activation functions, by vLLM's names.
         needs: AMX or AVX512 if the kernel requires these instructions, or "".
     """
 
     routing: frozenset[Routing] | None
     group: int = 0
     dtypes: frozenset[str] = frozenset({"bfloat16", "float16"})
-    activations: frozenset[str] = _SILU
+    activations: frozenset[str] = _SILU_ONLY
     needs: str = AMX
 
 
-CODED: Final[Mapping[SchemeName, frozenset[int]]] = MappingProxyType(
+CODED_BITS: Final[Mapping[SchemeName, frozenset[int]]] = MappingProxyType(
     {
-        SchemeName.AWQ: _FOUR,
-        SchemeName.GPTQ: _FOUR,
+        SchemeName.AWQ: _FOUR_BITS_ONLY,
+        SchemeName.GPTQ: _FOUR_BITS_ONLY,
         SchemeName.INT4: frozenset({4, 8}),
         SchemeName.INT8: frozenset({8}),
         SchemeName.FP8_BLOCK: frozenset({8}),
         SchemeName.FP8_CHANNEL: frozenset({8}),
         SchemeName.FP8_TENSOR: frozenset({8}),
-        SchemeName.MXFP4: _FOUR,
+        SchemeName.MXFP4: _FOUR_BITS_ONLY,
         SchemeName.MXFP8: frozenset({8}),
-        SchemeName.NVFP4: _FOUR,
+        SchemeName.NVFP4: _FOUR_BITS_ONLY,
     }
 )
-"""Formats that our own kernels compute on any CPU with AVX2, with their bits: linear layers of stages
-(patches/cpu_coded.py), experts of stages that hold whole layers (patches/cpu_coded_experts.py), and MLPs and
-experts of feed-forward ranks (feed_forward/expert_formats.py, whose experts in int4 have 4 bits)."""
+"""Formats that our own kernels compute on any CPU with AVX2, and the supported bits of each. The kernels
+compute linear layers of stages (patches/cpu_coded.py), experts of stages whose ranks hold whole layers
+(patches/cpu_coded_experts.py), and MLPs and experts of feed-forward ranks (feed_forward/expert_formats.py).
+Experts in int4 must have 4 bits."""
 CPU_EXPERTS: Final[Mapping[SchemeName, ExpertsKernel]] = MappingProxyType(
     {
         SchemeName.NONE: ExpertsKernel(
             routing=None,
             dtypes=frozenset(),
-            activations=_GATED,
+            activations=_GATED_ACTIVATIONS,
             needs="",
         ),
         SchemeName.FP8_BLOCK: ExpertsKernel(
             routing=_SOFTMAX | {Routing.DEEPSEEK_V3}, group=128, dtypes=frozenset({"bfloat16"}), needs=AVX512
         ),
-        SchemeName.MXFP4: ExpertsKernel(routing=_SOFTMAX, activations=_SILU | {"swigluoai"}),
+        SchemeName.MXFP4: ExpertsKernel(routing=_SOFTMAX, activations=_SILU_ONLY | {"swigluoai"}),
         SchemeName.AWQ: ExpertsKernel(routing=_SOFTMAX, group=128),
         SchemeName.GPTQ: ExpertsKernel(routing=_SOFTMAX, group=128),
         SchemeName.INT4: ExpertsKernel(routing=_SOFTMAX, group=128),
         SchemeName.INT8: ExpertsKernel(routing=_SOFTMAX),
     }
 )
-"""Kernels for experts of stages whose ranks do not hold whole layers
-(vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0). They compute 16-bit types only, and fail
-with others at the first step (csrc/cpu/sgl-kernels/moe.cpp::fused_experts_cpu). FP8 in blocks is computed by
-our kernels (patches/cpu_experts.py)."""
-REMOTE_ACTIVATIONS: Final = frozenset(
+"""Kernels for experts of CPU stages whose ranks share each layer, by format
+(vllm/model_executor/layers/fused_moe/experts/cpu_moe.py@v0.32.0). vLLM's quantized kernels support 16-bit
+activations only, and fail with other types at the first step
+(csrc/cpu/sgl-kernels/moe.cpp::fused_experts_cpu). Our own kernels compute FP8 in blocks
+(patches/cpu_experts.py)."""
+FEED_FORWARD_ACTIVATIONS: Final = frozenset(
     {"silu", "gelu", "gelu_tanh", "relu2", "relu2_no_mul", "swigluoai", "swigluoai_uninterleave"}
 )
-"""Activations of experts that feed-forward ranks compute (feed_forward/held_experts.py)."""
+"""Activation functions of experts that feed-forward ranks support, by vLLM's names
+(feed_forward/held_experts.py)."""
 
 
-def refuse(what: str, why: str, remedy: str = "Use GPU roles only") -> PlanError:
-    """Returns the error of CPU ranks that do not support a model or an option."""
+def build_cpu_error(subject: str, why: str, remedy: str = "Use GPU roles only") -> PlanError:
+    """Returns the error of a model or an option that CPU ranks do not support."""
     return PlanError(
-        f"model: CPU ranks do not support {what}: {why}. {remedy}", reason=PlanReason.UNSUPPORTED_MODEL
+        f"model: CPU ranks do not support {subject}: {why}. {remedy}", reason=PlanReason.UNSUPPORTED_MODEL
     )
 
 
-def format_of(profile: ModelProfile) -> str:
-    """Describes the format of the weights; an unknown format by the method's own name."""
+def describe_format(profile: ModelProfile) -> str:
+    """Describes the format of the weights; if the format is unknown, by the name of its method."""
     unnamed = profile.scheme.name is SchemeName.OTHER and profile.quantization
     return profile.quantization if unnamed else str(profile.scheme)
 
 
-def check_backend(profile: ModelProfile, engine: EngineSettings) -> None:
-    """Checks that no option chooses kernels of GPUs for experts of CPU ranks; raises PlanError."""
-    chosen = EngineOptions.of(engine.extra_args).moe_backend
-    if chosen != "auto" and profile.experts:
-        raise refuse(
-            f"engine.args --moe-backend {chosen} with experts",
-            "these kernels are for GPUs, and vLLM would use them on all devices",
+def check_moe_backend(profile: ModelProfile, engine: EngineSettings) -> None:
+    """Raises PlanError if an option makes CPU ranks compute experts with kernels for GPUs."""
+    backend = EngineOptions.of(engine.extra_args).moe_backend
+    if backend != "auto" and profile.experts:
+        raise build_cpu_error(
+            f"engine.args --moe-backend {backend} with experts",
+            "these kernels are for GPUs, and vLLM would use them on CPUs too",
             "Remove the option, so that vLLM chooses kernels for each device",
         )
 
 
-def _activation(profile: ModelProfile) -> str:
-    """Returns vLLM's name of the experts' activation."""
+def _name_activation(profile: ModelProfile) -> str:
+    """Returns vLLM's name of the experts' activation function."""
     if profile.limited_experts and profile.architecture in STEP_LIMITS:
         return "swiglustep"
     return EXPERT_ACTIVATIONS.get(profile.architecture, "silu")
 
 
-def _check_activation(profile: ModelProfile, known: frozenset[str], remedy: str) -> None:
-    if (activation := _activation(profile)) not in known:
-        raise refuse(
+def _check_activation(profile: ModelProfile, supported: frozenset[str], remedy: str) -> None:
+    """Raises PlanError if the kernel does not support the experts' activation function."""
+    if (activation := _name_activation(profile)) not in supported:
+        raise build_cpu_error(
             f"{profile.architecture} with the experts' activation {activation}",
-            f"the kernel for experts in {_experts_format(profile)} supports {', '.join(sorted(known))} only",
+            f"the kernel for experts in {_describe_experts_format(profile)} supports "
+            f"{', '.join(sorted(supported))} only",
             remedy,
         )
 
 
-def _experts_format(profile: ModelProfile) -> str:
+def _describe_experts_format(profile: ModelProfile) -> str:
+    """Describes the format of the experts' weights, or their element type if they are not quantized."""
     quantized = any(kind.experts_quantized for kind in profile.layers)
     return str(profile.scheme_of_experts) if quantized else profile.dtype
 
 
-def check_remote_experts(profile: ModelProfile) -> None:
-    """Checks that feed-forward ranks support a model's experts; raises PlanError."""
+def check_feed_forward_experts(profile: ModelProfile) -> None:
+    """Raises PlanError if feed-forward ranks do not support a model's experts."""
     if not profile.experts:
         return
-    _check_activation(profile, REMOTE_ACTIVATIONS, "Use GPU roles only")
-    _check_coded(profile, f"Use the same model {in_bf16(profile)}, or use GPU roles only")
+    _check_activation(profile, FEED_FORWARD_ACTIVATIONS, "Use GPU roles only")
+    _check_coded_experts(profile, f"Use the same model {describe_in_bf16(profile)}, or use GPU roles only")
 
 
-def _check_coded(profile: ModelProfile, plain: str) -> None:
-    """Checks that our kernels for coded weights support the format and sizes of a model's experts."""
+def _check_coded_experts(profile: ModelProfile, remedy: str) -> None:
+    """Raises PlanError if our kernels do not support the format or sizes of a model's quantized experts."""
     scheme = profile.scheme_of_experts
-    quantized = [kind for kind in profile.layers if kind.experts_quantized]
-    if not quantized:
+    quantized_layers = [kind for kind in profile.layers if kind.experts_quantized]
+    if not quantized_layers:
         return
-    if scheme.bits not in CODED.get(scheme.name, ()) or (scheme.name is SchemeName.INT4 and scheme.bits != 4):
-        raise refuse(f"experts in {format_of(profile)}", NO_KERNEL, plain)
-    unit = scheme.group if scheme.name in _SHARED_COLUMNS else KERNEL_BLOCK
-    if unit % KERNEL_BLOCK or (scheme.name is SchemeName.FP8_BLOCK and unit != _FP8_BLOCK):
-        raise refuse(f"experts in {scheme} of {unit}", _GROUPS, plain)
-    for columns in sorted({kind.columns for kind in quantized if kind.columns % (unit or KERNEL_BLOCK)}):
-        raise refuse(
+    if scheme.bits not in CODED_BITS.get(scheme.name, ()) or (
+        scheme.name is SchemeName.INT4 and scheme.bits != 4
+    ):
+        raise build_cpu_error(f"experts in {describe_format(profile)}", NO_KERNEL, remedy)
+    unit_columns = scheme.group if scheme.name in _FORMATS_WITH_SHARED_SCALES else KERNEL_BLOCK
+    if unit_columns % KERNEL_BLOCK or (scheme.name is SchemeName.FP8_BLOCK and unit_columns != _FP8_BLOCK):
+        raise build_cpu_error(
+            f"experts in {scheme} with groups of {unit_columns} weights", _SUPPORTED_GROUPS, remedy
+        )
+    for columns in sorted(
+        {kind.columns for kind in quantized_layers if kind.columns % (unit_columns or KERNEL_BLOCK)}
+    ):
+        raise build_cpu_error(
             f"experts in {scheme} with {columns} intermediate columns",
-            f"the kernel supports multiples of {unit or KERNEL_BLOCK} only",
-            plain,
+            f"the kernel supports multiples of {unit_columns or KERNEL_BLOCK} only",
+            remedy,
         )
 
 
-def check_experts(profile: ModelProfile, engine: EngineSettings, *, whole: bool) -> None:
-    """Checks that CPU ranks of stages support a model's experts; raises PlanError.
+def check_stage_experts(profile: ModelProfile, engine: EngineSettings, *, has_whole_layers: bool) -> None:
+    """Raises PlanError if CPU ranks in stages do not support a model's experts.
 
     Args:
-        whole: whether a rank holds whole layers, so that our kernels compute quantized experts.
+        has_whole_layers: whether each rank holds whole layers, so that our kernels compute quantized experts.
     """
     if not profile.experts:
         return
-    remote = "use GPU roles only, or let only experts run on CPUs (parallelism.mode: FeedForward)"
-    in_turn = f"{remote[0].upper()}{remote[1:]}"
+    remedy = "use GPU roles only, or let only experts run on CPUs (parallelism.mode: FeedForward)"
+    other_remedy = f"{remedy[0].upper()}{remedy[1:]}"
     if profile.limited_experts:
-        raise refuse(
-            f"{profile.architecture} with a limit of its experts' activations (swiglu_limits)",
+        raise build_cpu_error(
+            f"{profile.architecture}, which limits its experts' activations (swiglu_limits)",
             "vLLM's CPU kernels silently ignore the limit",
-            in_turn,
+            other_remedy,
         )
     if profile.architecture in ZERO_EXPERTS:
-        raise refuse(
-            f"{profile.architecture} with zero experts", "vLLM's router for them is for GPUs only", in_turn
+        raise build_cpu_error(
+            f"{profile.architecture} with zero experts (experts that compute nothing)",
+            "vLLM's router for them needs a GPU",
+            other_remedy,
         )
     quantized = any(kind.experts_quantized for kind in profile.layers)
     scheme = profile.scheme_of_experts
     kernel = CPU_EXPERTS.get(scheme.name if quantized else SchemeName.NONE)
-    plain = f"Use the same model {in_bf16(profile)}, {remote}"
-    if quantized and whole:
-        _check_activation(profile, _GATED, in_turn)
-        _check_coded(profile, plain)
+    bf16_remedy = f"Use the same model {describe_in_bf16(profile)}, {remedy}"
+    if quantized and has_whole_layers:
+        _check_activation(profile, _GATED_ACTIVATIONS, other_remedy)
+        _check_coded_experts(profile, bf16_remedy)
         return
     if kernel is None:
-        raise refuse(f"experts in {format_of(profile)}", "vLLM has no CPU kernel for this format", plain)
-    _check_activation(profile, kernel.activations, in_turn)
+        raise build_cpu_error(
+            f"experts in {describe_format(profile)}", "vLLM has no CPU kernel for this format", bf16_remedy
+        )
+    _check_activation(profile, kernel.activations, other_remedy)
     if kernel.group and scheme.group != kernel.group:
-        raise refuse(
+        raise build_cpu_error(
             f"experts in {scheme}",
             f"the kernel of stages supports groups of {kernel.group} only",
-            f"Use the model in groups of {kernel.group} or {in_bf16(profile)}, {remote}",
+            f"Use the model in groups of {kernel.group} or {describe_in_bf16(profile)}, {remedy}",
         )
     if kernel.dtypes and engine.dtype not in kernel.dtypes:
-        raise refuse(
+        raise build_cpu_error(
             f"experts in {scheme}, with engine.dtype {engine.dtype}",
             f"the kernel of stages supports {' and '.join(sorted(kernel.dtypes))} only",
             "Set engine.dtype: bfloat16",
         )
     if kernel.routing is not None and profile.routing not in kernel.routing:
-        raise refuse(
+        raise build_cpu_error(
             f"experts in {scheme} with {profile.routing} routing",
             f"the kernel of stages supports {', '.join(sorted(kernel.routing))} only",
-            plain,
+            bf16_remedy,
         )
 
 
-def stage_needs(profile: ModelProfile, *, whole: bool) -> str:
+def stage_needs(profile: ModelProfile, *, has_whole_layers: bool) -> str:
     """Returns AMX or AVX512 if the kernel for a model's experts in stages needs it, or "".
 
     Args:
-        whole: whether a rank holds whole layers.
+        has_whole_layers: whether each rank holds whole layers.
     """
     kernel = CPU_EXPERTS.get(profile.scheme_of_experts.name)
     quantized = any(kind.experts_quantized for kind in profile.layers)
-    return kernel.needs if kernel and quantized and not whole else ""
+    return kernel.needs if kernel and quantized and not has_whole_layers else ""

@@ -20,25 +20,25 @@ from heteroinfer_operator.vllm_support.architectures import (
     IMAGES_ATTEND_BOTH_WAYS,
     OWN_CPU_BLOCKS,
 )
+from heteroinfer_operator.vllm_support.combined_checks import run_all_checks
 from heteroinfer_operator.vllm_support.cpu_kernels import (
-    CODED,
+    CODED_BITS,
     NO_KERNEL,
-    check_backend,
-    check_experts,
-    check_remote_experts,
-    format_of,
-    refuse,
+    build_cpu_error,
+    check_feed_forward_experts,
+    check_moe_backend,
+    check_stage_experts,
+    describe_format,
     stage_needs,
 )
 from heteroinfer_operator.vllm_support.engine_options import ELEMENT_BYTES, EngineOptions
-from heteroinfer_operator.vllm_support.every_reason import every_reason
 from heteroinfer_operator.vllm_support.listed_architectures import (
     GATED_DELTA_NETS,
     GPU_CLASSES,
     GPU_STATES,
     NO_PIPELINE,
 )
-from heteroinfer_operator.vllm_support.quantization import in_bf16
+from heteroinfer_operator.vllm_support.quantization import describe_in_bf16
 from heteroinfer_operator.vllm_support.served_architectures import class_names
 
 _PROCESSORS: Final = MappingProxyType(
@@ -47,29 +47,31 @@ _PROCESSORS: Final = MappingProxyType(
         AVX512: "Intel Xeon Scalable processors and AMD EPYC processors of the 4th generation or later",
     }
 )
-_LATER_DEEPSEEK: Final = frozenset({"DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"})
-"""Models whose predecessors have no sparse attention."""
-_WITHOUT_ATTENTION: Final = "Use GPU roles only, or compute attention on GPUs (parallelism.mode: FeedForward)"
+_SUCCESSORS_OF_V3: Final = frozenset({"DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"})
+"""Models for which the predecessors DeepSeek-V3 and V3.1 are an alternative without sparse attention."""
+_GPU_ATTENTION_REMEDY: Final = (
+    "Use GPU roles only, or compute attention on GPUs (parallelism.mode: FeedForward)"
+)
 CPU_HEAD_SIZES: Final = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
-"""Sizes of an attention head, in elements, that CPU kernels support. With others vLLM fails at the first step
-(csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
+"""Sizes of an attention head, in elements, that CPU kernels support. With others, vLLM fails at the first
+step (csrc/cpu/cpu_attn.cpp::cpu_attn_get_scheduler_metadata@v0.32.0)."""
 CPU_FP8_HEAD_MULTIPLE: Final = 32
-"""Divisor of the size of an attention head, in elements, that a KV cache in FP8 requires
+"""With a KV cache in FP8, the size of an attention head must be a multiple of this number of elements
 (vllm/v1/attention/backends/cpu_attn.py::_get_attn_isa@v0.32.0)."""
 CPU_LATENT_SIZE: Final = 576
-"""Size of a latent, in elements, that CPU kernels support, with and without AMX: 512, and 64 of position
-(vllm/v1/attention/backends/mla/amx_mla.py, cpu_mla.py::get_supported_head_sizes@v0.32.0). vLLM does not call
-that function."""
+"""Size of a latent, in elements, that CPU kernels support with and without AMX: 512, plus 64 for the position
+(vllm/v1/attention/backends/mla/amx_mla.py, cpu_mla.py::get_supported_head_sizes@v0.32.0). vLLM itself does
+not check the size."""
 CPU_LATENT_DTYPE: Final = "bfloat16"
-"""Type of latent attention and its cache with AMX (vllm/v1/attention/backends/mla/amx_mla.py@v0.32.0). The
-engine does not check it: in float16, decoding of 512 + 64 elements gave NaN 30 times of 30 (AMX, 2026-11-22).
+"""Type of latent attention and its cache with AMX (vllm/v1/attention/backends/mla/amx_mla.py@v0.32.0). vLLM
+does not check the type: in float16, decoding of 512 + 64 elements gave NaN 30 times of 30 (AMX, 2026-11-22).
 """
 CPU_DELTA_NET_DTYPE: Final = "bfloat16"
-"""Type of linear attention by gated delta nets. With another type vLLM fails at the first step
+"""Type of linear attention with gated delta nets. With another type, vLLM fails at the first step
 (vllm/.../mamba/ops/cpu/gdn_attention.py::cpu_gdn_attention_core@v0.32.0)."""
 CpuFeatures: TypeAlias = Mapping[str, frozenset[str] | None]
-"""Role with CPU ranks -> features that the CPUs of all its nodes have; None if they are unknown."""
-_KEYS_AND_VALUES: Final = (AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED)
+"""Role with CPU ranks -> features that the CPUs of all its nodes have; None if the features are unknown."""
+_STORES_KEYS_AND_VALUES: Final = (AttentionKind.FULL, AttentionKind.WINDOW, AttentionKind.CHUNKED)
 
 
 def check_support(
@@ -84,8 +86,9 @@ def check_support(
     """Checks that stages and CPU ranks support a model. Returns warnings for the user, one line each.
 
     Args:
-        cpus: features of the group's CPU ranks; empty if the group has no CPU rank.
-        tensor: ranks that share each layer of a stage.
+        cpus: features of the CPUs, by role with CPU ranks; empty without such roles.
+        stages: number of stages.
+        tensor: number of ranks that share each layer of a stage.
         first: device of the first rank.
 
     Raises:
@@ -93,66 +96,69 @@ def check_support(
     """
     if not cpus:
         return _check_pipeline(profile, stages)
-    return every_reason(
+    return run_all_checks(
         lambda: _check_pipeline(profile, stages),
         lambda: _check_classes(profile),
-        lambda: _check_sparse(profile),
-        lambda: _check_attention(profile),
-        lambda: _check_latent(profile, engine),
+        lambda: _check_sparse_attention(profile),
+        lambda: _check_head_sizes(profile),
+        lambda: _check_latent_attention(profile, engine),
         lambda: _check_states(profile, engine),
         lambda: _check_kv_cache(profile, engine),
         lambda: _check_encoder(profile, engine, first),
-        lambda: _check_linear(profile, engine),
-        lambda: check_backend(profile, engine),
-        lambda: check_experts(profile, engine, whole=tensor == 1),
-        lambda: _check_instructions(_needs(profile, engine, whole=tensor == 1), cpus),
+        lambda: _check_linear_layers(profile, engine),
+        lambda: check_moe_backend(profile, engine),
+        lambda: check_stage_experts(profile, engine, has_whole_layers=tensor == 1),
+        lambda: _check_instructions(
+            _find_needed_instructions(profile, engine, has_whole_layers=tensor == 1), cpus
+        ),
     )
 
 
 def check_load_format(engine: EngineSettings) -> None:
     """Checks that CPU ranks in stages support the value of `--load-format`.
 
-    In some formats all ranks of a group divide the files among themselves
+    In some formats, all ranks of a group divide the files among themselves
     (vllm/.../weight_utils.py::fastsafetensors_weights_iterator, ::instanttensor_weights_iterator@v0.32.0).
-    CPU ranks could read the same files in another way, but GPU ranks would wait for them.
+    CPU ranks would read the files in another way, and GPU ranks would wait for them forever.
 
     Raises:
         PlanError: the format is for GPUs only.
     """
-    asked = EngineOptions.of(engine.extra_args).load_format
-    if (asked or "").lower() in GPU_FORMATS:
-        raise refuse(
-            f"engine.args --load-format {asked}",
-            "vLLM supports it in groups of GPUs only",
+    load_format = EngineOptions.of(engine.extra_args).load_format
+    if (load_format or "").lower() in GPU_FORMATS:
+        raise build_cpu_error(
+            f"engine.args --load-format {load_format}",
+            "vLLM supports this format in groups of GPUs only",
             f"Remove it, or set {SAFETENSORS}",
         )
 
 
-def check_remote_support(moved: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
+def check_feed_forward_support(part: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
     """Checks that feed-forward ranks support a model. Returns warnings for the user, one line each.
 
-    They know nothing of the model but its experts or MLPs: attention and classes are those of the GPU. Their
-    kernels run on any CPU with AVX2.
+    Only experts and MLPs matter: the GPU computes attention with its own classes. The kernels of feed-forward
+    ranks run on any CPU with AVX2.
 
     Args:
-        moved: profile of the part that these ranks hold.
+        part: profile of the experts or MLPs that these ranks compute.
 
     Raises:
         PlanError: feed-forward ranks cannot compute the model. The message names a fix.
     """
-    return every_reason(
-        lambda: _check_linear(moved, engine),
-        lambda: check_backend(moved, engine),
-        lambda: check_remote_experts(moved),
+    return run_all_checks(
+        lambda: _check_linear_layers(part, engine),
+        lambda: check_moe_backend(part, engine),
+        lambda: check_feed_forward_experts(part),
     )
 
 
 def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
-    refused = (NO_PIPELINE | BROKEN_PIPELINE) & set(class_names(profile))
-    if stages > 1 and refused:
+    """Raises PlanError if vLLM cannot run the model in several stages."""
+    unsupported = (NO_PIPELINE | BROKEN_PIPELINE) & set(class_names(profile))
+    if stages > 1 and unsupported:
         why = (
             "vLLM's class for it does not support stages"
-            if refused & NO_PIPELINE
+            if unsupported & NO_PIPELINE
             else "vLLM's class for it fails to load in stages"
         )
         raise PlanError(
@@ -165,71 +171,76 @@ def _check_pipeline(profile: ModelProfile, stages: int) -> tuple[str, ...]:
 
 
 def _check_classes(profile: ModelProfile) -> None:
-    gpus = "Use GPU roles only, or another model"
-    if refused := GPU_CLASSES & set(class_names(profile)):
-        raise refuse(min(refused), "vLLM's classes for it are for GPUs only", gpus)
+    """Raises PlanError if vLLM's classes for the model do not run on CPUs, or plans do not support them."""
+    remedy = "Use GPU roles only, or another model"
+    if unsupported := GPU_CLASSES & set(class_names(profile)):
+        raise build_cpu_error(min(unsupported), "vLLM's classes for it are for GPUs only", remedy)
     if profile.architecture in OWN_CPU_BLOCKS:
         why = "on CPUs vLLM always uses KV blocks of 256 tokens for it, which plans do not count yet"
-        raise refuse(profile.architecture, why, gpus)
+        raise build_cpu_error(profile.architecture, why, remedy)
 
 
-def _check_sparse(profile: ModelProfile) -> None:
+def _check_sparse_attention(profile: ModelProfile) -> None:
+    """Raises PlanError for sparse attention, which vLLM supports on GPUs only."""
     if any(kind.attention is AttentionKind.SPARSE for kind in profile.layers):
-        older = ", or DeepSeek-V3 or V3.1" if profile.architecture in _LATER_DEEPSEEK else ""
-        what = f"{profile.architecture} with sparse attention"
-        raise refuse(what, "vLLM supports it on GPUs only", f"Use GPU roles only{older}")
+        or_older_model = ", or DeepSeek-V3 or V3.1" if profile.architecture in _SUCCESSORS_OF_V3 else ""
+        subject = f"{profile.architecture} with sparse attention"
+        raise build_cpu_error(subject, "vLLM supports it on GPUs only", f"Use GPU roles only{or_older_model}")
 
 
-def _check_attention(profile: ModelProfile) -> None:
+def _check_head_sizes(profile: ModelProfile) -> None:
+    """Raises PlanError if CPU attention does not support the sizes of the model's heads."""
     for kind in profile.layers:
         key, value = kind.head_sizes
-        if kind.attention in _KEYS_AND_VALUES and kind.kv_heads and key != value:
-            raise refuse(
+        if kind.attention in _STORES_KEYS_AND_VALUES and kind.kv_heads and key != value:
+            raise build_cpu_error(
                 f"{profile.architecture} with keys of {key} elements and values of {value} in each head",
                 "vLLM's CPU kernels require keys and values of the same size",
-                _WITHOUT_ATTENTION,
+                _GPU_ATTENTION_REMEDY,
             )
     # A profile of version 0.1.0 does not describe its layers. Its groups must be able to start again.
     for size in sorted(_head_sizes(profile) - CPU_HEAD_SIZES) if profile.kinds else ():
-        raise refuse(
+        raise build_cpu_error(
             f"{profile.architecture} with attention heads of {size} elements",
             f"vLLM's CPU kernels support {', '.join(map(str, sorted(CPU_HEAD_SIZES)))}",
-            _WITHOUT_ATTENTION,
+            _GPU_ATTENTION_REMEDY,
         )
 
 
-def _check_latent(profile: ModelProfile, engine: EngineSettings) -> None:
+def _check_latent_attention(profile: ModelProfile, engine: EngineSettings) -> None:
+    """Raises PlanError if CPU kernels do not support the model's multi-head latent attention."""
     if not profile.is_latent:
         return
-    what = f"{profile.architecture} (multi-head latent attention)"
+    subject = f"{profile.architecture} (multi-head latent attention)"
     latents = {kind.kv_width for kind in profile.layers if kind.attention is AttentionKind.LATENT}
     for size in sorted(size for size in latents if size % CPU_LATENT_SIZE):  # a layer may have several
-        raise refuse(
-            f"{what} with latents of {size} elements",
+        raise build_cpu_error(
+            f"{subject} with latents of {size} elements",
             f"vLLM's CPU kernels support {CPU_LATENT_SIZE}",
-            _WITHOUT_ATTENTION,
+            _GPU_ATTENTION_REMEDY,
         )
     if engine.dtype != CPU_LATENT_DTYPE:
-        raise refuse(
-            f"{what} with engine.dtype {engine.dtype}",
+        raise build_cpu_error(
+            f"{subject} with engine.dtype {engine.dtype}",
             f"vLLM's CPU kernels support {CPU_LATENT_DTYPE} only. In float16 they silently return NaN",
             f"Set engine.dtype: {CPU_LATENT_DTYPE}, or use GPU roles only",
         )
-    asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
-    if asked != "auto":
-        raise refuse(
-            f"{what} with engine.args --kv-cache-dtype {asked}",
+    cache_dtype = EngineOptions.of(engine.extra_args).kv_cache_dtype
+    if cache_dtype != "auto":
+        raise build_cpu_error(
+            f"{subject} with engine.args --kv-cache-dtype {cache_dtype}",
             "vLLM's CPU kernels store latents in the model's own type only",
             "Remove the option, or use GPU roles only",
         )
 
 
 def _check_states(profile: ModelProfile, engine: EngineSettings) -> None:
+    """Raises PlanError if CPU kernels do not support the model's recurrent states."""
     if GPU_STATES & set(class_names(profile)):
         why = "vLLM's kernels for states of this kind are for GPUs only"
-        raise refuse(f"{profile.architecture} with recurrent states", why)
+        raise build_cpu_error(f"{profile.architecture} with recurrent states", why)
     if profile.architecture in GATED_DELTA_NETS and engine.dtype != CPU_DELTA_NET_DTYPE:
-        raise refuse(
+        raise build_cpu_error(
             f"{profile.architecture} (gated delta nets) with engine.dtype {engine.dtype}",
             f"vLLM's CPU kernels support {CPU_DELTA_NET_DTYPE} only",
             f"Set engine.dtype: {CPU_DELTA_NET_DTYPE}, or use GPU roles only",
@@ -237,33 +248,36 @@ def _check_states(profile: ModelProfile, engine: EngineSettings) -> None:
 
 
 def _head_sizes(profile: ModelProfile) -> frozenset[int]:
-    kinds = [kind for kind in profile.layers if kind.attention in _KEYS_AND_VALUES and kind.kv_heads]
+    """Returns all sizes of keys and values in the model's attention heads, in elements."""
+    kinds = [kind for kind in profile.layers if kind.attention in _STORES_KEYS_AND_VALUES and kind.kv_heads]
     return frozenset(size for kind in kinds for size in kind.head_sizes)
 
 
 def _check_kv_cache(profile: ModelProfile, engine: EngineSettings) -> None:
-    asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
-    if asked.startswith("fp8"):
+    """Raises PlanError if CPU attention does not support the type of the KV cache."""
+    cache_dtype = EngineOptions.of(engine.extra_args).kv_cache_dtype
+    if cache_dtype.startswith("fp8"):
         for size in sorted(each for each in _head_sizes(profile) if each % CPU_FP8_HEAD_MULTIPLE):
-            raise refuse(
-                f"engine.args --kv-cache-dtype {asked} with attention heads of {size} elements",
+            raise build_cpu_error(
+                f"engine.args --kv-cache-dtype {cache_dtype} with attention heads of {size} elements",
                 f"a KV cache in FP8 requires a multiple of {CPU_FP8_HEAD_MULTIPLE} elements on CPUs",
                 "Remove the option",
             )
-    elif asked in ELEMENT_BYTES and asked != engine.dtype:
-        raise refuse(
-            f"engine.args --kv-cache-dtype {asked} with engine.dtype {engine.dtype}",
-            "attention on CPUs writes elements of engine.dtype into the cache, whatever the cache's type is",
-            f"Remove the option, or set engine.dtype: {asked}",
+    elif cache_dtype in ELEMENT_BYTES and cache_dtype != engine.dtype:
+        raise build_cpu_error(
+            f"engine.args --kv-cache-dtype {cache_dtype} with engine.dtype {engine.dtype}",
+            "attention on CPUs always stores elements of engine.dtype in the cache",
+            f"Remove the option, or set engine.dtype: {cache_dtype}",
         )
 
 
 def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device) -> None:
+    """Raises PlanError if the group must serve images or audio, but CPU ranks prevent that."""
     if not profile.encoder or EngineOptions.of(engine.extra_args).is_text_only:
         return
     text_only = "or serve text only: add --language-model-only to engine.args"
     if profile.architecture in IMAGES_ATTEND_BOTH_WAYS:
-        raise refuse(
+        raise build_cpu_error(
             f"{profile.architecture} with images",
             "its image tokens attend to each other in both directions, and attention on CPUs would silently "
             "give wrong answers",
@@ -278,55 +292,67 @@ def _check_encoder(profile: ModelProfile, engine: EngineSettings, first: Device)
         )
 
 
-def _check_linear(profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
+def _check_linear_layers(profile: ModelProfile, engine: EngineSettings) -> tuple[str, ...]:
+    """Raises PlanError if CPU kernels do not support the format of the model's linear layers."""
     scheme = profile.scheme
-    online = EngineOptions.of(engine.extra_args).quantization
-    if online and scheme.name is SchemeName.NONE and profile.kinds:
-        raise refuse(
-            f"engine.args --quantization {online}",
+    online_method = EngineOptions.of(engine.extra_args).quantization
+    if online_method and scheme.name is SchemeName.NONE and profile.kinds:
+        raise build_cpu_error(
+            f"engine.args --quantization {online_method}",
             "quantization at load is untested on CPU ranks",
             "Remove the option, or use a model that is published in 4 bits (AWQ, GPTQ)",
         )
     if scheme.name is SchemeName.NONE or not any(kind.quantized_bytes for kind in profile.layers):
         return ()
-    if scheme.bits not in CODED.get(scheme.name, ()):
-        raise refuse(f"weights in {format_of(profile)}", NO_KERNEL, _other_format(profile))
+    if scheme.bits not in CODED_BITS.get(scheme.name, ()):
+        raise build_cpu_error(
+            f"weights in {describe_format(profile)}", NO_KERNEL, _advise_other_format(profile)
+        )
     return ()
 
 
-def _other_format(profile: ModelProfile) -> str:
-    return f"Use the same model in FP8, in 4 bits (AWQ, GPTQ) or {in_bf16(profile)}, or use GPU roles only"
+def _advise_other_format(profile: ModelProfile) -> str:
+    """Returns the advice to use the model in a format that CPU kernels support."""
+    in_bf16 = describe_in_bf16(profile)
+    return f"Use the same model in FP8, in 4 bits (AWQ, GPTQ) or {in_bf16}, or use GPU roles only"
 
 
-def _needs(profile: ModelProfile, engine: EngineSettings, *, whole: bool) -> tuple[str, str]:
-    """Returns AMX or AVX512, and the part of a model that needs it on CPU ranks; "" twice if none does."""
+def _find_needed_instructions(
+    profile: ModelProfile, engine: EngineSettings, *, has_whole_layers: bool
+) -> tuple[str, str]:
+    """Returns AMX or AVX512, and the part of the model that needs it on CPUs; two times "" if none does."""
     if profile.is_latent:
-        without = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
-        return AMX, f"multi-head latent attention (without AMX, vLLM uses {without})"
-    if needs := stage_needs(profile, whole=whole):
+        limits = "KV blocks of 16 tokens and no chunked prefill on these ranks only"
+        return AMX, f"multi-head latent attention (without AMX, vLLM uses {limits})"
+    if needs := stage_needs(profile, has_whole_layers=has_whole_layers):
         return needs, f"experts in {profile.scheme_of_experts}"
-    asked = EngineOptions.of(engine.extra_args).kv_cache_dtype
-    if asked.startswith("fp8"):
-        return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {asked})"
+    cache_dtype = EngineOptions.of(engine.extra_args).kv_cache_dtype
+    if cache_dtype.startswith("fp8"):
+        return AVX512, f"a KV cache in FP8 (engine.args --kv-cache-dtype {cache_dtype})"
     return "", ""
 
 
-def _check_instructions(need: tuple[str, str], cpus: CpuFeatures) -> tuple[str, ...]:
-    needs, what = need
+def _check_instructions(needed: tuple[str, str], cpus: CpuFeatures) -> tuple[str, ...]:
+    """Raises PlanError if a role's nodes lack instructions; returns a note if that is unknown.
+
+    Args:
+        needed: AMX or AVX512, and the part of the model that needs it; "" and "" if nothing does.
+    """
+    needs, part = needed
     if not needs:
         return ()
-    nodes = (
+    fix = (
         f"Put CPU roles on nodes that have {needs} (roles[].template.nodeSelector: "
         f"{CPUID_LABEL}{CPUID_OF[needs][0]}: 'true')"
     )
     for role, features in sorted(cpus.items()):
         if features is not None and features.isdisjoint({needs, AMX}):  # no CPU has AMX alone
             raise PlanError(
-                f"role {role}: {needs} is needed on CPUs for {what}, but the role's nodes do not have it. "
-                f"{nodes}, or use GPU roles only",
+                f"role {role}: {needs} is needed on CPUs for {part}, but the role's nodes do not have it. "
+                f"{fix}, or use GPU roles only",
                 reason=PlanReason.UNSUPPORTED_MODEL,
             )
     if None not in cpus.values():
         return ()
-    unknown = f"the nodes' labels do not show whether they have it. {_PROCESSORS[needs]} have it"
-    return (f"{needs} is needed on CPUs for {what}, but {unknown}. {nodes}",)
+    problem = f"the nodes' labels do not show whether the CPUs have it. {_PROCESSORS[needs]} have it"
+    return (f"{needs} is needed on CPUs for {part}, but {problem}. {fix}",)

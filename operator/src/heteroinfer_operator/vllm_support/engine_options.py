@@ -57,11 +57,11 @@ class EngineOptions:
 
     @staticmethod
     def of(args: Sequence[str]) -> "EngineOptions":
-        """Parses arguments like vLLM's parser; the last occurrence of an option wins."""
+        """Parses arguments like vLLM's parser: if an option occurs several times, the last value counts."""
         return _parse(tuple(args))
 
-    def given(self, option: str) -> str | None:
-        """Returns the value of an option that feed-forward ranks check; None if it is not set."""
+    def value_of(self, option: str) -> str | None:
+        """Returns the value of one of the options that feed-forward ranks check; None if it is not set."""
         values = {
             LOAD_FORMAT: self.load_format,
             MODEL_IMPL: self.model_impl,
@@ -73,6 +73,7 @@ class EngineOptions:
 
 @lru_cache(maxsize=256)
 def _parse(args: tuple[str, ...]) -> EngineOptions:
+    """Parses arguments. The result is cached, because one plan needs the options many times."""
     given = given_options(args)
     return EngineOptions(
         kv_cache_dtype=_value(given, KV_CACHE_DTYPE) or "auto",
@@ -91,11 +92,12 @@ def _parse(args: tuple[str, ...]) -> EngineOptions:
 
 
 def _value(given: Sequence[GivenOption], option: str) -> str | None:
+    """Returns the last value of an option; None if it is not set or sets only an entry of a dictionary."""
     return next((each.value for each in reversed(given) if each.may_mean(option) and not each.path), None)
 
 
 def _is_set(given: Sequence[GivenOption], flag: str) -> bool:
-    """Returns whether a flag is set and no later argument negates it."""
+    """Reports whether a flag is set and no later argument negates it."""
     negated = f"--no-{flag.removeprefix('--')}"
     last = next((each for each in reversed(given) if each.may_mean(flag) or each.may_mean(negated)), None)
     return last is not None and not last.is_negated

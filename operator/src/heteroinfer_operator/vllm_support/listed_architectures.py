@@ -1,4 +1,4 @@
-"""Which classes of models vLLM 0.32.0 and transformers 5.19.0 list. Pure; data.
+"""Classes of models in vLLM 0.32.0 and transformers 5.19.0, by what vLLM does with them. Pure; data.
 
 Written by `python -m tests.shapes.architectures`.
 """
@@ -77,7 +77,7 @@ GENERATES: Final = word_set(
     Zamba2ForCausalLM
     """
 )
-"""vLLM has them, and they generate text."""
+"""Classes in vLLM that generate text."""
 BY_TRANSFORMERS: Final = word_set(
     """
     AXK2ForCausalLM ArceeForCausalLM AriaTextForCausalLM AyaVisionForConditionalGeneration BambaForCausalLM
@@ -117,7 +117,7 @@ BY_TRANSFORMERS: Final = word_set(
     xLSTMForCausalLM
     """
 )
-"""vLLM runs transformers' own."""
+"""Classes that vLLM lacks but transformers has; vLLM runs the class of transformers."""
 OTHER_TASKS: Final = word_set(
     """
     BailingMoeV25MTPModel BailingMoeV3MTPModel BertForMaskedLM BertForSequenceClassification
@@ -152,7 +152,7 @@ OTHER_TASKS: Final = word_set(
     XLMRobertaForSequenceClassification XLMRobertaForTokenClassification XLMRobertaModel
     """
 )
-"""For embeddings or scores, or drafts of other models."""
+"""Classes in vLLM that give embeddings or scores, or draft tokens for another model."""
 ENDINGS: Final = word_pairs(
     """
     ForCausalLM generate ForConditionalGeneration generate ChatModel generate LMHeadModel generate
@@ -162,7 +162,7 @@ ENDINGS: Final = word_pairs(
     Model pooling
     """
 )
-"""What vLLM takes a class for by the end of its name, the first that fits."""
+"""End of a class name -> task that vLLM assumes for the class; the first end that fits decides."""
 UNTIL: Final = word_pairs(
     """
     AquilaForCausalLM 0.24.0 AquilaModel 0.24.0 ArcticForCausalLM 0.28.0
@@ -184,7 +184,7 @@ UNTIL: Final = word_pairs(
     XverseForCausalLM 0.23.0
     """
 )
-"""The last version of vLLM that served a class."""
+"""Class that vLLM no longer serves -> the last version of vLLM that served it."""
 CAUSAL_TYPES: Final = word_pairs(
     """
     afmoe AfmoeForCausalLM apertus ApertusForCausalLM arcee ArceeForCausalLM axk1 AXK1ForCausalLM
@@ -222,7 +222,7 @@ CAUSAL_TYPES: Final = word_pairs(
     vaultgemma VaultGemmaForCausalLM zamba2 Zamba2ForCausalLM
     """
 )
-"""Class that vLLM takes for a language model by its type, if its config names no class
+"""Type of a language model -> class that vLLM uses if the config names no class
 (vllm/config/vllm.py::VllmConfig.with_hf_config@v0.32.0)."""
 TEXT_BY_CONFIG: Final = word_set(
     """
@@ -237,7 +237,7 @@ TEXT_BY_CONFIG: Final = word_set(
     Step3p7ForConditionalGeneration StepVLForConditionalGeneration VoxtralForConditionalGeneration
     """
 )
-"""Classes that take the class of their language model from that model's own config."""
+"""Classes for which the config of their language model decides the class of that model."""
 NO_PIPELINE: Final = word_set(
     """
     AriaForConditionalGeneration CohereAsrForConditionalGeneration DiffusionGemmaForBlockDiffusion
@@ -249,7 +249,7 @@ NO_PIPELINE: Final = word_set(
     WhisperForConditionalGeneration Zamba2ForCausalLM
     """
 )
-"""Whose classes are no SupportsPP: vLLM ends at their config, where there is more than one stage
+"""Classes without SupportsPP: with several stages, vLLM refuses their config
 (vllm/config/model.py::ModelConfig.verify_with_parallel_config@v0.32.0)."""
 GPU_CLASSES: Final = word_set(
     """
@@ -259,20 +259,20 @@ GPU_CLASSES: Final = word_set(
     Qwen4ExpForConditionalGeneration
     """
 )
-"""Which vLLM has in classes for NVIDIA's and for AMD's GPUs; for others in none, or in one that only refuses
-(vllm/models@v0.32.0)."""
+"""Classes that vLLM has only for GPUs of NVIDIA and AMD. On other devices, the class is missing or raises an
+error (vllm/models@v0.32.0)."""
 GPU_STATES: Final = word_set(
     """
     BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration
     FalconMambaForCausalLM JambaForCausalLM MambaForCausalLM OlmoHybridForCausalLM
     """
 )
-"""Whose layers with states have kernels for GPUs alone: a scan that none of vLLM's libraries for CPUs has
-(vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0; Mamba 2's is another one), or Triton's."""
+"""Classes whose layers with states have kernels for GPUs only: the scan of Mamba 1, which vLLM's libraries
+for CPUs lack (vllm/.../mamba/mamba_mixer.py::selective_scan_fn@v0.32.0), or kernels in Triton."""
 GATED_DELTA_NETS: Final = word_set(
     """
     InternS2MobiusForConditionalGeneration Qwen3NextForCausalLM Qwen3_5ForCausalLM
     Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
     """
 )
-"""Whose linear attention is vLLM's QwenGatedDeltaNetAttention."""
+"""Classes whose linear attention is vLLM's QwenGatedDeltaNetAttention."""

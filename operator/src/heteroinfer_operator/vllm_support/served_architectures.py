@@ -1,4 +1,4 @@
-"""Checks whether vLLM serves a model, by the classes in its config.json, and loads it as it is. Pure.
+"""Checks whether vLLM has the classes that a model's config.json names, and loads its files correctly. Pure.
 
 `listed_architectures` copies vLLM's registry; tests/integration/models compares both.
 """
@@ -8,7 +8,7 @@ from functools import partial
 from heteroinfer_contract.model_profile import ModelProfile
 from heteroinfer_operator.errors import PlanError, PlanReason
 from heteroinfer_operator.vllm_support.architectures import SILENT_LOSSES
-from heteroinfer_operator.vllm_support.every_reason import every_reason
+from heteroinfer_operator.vllm_support.combined_checks import run_all_checks
 from heteroinfer_operator.vllm_support.listed_architectures import (
     BY_TRANSFORMERS,
     CAUSAL_TYPES,
@@ -21,76 +21,80 @@ from heteroinfer_operator.vllm_support.listed_architectures import (
 
 
 def class_names(profile: ModelProfile) -> tuple[str, ...]:
-    """Returns the model's class, and the class of the language model inside if its own config decides it.
+    """Returns the model's class, and the class of its language model if that model's config decides it.
 
-    A class is "" if the config names none and vLLM finds none by the type.
+    A class is "" if the config names none and vLLM finds none for the type.
     """
     if profile.architecture not in TEXT_BY_CONFIG or not profile.text_type:
         return (profile.architecture,)
-    inside = profile.text_architecture or CAUSAL_TYPES.get(profile.text_type, "")
-    return profile.architecture, inside
+    language_model = profile.text_architecture or CAUSAL_TYPES.get(profile.text_type, "")
+    return profile.architecture, language_model
 
 
 def check_files(profile: ModelProfile) -> None:
-    """Checks that vLLM loads the model's files as they are.
+    """Checks that vLLM loads the model's files correctly.
 
     Raises:
-        PlanError: its load would fail, or drop a part of the model without an error.
+        PlanError: loading would fail, or drop a part of the model without an error.
     """
     loss = SILENT_LOSSES.get(profile.architecture)
-    lines = [f"model: {fault}. Use a copy whose config.json and files agree" for fault in profile.faults]
+    problems = [f"model: {fault}. Use a copy whose config.json and files agree" for fault in profile.faults]
     if loss:
         name = profile.architecture
-        lines.append(f"model: vLLM 0.32 gives wrong answers with {name}: {loss}. Use another model")
-    if lines:
-        raise _refuse("\n".join(lines))
+        problems.append(f"model: vLLM 0.32 gives wrong answers with {name}: {loss}. Use another model")
+    if problems:
+        raise _build_error("\n".join(problems))
 
 
 def check_architecture(profile: ModelProfile) -> tuple[str, ...]:
     """Checks that vLLM serves the model's classes. Returns notes for the user, one line each.
 
-    A class missing in vLLM and transformers may come with a plugin in the image, or with the model.
+    A class that vLLM and transformers lack only causes a note: a plugin in the image or the model itself may
+    contain it.
 
     Raises:
         PlanError: vLLM would fail at its start; the message contains a fix.
     """
     if not profile.architecture:
-        raise _refuse(
-            "config.json of the model: got no architectures, by which vLLM finds no class that generates "
-            "text; add the list with the name of the model's class, or take the model from who made it"
+        raise _build_error(
+            "model: config.json must have the list architectures, because vLLM finds the model's class by "
+            "it. Add the list with the name of the class, or use the original files of the model"
         )
-    return every_reason(*(partial(_check_class, name, profile) for name in class_names(profile)))
+    return run_all_checks(*(partial(_check_class, name, profile) for name in class_names(profile)))
 
 
 def _check_class(name: str, profile: ModelProfile) -> tuple[str, ...]:
+    """Raises PlanError if vLLM serves no model of this class; returns a note if that is unknown."""
     if name in GENERATES or name in BY_TRANSFORMERS:
         return ()
     if not name:
-        raise _refuse(
-            f"model: {profile.architecture} has a language model of type {profile.text_type}, for which "
-            "vLLM 0.32 has no class, and its text_config names no architectures. Use another model, or an "
-            "image whose vLLM has that class"
+        raise _build_error(
+            f"model: {profile.architecture} contains a language model of type {profile.text_type}. vLLM 0.32 "
+            "has no class for this type, and text_config in config.json has no architectures. Use another "
+            "model, or an image whose vLLM has such a class"
         )
     runner = next((each for ending, each in ENDINGS.items() if name.endswith(ending)), "")
     if name in OTHER_TASKS or runner == "pooling":
-        raise _refuse(
-            f"the model is a {name}, which vLLM serves for embeddings or scores, or as the draft of another "
-            "model; expected one that generates text"
+        raise _build_error(
+            f"model: must generate text, but vLLM uses {name} for embeddings or scores, or as the draft of "
+            "another model. Use another model"
         )
     if name in UNTIL:
-        raise _refuse(
-            f"the model is a {name}, which vLLM served until {UNTIL[name]} and serves no more; take "
-            "another model"
+        raise _build_error(
+            f"model: vLLM no longer serves {name}; the last version that did was {UNTIL[name]}. Use another "
+            "model"
         )
-    return (
-        f"neither vLLM nor transformers has a {name}: without a plugin or code of its own it cannot start",
+    note = (
+        f"model: neither vLLM nor transformers has the class {name}. The model starts only with a plugin in "
+        "the image, or with code of its own"
     )
+    return (note,)
 
 
-def is_by_transformers(architecture: str) -> bool:
-    """Returns whether vLLM serves a model by transformers' class, because it has no own class."""
+def uses_transformers_class(architecture: str) -> bool:
+    """Reports whether vLLM serves a model with a class of transformers, because it has no own class."""
     return architecture in BY_TRANSFORMERS
 
 
-def _refuse(message: str) -> PlanError:
+def _build_error(message: str) -> PlanError:
     return PlanError(message, reason=PlanReason.UNSUPPORTED_MODEL)
