@@ -91,7 +91,7 @@ def main(threads: int) -> None:
     """Measures what each line of stdin asks for, [part, format], and writes it as `calibrate` does."""
     import torch
 
-    from vllm_heteroinfer.calibration.kernel_reading import KernelBench, measure_ours
+    from vllm_heteroinfer.calibration.kernel_reading import KernelBench, measure_our_linear
     from vllm_heteroinfer.kernels.library import KernelsUnavailableError
 
     torch.set_num_threads(threads)
@@ -101,7 +101,7 @@ def main(threads: int) -> None:
         with torch.inference_mode():
             if (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
                 with suppress(KernelsUnavailableError):  # as in a group, vLLM's own layers then
-                    measure_ours(threads)
+                    measure_our_linear(threads)
                     continue
             bench.measure(part, scheme)
 

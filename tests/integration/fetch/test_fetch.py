@@ -505,7 +505,7 @@ def test_a_hub_with_a_private_authority_needs_its_bundle(
     with fetching(private_hub, cache, **scratch) as fetch:
         failure = fetch.failure()
     assert failure.reason is FailureReason.MODEL_HUB_UNREACHABLE
-    assert "has a certificate of an authority that is not trusted here" in failure.message
+    assert "has a certificate of an authority that this process does not trust" in failure.message
     assert "set spec.model.caBundle" in failure.message
     bundle = tmp_path / "bundle"
     bundle.write_text("not yet")

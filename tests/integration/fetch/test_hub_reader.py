@@ -24,7 +24,7 @@ from tests.cluster.folders import REPOSITORY
 from tests.hub_server import HubServer, Repository
 from tests.unit.contract.test_model_files import CONFIG, TENSORS, write_model
 from vllm_heteroinfer.fetch.errors import FetchError
-from vllm_heteroinfer.fetch.headers import ended_after, read_hub_profile
+from vllm_heteroinfer.fetch.headers import read_hub_profile, time_limit
 from vllm_heteroinfer.fetch.hub_reader import FIRST_BYTES, REQUEST_TIMEOUT_S, HubReader
 
 MODEL = "acme/tiny"
@@ -176,7 +176,7 @@ def test_a_private_model_without_a_token_is_refused_with_the_remedy(hub: HubServ
     hub.repositories[MODEL].token = TOKEN
     error = refused(hub, tmp_path)
     assert error.reason is FailureReason.MODEL_NOT_FOUND
-    assert f"shows no model {MODEL}: correct spec.model.uri" in str(error)
+    assert f"shows no model {MODEL}. Correct spec.model.uri" in str(error)
     assert "export HF_TOKEN" in str(error)
 
 
@@ -205,7 +205,7 @@ def test_reports_a_missing_revision(hub: HubServer, tmp_path: Path) -> None:
 def test_a_busy_hub_is_asked_again_and_reported(hub: HubServer, tmp_path: Path) -> None:
     hub.refuse_with = 503
     error = refused(hub, tmp_path)
-    assert (error.reason, error.may_heal) == (FailureReason.MODEL_HUB_UNREACHABLE, True)
+    assert (error.reason, error.is_temporary) == (FailureReason.MODEL_HUB_UNREACHABLE, True)
     assert "answers 503" in str(error)
     assert len(hub.seen.requests) == 3
 
@@ -237,7 +237,7 @@ def test_offline_mode_refuses_hubs(hub: HubServer, tmp_path: Path) -> None:
 def test_a_hub_that_pauses_each_time_it_is_asked_is_given_up(hub: HubServer, tmp_path: Path) -> None:
     hub.pause_after_bytes = 100
     began = time.monotonic()
-    with ended_after(0.5):
+    with time_limit(0.5):
         error = refused(hub, tmp_path)
     assert "has not sent the model's description within 0.5 s" in str(error)
     assert time.monotonic() - began < REQUEST_TIMEOUT_S

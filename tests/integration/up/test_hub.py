@@ -50,5 +50,5 @@ def test_a_model_that_the_hub_has_not_is_an_error_in_words(tmp_path: Path, hub: 
     with up(tmp_path, hub, port, "hf://acme/other") as refused:
         assert refused.wait_exit(DEADLINE_S) == 1
         errors = [line for line in refused.lines if line.startswith("error: ")]
-    assert "shows no model acme/other: correct spec.model.uri" in "\n".join(errors)
+    assert "shows no model acme/other. Correct spec.model.uri" in "\n".join(errors)
     assert "Traceback" not in "\n".join(refused.lines)

@@ -62,7 +62,7 @@ from vllm_heteroinfer.group.deadline import Deadline
 
 ranks = [MessageQueue(1, 1) for _ in range(3)]
 engine = object.__new__(GroupExecutor)
-engine._unread = Counter()
+engine._unread_replies = Counter()
 engine.response_mqs = [MessageQueue.create_from_handle(queue.export_handle(), 0) for queue in ranks]
 for sends, reads in zip(ranks, engine.response_mqs):
     sends.wait_until_ready()
@@ -89,7 +89,7 @@ from vllm_heteroinfer.group.deadline import Deadline
 
 rank = MessageQueue(1, 1)
 engine = object.__new__(GroupExecutor)
-engine._unread = Counter()
+engine._unread_replies = Counter()
 engine.response_mqs = [MessageQueue.create_from_handle(rank.export_handle(), 0)]
 rank.wait_until_ready()
 engine.response_mqs[0].wait_until_ready()
@@ -129,7 +129,7 @@ class OfAnotherPod:
         return WorkerProc.ResponseStatus.SUCCESS, "done"
 
 engine = object.__new__(GroupExecutor)
-engine._unread = Counter()
+engine._unread_replies = Counter()
 engine.response_mqs = [OfAnotherPod()]
 try:
     said = engine._read_replies("execute_model", range(1), Deadline(at=time.monotonic() - 1, total_s=3))

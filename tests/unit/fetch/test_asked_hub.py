@@ -19,18 +19,18 @@ HUB = AskedHub(
         (403, "GatedRepo", TOKEN, "MODEL_ACCESS_DENIED", "https://hub/o/m with the account of the token"),
         (403, "GatedRepo", "", "MODEL_ACCESS_DENIED", "of the token, and give a token"),
         (404, "RevisionNotFound", "", "MODEL_NOT_FOUND", "has no revision v9 at https://hub"),
-        (404, "RepoNotFound", TOKEN, "MODEL_NOT_FOUND", "shows no model o/m: .* readable with the token"),
-        (401, "", "", "MODEL_NOT_FOUND", "shows no model o/m: .* if it is private, give a token"),
-        (401, "", TOKEN, "MODEL_ACCESS_DENIED", "answers 401 for hf://o/m: said; check the token, or give"),
-        (403, "", "", "MODEL_ACCESS_DENIED", "answers 403 for hf://o/m: said; give a token"),
-        (503, "", TOKEN, "MODEL_HUB_UNREACHABLE", "answers 503 for hf://o/m: said; check the network"),
+        (404, "RepoNotFound", TOKEN, "MODEL_NOT_FOUND", "shows no model o/m. .* a token that can read it"),
+        (401, "", "", "MODEL_NOT_FOUND", "shows no model o/m. .* If the model is private, give a token"),
+        (401, "", TOKEN, "MODEL_ACCESS_DENIED", "answers 401 for hf://o/m: said. Check the token, or give"),
+        (403, "", "", "MODEL_ACCESS_DENIED", "answers 403 for hf://o/m: said. Give a token"),
+        (503, "", TOKEN, "MODEL_HUB_UNREACHABLE", "answers 503 for hf://o/m: said. Check the network"),
         (404, "EntryNotFound", TOKEN, "MODEL_NOT_FOUND", "answers 404 for hf://o/m: said$"),
     ],
 )
 def test_reports_an_answer_with_a_fix(status: int, code: str, token: str, reason: str, words: str) -> None:
-    error = replace(HUB, token=token).refusal(status, code, "said")
+    error = replace(HUB, token=token).refusal_error(status, code, "said")
     assert error.reason is FailureReason[reason]
-    assert error.may_heal == (status == 503)
+    assert error.is_temporary == (status == 503)
     with pytest.raises(type(error), match=words):
         raise error
 

@@ -55,7 +55,7 @@ def test_the_last_ones_and_those_in_use_stay(cache: Path) -> None:
 def test_keeps_commits_confirmed_after_the_list(cache: Path) -> None:
     """Another resource began to use it, and the operator did not know."""
     store = ModelStore(cache, REPOSITORY, commit_of(1))
-    assert store.confirm() is not None
+    assert store.confirm_complete() is not None
     assert clean(cache, keep=1) == [1, 9]
     assert clean(cache, keep=1, listed_s=time.time() + RECENT_S + 60) == [9]
 
@@ -93,7 +93,7 @@ def test_a_fetch_starts_over_if_its_folder_disappears(
     with store.try_lock() as alone, ModelStore(cache, REPOSITORY, commit_of(1)).try_lock() as other:
         assert commit_of(1) in removed
         assert (alone, other) == (True, False), "both look at the lock of the folder that is there"
-        assert store.confirm() is None
+        assert store.confirm_complete() is None
         assert store.mark_complete([]) == store.complete()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from heteroinfer_contract.failure import FailureReason
 from heteroinfer_contract.model_fetch import FetchedFile
 from vllm_heteroinfer.fetch.errors import FetchError
-from vllm_heteroinfer.fetch.job import fetch_side_by_side
+from vllm_heteroinfer.fetch.job import fetch_in_parallel
 
 LIMIT_S = 10.0
 
@@ -25,11 +25,11 @@ def no_lock() -> int:
     return os.open(os.devnull, os.O_RDONLY)
 
 
-def refusal(*, may_heal: bool) -> FetchError:
-    return FetchError(FailureReason.MODEL_ACCESS_DENIED, "gated", may_heal=may_heal)
+def refusal(*, is_temporary: bool) -> FetchError:
+    return FetchError(FailureReason.MODEL_ACCESS_DENIED, "gated", is_temporary=is_temporary)
 
 
-@pytest.mark.parametrize("error", [refusal(may_heal=False), OSError("a defect")])
+@pytest.mark.parametrize("error", [refusal(is_temporary=False), OSError("a defect")])
 def test_a_refusal_for_good_waits_for_no_other_download(error: Exception) -> None:
     release, begun = threading.Event(), threading.Barrier(3)
 
@@ -41,7 +41,7 @@ def test_a_refusal_for_good_waits_for_no_other_download(error: Exception) -> Non
 
     files = [file("slow"), file("refused"), file("slow too"), file("never begun")]
     with pytest.raises(type(error), match=str(error)):
-        fetch_side_by_side(files, fetch, at_once=3, share_lock=no_lock)
+        fetch_in_parallel(files, fetch, at_once=3, share_lock=no_lock)
     assert not release.is_set()
     release.set()
 
@@ -52,12 +52,12 @@ def test_an_error_that_may_heal_lets_the_others_end_and_begins_no_more() -> None
     def fetch(each: FetchedFile) -> None:
         if each.path == "busy":
             failed.set()
-            raise refusal(may_heal=True)
+            raise refusal(is_temporary=True)
         assert failed.wait(LIMIT_S)
         ended.append(each.path)
 
     with pytest.raises(FetchError, match="gated"):
-        fetch_side_by_side([file("slow"), file("busy")], fetch, at_once=2, share_lock=no_lock)
+        fetch_in_parallel([file("slow"), file("busy")], fetch, at_once=2, share_lock=no_lock)
     assert ended == ["slow"]
 
 
@@ -72,11 +72,11 @@ def test_each_running_download_keeps_the_lock(tmp_path: Path) -> None:
     def fetch(each: FetchedFile) -> None:
         begun.wait(LIMIT_S)
         if each.path == "refused":
-            raise refusal(may_heal=False)
+            raise refusal(is_temporary=False)
         assert release.wait(LIMIT_S)
 
     with pytest.raises(FetchError):
-        fetch_side_by_side([file("slow"), file("refused")], fetch, at_once=2, share_lock=share_lock)
+        fetch_in_parallel([file("slow"), file("refused")], fetch, at_once=2, share_lock=share_lock)
     assert [is_open(each) for each in kept] == [True, False]
     release.set()
     wait_until(lambda: not is_open(kept[0]))
@@ -109,11 +109,11 @@ def test_raises_exactly_if_a_file_failed_and_fetches_no_file_twice(outcomes: lis
         fetched.append(each.path)
         outcome = outcomes[int(each.path)]
         if outcome != "good":
-            raise refusal(may_heal=outcome == "busy")
+            raise refusal(is_temporary=outcome == "busy")
 
     files = [file(str(number)) for number in range(len(outcomes))]
     try:
-        fetch_side_by_side(files, fetch, at_once=at_once, share_lock=no_lock)
+        fetch_in_parallel(files, fetch, at_once=at_once, share_lock=no_lock)
     except FetchError:
         assert set(outcomes) != {"good"}
     else:

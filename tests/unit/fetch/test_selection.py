@@ -73,7 +73,7 @@ def test_an_index_with_invalid_files_is_refused(index: object, words: str) -> No
 
 def test_reports_the_files_of_a_repository_without_a_model() -> None:
     gguf = listing(("tiny-q4.gguf", "README.md"))
-    with pytest.raises(FetchError, match=r"has no config\.json; it holds tiny-q4\.gguf, README\.md"):
+    with pytest.raises(FetchError, match=r"has no config\.json; its files are tiny-q4\.gguf, README\.md"):
         describing_files(gguf)
     with pytest.raises(FetchError, match=r"no weights as \*\.safetensors.*pvc://CLAIM/PATH"):
         weight_files(listing(("config.json", "pytorch_model.bin")), None)

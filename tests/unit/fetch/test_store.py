@@ -39,11 +39,11 @@ def store(tmp_path: Path) -> ModelStore:
 def test_a_file_has_its_name_once_its_hash_is_right(store: ModelStore) -> None:
     part = store.open_part(FILE)
     part.write_bytes(CONTENT[:-1] + b"!")
-    assert not store.keep(FILE)
+    assert not store.finish_part(FILE)
     assert store.missing([FILE]) == [FILE]
     assert not part.exists(), "what is wrong is not continued"
     store.open_part(FILE).write_bytes(CONTENT)
-    assert store.keep(FILE)
+    assert store.finish_part(FILE)
     assert store.missing([FILE]) == []
     assert store.done_bytes([FILE]) == len(CONTENT)
 
@@ -68,7 +68,9 @@ def test_a_part_of_another_user_of_the_group_is_continued(tmp_path: Path) -> Non
                 own = ModelStore(tmp_path, "acme/tiny", "abc")
                 with own.try_lock() as alone:
                     own.open_part(FILE).write_bytes(content)
-                    done = alone and (not whole or (own.keep(FILE) and bool(own.mark_complete([FILE]))))
+                    done = alone and (
+                        not whole or (own.finish_part(FILE) and bool(own.mark_complete([FILE])))
+                    )
                 os._exit(0 if done else 1)
             finally:
                 os._exit(2)
@@ -82,7 +84,7 @@ def test_a_path_longer_than_a_name_has_a_part(store: ModelStore) -> None:
         file = FetchedFile(path=path, size_bytes=FILE.size_bytes, digest=FILE.digest)
         assert store.open_part(file).stat().st_size == 0
         store.open_part(file).write_bytes(CONTENT)
-        assert store.keep(file)
+        assert store.finish_part(file)
         assert (store.folder / path).read_bytes() == CONTENT
 
 
@@ -92,12 +94,12 @@ def test_git_hashes_are_those_of_git(store: ModelStore) -> None:
         path="config.json", size_bytes=6, digest="git:ce013625030ba8dba906f756967f9e9ca394464a"
     )
     store.open_part(file).write_bytes(b"hello\n")
-    assert store.keep(file)
+    assert store.finish_part(file)
 
 
 def test_only_the_marker_shows_a_complete_model(store: ModelStore) -> None:
     store.open_part(FILE).write_bytes(CONTENT)
-    assert store.keep(FILE)
+    assert store.finish_part(FILE)
     assert store.complete() is None
     with pytest.raises(ContractError, match=MARKER_FILE):
         check_complete(store.folder)
@@ -159,9 +161,9 @@ def test_a_part_that_is_too_long_starts_over(store: ModelStore) -> None:
     ],
 )
 def test_reports_errors_of_the_file_system(store: ModelStore, number: int, reason: FailureReason) -> None:
-    refusal = store.refusal(OSError(number, "refused", "/model/x"))
+    refusal = store.write_error(OSError(number, "refused", "/model/x"))
     assert refusal.reason is reason
-    assert not refusal.may_heal
+    assert not refusal.is_temporary
 
 
 def test_each_model_and_commit_has_its_own_folder() -> None:
@@ -189,10 +191,10 @@ def test_two_fetches_without_locks_do_not_take_each_others_parts(
         slow = second.open_part(FILE)
         slow.write_bytes(CONTENT[:10])
         first.open_part(FILE).write_bytes(CONTENT)
-        assert first.keep(FILE)
+        assert first.finish_part(FILE)
         first.mark_complete([FILE])
         slow.write_bytes(CONTENT)
-        assert second.keep(FILE), "it is not the volume's fault that another was faster"
+        assert second.finish_part(FILE), "it is not the volume's fault that another was faster"
         second.mark_complete([FILE])
     assert second.complete() is not None
     assert {path.name for path in second.folder.iterdir()} == {MARKER_FILE, "sub", ".lock"}

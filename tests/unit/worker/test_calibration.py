@@ -39,7 +39,7 @@ def line(kind: str, **values: object) -> str:
 def results(*lines: str) -> MeasuredResults:
     found = MeasuredResults()
     for each in (line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10), *lines):
-        found.take(each)
+        found.store_line(each)
     return found
 
 
@@ -76,7 +76,7 @@ def test_lines_of_results_become_a_calibration_and_logs_do_not() -> None:
 def test_an_invalid_result_line_loses_only_itself(odd: str) -> None:
     found = MeasuredResults()
     for each in (odd, line("readings", threads=2, node=ALL_NODES, bytes_per_s=2e10)):
-        found.take(each)
+        found.store_line(each)
     built = build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
     assert [reading.threads for reading in built.readings] == [2]
     assert found.values == {}
@@ -94,7 +94,7 @@ def test_more_results_than_a_calibration_has_refuse_none() -> None:
 
 def test_without_a_reading_calibration_fails_with_the_reason() -> None:
     found = MeasuredResults()
-    found.skip("memory, all NUMA nodes", "ended with 1: No module named 'torch'")
+    found.skip("memory, all NUMA nodes", "ended with exit code 1: No module named 'torch'")
     with pytest.raises(ContractError, match=r"No module named 'torch'\. Run this with the worker's Python"):
         build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
 
@@ -160,13 +160,17 @@ def test_no_measurement_begins_when_the_time_is_over() -> None:
     ("script", "limit_s", "measured", "skipped"),
     [
         ("", 60, ["a", "b", "c"], []),
-        ("if what == 'b': os.abort()", 60, ["a", "c"], [("b", "ended with -6: ")]),
+        ("if what == 'b': os.abort()", 60, ["a", "c"], [("b", "ended with exit code -6: ")]),
         ("if what == 'b': time.sleep(60)", 5, ["a"], [("b", "not done in 5 s")]),
         (
             "os.abort()",
             60,
             [],
-            [("a", "ended with -6: "), ("b", "ended with -6: "), ("c", "ended with -6: ")],
+            [
+                ("a", "ended with exit code -6: "),
+                ("b", "ended with exit code -6: "),
+                ("c", "ended with exit code -6: "),
+            ],
         ),
     ],
 )
@@ -187,7 +191,7 @@ for what in "abc":
     say(kind="hops", path="gloo", message_bytes=ord(what), seconds=1)
 """
     monkeypatch.setattr(subprocess, "Popen", functools.partial(_popen_code, subprocess.Popen, code))
-    several = Measurement(what="kernels", commands=(("kernel_reading", "2"),), of_several=True)
+    several = Measurement(what="kernels", commands=(("kernel_reading", "2"),), runs_several=True)
     found = measure([several], limit_s)
     assert [chr(hop["message_bytes"]) for hop in found.lists["hops"]] == measured
     assert [(each["what"], each["why"]) for each in found.lists["skipped"]] == skipped
@@ -250,4 +254,4 @@ def test_refuses_an_invalid_limit(limit: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as caught:
         main([f"--limit={limit}"])
     assert caught.value.code == 2
-    assert f"must be 5 to 3600 seconds, got {limit!r}" in capsys.readouterr().err
+    assert f"must be 5 to 3600 seconds (got {limit!r})" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_heteroinfer.engine import draining
-from vllm_heteroinfer.engine.draining import BODY_TIMEOUT_S, STILL_TAKEN_S, Drain, DrainMiddleware
+from vllm_heteroinfer.engine.draining import BODY_TIMEOUT_S, STILL_ACCEPTED_S, Drain, DrainMiddleware
 
 
 class Clock:
@@ -47,7 +47,7 @@ def test_a_request_under_way_is_waited_for_to_its_end(clock: Clock) -> None:
         request = asyncio.ensure_future(get(gate=gate))
         await asyncio.sleep(0)
         draining.DRAIN.begin()
-        clock.now_s += STILL_TAKEN_S + 5
+        clock.now_s += STILL_ACCEPTED_S + 5
         assert not draining.DRAIN.is_done()
         gate.set()
         assert (await request)[0]["status"] == 200
@@ -60,7 +60,7 @@ def test_requests_are_taken_for_a_moment_and_then_refused_in_words(clock: Clock)
     draining.DRAIN.begin()
     assert asyncio.run(get())[0]["status"] == 200
     assert not draining.DRAIN.is_done(), "more may be on their way"
-    clock.now_s += STILL_TAKEN_S
+    clock.now_s += STILL_ACCEPTED_S
     draining.DRAIN.begin()
     start, body = asyncio.run(get())
     assert start["status"] == 503
@@ -71,7 +71,7 @@ def test_requests_are_taken_for_a_moment_and_then_refused_in_words(clock: Clock)
 
 def test_health_is_answered_to_the_end(clock: Clock) -> None:
     draining.DRAIN.begin()
-    clock.now_s += STILL_TAKEN_S
+    clock.now_s += STILL_ACCEPTED_S
     assert asyncio.run(get("/health"))[0]["status"] == 200
 
 
@@ -83,7 +83,7 @@ def test_a_server_without_a_drain_request_never_drains(clock: Clock) -> None:
 
 def test_a_realtime_connection_is_closed(clock: Clock) -> None:
     draining.DRAIN.begin()
-    clock.now_s += STILL_TAKEN_S
+    clock.now_s += STILL_ACCEPTED_S
     assert asyncio.run(get(type="websocket")) == [{"type": "websocket.close", "code": 1001}]
 
 
@@ -126,8 +126,8 @@ def test_a_missing_request_body_does_not_delay_a_drain(clock: Clock) -> None:
                 group.create_task(request.run())
             await asyncio.sleep(0)
             draining.DRAIN.begin()
-            clock.now_s += STILL_TAKEN_S + BODY_TIMEOUT_S - 0.1
-            draining.DRAIN.give_up_bodies()
+            clock.now_s += STILL_ACCEPTED_S + BODY_TIMEOUT_S - 0.1
+            draining.DRAIN.refuse_late_bodies()
             slow.body.put_nowait({"type": "http.request", "body": b"}", "more_body": False})
             while not slow.sent:
                 await asyncio.sleep(0)
@@ -135,7 +135,7 @@ def test_a_missing_request_body_does_not_delay_a_drain(clock: Clock) -> None:
             assert not draining.DRAIN.is_done()
             clock.now_s += 0.1
             while not draining.DRAIN.is_done():
-                draining.DRAIN.give_up_bodies()
+                draining.DRAIN.refuse_late_bodies()
                 await asyncio.sleep(0)
         assert (slow.statuses, never.statuses) == ([200], [503])
         assert (b"connection", b"close") in never.sent[0]["headers"]
@@ -160,8 +160,8 @@ def test_an_answer_that_has_begun_before_its_body_ends_is_not_cut(clock: Clock) 
             group.create_task(posted.run())
             await asyncio.sleep(0)
             draining.DRAIN.begin()
-            clock.now_s += STILL_TAKEN_S + BODY_TIMEOUT_S
-            draining.DRAIN.give_up_bodies()
+            clock.now_s += STILL_ACCEPTED_S + BODY_TIMEOUT_S
+            draining.DRAIN.refuse_late_bodies()
             await asyncio.sleep(0.01)
             assert not draining.DRAIN.is_done()
             posted.body.put_nowait({"type": "http.request", "body": b"}", "more_body": False})

@@ -176,7 +176,7 @@ def test_cpu_ranks_of_mode_feed_forward_read_gpu_formats_as_safetensors() -> Non
         read = []
         for rank in plan.ranks:
             args = argparse.Namespace(load_format=asked)
-            arguments.choose_reader(plan, rank, args)
+            arguments.choose_load_format(plan, rank, args)
             read.append(args.load_format)
         assert read == [asked, "safetensors" if asked in load_formats.GPU_FORMATS else asked]
 
@@ -185,9 +185,9 @@ def test_a_loader_of_other_files_is_refused_where_there_are_feed_forward_ranks()
     plan = feed_forward_plan(Path("/model"), num_layers=4, remote=[2, 3])
     args = argparse.Namespace(load_format="tensorizer")
     with pytest.raises(ContractError, match=r"--load-format must be auto or .* \(got tensorizer\)"):
-        arguments.choose_reader(plan, plan.ranks[1], args)
+        arguments.choose_load_format(plan, plan.ranks[1], args)
     alone = build_plan(Path("/model"), layers=[4], pods=[1])
-    arguments.choose_reader(alone, alone.ranks[0], args)
+    arguments.choose_load_format(alone, alone.ranks[0], args)
     assert args.load_format == "tensorizer"
 
 

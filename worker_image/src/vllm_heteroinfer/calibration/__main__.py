@@ -22,19 +22,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write instead of stdout")
     parser.add_argument(
         "--limit",
-        type=_limit_argument,
+        type=_parse_limit,
         default=LIMIT_S,
         metavar="SECONDS",
         help=f"time limit; measurements that do not fit are skipped; default: {LIMIT_S:g}",
     )
     parser.add_argument("--termination-message-path", type=Path, help="second file to write")
     arguments = parser.parse_args(argv)
-    _end_when_asked()
+    _handle_sigterm()
     adopt_orphans()
     return calibrate(arguments.output, arguments.termination_message_path, limit_s=arguments.limit)
 
 
-def _end_when_asked() -> None:
+def _handle_sigterm() -> None:
     """Makes SIGTERM end this process, its children and its temporary files, also if it is PID 1.
 
     launch/cli.py has blocked the signal, so a SIGTERM from before this handler is not lost.
@@ -44,17 +44,19 @@ def _end_when_asked() -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
+    """Ends this process with the exit code of a signal; ignores further signals during the cleanup."""
     signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
     raise SystemExit(exit_code_of_signal(number))
 
 
-def _limit_argument(text: str) -> float:
+def _parse_limit(text: str) -> float:
+    """Parses a time limit in seconds; raises ArgumentTypeError."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not MIN_LIMIT_S <= seconds <= MAX_LIMIT_S:
-        raise argparse.ArgumentTypeError(f"must be {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g} seconds, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {MIN_LIMIT_S:g} to {MAX_LIMIT_S:g} seconds (got {text!r})")
     return seconds
 
 

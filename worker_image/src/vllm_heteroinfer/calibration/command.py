@@ -36,10 +36,9 @@ _MAX_NODES: Final = 8
 """At most this many NUMA nodes, the first ones, are also measured separately."""
 _NODE_POINTS: Final = 3
 """Number of thread counts measured for a single NUMA node."""
-_OF_SEVERAL: Final = 0.9
-"""Share of the remaining time in which a command of several measurements may begin a measurement.
-
-The rest of the time is for the last measurement to end."""
+_LAST_BEGIN_SHARE: Final = 0.9
+"""Part of the remaining time in which a command of several measurements may begin a measurement. The rest is
+for the end of the last measurement."""
 _POLL_S: Final = 0.05
 _LAST_READ_S: Final = 0.5
 """Time to read the rest of an ended process's output. Its children can keep the pipe open."""
@@ -62,7 +61,7 @@ class MeasuredResults:
     values: dict[str, Any] = field(default_factory=dict)
     begun: list[str] = field(default_factory=list)
 
-    def take(self, line: str) -> None:
+    def store_line(self, line: str) -> None:
         """Stores the result in a line of a measuring process. Ignores other lines, which are logs.
 
         Also ignores a result that another process's line has cut in two. Keeps at most MAX_ENTRIES of each
@@ -71,21 +70,21 @@ class MeasuredResults:
         if not line.startswith('{"kind": "'):
             return
         try:
-            found = json.loads(line)
+            result = json.loads(line)
         except (ValueError, RecursionError):
             return
-        kind = found.pop("kind")
+        kind = result.pop("kind")
         if kind in self.lists:
             if len(self.lists[kind]) < MAX_ENTRIES:
-                self.lists[kind].append(found)
+                self.lists[kind].append(result)
         elif kind == BEGUN:
-            what = str(found.get("what"))
+            what = str(result.get("what"))
             if what not in self.begun and len(self.begun) < MAX_ENTRIES:
                 self.begun.append(what)
         elif kind == "gpu":
-            self.values["gpu"] = found
+            self.values["gpu"] = result
         else:
-            self.values |= {name: found[name] for name in _VALUES if name in found}
+            self.values |= {name: result[name] for name in _VALUES if name in result}
 
     def skip(self, what: str, why: str) -> None:
         """Stores a failed measurement and its reason."""
@@ -99,7 +98,7 @@ class Measurement:
     Attributes:
         commands: modules below this package, each with its arguments.
         cpus: ids of the CPUs that the processes may use; all if empty.
-        of_several: whether the command runs several measurements and reports the start of each. Its further
+        runs_several: whether the command runs several measurements and reports the start of each. Its further
             arguments are its time in seconds and the measurements that were begun before, which it leaves
             out. So a measurement that crashes the process does not prevent the others.
     """
@@ -108,7 +107,7 @@ class Measurement:
     commands: tuple[tuple[str, ...], ...]
     cpus: tuple[int, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    of_several: bool = False
+    runs_several: bool = False
 
 
 def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
@@ -121,48 +120,58 @@ def plan_measurements(cpus: tuple[Cpu, ...], folder: Path) -> list[Measurement]:
     by_node: dict[int, list[int]] = {}
     for cpu in cpus:
         by_node.setdefault(cpu.node, []).append(cpu.id)
-    own = tuple(cpu.id for cpu in cpus)
-    found = [
+    all_cpus = tuple(cpu.id for cpu in cpus)
+    measurements = [
         Measurement(
             what="memory, all NUMA nodes",
-            commands=(_reading_arguments(len(own), ALL_NODES),),
-            cpus=own,
-            env=_cpu(),
+            commands=(_reading_arguments(len(all_cpus), ALL_NODES),),
+            cpus=all_cpus,
+            env=_cpu_environment(),
         )
     ]
     if len(by_node) > 1:
-        found += [
+        measurements += [
             Measurement(
                 what=f"memory, NUMA node {node}",
                 commands=(_reading_arguments(len(ids), node, most=_NODE_POINTS),),
                 cpus=tuple(ids),
-                env=_cpu(),
+                env=_cpu_environment(),
             )
             for node, ids in sorted(by_node.items())[:_MAX_NODES]
         ]
-    meeting = str(folder / "hops")
-    found.append(
+    hop_file = str(folder / "hops")
+    measurements.append(
         Measurement(
             what="hops",
-            commands=tuple(("hops", str(rank), meeting) for rank in range(2)),
+            commands=tuple(("hops", str(rank), hop_file) for rank in range(2)),
             # If the machine's own name has no address, gloo finds no interface.
-            env={**_cpu(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
+            env={**_cpu_environment(), names.ENV_GLOO_INTERFACE: LOOPBACK_INTERFACE},
         )
     )
-    found.append(Measurement(what="GPU", commands=(("gpu",),)))
-    kernels = ("kernel_reading", str(len(own)))
-    found.append(Measurement(what="kernels", commands=(kernels,), cpus=own, env=_cpu(), of_several=True))
-    return found
+    measurements.append(Measurement(what="GPU", commands=(("gpu",),)))
+    kernels = ("kernel_reading", str(len(all_cpus)))
+    measurements.append(
+        Measurement(
+            what="kernels", commands=(kernels,), cpus=all_cpus, env=_cpu_environment(), runs_several=True
+        )
+    )
+    return measurements
 
 
 def _reading_arguments(cores: int, node: int, *, most: int = MAX_ENTRIES) -> tuple[str, ...]:
+    """Returns the command that measures memory with `cores` threads, then half as many, and so on.
+
+    Args:
+        most: maximum number of thread counts.
+    """
     counts = [cores]
     while counts[-1] > 1 and len(counts) < most:
         counts.append(max(counts[-1] // 2, 1))
     return ("memory_reading", ",".join(map(str, reversed(counts))), str(node))
 
 
-def _cpu() -> dict[str, str]:
+def _cpu_environment() -> dict[str, str]:
+    """Returns the variables for a process that uses only CPUs."""
     return {
         names.ENV_VISIBLE_GPUS: HIDE_GPUS,
         # Without a plan vLLM chooses the platform: CUDA in the image for GPUs.
@@ -178,53 +187,61 @@ def measure(measurements: Iterable[Measurement], limit_s: float) -> MeasuredResu
         left_s = limit_s - (time.monotonic() - start)
         if left_s < 1:
             results.skip(measurement.what, f"no time left of {limit_s:.0f} s")
-        more = True
-        while more and left_s >= 1:
-            known = len(results.begun)
-            what, why = _run(measurement, left_s, results)
+        continues = True
+        while continues and left_s >= 1:
+            begun_before = len(results.begun)
+            what, why = _run_measurement(measurement, left_s, results)
             if why:
                 results.skip(what, why)
             # If one of several measurements ended the process, run the command again without those begun.
-            more = bool(why) and measurement.of_several and len(results.begun) > known
+            continues = bool(why) and measurement.runs_several and len(results.begun) > begun_before
             left_s = limit_s - (time.monotonic() - start)
     return results
 
 
-def _run(measurement: Measurement, limit_s: float, results: MeasuredResults) -> tuple[str, str]:
+def _run_measurement(measurement: Measurement, limit_s: float, results: MeasuredResults) -> tuple[str, str]:
     """Runs a measurement. Returns the name of a failed measurement and the reason, or two empty strings."""
     begun = tuple(results.begun)
-    more = (f"{limit_s * _OF_SEVERAL:.1f}", *begun) if measurement.of_several else ()
+    extra_arguments = (f"{limit_s * _LAST_BEGIN_SHARE:.1f}", *begun) if measurement.runs_several else ()
     processes: list[subprocess.Popen[bytes]] = []
     tails: list[list[str]] = [[] for _ in measurement.commands]
-    others = set(child_pids())
+    other_children = set(child_pids())
     with contextlib.ExitStack() as at_end:
-        at_end.callback(_end, processes, others)  # also runs if SIGTERM ends this process
-        processes.extend(_start(measurement, (*command, *more)) for command in measurement.commands)
-        output = at_end.enter_context(ProcessOutput(_pipes(processes, results, tails)))
-        late = not _is_ended(processes, output, limit_s)
-        _end(processes, others)
+        at_end.callback(_end_processes, processes, other_children)  # also runs if SIGTERM ends this process
+        processes.extend(
+            _start_process(measurement, (*command, *extra_arguments)) for command in measurement.commands
+        )
+        output = at_end.enter_context(ProcessOutput(_pipes_and_readers(processes, results, tails)))
+        is_late = not _wait_until_ended(processes, output, limit_s)
+        _end_processes(processes, other_children)
         output.read_rest(_LAST_READ_S)
-    codes = [process.returncode for process in processes]
+    exit_codes = [process.returncode for process in processes]
     what = results.begun[-1] if len(results.begun) > len(begun) else measurement.what
-    if late:
+    if is_late:
         return what, f"not done in {limit_s:.0f} s"
-    if any(codes):
-        last = next((tail[-1] for tail, code in zip(tails, codes, strict=True) if code and tail), "")
-        return what, f"ended with {next(filter(None, codes))}: {last}"
+    if any(exit_codes):
+        last_line = next(
+            (tail[-1] for tail, code in zip(tails, exit_codes, strict=True) if code and tail), ""
+        )
+        return what, f"ended with exit code {next(filter(None, exit_codes))}: {last_line}"
     return "", ""
 
 
-def _pipes(
+def _pipes_and_readers(
     processes: Sequence["subprocess.Popen[bytes]"], results: MeasuredResults, tails: Sequence[list[str]]
 ) -> Iterator[tuple[IO[bytes], Callable[[str], None]]]:
+    """Yields the pipes of processes, each with the function that receives its lines."""
     for process, tail in zip(processes, tails, strict=True):
         assert process.stdout is not None
         assert process.stderr is not None
-        yield process.stdout, results.take
-        yield process.stderr, functools.partial(_keep_line, tail)
+        yield process.stdout, results.store_line
+        yield process.stderr, functools.partial(_keep_last_line, tail)
 
 
-def _is_ended(processes: Sequence["subprocess.Popen[bytes]"], output: ProcessOutput, limit_s: float) -> bool:
+def _wait_until_ended(
+    processes: Sequence["subprocess.Popen[bytes]"], output: ProcessOutput, limit_s: float
+) -> bool:
+    """Reads the output of processes until all have ended. Returns whether they ended within the limit."""
     deadline = time.monotonic() + limit_s
     while any(process.poll() is None for process in processes):
         left_s = deadline - time.monotonic()
@@ -234,11 +251,11 @@ def _is_ended(processes: Sequence["subprocess.Popen[bytes]"], output: ProcessOut
     return True
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> None:
+def _end_processes(processes: Sequence["subprocess.Popen[bytes]"], other_children: Set[int]) -> None:
     """Ends measuring processes and all their children, even in other sessions.
 
     Args:
-        others: unrelated children of this process.
+        other_children: children of this process that must not end.
     """
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -246,15 +263,16 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"], others: Set[int]) -> No
         process.wait()
     deadline = time.monotonic() + _KILL_S
     # A process whose parent has ended is a child of this process if this process adopts orphans.
-    while (left := set(child_pids()) - others) and time.monotonic() < deadline:
-        for pid in left:
+    while (remaining := set(child_pids()) - other_children) and time.monotonic() < deadline:
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(_POLL_S / 5)
 
 
-def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _start_process(measurement: Measurement, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Starts a measuring process, which dies with this process, on the CPUs of the measurement."""
     env = {name: value for name, value in os.environ.items() if name != names.ENV_PLAN}
     threads = {names.ENV_OMP_THREADS: str(len(measurement.cpus))} if measurement.cpus else {}
     cpus = measurement.cpus
@@ -272,7 +290,8 @@ def _start(measurement: Measurement, command: Sequence[str]) -> "subprocess.Pope
     )
 
 
-def _keep_line(tail: list[str], line: str) -> None:
+def _keep_last_line(tail: list[str], line: str) -> None:
+    """Replaces the content of `tail` with a line, unless the line is blank."""
     if line.strip():
         tail[:] = [line.strip()]
 
@@ -292,8 +311,8 @@ def build_calibration(
     if not results.lists["readings"]:
         why = "; ".join(f"{each['what']}: {each['why']}" for each in skipped)
         raise ContractError(
-            f"the memory speed was not measured: {why}. Run this with the worker's Python, which has torch, "
-            "on a machine that is idle"
+            f"the memory speed was not measured: {why}. Run `heteroinfer-worker calibrate` with a Python "
+            "that has torch, on an idle machine"
         )
     cpuinfo = Path("/proc/cpuinfo").read_text()
     machine = hardware.observe_hardware(

@@ -1,4 +1,7 @@
-"""Answers each ask with its own rows: `python -m vllm_heteroinfer.calibration.echo OFFER`. Imports torch."""
+"""Answers each request of a GPU with the rows of the request.
+
+Run as `python -m vllm_heteroinfer.calibration.echo OFFER`. Imports torch.
+"""
 
 import ctypes
 import sys
@@ -13,7 +16,7 @@ LIMIT_NS = 1_000_000_000
 
 
 def main(argv: list[str]) -> None:
-    """Answers asks until the process that created the slab stops it, or kills this process."""
+    """Answers requests until the process that created the slab stops the slab, or kills this process."""
     torch.set_num_threads(1)
     offer = Offer.from_json(argv[0])
     slab, _ = connect(offer, 0, offer.shape)
@@ -22,12 +25,12 @@ def main(argv: list[str]) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:
-        got = calls.heteroinfer_ff_next(
+        state = calls.heteroinfer_ff_next(
             slab.address, 0, SPIN_NS, LIMIT_NS, ctypes.byref(layer), ctypes.byref(rows)
         )
-        if got == slab_library.STOPPED:
+        if state == slab_library.STOPPED:
             return
-        if got == slab_library.ASKED:
+        if state == slab_library.ASKED:
             slab.y[0][: rows.value].copy_(slab.x[: rows.value])
             calls.heteroinfer_ff_answer(slab.address, 0, 0, rows.value, None, 0, 0)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from heteroinfer_contract.model import SchemeName
 from vllm_heteroinfer.feed_forward.recipe import ExpertParameter, LayerRecipe
 
-GROUP: Final = 128
+GROUP_SIZE: Final = 128
 SIZE: Final = 4096
 """Inputs and columns of the measured linear layers."""
 _WEIGHT: Final = {"dynamic": False, "symmetric": True, "observer": "minmax", "actorder": None}
@@ -47,7 +47,7 @@ class WeightFormat:
     Attributes:
         method: `quant_method` in `quantization_config`, or "" for unquantized weights.
         experts: parameters of experts (feed_forward/expert_formats.py).
-        transposed: whether these have inputs before columns.
+        transposed: whether the experts' parameters have inputs before columns.
         copy: whether the measurement copies a packed layer. If not, it packs each layer, which takes longer.
     """
 
@@ -80,12 +80,16 @@ class WeightFormat:
         )
 
 
-def _compressed(layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _compressed_tensors_config(
+    layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns compressed-tensors' configuration of all linear layers in one format."""
     group = {"targets": ["Linear"], "weights": {**_WEIGHT, **weights}, "input_activations": inputs}
     return {"config_groups": {"group_0": group}, "format": layout, "ignore": []}
 
 
-def _grouped(bits: int, kind: str, group: int, **more: Any) -> dict[str, Any]:
+def _grouped_weights(bits: int, kind: str, group: int, **more: Any) -> dict[str, Any]:
+    """Returns compressed-tensors' description of weights that share scales in groups."""
     return {"num_bits": bits, "type": kind, "strategy": "group", "group_size": group, **more}
 
 
@@ -99,33 +103,33 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
         ),
         SchemeName.AWQ: WeightFormat(
             method="awq",
-            config={"bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+            config={"bits": 4, "group_size": GROUP_SIZE, "zero_point": True, "version": "gemm"},
             experts=(
                 Parameter("qweight", "int32", 8),
-                Parameter("qzeros", "int32", 8, GROUP),
-                Parameter("scales", "bfloat16", 1, GROUP),
+                Parameter("qzeros", "int32", 8, GROUP_SIZE),
+                Parameter("scales", "bfloat16", 1, GROUP_SIZE),
             ),
             transposed=True,
         ),
         SchemeName.INT4: WeightFormat(
             method="compressed-tensors",
-            config=_compressed("pack-quantized", _grouped(4, "int", GROUP), None),
+            config=_compressed_tensors_config("pack-quantized", _grouped_weights(4, "int", GROUP_SIZE), None),
             experts=(
                 Parameter("weight_packed", "int32", 1, 8),
-                Parameter("weight_scale", "bfloat16", 1, GROUP),
+                Parameter("weight_scale", "bfloat16", 1, GROUP_SIZE),
             ),
         ),
         SchemeName.MXFP4: WeightFormat(
             method="compressed-tensors",
-            config=_compressed("mxfp4-pack-quantized", _grouped(4, "float", 32), None),
+            config=_compressed_tensors_config("mxfp4-pack-quantized", _grouped_weights(4, "float", 32), None),
             experts=(Parameter("weight", "uint8", 1, 2), Parameter("weight_scale", "uint8", 1, 32)),
         ),
         SchemeName.NVFP4: WeightFormat(
             method="compressed-tensors",
-            config=_compressed(
+            config=_compressed_tensors_config(
                 "nvfp4-pack-quantized",
-                _grouped(4, "float", 16) | {"strategy": "tensor_group"},
-                _grouped(4, "float", 16) | {"strategy": "tensor_group", "dynamic": "local"},
+                _grouped_weights(4, "float", 16) | {"strategy": "tensor_group"},
+                _grouped_weights(4, "float", 16) | {"strategy": "tensor_group", "dynamic": "local"},
             ),
             experts=(
                 Parameter("weight", "uint8", 1, 2),
@@ -135,7 +139,7 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
         ),
         SchemeName.FP8_CHANNEL: WeightFormat(
             method="compressed-tensors",
-            config=_compressed(
+            config=_compressed_tensors_config(
                 "float-quantized",
                 {"num_bits": 8, "type": "float", "strategy": "channel"},
                 {**_PER_TOKEN, "type": "float"},
@@ -149,22 +153,22 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
         ),
         SchemeName.MXFP8: WeightFormat(
             method="compressed-tensors",
-            config=_compressed(
+            config=_compressed_tensors_config(
                 "mxfp8-quantized",
-                _grouped(8, "float", 32, scale_dtype="torch.uint8"),
-                _grouped(8, "float", 32, scale_dtype="torch.uint8", dynamic=True),
+                _grouped_weights(8, "float", 32, scale_dtype="torch.uint8"),
+                _grouped_weights(8, "float", 32, scale_dtype="torch.uint8", dynamic=True),
             ),
             experts=(Parameter("weight", _FP8), Parameter("weight_scale", "uint8", 1, 32)),
         ),
         SchemeName.GPTQ: WeightFormat(
             method="gptq",
-            config={"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
-            experts=(Parameter("qweight", "int32", 1, 8), Parameter("scales", "bfloat16", 1, GROUP)),
+            config={"bits": 4, "group_size": GROUP_SIZE, "desc_act": False, "sym": True},
+            experts=(Parameter("qweight", "int32", 1, 8), Parameter("scales", "bfloat16", 1, GROUP_SIZE)),
             transposed=True,
         ),
         SchemeName.INT8: WeightFormat(
             method="compressed-tensors",
-            config=_compressed(
+            config=_compressed_tensors_config(
                 "int-quantized",
                 {"num_bits": 8, "type": "int", "strategy": "channel"},
                 {**_PER_TOKEN, "type": "int"},
@@ -174,4 +178,5 @@ FORMATS: Final[Mapping[SchemeName, WeightFormat]] = MappingProxyType(
         ),
     }
 )
-"""In the order of measurement. A test compares them with the operator's `vllm_support/cpu_kernels.py`."""
+"""Formats in the order of measurement. A test compares them with the operator's
+`vllm_support/cpu_kernels.py`."""

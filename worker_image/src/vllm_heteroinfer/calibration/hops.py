@@ -18,14 +18,14 @@ from vllm_heteroinfer.kernels.rounds import median_s
 
 SIZES: Final = (8 << 10, 64 << 10, 1 << 20)
 """Sizes in bytes of the hidden states of 1, 8 and 128 tokens of a model with hidden size 4096."""
-BOUNCES: Final = 20
+ROUND_TRIPS: Final = 20
 TIMEOUT: Final = timedelta(seconds=20)
 
 
 def main(argv: list[str]) -> None:
     """Sends messages to the other rank and back. Rank 0 reports half of the time of a round trip.
 
-    The ranks connect through a file. Another process could take a chosen port before its use.
+    The ranks connect through a file, because another process could take a chosen port before its use.
     """
     rank, file = int(argv[0]), argv[1]
     torch.set_num_threads(1)
@@ -35,20 +35,21 @@ def main(argv: list[str]) -> None:
     for size in SIZES:
         message = torch.zeros(size, dtype=torch.uint8)
         if rank:
-            _answer(message)
+            _send_back(message)
             continue
-        seconds = median_s([partial(_bounce, message)] * BOUNCES)
+        seconds = median_s([partial(_send_and_receive, message)] * ROUND_TRIPS)
         torch.distributed.send(torch.ones(size, dtype=torch.uint8), 1)
-        report("hops", path=HopPath.GLOO, message_bytes=size, seconds=rounded(seconds / BOUNCES / 2))
+        report("hops", path=HopPath.GLOO, message_bytes=size, seconds=rounded(seconds / ROUND_TRIPS / 2))
     torch.distributed.destroy_process_group()
 
 
-def _bounce(message: torch.Tensor) -> None:
+def _send_and_receive(message: torch.Tensor) -> None:
+    """Sends a message to rank 1, and waits until rank 1 has sent it back."""
     torch.distributed.send(message, 1)
     torch.distributed.recv(message, 1)
 
 
-def _answer(message: torch.Tensor) -> None:
+def _send_back(message: torch.Tensor) -> None:
     """Sends back each message until the last message, whose first byte is not 0."""
     while True:
         torch.distributed.recv(message, 0)

@@ -57,9 +57,9 @@ _MANY_ROWS, _MANY_CALLS = 512, 2
 """With at least _MANY_ROWS rows, a product spends more time on computing than on reading. Then _MANY_CALLS
 calls are enough to measure its time."""
 _MAX_ROWS: Final = {KernelPart.LINEAR: 2048, KernelPart.EXPERTS: 512}
-"""Limit of rows in a product: a chunk of a prompt. Each expert computes only some rows of the chunk."""
-_MORE_S: Final = 0.2
-"""Time limit for starting rounds with more than one row."""
+"""Maximum rows of a product: those of a prompt's chunk. Each expert computes only some rows of the chunk."""
+_MORE_ROWS_TIME_S: Final = 0.2
+"""Time in which rounds with more than one row may begin."""
 _LONGEST_CALL_S: Final = 0.5
 """A number of rows is skipped if one call would take longer, in proportion to the call before."""
 Call = Callable[[], Any]
@@ -87,11 +87,11 @@ class ExpertsInput:
 
     def prepare(self, rows: int) -> None:
         """Makes each expert compute `rows` rows on average. With one row, only the turn's experts compute."""
-        self._few = rows == 1
-        tokens = 1 if self._few else rows * self.turns
+        self._one_row = rows == 1
+        tokens = 1 if self._one_row else rows * self.turns
         self._x = torch.randn((tokens, HIDDEN), dtype=torch.bfloat16)
         self._y = torch.empty_like(self._x)
-        self._ids = self._chosen if self._few else _choose(tokens)
+        self._ids = self._chosen if self._one_row else _choose_experts(tokens)
         self._weights = torch.full((tokens, TOP_K), 1 / TOP_K, dtype=torch.float32)
 
     @property
@@ -99,18 +99,19 @@ class ExpertsInput:
         """Number of tokens of a call."""
         return len(self._x)
 
-    def of(self, rows: int) -> tuple[torch.Tensor, ...]:
+    def arguments(self) -> tuple[torch.Tensor, ...]:
         """Returns x, ids, weights and y of a call."""
-        ids = self._ids[self.turn : self.turn + 1] if self._few else self._ids
+        ids = self._ids[self.turn : self.turn + 1] if self._one_row else self._ids
         return self._x, ids, self._weights, self._y
 
 
-def _choose(tokens: int) -> torch.Tensor:
+def _choose_experts(tokens: int) -> torch.Tensor:
+    """Returns TOP_K random experts for each token."""
     return torch.rand((tokens, EXPERTS)).topk(TOP_K).indices.to(torch.int32)
 
 
 def main(argv: list[str]) -> None:
-    """Reports a rate for each kernel. Kernels that most models install_weights come first.
+    """Reports a rate for each kernel. Kernels that most models use come first.
 
     Args:
         argv: number of threads, optionally the seconds in which measurements may begin, and the names of
@@ -118,19 +119,23 @@ def main(argv: list[str]) -> None:
     """
     os.environ |= {names.ENV_VISIBLE_GPUS: HIDE_GPUS, names.ENV_TARGET_DEVICE: "cpu"}
     threads = int(argv[0])
-    turn = _Turn(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), left_out=argv[2:])
+    attempts = _Attempts(deadline=time.monotonic() + float(argv[1] if argv[1:] else inf), skipped=argv[2:])
     torch.set_num_threads(threads)
-    ours = "our linear kernel"
+    our_linear = "our linear kernel"
     # An earlier process that began this measurement and later others was ended by the last measurement.
-    has_ours = turn.attempt(ours, lambda: measure_ours(threads)) or ours in argv[2:-1]
+    has_our_linear = (
+        attempts.attempt(our_linear, lambda: measure_our_linear(threads)) or our_linear in argv[2:-1]
+    )
     report_begun("vLLM's kernels")
     bench = KernelBench(threads)
-    turn.attempt("linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32"))
+    attempts.attempt(
+        "linear in float32", partial(bench.measure, KernelPart.LINEAR, SchemeName.NONE, "float32")
+    )
     for part, scheme in _kernels_in_order():
-        if has_ours and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
-            continue  # ranks install_weights our kernel for these layers, never vLLM's
+        if has_our_linear and (part, scheme) == (KernelPart.LINEAR, SchemeName.NONE):
+            continue  # ranks use our kernel for these layers, never vLLM's
         what = f"{part} in {'bf16' if scheme is SchemeName.NONE else scheme}"
-        turn.attempt(what, partial(bench.measure, part, scheme))
+        attempts.attempt(what, partial(bench.measure, part, scheme))
     bench.close()
 
 
@@ -140,19 +145,20 @@ def _kernels_in_order() -> list[tuple[KernelPart, SchemeName]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
+class _Attempts:
     """Decides which measurements run.
 
     Attributes:
         deadline: time (time.monotonic()) after which no measurement begins.
+        skipped: names of measurements that an earlier process has begun.
     """
 
     deadline: float
-    left_out: Collection[str]
+    skipped: Collection[str]
 
     def attempt(self, what: str, measure: Callable[[], None]) -> bool:
-        """Runs a measurement if there is time. Returns whether it succeeded."""
-        if what in self.left_out:
+        """Runs a measurement if there is time and it is not skipped. Returns whether it succeeded."""
+        if what in self.skipped:
             return False
         if time.monotonic() > self.deadline:
             report_skipped(what, TimeoutError("no time left"))
@@ -168,11 +174,11 @@ class _Turn:
         return True
 
 
-def measure_ours(threads: int) -> None:
-    """Reports the rate of our linear kernel.
+def measure_our_linear(threads: int) -> None:
+    """Reports the rates of our linear kernel.
 
     Raises:
-        KernelsUnavailableError: this machine cannot install_weights the kernel.
+        KernelsUnavailableError: this machine cannot use the kernel.
     """
     library, size = linear.prepare(), SIZE
     dense = torch.randn((size, size)).to(torch.bfloat16)
@@ -185,11 +191,13 @@ def measure_ours(threads: int) -> None:
     def prepare(rows: int) -> None:
         given.x = torch.randn((rows, size)).to(torch.bfloat16)
 
-    rates = _rates(KernelPart.LINEAR, [call(each) for each in packed], dense.nbytes, prepare)
-    _report(KernelPart.LINEAR, SchemeName.NONE, BF16, f"heteroinfer {library.kernel(1)}", threads, rates)
+    rates = _measure_rates(KernelPart.LINEAR, [call(each) for each in packed], dense.nbytes, prepare)
+    _report_rates(
+        KernelPart.LINEAR, SchemeName.NONE, BF16, f"heteroinfer {library.kernel(1)}", threads, rates
+    )
 
 
-def _rates(
+def _measure_rates(
     part: KernelPart,
     calls: Sequence[Call],
     num_bytes: int,
@@ -205,21 +213,24 @@ def _rates(
         many_bytes: bytes of weights that a call reads for more rows; None if the same as `num_bytes`.
     """
     rates: list[float] = []
-    call_s, before = 0.0, 1
+    call_s, rows_before = 0.0, 1
     for rows in (1, *MORE_ROWS):
-        if rows > _MAX_ROWS[part] or call_s * rows / before > _LONGEST_CALL_S:
+        if rows > _MAX_ROWS[part] or call_s * rows / rows_before > _LONGEST_CALL_S:
             break
         prepare(rows)
-        some = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
-        call_s = median_s(some, **({} if rows == 1 else {"max_s": _MORE_S})) / len(some)
+        measured_calls = calls[:_MANY_CALLS] if rows >= _MANY_ROWS else calls
+        call_s = median_s(measured_calls, **({} if rows == 1 else {"max_s": _MORE_ROWS_TIME_S})) / len(
+            measured_calls
+        )
         rates.append((num_bytes if rows == 1 else many_bytes or num_bytes) / call_s)
-        before = rows
+        rows_before = rows
     return rates
 
 
-def _report(
+def _report_rates(
     part: KernelPart, scheme: SchemeName, dtype: str, kernel: str, threads: int, rates: Sequence[float]
 ) -> None:
+    """Reports the measured rates of a kernel: for one row first, then for MORE_ROWS."""
     first, *more = map(rounded, rates)
     report(
         "kernels", part=part, scheme=scheme, dtype=dtype, kernel=kernel, threads=threads, bytes_per_s=first,
@@ -260,15 +271,16 @@ class KernelBench:
         from vllm.config import set_current_vllm_config
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        each = FORMATS[scheme]
+        weight_format = FORMATS[scheme]
         with set_current_vllm_config(self._config), set_default_torch_dtype(getattr(torch, dtype)):
             if part is KernelPart.LINEAR:
-                rates, kernel = self._linear(each, getattr(torch, dtype))
+                rates, kernel = self._measure_linear(weight_format, getattr(torch, dtype))
             else:
-                rates, kernel = self._experts(each)
-        _report(part, scheme, dtype, kernel, self._threads, rates)
+                rates, kernel = self._measure_experts(weight_format)
+        _report_rates(part, scheme, dtype, kernel, self._threads, rates)
 
-    def _linear(self, each: WeightFormat, dtype: torch.dtype) -> tuple[list[float], str]:
+    def _measure_linear(self, weight_format: WeightFormat, dtype: torch.dtype) -> tuple[list[float], str]:
+        """Returns the rates of vLLM's linear layer in a format, and the name of its kernel."""
         from vllm.model_executor.layers.linear import ReplicatedLinear
 
         def build() -> Any:
@@ -276,16 +288,16 @@ class KernelBench:
                 SIZE,
                 SIZE,
                 bias=False,
-                quant_config=_quantization(each),
+                quant_config=_quantization_config(weight_format),
                 prefix=_LINEAR_PREFIX,
                 params_dtype=dtype,
             )
 
         layer = build()
-        num_bytes, given = _fill(layer), Input()
+        num_bytes, given = _fill_with_values(layer), Input()
         layer.quant_method.process_weights_after_loading(layer)
         count = -(-bytes_beyond_caches() // num_bytes)
-        if each.copy:
+        if weight_format.copy:
             calls = _calls_with_copies(layer, count, lambda: [lambda: layer(given.x)])
         else:
             calls = [lambda: layer(given.x), *(_packed_layer_call(build(), given) for _ in range(count - 1))]
@@ -293,34 +305,38 @@ class KernelBench:
         def prepare(rows: int) -> None:
             given.x = torch.randn((rows, SIZE), dtype=dtype)
 
-        return _rates(KernelPart.LINEAR, calls, num_bytes, prepare), _kernel(layer)
+        return _measure_rates(KernelPart.LINEAR, calls, num_bytes, prepare), _kernel_name(layer)
 
-    def _experts(self, each: WeightFormat) -> tuple[list[float], str]:
-        layer, given = each.layer(EXPERTS, TOP_K, HIDDEN, WIDTH), ExpertsInput()
-        whole = sum(
+    def _measure_experts(self, weight_format: WeightFormat) -> tuple[list[float], str]:
+        """Returns the rates of a feed-forward rank's experts in a format, and the name of their kernel."""
+        layer, given = weight_format.layer(EXPERTS, TOP_K, HIDDEN, WIDTH), ExpertsInput()
+        all_bytes = sum(
             math.prod(parameter.shape) * getattr(torch, parameter.dtype).itemsize
             for parameter in layer.parameters.values()
         )
-        every = OwnPart(
+        all_experts = OwnPart(
             columns=Span(total=WIDTH, first=0, end=WIDTH), experts=Span(total=EXPERTS, first=0, end=EXPERTS)
         )
 
         def call(experts: Experts, turn: int) -> None:
             given.turn = turn
-            x, ids, weights, y = given.of(given.tokens)
+            x, ids, weights, y = given.arguments()
             experts.compute(y, x, weights, ids)
 
-        held = [
-            load_experts(LayerReader(MappedFiles(), layer, dummy=True), every, torch.bfloat16)
-            for _ in range(-(-bytes_beyond_caches() // whole))
+        copies = [
+            load_experts(LayerReader(MappedFiles(), layer, dummy=True), all_experts, torch.bfloat16)
+            for _ in range(-(-bytes_beyond_caches() // all_bytes))
         ]
-        calls = [partial(call, experts, turn) for experts in held for turn in range(given.turns)]
-        num_bytes = whole // given.turns
-        return _rates(KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=whole), held[0].method
+        calls = [partial(call, experts, turn) for experts in copies for turn in range(given.turns)]
+        num_bytes = all_bytes // given.turns
+        return _measure_rates(
+            KernelPart.EXPERTS, calls, num_bytes, given.prepare, many_bytes=all_bytes
+        ), copies[0].method
 
 
 def _packed_layer_call(layer: Any, given: Input) -> Call:
-    _fill(layer)
+    """Packs a layer with typical values. Returns a call of the layer."""
+    _fill_with_values(layer)
     layer.quant_method.process_weights_after_loading(layer)
     return lambda: layer(given.x)
 
@@ -333,7 +349,7 @@ def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call
         build: returns calls of the layer with its current weights.
     """
     parameters = [parameter for parameter in layer.parameters() if parameter.numel()]
-    own = [parameter.data for parameter in parameters]
+    own_weights = [parameter.data for parameter in parameters]
 
     def install_weights(copy: Sequence[torch.Tensor]) -> None:
         for parameter, tensor in zip(parameters, copy, strict=True):
@@ -346,28 +362,31 @@ def _calls_with_copies(layer: Any, count: int, build: Callable[[], Sequence[Call
 
         return run
 
-    found: list[Call] = []
-    for copy in (own, *([each.clone() for each in own] for _ in range(count - 1))):
+    calls: list[Call] = []
+    for copy in (own_weights, *([each.clone() for each in own_weights] for _ in range(count - 1))):
         install_weights(copy)
-        found += [with_weights(copy, call) for call in build()]
-    return found
+        calls += [with_weights(copy, call) for call in build()]
+    return calls
 
 
-def _quantization(each: WeightFormat) -> Any:
-    if not each.method:
+def _quantization_config(weight_format: WeightFormat) -> Any:
+    """Returns vLLM's configuration of a weight format; None for unquantized weights."""
+    if not weight_format.method:
         return None
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     try:
-        kind = get_quantization_config(each.method)
+        config_class = get_quantization_config(weight_format.method)
     except ValueError:
-        kind = get_quantization_config(f"auto_{each.method}")  # AWQ and GPTQ as vLLM 0.32 names them
-    found = kind.from_config({**each.config, "quant_method": each.method})
-    found.packed_modules_mapping = {}
-    return found
+        config_class = get_quantization_config(
+            f"auto_{weight_format.method}"
+        )  # AWQ and GPTQ as vLLM 0.32 names them
+    config = config_class.from_config({**weight_format.config, "quant_method": weight_format.method})
+    config.packed_modules_mapping = {}
+    return config
 
 
-def _fill(layer: Any) -> int:
+def _fill_with_values(layer: Any) -> int:
     """Fills a layer with typical values. Returns the bytes of its weights before packing."""
     total = 0
     for parameter in layer.parameters():
@@ -381,7 +400,7 @@ def _fill(layer: Any) -> int:
     return total
 
 
-def _kernel(layer: Any) -> str:
+def _kernel_name(layer: Any) -> str:
     """Returns the name of the kernel that computes a linear layer."""
     method = layer.quant_method
     return type(getattr(getattr(layer, "scheme", None), "kernel", method)).__name__

@@ -52,18 +52,20 @@ class LineReader:
 
     def feed(self, chunk: bytes) -> None:
         """Processes the next chunk. An empty chunk marks the end of the output."""
-        *whole, rest = chunk.split(b"\n")
-        for part in whole:
+        *complete_parts, incomplete_part = chunk.split(b"\n")
+        for part in complete_parts:
             self._add(part)
             self._emit_line()
-        self._add(rest)
+        self._add(incomplete_part)
         if not chunk and self._line:
             self._emit_line()
 
     def _add(self, part: bytes) -> None:
+        """Adds a part to the current line; drops bytes beyond MAX_LINE_BYTES."""
         self._line += part[: MAX_LINE_BYTES - len(self._line)]
 
     def _emit_line(self) -> None:
+        """Passes on the current line and begins a new line."""
         line = self._line.decode(errors="replace")
         self._line.clear()
         self._take(line)
@@ -108,5 +110,6 @@ class ProcessOutput:
             self.read(left_s)
 
     def _close(self, descriptor: int) -> None:
+        """Closes a pipe and stops reading it."""
         self._selector.unregister(descriptor)
         self._open.pop(descriptor)[0].close()

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_WATCH_S = 0.1
+_WATCH_INTERVAL_S = 0.1
 """Time between two checks of the engine and of the supervisor's request to drain."""
-_ASK_S = 0.2
-"""Time between the engine's answer and the next question. A group becomes unready within 2 s of its engine's
-last answer, 1.5 s after the question without an answer."""
+_CALL_INTERVAL_S = 0.2
+"""Time between the engine's answer and the next call. A group becomes unready within 2 s of its engine's last
+answer: 1.5 s after the first call without an answer."""
 _EXIT_CODE_WAIT_S = 0.5
 """Longest wait for the exit of an engine that has reported its end."""
 _EXIT_CODE_POLL_S = 0.01
 _SHUTDOWN_S = 1.0
 """Longest wait for requests that still run when the server ends. Drained requests have ended before."""
-_NAMING_S = 5.0
+_EXTRA_TIMEOUT_S = 5.0
 """How much longer the engine waits for a step than the supervisors, because they can name the stuck rank."""
 
 
@@ -56,7 +56,7 @@ def main() -> NoReturn:
     reporter = RankReporter.from_env(os.environ)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     step_timeout_s = float(os.environ.get(names.ENV_STEP_TIMEOUT, names.DEFAULT_STEP_TIMEOUT_S))
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(int(step_timeout_s + _NAMING_S)))
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(int(step_timeout_s + _EXTRA_TIMEOUT_S)))
     try:
         import uvloop
 
@@ -71,8 +71,8 @@ def main() -> NoReturn:
 def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
     """Reports the error to the supervisor and ends this process."""
     traceback.print_exception(error)
-    is_setting = isinstance(error, ContractError)
-    reason = FailureReason.BAD_SETTINGS if is_setting else FailureReason.API_SERVER_EXITED
+    is_bad_setting = isinstance(error, ContractError)
+    reason = FailureReason.BAD_SETTINGS if is_bad_setting else FailureReason.API_SERVER_EXITED
     text = " ".join(str(error).split()) or type(error).__name__
     reporter.send_failure(Failure(reason=reason, message=f"API server: {text}", time=time.time()))
     sys.stderr.flush()
@@ -80,7 +80,7 @@ def fail(error: BaseException, reporter: RankReporter) -> NoReturn:
 
 
 def parse(plan: Plan, launch: PodLaunch) -> argparse.Namespace:
-    """Returns the server's arguments, which are those of rank 0: the engine has the same settings."""
+    """Returns the server's arguments: those of rank 0, because the engine needs the same settings."""
     from vllm_heteroinfer.engine import arguments
 
     args = arguments.parse(plan, launch, plan.ranks[0])
@@ -108,12 +108,12 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     signal.signal(signal.SIGTERM, interrupt)
     listen_address, sock = setup_server(args, reuse_port=False)
     async with entry.build_async_engine_client(args) as client:
-        refuse_levels(client)
-        engine, ordered = find_engine(), note_shutdown(client)
+        refuse_unsupported_levels(client)
+        engine, shutdown_ordered = find_engine(), record_shutdown(client)
         watchers = [
             start_task(work, name="watcher", failed=lambda error: fail(error, reporter))
             for work in (
-                _watch_engine(client, reporter, engine, ordered),
+                _watch_engine(client, reporter, engine, shutdown_ordered),
                 _call_engine_regularly(client, reporter),
             )
         ]
@@ -122,7 +122,7 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
             reporter.set_phase(RankPhase.READY)
             shutdown = await entry.build_and_serve(client, listen_address, sock, args)
         finally:
-            if client.errored and not ordered.is_set():  # the watcher has not noticed the error yet
+            if client.errored and not shutdown_ordered.is_set():  # the watcher has not noticed the error yet
                 await _end_with_engine(engine, reporter)
         for watcher in watchers:
             watcher.cancel()
@@ -132,23 +132,23 @@ async def serve(args: argparse.Namespace, reporter: RankReporter) -> None:
     sock.close()
 
 
-def refuse_levels(client: "EngineClient") -> None:
+def refuse_unsupported_levels(client: "EngineClient") -> None:
     """Makes the client refuse unsupported sleep levels before it aborts requests.
 
     Replaces the client's `sleep` on the instance. The request gets a 400 with the error's message.
     Source: vllm/entrypoints/serve/dev/sleep/api_router.py::sleep@v0.32.0.
     """
-    put_to_sleep = client.sleep
+    original_sleep = client.sleep
 
     async def sleep(level: int = 1, mode: str = "abort") -> None:
         check_sleep_level(level)
-        await put_to_sleep(level, mode)
+        await original_sleep(level, mode)
 
     client.sleep = sleep
 
 
 def find_engine() -> BaseProcess | None:
-    """Finds the engine's process, a child of this process.
+    """Returns the engine's process, a child of this process; None if there is none.
 
     Source: vllm/v1/engine/utils.py::CoreEngineProcManager@v0.32.0, which sets the name of the process.
     """
@@ -167,36 +167,39 @@ async def _end_with_engine(engine: BaseProcess | None, reporter: RankReporter) -
     os._exit(names.EXIT_RANK_FAILED)
 
 
-def note_shutdown(client: "EngineClient") -> threading.Event:
+def record_shutdown(client: "EngineClient") -> threading.Event:
     """Returns an event that is set when this process itself ends the engine, for example after SIGTERM.
 
     Replaces the client's `shutdown` on the instance. The server calls it, maybe on another thread, and also
     after it has noticed that the engine died.
     Source: vllm/entrypoints/launchers/launcher.py::serve_http@v0.32.0.
     """
-    shut_down, ordered = client.shutdown, threading.Event()
+    original_shutdown, shutdown_ordered = client.shutdown, threading.Event()
 
     def shutdown(*args: Any, **kwargs: Any) -> None:
         if not client.errored:
-            ordered.set()
-        shut_down(*args, **kwargs)
+            shutdown_ordered.set()
+        original_shutdown(*args, **kwargs)
 
     client.shutdown = shutdown
-    return ordered
+    return shutdown_ordered
 
 
 async def _watch_engine(
-    client: "EngineClient", reporter: RankReporter, engine: BaseProcess | None, ordered: threading.Event
+    client: "EngineClient",
+    reporter: RankReporter,
+    engine: BaseProcess | None,
+    shutdown_ordered: threading.Event,
 ) -> None:
     """Starts the drain that the supervisor asks for; ends this process if the engine dies."""
     while not client.errored:
         if reporter.asked_to_drain():
             DRAIN.begin()
-            DRAIN.give_up_bodies()
+            DRAIN.refuse_late_bodies()
         if DRAIN.is_done():
             reporter.report_drained()
-        await asyncio.sleep(_WATCH_S)
-    if not ordered.is_set():
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+    if not shutdown_ordered.is_set():
         await _end_with_engine(engine, reporter)
 
 
@@ -216,7 +219,7 @@ async def _call_engine_regularly(client: "EngineClient", reporter: RankReporter)
             # vLLM has no narrower exception for a failed call. An error is an answer too.
             _logger.debug("the engine answered with an error: %r", error)
         reporter.set_work(None)
-        await asyncio.sleep(_ASK_S)
+        await asyncio.sleep(_CALL_INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -62,9 +62,9 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
         *("--tensor-parallel-size", str(plan.tensor_parallel_size)),
         *("--pipeline-parallel-size", str(plan.pipeline_parallel_size)),
         "--enforce-eager" if eager else "--no-enforce-eager",
-        *_scheduling(plan, rank),
-        *_only_with_cpu_ranks(plan, rank),
-        # It uses shared memory of one node, which other pods cannot reach.
+        *_scheduler_options(plan, rank),
+        *_autotuning_options(plan, rank),
+        # The custom all-reduce uses shared memory of one node, which other pods cannot reach.
         "--disable-custom-all-reduce",
         *("--distributed-timeout-seconds", timeout_s),
         *("--cpu-distributed-timeout-seconds", timeout_s),
@@ -73,8 +73,8 @@ def arguments(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> list[str]:
     ]
 
 
-def _scheduling(plan: Plan, rank: RankAssignment) -> list[str]:
-    """Selects the scheduler: vLLM's asynchronous scheduler if one GPU holds all layers, otherwise ours."""
+def _scheduler_options(plan: Plan, rank: RankAssignment) -> list[str]:
+    """Returns the options of vLLM's asynchronous scheduler if one GPU holds all layers, otherwise of ours."""
     if plan.schedules_ahead:
         # Only the GPU rank schedules. A feed-forward rank needs a value that vLLM accepts on CPUs.
         return ["--async-scheduling" if rank.device is Device.GPU else "--no-async-scheduling"]
@@ -82,18 +82,20 @@ def _scheduling(plan: Plan, rank: RankAssignment) -> list[str]:
 
 
 def _check_stages(plan: Plan) -> None:
+    """Checks that stages shared by GPU and CPU ranks are supported; raises ContractError."""
     for stage in filter(plan.is_mixed, range(plan.pipeline_parallel_size)):
         if plan.mode is not Mode.TENSOR:
-            raise ContractError(_refusal("parallelism", MIXED_STAGE_IN_PIPELINE))
+            raise ContractError(_unsupported_message("parallelism", MIXED_STAGE_IN_PIPELINE))
         if plan.stage(stage)[0].device is Device.CPU:
-            raise ContractError(_refusal("roles", TENSOR_CPU_FIRST))
+            raise ContractError(_unsupported_message("roles", TENSOR_CPU_FIRST))
 
 
-def _only_with_cpu_ranks(plan: Plan, rank: RankAssignment) -> list[str]:
-    """Disables FlashInfer's autotuning on GPU ranks of groups with CPU ranks, which would make it hang.
+def _autotuning_options(plan: Plan, rank: RankAssignment) -> list[str]:
+    """Returns the option that disables FlashInfer's autotuning on GPU ranks of groups with CPU ranks.
 
     The autotuning gathers over the group and ends with a barrier of all ranks. CPU ranks never call these
-    collectives. Source: vllm/model_executor/warmup/kernel_warmup.py::flashinfer_autotune@v0.32.0.
+    collectives, so GPU ranks would hang. Source:
+    vllm/model_executor/warmup/kernel_warmup.py::flashinfer_autotune@v0.32.0.
     """
     has_cpu = any(other.device is Device.CPU for other in plan.ranks)
     return ["--no-enable-flashinfer-autotune"] if has_cpu and rank.device is Device.GPU else []
@@ -111,14 +113,14 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
 
     from vllm_heteroinfer.engine.executor import GroupExecutor
 
-    parser = make_arg_parser(_Parser(FlexibleArgumentParser))
+    parser = make_arg_parser(_create_parser(FlexibleArgumentParser))
     args = parser.parse_args(arguments(plan, launch, rank))
     if args.model_tag is not None:
         raise ContractError(
             f"engine.args: each value must belong to an option (got {args.model_tag!r} without an option). "
             "Set the model in spec.model.uri"
         )
-    choose_reader(plan, rank, args)
+    choose_load_format(plan, rank, args)
     # `parse_args` accepts only a name, but vLLM's check of pipeline parallelism needs a class.
     # Source: vllm/engine/arg_utils.py::EngineArgs._check_feature_supported@v0.32.0.
     args.distributed_executor_backend = GroupExecutor
@@ -126,7 +128,7 @@ def parse(plan: Plan, launch: PodLaunch, rank: RankAssignment) -> argparse.Names
     return args
 
 
-def choose_reader(plan: Plan, rank: RankAssignment, args: argparse.Namespace) -> None:
+def choose_load_format(plan: Plan, rank: RankAssignment, args: argparse.Namespace) -> None:
     """Sets the load format to safetensors on CPU ranks of mode FeedForward if the user's is for GPUs only.
 
     Raises:
@@ -134,14 +136,16 @@ def choose_reader(plan: Plan, rank: RankAssignment, args: argparse.Namespace) ->
     """
     if plan.mode is not Mode.FEED_FORWARD:
         return
-    asked = args.load_format
-    if asked not in load_formats.FEED_FORWARD:
+    load_format = args.load_format
+    if load_format not in load_formats.FEED_FORWARD:
         raise ContractError(
             f"engine.args: --load-format must be {' or '.join(load_formats.FEED_FORWARD)} in mode "
-            f"{plan.mode} (got {asked}): {load_formats.FEED_FORWARD_WHY}"
+            f"{plan.mode} (got {load_format}): {load_formats.FEED_FORWARD_WHY}"
         )
-    if rank.device is Device.CPU and asked in load_formats.GPU_FORMATS:
-        _logger.info("rank %d loads %s: %s is for GPUs only", rank.rank, load_formats.SAFETENSORS, asked)
+    if rank.device is Device.CPU and load_format in load_formats.GPU_FORMATS:
+        _logger.info(
+            "rank %d loads %s: %s is for GPUs only", rank.rank, load_formats.SAFETENSORS, load_format
+        )
         args.load_format = load_formats.SAFETENSORS
 
 
@@ -163,14 +167,16 @@ def check_supported(plan: Plan, config: "VllmConfig") -> None:
         model.multimodal_config, "language_model_only", False
     )
     if not text_only and plan.ranks[0].device is Device.CPU:
-        raise ContractError(_refusal(plan.engine.model, MULTIMODAL_CPU_FIRST))
+        raise ContractError(_unsupported_message(plan.engine.model, MULTIMODAL_CPU_FIRST))
 
 
-def _refusal(where: str, entry: Unsupported) -> str:
-    return f"{where}: {entry.feature} is not supported: {entry.why}. Fix: {entry.remedy}"
+def _unsupported_message(where: str, entry: Unsupported) -> str:
+    """Returns the message for an unsupported feature; `where` is the setting or the model."""
+    fix = f"{entry.remedy[0].upper()}{entry.remedy[1:]}"
+    return f"{where}: {entry.feature} is not supported ({entry.why}). {fix}"
 
 
-def _Parser(base: Any) -> Any:  # noqa: N802 - returns a class's instance
+def _create_parser(base: Any) -> Any:
     """Creates vLLM's parser with one change: a bad argument raises an error instead of printing the usage."""
 
     class Parser(base):

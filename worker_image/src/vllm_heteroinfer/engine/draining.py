@@ -17,12 +17,12 @@ AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[AsgiScope, AsgiReceive, AsgiSend], Awaitable[None]]
 
-STILL_TAKEN_S: Final = 1.0
+STILL_ACCEPTED_S: Final = 1.0
 """Time after the start of a drain in which the server still accepts requests: the cluster's proxies need a
 moment to learn that this pod is no longer in the Service."""
 BODY_TIMEOUT_S: Final = 2.0
-"""Time after STILL_TAKEN_S in which the body of a request must be complete. Otherwise a client that sends no
-body could delay the end without limit."""
+"""Time after STILL_ACCEPTED_S in which the body of a request must be complete. Otherwise a client that sends
+no body could delay the end without limit."""
 _REFUSAL: Final = {
     "error": {
         "message": "this group is ending and takes no more requests. Retry: another group will answer",
@@ -32,7 +32,7 @@ _REFUSAL: Final = {
     }
 }
 """Has the form of an error of the OpenAI API."""
-_NOT_WORK: Final = frozenset({names.PATH_API_HEALTH, "/metrics", "/ping", "/version", "/load"})
+_UNCOUNTED_PATHS: Final = frozenset({names.PATH_API_HEALTH, "/metrics", "/ping", "/version", "/load"})
 """Paths that the server answers until its end, and that do not delay the end."""
 
 
@@ -50,9 +50,9 @@ class Drain:
         self._refuse_from_s: float | None = None
 
     def begin(self) -> None:
-        """Starts the drain: requests are refused after STILL_TAKEN_S. Further calls have no effect."""
+        """Starts the drain: requests are refused after STILL_ACCEPTED_S. Further calls have no effect."""
         if self._refuse_from_s is None:
-            self._refuse_from_s = self._clock() + STILL_TAKEN_S
+            self._refuse_from_s = self._clock() + STILL_ACCEPTED_S
 
     def refuses(self) -> bool:
         """Reports whether the server refuses new requests now."""
@@ -64,14 +64,14 @@ class Drain:
 
     async def run(self, app: AsgiApp, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Lets the server answer a request, and counts the request until its last byte is sent."""
-        request = _RequestUnderWay(self, receive, send)
+        request = _RunningRequest(self, receive, send)
         self._running += 1
         try:
             await app(scope, request.receive, request.send)
         finally:
             self._running -= 1
 
-    def give_up_bodies(self) -> None:
+    def refuse_late_bodies(self) -> None:
         """Refuses requests whose body did not arrive in time. Call it repeatedly during a drain."""
         if self._refuse_from_s is None or self._clock() < self._refuse_from_s + BODY_TIMEOUT_S:
             return
@@ -82,7 +82,7 @@ class Drain:
         """Returns the next part of a request.
 
         Raises:
-            TimeoutError: the body did not arrive in time (`give_up_bodies`).
+            TimeoutError: the body did not arrive in time (`refuse_late_bodies`).
         """
         async with asyncio.timeout(None) as limit:
             self._bodies.add(limit)
@@ -92,27 +92,27 @@ class Drain:
                 self._bodies.discard(limit)
 
 
-class _RequestUnderWay:
+class _RunningRequest:
     """A running request. It can be refused for its missing body until its answer has begun."""
 
     def __init__(self, drain: Drain, receive: AsgiReceive, send: AsgiSend) -> None:
         self._drain, self._receive, self._send = drain, receive, send
-        self._is_whole = self._has_begun = self._is_refused = False
+        self._is_complete = self._has_begun = self._is_refused = False
 
     async def receive(self) -> MutableMapping[str, Any]:
         """Returns the server's next message; a disconnect once the request is refused."""
-        if self._is_whole:
+        if self._is_complete:
             return await self._receive()
         try:
             message = await self._drain.receive_body(self._receive)
         except TimeoutError:
-            self._is_whole = True
+            self._is_complete = True
             if self._has_begun:  # the answer has begun, so it must be completed
                 return await self._receive()
             self._is_refused = True
             await _refuse(self._send)
             return {"type": "http.disconnect"}
-        self._is_whole = not message.get("more_body", False)
+        self._is_complete = not message.get("more_body", False)
         return message
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class DrainMiddleware:
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Answers one request, or one connection of the realtime API."""
-        if scope["type"] not in {"http", "websocket"} or scope["path"] in _NOT_WORK:
+        if scope["type"] not in {"http", "websocket"} or scope["path"] in _UNCOUNTED_PATHS:
             await self._app(scope, receive, send)
         elif not DRAIN.refuses():
             await DRAIN.run(self._app, scope, receive, send)
@@ -145,6 +145,7 @@ class DrainMiddleware:
 
 
 async def _refuse(send: AsgiSend) -> None:
+    """Answers a request with 503 and _REFUSAL."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"retry-after", b"1")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(_REFUSAL).encode()})

@@ -36,7 +36,7 @@ _POLL_S = 0.02
 _LONG_POLL_S = 1.0
 """Like _POLL_S, if only one reply is missing."""
 
-_NEWS = (
+_WORK_FIELDS = (
     "total_num_scheduled_tokens",
     "finished_req_ids",
     "preempted_req_ids",
@@ -58,7 +58,7 @@ class GroupExecutor(MultiprocExecutor):
     on one node (vllm/engine/arg_utils.py::EngineArgs._check_feature_supported@v0.32.0).
     """
 
-    _unread: "Counter[int]"
+    _unread_replies: "Counter[int]"
     """Rank -> number of replies to failed calls that are still unread."""
     uses_ray = False
     supports_pp = True
@@ -77,7 +77,7 @@ class GroupExecutor(MultiprocExecutor):
         """
         die_with_parent(os.getppid())
         engine_pause.install()
-        self._unread = Counter()
+        self._unread_replies = Counter()
         self.is_failed = False
         self.failure_callback = None
         self.shutting_down = False
@@ -85,12 +85,13 @@ class GroupExecutor(MultiprocExecutor):
         self._plan = plan
         self.world_size = len(plan.stage_ranks)  # the executor does not call feed-forward ranks
         self.output_rank = self._get_output_rank()
-        self._starting: Deadline | None = Deadline.after(NO_LIMIT_S)
-        deadline = self._starting
+        self._startup_deadline: Deadline | None = Deadline.after(NO_LIMIT_S)
+        deadline = self._startup_deadline
         self._store = GroupStore.connect(launch, deadline)
         self._check_settings(plan, deadline)
         for rank in range(self.world_size):
-            self._store.get(f"loaded/{rank}", deadline, what=f"message from rank {rank} that it has loaded")
+            what = f"message of rank {rank} that its weights are loaded"
+            self._store.get(f"loaded/{rank}", deadline, what=what)
         # Create the queues last. Their shared memory has names until all ranks are connected; the names
         # would remain if the group ended before that.
         self.rpc_broadcast_mq = MessageQueue(
@@ -110,20 +111,20 @@ class GroupExecutor(MultiprocExecutor):
 
     def _check_settings(self, plan: Plan, deadline: Deadline) -> None:
         """Compares this engine's settings with rank 0's; the other ranks compare theirs with rank 0's too."""
-        ranks = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
-        ours = fingerprint.of_config(
+        text = self._store.get("fingerprint/0", deadline, what="settings of rank 0")
+        engine_settings = fingerprint.of_config(
             self.vllm_config, layer_partition=os.environ.get(names.ENV_LAYER_PARTITION, "")
         )
-        theirs = fingerprint.from_json(ranks)
-        fingerprint.compare_engine(plan, ours, theirs)
+        rank_0_settings = fingerprint.from_json(text)
+        fingerprint.compare_engine(plan, engine_settings, rank_0_settings)
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Runs a step on every rank. Returns the last stage's reply, or a future if `non_block`.
 
-        Does not send an empty step (`has_news`), which the engine schedules whenever all batches are already
+        Does not send an empty step (`has_work`), which the engine schedules whenever all batches are already
         in flight.
         """
-        if not has_news(scheduler_output):
+        if not has_work(scheduler_output):
             return _completed_future(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
         return super().execute_model(scheduler_output, non_block)
 
@@ -156,17 +157,21 @@ class GroupExecutor(MultiprocExecutor):
             RuntimeError: a rank replied with an error.
         """
         if self.is_failed or self.rpc_broadcast_mq is None:
-            raise RuntimeError("this group has ended. Its pods start again in the next epoch")
+            raise RuntimeError(
+                "this group has ended (its pods start again in the next epoch). Send the request again later"
+            )
         if timeout is None:
-            timeout = self._starting.left_s if self._starting is not None else CONTROL_TIMEOUT_S
+            timeout = (
+                self._startup_deadline.left_s if self._startup_deadline is not None else CONTROL_TIMEOUT_S
+            )
         deadline = Deadline.after(timeout)
         send = method if isinstance(method, str) else cloudpickle.dumps(method)
         self.rpc_broadcast_mq.enqueue((send, args, kwargs or {}, unique_reply_rank))
         ranks = range(self.world_size) if unique_reply_rank is None else (unique_reply_rank,)
 
         def replies() -> Any:
-            got = self._read_replies(method, ranks, deadline)
-            return got if unique_reply_rank is None else got[0]
+            results = self._read_replies(method, ranks, deadline)
+            return results if unique_reply_rank is None else results[0]
 
         future = FutureWrapper(self.futures_queue, replies)
         return future if non_block else future.result()
@@ -177,32 +182,34 @@ class GroupExecutor(MultiprocExecutor):
         Skips unread replies to an earlier call that failed. The timeout starts here, because earlier calls
         are finished by now, and the process may have been stopped during them.
         """
-        pending, got = list(ranks), {}
-        patience = WaitCountdown(deadline.total_s)
-        while pending:
-            for rank in tuple(pending):
-                nap_s = min(_LONG_POLL_S if len(pending) == 1 else _POLL_S, patience.left_s)
+        missing_ranks, replies = list(ranks), {}
+        countdown = WaitCountdown(deadline.total_s)
+        while missing_ranks:
+            for rank in tuple(missing_ranks):
+                nap_s = min(_LONG_POLL_S if len(missing_ranks) == 1 else _POLL_S, countdown.left_s)
                 try:
                     status, result = self.response_mqs[rank].dequeue(timeout=nap_s)
                 except TimeoutError:
-                    patience.record_nap(nap_s)
+                    countdown.record_nap(nap_s)
                     continue
-                if self._unread[rank]:
-                    self._unread[rank] -= 1
+                if self._unread_replies[rank]:
+                    self._unread_replies[rank] -= 1
                     continue
                 if status is not WorkerProc.ResponseStatus.SUCCESS:
-                    pending.remove(rank)
-                    self._unread.update(pending)
-                    raise RuntimeError(f"rank {rank} failed in {method}: {result}")
-                got[rank] = result
-                pending.remove(rank)
-            if pending and patience.left_s == 0:
-                self._unread.update(pending)
+                    missing_ranks.remove(rank)
+                    self._unread_replies.update(missing_ranks)
+                    raise RuntimeError(
+                        f"rank {rank} failed in {method}: {result}. Read the log of rank {rank}"
+                    )
+                replies[rank] = result
+                missing_ranks.remove(rank)
+            if missing_ranks and countdown.left_s == 0:
+                self._unread_replies.update(missing_ranks)
                 raise TimeoutError(
-                    f"got no reply to {method} from rank {', '.join(map(str, pending))} within "
+                    f"got no reply to {method} from rank {', '.join(map(str, missing_ranks))} within "
                     f"{deadline.total_s:.0f} s. Check the log of the rank, and its busy time on /group"
                 )
-        return [got[rank] for rank in ranks]
+        return [replies[rank] for rank in ranks]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         """Gives every rank the number of KV blocks that the tightest rank can hold, and logs that rank."""
@@ -230,7 +237,7 @@ class GroupExecutor(MultiprocExecutor):
     def compile_or_warm_up_model(self) -> None:
         """Warms up every rank. Later calls have their own deadlines."""
         super().compile_or_warm_up_model()
-        self._starting = None
+        self._startup_deadline = None
 
     def check_health(self) -> None:
         """Raises an error if a rank does not answer. The supervisors watch the ranks' processes."""
@@ -246,12 +253,13 @@ class GroupExecutor(MultiprocExecutor):
         self.response_mqs = []
 
 
-def has_news(scheduler_output: Any) -> bool:
+def has_work(scheduler_output: Any) -> bool:
     """Checks whether ranks need a step: it has tokens, requests to forget, or blocks to clear."""
-    return any(bool(getattr(scheduler_output, field)) for field in _NEWS)
+    return any(bool(getattr(scheduler_output, field)) for field in _WORK_FIELDS)
 
 
 def _completed_future(result: Any) -> "Future[Any]":
+    """Returns a future that already has its result."""
     future: Future[Any] = Future()
     future.set_result(result)
     return future

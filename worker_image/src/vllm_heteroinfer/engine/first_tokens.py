@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 _PROMPT_TOKENS: Final = 3
 _NEW_TOKENS: Final = 2
-"""The prompt's step generates the first token, a decode step the second."""
+"""The step of the prompt generates the first token, and a decode step generates the second token."""
 
 
 async def generate_first_tokens(client: "EngineClient") -> None:
@@ -39,7 +39,7 @@ async def generate_first_tokens(client: "EngineClient") -> None:
     if tokens != _NEW_TOKENS:
         raise RuntimeError(
             f"the group's own first request must get {_NEW_TOKENS} tokens (got {tokens}). "
-            "See the logs of the ranks"
+            "Read the logs of the ranks"
         )
     _logger.info("the group generated its first %d tokens", tokens)
 
@@ -52,9 +52,9 @@ def _without_metrics(client: Any) -> Iterator[None]:
     that this list holds.
     """
     loggers = client._logger_ref
-    kept = loggers[0]
+    stat_logger = loggers[0]
     loggers[0] = None
     try:
         yield
     finally:
-        loggers[0] = kept
+        loggers[0] = stat_logger

@@ -11,7 +11,7 @@ from vllm_heteroinfer.fetch.errors import FetchError
 
 _BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _QUERY: Final = re.compile(r"\?[^\s'\"]*")
-"""The query of a URL. In a URL of a content network it holds a signature, which grants access for a while."""
+"""The query of a URL. In URLs of content networks, the query contains a signature that grants access."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class AskedHub:
         """The model as users write it: hf://ORG/MODEL."""
         return f"{HUB_SCHEME}{self.repository}"
 
-    def refusal(self, status: int, code: str, said: str = "") -> FetchError:
+    def refusal_error(self, status: int, code: str, said: str = "") -> FetchError:
         """Builds the error for an answer with an HTTP error status.
 
         Args:
@@ -46,57 +46,59 @@ class AskedHub:
             code: the hub's header X-Error-Code, or "".
             said: the answer's message for people, or "".
         """
-        answers = f"answers {status} for {self.model}{said and ': '}{said}"
+        problem = f"answers {status} for {self.model}{said and ': '}{said}"
         if status in _BUSY:
-            return self.unavailable(answers)
-        reason, what = FailureReason.MODEL_NOT_FOUND, f"{self.endpoint} {answers}"
+            return self.unavailable_error(problem)
+        reason, message = FailureReason.MODEL_NOT_FOUND, f"{self.endpoint} {problem}"
         if code == "GatedRepo":
             reason = FailureReason.MODEL_ACCESS_DENIED
             page = f"{self.endpoint}/{self.repository}"
-            what = f"{self.model} is gated: accept its licence at {page} with the account of the token"
-            what += "" if self.token else f", and {self.give_a_token}"
+            message = f"{self.model} is gated. Accept its licence at {page} with the account of the token"
+            message += "" if self.token else f", and {self.give_a_token}"
         elif code == "RevisionNotFound":
-            what = f"{self.model} has no revision {self.revision} at {self.endpoint}: correct "
-            what += "spec.model.revision"
+            message = f"{self.model} has no revision {self.revision} at {self.endpoint}. Correct "
+            message += "spec.model.revision"
         elif code == "RepoNotFound" or (status == 401 and not self.token):
-            readable = "it must be readable with the token that is set" if self.token else self.give_a_token
-            what = f"{self.endpoint} shows no model {self.repository}: correct spec.model.uri; "
-            what += f"if it is private, {readable}"
+            use_token = "use a token that can read it" if self.token else self.give_a_token
+            message = f"{self.endpoint} shows no model {self.repository}. Correct spec.model.uri. "
+            message += f"If the model is private, {use_token}"
         elif status in (401, 403):
             reason = FailureReason.MODEL_ACCESS_DENIED
-            what += f"; {'check the token, or ' if self.token else ''}{self.give_a_token}"
-        return FetchError(reason, what)
+            fix = f"{'check the token, or ' if self.token else ''}{self.give_a_token}"
+            message += f". {fix[0].upper()}{fix[1:]}"
+        return FetchError(reason, message)
 
-    def silence(self, error: Exception) -> FetchError:
+    def no_answer_error(self, error: Exception) -> FetchError:
         """Builds the error for a connection that failed or ended early."""
-        return self.unavailable(f"does not answer ({type(error).__name__}: {self.clean(error)})")
+        return self.unavailable_error(f"does not answer ({type(error).__name__}: {self.clean(error)})")
 
-    def untrusted_certificate(self, error: Exception) -> FetchError:
+    def untrusted_certificate_error(self, error: Exception) -> FetchError:
         """Builds the error for an untrusted certificate of the hub or of a proxy."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{self.endpoint} has a certificate of an authority that is not trusted here: "
-            f"{self.clean(error)}. To trust the authority, {self.trust}",
+            f"{self.endpoint} has a certificate of an authority that this process does not trust "
+            f"({self.clean(error)}). To trust the authority, {self.trust}",
         )
 
-    def unavailable(self, what: str) -> FetchError:
+    def unavailable_error(self, problem: str) -> FetchError:
         """Builds the error for a hub that may answer later."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{self.endpoint} {what}; check the network, and HTTPS_PROXY or HF_ENDPOINT{self.environment}",
-            may_heal=True,
+            f"{self.endpoint} {problem}. Check the network, and HTTPS_PROXY or HF_ENDPOINT{self.environment}",
+            is_temporary=True,
         )
 
-    def no_hub(self, why: str) -> FetchError:
+    def not_a_hub_error(self, problem: str) -> FetchError:
         """Builds the error for a server that does not behave like a hub."""
-        said = f"does not answer like a model hub: {why}. Check HF_ENDPOINT{self.environment}"
+        said = f"does not answer like a model hub: {problem}. Check HF_ENDPOINT{self.environment}"
         return FetchError(FailureReason.MODEL_HUB_UNREACHABLE, f"{self.endpoint} {said}")
 
-    def offline(self) -> FetchError:
+    def offline_error(self) -> FetchError:
         """Builds the error for offline mode."""
         return FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
-            f"{names.ENV_HUB_OFFLINE} forbids requests to {self.endpoint} for {self.model}. Unset it",
+            f"{names.ENV_HUB_OFFLINE} forbids requests to {self.endpoint} for {self.model}. Unset this "
+            "variable",
         )
 
     def clean(self, words: object) -> str:

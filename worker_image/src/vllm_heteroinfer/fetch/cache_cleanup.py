@@ -19,18 +19,19 @@ from vllm_heteroinfer.fetch.locking import try_lock_file
 logger = logging.getLogger(__name__)
 
 RECENT_S: Final = 3600.0
-"""Longer than clocks of nodes differ, and longer than the operator takes to learn of a new use."""
+"""A commit stays for this time after its last use: longer than the clocks of nodes differ, and longer than
+the operator takes to learn of a new use."""
 _REMOVING: Final = ".removing-"
 """Prefix for the name of a folder to remove; no commit begins like this."""
 
 
-def remove_unused(model: Path, commit: str, cleanup: CacheCleanup) -> tuple[str, ...]:
+def remove_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> tuple[str, ...]:
     """Removes unused commits from a model's folder in a cache. Returns the removed commits.
 
     Logs a commit that cannot be removed.
 
     Args:
-        model: folder of all commits.
+        model_folder: folder of all commits.
         commit: the commit to keep, because the calling fetch needs it.
         cleanup: lists the commits in use, and how many others to keep.
     """
@@ -39,28 +40,29 @@ def remove_unused(model: Path, commit: str, cleanup: CacheCleanup) -> tuple[str,
         logger.info("the list of commits in use is over an hour old: no commit is removed")
         return ()
     try:
-        _delete_renamed(model)
-        for folder in _older_commits(model, commit, cleanup.keep):
+        _delete_renamed(model_folder)
+        for folder in _older_commits(model_folder, commit, cleanup.keep):
             if folder.name not in cleanup.in_use and _rename_for_removal(folder, cleanup.listed_s - RECENT_S):
                 removed.append(folder.name)  # noqa: PERF401 - keeps the commits that were removed before an error
-        _delete_renamed(model)
+        _delete_renamed(model_folder)
     except OSError as error:
-        logger.warning("cannot remove unused commits from %s: %s. The commits stay", model, error)
+        logger.warning("cannot remove unused commits from %s: %s. The commits stay", model_folder, error)
     if removed:
         logger.info("removed commits that no resource uses: %s", ", ".join(removed))
     return tuple(removed)
 
 
-def _delete_renamed(model: Path) -> None:
-    for folder in model.glob(f"{_REMOVING}*"):
+def _delete_renamed(model_folder: Path) -> None:
+    """Deletes the folders that were renamed for removal."""
+    for folder in model_folder.glob(f"{_REMOVING}*"):
         shutil.rmtree(folder)
 
 
-def _older_commits(model: Path, commit: str, keep: int) -> list[Path]:
+def _older_commits(model_folder: Path, commit: str, keep: int) -> list[Path]:
     """Returns the complete commits other than the newest `keep` commits."""
     others = [
         (confirmed_s, folder)
-        for folder in model.iterdir()
+        for folder in model_folder.iterdir()
         if folder.name != commit and is_commit(folder.name) and not folder.is_symlink()
         if read_marker(folder) is not None and (confirmed_s := _confirmed_s(folder)) is not None
     ]
@@ -89,7 +91,7 @@ def _rename_for_removal(folder: Path, before_s: float) -> bool:
 
 
 def _confirmed_s(folder: Path) -> float | None:
-    """Unix time in seconds at which a fetch last found a commit complete; None if the commit is gone."""
+    """Returns the Unix time at which a fetch last found a commit complete; None if the commit is gone."""
     try:
         return (folder / MARKER_FILE).stat().st_mtime
     except OSError:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 def is_distrusted(error: BaseException) -> bool:
     """Checks whether an untrusted certificate caused an error, directly or through other errors."""
-    return any(isinstance(each, ssl.SSLCertVerificationError) for each in _chain(error))
+    return any(isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and all errors that led to it."""
     seen: set[int] = set()
     waiting: list[object] = [error]
     while waiting:

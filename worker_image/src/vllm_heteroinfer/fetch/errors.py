@@ -9,10 +9,10 @@ class FetchError(ContractError):
 
     Attributes:
         reason: becomes the reason of the condition ModelReady.
-        may_heal: whether another attempt soon may succeed, for example after a network error.
+        is_temporary: whether another attempt may soon succeed, for example after a network error.
     """
 
-    def __init__(self, reason: FailureReason, message: str, *, may_heal: bool = False) -> None:
+    def __init__(self, reason: FailureReason, message: str, *, is_temporary: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
-        self.may_heal = may_heal
+        self.is_temporary = is_temporary

@@ -25,8 +25,8 @@ from vllm_heteroinfer.pod.turn_clock import TurnClock
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 10.0
-WATCH_EVERY_S = 1.0
+LOG_INTERVAL_S = 10.0
+WATCH_INTERVAL_S = 1.0
 _UMASK: Final = 0o002
 """Other pods, which may run as another user, read the files. Later fetches may also run as another user of
 the volume's group: they write to the folders, take the lock and touch the marker."""
@@ -55,14 +55,14 @@ def fetch_model(options: FetchOptions) -> int:
     for library in ("httpx", "httpx2"):  # they log URLs, with signatures in them
         logging.getLogger(library).setLevel(logging.WARNING)
     os.umask(_UMASK)
-    clock = TurnClock(WATCH_EVERY_S, time.monotonic())
+    clock = TurnClock(WATCH_INTERVAL_S, time.monotonic())
     try:
         hub = HubModel(options.repository, options.revision)
         job = FetchJob(hub, options, now_s=lambda: clock.awake_s(time.monotonic()))
         text, code = asyncio.run(_run(job, options, clock)), names.EXIT_STOPPED
     except Exception as error:  # the boundary of this process: the message must report every failure
-        text, code = _failure(options, error).to_json(), names.EXIT_FETCH_FAILED
-    _leave(options, text)
+        text, code = _build_failure(options, error).to_json(), names.EXIT_FETCH_FAILED
+    _write_result(options, text)
     if code != names.EXIT_STOPPED:
         os._exit(code)  # a download that hangs would delay the exit; the cache keeps unfinished downloads
     return code
@@ -78,22 +78,23 @@ def read_cleanup(env: Mapping[str, str]) -> CacheCleanup | None:
         return None
 
 
-def leave_failure(options: FetchOptions, error: ContractError) -> int:
-    """Writes the error as the termination message; returns the exit code."""
-    _leave(options, _failure(options, error).to_json())
+def report_failure(options: FetchOptions, error: ContractError) -> int:
+    """Writes the error as the termination message. Returns the exit code."""
+    _write_result(options, _build_failure(options, error).to_json())
     return names.EXIT_FETCH_FAILED
 
 
-def _failure(options: FetchOptions, error: Exception) -> Failure:
+def _build_failure(options: FetchOptions, error: Exception) -> Failure:
     """Logs the error and converts it to a Failure."""
     reason = error.reason if isinstance(error, FetchError) else FailureReason.MODEL_NOT_READABLE
-    known = isinstance(error, ContractError)
-    words = str(error) if known else f"{HUB_SCHEME}{options.repository} cannot be fetched: {error!r}"
-    logger.error("%s: %s", reason, words, exc_info=None if known else error)
-    return Failure(reason=reason, message=words, exit_code=names.EXIT_FETCH_FAILED, time=time.time())
+    has_fix = isinstance(error, ContractError)
+    message = str(error) if has_fix else f"{HUB_SCHEME}{options.repository} cannot be fetched: {error!r}"
+    logger.error("%s: %s", reason, message, exc_info=None if has_fix else error)
+    return Failure(reason=reason, message=message, exit_code=names.EXIT_FETCH_FAILED, time=time.time())
 
 
-def _leave(options: FetchOptions, text: str) -> None:
+def _write_result(options: FetchOptions, text: str) -> None:
+    """Writes the result as the termination message and to the standard output."""
     if options.termination_message_path is not None:
         termination_message.write(options.termination_message_path, text)
     sys.stdout.write(f"{text}\n")
@@ -101,20 +102,25 @@ def _leave(options: FetchOptions, text: str) -> None:
 
 
 async def _run(job: FetchJob, options: FetchOptions, clock: TurnClock) -> str:
+    """Fetches the model while it serves and logs the progress. Returns the result as JSON.
+
+    Raises:
+        FetchError: the model cannot be fetched, or the hub stalls.
+    """
     # PID 1 has no default action for SIGTERM. The cache keeps unfinished downloads.
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: os._exit(names.exit_code_of_signal(signal.SIGTERM))
     )
-    server = HealthServer(lambda request: _answer(job, request.path))
+    server = HealthServer(lambda request: _answer_request(job, request.path))
     await server.start(options.health_host, options.health_port)
     try:
         async with asyncio.TaskGroup() as group:  # the first of the three that raises ends the others
-            beside = [group.create_task(_log_progress(job)), group.create_task(_watch(job, clock))]
+            watchers = [group.create_task(_log_progress(job)), group.create_task(_watch(job, clock))]
             model = await call_aside("fetch", job.run)
-            for task in beside:
+            for task in watchers:
                 task.cancel()
-    except ExceptionGroup as ended:
-        raise ended.exceptions[0] from ended.exceptions[0].__cause__
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
     finally:
         server.close()
     return model.to_json()
@@ -127,10 +133,11 @@ async def _watch(job: FetchJob, clock: TurnClock) -> NoReturn:
         stall = job.find_stall()
         if stall is not None:
             raise stall
-        await asyncio.sleep(WATCH_EVERY_S)
+        await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-def _answer(job: FetchJob, path: str) -> HealthAnswer:
+def _answer_request(job: FetchJob, path: str) -> HealthAnswer:
+    """Answers a request to the health port."""
     if path == names.PATH_HEALTHZ:
         return HealthAnswer(status=HTTPStatus.OK, body="ok")
     if path == names.PATH_FETCH:
@@ -141,7 +148,7 @@ def _answer(job: FetchJob, path: str) -> HealthAnswer:
 
 
 async def _log_progress(job: FetchJob) -> NoReturn:
-    """Logs the progress every LOG_EVERY_S seconds if it changed."""
+    """Logs the progress every LOG_INTERVAL_S seconds if it changed."""
     reported = ""
     while True:
         progress = job.progress()
@@ -151,4 +158,4 @@ async def _log_progress(job: FetchJob) -> NoReturn:
         if line != reported:
             logger.info("%s", line)
             reported = line
-        await asyncio.sleep(LOG_EVERY_S)
+        await asyncio.sleep(LOG_INTERVAL_S)

@@ -19,10 +19,10 @@ from vllm_heteroinfer.fetch.hub_reader import HubReader
 from vllm_heteroinfer.fetch.selection import describing_files, parse_index, weight_files
 
 LIMIT_S: Final = 300.0
-"""Limit for all reads of one model, a few MB; it also ends the wait for a hub that sends single bytes."""
+"""Time limit for all reads of one model, a few MB, even if a hub sends one byte at a time."""
 _LENGTH_BYTES = 8
 """Size of the header's length at the start of a safetensors file."""
-_AGAIN_S: Final = 1.0
+_REPEAT_INTERVAL_S: Final = 1.0
 """Time between further alarms after the limit, for code that catches the first error and tries again."""
 
 
@@ -35,44 +35,44 @@ def read_hub_profile(hub: HubReader, folder: Path) -> ModelProfile:
 
     Raises:
         FetchError: the hub does not show the model.
-        ModelFilesError: the model cannot be planned.
+        ModelFilesError: the model's files are incomplete or have impossible values.
     """
     commit, files = hub.files()
-    wanted = (CONFIG_FILE, INDEX_FILE, QUANTIZATION_FILE)
-    small = [file for file in describing_files(files) if file.path in wanted]
-    for file in small:
+    read_names = (CONFIG_FILE, INDEX_FILE, QUANTIZATION_FILE)
+    small_files = [file for file in describing_files(files) if file.path in read_names]
+    for file in small_files:
         (folder / file.path).touch()
         hub.fetch(commit, file, folder / file.path)
-    named = any(file.path == INDEX_FILE for file in small)
-    index = parse_index((folder / INDEX_FILE).read_bytes()) if named else None
+    has_index = any(file.path == INDEX_FILE for file in small_files)
+    index = parse_index((folder / INDEX_FILE).read_bytes()) if has_index else None
     for file in weight_files(files, index):
         _write_header_only(hub, commit, file, folder / file.path)
     return read_profile(folder)
 
 
 @contextlib.contextmanager
-def ended_after(limit_s: float) -> Iterator[None]:
+def time_limit(limit_s: float) -> Iterator[None]:
     """Interrupts the main thread if the context takes longer than the limit, whatever the thread waits for.
 
     Raises:
         FetchError: the time is over.
     """
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def raise_error(number: int, frame: FrameType | None) -> None:
         raise FetchError(
             FailureReason.MODEL_HUB_UNREACHABLE,
             f"the hub has not sent the model's description within {limit_s:g} s. Check that pods can reach "
             "the hub, and HTTPS_PROXY or HF_ENDPOINT in spec.engine.env",
-            may_heal=True,
+            is_temporary=True,
         )
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, limit_s, _AGAIN_S)
+    old_handler = signal.signal(signal.SIGALRM, raise_error)
+    signal.setitimer(signal.ITIMER_REAL, limit_s, _REPEAT_INTERVAL_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
 
 
 def _write_header_only(hub: HubReader, commit: str, file: FetchedFile, path: Path) -> None:

@@ -47,7 +47,7 @@ class HubModel:
         # Read at each fetch (huggingface_hub/file_download.py::http_get@2.4.0); there is no option for it.
         constants.DOWNLOAD_CHUNK_SIZE = PIECE_BYTES
         # Content networks do not send a larger file in one answer, but they send parts.
-        self._most_http_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
+        self._max_answer_bytes: int = constants.MAX_HTTP_DOWNLOAD_SIZE
         self._hub = AskedHub(
             endpoint=constants.ENDPOINT,
             repository=repository,
@@ -62,13 +62,13 @@ class HubModel:
         """Looks up the revision's current commit and its files.
 
         Raises:
-            FetchError: the hub does not list them.
+            FetchError: the hub does not list the files.
         """
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self._hub.endpoint, token=self._hub.token or None)
         try:
-            with self._in_words():
+            with self._converted_errors():
                 found = api.model_info(
                     self._hub.repository,
                     revision=self._hub.revision,
@@ -76,24 +76,27 @@ class HubModel:
                     timeout=REQUEST_TIMEOUT_S,
                 )
         except (AttributeError, LookupError, RecursionError, TypeError) as error:
-            raise self._hub.no_hub(f"its listing cannot be read: {self._hub.clean(error)}") from error
+            raise self._hub.not_a_hub_error(
+                f"its listing cannot be read: {self._hub.clean(error)}"
+            ) from error
         if not found.sha or not found.siblings:
-            raise self._hub.no_hub("its answer names no commit or no files")
+            raise self._hub.not_a_hub_error("its answer names no commit or no files")
         if not COMMIT.fullmatch(str(found.sha)):
-            raise self._hub.no_hub(f"its answer has the invalid commit {reprlib.repr(found.sha)}")
+            raise self._hub.not_a_hub_error(f"its answer has the invalid commit {reprlib.repr(found.sha)}")
         # A model needs no file whose name the cache cannot use.
         return str(found.sha), [self._file(each) for each in found.siblings if can_be_a_file(each.rfilename)]
 
     def _file(self, sibling: Any) -> FetchedFile:
+        """Returns the listed file; raises FetchError if the listing lacks its size or hash."""
         path, size_bytes = sibling.rfilename, sibling.lfs.size if sibling.lfs else sibling.size
         digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git:{sibling.blob_id}"
         if not isinstance(size_bytes, int) or size_bytes < 0 or not _HASH.fullmatch(digest):
-            raise self._hub.no_hub(f"its listing lacks the size or hash of {path}")
+            raise self._hub.not_a_hub_error(f"its listing lacks the size or hash of {path}")
         return FetchedFile(path=path, size_bytes=size_bytes, digest=digest)
 
     def is_large(self, file: FetchedFile) -> bool:
         """Checks whether a file is too large for content networks to send in one answer."""
-        return file.size_bytes > self._most_http_bytes
+        return file.size_bytes > self._max_answer_bytes
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
         """Downloads the rest of a file; bytes that `into` already holds are not requested again.
@@ -106,17 +109,17 @@ class HubModel:
         is_large = self.is_large(file)
         with into.open("r+b") as target:
             while (have_bytes := target.seek(0, os.SEEK_END)) < file.size_bytes:
-                end_bytes = min(have_bytes + self._most_http_bytes // 2, file.size_bytes)
+                end_bytes = min(have_bytes + self._max_answer_bytes // 2, file.size_bytes)
                 try:
                     self._fetch_until(commit, file, target, end_bytes if is_large else file.size_bytes)
                 except FetchError as error:
-                    if not is_large or error.may_heal:
+                    if not is_large or error.is_temporary:
                         raise
-                    raise FetchError(error.reason, f"{error}. {self._by_hand(file)}") from error
+                    raise FetchError(error.reason, f"{error}. {self._manual_download(file)}") from error
                 target.flush()
                 os.fsync(target.fileno())
 
-    def _by_hand(self, file: FetchedFile) -> str:
+    def _manual_download(self, file: FetchedFile) -> str:
         """Explains how to fill a volume if the hub does not send parts of a large file."""
         repository = self._hub.repository
         return (
@@ -136,7 +139,7 @@ class HubModel:
         headers = {**build_hf_headers(token=hub.token or None), "accept-encoding": "identity"}
         if end_bytes < file.size_bytes:
             headers["Range"] = f"bytes=0-{end_bytes - 1}"  # the client replaces 0 with the start
-        with self._in_words():
+        with self._converted_errors():
             http_get(
                 url,
                 BoundedFile(target, file),
@@ -146,7 +149,8 @@ class HubModel:
             )
 
     @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _converted_errors(self) -> Iterator[None]:
+        """Turns errors of the hub's client into FetchErrors."""
         import httpx2
         from huggingface_hub import errors
 
@@ -156,24 +160,24 @@ class HubModel:
             # The client raises this class also for some answers without a code.
             hidden = type(error) is errors.RepositoryNotFoundError
             code = "RepoNotFound" if hidden else error.response.headers.get("X-Error-Code", "")
-            raise self._hub.refusal(error.response.status_code, code, self._hub.clean(error)) from error
+            raise self._hub.refusal_error(error.response.status_code, code, self._hub.clean(error)) from error
         except errors.OfflineModeIsEnabled as error:
-            raise self._hub.offline() from error
+            raise self._hub.offline_error() from error
         except httpx2.HTTPError as error:
             if is_distrusted(error):
-                raise self._hub.untrusted_certificate(error) from error
-            raise self._hub.silence(error) from error
+                raise self._hub.untrusted_certificate_error(error) from error
+            raise self._hub.no_answer_error(error) from error
         except OSError as error:
             if error.errno is not None:
                 raise  # the cache caused the error, not the hub
-            raise self._hub.unavailable(
+            raise self._hub.unavailable_error(
                 f"did not send {self._hub.model}: {self._hub.clean(error)}"
             ) from error
         except errors.HFValidationError as error:
-            said = f"{self._hub.model}: {self._hub.clean(error)}. Correct spec.model.uri"
-            raise FetchError(FailureReason.MODEL_NOT_FOUND, said) from error
+            message = f"{self._hub.model}: {self._hub.clean(error)}. Correct spec.model.uri"
+            raise FetchError(FailureReason.MODEL_NOT_FOUND, message) from error
         except ValueError as error:
-            raise self._hub.no_hub(self._hub.clean(error)) from error
+            raise self._hub.not_a_hub_error(self._hub.clean(error)) from error
 
 
 class BoundedFile:
@@ -189,5 +193,5 @@ class BoundedFile:
         if self._target.tell() + len(chunk) > self._file.size_bytes:
             self._target.seek(0)
             self._target.truncate()
-            raise OSError(f"{self._file.path} comes with more than its {self._file.size_bytes} bytes")
+            raise OSError(f"the answer has more than the {self._file.size_bytes} bytes of {self._file.path}")
         return self._target.write(chunk)

@@ -55,13 +55,13 @@ class HubReader:
         )
         self._offline = env.get(names.ENV_HUB_OFFLINE, "").upper() in _TRUE
         self._opener = urllib.request.build_opener(TokenForOneHost())
-        self._fronts: dict[str, bytes] = {}
+        self._stored_first_bytes: dict[str, bytes] = {}
 
     def files(self) -> tuple[str, list[FetchedFile]]:
         """Looks up the revision's current commit and its files, without their hashes.
 
         Raises:
-            FetchError: the hub does not list them.
+            FetchError: the hub does not list the files.
         """
         revision = quote(self._hub.revision, safe="")
         url = f"{self._hub.endpoint}/api/models/{quote(self._hub.repository)}/revision/{revision}"
@@ -70,14 +70,14 @@ class HubReader:
             listing = json.loads(text)
             commit, siblings = str(listing["sha"]), listing["siblings"]
             files = [
-                FetchedFile(path=each["rfilename"], size_bytes=_size(each), digest="")
+                FetchedFile(path=each["rfilename"], size_bytes=_size_bytes_of(each), digest="")
                 for each in siblings
                 if can_be_a_file(each["rfilename"])
             ]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise self._hub.no_hub(f"its listing cannot be read ({type(error).__name__})") from error
+            raise self._hub.not_a_hub_error(f"its listing cannot be read ({type(error).__name__})") from error
         if not COMMIT.fullmatch(commit):
-            raise self._hub.no_hub(f"its answer has the invalid commit {reprlib.repr(commit)}")
+            raise self._hub.not_a_hub_error(f"its answer has the invalid commit {reprlib.repr(commit)}")
         return commit, files
 
     def fetch(self, commit: str, file: FetchedFile, into: Path) -> None:
@@ -98,17 +98,17 @@ class HubReader:
         """Reads the first `size_bytes` of a file, or the whole file if it is smaller.
 
         Raises:
-            FetchError: the hub does not send them.
+            FetchError: the hub does not send these bytes.
         """
         size_bytes = min(size_bytes, file.size_bytes)
-        known = self._fronts.pop(file.path, b"")
-        if len(known) < size_bytes:
-            wanted = max(size_bytes, min(FIRST_BYTES, file.size_bytes))
+        first_part = self._stored_first_bytes.pop(file.path, b"")
+        if len(first_part) < size_bytes:
+            request_bytes = max(size_bytes, min(FIRST_BYTES, file.size_bytes))
             url = f"{self._hub.endpoint}/{quote(self._hub.repository)}/resolve/{commit}/{quote(file.path)}"
-            known = self._read(url, wanted, is_first_part=True)
-        if size_bytes < len(known):
-            self._fronts[file.path] = known  # for the next call, which needs more bytes
-        return known[:size_bytes]
+            first_part = self._read(url, request_bytes, is_first_part=True)
+        if size_bytes < len(first_part):
+            self._stored_first_bytes[file.path] = first_part  # for the next call, which needs more bytes
+        return first_part[:size_bytes]
 
     def _read(self, url: str, max_bytes: int, *, is_first_part: bool = False) -> bytes:
         """Reads an answer; repeats the request if the hub is busy.
@@ -118,17 +118,18 @@ class HubReader:
             is_first_part: whether to request a range, the first bytes of a file.
         """
         if self._offline:
-            raise self._hub.offline()
+            raise self._hub.offline_error()
         for pause_s in _PAUSES_S:
             try:
                 return self._read_once(url, max_bytes, is_first_part)
             except FetchError as error:
-                if not error.may_heal:
+                if not error.is_temporary:
                     raise
             time.sleep(pause_s)
         return self._read_once(url, max_bytes, is_first_part)
 
     def _read_once(self, url: str, max_bytes: int, is_first_part: bool) -> bytes:
+        """Reads an answer once; raises FetchError if the hub refuses or does not answer."""
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "heteroinfer"})  # noqa: S310 - the hub is the user's choice
             if is_first_part:
@@ -139,15 +140,17 @@ class HubReader:
                 content = bytes(answer.read(max_bytes))  # a server without ranges sends more
         except urllib.error.HTTPError as error:
             with error:
-                raise self._hub.refusal(error.code, error.headers.get("X-Error-Code", "")) from error
-        except FetchError:  # the time limit (`ended_after`); FetchError is a ValueError too
+                raise self._hub.refusal_error(error.code, error.headers.get("X-Error-Code", "")) from error
+        except FetchError:  # raised by `time_limit`; a FetchError is also a ValueError, which is caught below
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:
             if is_distrusted(error):
-                raise self._hub.untrusted_certificate(error) from error
-            raise self._hub.silence(error) from error
+                raise self._hub.untrusted_certificate_error(error) from error
+            raise self._hub.no_answer_error(error) from error
         if is_first_part and len(content) < max_bytes:
-            raise self._hub.unavailable(f"sent {len(content)} of {max_bytes} bytes of {self._hub.clean(url)}")
+            raise self._hub.unavailable_error(
+                f"sent {len(content)} of {max_bytes} bytes of {self._hub.clean(url)}"
+            )
         return content
 
 
@@ -173,7 +176,8 @@ class TokenForOneHost(urllib.request.HTTPRedirectHandler):
         return redirected
 
 
-def _size(sibling: Any) -> int:
+def _size_bytes_of(sibling: Any) -> int:
+    """Returns the size of a listed file; raises TypeError or LookupError if the listing lacks it."""
     size = (sibling.get("lfs") or sibling)["size"]
     if not isinstance(size, int) or size < 0:
         raise TypeError(size)

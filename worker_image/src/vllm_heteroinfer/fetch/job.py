@@ -33,7 +33,7 @@ _LOCK_POLL_S: Final = 1.0
 _LOCK_POLLS: Final = 5
 """Tries to get the lock of a complete commit. A clean-up holds the lock only for a moment."""
 _WRONG_HASHES: Final = 3
-_WHOLE_HASH: Final = re.compile(r"[0-9a-f]{40}")
+_COMMIT_HASH: Final = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class FetchJob:
         self._store: ModelStore | None = None
         self._commit = ""
         self._wanted: tuple[FetchedFile, ...] = ()
-        self._message = "counted_call the hub"
+        self._message = "waiting for the hub's list of files"
         self._progress_clock = _ProgressClock(now_s)
 
     def find_stall(self) -> FetchError | None:
@@ -94,11 +94,11 @@ class FetchJob:
 
     def progress(self) -> FetchProgress:
         """The progress of the fetch, from the sizes of the files in the cache. Thread-safe."""
-        store, wanted = self._store, self._wanted
+        store, files = self._store, self._wanted
         return FetchProgress(
             commit=self._commit,
-            done_bytes=store.done_bytes(wanted) if store is not None else 0,
-            total_bytes=sum(file.size_bytes for file in wanted),
+            done_bytes=store.done_bytes(files) if store is not None else 0,
+            total_bytes=sum(file.size_bytes for file in files),
             message=self._message,
         )
 
@@ -110,79 +110,87 @@ class FetchJob:
                 Downloads may still run then: end the process.
             ModelFilesError: the model is complete but cannot be planned.
         """
-        failures, max_bytes, moved_at = 0, -1, self._now_s()
+        failures, max_bytes, progress_at_s = 0, -1, self._now_s()
         while True:
             try:
                 return self._attempt()
             except FetchError as error:
-                if not error.may_heal:
+                if not error.is_temporary:
                     raise
                 done_bytes = self._used_bytes()
                 if done_bytes > max_bytes:
-                    failures, max_bytes, moved_at = 0, done_bytes, self._now_s()
-                if self._now_s() - moved_at > self._stall_limit_s:
+                    failures, max_bytes, progress_at_s = 0, done_bytes, self._now_s()
+                if self._now_s() - progress_at_s > self._stall_limit_s:
                     raise
                 pause_s = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
                 failures += 1
-                self._message = f"{error}; trying again"
+                self._message = f"{error}. The fetch is trying again"
                 time.sleep(min(pause_s, self._stall_limit_s))
 
     def _attempt(self) -> FetchedModel:
-        complete = self._known_complete()
+        """Fetches the model once, without retries."""
+        complete = self._find_complete()
         if complete is None:
             with self._progress_clock.counted_call():
                 commit, files = self._source.files()
-            store = self._open(commit)
+            store = self._open_store(commit)
             self._message = ""
-            complete = self._complete(store, files)
+            complete = self._fetch_or_wait(store, files)
         self._wanted = complete.files
-        self._clean_up(self._open(complete.commit))
-        profile = read_profile(self._open(complete.commit).folder)
+        self._clean_up(self._open_store(complete.commit))
+        profile = read_profile(self._open_store(complete.commit).folder)
         return FetchedModel(commit=complete.commit, size_bytes=complete.size_bytes, profile=profile)
 
-    def _known_complete(self) -> CompleteModel | None:
+    def _find_complete(self) -> CompleteModel | None:
         """Returns the model if the revision is a commit that is complete in the cache, otherwise None."""
         revision = self._options.revision
-        if not _WHOLE_HASH.fullmatch(revision):
+        if not _COMMIT_HASH.fullmatch(revision):
             return None
-        store = self._open(revision)
+        store = self._open_store(revision)
         for _ in range(_LOCK_POLLS):
             if store.complete() is None:
                 return None
             try:
-                with store.try_lock() as alone:
-                    if alone:
-                        return store.confirm()
+                with store.try_lock() as has_lock:
+                    if has_lock:
+                        return store.confirm_complete()
             except FetchError:  # the cache is read-only, so no clean-up can remove the commit
                 break
             time.sleep(_LOCK_POLL_S)
         return store.complete()
 
-    def _open(self, commit: str) -> ModelStore:
+    def _open_store(self, commit: str) -> ModelStore:
+        """Returns the folder of a commit in the cache."""
         if self._store is None or self._commit != commit:
             self._store = ModelStore(self._options.cache, self._options.repository, commit)
             self._commit = commit
         return self._store
 
     def _used_bytes(self) -> int:
+        """Returns the size of all files in the folder; 0 before the commit is known."""
         return self._store.used_bytes() if self._store is not None else 0
 
-    def _complete(self, store: ModelStore, files: Sequence[FetchedFile]) -> CompleteModel:
-        used_bytes, moved_at, polls = -1, self._now_s(), 0
+    def _fetch_or_wait(self, store: ModelStore, files: Sequence[FetchedFile]) -> CompleteModel:
+        """Returns the complete model: fetches it, or waits while another process fetches it.
+
+        Raises:
+            FetchError: the model cannot be fetched, or the other fetch makes no progress.
+        """
+        used_bytes, progress_at_s, polls = -1, self._now_s(), 0
         while True:
-            with store.try_lock() as alone:
-                complete = store.confirm() if alone else store.complete()
+            with store.try_lock() as has_lock:
+                complete = store.confirm_complete() if has_lock else store.complete()
                 # If another process holds the lock, it may be a clean-up that removes the commit.
-                if complete is not None and (alone or polls >= _LOCK_POLLS):
+                if complete is not None and (has_lock or polls >= _LOCK_POLLS):
                     return complete
-                if alone:
+                if has_lock:
                     self._message = ""
                     return store.mark_complete(self._fetch_all(store, files))
             now_bytes = store.used_bytes()
             if now_bytes > used_bytes:
-                used_bytes, moved_at = now_bytes, self._now_s()
-            self._message = "another fetch of this model into the same cache is running; waiting for it"
-            if self._now_s() - moved_at > self._stall_limit_s:
+                used_bytes, progress_at_s = now_bytes, self._now_s()
+            self._message = "waiting for another fetch of this model into the same cache"
+            if self._now_s() - progress_at_s > self._stall_limit_s:
                 raise FetchError(
                     FailureReason.MODEL_CACHE_NOT_WRITABLE,
                     f"another fetch holds the lock of {store.folder.relative_to(store.cache)} and has "
@@ -192,29 +200,31 @@ class FetchJob:
             time.sleep(_LOCK_POLL_S)
 
     def _fetch_all(self, store: ModelStore, files: Sequence[FetchedFile]) -> Sequence[FetchedFile]:
-        describing = describing_files(files)
-        store.check_capacity(describing)
-        self._fetch_missing(store, describing)
-        weights = weight_files(files, _read_index(store.folder, describing))
-        wanted = tuple({file.path: file for file in [*describing, *weights]}.values())
-        self._wanted = wanted
+        """Fetches all files that serving needs. Returns these files."""
+        small_files = describing_files(files)
+        store.check_capacity(small_files)
+        self._fetch_missing(store, small_files)
+        weights = weight_files(files, _read_index(store.folder, small_files))
+        all_files = tuple({file.path: file for file in [*small_files, *weights]}.values())
+        self._wanted = all_files
         # Files linked from another commit take no space, so link them before checking the free space.
         for file in store.missing(weights):
-            store.adopt(file)
+            store.link_from_other_commit(file)
         self._clean_up(store)
-        store.check_capacity(wanted)
+        store.check_capacity(all_files)
         self._fetch_missing(store, weights)
-        return wanted
+        return all_files
 
     def _clean_up(self, store: ModelStore) -> None:
-        """Removes commits that no resource uses. Call it after linking files from them (`adopt`)."""
+        """Removes commits that no resource uses. Call it after linking files from them."""
         if self._options.cleanup is not None:
             remove_unused(store.folder.parent, self._commit, self._options.cleanup)
 
     def _fetch_missing(self, store: ModelStore, files: Sequence[FetchedFile]) -> None:
+        """Downloads the files that the folder lacks, several at a time."""
         # Large files first: if the hub cannot send them in parts, the fetch fails before other downloads.
         missing = sorted(store.missing(files), key=self._source.is_large, reverse=True)
-        fetch_side_by_side(
+        fetch_in_parallel(
             missing,
             lambda file: self._fetch_file(store, file),
             at_once=FILES_AT_ONCE,
@@ -222,14 +232,15 @@ class FetchJob:
         )
 
     def _fetch_file(self, store: ModelStore, file: FetchedFile) -> None:
+        """Downloads and verifies one file; raises FetchError."""
         for _ in range(_WRONG_HASHES):
             part = store.open_part(file)
             try:
                 with self._progress_clock.counted_call():
                     self._source.fetch(self._commit, file, part)
             except OSError as error:
-                raise store.refusal(error) from error
-            if store.keep(file):
+                raise store.write_error(error) from error
+            if store.finish_part(file):
                 return
         raise FetchError(
             FailureReason.MODEL_NOT_READABLE,
@@ -246,7 +257,7 @@ class _ProgressClock:
         self._lock = threading.Lock()
         self._calls = 0
         self._used_bytes = -1
-        self._moved_at_s = self._now_s()
+        self._progress_at_s = self._now_s()
 
     @contextlib.contextmanager
     def counted_call(self) -> Iterator[None]:
@@ -257,20 +268,20 @@ class _ProgressClock:
         finally:
             self._count(-1)
 
-    def _count(self, more: int) -> None:
+    def _count(self, change: int) -> None:
         with self._lock:
-            self._calls += more
-            self._moved_at_s = self._now_s()
+            self._calls += change
+            self._progress_at_s = self._now_s()
 
     def silent_s(self, used_bytes: int) -> float:
         """Seconds since the last progress; 0 while no call runs."""
         with self._lock:
             if not self._calls or used_bytes != self._used_bytes:
-                self._used_bytes, self._moved_at_s = used_bytes, self._now_s()
-            return self._now_s() - self._moved_at_s
+                self._used_bytes, self._progress_at_s = used_bytes, self._now_s()
+            return self._now_s() - self._progress_at_s
 
 
-def fetch_side_by_side(
+def fetch_in_parallel(
     files: Sequence[FetchedFile],
     fetch: Callable[[FetchedFile], None],
     *,
@@ -289,21 +300,21 @@ def fetch_side_by_side(
     Raises:
         FetchError: a file failed permanently; or a file failed temporarily, and all downloads have ended.
     """
-    waiting = iter(list(files))  # a list's iterator is thread-safe
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    remaining_files = iter(list(files))  # a list's iterator is thread-safe
+    results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     failed = threading.Event()
 
     def work(lock: int) -> None:
         error: BaseException | None = None
         try:
-            while not failed.is_set() and (file := next(waiting, None)) is not None:
+            while not failed.is_set() and (file := next(remaining_files, None)) is not None:
                 fetch(file)
         except BaseException as raised:  # the thread that waits below raises it
             failed.set()
             error = raised
         finally:
             os.close(lock)
-            ended.put(error)
+            results.put(error)
 
     workers = [
         threading.Thread(target=work, args=(share_lock(),), name=f"fetch-{number}", daemon=True)
@@ -311,17 +322,18 @@ def fetch_side_by_side(
     ]
     for worker in workers:
         worker.start()
-    first: BaseException | None = None
+    first_error: BaseException | None = None
     for _ in workers:
-        error = ended.get()
-        if error is not None and not (isinstance(error, FetchError) and error.may_heal):
+        error = results.get()
+        if error is not None and not (isinstance(error, FetchError) and error.is_temporary):
             raise error
-        first = first or error
-    if first is not None:
-        raise first
+        first_error = first_error or error
+    if first_error is not None:
+        raise first_error
 
 
 def _read_index(folder: Path, files: Sequence[FetchedFile]) -> Any:
+    """Returns the parsed index of the model's weights; None if the model has no index."""
     if not any(file.path == INDEX_FILE for file in files):
         return None
     return parse_index((folder / INDEX_FILE).read_bytes())

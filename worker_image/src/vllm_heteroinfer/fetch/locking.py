@@ -8,7 +8,7 @@ _NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.E
 
 
 def try_lock_file(descriptor: int) -> bool | None:
-    """Tries to lock a file. Returns whether the caller holds the lock; None on file systems without locks.
+    """Tries to lock a file without waiting. Returns whether it succeeded; None on file systems without locks.
 
     Raises:
         OSError: the file system reported another error.

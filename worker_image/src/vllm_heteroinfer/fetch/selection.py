@@ -25,7 +25,7 @@ _DESCRIBING: Final = re.compile(
     r"|tokenizer\.model\.[^/]+"  # Mistral's
     r"|additional_chat_templates/[^/]+\.jinja"
 )
-_OF_OTHER_WEIGHTS: Final = re.compile(r".+\.(bin|h5|msgpack)\.index\.json")
+_INDEX_OF_OTHER_FORMAT: Final = re.compile(r".+\.(bin|h5|msgpack)\.index\.json")
 _WEIGHTS: Final = re.compile(r"[^/]+\.safetensors")
 
 
@@ -38,10 +38,10 @@ def can_be_a_file(path: Any) -> bool:
         return False
     if len(path.encode()) > _MAX_PATH_BYTES or any(len(p.encode()) > _MAX_NAME_BYTES for p in pure.parts):
         return False
-    return bool(pure.parts) and not any(_is_ours(part) for part in pure.parts)
+    return bool(pure.parts) and not any(_is_used_by_cache(part) for part in pure.parts)
 
 
-def _is_ours(name: str) -> bool:
+def _is_used_by_cache(name: str) -> bool:
     """Checks whether the cache itself uses this name; ignores upper and lower case."""
     name = name.casefold()
     return name in (LOCK_FILE, PARTS_FOLDER) or name.startswith(MARKER_FILE)
@@ -54,12 +54,12 @@ def describing_files(files: Sequence[FetchedFile]) -> list[FetchedFile]:
         FetchError: there is no config.json, so vLLM cannot serve the model.
     """
     if not any(file.path == CONFIG_FILE for file in files):
-        raise _not_servable(f"has no {CONFIG_FILE}", files)
+        raise _not_servable_error(f"has no {CONFIG_FILE}", files)
     return [
         file
         for file in files
         if _DESCRIBING.fullmatch(file.path)
-        and not _OF_OTHER_WEIGHTS.fullmatch(file.path)
+        and not _INDEX_OF_OTHER_FORMAT.fullmatch(file.path)
         and can_be_a_file(file.path)  # leaves out the marker of a cache that was uploaded
     ]
 
@@ -84,33 +84,35 @@ def weight_files(files: Sequence[FetchedFile], index: Any) -> list[FetchedFile]:
     by_path = {file.path: file for file in files if can_be_a_file(file.path)}
     folders = {str(parent) for path in by_path for parent in PurePosixPath(path).parents}
     if index is not None:
-        names = _names_of(index)
+        names = _file_names(index)
         absent = [name for name in names if name not in by_path]
         if absent or not names:
-            raise _not_servable(
+            raise _not_servable_error(
                 f"has an {INDEX_FILE} that names {', '.join(absent[:3]) or 'no'} files", files
             )
         for name in names:
             if name in folders or any(str(parent) in by_path for parent in PurePosixPath(name).parents):
-                raise _not_servable(f"has {name} as a file, and a file below it or above it", files)
+                raise _not_servable_error(f"has {name} as a file, and a file below it or above it", files)
         return [by_path[name] for name in names]
     if SINGLE_FILE in by_path:
         return [by_path[SINGLE_FILE]]
     found = [file for path, file in by_path.items() if _WEIGHTS.fullmatch(path)]
     if not found:
-        raise _not_servable("has no weights as *.safetensors", files)
+        raise _not_servable_error("has no weights as *.safetensors", files)
     return found
 
 
-def _names_of(index: Any) -> list[str]:
+def _file_names(index: Any) -> list[str]:
+    """Returns the names of the files in an index, sorted; none if the index has another form."""
     weight_map = index.get("weight_map") if isinstance(index, Mapping) else None
     return sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, Mapping) else []
 
 
-def _not_servable(what: str, files: Sequence[FetchedFile]) -> FetchError:
+def _not_servable_error(problem: str, files: Sequence[FetchedFile]) -> FetchError:
+    """Returns the error for a model that vLLM cannot serve from this hub; `problem` begins with a verb."""
     found = ", ".join(file.path for file in files[:5]) or "nothing"
     return FetchError(
         FailureReason.MODEL_NOT_READABLE,
-        f"the hub's model {what}; it holds {found}{', ...' if len(files) > 5 else ''}. Use a model in "
-        "Hugging Face's format with safetensors, or convert the model (save_pretrained) and use pvc://CLAIM/PATH",
+        f"the hub's model {problem}; its files are {found}{', ...' if len(files) > 5 else ''}. Use a model "
+        "in Hugging Face's format with safetensors, or convert the model (save_pretrained) and use pvc://CLAIM/PATH",
     )

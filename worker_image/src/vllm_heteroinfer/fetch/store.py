@@ -54,12 +54,13 @@ class ModelStore:
         self._repository = repository
         self._commit = commit
         self._parts = self.folder / PARTS_FOLDER
-        self._alone = uuid.uuid4().hex
+        self._own_parts_name = uuid.uuid4().hex
         self._descriptor: int | None = None
-        with self.in_words():
+        with self.converted_errors():
             self._make_folder()
 
     def _make_folder(self) -> None:
+        """Creates the folder; tries again if a clean-up renames it at the same moment."""
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,11 +77,11 @@ class ModelStore:
         Creates the folder again if a clean-up removes it before it is locked. The kernel releases the lock if
         the process ends.
         """
-        with self.in_words():
-            descriptor, alone = self._open_lock()
+        with self.converted_errors():
+            descriptor, has_lock = self._open_lock()
         self._descriptor = descriptor
         try:
-            yield alone
+            yield has_lock
         finally:
             self._descriptor = None
             os.close(descriptor)
@@ -93,9 +94,9 @@ class ModelStore:
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 try:
-                    alone = self._lock(descriptor)
+                    has_lock = self._lock(descriptor)
                     if os.path.samestat(os.fstat(descriptor), path.stat()):
-                        return descriptor, alone
+                        return descriptor, has_lock
                 except BaseException:
                     os.close(descriptor)
                     raise
@@ -110,11 +111,12 @@ class ModelStore:
         return os.dup(self._descriptor)
 
     def _lock(self, descriptor: int) -> bool:
+        """Tries to lock the folder. Returns whether this fetch may write there."""
         locked = try_lock_file(descriptor)
         if locked is None:
             # Without locks two fetches may download the same files, each into its own folder of parts. Each
             # file is verified before it gets its final name.
-            self._parts = self.folder / PARTS_FOLDER / self._alone
+            self._parts = self.folder / PARTS_FOLDER / self._own_parts_name
         return locked is not False
 
     def complete(self) -> CompleteModel | None:
@@ -122,7 +124,7 @@ class ModelStore:
         marker = read_marker(self.folder)
         return None if marker is None or damaged_files(self.folder, marker) else marker
 
-    def confirm(self) -> CompleteModel | None:
+    def confirm_complete(self) -> CompleteModel | None:
         """Like `complete`, and touches the marker so that no clean-up removes the model within an hour.
 
         Hold the lock during the call, because a clean-up locks the folder too.
@@ -132,11 +134,11 @@ class ModelStore:
         return self.complete()
 
     def done_bytes(self, files: Sequence[FetchedFile]) -> int:
-        """Number of bytes of these files that the folder already holds."""
+        """Returns the number of bytes of these files that the folder already holds."""
         return sum(min(self._present_bytes(file), file.size_bytes) for file in files)
 
     def used_bytes(self) -> int:
-        """Size of all files in the folder, which grows while another fetch writes there.
+        """Returns the size of all files in the folder, which grows while another fetch writes there.
 
         Files and folders that vanish during the call, or that cannot be read, do not count.
         """
@@ -148,6 +150,7 @@ class ModelStore:
         return used
 
     def _present_bytes(self, file: FetchedFile) -> int:
+        """Returns the size of a file or of its unfinished part; 0 if neither exists."""
         for path in (self.folder / file.path, self._part(file)):
             with contextlib.suppress(OSError):
                 return path.stat().st_size
@@ -156,7 +159,7 @@ class ModelStore:
     def missing(self, files: Sequence[FetchedFile]) -> list[FetchedFile]:
         """Returns the files that the folder lacks. Removes files of a wrong size."""
         missing = []
-        with self.in_words():
+        with self.converted_errors():
             for file in files:
                 path = self.folder / file.path
                 if not path.is_file() or path.stat().st_size != file.size_bytes:
@@ -171,7 +174,7 @@ class ModelStore:
             FetchError: the free space is too small; the message contains both sizes.
         """
         needed_bytes = sum(file.size_bytes for file in files) - self.done_bytes(files)
-        with self.in_words():
+        with self.converted_errors():
             free_bytes = shutil.disk_usage(self.folder).free
         if needed_bytes > free_bytes:
             raise FetchError(
@@ -183,20 +186,20 @@ class ModelStore:
     def open_part(self, file: FetchedFile) -> Path:
         """Returns the path of a file's unfinished part; creates an empty part if there is none."""
         part = self._part(file)
-        with self.in_words():
+        with self.converted_errors():
             part.parent.mkdir(parents=True, exist_ok=True)
             part.touch()
             if part.stat().st_size > file.size_bytes:
                 os.truncate(part, 0)
         return part
 
-    def keep(self, file: FetchedFile) -> bool:
+    def finish_part(self, file: FetchedFile) -> bool:
         """Moves a finished part to its final name if size and hash match the hub's, otherwise deletes it.
 
         Returns whether they match.
         """
         part = self._part(file)
-        with self.in_words():
+        with self.converted_errors():
             if part.stat().st_size != file.size_bytes or digest_of(part, file.digest) != file.digest:
                 part.unlink()
                 return False
@@ -207,9 +210,9 @@ class ModelStore:
             part.rename(path)
         return True
 
-    def adopt(self, file: FetchedFile) -> bool:
+    def link_from_other_commit(self, file: FetchedFile) -> bool:
         """Links a file from another commit of the model with the same content; returns whether it did."""
-        with self.in_words():
+        with self.converted_errors():
             others = sorted(self.folder.parent.iterdir())
         for other in others:
             marker = read_marker(other) if other != self.folder else None
@@ -219,6 +222,7 @@ class ModelStore:
         return False
 
     def _link(self, source: Path, file: FetchedFile) -> bool:
+        """Links a file of another commit; returns whether the file system allows it."""
         path = self.folder / file.path
         try:
             if source.stat().st_size != file.size_bytes:
@@ -230,10 +234,10 @@ class ModelStore:
         return True
 
     def mark_complete(self, files: Sequence[FetchedFile]) -> CompleteModel:
-        """Writes the marker in one step, so that a reader never finds an incomplete marker."""
+        """Writes the marker in one step, so that a reader never finds an incomplete marker. Returns it."""
         marker = CompleteModel(repository=self._repository, commit=self._commit, files=tuple(files))
         unfinished = self.folder / f"{MARKER_FILE}.{os.getpid()}"
-        with self.in_words():
+        with self.converted_errors():
             with unfinished.open("w") as file:
                 file.write(marker.to_json())
                 file.flush()
@@ -245,6 +249,7 @@ class ModelStore:
         return marker
 
     def _part(self, file: FetchedFile) -> Path:
+        """Returns the path of a file's unfinished part."""
         # The name contains the hash, so a download never continues with another version of the file.
         name = file.path.replace("/", "--")
         if len(name.encode()) > _MAX_NAME_BYTES:
@@ -252,7 +257,7 @@ class ModelStore:
         return self._parts / f"{name}.{file.digest.partition(':')[2][:16]}"
 
     @contextlib.contextmanager
-    def in_words(self) -> Iterator[None]:
+    def converted_errors(self) -> Iterator[None]:
         """Turns errors of the cache's file system into FetchErrors with a fix.
 
         Raises:
@@ -261,10 +266,10 @@ class ModelStore:
         try:
             yield
         except OSError as error:
-            raise self.refusal(error) from error
+            raise self.write_error(error) from error
 
-    def refusal(self, error: OSError) -> FetchError:
-        """Builds the FetchError for an error of the cache's file system."""
+    def write_error(self, error: OSError) -> FetchError:
+        """Returns the FetchError for an error of the cache's file system."""
         if error.errno in _FULL:
             return FetchError(
                 FailureReason.MODEL_CACHE_FULL,
@@ -278,9 +283,9 @@ class ModelStore:
         )
 
 
-def digest_of(path: Path, like: str) -> str:
-    """Computes the hash of a file, with the method that `like` begins with: `sha256:` or `git:` (blob)."""
-    kind = like.partition(":")[0]
+def digest_of(path: Path, expected: str) -> str:
+    """Returns the hash of a file, by the method with which `expected` begins: `sha256:` or `git:` (blob)."""
+    kind = expected.partition(":")[0]
     digest = hashlib.sha256()
     if kind == "git":  # as git hashes a blob
         digest = hashlib.sha1(usedforsecurity=False)

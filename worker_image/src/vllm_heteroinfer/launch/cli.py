@@ -122,7 +122,7 @@ def _seconds(text: str) -> float:
 def _fetch(arguments: argparse.Namespace) -> int:
     """Downloads the model that the arguments name. Returns the exit code."""
     _disable_hub_telemetry(os.environ)
-    from vllm_heteroinfer.fetch.fetch_pod import fetch_model, leave_failure, read_cleanup
+    from vllm_heteroinfer.fetch.fetch_pod import fetch_model, read_cleanup, report_failure
     from vllm_heteroinfer.fetch.job import FetchOptions
 
     options_given = {
@@ -132,7 +132,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
     try:
         trust_ca_bundle(os.environ, _SCRATCH)  # before the hub's client is imported
     except ContractError as error:
-        return leave_failure(options, error)
+        return report_failure(options, error)
     return fetch_model(options)
 
 
@@ -195,10 +195,10 @@ def _read_profile(model: str, revision: str) -> "ModelProfile":
 
     if not model.startswith(HUB_SCHEME):
         return read_profile(Path(model))
-    from vllm_heteroinfer.fetch.headers import LIMIT_S, ended_after, read_hub_profile
+    from vllm_heteroinfer.fetch.headers import LIMIT_S, read_hub_profile, time_limit
     from vllm_heteroinfer.fetch.hub_reader import HubReader
 
-    with tempfile.TemporaryDirectory(prefix="heteroinfer-") as folder, ended_after(LIMIT_S):
+    with tempfile.TemporaryDirectory(prefix="heteroinfer-") as folder, time_limit(LIMIT_S):
         return read_hub_profile(HubReader(model.removeprefix(HUB_SCHEME), revision), Path(folder))
 
 

@@ -46,7 +46,10 @@ class HeteroCpuPlatform(CpuPlatform):
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
-        """Our order of implementations; vLLM's order if the model is compiled or the user chose vLLM."""
+        """Returns our order of implementations of small operations.
+
+        Returns vLLM's order if the model is compiled, or if the user chose vLLM's implementations.
+        """
         from vllm.config import CompilationMode
         from vllm.config.kernel import IrOpPriorityConfig
 
@@ -59,10 +62,11 @@ class HeteroCpuPlatform(CpuPlatform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """False for eager models, because torch's dispatcher takes as long as attention for few rows.
+        """Returns whether attention runs as an operation of torch's dispatcher: not in eager models.
 
-        Returns vLLM's choice if the model is compiled, and for latent attention: without the op, latent
-        attention runs a code path that vLLM tests only on GPUs.
+        For few rows, the dispatcher takes as long as attention. Returns vLLM's choice if the model is
+        compiled, and for latent attention: without the op, latent attention runs a code path that vLLM tests
+        only on GPUs.
         """
         from vllm.config import CompilationMode, get_current_vllm_config_or_none
 
@@ -72,15 +76,15 @@ class HeteroCpuPlatform(CpuPlatform):
         return config.compilation_config.mode != CompilationMode.NONE
 
     def is_sleep_mode_available(self) -> bool:
-        """True: our worker releases the KV cache, while vLLM's CPU worker only logs."""
+        """Returns True: our worker releases the KV cache, while vLLM's CPU worker only logs."""
         return True
 
     @classmethod
     def get_compile_backend(cls) -> str:
-        """The backend that compiles the model if the plan requests it; the same as vLLM's."""
+        """Returns the backend that compiles the model if the plan requests it; the same as vLLM's."""
         return "inductor"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Path of the function that builds the communicator of a group with several ranks."""
+        """Returns the path of the function that builds the communicator of a group with several ranks."""
         return "vllm_heteroinfer.distributed.communicators.build_cpu_communicator"

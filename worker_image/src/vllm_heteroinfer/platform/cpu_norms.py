@@ -21,7 +21,8 @@ _VECTOR: Final = 32
 def _supports_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    return variance_size is None and _is_whole(x, weight)
+    """Returns whether our `rms_norm` supports these arguments."""
+    return variance_size is None and _has_whole_vectors(x, weight)
 
 
 def _supports_add_and_norm(
@@ -31,11 +32,13 @@ def _supports_add_and_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    written = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
-    return written and variance_size is None and _is_whole(x, weight)
+    """Returns whether our `fused_add_rms_norm` supports these arguments."""
+    can_write = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
+    return can_write and variance_size is None and _has_whole_vectors(x, weight)
 
 
-def _is_whole(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def _has_whole_vectors(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Returns whether rows consist of whole vectors, and the weight has their dtype."""
     fits = weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
     return fits and (x.dtype is not torch.bfloat16 or _rounds_bf16())
 

@@ -38,5 +38,5 @@ class HeteroCudaPlatform(CudaPlatform):
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        """Path of the function that builds the communicator of a group with several ranks."""
+        """Returns the path of the function that builds the communicator of a group with several ranks."""
         return "vllm_heteroinfer.distributed.communicators.build_cuda_communicator"
