@@ -83,7 +83,7 @@ def run(cache: Path, broken: str, *, patience_s: float) -> None:
         patience_s=patience_s,
         termination_message_path=None,
     )
-    clock = TurnClock(fetch_pod.WATCH_EVERY_S, time.monotonic())
+    clock = TurnClock(fetch_pod.WATCH_INTERVAL_S, time.monotonic())
     job = Stale(
         broken,
         source=hub,
