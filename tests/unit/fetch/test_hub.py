@@ -55,7 +55,7 @@ def test_discards_a_body_longer_than_announced() -> None:
     target = io.BytesIO()
     bounded = BoundedFile(target, FILE)
     assert bounded.write(b"0123456789") == 10
-    with pytest.raises(OSError, match="more than its 10 bytes") as refused:
+    with pytest.raises(OSError, match="more than the 10 bytes") as refused:
         bounded.write(b"x")
     assert refused.value.errno is None  # the hub's fault, not the cache's
     assert target.getvalue() == b""

@@ -95,7 +95,7 @@ def test_more_results_than_a_calibration_has_refuse_none() -> None:
 def test_without_a_reading_calibration_fails_with_the_reason() -> None:
     found = MeasuredResults()
     found.skip("memory, all NUMA nodes", "ended with exit code 1: No module named 'torch'")
-    with pytest.raises(ContractError, match=r"No module named 'torch'\. Run this with the worker's Python"):
+    with pytest.raises(ContractError, match=r"No module named 'torch'\. Run `heteroinfer-worker calibrate`"):
         build_calibration(found, VERSIONS, started=0.0, duration_s=0.0)
 
 
