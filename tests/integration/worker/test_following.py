@@ -39,7 +39,7 @@ def test_each_forward_and_computation_of_logits_is_followed(ran: Any) -> None:
     [
         ("twice", "the model must run with [5] tokens, as announced (got [5, 5])"),
         ("short", "the model must run with [5] tokens, as announced (got [4])"),
-        ("more", "followed 2 announcements, but the leader made 3"),
+        ("more", "this rank must follow all 3 announcements of the leader (got 2)"),
     ],
 )
 def test_names_a_call_that_was_not_announced(mistake: str, said: str, ran: Any) -> None:
