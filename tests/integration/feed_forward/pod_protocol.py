@@ -309,9 +309,34 @@ def strangers(options: argparse.Namespace) -> dict[str, Any]:
             refused.append("")
         except OSError as error:
             refused.append(type(error).__name__)
-    proven = pod_link.connect("127.0.0.1", port, LAUNCH, 0, peer)
-    other = accepted.get(timeout=10)
-    return {"refused": refused, "same_token": proven.token == other.token, "token": proven.token != 0}
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
+        threading.Thread(target=_drip, args=(silent[0],), daemon=True).start()
+        start = time.monotonic()
+        proven = pod_link.connect("127.0.0.1", port, LAUNCH, 0, peer)
+        other = accepted.get(timeout=10)
+        seconds = time.monotonic() - start
+    tokens = {"same_token": proven.token == other.token, "token": proven.token != 0}
+    return {"refused": refused, **tokens, "seconds": seconds, "late_s": _wait_beside_a_dripping_client()}
+
+
+def _drip(client: socket.socket) -> None:
+    """Sends a byte now and then, and never a whole line."""
+    with contextlib.suppress(OSError):
+        while True:
+            client.sendall(b"{")
+            time.sleep(0.5)
+
+
+def _wait_beside_a_dripping_client() -> float:
+    """Returns how long a listener waits whose deadline is 1 s, while a stranger drips bytes."""
+    listener = pod_link.Listener("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        threading.Thread(target=_drip, args=(client,), daemon=True).start()
+        start = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            listener.accept(LAUNCH, 0, Deadline.after(1))
+        return time.monotonic() - start
 
 
 CASES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -408,7 +408,7 @@ def test_an_unaccepted_licence_is_reported_with_its_page(hub: HubServer, cache: 
     hub.repositories[MODEL].gated = True
     failure = refuse(hub, cache, HF_TOKEN=token).failure()
     assert failure.reason is FailureReason.MODEL_ACCESS_DENIED
-    assert f"accept its licence at {hub.endpoint}/{MODEL}" in failure.message
+    assert f"Accept its licence at {hub.endpoint}/{MODEL}" in failure.message
     assert ("tokenSecretRef" in failure.message) == (not token)
 
 

@@ -192,7 +192,7 @@ def test_an_unaccepted_licence_is_reported_with_its_page(hub: HubServer, tmp_pat
     repository.gated, repository.token = True, TOKEN
     error = refused(hub, tmp_path, HF_TOKEN=token)
     assert error.reason is FailureReason.MODEL_ACCESS_DENIED
-    assert f"accept its licence at {hub.endpoint}/{MODEL}" in str(error)
+    assert f"Accept its licence at {hub.endpoint}/{MODEL}" in str(error)
     assert ("export HF_TOKEN" in str(error)) == (not token)
 
 

@@ -230,7 +230,7 @@ async def test_a_model_of_a_hub_becomes_ready(
         assert cleanup.keep == 2
         assert fetch["spec"]["volumes"][-1]["persistentVolumeClaim"] == mounted
 
-        failure = Failure(reason=FailureReason.MODEL_ACCESS_DENIED, message="gated: accept its licence")
+        failure = Failure(reason=FailureReason.MODEL_ACCESS_DENIED, message="gated: Accept its licence")
         name = fetch["metadata"]["name"]
         await end_pod(server, namespace, name, exit_code=names.EXIT_FETCH_FAILED, message=failure.to_json())
 

@@ -9,10 +9,12 @@ from heteroinfer_contract.calibration import KernelPart
 from heteroinfer_contract.model import SchemeName
 from heteroinfer_contract.plan import Device, Mode, Plan
 from heteroinfer_operator.api import HeteroInferenceSpec, parse_spec
+from heteroinfer_operator.commands.plan_figures import roles_of_unknown_memory
 from heteroinfer_operator.errors import PlanError
+from heteroinfer_operator.planning.first_token import build_feed_forward_wait
 from heteroinfer_operator.planning.inventory import Inventory
 from heteroinfer_operator.planning.predicted_plan import predict_again
-from heteroinfer_operator.planning.prediction import predict
+from heteroinfer_operator.planning.prediction import forecast_first_token, predict
 from heteroinfer_operator.planning.remote_ranks import fit_shares
 from tests.unit.calibrated import CALIBRATION, kernel
 from tests.unit.planning.planned_models import GIB, cpu, gpu, plan
@@ -129,3 +131,75 @@ def test_shares_follow_speeds_as_far_as_memory_allows(
 
 def test_shares_beyond_all_memory_are_still_shares() -> None:
     assert all(share >= 1 for share in fit_shares((1, 2), (0.1, 0.1)))
+
+
+@pytest.mark.parametrize(
+    ("max_parts", "units", "expected"),
+    [
+        ((1.0, 1.0), 6, [1, 1]),
+        ((0.46, 0.60), 24, [11, 13]),
+        ((0.30, 1.0), 6, [1, 5]),
+        ((0.02, 1.1), 24, None),  # not even one unit fits
+        ((1.0, 1.0, 1.0, 1.0), 6, [2, 2, 1, 1]),
+    ],
+)
+def test_shares_are_whole_units_within_the_memory(
+    max_parts: tuple[float, ...], units: int, expected: list[int] | None
+) -> None:
+    found = fit_shares((1.0,) * len(max_parts), max_parts, units)
+    if expected is None:
+        assert min(found) >= 1
+    else:
+        assert sorted(found, reverse=True) == sorted(expected, reverse=True)
+        assert all(share / sum(found) <= most + 1e-9 for share, most in zip(found, max_parts, strict=True))
+
+
+def test_refuses_more_pods_than_a_gpu_rank_exchanges_rows_with() -> None:
+    assert plan(pods(cpu(memory="32Gi", pods=24)), in_units(32)).plan.ranks
+    with pytest.raises(PlanError, match=r"role cpu: pods must be at most 24, .* \(got 25\)"):
+        plan(pods(cpu(memory="32Gi", pods=25)), in_units(32))
+    with pytest.raises(PlanError, match=r"role cpu: pods must be at most 22, .* \(got 23\)"):
+        plan(pods(cpu(memory="32Gi", pods=23), own={**OWN, "ranks": 2}), in_units(32))
+
+
+def test_a_plan_of_other_numbers_of_pods_is_not_predicted_again() -> None:
+    def spec_of(first: int, second: int) -> HeteroInferenceSpec:
+        return pods(cpu(name="a", memory="64Gi", pods=first), cpu(name="b", memory="64Gi", pods=second))
+
+    planned = plan(spec_of(2, 1), in_units(32))
+    assert predict_again(planned.plan, spec_of(1, 2), in_units(32), Inventory()) is None
+
+
+def test_the_range_of_a_step_is_that_of_the_least_known_rank() -> None:
+    known = Inventory(calibration={"a": CALIBRATION})
+    one, other = (
+        plan(pods(*(cpu(name=name, memory="64Gi") for name in order)), in_units(32), known)
+        for order in ("ab", "ba")
+    )
+    first, second = (
+        forecast_first_token(
+            each.plan,
+            each.sizes,
+            each.rates,
+            512,
+            build_feed_forward_wait(each.plan, each.rates, each.remote),
+        )
+        for each in (one, other)
+    )
+    assert (first.least_s, first.most_s) == pytest.approx((second.least_s, second.most_s), rel=0.02)
+
+
+def test_unknown_memory_of_cpu_pods_is_named() -> None:
+    planned = plan(pods(cpu(pods=2)), in_units(32))
+    assert roles_of_unknown_memory(planned) == ("cpu",)
+
+
+def test_a_layer_that_pods_cannot_share_names_the_fields_of_their_role() -> None:
+    few = in_units(384)
+    kinds = tuple(
+        replace(kind, experts=0, experts_per_token=0, mlp_bytes=kind.routed_bytes, expert_bytes=0)
+        for kind in few.kinds
+    )
+    few = replace(few, kinds=kinds)
+    with pytest.raises(PlanError, match="lower pods and ranksPerPod of role cpu"):
+        plan(pods(cpu(memory="64Gi", pods=4)), few)

@@ -62,13 +62,13 @@ def share_columns(total: int, shares: Sequence[int], unit: int) -> list[Span]:
     if total % unit and len(shares) > 1:
         raise ContractError(
             f"intermediate columns must be a multiple of {unit}, the weights' group, to divide them among "
-            f"{len(shares)} feed-forward ranks (got {total}). Set feedForward.ranks to 1, and give this rank "
-            "the cores and the memory of all ranks"
+            f"{len(shares)} feed-forward ranks (got {total}). Use one feed-forward rank with the cores and "
+            "the memory of all"
         )
     if units < len(shares) and len(shares) > 1:
         raise ContractError(
             f"feed-forward ranks must be at most {units}, the groups of {unit} in {total} intermediate "
-            f"columns (got {len(shares)}). Lower feedForward.ranks, and give each rank more cores"
+            f"columns (got {len(shares)}). Use fewer ranks with more cores each"
         )
     return _adjacent_spans(total, shares, unit)
 
@@ -83,8 +83,8 @@ def share_experts(total: int, shares: Sequence[int]) -> list[Span]:
     """
     if total < len(shares):
         raise ContractError(
-            f"feed-forward ranks must be at most {total}, the number of experts (got {len(shares)}). Lower "
-            "feedForward.ranks, and give each rank more cores"
+            f"feed-forward ranks must be at most {total}, the number of experts (got {len(shares)}). Use "
+            "fewer ranks with more cores each"
         )
     return _adjacent_spans(total, shares, unit=1)
 

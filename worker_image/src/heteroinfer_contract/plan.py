@@ -25,6 +25,8 @@ class Device(StrEnum):
 
 MAX_WORLD_SIZE = 256
 """Maximum number of ranks in a group."""
+MAX_LANES = 24
+"""Maximum number of feed-forward ranks in the pod of an asking rank and of other pods with such ranks."""
 
 
 class Mode(StrEnum):

@@ -95,9 +95,11 @@ def longest_request(planned: Planned) -> int | None:
 
 
 def roles_of_unknown_memory(planned: Planned) -> tuple[str, ...]:
-    """Returns the roles of the stages whose memory is unknown."""
+    """Returns the roles of stages, and of feed-forward ranks, whose memory is unknown."""
     unbounded = (stage for stage in planned.budgets if not stage.is_known)
-    return tuple(dict.fromkeys(rank.role for stage in unbounded for rank in stage.ranks))
+    sets = () if planned.remote is None else planned.remote.sets
+    roles = [rank.role for stage in unbounded for rank in stage.ranks]
+    return tuple(dict.fromkeys([*roles, *(each.role.name for each in sets if each.memory_bytes is None)]))
 
 
 def memory_limit(planned: Planned) -> str:

@@ -40,8 +40,12 @@ class _TriedMode:
     @property
     def knows_all_memory(self) -> bool:
         """Whether the memory of every rank is known. Otherwise a plan does not prove that the mode fits."""
-        budgets = () if self.planned is None else self.planned.budgets
-        return bool(budgets) and all(rank.budget is not None for stage in budgets for rank in stage.ranks)
+        if self.planned is None:
+            return False
+        sets = () if self.planned.remote is None else self.planned.remote.sets
+        return all(rank.budget is not None for stage in self.planned.budgets for rank in stage.ranks) and all(
+            each.memory_bytes is not None for each in sets
+        )
 
 
 def make_plan(request: GroupRequest, inventory: Inventory) -> Planned:

@@ -17,7 +17,7 @@ from heteroinfer_contract.column_shares import share_columns, share_experts
 from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.model import LayerKind
 from heteroinfer_contract.model_profile import ModelProfile
-from heteroinfer_contract.plan import Device, EngineSettings, Mode, batches_at_once
+from heteroinfer_contract.plan import MAX_LANES, Device, EngineSettings, Mode, batches_at_once
 from heteroinfer_contract.printable import format_bytes
 from heteroinfer_operator.api import RoleSpec
 from heteroinfer_operator.errors import PlanError, PlanReason
@@ -130,6 +130,7 @@ def choose_feed_forward_part(
             f"experts or an MLP (got {set_by_user}). Lower feedForward.layers",
             reason=PlanReason.LAYERS_MISMATCH,
         )
+    _check_lanes(sets)
     by_experts = _is_by_experts(sum(each.count for each in sets), profile, order)
     counts = range(1, len(order) + 1) if set_by_user is None else (set_by_user,)
     missing_bytes = 0
@@ -150,6 +151,19 @@ def choose_feed_forward_part(
         "engine.maxModelLen",
         reason=PlanReason.INSUFFICIENT_MEMORY,
     )
+
+
+def _check_lanes(sets: Sequence[RankSet]) -> None:
+    """Raises PlanError if more ranks and pods exchange rows with the rank with attention than it supports."""
+    lanes = sum(each.pods or each.per_pod for each in sets)
+    if lanes > MAX_LANES:
+        largest = max(sets, key=lambda each: each.pods)
+        raise PlanError(
+            f"role {largest.role.name}: pods must be at most {MAX_LANES - lanes + largest.pods}, because one "
+            f"GPU supports {MAX_LANES} feed-forward ranks in its pod and other pods together (got "
+            f"{largest.pods}). Use fewer pods, and raise ranksPerPod and resources",
+            reason=PlanReason.UNSUPPORTED_PARALLELISM,
+        )
 
 
 def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: Inventory) -> tuple[int, ...]:
@@ -176,7 +190,15 @@ def _planned_shares(remote: FeedForwardPart, engine: EngineSettings, inventory: 
         max_parts += [
             1.0 if left_bytes is None else _USED_PART * left_bytes / max(weight_bytes, 1)
         ] * rank_set.count
-    return fit_shares(speeds, max_parts)
+    return fit_shares(speeds, max_parts, _num_units(remote))
+
+
+def _num_units(remote: FeedForwardPart) -> int:
+    """Returns the units in which ranks divide a layer: whole experts, or blocks of columns; 0 if unknown."""
+    kind, unit = remote.profile.layer(remote.layers[0]), remote.profile.column_unit
+    if remote.by_experts:
+        return kind.experts
+    return kind.columns // unit if unit else 0
 
 
 def _format_layers(count: int) -> str:
@@ -364,12 +386,18 @@ def stage_rank_missing_bytes(
 
 def _check_shares(role: str, remote: FeedForwardPart) -> None:
     """Raises PlanError if ranks can divide a layer neither by columns nor by experts."""
+    fields = (
+        f"{'pods and ranksPerPod' if each.pods else 'feedForward.ranks'} of role {each.role.name}"
+        for each in remote.sets
+    )
+    remedy = f"lower {', '.join(fields)}"
     for index in remote.layers:
         try:
             _units_by_rank(remote, index)
         except ContractError as error:
             raise PlanError(
-                f"role {role}, layer {index}: {error}", reason=PlanReason.UNSUPPORTED_PARALLELISM.value
+                f"role {role}, layer {index}: {error}: {remedy}",
+                reason=PlanReason.UNSUPPORTED_PARALLELISM.value,
             ) from error
 
 

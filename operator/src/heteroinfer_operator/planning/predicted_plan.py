@@ -134,13 +134,14 @@ def _find_feed_forward_part(
 ) -> FeedForwardPart | None:
     """Returns the part of the model for the plan's feed-forward ranks.
 
-    Returns None if the roles of the spec have another number of such ranks.
+    Returns None if the roles of the spec have other numbers of such ranks.
     """
     feed_forward_ranks = [rank for rank in plan.ranks if rank.feed_forward is not None]
     asking_role = next(role for role in spec.roles if role.name == plan.ranks[0].role)
     plan_roles = {rank.role for rank in plan.ranks}
     sets = rank_sets(asking_role, [role for role in spec.roles if role.name in plan_roles], Inventory())
-    if sum(each.count for each in sets) != len(feed_forward_ranks):
+    roles_now = [each.role.name for each in sets for _ in range(each.count)]
+    if roles_now != [rank.role for rank in feed_forward_ranks]:
         return None
     parts = [rank.feed_forward for rank in feed_forward_ranks if rank.feed_forward is not None]
     shares = () if parts[0].share == BY_RATE else tuple(part.share for part in parts)

@@ -330,12 +330,18 @@ def forecast_first_token(
     return _slowest((total, longest)) + overhead
 
 
+def _feed_forward_error(plan: Plan, rates: Sequence[Rates]) -> ErrorRange:
+    """Returns the widest range of the feed-forward ranks' times; any range if there are no such ranks."""
+    errors = [rates[rank.rank].error for rank in plan.ranks if rank.feed_forward is not None]
+    errors = errors or [rates[-1].error]
+    return ErrorRange(least=min(each.least for each in errors), most=max(each.most for each in errors))
+
+
 def _predict_stages(
     plan: Plan, sizes: Sizes, rates: Sequence[Rates], load: StepLoad, feed_forward_wait: FeedForwardWait
 ) -> list[Prediction]:
     """Returns the time of each stage: its slowest rank, the wait for feed-forward ranks, and collectives."""
-    # Feed-forward ranks have the highest numbers.
-    feed_forward_time = _with_range(feed_forward_wait(load), rates[-1].error)
+    feed_forward_time = _with_range(feed_forward_wait(load), _feed_forward_error(plan, rates))
 
     def compute(rank: RankAssignment) -> Prediction:
         return _with_range(_compute_s(plan, sizes, rates, rank, load), rates[rank.rank].error)

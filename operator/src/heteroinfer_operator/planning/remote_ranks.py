@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import floor
 from typing import Final
 
 from heteroinfer_contract.calibration import HopPath
@@ -16,6 +17,8 @@ from heteroinfer_operator.quantity import parse_bytes
 NETWORK_S: Final = 100e-6
 """Time of one row to another pod and back, besides computing: 30 to 150 us over TCP (data sheets of
 networks; a group measures it when it starts)."""
+_PART_STEPS: Final = 1000
+"""Share of the rank with the largest part, if the units of a layer are unknown."""
 NETWORK_BYTES_PER_S: Final = 3e9
 """Rate of rows to another pod: a network of 25 Gbit/s."""
 
@@ -111,18 +114,29 @@ def _rank_memory(role: RoleSpec, inventory: Inventory) -> tuple[int | None, str]
     return None if host_bytes is None else host_bytes // role.ranks_per_pod, "resources.requests.memory"
 
 
-def fit_shares(speeds: Sequence[float], max_parts: Sequence[float]) -> tuple[int, ...]:
+def fit_shares(speeds: Sequence[float], max_parts: Sequence[float], units: int = 0) -> tuple[int, ...]:
     """Returns the shares of ranks by speed, limited by the memory of each rank.
 
     A rank whose part by speed does not fit gets the largest part that fits. The other ranks compute the rest.
 
     Args:
-        speeds: speed of each rank.
+        speeds: speed of each rank. Speeds that differ little count as equal.
         max_parts: largest part of a layer that fits the memory of each rank, from 0 to 1.
+        units: units in which ranks divide a layer; 0 if they can divide it anywhere.
 
     Returns:
         The shares; parts larger than `max_parts` if the memory of all ranks together is too small.
     """
+    parts = _limited_parts(shares_by_rate(speeds), max_parts)
+    whole = _whole_units(parts, max_parts, units)
+    if whole is not None:
+        return whole if len(set(whole)) > 1 else (1,) * len(whole)
+    most = max(parts)
+    return tuple(max(round(_PART_STEPS * part / most), 1) for part in parts)
+
+
+def _limited_parts(speeds: Sequence[float], max_parts: Sequence[float]) -> list[float]:
+    """Returns the part of each rank, of 1 in all."""
     parts = [0.0] * len(speeds)
     free_ranks = set(range(len(speeds)))
     left_part = 1.0
@@ -137,4 +151,18 @@ def fit_shares(speeds: Sequence[float], max_parts: Sequence[float]) -> tuple[int
             parts[each] = max_parts[each]
         left_part -= sum(max_parts[each] for each in full_ranks)
         free_ranks -= full_ranks
-    return shares_by_rate(parts)
+    return parts
+
+
+def _whole_units(parts: Sequence[float], max_parts: Sequence[float], units: int) -> tuple[int, ...] | None:
+    """Returns whole units near the parts, at least 1 and within each limit; None if impossible."""
+    limits = [floor(most * units) for most in max_parts]
+    counts = [max(min(floor(part * units), limit), 1) for part, limit in zip(parts, limits, strict=True)]
+    while sum(counts) != units:
+        step = 1 if sum(counts) < units else -1
+        able = [i for i, count in enumerate(counts) if (count < limits[i] if step > 0 else count > 1)]
+        if not able:
+            return None
+        # The rank that is furthest from its part.
+        counts[max(able, key=lambda i: step * (parts[i] * units - counts[i]))] += step
+    return tuple(counts)

@@ -12,10 +12,12 @@ that only the two ends know. Imports neither torch nor vLLM.
 import contextlib
 import ctypes
 import os
+import queue
 import secrets
 import socket
 import statistics
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -36,7 +38,11 @@ PROOF_S: Final = 3.0
 TRIAL_S: Final = 60.0
 """Time for one trial message, so that 1 MiB passes at 0.3 Mbit/s."""
 TRIALS, LARGE_TRIALS, LARGE_BYTES = 9, 3, 1 << 20
-_NAP_S: Final = 0.05
+_NAP_S: Final = 0.01
+_SHORTEST_WAIT_S: Final = 0.001
+"""Timeout of a socket at its deadline; 0 would mean not to wait at all."""
+_MAX_PROOFS: Final = 64
+"""Clients that prove themselves at the same time; the listener refuses more."""
 _LINE_BYTES: Final = 1024
 _RETRANSMITS_AT, _UNACKED_AT, _INFO_BYTES = 2, 24, 104
 """Offsets in `struct tcp_info` (linux/tcp.h)."""
@@ -154,11 +160,12 @@ class Connection:
 
     def answer_trials(self) -> None:
         """Answers the trial messages of the asking rank; raises OSError if the connection ends."""
-        self.socket.settimeout(TRIAL_S)
         while True:
-            trial = codec.from_json(_Trial, _read_line(self.socket))
+            trial = codec.from_json(_Trial, _read_line(self.socket, Deadline.after(TRIAL_S)))
+            self.socket.settimeout(TRIAL_S)
             if not trial.ask:
                 return
+            codec.at_least(0, "trial", ask=trial.ask, answer=trial.answer)
             codec.at_most(LARGE_BYTES * 2, "trial", ask=trial.ask, answer=trial.answer)
             _read_and_discard(self.socket, trial.ask)
             self.socket.sendall(bytes(trial.answer))
@@ -185,19 +192,29 @@ class Listener:
         Raises:
             TimeoutError: it did not connect by the deadline.
         """
-        with self._socket:
-            while True:
-                try:
-                    connected = self._socket.accept()[0]
-                except TimeoutError:
-                    if deadline.left_s == 0:
-                        raise TimeoutError(
-                            f"rank {asking} did not connect within {deadline.total_s:.0f} s. See its log"
-                        ) from None
-                    continue
-                with contextlib.suppress(OSError, ContractError):  # a stranger, or one that left
-                    return _prove_to_client(connected, launch, asking)
+        proven: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        proving = threading.Semaphore(_MAX_PROOFS)
+
+        def prove(connected: socket.socket) -> None:
+            try:
+                proven.put(_prove_to_client(connected, launch, asking))
+            except (OSError, ContractError):  # a stranger, or a client that left
                 connected.close()
+            finally:
+                proving.release()
+
+        with self._socket:
+            while deadline.left_s:
+                with contextlib.suppress(queue.Empty):
+                    return proven.get_nowait()
+                with contextlib.suppress(TimeoutError):
+                    connected = self._socket.accept()[0]
+                    if proving.acquire(blocking=False):
+                        # Each client has a thread, so that a slow stranger does not keep the asking rank out.
+                        threading.Thread(target=prove, args=(connected,), daemon=True).start()
+                    else:
+                        connected.close()
+            raise TimeoutError(f"rank {asking} did not connect within {deadline.total_s:.0f} s. See its log")
 
 
 def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -> Connection:
@@ -208,8 +225,8 @@ def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -
         ContractError: the client is not the asking rank of this epoch.
     """
     _set_options(connected, launch)
-    connected.settimeout(PROOF_S)
-    opening = codec.from_json(_AskerProof, _read_line(connected))
+    deadline = Deadline.after(PROOF_S)
+    opening = codec.from_json(_AskerProof, _read_line(connected, deadline))
     if (opening.protocol, opening.rank) != (PROTOCOL, asking):
         raise ContractError(
             f"client: must be rank {asking} with protocol {PROTOCOL} (got rank {opening.rank}, protocol "
@@ -222,7 +239,7 @@ def _prove_to_client(connected: socket.socket, launch: PodLaunch, asking: int) -
     _send_line(
         connected, codec.to_json(_AnswererProof(nonce=nonce, code=_prove(key, "reply", *parts, nonce)))
     )
-    confirmed = _read_line(connected)
+    confirmed = _read_line(connected, deadline)
     if key is not None and not key.verifies(confirmed, "feed-forward confirm", *parts, nonce):
         raise ContractError("the client repeats a line of another connection")
     return Connection(connected, _derive_token(key, *parts, nonce))
@@ -242,7 +259,7 @@ def connect(host: str, port: int, launch: PodLaunch, asking: int, peer: RankAssi
         parts = (str(asking), nonce)
         opening = _AskerProof(protocol=PROTOCOL, rank=asking, nonce=nonce, code=_prove(key, "open", *parts))
         _send_line(connected, codec.to_json(opening))
-        proof = codec.from_json(_AnswererProof, _read_line(connected))
+        proof = codec.from_json(_AnswererProof, _read_line(connected, Deadline.after(PROOF_S)))
         if key is not None and not key.verifies(proof.code, "feed-forward reply", *parts, proof.nonce):
             raise ContractError(
                 f"{host} port {port}: the process there is not feed-forward rank {peer.rank} of this epoch. "
@@ -282,10 +299,17 @@ def _send_line(connected: socket.socket, text: str) -> None:
     connected.sendall(text.encode() + b"\n")
 
 
-def _read_line(connected: socket.socket) -> str:
-    """Reads a line byte by byte, because the bytes after the line must stay in the socket."""
+def _read_line(connected: socket.socket, deadline: Deadline) -> str:
+    """Reads a line byte by byte, because the bytes after the line must stay in the socket.
+
+    Raises:
+        OSError: the connection ended, or the whole line did not arrive by the deadline.
+    """
     line = b""
     while not line.endswith(b"\n"):
+        connected.settimeout(max(deadline.left_s, _SHORTEST_WAIT_S))
+        if deadline.left_s == 0:
+            raise TimeoutError(f"the other end sent no whole line within {deadline.total_s:.0f} s")
         byte = connected.recv(1)
         if not byte or len(line) == _LINE_BYTES:
             raise ConnectionError("the other end closed the connection, or sent too long a line")

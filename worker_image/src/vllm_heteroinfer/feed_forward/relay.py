@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from heteroinfer_contract import names
+from heteroinfer_contract.errors import ContractError
 from heteroinfer_contract.plan import RankAssignment
 from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_contract.printable import format_bytes
@@ -63,7 +64,7 @@ def connect_all(
         The connections, and the reports with the time of the network.
 
     Raises:
-        LaneError: a rank cannot be reached, or the connection ended.
+        LaneError: a rank cannot be reached, another process answers at its port, or the connection ended.
     """
     connected_lanes, reports = [], list(ready)
     for lane, rank in lanes:
@@ -74,6 +75,8 @@ def connect_all(
             cost = connection.measure(
                 _HEADER_BYTES + ask_bytes, _HEADER_BYTES + shape.row_bytes, shape.max_rows
             )
+        except ContractError as error:
+            raise LaneError(rank.rank, f"feed-forward rank {rank.rank}: {error}") from error
         except OSError as error:
             raise LaneError(
                 rank.rank,

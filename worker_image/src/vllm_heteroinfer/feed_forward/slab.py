@@ -19,13 +19,13 @@ import torch
 
 from heteroinfer_contract import codec
 from heteroinfer_contract.errors import ContractError
+from heteroinfer_contract.plan import MAX_LANES
 from vllm_heteroinfer.feed_forward import slab_library
 from vllm_heteroinfer.feed_forward.recipe import Recipe
 from vllm_heteroinfer.group.fingerprint import SAME_MODEL
 
 MAGIC: Final = 0x464F_4657_4545_4446
 VERSION: Final = 1
-MAX_LANES: Final = 24
 CONTROL_BYTES: Final = 4096
 ASK_OFFSET, BELL_OFFSET, END_OFFSET, LANES_OFFSET, LANE_BYTES = 128, 256, 384, 512, 128
 """The same as in kernels/source/feed_forward.cpp and kernels.cu."""
