@@ -101,9 +101,9 @@ class PlannedMode:
         placed_role = topology.stages[0][0].placed
         roles_with_ranks = [placed_role.role, *(each.role for each in remote.sets if each.pods)]
         notes += [
-            f"the pods of role {role.name} have a CPU limit: feed-forward ranks, and the thread that exchanges "
-            "rows with other pods, sleep between layers, because busy waiting would use up the limit. Remove "
-            "limits.cpu, or use nodes with the static CPU manager"
+            f"the pods of role {role.name} have a CPU limit: feed-forward ranks, and the thread that "
+            "exchanges rows with other pods, sleep between layers, because busy waiting uses up the limit. "
+            "Remove limits.cpu, or use nodes with the static CPU manager"
             for role in roles_with_ranks
             if role.resources and role.resources.limits and "cpu" in role.resources.limits
         ]
