@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from heteroinfer_contract import codec
@@ -30,6 +31,7 @@ from heteroinfer_contract.pod_launch import PodLaunch
 from heteroinfer_contract.printable import format_bytes
 from vllm_heteroinfer.group.deadline import Deadline
 from vllm_heteroinfer.pod import addresses
+from vllm_heteroinfer.pod.threads import start_thread
 
 PROTOCOL: Final = 1
 """Version of the messages in kernels/source/feed_forward_link.cpp."""
@@ -192,12 +194,12 @@ class Listener:
         Raises:
             TimeoutError: it did not connect by the deadline.
         """
-        proven: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        results: queue.SimpleQueue[Connection | BaseException] = queue.SimpleQueue()
         proving = threading.Semaphore(_MAX_PROOFS)
 
         def prove(connected: socket.socket) -> None:
             try:
-                proven.put(_prove_to_client(connected, launch, asking))
+                results.put(_prove_to_client(connected, launch, asking))
             except (OSError, ContractError):  # a stranger, or a client that left
                 connected.close()
             finally:
@@ -206,12 +208,15 @@ class Listener:
         with self._socket:
             while deadline.left_s:
                 with contextlib.suppress(queue.Empty):
-                    return proven.get_nowait()
+                    result = results.get_nowait()
+                    if isinstance(result, BaseException):
+                        raise result
+                    return result
                 with contextlib.suppress(TimeoutError):
                     connected = self._socket.accept()[0]
                     if proving.acquire(blocking=False):
                         # Each client has a thread, so that a slow stranger does not keep the asking rank out.
-                        threading.Thread(target=prove, args=(connected,), daemon=True).start()
+                        start_thread(partial(prove, connected), name="heteroinfer-proof", failed=results.put)
                     else:
                         connected.close()
             raise TimeoutError(f"rank {asking} did not connect within {deadline.total_s:.0f} s. See its log")
