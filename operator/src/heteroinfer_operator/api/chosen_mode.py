@@ -40,7 +40,11 @@ class ChosenMode(Model):
         )
 
     def _used_roles(self, spec: HeteroInferenceSpec) -> Iterator[RoleSpec]:
-        """Yields the roles that the mode uses, with the feed-forward ranks that it adds or removes."""
+        """Yields the roles that the mode uses.
+
+        Mode FeedForward may add feed-forward ranks to the role of the GPU. Other modes remove the
+        feed-forward ranks of every role.
+        """
         with_feed_forward = [role for role in spec.roles if role.feed_forward is not None]
         gpus = [role for role in spec.roles if role.device is Device.GPU]
         if self.keeps_cpu_pods:

@@ -145,7 +145,11 @@ def _describe_spare_memory(planned: Planned) -> Iterator[str]:
 
 
 def _describe_moved_layers(planned: Planned) -> Iterator[str]:
-    """Yields a line with the time that each layer saves if the user moves it from a CPU role to a GPU."""
+    """Yields a line with the time that each layer saves if the user moves it from a CPU role to a GPU.
+
+    The line is about the role of the first CPU rank. There is no line if that rank takes only a small part of
+    the step (less than _MIN_GAIN), or if all ranks have the same kind of device.
+    """
     plan = planned.plan
     on_cpus = [rank for rank in plan.ranks if rank.device is Device.CPU]
     if not on_cpus or len(on_cpus) == len(plan.ranks):

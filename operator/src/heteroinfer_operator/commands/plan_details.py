@@ -108,7 +108,7 @@ def describe_memory(planned: Planned) -> list[str]:
 
 
 def _describe_feed_forward_memory(planned: Planned, remote: FeedForwardPart) -> list[str]:
-    """Describes the bytes of each role's feed-forward rank that takes the most memory."""
+    """Describes for each role the memory of its largest feed-forward rank."""
     engine = planned.plan.engine
     by_experts = " (whole experts)" if remote.by_experts else ""
     lines = []

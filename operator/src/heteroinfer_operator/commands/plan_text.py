@@ -116,7 +116,10 @@ def describe_pods(plan: Plan) -> str:
 
 
 def describe_modes(choice: ModeChoice | None) -> list[str]:
-    """Returns the modes that the plan compared, the chosen mode first; [] if the mode was given."""
+    """Returns a table of the modes that the plan compared, the chosen mode first; [] if the mode was given.
+
+    The column LOAD has the time in which a mode serves the whole load.
+    """
     if choice is None:
         return []
     rows: list[tuple[str, ...]] = [("MODE", "LOAD", "STEP", "FIRST TOKEN", "")]

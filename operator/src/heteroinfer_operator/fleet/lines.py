@@ -125,7 +125,7 @@ class ResourceLine:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether an operator has written the status."""
+        """Whether an operator has written the status: before that, the condition Ready has no reason."""
         return bool(self.reason)
 
     def dump(self) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class KubeCluster:
             raise ApiError(f"{key}: no answer from the API server within {_READ_S:g} s") from error
 
     def _memory_of(self, resource: ResourceView) -> ResourceMemory:
-        """Returns the memory of a resource; a new one if the resource is new."""
+        """Returns what the operator remembers about a resource; nothing yet if the resource is new."""
         memory = self._memories.get(resource.key)
         if memory is None or memory.uid != resource.uid:
             self._forget(resource.key)
@@ -170,16 +170,16 @@ class KubeCluster:
         return memory
 
     def _forget(self, key: ResourceKey) -> None:
-        """Cancels the requests of a gone resource, and removes its memory."""
+        """Cancels the API requests for a deleted resource, and drops what the operator remembers about it."""
         if (memory := self._memories.pop(key, None)) is not None:
             memory.cancel()
 
     def _update_never_created(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
     ) -> NeverCreatedPods:
-        """Returns the pods that the operator decided to create and that never existed.
+        """Updates and returns the list of pods that the operator decided to create and that never existed.
 
-        Existing pods, and pods of epochs that are over, are removed first.
+        Takes off the list: pods that exist now (`shown` has their names), and pods of epochs that are over.
         """
         never_created = self._memory_of(resource).never_created
         for name in shown:
@@ -190,9 +190,9 @@ class KubeCluster:
     def _update_never_placed(
         self, resource: ResourceView, status: HeteroInferenceStatus, shown: Iterable[str]
     ) -> frozenset[str]:
-        """Returns the names of pods that were deleted before they had a node, so they never ran.
+        """Updates and returns the list of pods that were deleted before they had a node, so they never ran.
 
-        Existing pods, and pods of epochs that are over, are removed first.
+        Takes off the list: pods that exist now (`shown` has their names), and pods of epochs that are over.
         """
         never_placed = self._cluster_state.never_placed
         for name in shown:  # also a pod that only lost its label, which a watch reports as deleted

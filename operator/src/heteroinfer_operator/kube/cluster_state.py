@@ -225,6 +225,7 @@ class ClusterState:
         if cache is not None:
             cache.store_written(stored)
         if kind is POD and self._requests is not None:
+            # The stored pod gets its own reservation (`_requests_changed`), so this one ends.
             self._new_demands.pop(NamespacedName.from_object(stored), None)
             self._requests.store_written(stored)
 
@@ -362,7 +363,10 @@ class ClusterState:
         return replace(pod, view=replace(view, gone_by=own_gone_by, created=created))
 
     def _wake_resources_of_pods(self, scope: str | None) -> None:
-        """Wakes the resources of a scope whose pod watch fails: their leaders may know more."""
+        """Wakes all resources with pods in this scope, because the watch of its pods fails.
+
+        The leaders of these resources may still report the state of their groups.
+        """
         for key in sorted({pod.key for pod in self._pods[scope].values()}):
             self._touched(key)
 

@@ -41,7 +41,13 @@ class ObjectWrites:
         self._unlabelled = unlabelled
 
     async def create(self, resource: ResourceView, memory: ResourceMemory, action: CreateObject) -> None:
-        """Creates a child; does nothing if the child exists and the action permits that."""
+        """Creates a child; does nothing if the child exists and the action permits that.
+
+        Raises:
+            ConflictError: the object exists, and the action does not permit that; or another write conflicts.
+            ChildError: the object exists and is not ours, a webhook changed the pod so that it cannot serve,
+                or others have deleted the object after each of the last writes.
+        """
         kind, name = _read_kind_and_name(action.manifest)
         if kind is POD:
             await self._create_pod(resource, memory, action)

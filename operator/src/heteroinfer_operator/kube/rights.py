@@ -60,7 +60,8 @@ SERVED: Final = (
 
 CLUSTER: Final = (
     AccessRule(group="", resource="nodes", verbs=("list", "watch")),
-    # Shows which pods the scheduler may preempt for a group. Without this right plans preempt no pod.
+    # With this right, the operator knows which pods have a lower priority than a group, so that the scheduler
+    # may preempt them. Without it, plans assume that the scheduler preempts no pod.
     AccessRule(group="scheduling.k8s.io", resource="priorityclasses", verbs=("list", "watch")),
 )
 """Rights in cluster scope only. Plans read nodes with them."""

@@ -33,7 +33,8 @@ def measure(python: Path, env: Mapping[str, str] = os.environ) -> Calibration:
     Raises:
         CalibrationError: the measurement failed; the message is the worker's own.
     """
-    # The path of a termination message would be a pod's. The result is on standard output.
+    # The variable names a file that the kubelet reads in a pod. Here is no kubelet, and the result is on
+    # standard output. So the worker must not write that file.
     environment = {name: value for name, value in env.items() if name != names.ENV_TERMINATION_MESSAGE_PATH}
     command = [str(python), "-m", WORKER_MODULE, "calibrate"]
     try:

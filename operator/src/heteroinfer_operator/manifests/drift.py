@@ -81,7 +81,11 @@ def with_creation_fields(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -
 def _find_metadata_drift(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], taken_off: frozenset[str]
 ) -> dict[str, Any]:
-    """Returns the patch of an object's metadata: missing values, and labels that disable the object."""
+    """Returns the merge patch of an object's metadata.
+
+    It sets values that are missing or different, and removes the labels in `taken_off`, which disable the
+    object.
+    """
     drift = {key: value for key, value in wanted.items() if not contains_value(stored.get(key), value)}
     extra = dict.fromkeys(sorted(taken_off & (stored.get("labels") or {}).keys()))
     return drift | ({"labels": {**wanted["labels"], **extra}} if extra else {})
@@ -90,9 +94,10 @@ def _find_metadata_drift(
 def _find_spec_drift(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], filled_in: frozenset[str]
 ) -> dict[str, Any]:
-    """Returns the patch of an object's spec: different values, and fields that must not be there.
+    """Returns the merge patch of an object's spec.
 
-    Fields that the API server adds may stay.
+    It sets values that differ, and removes fields that the manifest lacks. Fields in `filled_in` stay: the
+    API server adds them.
     """
     changed = {key: _patch_between(stored.get(key), value) for key, value in wanted.items()}
     extra = {key: None for key in stored if key not in wanted and key not in filled_in}

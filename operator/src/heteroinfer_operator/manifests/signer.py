@@ -1,9 +1,9 @@
 """Authentication codes of the ConfigMaps that the operator reads back: plans and revision records. Pure.
 
 Many more people may write ConfigMaps than pods and Secrets, and these ConfigMaps decide about the next pods.
-Therefore each has a code, computed with the operator's key from its kind, owner, name and content. The code
-is valid for one resource (by uid) and one name only: a copy under another name, or for another resource, is
-invalid.
+Therefore each has an authentication code, computed with the operator's key from its kind, owner, name and
+content. The code is valid for one resource (by uid) and one name only: a copy under another name, or for
+another resource, is invalid.
 """
 
 import json
@@ -18,7 +18,7 @@ from heteroinfer_operator.manifests.identity import Owner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signer:
-    """Computes and checks the codes of a resource's objects.
+    """Computes and checks the authentication codes of a resource's objects.
 
     Attributes:
         key: None in an installation without a key, which uses no codes.
@@ -39,7 +39,11 @@ class Signer:
         return None if self.key is None else self.key.fingerprint
 
     def sign(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds the code to a manifest; without a key the manifest stays the same."""
+        """Returns the manifest with its authentication code in an annotation.
+
+        The operator later recognizes changes by others with this code. Without a key the manifest stays the
+        same.
+        """
         if self.key is None:
             return dict(manifest)
         metadata = manifest["metadata"]
@@ -50,7 +54,7 @@ class Signer:
         }
 
     def is_signed_by_us(self, stored: Mapping[str, Any]) -> bool:
-        """Reports whether the code of a stored object was computed with this operator's key."""
+        """Reports whether the authentication code of a stored object is valid for this operator's key."""
         code = (stored["metadata"].get("annotations") or {}).get(names.ANNOTATION_CODE)
         return (
             self.key is not None and code is not None and self.key.verifies(code, *self._signed_parts(stored))

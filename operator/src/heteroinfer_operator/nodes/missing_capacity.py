@@ -115,7 +115,10 @@ def name_nodes(names: Sequence[str]) -> str:
 
 
 def _find_lack(demand: PodDemand, free_node: FreeNode) -> Obstacle:
-    """Returns the requests of a pod that a node has no capacity for."""
+    """Describes which of a pod's requests exceed the free capacity of a node.
+
+    If none does, describes for how many such pods the node has capacity.
+    """
     lacking = [name for name, asked in demand.requests.items() if not free_node.has({name: asked})]
     if not lacking:
         return Obstacle(False, f"capacity for {free_node.max_pods(demand.requests)}")

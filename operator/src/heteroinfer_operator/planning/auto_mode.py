@@ -156,8 +156,9 @@ def _build_option(tried: _TriedMode) -> ModeOption:
 def _build_error(tried: Sequence[_TriedMode]) -> PlanError:
     """Returns the error of a spec for which no mode has a plan.
 
-    Lines that all modes share appear once, then the other lines of each mode, then one line with
-    alternatives.
+    If a mode has a Shortage, this is the error; if there is only one error, it is returned as it is.
+    Otherwise the message has the lines that all modes share, then the other lines of each mode, then one line
+    with alternatives.
     """
     errors = [each.error for each in tried if each.error is not None]
     shortage = next((error for error in errors if isinstance(error, Shortage)), None)
@@ -187,7 +188,10 @@ def _lines_of_mode(error: PlanError) -> list[str]:
 def _memory_gains(
     request: GroupRequest, best: _TriedMode, tried: Sequence[_TriedMode], load: LoadSpec
 ) -> Iterator[str]:
-    """Yields a line for each mode that would fit with more memory and be faster than the chosen mode."""
+    """Yields a line for each mode that would fit with more memory and be faster than the chosen mode.
+
+    Only modes that failed for lack of memory count: FeedForward, and Pipeline with the GPUs only.
+    """
     assert best.planned is not None and best.figures is not None  # noqa: PT018 - for mypy
     inventory, chosen_s = best.planned.inventory, best.figures.total_s
     modes_without_memory = [

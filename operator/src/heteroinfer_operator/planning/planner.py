@@ -160,7 +160,8 @@ def _check_model(
     """Checks that vLLM and the CPU ranks can serve the model. Returns notes for the user, one line each.
 
     Raises:
-        PlanError: no memory would help; the message has every reason, and alternatives that can run.
+        PlanError: the model cannot run, however much memory there is. The message has every reason, and
+            alternatives that can run.
     """
     profile = request.profile
     stages, first_device = len(topology.stages), topology.stages[0][0].placed.device
@@ -181,7 +182,7 @@ def _check_model(
     )
     try:
         notes = run_all_checks(*checks_on_any_device)
-    except PlanError:
+    except PlanError:  # run all checks again, the later ones too, so that the error has every reason
         return run_all_checks(*checks_on_any_device, lambda: check(profile))
     try:
         return (*notes, *check(profile))

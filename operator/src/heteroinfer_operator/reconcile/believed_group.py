@@ -85,7 +85,8 @@ def _status_epoch_is_possible(
 ) -> bool:
     """Reports whether the operator can have written the epoch in this status.
 
-    It can have written the epoch if the number is not too large, or if pods of that epoch exist.
+    It can have written the epoch if the number is at most `largest_epoch`, or if pods of this epoch or of the
+    epoch before it exist. (The operator writes an epoch to the status before it creates the epoch's pods.)
     """
     return status.epoch <= context.largest_epoch or not by_epoch.keys().isdisjoint(
         {status.epoch, status.epoch - 1}
@@ -93,7 +94,10 @@ def _status_epoch_is_possible(
 
 
 def _pod_epoch_is_possible(context: Context, status: GroupStatus, epoch: int) -> bool:
-    """Reports whether the operator can have created a pod of this epoch."""
+    """Reports whether the operator can have created a pod of this epoch.
+
+    The number must be at most `largest_epoch`, or be the epoch in the status or the one before it.
+    """
     return epoch <= context.largest_epoch or epoch in {status.epoch, status.epoch - 1}
 
 

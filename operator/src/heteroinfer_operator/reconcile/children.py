@@ -332,9 +332,10 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
 
 
 def _is_unused(manifest: Manifest, used_plans: Collection[str]) -> bool:
-    """Reports whether the operator made this object and no group uses it any more.
+    """Reports whether an object that is not among the wanted ones may be deleted.
 
-    The answer is False for the ConfigMap of a used plan, and once the object is being deleted.
+    The operator must have made it, it must not be the ConfigMap of a used plan, and its deletion must not
+    have begun. The caller decides which of these objects stay nevertheless.
     """
     metadata = manifest["metadata"]
     labels = metadata.get("labels", {})

@@ -71,8 +71,8 @@ def forgery_events(context: Context, actions: Sequence[Action]) -> list[RecordEv
 def condition_events(before: HeteroInferenceStatus, after: HeteroInferenceStatus) -> list[RecordEvent]:
     """Returns an event for each new problem in the conditions.
 
-    Each reason is reported once for each revision of the spec. Missing capacity is reported only once,
-    because the free capacity of nodes changes all the time.
+    While a condition keeps its reason, the reason is reported once for each revision of the spec. A reason
+    that means missing capacity is reported once for all revisions.
     """
     reported = {
         _report_key(before, each) for each in before.conditions if each.status is not ConditionStatus.UNKNOWN

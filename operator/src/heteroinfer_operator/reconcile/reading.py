@@ -47,12 +47,12 @@ def with_implied_labels(pod: PodView, owner: Owner) -> PodView | None:
 
 
 def epoch_of(pod: PodView) -> int:
-    """Returns the epoch in the labels of a pod from `with_implied_labels`."""
+    """Returns the pod's epoch. The pod must come from `with_implied_labels`, so that its label is right."""
     return int(pod.labels[names.LABEL_EPOCH])
 
 
 def index_of(pod: PodView) -> int:
-    """Returns the pod's index in its group, from the labels of a pod from `with_implied_labels`."""
+    """Returns the pod's index in its group. The pod must come from `with_implied_labels`, too."""
     return int(pod.labels[names.LABEL_POD_INDEX])
 
 

@@ -353,6 +353,7 @@ def _next_check_s(
 ) -> float | None:
     """Returns the seconds until the next check of the resource; None if only events matter."""
     waits = [d.look_again_s for d in decisions] + [model.look_again_s]
+    # The actions of this reconcile include the dry run. Decide again with its answer at once.
     if context.waits_for_admission and not context.admission.is_unanswered:
         waits.append(0.0)
     if any(d.status.phase is GroupPhase.READY for d in decisions):
@@ -363,5 +364,5 @@ def _next_check_s(
     if status.gpus_missing_since is not None and context.target.spec is not None:
         after_s = parse_duration_s(context.target.spec.planning.on_gpu_shortage.after)
         left_s = after_s - (context.now - status.gpus_missing_since).total_seconds()
-        waits += [left_s + 0.1] if left_s > 0 else []
+        waits += [left_s + 0.1] if left_s > 0 else []  # a little later, so that the time is surely over
     return min((wait for wait in waits if wait is not None), default=None)

@@ -127,7 +127,8 @@ def _choose_name(
     first, hashed = identity.first_revision(spec), identity.revision(spec)
     if first in in_use and first not in others:
         return first
-    # A user can construct a collision of 40-bit hashes: a refused spec must not replace a group's revision.
+    # The hash has 40 bits, so a user can construct a spec with the hash of another revision. With the same
+    # name, even a refused spec would replace that revision. So such a spec gets a longer hash as its name.
     return identity.longer_revision(spec) if hashed in others else hashed
 
 

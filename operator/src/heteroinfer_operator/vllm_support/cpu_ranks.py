@@ -208,7 +208,10 @@ def _check_head_sizes(profile: ModelProfile) -> None:
 
 
 def _check_latent_attention(profile: ModelProfile, engine: EngineSettings) -> None:
-    """Raises PlanError if CPU kernels do not support the model's multi-head latent attention."""
+    """Raises PlanError if CPU kernels do not support the model's multi-head latent attention.
+
+    They support latents whose number of elements is a multiple of CPU_LATENT_SIZE.
+    """
     if not profile.is_latent:
         return
     subject = f"{profile.architecture} (multi-head latent attention)"

@@ -19,8 +19,8 @@ MANY_ROWS = 512
 def main(argv: list[str]) -> None:
     """Reports the reading rate for each number of threads.
 
-    For all NUMA nodes together, also reports the operations per second of the last number of threads, which
-    is the largest.
+    If the readings cover all NUMA nodes, also reports the operations per second with the largest number of
+    threads, which is the last one in `argv[0]`.
     """
     threads, node = [int(part) for part in argv[0].split(",")], int(argv[1])
     torch.set_num_threads(max(threads))

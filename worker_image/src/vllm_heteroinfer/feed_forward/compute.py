@@ -65,9 +65,10 @@ def build_compute_functions(held: LoadedParts, asks: AskTensors) -> dict[int, Co
     """Returns for each layer a function that answers an ask (a request for this layer) of some rows."""
 
     def compute_of(part: Experts) -> Compute:
-        """Returns the function for one layer, whose experts are `part`."""
+        """Returns a function that computes the experts `part` of one layer for the rows of an ask."""
 
         def compute(rows: int) -> None:
+            """Computes the experts for the first `rows` rows of the ask, and writes their sum to its y."""
             x, ids, weights, y = asks.first_rows(rows)
             part.compute(y, x, weights, ids)
 

@@ -181,10 +181,10 @@ class HostExchange:
 
 
 def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str = "") -> LaneError:
-    """Returns the error that accuses a lane because it sent no answer within `late_s` seconds.
+    """Returns the error for a feed-forward rank that sent no answer within `late_s` seconds.
 
     Args:
-        note: how far the ask got, for a lane of another pod.
+        note: for a rank of another pod: how far the ask to this rank got.
     """
     return LaneError(
         rank,
@@ -194,7 +194,7 @@ def build_late_error(rank: int, layer: int, rows: int, late_s: float, note: str 
 
 
 def build_failed_error(rank: int, layer: int, rows: int) -> LaneFailedError:
-    """Returns the error that accuses a lane because its computation failed."""
+    """Returns the error for a feed-forward rank whose computation failed."""
     return LaneFailedError(
         rank,
         f"feed-forward rank {rank}: the computation of layer {layer} with {rows} rows failed (the rank did "

@@ -347,7 +347,10 @@ class ExpertWeights:
         return self._read_int4_packed, "int4"
 
     def _read_int4_packed(self, expert: int, w13: bool) -> Coded:
-        """Reads compressed-tensors' int4, in two's complement and with zero points if there are any."""
+        """Reads int4 of compressed-tensors, with zero points if the file has them.
+
+        The file stores each code plus 8; the result has the codes in two's complement.
+        """
         part = "w13" if w13 else "w2"
         group = self._inputs_per_scale(self._reader.shape(f"{part}_weight_scale")[1], w13)
         codes = (
@@ -405,7 +408,11 @@ class ExpertWeights:
         return self._read_inputs(f"w2_{suffix}", expert, 0, group)
 
     def _read_awq(self, expert: int, w13: bool) -> Coded:
-        """Reads AWQ's int4, transposed and in two's complement, with zero points."""
+        """Reads int4 of AWQ as [columns, inputs], with zero points.
+
+        The file has [inputs, columns], and unsigned codes and zero points. The result has both minus 8, the
+        codes in two's complement.
+        """
         group = self._inputs_per_scale(self._reader.shape("w13_scales" if w13 else "w2_scales")[0], w13)
         packed = (
             self._read_columns("w13_qweight", expert, 1, _NIBBLES)
@@ -420,7 +427,11 @@ class ExpertWeights:
         return self._build_coded(form, w13, _pack_nibbles(codes) ^ _SIGNS, scales=scales, zeros=points)
 
     def _read_gptq(self, expert: int, w13: bool) -> Coded:
-        """Reads GPTQ's int4, transposed and in two's complement."""
+        """Reads int4 of GPTQ as [columns, inputs].
+
+        The file has [inputs, columns], and stores each code plus 8; the result has the codes in two's
+        complement.
+        """
         part = "w13" if w13 else "w2"
         group = self._inputs_per_scale(self._reader.shape(f"{part}_scales")[0], w13)
         if self._reader.has(f"{part}_g_idx"):

@@ -28,7 +28,9 @@ _REMOVING: Final = ".removing-"
 def remove_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> tuple[str, ...]:
     """Removes unused commits from a model's folder in a cache. Returns the removed commits.
 
-    Logs a commit that cannot be removed.
+    A commit stays if a fetch confirmed it less than RECENT_S before the list of used commits was made, or
+    later. Folders are first renamed, then deleted, so that no reader finds an incomplete commit. Folders that
+    an earlier call only renamed are deleted, too. If a folder cannot be removed, logs this and stops.
 
     Args:
         model_folder: folder of all commits.
@@ -59,7 +61,7 @@ def _delete_renamed(model_folder: Path) -> None:
 
 
 def _older_commits(model_folder: Path, commit: str, keep: int) -> list[Path]:
-    """Returns the complete commits other than the newest `keep` commits."""
+    """Returns the complete commits that are neither `commit` nor among the newest `keep - 1` others."""
     others = [
         (confirmed_s, folder)
         for folder in model_folder.iterdir()

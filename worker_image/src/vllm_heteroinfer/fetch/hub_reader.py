@@ -129,7 +129,11 @@ class HubReader:
         return self._read_once(url, max_bytes, is_first_part)
 
     def _read_once(self, url: str, max_bytes: int, is_first_part: bool) -> bytes:
-        """Reads an answer once; raises FetchError if the hub refuses or does not answer."""
+        """Reads an answer once. The arguments are those of `_read`.
+
+        Raises:
+            FetchError: the hub refuses, does not answer, or sends less than the requested first bytes.
+        """
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "heteroinfer"})  # noqa: S310 - the hub is the user's choice
             if is_first_part:

@@ -180,7 +180,8 @@ class FetchJob:
         while True:
             with store.try_lock() as has_lock:
                 complete = store.confirm_complete() if has_lock else store.complete()
-                # If another process holds the lock, it may be a clean-up that removes the commit.
+                # Another process may hold the lock for a moment, because it removes the commit. So without
+                # the lock, the commit counts as complete only after some polls.
                 if complete is not None and (has_lock or polls >= _LOCK_POLLS):
                     return complete
                 if has_lock:

@@ -131,6 +131,7 @@ def alternate_gates_and_ups(weight: Coded) -> Coded:
         raise ValueError(f"w13 must have a multiple of 64 columns (got {weight.columns}).")
 
     def alternate(tensor: torch.Tensor | None, block: int) -> torch.Tensor | None:
+        """Interleaves the gates and the ups of a tensor in blocks; None for None."""
         return None if tensor is None else alternate_halves(tensor, block)
 
     scale_block = 1 if weight.format.scale == Scale.BLOCK_F32 else SHARED_COLUMNS
@@ -144,7 +145,7 @@ def alternate_gates_and_ups(weight: Coded) -> Coded:
 
 
 def alternate_halves(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Reorders rows: from all gates, then all ups, to alternating blocks of gates and ups."""
+    """Reorders rows from all gates, then all ups, to alternating blocks of `block` gates and `block` ups."""
     return rows.view(2, -1, block, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape).contiguous()
 
 

@@ -102,16 +102,17 @@ class LinearLayers:
 
 
 def _product(columns: int) -> Product:
-    """Returns a product with a packed weight of `columns` columns, in the form that vLLM calls."""
+    """Returns a function, with the arguments that vLLM passes, for packed weights of `columns` columns."""
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiplies the input by the packed weight, and adds the bias."""
         return linear.linear(x, weight, bias, columns)
 
     return product
 
 
 def _lazy_product(weight: torch.Tensor) -> Product:
-    """Returns a product with an embedding's table that packs the table at the first call.
+    """Returns a function that multiplies by an embedding's table, and packs the table at its first call.
 
     vLLM only looks up rows in most embeddings, and a packed copy would waste memory. A model that uses an
     embedding as its head does so in the warm-up, before the worker measures the headroom for the KV cache.

@@ -238,7 +238,10 @@ class PodProcesses:
         self._draining = True
 
     def drained(self) -> bool:
-        """Whether all requests have ended: the API server reported this, or does not run."""
+        """Whether all requests have ended.
+
+        vLLM's API server has reported this or has ended, or this pod has no API server.
+        """
         api = self._api
         return api is None or api.report.drained or api.child.observe().state is ProcessState.ENDED
 

@@ -50,17 +50,21 @@ class SupervisorLink:
         _set_options(writer, timeout_s)
 
     async def prove_as_leader(self, key: EpochKey) -> None:
-        """Proves to a follower with the key that this is its leader. Later lines are sealed.
+        """Proves to the follower that this is its leader, once the follower has proved that it has the key.
+
+        Each later line has an authentication code (`Seal`).
 
         Raises:
-            ContractError: the follower does not have the key. It gets no answer.
+            ContractError: the other end does not have the key. The leader then sends nothing.
         """
         reply, seal = reply_to(key, await self._receive_line() or "")
         self._send_line(codec.to_json(reply))
         self._seal = seal
 
     async def prove_as_follower(self, key: EpochKey, pod: int) -> None:
-        """Proves this pod's identity to the leader and checks the leader's proof. Later lines are sealed.
+        """Proves this pod's identity to the leader and checks the leader's proof.
+
+        Each later line has an authentication code (`Seal`).
 
         Raises:
             ContractError: the other end is not the leader.

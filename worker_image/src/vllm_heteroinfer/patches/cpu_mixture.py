@@ -65,7 +65,11 @@ class _KernelChoice:
     logits_of: int = 0
 
     def is_valid(self) -> bool:
-        """Returns whether the runner's weights are still at the same addresses, with the same method."""
+        """Returns whether the choice still holds for the runner.
+
+        Its weights must be at the addresses of the time of the choice, and its experts must have the same
+        `quant_method`.
+        """
         for owner, name, address in self.weights:
             tensor = owner.get(name)
             if tensor is None or tensor.data_ptr() != address:

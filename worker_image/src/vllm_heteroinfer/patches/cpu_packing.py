@@ -71,7 +71,7 @@ class _JoinedTensor:
 
 
 def _packing_by_expert(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a packing of experts that calls vLLM's `original` for one expert at a time."""
+    """Returns a function that packs experts: it calls vLLM's `original` for one expert at a time."""
 
     def process_weights_cpu(quant_config: Any, *tensors: Any, **named: Any) -> tuple[Any, ...]:
         """Packs the experts one by one into tensors for all experts."""
@@ -107,7 +107,11 @@ def _yield_slices(inputs: int, outputs: int) -> Iterator[tuple[int, int]]:
 
 
 def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a conversion from AWQ that calls vLLM's `original` for some outputs at a time."""
+    """Returns a function that converts a weight from AWQ slice by slice.
+
+    It calls vLLM's `original` for a slice of the outputs at a time. One call for all outputs would unpack the
+    whole weight at once.
+    """
 
     def convert_awq_to_standard_format(
         layer: Any, w_q_name: str, w_zp_name: str | None, size_bits: int
@@ -115,7 +119,7 @@ def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
         """Converts a layer's tensors slice by slice."""
         tensors = {name: getattr(layer, name).data for name in (w_q_name, w_zp_name) if name is not None}
         inputs, words = tensors[w_q_name].shape
-        # Temporary memory, not `weight_memory`: vLLM packs this tensor again for the kernel.
+        # Not from `weight_memory`: vLLM drops these tensors when it packs them for the kernel.
         joined_tensors = {
             name: _JoinedTensor(words, 1 if name == w_q_name else 0, torch.empty) for name in tensors
         }
@@ -137,7 +141,9 @@ def _converting_in_slices(original: Callable[..., None]) -> Callable[..., None]:
 def _packing_in_slices(
     original: Callable[[Any, Any], None], *, replaces_scales: bool
 ) -> Callable[[Any, Any], None]:
-    """Returns a packing of linear layers that calls vLLM's `original` for some outputs at a time.
+    """Returns a function that packs a linear layer slice by slice.
+
+    It calls vLLM's `original` for a slice of the outputs at a time, as in `_converting_in_slices`.
 
     Args:
         replaces_scales: whether `original` also packs the scales and the zero points.

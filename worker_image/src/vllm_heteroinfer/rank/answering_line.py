@@ -199,7 +199,7 @@ class PodLine:
             raise build_failed_error(self._lanes[-1 - result].rank, slab.asked_layer, slab.asked_rows)
 
     def _build_lost_error(self) -> PeerGoneError:
-        """Returns the error for a connection that ended, with the reason."""
+        """Returns the error for the ended connection to the rank that sends the asks, with the reason."""
         error = self._link.error
         reason = "end of file" if error == pod_link.END_OF_FILE else os.strerror(max(error, 0))
         if error == pod_link.MALFORMED:

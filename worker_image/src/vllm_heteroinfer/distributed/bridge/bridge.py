@@ -409,5 +409,8 @@ class Bridge:
 
 @functools.lru_cache(1024)
 def _all_reduce_template(form: Form) -> HeaderTemplate:
-    """Returns the header of sums of tensors of this form, without step, count and history."""
+    """Returns the message header for an all-reduce of tensors of this form.
+
+    Step, count and history differ in each call, so the caller fills them in.
+    """
     return HeaderTemplate(Operation.ALL_REDUCE, shape=form.shape, dtype=str(form.dtype))

@@ -138,14 +138,14 @@ class GlooLink:
             yield peer, message.header, message.part
 
     def _arrivals(self, slot: int) -> Iterator[int]:
-        """Yields the peers in the order in which their messages arrive."""
+        """Yields each peer once its message has arrived, the earliest first."""
 
         def arrived(peer: int) -> int:
             """Waits for the message of a peer, and returns the peer."""
             self._wait_for(self._in[peer][slot].works[0], peer, "a collective's part", self.timeout_s)
             return peer
 
-        if self._wait_threads is None:
+        if self._wait_threads is None:  # there is at most one peer, so no order
             yield from map(arrived, self._process_group.peers)
             return
         futures = [self._wait_threads.submit(arrived, peer) for peer in self._process_group.peers]
