@@ -160,7 +160,7 @@ class KubeCluster:
             raise ApiError(f"{key}: no answer from the API server within {_READ_S:g} s") from error
 
     def _memory_of(self, resource: ResourceView) -> ResourceMemory:
-        """Returns what the operator remembers about a resource; nothing yet if the resource is new."""
+        """Returns the operator's notes about a resource; new notes if the resource is new."""
         memory = self._memories.get(resource.key)
         if memory is None or memory.uid != resource.uid:
             self._forget(resource.key)
@@ -170,7 +170,7 @@ class KubeCluster:
         return memory
 
     def _forget(self, key: ResourceKey) -> None:
-        """Cancels the API requests for a deleted resource, and drops what the operator remembers about it."""
+        """Cancels the API requests for a deleted resource, and drops the operator's notes about it."""
         if (memory := self._memories.pop(key, None)) is not None:
             memory.cancel()
 

@@ -334,8 +334,8 @@ def _build_write(child: Child, stored_object: Manifest | None, signer: Signer) -
 def _is_unused(manifest: Manifest, used_plans: Collection[str]) -> bool:
     """Reports whether an object that is not among the wanted ones may be deleted.
 
-    The operator must have made it, it must not be the ConfigMap of a used plan, and its deletion must not
-    have begun. The caller decides which of these objects stay nevertheless.
+    The operator must have made the object, no group may use it as a plan, and its deletion must not have
+    begun. The caller keeps some such objects nevertheless.
     """
     metadata = manifest["metadata"]
     labels = metadata.get("labels", {})

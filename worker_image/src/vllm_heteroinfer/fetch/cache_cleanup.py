@@ -28,9 +28,10 @@ _REMOVING: Final = ".removing-"
 def remove_unused(model_folder: Path, commit: str, cleanup: CacheCleanup) -> tuple[str, ...]:
     """Removes unused commits from a model's folder in a cache. Returns the removed commits.
 
-    A commit stays if a fetch confirmed it less than RECENT_S before the list of used commits was made, or
-    later. Folders are first renamed, then deleted, so that no reader finds an incomplete commit. Folders that
-    an earlier call only renamed are deleted, too. If a folder cannot be removed, logs this and stops.
+    A commit stays if a fetch confirmed it less than RECENT_S before the operator listed the used commits, or
+    later. The function first renames folders, then deletes them, so that no reader finds an incomplete
+    commit. It also deletes folders that an earlier call only renamed. If it cannot remove a folder, it logs
+    this and stops.
 
     Args:
         model_folder: folder of all commits.
