@@ -445,7 +445,7 @@ class ExpertWeights:
         )
         codes = packed.t().contiguous().view(torch.uint8) ^ _SIGNS
         scales = self._read_by_group("scales", expert, w13, group, 1).t().contiguous()
-        # vLLM takes symmetric GPTQ alone, and ignores the zero points that its files have.
+        # vLLM supports only symmetric GPTQ, and ignores the zero points in its files.
         form = Format(code=Code.INT4, scale=_COLUMN_SCALES[scales.dtype], group=group)
         return self._build_coded(form, w13, codes, scales=scales)
 
