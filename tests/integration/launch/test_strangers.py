@@ -155,7 +155,8 @@ def test_a_pod_with_another_key_waits_and_the_group_keeps_running(tmp_path: Path
         group.env[names.ENV_GROUP_KEY] = STRANGER.text
         stray = group.start_pod(1)
         wait_until(lambda: "without an answer" in stray.log.read_text(), 20, group.logs)
-        assert "does not have this epoch's key" in group.pods[0].log.read_text()
+        leader = group.pods[0].log
+        wait_until(lambda: "does not have this epoch's key" in leader.read_text(), 5, group.logs)
         assert (group.pods[0].process.poll(), stray.process.poll()) == (None, None)
 
 
