@@ -144,7 +144,8 @@ def _roles(draw: st.DrawFn) -> tuple[list[Json], Json]:
             stages = role["pods"] * role["ranksPerPod"] // tensor
             role["layers"] = draw(st.lists(st.integers(1, 40), min_size=stages, max_size=stages))
         if device == "GPU" and draw(st.booleans()):
-            role["deviceMemory"] = draw(_field("spec", "roles", "[]", "deviceMemory"))
+            drawn = _field("spec", "roles", "[]", "deviceMemory")
+            role["deviceMemory"] = draw(st.one_of(st.sampled_from(["24Gi", "80Gi"]), drawn))
         if draw(st.booleans()):
             role["resources"] = draw(_field("spec", "roles", "[]", "resources"))
         if draw(st.integers(0, 4)) == 0:
@@ -157,9 +158,32 @@ def _roles(draw: st.DrawFn) -> tuple[list[Json], Json]:
     mode = draw(st.sampled_from([None, None, "Auto", "Pipeline", "Tensor", "FeedForward"]))
     if mode is not None:
         sizes["mode"] = mode
-    if draw(st.integers(0, 4)) == 0:
-        roles[0]["feedForward"] = {"cpu": "4", "memory": "8Gi"}
+    if mode == "FeedForward" and draw(st.integers(0, 4)):
+        return _feed_forward_roles(roles, own=draw(st.booleans())), {"mode": mode}
+    if mode in (None, "Auto", "FeedForward") and draw(st.integers(0, 4)) == 0:
+        roles[0]["feedForward"] = dict(_FEED_FORWARD)
     return roles, sizes
+
+
+_FEED_FORWARD = {"cpu": "4", "memory": "8Gi"}
+
+
+def _feed_forward_roles(roles: list[Json], *, own: bool) -> list[Json]:
+    """Returns the roles with one rank with attention and only CPU roles beside it.
+
+    Args:
+        own: whether the first role has feed-forward ranks even if there are CPU roles.
+    """
+    for role in roles:
+        role.pop("layers", None)
+    first, *others = roles
+    first |= {"pods": 1, "ranksPerPod": 1}
+    if own or not others or first["device"] == "CPU":
+        first["feedForward"] = dict(_FEED_FORWARD)
+    for role in others:
+        role["device"] = "CPU"
+        role.pop("deviceMemory", None)
+    return roles
 
 
 @st.composite
